@@ -23,14 +23,14 @@ from polarlm.engine.cli.flags import FlagError, in_flags
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import GROUPS, KEY_VARIABLE, ServerConfig, read_command_line
-from polarlm.server.mcp.file import read_mcp_file
+from polarlm.server.mcp.session import read_mcp_file
 from polarlm.server.running import journal
 from polarlm.server.running.conversations import ConversationStore
 from polarlm.server.running.driver import Driver
-from polarlm.server.running.early import EarlyClients
 from polarlm.server.running.journal import note
 from polarlm.server.running.listening import (
     BACKLOG,
+    EarlyClients,
     ListenError,
     address_of,
     allow_open_files,
@@ -76,19 +76,17 @@ def _run(argv: Sequence[str]) -> None:
 
 
 def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
-    """Serve several models by name, each in a process of its own."""
     models = _need("models.app")
     place = None if config.models is None else Path(config.models).expanduser()
     registry = models.Registry(common, place, config.hub_models, config.pin)
     with tcp_socket(config.host, config.port) as http:
         _warn(config, http, 2 * config.max_connections + BACKLOG)  # one more to a model's process for each
-        note(f"Models: {models.listed(registry.models())}. Each is loaded when it is first asked for")
+        note(f"Models: {models.in_words(registry.models())}. Each is loaded when it is first asked for")
         journal.set_up()
         asyncio.run(models.serve(registry, config, http, lambda: _tell(http, None)))
 
 
 def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
-    """Serve one model in this process."""
     serving = _need("serving")
     with ExitStack() as bound:
         http = bound.enter_context(tcp_socket(config.host, config.port))

@@ -139,7 +139,6 @@ class ServerConfig:
 
     @property
     def several(self) -> bool:
-        """Whether there are models by name."""
         return self.models is not None or len(self.hub_models) > 1
 
 
@@ -149,10 +148,7 @@ GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Server": ServerConfig}
 def read_command_line(
     argv: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, ServerConfig]:
-    """The settings on the command line `argv`, which lacks the program's name.
-
-    Raises FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0).
-    """
+    """The settings on a command line without the program's name. Raises FlagError or EngineError."""
     argv, hub_models = _without_hub_models(argv)
     engine, server = parse(
         argv,

@@ -9,31 +9,19 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Protocol
 
 from starlette.types import ASGIApp
 
 from polarlm.server.http.app import create_app
 from polarlm.server.http.uvicorn_server import Web
-from polarlm.server.mcp.servers import McpServers
+from polarlm.server.mcp.session import McpServers
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
-from polarlm.server.running.early import EarlyClients
-from polarlm.server.running.listening import quiet_accept_errors
-from polarlm.server.socket.socket_server import SocketServer
+from polarlm.server.running.listening import EarlyClients, quiet_accept_errors
+from polarlm.server.socket.connection import SocketServer
 
 _DRAIN_SECONDS = 30.0
 SIGNALLED = 128  # and the signal's number: the exit code after a second signal
-
-
-class Accepting(Protocol):
-    """A server at a listening socket."""
-
-    async def start(self) -> None: ...
-
-    def refuse(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 async def serve_engine(
@@ -44,18 +32,15 @@ async def serve_engine(
     ready: Callable[[], None],
     outer: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> None:
-    """Serve the driver's engine over HTTP at `http`, and JSON lines at `lines`, until a signal arrives.
-
-    early: has accepted clients at `http` until now, if there could be any. ready: is called when requests are taken.
-    outer: wraps the application.
-    """
+    """Serve the driver's engine over HTTP at `http`, and JSON lines at `lines`, until a signal arrives. early: has
+    accepted clients until now. ready: called when requests are taken. outer: wraps the application."""
     asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
     servers = McpServers(driver.config)
     await driver.start()
     try:
         app = outer(journal.Journaled(create_app(driver, driver.config, servers)))
         web = Web(app, driver.config, http)
-        accepting: list[Accepting] = [web] if lines is None else [web, SocketServer(driver, lines)]
+        accepting: list[Web | SocketServer] = [web] if lines is None else [web, SocketServer(driver, lines)]
         waiting = [] if early is None else early.hand_over()
         for server in accepting:
             await server.start()
@@ -67,17 +52,14 @@ async def serve_engine(
 
 
 async def together(*ends: Awaitable[object]) -> None:
-    """Return when all of these have ended."""
     await asyncio.gather(*ends)
 
 
 async def until_signalled(
-    servers: Sequence[Accepting], ready: Callable[[], None], drain: Callable[[], Awaitable[None]]
+    servers: Sequence[Web | SocketServer], ready: Callable[[], None], drain: Callable[[], Awaitable[None]]
 ) -> None:
     """Wait for SIGTERM or SIGINT, accept no more connections, `drain`, and close the servers, which have been started.
-
-    ready: is called when signals are handled. A second signal ends the process.
-    """
+    ready: called when signals are handled."""
     with _signals() as signalled:
         ready()
         await signalled.wait()

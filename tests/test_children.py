@@ -24,8 +24,7 @@ from polarlm.model_loaders.chat import template_worker
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.limited_process import LimitedProcess
 from polarlm.server.http import documents
-from polarlm.server.mcp.file import McpServer
-from polarlm.server.mcp.session import McpError, Session
+from polarlm.server.mcp.session import McpError, McpServer, Session
 from polarlm.server.models.process import ModelProcess
 from polarlm.server.models.registry import NamedModel
 from tests.server.lines import PATIENCE, eventually

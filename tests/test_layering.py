@@ -69,7 +69,6 @@ ROOMS: dict[str, set[str]] = {
     | TOLD,
     "model": {
         "backends.delta",
-        "backends.encoder_ops",
         "backends.kv",
         "backends.ops",
         "state",

@@ -18,7 +18,6 @@ from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig,
 from polarlm.bench.quality.scores import SERVED, windows
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
-from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.cli.progress import counting
@@ -75,7 +74,7 @@ class _Measurement:
             "weights": dtype if options.weight_type == AS_STORED else f"{dtype} as {options.weight_type}",
             "text": "standard input" if text == "-" else Path(text or str(self._options.kld_base)).name,
             "full_precision": "prefill" if self._base is None else "file",
-            "arithmetic": "float32" if isinstance(self._ops, NumpyOps) else "compiled kernels",
+            "arithmetic": "float32" if self._ops.backend == "numpy" else "compiled kernels",
             "device": device,
             "budget_minutes": self._options.minutes,
         }

@@ -14,7 +14,6 @@ from polarlm.bench.quality.inputs import QualityConfig, model_files, page_file, 
 from polarlm.bench.quality.scores import windows
 from polarlm.bench.quality.survey import arithmetic
 from polarlm.bench.quality.tables import kl_cells, two_digits, with_error
-from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.cli.progress import counting
@@ -62,7 +61,7 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], flo
         "model": name,
         "weights": dtype,
         "text": "standard input" if options.text == "-" else Path(str(options.text)).name,
-        "arithmetic": "float32" if isinstance(ops, NumpyOps) else "compiled kernels",
+        "arithmetic": "float32" if ops.backend == "numpy" else "compiled kernels",
         "window": window,
     }
 

@@ -1,17 +1,21 @@
-"""What the ops of gated delta rules and of Mamba 2 take.
+"""The ops of layers whose state is not K/V, and what they take.
 
-Letters: Q key heads, H value heads, A key dim, D value dim, C channels of q, k and v, N tokens in a block. Mamba 2
-calls these groups, heads, state size and head dim; its C, B and x are queries, keys and values.
+Letters: T rows, E hidden size, S slots, Q key heads, H value heads, A key dim, D value dim, C channels of q, k and v,
+N tokens in a block. Mamba 2 calls these groups, heads, state size and head dim; its C, B and x are queries, keys and
+values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-Array = Any  # the backend's own, float32
+from polarlm.engine.quantization.snapshot_codes import SnapshotCodes
+from polarlm.model_loaders.config import Recurrent
+
+Array = Any  # the backend's array type, float32
 
 # Waits for states on the host, each (n, …): the fields of `SnapshotCodes`, and "inputs".
 FetchStates = Callable[[], Mapping[str, np.ndarray]]
@@ -24,7 +28,7 @@ class DeltaWeights(NamedTuple):
     decay: Array  # (H,): negative
     dt_bias: Array  # (H,)
     norm: Array  # (D,): of each head's result
-    eps: float  # of `norm`
+    eps: float  # epsilon of the norm
     tiled: bool  # see `model_loaders.config.GatedDelta`
 
 
@@ -37,7 +41,7 @@ class Mamba2Weights(NamedTuple):
     dt_bias: Array  # (H,)
     skip: Array  # (H,): how much of its own x each head's result has
     norm: Array  # (I,): of the results, which are normalized in Q parts
-    eps: float  # of `norm`
+    eps: float  # epsilon of the norm
 
 
 class DeltaSlots(NamedTuple):
@@ -55,7 +59,7 @@ class DeltaSlots(NamedTuple):
     keys: Array  # (S, Q, A, N)
     updates: Array  # (S, H, N, D)
     decays: Array  # (S, H, N)
-    inputs: Array  # (S, width − 1 + N, C): of the convolution, those of the tokens before the block first
+    inputs: Array  # (S, width − 1 + N, C): of the convolution, from the width − 1 tokens before the block on
 
 
 class DeltaSpan(NamedTuple):
@@ -64,12 +68,70 @@ class DeltaSpan(NamedTuple):
     slot: int
     first: int  # row
     rows: int
-    place: int  # of the first row's token in its block
+    place: int  # the first row's token in its block
 
 
 class DeltaEnds(NamedTuple):
     """The states to keep of the ends of blocks that a prompt completes."""
 
-    numbers: Sequence[int]  # of n blocks, counted from the block of the first row
-    matrices: Array  # (n, H, A, D): M after each
-    inputs: Array  # (n, width − 1, C): of the convolution, those of the last tokens of each
+    numbers: Sequence[int]  # n blocks, counted from the block of the first row
+    matrices: Array  # (n, H, A, D): M after each block
+    inputs: Array  # (n, width − 1, C): the convolution's inputs at the last tokens of each block
+
+
+class RecurrentOps(Protocol):
+    """See `Ops`."""
+
+    def check_recurrent(self, mixer: Recurrent, block_size: int) -> None:
+        """Raises ValueError if there are no kernels for such layers."""
+
+    def short_conv(self, inputs: Array, conv: Array, bias: Array | None, slots: Array, rows: Any) -> Array:
+        """C · (Σ_j conv[j] · u_j + bias) of each row (T, E), where u = B · x, and inputs (T, 3E) is [B | C | x].
+
+        conv (width, E): the oldest token's numbers first. slots (S, width − 1 + N, E): the u of the tokens of blocks,
+        after the u of the tokens before each block; this op writes the u of its rows. rows: int32 (T, 4): 1 + the slot
+        of each row, 0 for none; its place in the block; 1 + the slot of the next block, in which the u of a block's
+        last tokens are repeated, 0 for none; and how many of the rows before it are the tokens before it.
+        """
+
+    def gated_delta(
+        self, projected: Array, w: DeltaWeights, slots: DeltaSlots, spans: Any, ends: DeltaEnds | None = None
+    ) -> Array:
+        """The results (T, H·D) of a gated delta rule for rows that are added to slots.
+
+        projected (T, C + H·D + 2H) is [q | k | v | z | b | a]. q, k and v are convolved, and q and k get the length 1;
+        with β = σ(b), a decay of g = w.decay · softplus(a + w.dt_bias) and the head's matrix S before the token,
+
+            u = β (v − exp(g) Sᵀk),   S ← exp(g) S + k uᵀ,   y = A^-½ Sᵀq
+
+        and the result is RMSNorm(y) · silu(z). spans: int32 (spans, 4), each a DeltaSpan; of a
+        prompt on the host, of a step on the device. ends: given for prompts, whose slots advance to the next block at
+        the end of each block. Without them a span has at most STEP_ROWS rows, all of one block.
+        CUDA: gated_delta for a step; delta_blocks, delta_scan, delta_results and delta_inputs for a prompt.
+        """
+
+    def mamba2(
+        self, projected: Array, w: Mamba2Weights, slots: DeltaSlots, spans: Any, ends: DeltaEnds | None = None
+    ) -> Array:
+        """The results (T, H·D) of Mamba 2 for rows that are added to slots.
+
+        projected (T, H·D + C + H) is [z | x | B | C | dt]. x, B and C are convolved; with Δ = softplus(dt + w.dt_bias)
+        and the head's matrix S before the token,
+
+            S ← exp(w.decay Δ) S + B (Δ x)ᵀ,   y = SᵀC + w.skip x
+
+        and the result is RMSNorm(y · silu(z)), normalized in Q parts. spans, ends: as in `gated_delta`.
+        CUDA: mamba2 for a step; mamba2_blocks, delta_scan and delta_inputs for a prompt; mamba2_results for both.
+        """
+
+    def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
+        """Let slots whose block is complete advance to the start of the next one, in place. tiled: see DeltaWeights."""
+
+    def assign(self, to: Array, x: Any) -> None:
+        """Copy x, an array of these ops or a number, to `to`, which may be strided."""
+
+    def keep_states(self, ends: DeltaEnds, codes: SnapshotCodes) -> FetchStates:
+        """Start to copy states to the host, as `codes` keeps them; `ends` may change afterwards."""
+
+    def restore_states(self, kept: Mapping[str, np.ndarray], codes: SnapshotCodes) -> Array:
+        """The matrices of a state that was kept, without its first axis."""

@@ -1,10 +1,8 @@
 """The op set: the only seam between the engine and a device.
 
 Letters: T rows (tokens of one or more sequences), B sequences, E hidden size, F feed-forward size, H query heads,
-K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's own array type, float32. The other
-types below are opaque to the engine: `PreparedTransform` is a `HeadTransform` on the device, `Cache` the K/V of one
-layer, `Buffer` a prompt's full-precision K/V of one layer, `Spans` a list of `SpanView`, `SamplerInputs` a list of
-`SamplerInput`.
+K KV heads, D head dim, N block size, V vocabulary size. `Array` is the backend's array type, float32. It and the types
+`PreparedTransform`, `Cache`, `Buffer`, `Spans` (`backends.kv`) and `SamplerInputs` are opaque to the engine.
 """
 
 from __future__ import annotations
@@ -15,10 +13,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from polarlm.engine.backends.encoder_ops import EncoderOps
-from polarlm.engine.backends.kv import CacheFormat, HeadTransform, PreparedTransform
-from polarlm.engine.backends.kv_ops import KVOps
-from polarlm.engine.backends.recurrent_ops import RecurrentOps
+from polarlm.engine.backends.delta import RecurrentOps
+from polarlm.engine.backends.kv import Array, CacheFormat, HeadTransform, KVOps, PreparedTransform
 from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Fetch, Sampled, SamplerInput
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, RereadMatrix, StoredMatrix, WeightFormat
@@ -26,8 +22,7 @@ from polarlm.model_loaders.config import Experts, ModelConfig
 
 STEP_ROWS = 16  # most rows of one sequence in a step
 
-Array = Any
-SamplerInputs = Any
+SamplerInputs = Any  # a list of `SamplerInput`
 Result = TypeVar("Result")
 
 
@@ -41,12 +36,12 @@ class Routing(NamedTuple):
     weights: Array
 
     def part(self, rows: slice) -> Routing:
-        """Those of some rows."""
+        """The routing of some rows."""
         return Routing(self.ids[rows], self.weights[rows])
 
 
 class FromCard(NamedTuple):
-    """An array of the ops of another card, in the place of a host array."""
+    """An array of another card's ops, instead of a host array."""
 
     array: Array
     ops: Ops
@@ -56,7 +51,7 @@ class FromCard(NamedTuple):
 class Load:
     """The largest work that ops will get: a prompt of `tokens` tokens, a step of `rows` sequences.
 
-    format: that of the layer with the widest K/V.
+    format: the format of the layer with the widest K/V.
     """
 
     model: ModelConfig
@@ -70,10 +65,10 @@ class WarmUp(NamedTuple):
 
     ops: Ops
     wait: Callable[[Callable[[int, int], None]], None]  # calls progress(done, all); raises KernelError
-    # Ascending row counts with kernels of their own, which serve up to as many rows. No first request waits for them:
-    # they are warmed up after the model is loaded.
+    # Ascending row counts with special kernels, which serve up to as many rows. No first request waits for them: they
+    # are warmed up after the model is loaded.
     rows: Sequence[int]
-    short: Sequence[int] = ()  # row counts of short prompts with kernels of their own, which a first request waits for
+    short: Sequence[int] = ()  # row counts of short prompts with special kernels, which a first request waits for
 
 
 class KeptTiles(Protocol):
@@ -90,8 +85,8 @@ class KeptTiles(Protocol):
 class ExpertCache:
     """Experts that are read from the file when they are chosen, and stay in memory until others need their room.
 
-    experts: of each layer, that are in memory at a time. The counts are of the weights of chosen experts, gate_up and
-    down apart: those that were in memory, and those that were read. bytes: that these take in memory.
+    experts: how many of each layer are in memory at a time. hits, misses: how often the weights of a chosen expert
+    (gate_up and down apart) were in memory, and were read. bytes: what was read takes in memory.
     """
 
     experts: int
@@ -100,35 +95,51 @@ class ExpertCache:
     bytes: int = 0
 
 
+class EncoderOps(Protocol):
+    """The ops that only encoders need, in which every token of a text sees all others of it."""
+
+    def layer_norm(self, x: Array, norm: tuple[Array, Array, float]) -> None:
+        """(x − mean) / √(variance + eps) · weight + bias of each row of x (T, n), in place.
+
+        norm: weight and bias (n,), and eps.
+        """
+
+    def self_attention(
+        self,
+        qkv: Array,
+        rope: tuple[Array, Array] | None,
+        transform: PreparedTransform,
+        lengths: Sequence[int],
+        scale: float,
+        window: int | None = None,
+        norms: tuple[Array, Array, float] | None = None,
+    ) -> Array:
+        """`transform_heads` of qkv (T, H + 2K, D), then attention of each text to its own rows → (T, H, D).
+
+        rope: None if heads have neither RoPE nor norms, and the transform changes nothing: they are taken as they are.
+        lengths: the numbers of rows of the texts, in order; their sum is T. Nothing is kept. scale: multiplies scores.
+        window: rows attend to those at most window // 2 away; None: to all. norms: as in `transform_heads`.
+        """
+
+
 class Ops(KVOps, RecurrentOps, Protocol):
     """The ops of a backend. Every op is a function of its arguments; none keeps state between calls.
 
-    Objects that outlive a call (from `load`, `prepare`, `cache`, `buffer`, `spans`) are passed to the ops that need
-    them. The backend itself only knows its machine: memory, compiled kernels and recorded graphs. "CUDA:" names the
-    kernels of an op that has more than one.
+    The backend itself only knows its machine: memory, compiled kernels and recorded graphs. "CUDA:" names the kernels
+    of an op that has more than one.
     """
 
     name: str
-
-    backend: str
-    """Which implementation this is: "numpy", "native" or "cuda"."""
-
-    forkable: bool
-    """Whether arrays on the device stay usable in a forked child process."""
-
-    stored_as: str
-    """The representation that `read_blocks` returns: `FIELDS`, `TILES` or `RECORDS` of `engine.backends.transfer`."""
-
-    keeps_tiles: bool
-    """Whether `load` takes matrices from `KeptTiles`."""
-
+    backend: str  # "numpy", "native" or "cuda"
+    forkable: bool  # whether arrays on the device stay usable in a forked child process
+    stored_as: str  # what `read_blocks` returns: `FIELDS`, `TILES` or `RECORDS` of `engine.backends.transfer`
+    keeps_tiles: bool  # whether `load` takes matrices from `KeptTiles`
+    # Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations.
     prefill_rows: int
-    """Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations."""
 
     @property
     def host(self) -> Ops | None:
-        """The ops of a GPU's host, for experts that stay in the computer's memory; None if these are not needed, and
-        on a CPU."""
+        """The ops of a GPU's host, for experts in the computer's memory; None if it has none, and on a CPU."""
 
     @property
     def of_encoders(self) -> EncoderOps | None:
@@ -142,9 +153,9 @@ class Ops(KVOps, RecurrentOps, Protocol):
 
         For a `key` and input shapes that it has seen before, a backend may replay the graph that it recorded instead
         of calling `work`, so everything that varies between calls must be in the inputs. The first input has a row for
-        each token, and so has the result, an array or a tuple of arrays. Where each sequence has one row, a backend may
-        call `work` with empty rows added to the inputs; the result is returned without them. `work` passes
-        recorded=True to `linear`. The result is valid until the next call.
+        each token, and so has the result, an array or a tuple of arrays, valid until the next call. Where each sequence
+        has one row, a backend may call `work` with empty rows added; the result is returned without them. `work`
+        passes recorded=True to `linear`.
         """
 
     def threads(self) -> Threads | None:
@@ -162,7 +173,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def room_beside(self, weights: int) -> int:
         """Bytes that remain for the KV store and for activations once `weights` bytes of weights are loaded.
 
-        Raises EngineError if the weights alone do not fit; its "lacking" is the number of bytes that are missing.
+        Raises EngineError if the weights alone do not fit; its number "lacking" says how many bytes are missing.
         """
 
     def work_bytes(self, load: Load) -> int:
@@ -180,14 +191,14 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
         """One or more matrices with the same inputs, on the device; consecutive ones may be joined into one.
 
-        kept: where a backend that `keeps_tiles` finds them; what it does not find is read from `matrices`.
+        kept: for a backend that `keeps_tiles`; what is not in it is read from `matrices`.
         Raises EngineError for a matrix that the device cannot read, MemoryError if they do not fit.
         """
 
     def load_experts(
         self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
-        """The parts of an `ExpertLinear`. matrices: for each expert, those that are stacked; otherwise as `load`.
+        """The parts of an `ExpertLinear`. matrices: those to stack, for each expert; otherwise as `load`.
 
         CUDA: the same matrix of all experts has one format on the device, and rows of whole tiles of 16 if that is
         packed; EngineError if not.
@@ -255,8 +266,8 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:
         """The experts of each row of logits (T, count), of the router, and their weights, as `rule` says.
 
-        bias (count,): see `Experts.choice_bias`. factors (count,): multiply the weights of each expert. Of equal
-        scores, that of the lowest number is chosen. A row whose logits are not finite has NaN for weights.
+        bias (count,): see `Experts.choice_bias`. factors (count,): multiply the weights of each expert. Among equal
+        scores the lowest expert is chosen. A row whose logits are not finite has NaN for weights.
         """
 
     def experts(
@@ -315,7 +326,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
 
     def fetch_tokens(self, chosen: Array, logits: Array, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
         """The tokens that `sample` chose, on the host: ids, with log-probabilities if the row's input asks for them, or
-        the error because of which the row has no token.
+        the error of a row without a token.
 
         Only rows that ask for log-probabilities pay for them. CUDA: logprobs, for those rows.
         """

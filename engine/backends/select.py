@@ -17,13 +17,10 @@ from polarlm.engine.errors import EngineError, KernelError
 
 NO_DRIVER = "No NVIDIA driver found"
 
-
-COMPILED = True
-
 _CARDS = re.compile(r"cuda:\d+(,\d+)*")
 
 
-def select(device: str, threads: int, compiled: bool = COMPILED) -> tuple[Ops, str]:
+def select(device: str, threads: int, compiled: bool = True) -> tuple[Ops, str]:
     """The ops of `device`, and a note for the user, empty if there is nothing to say.
 
     device: "auto", "cpu", "cuda" or GPUs by their numbers, such as "cuda:1" or "cuda:0,1".
@@ -56,7 +53,7 @@ def gpu_numbers(device: str) -> list[int]:
 
 
 def with_host(ops: Ops, threads: int) -> tuple[Ops, str]:
-    """The ops of a GPU with those of the CPU as `host`, and a note if its kernels do not work; a CPU's ops as they are.
+    """The ops of a GPU with the CPU's ops as `host`, and a note if its kernels do not work; a CPU's ops as they are.
 
     Raises EngineError if POLARLM_CPU_LEVEL names no level of this CPU.
     """
@@ -70,7 +67,7 @@ def with_host(ops: Ops, threads: int) -> tuple[Ops, str]:
 
 
 def cards_of(ops: Ops, beside: bool) -> Sequence[Ops]:
-    """The GPUs that these ops run on, each with ops of its own. beside: as well as the others that this process has."""
+    """The GPUs that these ops run on, each with ops of its own. beside: and the other GPUs of this process."""
     if ops.backend != "cuda":
         return ()
     from polarlm.engine.backends.cuda.cards.ops import CardsOps

@@ -50,8 +50,8 @@ def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | None:
         from polarlm.engine.backends.native.kv import cache_tiles
     except ImportError as error:
         raise ValueError(f"tiles of a CPU cannot be read here: {error}") from None
-    found = cache_tiles.tiles(format)
-    return None if isinstance(found, str) else found
+    both = cache_tiles.tiles(format)
+    return None if isinstance(both, str) else both
 
 
 def layouts(format: CacheFormat) -> tuple[Layout, Layout]:
@@ -77,12 +77,12 @@ def nbytes(format: CacheFormat, stored_as: str) -> int:
     return format.kv_heads * sum(field.nbytes for field in block_arrays(format, stored_as).values())
 
 
-def converted(format: CacheFormat, blocks: int, given: Arrays, stored_as: str) -> dict[str, np.ndarray]:
+def converted(format: CacheFormat, blocks: int, arrays: Arrays, stored_as: str) -> dict[str, np.ndarray]:
     """`blocks` blocks in any representation, converted to `stored_as`. Raises ValueError for other arrays."""
-    found = RECORDS if "keys" in given else TILES if "k.tiles" in given else FIELDS
+    before = RECORDS if "keys" in arrays else TILES if "k.tiles" in arrays else FIELDS
     checked = {
-        name: _checked(given, name, (blocks, format.kv_heads, *field.shape), field.dtype)
-        for name, field in block_arrays(format, found).items()
+        name: _checked(arrays, name, (blocks, format.kv_heads, *field.shape), field.dtype)
+        for name, field in block_arrays(format, before).items()
     }
     if block_arrays(format, stored_as).keys() == checked.keys():
         return checked
@@ -95,19 +95,18 @@ def converted(format: CacheFormat, blocks: int, given: Arrays, stored_as: str) -
     return {f"{side}.{name}": array for side, of in sides.items() for name, array in of.items()}
 
 
-def _to_fields(format: CacheFormat, given: Arrays) -> dict[str, dict[str, np.ndarray]]:
+def _to_fields(format: CacheFormat, arrays: Arrays) -> dict[str, dict[str, np.ndarray]]:
     """Checked arrays of any representation → the fields of "k", "v" and "mean"."""
-    if "keys" in given:
-        (k, mean), (v, _) = (
-            layout.unpack(given[name]) for name, layout in zip(("keys", "values"), layouts(format), strict=True)
-        )
+    if "keys" in arrays:
+        keys, values = layouts(format)
+        (k, mean), (v, _) = keys.unpack(arrays["keys"]), values.unpack(arrays["values"])
         return {"k": k, "v": v, "mean": mean}
     sides = {
-        side: {name.removeprefix(f"{side}."): x for name, x in given.items() if name.startswith(f"{side}.")}
+        side: {name.removeprefix(f"{side}."): x for name, x in arrays.items() if name.startswith(f"{side}.")}
         for side in ("k", "v", "mean")
     }
-    if "k.tiles" in given and (both := tiles(format)) is not None:
-        sides |= {side: of.unpack(given[f"{side}.tiles"]) for side, of in zip("kv", both, strict=True)}
+    if "k.tiles" in arrays and (both := tiles(format)) is not None:
+        sides |= {side: of.unpack(arrays[f"{side}.tiles"]) for side, of in zip("kv", both, strict=True)}
     return sides
 
 
@@ -140,6 +139,6 @@ def full_tokens(format: CacheFormat, k: np.ndarray, v: np.ndarray) -> int:
 def _checked(arrays: Arrays, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     array = arrays.get(name)
     if array is None or array.shape != shape or array.dtype != dtype:
-        found = "nothing" if array is None else f"{array.dtype} {array.shape}"
-        raise ValueError(f"{name} is {found}, and not {dtype} {shape}")
+        actual = "nothing" if array is None else f"{array.dtype} {array.shape}"
+        raise ValueError(f"{name} is {actual}, and not {dtype} {shape}")
     return array

@@ -6,6 +6,7 @@ text shows what it is, so the parts do not depend on how the text is cut into ch
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
 from collections.abc import Collection, Iterator
@@ -13,7 +14,6 @@ from collections.abc import Collection, Iterator
 from polarlm.engine.sampling.detokenizer import overlap
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.reasoning import Tags
-from polarlm.server.answers.arguments import Arguments, JsonArguments, QuotedArguments
 from polarlm.server.answers.pieces import CallStart, Piece
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -26,8 +26,6 @@ def new_id() -> str:
 
 
 class AnswerParser:
-    """Parses one answer."""
-
     def __init__(
         self,
         format: CallFormat | None = None,
@@ -50,24 +48,20 @@ class AnswerParser:
         self._clean = True  # whether all of the answer so far is white space
         self._name = ""
         self._id = ""
-        self._reader: Arguments = JsonArguments()
+        self._reader: JsonArguments | QuotedArguments = JsonArguments()
         self.calls = 0  # calls that have begun
         self.is_cut_off = False  # at the end of the answer: whether it ends inside a call
 
     def push(self, text: str) -> list[Piece]:
-        """The parts that `text` completes."""
         self._held += text
         parts: list[Piece] = []
-        while (found := self._state()) is not None:
-            parts += found
+        while (more := self._state()) is not None:
+            parts += more
         return parts
 
     def finish(self, *, cut: bool = False, next: str = "") -> list[Piece]:
-        """The remaining parts at the end of the answer. The beginning of a call, up to its name, is dropped.
-
-        cut: whether the model did not end the answer itself; what may begin a call then counts as one. next: the stop
-        string that the answer would have continued with.
-        """
+        """The remaining parts, without a call that has no whole name. cut: whether the model did not end the answer;
+        what may begin a call then counts as a call. next: the stop string that the answer would have continued with."""
         held, self._held = self._held, ""
         if self._state == self._reasoning:
             return self._thought(held.rstrip())
@@ -92,7 +86,6 @@ class AnswerParser:
     # Each state is a method that returns the parts that it finds, or None if it needs more text.
 
     def _start(self) -> list[Piece] | None:
-        """State: at the beginning, where reasoning may be opened."""
         assert self._tags is not None
         text = self._held.lstrip()
         if text.startswith(self._tags.open):
@@ -106,8 +99,8 @@ class AnswerParser:
 
     def _reasoning(self) -> list[Piece] | None:
         assert self._tags is not None
-        before, found, after = self._held.partition(self._tags.close)
-        if found:
+        before, tag, after = self._held.partition(self._tags.close)
+        if tag:
             parts = self._thought(before.rstrip())
             self._held, self._trims, self._clean, self._state = after, True, False, self._text
             return parts
@@ -177,7 +170,6 @@ class AnswerParser:
         self._state = self._naming
 
     def _naming(self) -> list[Piece] | None:
-        """State: in a call, before its arguments."""
         assert self._format is not None
         name, *id, rest = self._split_head()
         if rest is None:
@@ -202,9 +194,9 @@ class AnswerParser:
         parts: list[str | None] = []
         rest: str | None = self._held
         for literal in self._format.middle:
-            before, found, after = (rest or "").partition(literal or "{")
+            before, sign, after = (rest or "").partition(literal or "{")
             parts.append(before)
-            rest = (after if literal else found + after) if found and rest is not None else None
+            rest = (after if literal else sign + after) if sign and rest is not None else None
         return (*parts, rest)
 
     def _no_call(self) -> list[Piece]:
@@ -224,7 +216,6 @@ class AnswerParser:
         return [Piece(arguments=said)] if said else []
 
     def _closing(self) -> list[Piece] | None:
-        """State: after the arguments of a call."""
         assert self._format is not None
         closing = self._format.closing
         if self._held.startswith(closing):
@@ -250,3 +241,92 @@ class AnswerParser:
             return None
         self._state = self._text
         return []
+
+
+_CONSTANTS = {"None": "null", "True": "true", "False": "false"}  # as templates in Python's language may write them
+
+
+class JsonArguments:
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        for at, character in enumerate(text):
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif character == "\\":
+                    self._escaped = True
+                elif character == '"':
+                    self._in_string = False
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return text[: at + 1], text[at + 1 :]
+        return text, None
+
+
+class QuotedArguments:
+    """Arguments whose strings stand between quotes of the model's own: see `model_loaders.chat.call_arguments`."""
+
+    def __init__(self, quote: str) -> None:
+        self._quote = quote
+        self._held = ""  # text that is not read yet
+        self._open = ""  # the brackets that are open
+        self._in_string = False
+        self._word = ""  # a name, or a value that is no string, so far
+        self._names = False  # whether a name is next
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        self._held += text
+        said = ""
+        while self._held:
+            if self._in_string:
+                inside, ended, rest = self._held.partition(self._quote)
+                keep = 0 if ended else overlap(inside, self._quote)
+                self._held = rest if ended else inside[len(inside) - keep :]
+                said += json.dumps(inside[: len(inside) - keep], ensure_ascii=False)[1:-1] + ('"' if ended else "")
+                self._in_string = not ended
+                if not ended:
+                    break
+            elif self._held.startswith(self._quote):
+                self._held, self._in_string = self._held[len(self._quote) :], True
+                said += '"'
+            elif self._quote.startswith(self._held):
+                break
+            else:
+                said += self._structure()
+                if not self._open:
+                    rest, self._held = self._held, ""
+                    return said, rest
+        return said, None
+
+    def _structure(self) -> str:
+        character, self._held = self._held[0], self._held[1:]
+        if character not in (",{}[]:" if self._names else ",{}[]"):
+            self._word += character
+            return ""
+        word = self._word.strip()
+        self._word = ""
+        said = _value(word) if word and character != ":" else json.dumps(word, ensure_ascii=False) if word else ""
+        if character in "{[":
+            self._open += character
+        elif character in "}]":
+            self._open = self._open[:-1]
+        self._names = character in "{,}]" and self._open.endswith("{")
+        return said + character
+
+
+def _value(word: str) -> str:
+    """A value without quotes as JSON: as it is, or as a string if it is none."""
+    try:
+        json.loads(word, parse_constant=int)  # which raises for NaN and infinity
+    except ValueError:
+        return _CONSTANTS.get(word) or json.dumps(word, ensure_ascii=False)
+    return word

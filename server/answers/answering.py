@@ -18,8 +18,7 @@ from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.errors import LoadError
 from polarlm.server.answers.answer_parser import AnswerParser
-from polarlm.server.answers.call_grammar import functions_of, grammar
-from polarlm.server.answers.channel_grammar import CONSTRAIN, channel_grammar
+from polarlm.server.answers.call_grammar import CONSTRAIN, Grammar, channel_grammar, functions_of
 from polarlm.server.answers.channel_parser import ChannelParser
 from polarlm.server.answers.pieces import Answer, Piece, Progress, fold
 from polarlm.server.reading.parameters import ParsedRequest
@@ -35,57 +34,46 @@ class _Plan:
     is_begun: bool = False  # whether the prompt needs the header of the answer's text
 
 
-class _Answering:
-    """An answer in progress. `submit` plans and queues it in one call in a thread, and sets `plan` and `ticket`."""
-
-    plan: _Plan
-    ticket: Ticket
-
-    def __init__(self, engine: Engine, asked: ParsedRequest, index: int, warnings: list[str] | None) -> None:
-        self._engine, self._asked, self._index, self._warnings = engine, asked, index, warnings
-
-    def submit(self, prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
-        """Queue the request as `Engine.submit` does. An error in its constraint names the request's field."""
-        self.plan = _plan(self._engine, self._asked, _numbered(params, self._index))
-        planned = self.plan.params
-        if self.plan.is_begun and not options.continue_final_message:
-            prompt = [*prompt, {"role": "assistant", "content": ""}]
-            options = replace(options, continue_final_message=True)
-        try:
-            self.ticket = self._engine.submit(prompt, planned, options, **more)
-        except ConstraintError as error:
-            own = planned.grammar is params.grammar
-            refusal = error if own else ConstraintError(f"tools: {error}", error.code)
-            refusal.field = self._asked.constrained_by if own else "tools"
-            raise refusal from None
-        if self._warnings is not None:
-            self._warnings += self.ticket.warnings
-        return self.ticket
-
-
 async def answer(
     driver: Driver, asked: ParsedRequest, index: int = 0, warnings: list[str] | None = None
 ) -> AsyncGenerator[Piece, None]:
-    """Yield answer `index` of a request in pieces. Closing the generator cancels it. Raises what the driver raises.
+    """Yield answer `index` in pieces. Closing the generator cancels it. Raises what the driver raises. The first piece
+    of a streamed answer says that the engine has accepted the request; `warnings` then has its ticket's warnings."""
+    plan = _Plan(asked.params)
+    conversation: Conversation | None = None
 
-    The first piece of a streamed answer says that the engine has accepted the request. By then, `warnings` has those of
-    its ticket.
-    """
-    under_way = _Answering(driver.engine, asked, index, warnings)
+    def submit(prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
+        """Plan and queue the answer in one call in a thread. An error in a constraint names the request's field."""
+        nonlocal plan, conversation
+        plan = _plan(driver.engine, asked, _numbered(params, index))
+        if plan.is_begun and not options.continue_final_message:
+            prompt = [*prompt, {"role": "assistant", "content": ""}]
+            options = replace(options, continue_final_message=True)
+        try:
+            ticket = driver.engine.submit(prompt, plan.params, options, **more)
+        except ConstraintError as error:
+            is_own = plan.params.grammar is params.grammar
+            refusal = error if is_own else ConstraintError(f"tools: {error}", error.code)
+            refusal.field = asked.constrained_by if is_own else "tools"
+            raise refusal from None
+        conversation = ticket.conversation
+        if warnings is not None:
+            warnings.extend(ticket.warnings)
+        return ticket
+
     stream = driver.stream(
         asked.prompt,
         asked.params,
         asked.options,
         queued=asked.stream,
         progress=asked.progress,
-        submit=under_way.submit,
+        submit=submit,
         compiles=asked.tools is not None,
     )
     pieces: list[Piece] = []
     ids: list[int] = []
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
-            plan = under_way.plan
             if chunk.prompt_tokens and not chunk.prefilled:
                 yield Piece(is_waiting=True)
                 continue
@@ -96,11 +84,11 @@ async def answer(
                 yield _piece(chunk, plan.params.stop)
                 continue
             ids += chunk.token_ids
-            found = list(_parsed(chunk, plan.parser, plan.params.stop))
-            pieces += found
+            parsed = list(_parsed(chunk, plan.parser, plan.params.stop))
+            pieces += parsed
             if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
-                _keep(under_way.ticket.conversation, fold(pieces), ids)
-            for piece in found:
+                _keep(conversation, fold(pieces), ids)
+            for piece in parsed:
                 yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
 
 
@@ -109,11 +97,7 @@ def _numbered(params: SamplingParams, index: int) -> SamplingParams:
     return params if params.seed < 0 else replace(params, seed=params.seed + index)
 
 
-# -- before generation -------------------------------------------------------------------------------------------------
-
-
 def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan:
-    """How the answer is generated and parsed. Raises EngineError."""
     if not is_chat(asked.prompt):
         return _Plan(params)
     template, control = engine.model.template, engine.model.tokenizer.control_tokens()
@@ -146,15 +130,9 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
             format.quote,
         ]
         if not params.is_constrained:
-            text = grammar(
-                format,
-                functions,
-                control,
-                calls=asked.tools.calls,
-                several=asked.tools.several,
-                tags=reasoning if place == "before" else None,  # a constraint begins behind reasoning that is open
-                schema=schema,
-            )
+            begins = reasoning if place == "before" else None  # a constraint begins behind reasoning that is open
+            calls, several = asked.tools.calls, asked.tools.several
+            text = Grammar(format, functions, control, calls, several, begins, schema).text()
             params = replace(params, grammar=text)
         if asked.tools.calls == "none":
             format = None
@@ -175,7 +153,6 @@ def _schema_of_text(asked: ParsedRequest, params: SamplingParams) -> dict[str, A
 
 
 def _control_in(literals: Sequence[str], control: Mapping[str, int]) -> tuple[int, ...]:
-    """The ids of control tokens that occur in `literals`."""
     return tuple(token for name, token in control.items() if any(name in literal for literal in literals))
 
 
@@ -201,11 +178,8 @@ def _plan_of_channels(
     return _Plan(replace(params, shown_tokens=shown), parser, begun)
 
 
-# -- during generation -------------------------------------------------------------------------------------------------
-
-
 def _parsed(chunk: Chunk, parser: AnswerParser | ChannelParser, stops: tuple[str, ...]) -> Iterable[Piece]:
-    """The pieces of a chunk. An answer with calls, all of which are complete, ends with "tool_calls"."""
+    """The pieces of a chunk. An answer with calls that are all complete ends with "tool_calls"."""
     last = chunk.finish_reason is not None
     parts = parser.push(chunk.text)
     if last:
@@ -234,9 +208,6 @@ def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:
         usage=chunk.usage,
         stopped_by=chunk.stopped_by if chunk.stopped_by in stops else None,
     )
-
-
-# -- ids of answers ----------------------------------------------------------------------------------------------------
 
 
 def _keep(conversation: Conversation | None, answer: Answer, ids: Sequence[int]) -> None:

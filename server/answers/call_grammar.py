@@ -1,6 +1,6 @@
-"""The grammar of an answer that may call tools: free text up to the marker of a call, and only calls after it.
+"""Grammars of answers that may call tools: free text up to the marker of a call, and only calls after it.
 
-The grammar is in llguidance's form of Lark, in which control tokens are ids, `<[7]>`.
+They are in llguidance's form of Lark, in which control tokens are ids, `<[7]>`.
 """
 
 from __future__ import annotations
@@ -15,48 +15,32 @@ from typing import Any, Literal
 from polarlm.engine.errors import ConstraintError
 from polarlm.engine.sampling.schemas import OPTIONS, prepared
 from polarlm.model_loaders.chat.call_format import CallFormat
+from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.server.answers.quoted_grammar import QuotedRules, shared_rules
 
+CONSTRAIN = "<|constrain|>"  # models write it before the type of arguments, templates do not show it
 ID = "[a-zA-Z0-9]{9}"  # the id of a call, if the model writes one
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function that may be called: its name and the JSON schema of its arguments."""
-
     name: str
     schema: Mapping[str, Any]
     strict: bool = False  # whether every keyword of the schema must be known
 
 
-def grammar(
-    format: CallFormat,
-    functions: Sequence[Function],
-    control: Mapping[str, int],
-    *,
-    calls: Literal["may", "must", "none"],
-    several: bool,
-    tags: Tags | None = None,
-    schema: Mapping[str, Any] | None = None,
-) -> str:
-    """The grammar of an answer that may, must or must not call `functions`.
-
-    control: name → id of control tokens. several: whether there may be more than one call. tags: those around
-    reasoning, with which an answer may begin. schema: of the text of an answer without calls, prepared for %json.
-    """
-    return _Grammar(format, functions, control, calls, several and format.several, tags, schema).text()
-
-
 @dataclass(frozen=True)
-class _Grammar:
+class Grammar:
+    """The grammar of an answer that may, must or must not call functions."""
+
     format: CallFormat
     functions: Sequence[Function]
-    control: Mapping[str, int]
+    control: Mapping[str, int]  # name → id of control tokens
     calls: Literal["may", "must", "none"]
-    several: bool
-    tags: Tags | None
-    schema: Mapping[str, Any] | None
+    several: bool  # whether there may be more than one call, if the format has several
+    tags: Tags | None = None  # the tags around reasoning that may begin the answer
+    schema: Mapping[str, Any] | None = None  # for the text of an answer without calls, prepared for %json
 
     def text(self) -> str:
         return "\n".join(["%llguidance {}", *self._start(), *self._free(), *self._calls()]) + "\n"
@@ -66,7 +50,6 @@ class _Grammar:
         return self.format.marker(self.control)
 
     def _start(self) -> list[str]:
-        """The rules of an answer: reasoning, then text or calls."""
         rest = {"may": "text | called", "must": "calls", "none": "text"}[self.calls]
         if self.tags is None:
             return [f"start: {rest}"]
@@ -123,12 +106,13 @@ class _Grammar:
         if self.calls == "none":
             return []
         first = self.format.begin + self.format.opening
-        more = " (more)*" if self.several else ""
+        several = self.several and self.format.several
+        more = " (more)*" if several else ""
         end = self._literal(self.format.end)
         lines = [f"calls: {self._literal(first)} call{more} {end}"]
         if self.calls == "may" and self.schema is None and self._marker and self._marker not in self.control:
             lines.append(f"begun: {self._literal(first.removeprefix(self._marker))} call{more} {end}")
-        if self.several:
+        if several:
             lines.append(f"more: {self._literal(self.format.between + self.format.opening)} call")
         middle = self.format.middle
         id = f" /{ID}/ {self._literal(middle[1])}" if self.format.has_id else ""
@@ -165,7 +149,6 @@ def schema_of(function: Function, separators: tuple[str, str]) -> dict[str, Any]
 
 @contextmanager
 def _refused(function: Function) -> Iterator[None]:
-    """Raises ConstraintError for a ValueError in the parameters of a function."""
     try:
         yield
     except ValueError as error:
@@ -195,9 +178,44 @@ def functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
     return [_function(tool["function"]) for tool in tools]
 
 
-def _function(given: Mapping[str, Any]) -> Function:
-    schema = dict(given.get("parameters") or {})
+def _function(declared: Mapping[str, Any]) -> Function:
+    schema = dict(declared.get("parameters") or {})
     schema.setdefault("type", "object")
     if not any(name in schema for name in ("$ref", "anyOf", "oneOf", "allOf", "additionalProperties")):
         schema.setdefault("properties", {})  # the function has no use for names that the schema does not list
-    return Function(given["name"], schema, bool(given.get("strict")))
+    return Function(declared["name"], schema, bool(declared.get("strict")))
+
+
+def channel_grammar(
+    channels: Channels,
+    format: CallFormat,
+    functions: Sequence[Function],
+    control: Mapping[str, int],
+    *,
+    calls: Literal["may", "must", "none"],
+    schema: Mapping[str, Any] | None = None,
+) -> str:
+    """The grammar of an answer: any messages, then a call or text. control: name → id of control tokens. schema: of the
+    text, prepared for %json. Models name the function before the channel, as their template does, or after it."""
+    channel = format.middle[0].removeprefix(channels.channel).split(maxsplit=1)[0]  # the channel of calls
+    last = {"may": "(call | said)", "must": "call", "none": "said"}[calls]
+    said = [literal(channels.header(name), control) for name in (channels.reasoning, channel, channels.final)]
+    lines = [
+        "%llguidance {}",
+        f"start: (message {literal(channels.between, control)})* {last}",
+        f"message: ({' | '.join(said[:2])}) TEXT",
+        f"said: {said[2]} {'TEXT' if schema is None else 'json'}",
+        *([] if schema is None else [f"json: %json {json.dumps(schema)}"]),
+        "TEXT: /(?s:.*)/",
+    ]
+    if calls == "none":
+        return "\n".join(lines) + "\n"
+    kinds = [f"{CONSTRAIN}json", "json"] if CONSTRAIN in control else ["json"]
+    kind = " | ".join(literal(f" {kind}{channels.message}", control) for kind in kinds)
+    before, after = literal(f"{channels.channel}{channel}", control), literal(format.opening, control)
+    lines += [f"kind: {kind}", "call: " + " | ".join(f"call{number}" for number in range(len(functions)))]
+    for number, function in enumerate(functions):
+        name = f"{after} {literal(function.name, control)}"
+        lines.append(f"call{number}: ({name} {before} | {before} {name}) kind arguments{number}")
+        lines.append(f"arguments{number}: %json {json.dumps(schema_of(function, format.separators))}")
+    return "\n".join(lines) + "\n"

@@ -13,8 +13,6 @@ from polarlm.server.answers.pieces import CallStart, Piece
 
 
 class ChannelParser:
-    """Parses one answer, as `AnswerParser` does for answers of one message."""
-
     def __init__(
         self,
         channels: Channels,
@@ -24,10 +22,8 @@ class ChannelParser:
         begun: bool = False,
         inline: bool = False,
     ) -> None:
-        """format: how calls are written; None if there are none. names: the functions that may be called.
-        begun: whether the prompt ends with the header of the text. inline: whether reasoning is text, with its header
-        and its end.
-        """
+        """format: how calls are written. names: the functions that may be called. begun: whether the prompt ends with
+        the header of the text. inline: whether reasoning is text, with its header and its end."""
         self._inline = Inline(channels) if inline else None
         self._reader = ChannelReader(channels, to="" if format is None else format.opening, names=names, begun=begun)
         self._arguments = ""  # arguments of the last call
@@ -35,14 +31,10 @@ class ChannelParser:
         self.is_cut_off = False  # at the end of the answer: whether it ends inside a call, or before a message's text
 
     def push(self, text: str) -> list[Piece]:
-        """The parts that `text` completes."""
         return [piece for part in self._reader.push(text) for piece in self._pieces(part)]
 
     def finish(self, *, cut: bool = False, next: str = "") -> list[Piece]:
-        """The remaining parts at the end of the answer. The beginning of a header is dropped.
-
-        cut: whether the model did not end the answer itself. next: not needed, for headers have control tokens.
-        """
+        """The remaining parts, without a header that is not complete. cut: whether the model did not end the answer."""
         in_header = self._reader.is_in_header
         pieces = [piece for part in self._reader.finish() for piece in self._pieces(part)]
         self.is_cut_off = (cut and in_header) or (self.calls > 0 and json_object(self._arguments) is None)

@@ -1,7 +1,4 @@
-"""The stream of an answer inside the server: pieces of text, reasoning and tool calls.
-
-Every API writes pieces, or the whole answer that they fold into, in its own shapes.
-"""
+"""The stream of an answer: pieces, or the whole answer, which every API writes in its own shapes."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from polarlm.engine import TokenLogprob, Usage
 
 @dataclass(frozen=True)
 class CallStart:
-    """The beginning of a tool call."""
-
     index: int  # among the calls of its answer
     id: str
     name: str
@@ -22,8 +17,6 @@ class CallStart:
 
 @dataclass(frozen=True)
 class Progress:
-    """How much of a prompt has been computed."""
-
     total: int  # tokens of the prompt
     cached: int  # tokens that were found in the cache
     processed: int  # tokens found in the cache or computed so far
@@ -59,8 +52,6 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer."""
-
     text: str
     reasoning: str
     calls: tuple[Call, ...]
@@ -74,26 +65,25 @@ class Answer:
 
 
 def fold(pieces: Iterable[Piece]) -> Answer:
-    """The answer that consists of `pieces`."""
-    given = list(pieces)
-    last = given[-1]
+    parts = list(pieces)
+    last = parts[-1]
     assert last.finish_reason is not None
     assert last.usage is not None
     calls: list[tuple[CallStart, list[str]]] = []
-    for piece in given:
+    for piece in parts:
         if piece.call is not None:
             calls.append((piece.call, []))
         if piece.arguments:
             calls[-1][1].append(piece.arguments)
     return Answer(
-        text="".join(piece.text for piece in given),
-        reasoning="".join(piece.reasoning for piece in given),
+        text="".join(piece.text for piece in parts),
+        reasoning="".join(piece.reasoning for piece in parts),
         calls=tuple(Call(start.id, start.name, "".join(arguments)) for start, arguments in calls),
-        logprobs=tuple(token for piece in given for token in piece.logprobs),
+        logprobs=tuple(token for piece in parts for token in piece.logprobs),
         finish_reason=last.finish_reason,
         usage=last.usage,
         stopped_by=last.stopped_by,
-        token_ids=tuple(token for piece in given for token in piece.token_ids),
-        prompt_ids=next((piece.prompt_ids for piece in given if piece.prompt_ids), ()),
-        prompt_logprobs=next((piece.prompt_logprobs for piece in given if piece.prompt_logprobs), ()),
+        token_ids=tuple(token for piece in parts for token in piece.token_ids),
+        prompt_ids=next((piece.prompt_ids for piece in parts if piece.prompt_ids), ()),
+        prompt_logprobs=next((piece.prompt_logprobs for piece in parts if piece.prompt_logprobs), ()),
     )

@@ -26,11 +26,8 @@ _NAME = r"/[^\s:,{}\[\]<>\"]+/"  # name of a field that the schema does not list
 
 
 def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool, escaped: str) -> list[str]:
-    """The rules that arguments of all functions use.
-
-    literal: the form of a text in a rule. is_control: whether the quote is a control token. escaped: the quote in a
-    regular expression.
-    """
+    """The rules of all functions. literal: writes a text in a rule. is_control: whether the quote is a control token.
+    escaped: the quote in a regular expression."""
     if is_control:
         strings = [f"string: {literal(quote)} INSIDE {literal(quote)}", "INSIDE: /(?s:.*)/"]
     else:
@@ -45,8 +42,6 @@ def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool,
 
 
 class QuotedRules:
-    """The rules of one function's arguments."""
-
     def __init__(self, name: str, quote: str, literal: Callable[[str], str], *, strict: bool) -> None:
         self._name, self._quote, self._literal, self._strict = name, quote, literal, strict
         self._lines: list[str] = []
@@ -58,7 +53,6 @@ class QuotedRules:
         return [f"{self._name}: {self._value(schema)}", *self._lines]
 
     def _rule(self, expression: str) -> str:
-        """The name of a new rule."""
         name = f"{self._name}_{len(self._lines)}"
         self._lines.append(f"{name}: {expression}")
         return name
@@ -87,8 +81,8 @@ class QuotedRules:
         if kind is not None and kind not in _TYPES:
             raise ValueError(f"the type {kind!r} is none of JSON's")
         if kind in _SCALARS:
-            own = {key: value for key, value in schema.items() if key not in _NOTES}
-            return self._rule(f"%json {json.dumps(own)}")
+            constraint = {key: value for key, value in schema.items() if key not in _NOTES}
+            return self._rule(f"%json {json.dumps(constraint)}")
         return {"string": lambda _: "string", "array": self._array, "object": self._object}.get(
             str(kind), lambda _: "anything"
         )(schema)
@@ -100,14 +94,14 @@ class QuotedRules:
 
     def _reference(self, reference: str) -> str:
         if reference not in self._references:
-            found: Any = self._root
+            target: Any = self._root
             for part in reference.removeprefix("#").split("/")[1:]:
                 name = unquote(part).replace("~1", "/").replace("~0", "~")
-                if not isinstance(found, Mapping) or name not in found:
+                if not isinstance(target, Mapping) or name not in target:
                     raise ValueError(f"$ref has {reference!r}, which the schema does not have")
-                found = found[name]
+                target = target[name]
             name = self._references[reference] = f"{self._name}_of{len(self._references)}"
-            self._lines.append(f"{name}: {self._value(found)}")
+            self._lines.append(f"{name}: {self._value(target)}")
         return self._references[reference]
 
     def _array(self, schema: Mapping[str, Any]) -> str:
@@ -123,8 +117,11 @@ class QuotedRules:
         fields = sorted((schema.get("properties") or {}).items(), key=in_order)
         required = set(schema.get("required") or ())
         others = schema.get("additionalProperties", True)
-        own = "" if others is False else f'FIELD ":" {self._value(others)}'
-        after = {False: f'({own} ("," {own})*)?' if own else '""', True: f'("," {own})*' if own else '""'}
+        other = "" if others is False else f'FIELD ":" {self._value(others)}'
+        after = {
+            False: f'({other} ("," {other})*)?' if other else '""',
+            True: f'("," {other})*' if other else '""',
+        }
         for name, inner in reversed(fields):
             field = f"{self._literal(name + ':')} {self._value(inner)}"
             rules = {}

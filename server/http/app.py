@@ -27,11 +27,10 @@ from polarlm.server.http.documents import Documents
 from polarlm.server.http.errors import ApiError, ErrorShapes
 from polarlm.server.http.generation import Generation
 from polarlm.server.http.guard import Guard
-from polarlm.server.http.openai.chat import OpenAI
+from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import Completions
 from polarlm.server.http.openai.embeddings import Embeddings
 from polarlm.server.http.openai.rerank import Rerank
-from polarlm.server.http.openai.shapes import CHAT
 from polarlm.server.http.page import page
 from polarlm.server.http.plain.blocks import Blocks
 from polarlm.server.http.plain.mcp_tools import McpTools
@@ -40,7 +39,7 @@ from polarlm.server.http.plain.sessions import Sessions
 from polarlm.server.http.plain.stats import asked_tokens, stats
 from polarlm.server.http.plain.tokens import Tokens
 from polarlm.server.http.warnings import HEADER
-from polarlm.server.mcp.servers import McpServers
+from polarlm.server.mcp.session import McpServers
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.refused import Refused
@@ -50,13 +49,10 @@ _NO_ENDS = {"first_id": None, "last_id": None}
 
 
 def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None = None) -> Starlette:
-    """The ASGI application over `driver`: OpenAI's endpoints, the dialects, sessions, tokens, status and the page.
-
-    servers: the MCP servers that the page may use.
-    """
+    """The ASGI application over `driver`. servers: the MCP servers that the page may use."""
     front = _OneModel(driver, config)
     routes = [
-        *with_and_without_v1("/chat/completions", Generation(driver, OpenAI(CHAT)).serve, methods=["POST"]),
+        *with_and_without_v1("/chat/completions", Generation(driver, ChatCompletions()).serve, methods=["POST"]),
         *with_and_without_v1("/completions", Generation(driver, Completions()).serve, methods=["POST"]),
         *Embeddings(driver).routes(),
         *Rerank(driver).routes(),
@@ -124,7 +120,6 @@ class Front(ABC):
         return JSONResponse({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
-        """One model. Raises ApiError or Refused."""
         return JSONResponse(self._entry(request, *self.find(request.path_params["name"])))
 
     def _entry(self, request: Request, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +133,6 @@ class Front(ABC):
         return JSONResponse({"status": "closing" if self.closing else "ok"}, 503 if self.closing else 200)
 
     async def version(self, _request: Request) -> Response:
-        """{"version"}, as vLLM's endpoint."""
         return JSONResponse({"version": release() or "0.0.0"})
 
 
@@ -152,7 +146,6 @@ class _OneModel(Front):
         return self._driver.closing
 
     def listed(self) -> dict[str, Mapping[str, Any]]:
-        """The model and its adapters."""
         engine = self._driver.engine
         context, parent = {"context_length": engine.context}, {"parent": engine.model.name}
         return {engine.model.name: context, **dict.fromkeys(engine.adapters.by_name, context | parent)}
@@ -176,7 +169,6 @@ class _OneModel(Front):
 
 
 def error_shapes() -> ErrorShapes:
-    """The shapes of errors at the paths of every API."""
     return ErrorShapes({first: dialect.error_body for dialect in dialects() for first in dialect.PATHS})
 
 

@@ -46,5 +46,4 @@ def announced_bytes(request: Request) -> int | None:
 
 
 def too_large(limit: int) -> ApiError:
-    """The error of a body of more than `limit` bytes."""
     return ApiError(413, f"The request is larger than {limit} bytes", "request_too_large", headers=CLOSE)

@@ -23,10 +23,7 @@ _ID = re.compile(r"[0-9a-f]{16}")
 
 
 class Conversations:
-    """Three endpoints. Without a key, only browsers on this machine may use them.
-
-    The server checks ids and shapes only. The page checks a conversation that it receives as it checks imported files.
-    """
+    """Three endpoints. Without a key, only browsers on this machine may use them; the page checks what it gets."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -78,7 +75,6 @@ class Conversations:
         return JSONResponse({"revision": revision})
 
     async def remove(self, request: Request) -> Response:
-        """Deletes a conversation → {"revision"}"""
         store, name = self._allowed(request), _read_id(request)
         return JSONResponse({"revision": await asyncio.to_thread(store.remove, name)})
 
@@ -109,7 +105,6 @@ def _object(name: str, value: Any) -> dict[str, Any]:
 
 
 def _kept(name: str, value: dict[str, Any]) -> str:
-    """An object as JSON that browsers can parse. Raises BadRequest."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
@@ -117,7 +112,6 @@ def _kept(name: str, value: dict[str, Any]) -> str:
 
 
 def _written(change: Change) -> str:
-    """A change as JSON; the change holds JSON texts already."""
     messages = ",".join(f"{json.dumps(name)}:{body}" for name, body in change.messages.items())
     head = f'"head":{change.head or "null"},' if change.has_head else ""
     return f'{{{head}"messages":{{{messages}}}}}'

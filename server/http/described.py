@@ -7,14 +7,22 @@ from datetime import datetime, timezone
 from math import prod
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.config import Experts, ModelConfig
 from polarlm.model_loaders.files.weights import WeightSource
 from polarlm.server.reading.infill import infill_of
 
-OLLAMA = "0.14.3"
-"""The version of Ollama whose API this server has. Clients refuse older versions: Copilot in VS Code needs
-0.6.4, which tells what a model can do, and Codex needs 0.13.4, which has Responses."""
+# The version of Ollama whose API this server has. Clients refuse older versions: Copilot in VS Code needs 0.6.4, which
+# tells what a model can do, and Codex needs 0.13.4, which has Responses.
+_OLLAMA = "0.14.3"
+
+
+async def ollama_version(_request: Request) -> Response:
+    """GET /api/version"""
+    return JSONResponse({"version": _OLLAMA})
 
 
 def listed(name: str, config: ModelConfig, weights: WeightSource, dtype: str, is_folder: bool) -> dict[str, Any]:
@@ -62,7 +70,6 @@ def _capabilities(model: Model) -> list[str]:
 
 
 def _parameters(weights: WeightSource) -> int:
-    """The number of parameters in a model's matrices."""
     shapes = map(weights.shape, weights.names())
     return sum(prod(shape) for shape in shapes if len(shape) > 1)
 
@@ -76,7 +83,6 @@ def _in_short(count: int) -> str:
 
 
 def _shape(model: Model, context: int) -> dict[str, Any]:
-    """The shape of a model under the names of GGUF files."""
     config = model.config
     shape = {
         "context_length": context,

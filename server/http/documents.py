@@ -36,7 +36,6 @@ class Documents:
         return [Route("/documents/text", self.text, methods=["POST"])]
 
     async def text(self, request: Request) -> Response:
-        """A PDF → {"text", "pages"}. Raises ApiError, Refused, or ClientDisconnect."""
         if find_spec("pypdf") is None:
             sentence = "This server reads no PDF files: its extra pdf is not installed (pip install 'polarlm[pdf]')"
             raise ApiError(501, sentence, "not_supported")

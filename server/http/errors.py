@@ -72,7 +72,6 @@ class ApiError(Exception):
 
 
 def _type(status: int) -> str:
-    """OpenAI's name for errors with this status."""
     if status >= 500:
         return "server_error"
     return "rate_limit_error" if status == 429 else "invalid_request_error"
@@ -99,28 +98,19 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "The server could not answer this request", "internal", headers=CLOSE)
 
 
-ErrorBody = Callable[[ApiError], dict[str, Any]]
-"""The body of the response with an error, in the shape of an API."""
-
-
 class ErrorShapes:
-    """The shape of errors for each path."""
-
-    def __init__(self, bodies: Mapping[str, ErrorBody] | None = None) -> None:
+    def __init__(self, bodies: Mapping[str, Callable[[ApiError], dict[str, Any]]] | None = None) -> None:
         """bodies: first part of a path, such as "/api" → shape of errors; other paths have OpenAI's."""
         self._bodies = bodies or {}
 
     def body(self, path: str, error: ApiError) -> dict[str, Any]:
-        """The body of the response with an error to a request for `path`."""
         for first, body in self._bodies.items():
             if path == first or path.startswith(f"{first}/"):
                 return body(error)
         return error.body()
 
     def response(self, path: str, error: ApiError) -> Response:
-        """The response with an error to a request for `path`."""
         return JSONResponse(self.body(path, error), error.status, error.headers)
 
     async def handle(self, request: Request, error: Exception) -> Response:
-        """The response to an exception, as an exception handler of Starlette's."""
         return self.response(request.url.path, api_error(error))

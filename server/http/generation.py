@@ -22,17 +22,15 @@ from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import COMMENT, DATA, NOTHING, Event, EventStream, Framing, Pieces, merged, while_there
 from polarlm.server.http.warnings import unknown_fields, warn
-from polarlm.server.reading.adapters import with_adapter
 from polarlm.server.reading.fields import FIELDS
 from polarlm.server.reading.parameters import ParsedRequest
+from polarlm.server.reading.prompts import with_adapter
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
 
 
 @dataclass(frozen=True)
 class About:
-    """What an endpoint may know of its server."""
-
     model: Model
     parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
     tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
@@ -40,7 +38,6 @@ class About:
 
 
 def about(driver: Driver) -> About:
-    """What endpoints may know of the server with this driver."""
     engine, config = driver.engine, driver.config
     return About(engine.model, config.parse_special, not config.hide_cached_tokens, engine.context)
 
@@ -66,8 +63,6 @@ class Writer(ABC):
 
 
 class Endpoint(ABC):
-    """How one endpoint reads its requests, and how it writes the answers."""
-
     framing: Framing = DATA  # how the events of a streamed answer are written
     known: Collection[str] = FIELDS  # fields that are read, or have no effect by intent; all others get a warning
 
@@ -81,8 +76,6 @@ class Endpoint(ABC):
 
 
 class Generation:
-    """One endpoint that generates; its answers are whole or streamed."""
-
     def __init__(self, driver: Driver, endpoint: Endpoint) -> None:
         self._driver = driver
         self._endpoint = endpoint
@@ -93,17 +86,16 @@ class Generation:
         return await self.respond(request, await read_body(request, self._driver.config.max_body))
 
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
-        """The response to a request whose body has been read."""
         asked, writer = self._endpoint.read(body, self._about)
         options = with_adapter(asked.options, body, self._driver.engine.adapters.scales)
         asked = replace(asked, options=options)
         warnings = [sentence for _, sentence in asked.warnings] + self._endpoint.warnings(body)
         told: list[str] = []  # while the prompt is tokenized
         if asked.answers > (room := self._driver.room):
-            given = "prompt" if asked.more_prompts else "n"
-            wanted = f"{given} asks for {asked.answers} answers" if asked.more_prompts else f"n is {asked.n}"
+            field = "prompt" if asked.more_prompts else "n"
+            wanted = f"{field} asks for {asked.answers} answers" if asked.more_prompts else f"n is {asked.n}"
             sentence = f"{wanted}, and this server has room for {room} answers, those included that wait"
-            raise BadRequest(given, f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
+            raise BadRequest(field, f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
         if asked.stream:
             asked = replace(asked, progress=asked.progress and self._about.tells_cached)
             events = self._events(asked, writer, told)
@@ -120,12 +112,12 @@ class Generation:
         return merged([answer(self._driver, one, index, told) for one in asked.each() for index in range(asked.n)])
 
     async def _whole(self, asked: ParsedRequest, writer: Writer, told: list[str]) -> Response:
-        given: list[list[Piece]] = [[] for _ in range(asked.answers)]
+        each: list[list[Piece]] = [[] for _ in range(asked.answers)]
         async with aclosing(self._pieces(asked, told)) as pieces:
             async for index, piece in pieces:
-                given[index].append(piece)
+                each[index].append(piece)
         # In a thread, since an answer may be long.
-        return await asyncio.to_thread(lambda: JSONResponse(writer.whole([fold(of_one) for of_one in given])))
+        return await asyncio.to_thread(lambda: JSONResponse(writer.whole([fold(of_one) for of_one in each])))
 
     async def _events(self, asked: ParsedRequest, writer: Writer, told: list[str]) -> AsyncGenerator[Event, None]:
         """The events of a streamed response; first NOTHING, if the engine takes all requests before any has a token."""
@@ -157,8 +149,6 @@ def _sign(writer: Writer, framing: Framing) -> bytes:
 
 
 class Counting:
-    """An endpoint that counts the tokens of prompts for another endpoint."""
-
     def __init__(self, driver: Driver, endpoint: Endpoint, more: Mapping[str, Any] | None = None) -> None:
         """more: fields of the response besides the count."""
         self._driver = driver

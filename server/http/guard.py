@@ -12,20 +12,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.errors import CLOSE, ApiError, ErrorShapes
 
-_OPEN = {
-    "/health",
-    "/v1/health",
-    "/ping",
-    "/",
-}  # paths that need no key: the first three are for monitors, and the page asks its user for the key
-
+# Paths that need no key: the first three are for monitors, and the page asks its user for the key.
+_OPEN = {"/health", "/v1/health", "/ping", "/"}
 _BROWSERS = {"origin", "referer", "sec-fetch-site", "sec-fetch-mode"}  # headers that only browsers send
 _TYPES = {"/documents/text": "application/pdf"}  # bodies that are no JSON; a form of another origin cannot send them
 _UNTYPED = "/api/"  # Ollama's clients send JSON there without a Content-Type
 
 
 def is_here(client: Address | None) -> bool:
-    """Whether a client is on this machine."""
     try:
         return client is not None and ipaddress.ip_address(client.host).is_loopback
     except ValueError:

@@ -17,7 +17,6 @@ from polarlm.engine.params import OPTIONS, SAMPLING
 
 @lru_cache(maxsize=1)
 def _page() -> tuple[str, dict[str, str]]:
-    """The page and its headers, which allow only its own script and styles, by their hashes."""
     text = _whole()
     policy = [
         "default-src 'none'",

@@ -94,8 +94,6 @@ async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 @dataclass(frozen=True)
 class Framing:
-    """How events are written to the body of a streamed response."""
-
     media_type: str
     frame: Callable[[Event], bytes]
 
@@ -181,18 +179,14 @@ class EventStream(Response):
         self._writing = False
 
     async def _put(self, data: bytes, last: bool = False) -> None:
-        """Send a piece of the body, and the status and the headers before the first one."""
         if not self._began:
             self._began = True
             await self._send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send_soon(self._send, data, last=last)
         self._sent = self._loop.time()
 
-    # -- signs of life: a timer costs a piece less than a task that waits for the next one -----------------------------
-
     def _watch(self) -> None:
-        """Look when nothing may have been sent for `silent_seconds`."""
-        if self.silent_seconds:
+        if self.silent_seconds:  # a timer costs a piece less than a task that waits for the next one
             self._timer = self._loop.call_at(self._sent + self.silent_seconds, self._look)
 
     def _look(self) -> None:
@@ -211,10 +205,8 @@ class EventStream(Response):
 
 
 async def send_soon(send: Send, data: bytes, last: bool = False) -> None:
-    """Send a piece of the body. Raises ClientDisconnect if the client reads nothing for too long.
-
-    A timer cancels the current task, which must be one of `while_there`: that saves a task for each piece.
-    """
+    """Send a piece of the body. Raises ClientDisconnect if the client reads nothing for too long. A timer cancels the
+    current task, which must be one of `while_there`: that saves a task for each piece."""
     task, late = asyncio.current_task(), False
     assert task is not None
 

@@ -1,7 +1,4 @@
-"""Warnings about a request, in a header of the response and in the log.
-
-An unknown field has no effect. Its name may be misspelt, so the warning suggests the most similar known name.
-"""
+"""Warnings about a request, in a header of the response and in the log: unknown fields, which may be misspelt."""
 
 from __future__ import annotations
 
@@ -27,8 +24,8 @@ _UNSAFE = re.compile(r"[^ -~]")  # characters that a header cannot have
 def unknown_fields(body: Mapping[str, Any], known: Collection[str], inside: str = "") -> list[str]:
     """A sentence for each of the first unknown fields of `body`. inside: the path of `body`, such as "options."."""
     strange = [name for name, value in body.items() if name not in known and not is_empty(value)]
-    found = [_unknown(name, known, inside) for name in strange[:_MOST]]
-    return [*found, f"{len(strange) - _MOST} more fields are unknown"] if len(strange) > _MOST else found
+    sentences = [_unknown(name, known, inside) for name in strange[:_MOST]]
+    return [*sentences, f"{len(strange) - _MOST} more fields are unknown"] if len(strange) > _MOST else sentences
 
 
 def _unknown(name: str, known: Collection[str], inside: str) -> str:

@@ -15,6 +15,7 @@ the server has started ends as well, even in sessions of its own.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TextIO
 
 import anyio
@@ -36,8 +37,7 @@ from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
 from pydantic import ValidationError
 
 from polarlm.children import Parent
-from polarlm.server.mcp import left_behind
-from polarlm.server.mcp.file import McpServer
+from polarlm.server.mcp.session import McpServer
 
 _MEMORY = 32 << 20  # bytes that what a server sends may take here, besides several times what an answer may have
 _LOOK_SECONDS = 0.1  # between two looks at that
@@ -46,6 +46,8 @@ _PAGES = 20  # most pages of a list of tools
 _GONE = {-32000, -32600}  # codes of errors after which a connection is of no use: closed; the session is not known
 _STDERR = 4096  # characters of a program's messages that are kept
 _ID = re.compile(r'"id"\s*:\s*(\d{1,15})')
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+_ROUNDS, _ROUND_SECONDS = 20, 0.1  # rounds of killing, since a process may start others meanwhile
 _Said = asyncio.Queue[dict[str, Any] | None]  # what the parent says; None when it is gone
 
 
@@ -53,7 +55,7 @@ class _Trouble(Exception):
     """The server cannot be used; the message is a sentence."""
 
 
-class _Watched:
+class _Watched(anyio.abc.ObjectReceiveStream[Any]):
     """A transport's stream of messages from the server, which counts them and tells when it ends. An answer that cannot
     be parsed becomes an error for the request that waits for it."""
 
@@ -71,31 +73,14 @@ class _Watched:
         self.since_answer += 1
         return _unreadable(message) if isinstance(message, ValidationError) else message
 
-    def __aiter__(self) -> _Watched:
-        return self
-
-    async def __anext__(self) -> Any:
-        try:
-            return await self.receive()
-        except anyio.EndOfStream:
-            raise StopAsyncIteration from None
-
     async def aclose(self) -> None:
         await self._stream.aclose()
-
-    async def __aenter__(self) -> _Watched:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.aclose()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 class _Messages:
-    """The last messages of a program at its standard error."""
-
     def __init__(self) -> None:
         read, write = os.pipe()
         self.file: TextIO = os.fdopen(write, "w")
@@ -113,8 +98,6 @@ class _Messages:
 
 
 class _Session:
-    """The connection to the server, and the calls that are under way."""
-
     _client: Client
 
     def __init__(self, parent: Parent, said: _Said, server: McpServer, most: int) -> None:
@@ -205,7 +188,7 @@ class _Session:
         most = memory().rss + _MEMORY + 8 * self._most
         while True:
             await anyio.sleep(_LOOK_SECONDS)
-            left_behind.bury(self._programs)
+            _bury(self._programs)
             if memory().rss > most:
                 raise _Trouble("It sent more than can be read, and was ended")
             if self._stream is not None and self._stream.since_answer > _MESSAGES:
@@ -234,7 +217,6 @@ class _Session:
 
 
 async def _tools(client: Client) -> list[dict[str, Any]]:
-    """All tools of a server."""
     tools: list[dict[str, Any]] = []
     cursor = None
     for _ in range(_PAGES):
@@ -289,6 +271,33 @@ def _parts(content: list[Any]) -> Iterator[str]:
             yield f"[{part.type}, {media}, {size:,} kB: only text is passed on]"
 
 
+def _adopt() -> None:
+    """Become the parent of what the server starts and leaves behind, where the system can do that: on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+
+
+def _bury(programs: set[int] | None) -> None:
+    """Take the exit status of an adopted process that has ended. programs: the transport takes theirs."""
+    if sys.platform != "linux" or programs is None:
+        return
+    with suppress(ChildProcessError):
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None and ended.si_pid not in programs:
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def _end_all() -> None:
+    for _ in range(_ROUNDS):
+        left = psutil.Process().children(recursive=True)
+        if not left:
+            return
+        for process in left:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=_ROUND_SECONDS)
+
+
 async def _main() -> None:
     said: _Said = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -300,18 +309,17 @@ async def _main() -> None:
     first = await said.get()
     if first is None:
         return
-    left_behind.adopt()
+    _adopt()
     session = _Session(parent, said, McpServer(**first["server"]), first["most"])
     try:
         await session.run()
     except Exception as error:  # whatever it is, the parent tells the user
         parent.tell({"failed": session.trouble(error)})
     finally:
-        left_behind.end()
+        _end_all()
 
 
 def main() -> int:
-    """Serves the parent until it is gone, and returns the exit code."""
     logging.disable()  # what the server sends goes nowhere
     asyncio.run(_main())
     return 0

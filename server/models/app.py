@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
@@ -14,21 +15,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from polarlm import model_loaders
 from polarlm.engine import EngineError
-from polarlm.model_loaders import LoadError
+from polarlm.model_loaders import LoadError, hub
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import Front, error_shapes
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.described import OLLAMA
+from polarlm.server.http.described import listed, ollama_version, shown
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.streams import LINES, EventStream, while_there
 from polarlm.server.http.uvicorn_server import Web
-from polarlm.server.mcp.servers import McpServers
-from polarlm.server.models.lists import Lists
+from polarlm.server.mcp.session import McpServers
+from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, WAITING, ModelProcess, Served
 from polarlm.server.models.proxy import Proxy
-from polarlm.server.models.pulling import AT_ONCE, hub_name, pulled
-from polarlm.server.models.registry import Registry, listed
-from polarlm.server.models.served import READY, Served
+from polarlm.server.models.registry import NamedModel, Registry, in_words
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, flag, text
 from polarlm.server.running import journal
@@ -36,7 +36,7 @@ from polarlm.server.running.listening import quiet_accept_errors
 from polarlm.server.running.refused import Refused
 from polarlm.server.serving import together, until_signalled
 
-__all__ = ["Registry", "create_models_app", "listed", "serve"]
+__all__ = ["Registry", "create_models_app", "in_words", "serve"]
 
 # Paths that a model's process answers, by method; those with * also without /v1.
 POSTED = (
@@ -47,6 +47,10 @@ POSTED = (
     *("/completion", "/infill", "/embedding", "/apply-template", "/tokenize", "/detokenize"),
     *("/sessions/save", "/sessions/load", "/props", "/slots/{slot}"),
 )
+_HOSTS = ("https://", "hf.co/", "huggingface.co/", hub.PREFIX)
+_TOLD_SECONDS = 0.5  # between two lines of progress
+_PULLS_AT_ONCE = 2  # models that are downloaded for clients; others wait
+
 ASKED = ("/props", "/slots", "/lora-adapters", "/stats", "/sessions")
 
 
@@ -62,7 +66,7 @@ def create_models_app(
         Route("/api/ps", front.running),
         Route("/api/show", front.show, methods=["POST"]),
         Route("/api/pull", front.pull, methods=["POST"]),
-        Route("/api/version", front.ollama_version),
+        Route("/api/version", ollama_version),
         *(Route(path, proxy.serve, methods=["POST"]) for path in spelt(POSTED)),
         *(Route(path, proxy.serve) for path in spelt(ASKED)),
         Route("/sessions/{name}", proxy.serve, methods=["DELETE"]),
@@ -91,22 +95,17 @@ async def serve(registry: Registry, config: ServerConfig, http: socket.socket, r
 
 
 class _SeveralModels(Front):
-    """The endpoints that no model's process answers."""
-
     def __init__(self, supervisor: Supervisor, proxy: Proxy, config: ServerConfig) -> None:
         super().__init__(config)
         self._supervisor, self._proxy = supervisor, proxy
         self._lists = Lists(supervisor)
-        self._pulls = asyncio.Semaphore(AT_ONCE)
-
-    # -- OpenAI's, Anthropic's and llama-server's --------------------------------------------------------------
+        self._pulls = asyncio.Semaphore(_PULLS_AT_ONCE)
 
     @property
     def closing(self) -> bool:
         return self._supervisor.closing
 
     def listed(self) -> dict[str, Mapping[str, Any]]:
-        """Every model, with llama-server's fields."""
         return {one.model.name: self._lists.openai(one) for one in self._supervisor.all()}
 
     def find(self, name: str) -> tuple[str, Mapping[str, Any]]:
@@ -122,8 +121,7 @@ class _SeveralModels(Front):
         return JSONResponse({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        """POST /models/unload: ends a model's process once it has answered its requests, and a load or download
-        at once. Raises ApiError or Refused."""
+        """POST /models/unload: ends a model's process after its answers, and a load or download at once."""
         served = await self._named(request)
         if not served.is_loading and served.state != READY:
             raise ApiError(400, f"{served.model.name} is {served.state}, not loaded", "invalid_request", "model")
@@ -134,24 +132,20 @@ class _SeveralModels(Front):
         body = await read_body(request, self._config.max_body)
         name = text("model", body.get("model") or body.get("name") or "")
         if not name:
-            raise BadRequest("model", f"model must name one of {listed(self._supervisor.registry.models())}")
+            raise BadRequest("model", f"model must name one of {in_words(self._supervisor.registry.models())}")
         return self._supervisor.find(name)
 
-    # -- Ollama's ----------------------------------------------------------------------------------------------
-
     async def tags(self, _request: Request) -> Response:
-        """GET /api/tags: the models."""
         return JSONResponse({"models": [await self._lists.ollama(one) for one in self._supervisor.all()]})
 
     async def running(self, _request: Request) -> Response:
-        """GET /api/ps: the models that are in memory."""
         return JSONResponse({"models": await self._lists.ollama_loaded()})
 
     async def show(self, request: Request) -> Response:
         """POST /api/show: a model's template and shape, without loading it. Raises ApiError, BadRequest or Refused."""
         served = await self._named(request)
         try:
-            shown = await self._lists.ollama_shown(served.model)
+            shown = await asyncio.to_thread(self._lists.ollama_shown, served.model)
         except LoadError as error:
             raise ApiError(500, str(error), "model_unavailable") from None
         if shown is None:
@@ -181,18 +175,13 @@ class _SeveralModels(Front):
             return
         if not self._config.allow_pull:
             raise ApiError(501, "This server pulls no models: start it with --allow-pull", "not_supported", "model")
-        name = hub_name(asked)
+        name = _hub_name(asked)
         try:
-            async with aclosing(pulled(registry, name, self._pulls)) as lines:
+            async with aclosing(_progress(registry, name, self._pulls)) as lines:
                 async for line in lines:
                     yield line
         except (EngineError, Refused) as error:
             yield {"error": api_error(error).message}
-
-    # -- for monitors ------------------------------------------------------------------------------------------
-
-    async def ollama_version(self, _request: Request) -> Response:
-        return JSONResponse({"version": OLLAMA})
 
     async def metrics(self, request: Request) -> Response:
         """The models' states; with ?model=NAME, the metrics of a loaded one."""
@@ -214,3 +203,125 @@ class _SeveralModels(Front):
 async def _all(lines: AsyncGenerator[dict[str, Any], None]) -> list[dict[str, Any]]:
     async with aclosing(lines):
         return [line async for line in lines]
+
+
+def _hub_name(asked: str) -> hub.HubName:
+    """The model that a client names, as user/repo:QUANT or hf.co/user/repo:QUANT. Raises ApiError."""
+    for host in _HOSTS:
+        asked = asked.removeprefix(host)
+    try:
+        return hub.parse(asked.removesuffix(":latest"))
+    except LoadError as error:
+        raise ApiError(400, str(error), "invalid_request", "model") from None
+
+
+async def _progress(
+    registry: Registry, name: hub.HubName, free: asyncio.Semaphore
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield lines of Ollama's progress while the model is downloaded; then it is in the registry. free: waits while too
+    many are. Closing the generator ends the download, which a later one continues. Raises EngineError or Refused."""
+    yield {"status": "pulling manifest"}
+    async with free, aclosing(_downloaded(registry, name)) as lines:
+        async for line in lines:
+            yield line
+
+
+async def _downloaded(registry: Registry, name: hub.HubName) -> AsyncGenerator[dict[str, Any], None]:
+    process = ModelProcess(registry.on_hub(str(name)), None, lambda code: None)
+    fetching = asyncio.create_task(process.fetched())
+    try:
+        while not fetching.done():
+            await asyncio.wait([fetching], timeout=_TOLD_SECONDS)
+            if process.fetching is not None:
+                done, total = process.fetching
+                yield {"status": f"pulling {name}", "digest": str(name), "total": total, "completed": done}
+        path = fetching.result()
+        if path.is_file() and name.quantization is None:  # the next start takes the same file
+            name = replace(name, quantization=hub.quantization_of(path.name))
+        registry.add(registry.on_hub(str(name)))
+        yield {"status": "success"}
+    finally:
+        fetching.cancel()
+        await asyncio.gather(fetching, process.end_at_once(), return_exceptions=True)
+
+
+_NEVER = "9999-12-31T23:59:59Z"
+_EPOCH = "1970-01-01T00:00:00Z"
+
+
+class Lists:
+    """The models in the shapes of several APIs. What is read from files is kept as long as these do not change."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._read: dict[tuple[str, float], dict[str, Any]] = {}
+
+    def openai(self, served: Served) -> dict[str, Any]:
+        """The fields of llama-server's router in OpenAI's lists: aliases, and "unloaded", "loading", "loaded"."""
+        value = {STOPPING: READY, WAITING: LOADING}.get(served.state, served.state)
+        status: dict[str, Any] = {"value": value, "args": []}
+        if served.state == FAILED:
+            status |= {"value": "unloaded", "failed": True, "error": str(served.error or "an unexpected error")}
+        described: dict[str, Any] = {
+            "aliases": list(served.model.aliases),
+            "status": status,
+            "pinned": served.model.pinned,
+        }
+        if served.need is not None and served.need.tokens:
+            described |= {"context_length": served.need.tokens, "memory": served.need.bytes}
+        return described
+
+    async def ollama(self, served: Served) -> dict[str, Any]:
+        """An entry of /api/tags, without details if the model has to be fetched yet or its files are wrong."""
+        return await asyncio.to_thread(self._entry, served.model)
+
+    async def ollama_loaded(self) -> list[dict[str, Any]]:
+        entries = []
+        for one in self._supervisor.all():
+            if one.state in (READY, STOPPING):
+                until, need = one.expires, one.need
+                on_gpu = need is not None and need.device != "cpu"
+                entries.append(
+                    await self.ollama(one)
+                    | {
+                        "size": need.bytes if need else 0,
+                        "size_vram": need.bytes if need and on_gpu else 0,
+                        "expires_at": _NEVER if until is None else until.isoformat().replace("+00:00", "Z"),
+                        "context_length": need.tokens if need else 0,
+                    }
+                )
+        return entries
+
+    def _entry(self, model: NamedModel) -> dict[str, Any]:
+        name, path = model.name, model.path
+        empty = {"name": name, "model": name, "modified_at": _EPOCH, "size": 0, "digest": "", "details": _NO_DETAILS}
+        if path is None:
+            return empty
+        try:
+            key = (str(path), path.stat().st_mtime)
+            if key not in self._read:
+                config, weights, dtype = model_loaders.load_weights(path)
+                try:
+                    self._read[key] = listed(name, config, weights, dtype, path.is_dir())
+                finally:
+                    weights.close()
+            return self._read[key] | {"name": name, "model": name}
+        except (model_loaders.LoadError, OSError):
+            return empty
+
+    def ollama_shown(self, model: NamedModel) -> dict[str, Any] | None:
+        """The answer of /api/show, from the model's files; None if they have to be fetched yet. Raises LoadError."""
+        if model.path is None:
+            return None
+        read = model_loaders.load(model.path)
+        try:
+            context = model.config.ctx_size or read.config.max_context
+            return shown(read, context, self._entry(model))
+        finally:
+            read.weights.close()
+
+
+_NO_DETAILS = {
+    **dict.fromkeys(("parent_model", "format", "family", "parameter_size", "quantization_level"), ""),
+    "families": [],
+}

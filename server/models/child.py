@@ -49,8 +49,6 @@ _LAST_SECONDS = 10.0  # to end in order when the parent is gone
 
 
 class _Server:
-    """The server that has started this process."""
-
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._told = 0.0
@@ -91,7 +89,6 @@ class _FromParent:
 
 
 def main() -> int:
-    """Serves the model until a signal arrives, or until the parent is gone, and returns the exit code."""
     parent = _Server()
     try:
         _run(parent)

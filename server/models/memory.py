@@ -12,8 +12,8 @@ import psutil
 from polarlm.engine import EngineError
 from polarlm.engine.loading.need import Need
 from polarlm.engine.state.plan import format_bytes
-from polarlm.server.models.registry import listed
-from polarlm.server.models.served import LOADING, READY, STOPPING, WAITING, Served
+from polarlm.server.models.process import LOADING, READY, STOPPING, WAITING, Served
+from polarlm.server.models.registry import in_words
 
 
 class Memory:
@@ -45,7 +45,6 @@ class Memory:
         return promised - given_back
 
     def left(self, served: Served) -> int | None:
-        """Bytes that --models-memory leaves to a model."""
         if self._most is None:
             return None
         taken = sum(one.need.bytes for one in self.before(served) if one.need is not None and one not in self.short)
@@ -81,7 +80,7 @@ class Memory:
         if self._most is None or left is None or need.bytes <= left:
             return
         others = [one.model for one in self.before(served)]
-        stay = f"; {listed(others)} stay, being pinned" if others else ""
+        stay = f"; {in_words(others)} stay, being pinned" if others else ""
         raise EngineError(
             f"There is no room for {served.model.name}: it needs {format_bytes(need.bytes)}, and --models-memory "
             f"leaves {format_bytes(left)} of {format_bytes(self._most)}{stay}",

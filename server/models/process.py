@@ -1,15 +1,17 @@
-"""A model's process as its parent sees it: started, told and asked over pipes, ended."""
+"""One of several models: its process as the parent sees it, whether it is in memory, and the requests that it has."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,16 @@ import psutil
 from polarlm.children import Child, how_ended, python
 from polarlm.engine import EngineError
 from polarlm.engine.loading.need import Need
+from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.storage import files
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.registry import NamedModel
 from polarlm.server.running.refused import Refused
 
+_PASSED_ON = (  # settings of a child's server that are its parent's
+    *("max_body", "max_connections", "max_queue", "max_tokens", "max_sessions_size", "request_seconds"),
+    *("parse_special", "hide_cached_tokens", "log_prompts"),
+)
 _OWNER = "model"  # the file with the name of the model whose sessions are in a folder
 _END_SECONDS = 40.0  # for a process to end in order: it lets its answers end for 30
 _KILLED_SECONDS = 5.0  # for a killed process to be gone; one that waits for a disk that hangs outlives SIGKILL
@@ -34,10 +41,7 @@ class ModelProcess:
     """A running process. Its methods belong to one event loop."""
 
     def __init__(self, model: NamedModel, config: ServerConfig | None, ended: Callable[[int], object]) -> None:
-        """Start the process of a model. config: the parent's settings; None for a process that only fetches the model.
-
-        ended: is called with the exit code.
-        """
+        """config: of the parent; with None, the process only fetches the model. ended: called with the exit code."""
         self.name = model.name
         self.key = secrets.token_urlsafe()  # that its HTTP server asks for
         self.port = 0
@@ -85,7 +89,6 @@ class ModelProcess:
         await asyncio.wait([self._code], timeout=_KILLED_SECONDS)
 
     async def ended(self) -> int:
-        """The exit code, once the process has ended."""
         return await asyncio.shield(self._code)
 
     def _hear(self, said: dict[str, Any]) -> None:
@@ -108,10 +111,8 @@ class ModelProcess:
         return said
 
     async def _said_next(self) -> dict[str, Any] | None:
-        """What the process says next; None when it has ended. Raises Refused if it does not work towards that.
-
-        A slow disk or line shows in what the process has read, a long computation in its time.
-        """
+        """What the process says next; None when it has ended. Raises Refused if it shows no work: a slow disk or line
+        shows in what it has read, a long computation in its time."""
         said = asyncio.ensure_future(self._said.get())
         signs, since = self._signs(), time.monotonic()
         try:
@@ -142,27 +143,13 @@ class ModelProcess:
 def _of_child(config: ServerConfig, name: str, key: str) -> ServerConfig:
     """The settings of a child's server: the parent's limits of requests, and an address and a key of its own."""
     folder = None if config.sessions is None else str(_sessions_of(Path(config.sessions).expanduser(), name))
-    return replace(
-        ServerConfig(),
-        api_key=key,
-        max_body=config.max_body,
-        max_connections=config.max_connections,
-        max_queue=config.max_queue,
-        max_tokens=config.max_tokens,
-        request_seconds=config.request_seconds,
-        sessions=folder,
-        max_sessions_size=config.max_sessions_size,
-        parse_special=config.parse_special,
-        hide_cached_tokens=config.hide_cached_tokens,
-        log_prompts=config.log_prompts,
-    )
+    passed_on = {name: getattr(config, name) for name in _PASSED_ON}
+    return replace(ServerConfig(), api_key=key, sessions=folder, **passed_on)
 
 
 def _sessions_of(folder: Path, name: str) -> Path:
-    """The folder of a model's sessions. A file in it has the model's name.
-
-    Names such as a.b and a_b, or, on some disks, A and a, would share a folder: the second model gets another one.
-    """
+    """The folder of a model's sessions. A file in it has the model's name: names such as a.b and a_b, or, on some
+    disks, A and a, would share a folder, and the second model gets another."""
     folder_name = re.sub("[^A-Za-z0-9_-]", "_", name)  # no name may lead elsewhere
     folder_name += "_" * files.is_device(folder_name)
     with suppress(OSError):  # the process says what is wrong with the folder
@@ -173,3 +160,63 @@ def _sessions_of(folder: Path, name: str) -> Path:
         if owner.read_text(encoding="utf-8", errors="replace") != name:
             folder_name += f"-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
     return folder / folder_name
+
+
+# Unloaded → loading, which begins with a download → waiting, if there is no room → loading → loaded → stopping →
+# unloaded. One that is given up while it loads or waits is stopping, too. A failed one is loaded again by a request.
+UNLOADED, LOADING, WAITING, READY = "unloaded", "loading", "waiting for memory", "loaded"
+STOPPING, FAILED = "stopping", "failed"
+
+
+@dataclass(eq=False)
+class Served:
+    """A model and its process. `state` is one of the six above."""
+
+    model: NamedModel
+    state: str = UNLOADED
+    process: ModelProcess | None = None
+    need: Need | None = None  # memory that it has, or that is set aside for it
+    error: Exception | None = None  # why it failed, if it did
+    starts: int = 0
+    active: int = 0  # requests that the process has
+    used: float = field(default_factory=time.monotonic)  # when a request last began or ended
+    keep: float | None = None  # seconds without requests until it is unloaded; None: as long as there is room
+    waiting: list[asyncio.Event] = field(default_factory=list)  # an event for each request, set once it is admitted
+    free: asyncio.Event = field(default_factory=asyncio.Event)  # set when a request or the process ends
+    loading: asyncio.Task[None] | None = None  # it waits for `stopping` first
+    stopping: asyncio.Task[None] | None = None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it is loaded, or will be once the process before has ended."""
+        return self.loading is not None and not self.loading.done()
+
+    @property
+    def expires(self) -> datetime | None:
+        """When it will be unloaded if nobody uses it; None if it stays."""
+        if self.keep is None or self.model.pinned:
+            return None
+        return datetime.now(timezone.utc) + timedelta(seconds=self.used + self.keep - time.monotonic())
+
+    def progress(self) -> str:
+        if self.state != LOADING or self.process is None or self.process.fetching is None:
+            return self.state
+        done, total = self.process.fetching
+        return f"downloading, {format_bytes(done)} of {format_bytes(total)}" if done < total else self.state
+
+    def touch(self) -> None:
+        self.used = time.monotonic()
+
+
+def ended(name: str, code: int) -> Refused:
+    return Refused(
+        "model_ended",
+        f"The process of {name} {how_ended(code)} while it answered: send the request again, which starts it",
+    )
+
+
+def without_folder(error: EngineError | Refused, path: Path | None) -> EngineError | Refused:
+    """`error` for clients, who need not know where the files are."""
+    if path is None or isinstance(error, Refused):
+        return error
+    return EngineError(str(error).replace(f"{path.parent}{os.sep}", ""), error.code)

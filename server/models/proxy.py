@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import re
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 import httpx
@@ -18,13 +19,11 @@ from starlette.types import Receive, Scope, Send
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import read_bytes
 from polarlm.server.http.errors import ErrorShapes, api_error
-from polarlm.server.http.streams import DATA, LINES, NAMED, Framing, send_soon, while_there
-from polarlm.server.models import waiting
+from polarlm.server.http.streams import DATA, LINES, NAMED, send_soon, while_there
 from polarlm.server.models.child import CLIENT
-from polarlm.server.models.process import ModelProcess
-from polarlm.server.models.served import READY, Served, ended
+from polarlm.server.models.process import READY, ModelProcess, Served, ended
 from polarlm.server.models.supervisor import Supervisor
-from polarlm.server.reading.values import is_empty, read_json, text
+from polarlm.server.reading.values import BadRequest, is_empty, read_json, text, wrong
 from polarlm.server.running import journal
 from polarlm.server.running.refused import Refused, for_clients
 
@@ -39,24 +38,14 @@ _KEPT_BACK = {b"date", b"connection", b"keep-alive", b"transfer-encoding"}  # he
 _NO_LIMIT = httpx.Timeout(10.0, read=None)  # the process has the limits
 _CRASH_SECONDS = 5.0  # from the end of a process's connections to its own
 
-
-@dataclass(frozen=True)
-class Asked:
-    """A request for a model. Its body has been read."""
-
-    path: str
-    body: bytes
-    fields: Mapping[str, Any]
-    keep: float | None  # seconds that the model is kept afterwards
-
-    @property
-    def streams(self) -> bool:
-        return waiting.streams(self.path, self.fields)
+_OF_OLLAMA = ("/api/chat", "/api/generate")
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_LONGEST = 100 * 365 * 86400.0  # seconds; beyond it there is no date
+_MOST_CHARACTERS = 100  # most characters of a duration; the time of the expression grows with their cube
+_DURATION = re.compile(r"(\d+\.?\d*|\.\d+)(ms|us|µs|ns|h|m|s)")
 
 
 class Proxy:
-    """The endpoint of every path that a model's process answers."""
-
     def __init__(self, supervisor: Supervisor, config: ServerConfig, errors: ErrorShapes) -> None:
         self._supervisor, self._config, self._errors = supervisor, config, errors
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=20)
@@ -67,7 +56,6 @@ class Proxy:
         await self._client.aclose()
 
     async def serve(self, request: Request) -> Response:
-        """The answer. Raises ApiError, BadRequest, Refused, or ClientDisconnect."""
         path, data, fields = request.url.path, b"", dict[str, Any]()
         if request.method == "POST":
             data = bytes(await read_bytes(request, self._config.max_body))
@@ -80,62 +68,57 @@ class Proxy:
             raise Refused("model_not_loaded", f"{served.model.name} is {served.state}: it is loaded by a request")
         keep = self._supervisor.usual_keep(served)
         if path.startswith("/api/") and not is_empty(fields.get("keep_alive")):
-            keep = waiting.keep_alive(fields["keep_alive"])
-            if keep == 0 and waiting.is_without_prompt(path, fields):
-                return self._unload(served, path)
-        return _Passed(self, request, served, Asked(path, data, fields, keep))
-
-    def _unload(self, served: Served, path: str) -> Response:
-        """The answer to a request to unload a model, in Ollama's API."""
-        if not served.model.pinned:
-            self._supervisor.give_up(served)
-        written = waiting.empty_piece(path, served.model.name) | {"done": True, "done_reason": "unload"}
-        return Response(json.dumps(written), media_type="application/json")
+            keep = keep_alive(fields["keep_alive"])
+            has_prompt = any(fields.get(name) for name in ("messages", "prompt", "suffix", "images"))
+            if keep == 0 and path in _OF_OLLAMA and not has_prompt:
+                if not served.model.pinned:
+                    self._supervisor.give_up(served)
+                return JSONResponse(empty_piece(path, served.model.name) | {"done": True, "done_reason": "unload"})
+        streams = path in _OF_OLLAMA if fields.get("stream") is None else fields["stream"] is True
+        return _Passed(self, request, served, data, keep, streams=streams)
 
 
 class _Passed(Response):
-    """The answer of a model's process, for which the model is loaded first.
+    """The answer of a model's process, for which the model is loaded first. A stream that waits shows life, by comments
+    or pieces without text; after these, an error is its last event."""
 
-    A stream that has to wait shows life: comments, or pieces without text. After these, an error is its last event.
-    """
-
-    def __init__(self, proxy: Proxy, request: Request, served: Served, asked: Asked) -> None:
-        self._proxy, self._request, self._served, self._asked = proxy, request, served, asked
-        self._framing = _framing(asked.path)
+    def __init__(
+        self, proxy: Proxy, request: Request, served: Served, body: bytes, keep: float | None, *, streams: bool
+    ) -> None:
+        """keep: seconds that the model is kept afterwards. streams: whether the answer is a stream."""
+        self._proxy, self._request, self._served = proxy, request, served
+        self._path, self._body, self._keep, self._streams = request.url.path, body, keep, streams
+        named = NAMED if self._path.startswith(("/v1/messages", *_RESPONSES)) else DATA
+        self._framing = LINES if self._path.startswith("/api/") else named
         self._began = False  # whether the client has the status and the headers
         self._type = b""  # the Content-Type that they have
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ClientDisconnect."""
         try:
             with suppress(ClientDisconnect):
                 await while_there(receive, self._answer(send))
         except Exception as error:  # EngineError, Refused: as the API writes errors
             shown = api_error(for_clients(error))
             if not self._began:
-                await self._proxy._errors.response(self._asked.path, shown)(scope, receive, send)
+                await self._proxy._errors.response(self._path, shown)(scope, receive, send)
             elif self._type.startswith((b"text/event-stream", b"application/x-ndjson")):
-                event = self._proxy._errors.body(self._asked.path, shown)
+                event = self._proxy._errors.body(self._path, shown)
                 await self._send_error(send, event)
             # Otherwise the connection is closed, since the body has not all of its announced bytes.
 
     async def _answer(self, send: Send) -> None:
         await self._load(send)
         served = self._served
-        with self._proxy._supervisor.using(served, self._asked.keep) as process:
+        with self._proxy._supervisor.using(served, self._keep) as process:
             entry = journal.current()
             try:
+                if entry:
+                    entry.silent = True  # the process writes the line
                 await self._pass_on(process, send)
-                if entry:
-                    entry.leave()  # the process has written the line
-            except asyncio.CancelledError:
-                if entry:
-                    entry.leave()
-                raise
             except httpx.HTTPError as error:
                 if entry:
-                    entry.outcome = "model_ended"
+                    entry.silent, entry.outcome = False, "model_ended"
                 with suppress(asyncio.TimeoutError):
                     code = await asyncio.wait_for(process.ended(), _CRASH_SECONDS)
                     raise ended(served.model.name, code) from None
@@ -150,7 +133,7 @@ class _Passed(Response):
                 await asyncio.wait([loading], timeout=SIGN_SECONDS if self._began else SILENT_SECONDS)
                 if not loading.done() and time.monotonic() - since > limit:
                     raise Refused("timeout", f"{self._served.model.name} was not loaded within {limit} seconds")
-                if not loading.done() and self._asked.streams:
+                if not loading.done() and self._streams:
                     await self._show_life(send, time.monotonic() - since)
             loading.result()
         except BaseException:
@@ -159,20 +142,19 @@ class _Passed(Response):
             raise
 
     async def _show_life(self, send: Send, seconds: float) -> None:
-        name, path = self._served.model.name, self._asked.path
+        name, path = self._served.model.name, self._path
         if not self._began:
             begun = Response(headers={"Cache-Control": "no-store"}, media_type=self._framing.media_type)
             del begun.headers["content-length"]
             await self._begin(send, 200, begun.raw_headers)
         if self._framing is LINES:
-            await send_soon(send, LINES.frame(waiting.empty_piece(path, name) | {"done": False}))
+            await send_soon(send, LINES.frame(empty_piece(path, name) | {"done": False}))
         else:
             plain = name.encode("ascii", "replace").decode()
             await send_soon(send, f": {plain}: {self._served.progress()}, {seconds:.0f} s\n\n".encode())
 
     async def _pass_on(self, process: ModelProcess, send: Send) -> None:
-        asked, request = self._asked, self._request
-        client = request.client
+        request, client = self._request, self._request.client
         headers = {
             "authorization": f"Bearer {process.key}",
             "accept-encoding": "identity",
@@ -183,7 +165,7 @@ class _Passed(Response):
         url = f"http://127.0.0.1:{process.port}{request.scope['raw_path'].decode('ascii')}"
         if query := request.url.query:
             url += f"?{query}"
-        async with self._proxy._client.stream(request.method, url, headers=headers, content=asked.body) as answer:
+        async with self._proxy._client.stream(request.method, url, headers=headers, content=self._body) as answer:
             if self._began and answer.status_code != 200:  # too late for the status
                 await self._send_error(send, json.loads(await answer.aread()))
                 return
@@ -199,17 +181,39 @@ class _Passed(Response):
         await send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _send_error(self, send: Send, body: dict[str, Any]) -> None:
-        """End a stream with an error in the API's shape."""
         error = body.get("error")
-        if self._asked.path.startswith(_RESPONSES) and isinstance(error, dict):
+        if self._path.startswith(_RESPONSES) and isinstance(error, dict):
             told = {name: error.get(name) for name in ("code", "message", "param")}
             body = {"type": "error", **told, "sequence_number": 0}
         with suppress(ClientDisconnect):
             await send_soon(send, self._framing.frame(body), last=True)
 
 
-def _framing(path: str) -> Framing:
-    """How events of a path's streams are written."""
-    if path.startswith("/api/"):
-        return LINES
-    return NAMED if path.startswith(("/v1/messages", *_RESPONSES)) else DATA
+def keep_alive(value: Any) -> float | None:
+    """Seconds that Ollama's field says, as a number or as "1h30m"; None, for a negative one or a century: without end.
+    Raises BadRequest.
+
+    >>> keep_alive("1h30m"), keep_alive(90), keep_alive("0"), keep_alive(-1), keep_alive(10**400)
+    (5400.0, 90.0, 0.0, None, None)
+    """
+    is_nan = isinstance(value, float) and math.isnan(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not is_nan:
+        return float(value) if 0 <= value < _LONGEST else None
+    if not isinstance(value, str) or len(value) > _MOST_CHARACTERS:
+        raise wrong("keep_alive", 'seconds, or a text such as "10m"', value)
+    number = value.lstrip("+-")
+    parts = _DURATION.findall(number)
+    if re.fullmatch(r"\d+\.?\d*", number):
+        seconds = float(number)
+    elif parts and "".join(map("".join, parts)) == number:
+        seconds = sum(float(count) * _UNITS[unit] for count, unit in parts)
+    else:
+        raise BadRequest("keep_alive", 'keep_alive must be seconds, or a text such as "10m" or "1h30m"')
+    return None if value.startswith("-") or seconds >= _LONGEST else seconds
+
+
+def empty_piece(path: str, name: str) -> dict[str, Any]:
+    """A line without text of a stream of Ollama's API."""
+    now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+    text = {"response": ""} if path == "/api/generate" else {"message": {"role": "assistant", "content": ""}}
+    return {"model": name, "created_at": now, **text}

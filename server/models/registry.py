@@ -32,8 +32,6 @@ _KEYS = ("path", "hf", "aliases", "pinned", "idle-unload")
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that can be started."""
-
     name: str
     config: EngineConfig  # settled
     aliases: tuple[str, ...] = ()
@@ -69,7 +67,7 @@ class Registry:
         for name in pinned:
             model = self.find(name)
             if model is None:
-                raise FlagError(f"--pin {name}: there is no such model; there are {listed(models)}")
+                raise FlagError(f"--pin {name}: there is no such model; there are {in_words(models)}")
             self._pinned.add(model.name)
 
     def models(self) -> list[NamedModel]:
@@ -115,8 +113,7 @@ def _named(name: str, models: Sequence[NamedModel]) -> NamedModel | None:
     return named[0] if named else None
 
 
-def listed(models: Sequence[NamedModel], most: int = 20) -> str:
-    """The names of models in a sentence."""
+def in_words(models: Sequence[NamedModel], most: int = 20) -> str:
     names = [model.name for model in models]
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest if names else "none"

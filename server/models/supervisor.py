@@ -12,20 +12,19 @@ from polarlm.engine import EngineError
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.memory import Memory
-from polarlm.server.models.process import ModelProcess
-from polarlm.server.models.registry import NamedModel, Registry, listed
-from polarlm.server.models.served import (
+from polarlm.server.models.process import (
     FAILED,
     LOADING,
     READY,
     STOPPING,
     UNLOADED,
     WAITING,
-    Place,
+    ModelProcess,
     Served,
     ended,
     without_folder,
 )
+from polarlm.server.models.registry import NamedModel, Registry, in_words
 from polarlm.server.running import refused
 from polarlm.server.running.journal import note
 from polarlm.server.running.refused import Refused, unknown_model
@@ -36,10 +35,9 @@ _SWEEP_SECONDS = 1.0  # most between two looks for idle models
 class Supervisor:
     """The processes of all models. All methods belong to one event loop.
 
-    Models are downloaded and loaded beside each other, each in a task. What decides between them is the memory that
-    each has, or that is set aside for it (`Memory`), and is decided without waiting in between: a process says whether
-    its model fits into what is left, and is asked again if that has changed meanwhile. A model without room queues for
-    it and has others unloaded. It waits for these, for models that are being loaded, and for those before it in the
+    Models are downloaded and loaded beside each other, each in a task. A process says whether its model fits into the
+    memory that is left (`Memory`), and is asked again if that has changed meanwhile. A model without room queues for it
+    and has others unloaded. It waits for these, for models that are being loaded, and for the models before it in the
     queue, so no two wait for each other.
     """
 
@@ -51,10 +49,7 @@ class Supervisor:
         self._sweeper: asyncio.Task[None] | None = None
         self.closing = False
 
-    # -- which models there are --------------------------------------------------------------------------------
-
     def all(self) -> list[Served]:
-        """Every model, in the registry's order."""
         return [self._of(model) for model in self.registry.models()]
 
     def find(self, name: str) -> Served:
@@ -67,7 +62,7 @@ class Supervisor:
                 return self._of(models[0])
         model = self.registry.find(name)
         if model is None:
-            raise unknown_model(name, listed(self.registry.models()))
+            raise unknown_model(name, in_words(self.registry.models()))
         return self._of(model)
 
     def _of(self, model: NamedModel) -> Served:
@@ -76,38 +71,31 @@ class Supervisor:
             served.model = model  # the folder may have another file of this name by now
         return served
 
-    # -- asking for one ----------------------------------------------------------------------------------------
-
     async def ready(self, served: Served) -> None:
-        """Return when the model takes requests; load it if need be. Raises EngineError or Refused.
-
-        The model then has one request more, until `using` or `release` ends it.
-        """
+        """Return when the model takes requests; load it if need be. Raises EngineError or Refused. The model then has
+        one request more, until `using` or `release` ends it."""
         if self.closing:
             raise refused.closing()
         if served.state == READY:
             served.active += 1
             return
-        place, loading = Place(), self.begin(served)
-        served.waiting.append(place)
+        admitted, loading = asyncio.Event(), self.begin(served)
+        served.waiting.append(admitted)
         try:
             await asyncio.wait([loading])  # which goes on if this client leaves
             if loading.cancelled():
                 raise refused.closing() if self.closing else _given_up(served)
             loading.result()
         except BaseException:  # the error of loading, or the client has gone
-            if place.granted:
+            if admitted.is_set():
                 self.release(served)
-            elif place in served.waiting:
-                served.waiting.remove(place)
+            elif admitted in served.waiting:
+                served.waiting.remove(admitted)
             raise
 
     @contextmanager
     def using(self, served: Served, keep: float | None) -> Iterator[ModelProcess]:
-        """A context in which the process has the request that `ready` admitted. keep: as `Served.keep`, afterwards.
-
-        Raises Refused if the process has ended since then.
-        """
+        """The process, for the request that `ready` admitted. keep: see `Served`. Raises Refused if it has ended."""
         try:
             if served.process is None or served.state not in (READY, STOPPING):
                 sentence = f"The process of {served.model.name} has ended: send the request again, which starts it"
@@ -121,7 +109,6 @@ class Supervisor:
                 self.unload(served)
 
     def release(self, served: Served) -> None:
-        """End a request that `ready` admitted."""
         served.active -= 1
         served.touch()
         served.free.set()
@@ -163,8 +150,6 @@ class Supervisor:
         ends = [one.process.end() for one in self._served.values() if one.process is not None]
         await asyncio.gather(*given_up, *ends, return_exceptions=True)
 
-    # -- loading and unloading ---------------------------------------------------------------------------------
-
     async def _load(self, served: Served) -> None:
         """Start the model's process, and have it load the model when there is room. Raises EngineError or Refused."""
         if served.stopping is not None:
@@ -195,8 +180,8 @@ class Supervisor:
             served.error = without_folder(error, served.model.path)
             raise served.error from None
         served.state = READY
-        for place in served.waiting:  # they come before a model that needs the memory
-            place.granted = True
+        for admitted in served.waiting:  # they come before a model that needs the memory
+            admitted.set()
         served.active += len(served.waiting)
         served.waiting.clear()
         served.keep = self.usual_keep(served)
@@ -235,7 +220,6 @@ class Supervisor:
             self._memory.set_aside(served, served.need)
 
     async def _stop(self, served: Served) -> None:
-        """End the process of a loaded model when it has no requests."""
         if served.state != READY or served.process is None:
             return
         served.state = STOPPING
@@ -259,20 +243,17 @@ class Supervisor:
             note(f"The process of {served.model.name} {how_ended(code)}; the next request starts it again")
             served.free.set()
 
-    # -- idle models -------------------------------------------------------------------------------------------
-
     def usual_keep(self, served: Served) -> float | None:
         """Seconds without requests after which a model is unloaded; None: as long as there is room."""
         minutes = self._config.idle_unload if served.model.idle_minutes is None else served.model.idle_minutes
         return 60 * minutes if minutes else None
 
     async def _sweep(self) -> None:
-        """Unload idle models whose time is up."""
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             for one in self._served.values():
                 late = one.keep is not None and time.monotonic() >= one.used + one.keep
-                if one.is_idle and late and not one.model.pinned:
+                if one.state == READY and not one.active and late and not one.model.pinned:
                     self.unload(one)
 
 

@@ -101,7 +101,7 @@ const WIDTH = 264; // the picture's width, in its own units
 const PITCHES = [[12, 132], [8, 660], [5, 2640]]; // (pitch of a cell, most cells that are drawn at this pitch)
 
 /**
- * The blocks of a sequence of `tokens`, of which the first `cached` were in the cache. The first block and the block that
+ * The blocks of a sequence of `tokens`; the first `cached` tokens were in the cache. The first block and the block that
  * is being filled are in full precision; the blocks between them are coded. With a window, only blocks that a later token
  * sees are left.
  */

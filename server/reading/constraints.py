@@ -18,14 +18,14 @@ _FORMATS = "an object whose type is text, json_object or json_schema"
 
 def read_constraint(body: Mapping[str, Any]) -> dict[str, Any]:
     """{"schema": …}, {"grammar": …}, {"regex": …}, or {} for an answer that nothing constrains. Raises BadRequest."""
-    found: dict[str, dict[str, Any]] = {}
+    constraints: dict[str, dict[str, Any]] = {}
     for field, read in _FIELDS.items():
         if body.get(field) is not None and (constraint := read(field, body[field])):
-            found[field] = constraint
-    if len(found) > 1:
-        first, second, *_ = found
+            constraints[field] = constraint
+    if len(constraints) > 1:
+        first, second, *_ = constraints
         raise BadRequest(second, f"{first} and {second} both constrain the answer: leave one of them out")
-    return next(iter(found.values()), {})
+    return next(iter(constraints.values()), {})
 
 
 def constraining_field(body: Mapping[str, Any]) -> str | None:
@@ -49,9 +49,9 @@ def _response_format(field: str, value: Any) -> dict[str, Any]:
         return _schema(f"{field}.schema", value["schema"])
     if not isinstance(wrapped, dict):
         raise wrong(inside, "an object with a schema", wrapped)
-    found = _schema(f"{inside}.schema", wrapped.get("schema", _JSON_OBJECT))
+    schema = _schema(f"{inside}.schema", wrapped.get("schema", _JSON_OBJECT))
     strict = wrapped.get("strict")
-    return _strict(found) if strict is not None and flag(f"{inside}.strict", strict) else found
+    return _strict(schema) if strict is not None and flag(f"{inside}.strict", strict) else schema
 
 
 def _strict(constraint: dict[str, Any]) -> dict[str, Any]:
@@ -70,12 +70,8 @@ def _schema(field: str, value: Any) -> dict[str, Any]:
     return {"schema": value}
 
 
-def _grammar(field: str, value: Any) -> dict[str, Any]:
-    return {"grammar": value} if text(field, value) else {}
-
-
-def _regex(field: str, value: Any) -> dict[str, Any]:
-    return {"regex": value} if text(field, value) else {}
+def _text_of(name: str) -> Callable[[str, Any], dict[str, Any]]:
+    return lambda field, value: {name: value} if text(field, value) else {}
 
 
 def _choice(field: str, value: Any) -> dict[str, Any]:
@@ -89,30 +85,30 @@ def _structured(field: str, value: Any) -> dict[str, Any]:
     """The constraint in vLLM's object, which has one field."""
     if not isinstance(value, dict):
         raise wrong(field, "an object", value)
-    given = {name: part for name, part in value.items() if part not in (None, False, "", [])}
-    if not given:
+    parts = {name: part for name, part in value.items() if part not in (None, False, "", [])}
+    if not parts:
         return {}
-    name, *others = given
+    name, *others = parts
     if others or name not in _STRUCTURED:
         raise wrong(field, f"an object with one of {', '.join(_STRUCTURED)}", value)
-    return _STRUCTURED[name](f"{field}.{name}", given[name])
+    return _STRUCTURED[name](f"{field}.{name}", parts[name])
 
 
 _STRUCTURED: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
     "json": _schema,
     "json_object": lambda field, value: {"schema": _JSON_OBJECT},
-    "regex": _regex,
+    "regex": _text_of("regex"),
     "choice": _choice,
-    "grammar": _grammar,
+    "grammar": _text_of("grammar"),
 }
 
 _FIELDS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
     "response_format": _response_format,
     "json_schema": _schema,
-    "grammar": _grammar,
+    "grammar": _text_of("grammar"),
     "guided_json": _schema,
-    "guided_regex": _regex,
+    "guided_regex": _text_of("regex"),
     "guided_choice": _choice,
-    "guided_grammar": _grammar,
+    "guided_grammar": _text_of("grammar"),
     "structured_outputs": _structured,
 }

@@ -1,10 +1,8 @@
 """How this server treats every field of a completion request that OpenAI, llama-server or vLLM defines.
 
 A field is *honoured*, *harmless* (the answer is the same with it and without it), *ignored* with a warning (a wish that
-does not change what the answer means), or *refused* by name. A value that asks for nothing is as good as none. Fields
-that none of the three defines are ignored, since clients send extra names and expect no effect; over HTTP they get a
-warning. fields.json lists the fields of each kind; a row has the APIs, a sentence, and values that ask for nothing.
-docs/http-fields.md is generated from it.
+does not change what the answer means), or *refused* by name; fields that none of the three defines are ignored with a
+warning. fields.json, from which docs/http-fields.md is made, has the APIs, a sentence, and values that ask for nothing.
 """
 
 from __future__ import annotations
@@ -41,11 +39,8 @@ class Rule:
     holds: Callable[[Any, Body], bool]
 
 
-def given(body: Body) -> dict[str, Any]:
-    """The fields of a body that ask for something.
-
-    Typed clients send every field that they know. What is null or empty asks for nothing, nor do neutral values.
-    """
+def asking(body: Body) -> dict[str, Any]:
+    """The fields that ask for something; null, empty and neutral values do not."""
     body = {name: value for name, value in body.items() if value is not None}
     return {name: value for name, value in body.items() if not _is_neutral(name, value, body)}
 
@@ -59,13 +54,13 @@ def _is_neutral(name: str, value: Any, body: Body) -> bool:
 
 
 def complaint(body: Body) -> tuple[str, str] | None:
-    """The first refused field of a body of `given` fields, and a sentence that names it; else None."""
-    found = (FIELDS[name] for name in body if name in FIELDS and FIELDS[name].standing == "refused")
-    return next(((field.name, f"{field.name}: {field.says}") for field in found), None)
+    """The first refused field of a body of `asking` fields, and a sentence that names it; else None."""
+    named = (FIELDS[name] for name in body if name in FIELDS and FIELDS[name].standing == "refused")
+    return next(((field.name, f"{field.name}: {field.says}") for field in named), None)
 
 
 def warnings(body: Body) -> list[tuple[str, str]]:
-    """The `given` fields that are not done as they ask, each with a sentence that names it."""
+    """The `asking` fields that are not done as they ask, each with a sentence that names it."""
     ignored = [FIELDS[name] for name in body if name in FIELDS and FIELDS[name].standing == "ignored"]
     told = [(field.name, f"{field.name} is ignored: {field.says}") for field in ignored]
     for name, most in CAPS.items():

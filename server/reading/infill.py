@@ -1,7 +1,4 @@
-"""Prompts for models that were trained to fill in the middle of a text: its beginning, its end, then the middle.
-
-Such models have special tokens, whose names differ from family to family.
-"""
+"""Prompts for models that fill in the middle of a text, by special tokens whose names differ from family to family."""
 
 from __future__ import annotations
 
@@ -42,10 +39,8 @@ class Infill:
     def prompt(
         self, prefix: str, suffix: str, begun: str = "", files: Iterable[tuple[str, str]] = (), name: str = "filename"
     ) -> Mixed:
-        """The prompt for the text between `prefix` and `suffix`; `begun` is the beginning of that text.
-
-        files: (name, text) of other files. name: the name of this file.
-        """
+        """The prompt for the text between `prefix` and `suffix`, which begins with `begun`. files: names and texts of
+        other files. name: of this file."""
         parts: Mixed = [] if self.bos is None else [self.bos]
         files = list(files)
         if self.repository is not None and self.file is not None and files:
@@ -70,7 +65,7 @@ def infill_of(tokenizer: Tokenizer) -> Infill | None:
         return ids[0] if text.strip(" ▁") == name else None
 
     def first(names: tuple[str, ...]) -> int | None:
-        return next((found for name in names if (found := token(name)) is not None), None)
+        return next((token_id for name in names if (token_id := token(name)) is not None), None)
 
     for names in _NAMES:
         prefix, suffix, middle = map(token, names)
@@ -82,10 +77,8 @@ def infill_of(tokenizer: Tokenizer) -> Infill | None:
 
 
 def infilled(field: str, asked: ParsedRequest, infill: Infill | None, prompts: list[Mixed]) -> ParsedRequest:
-    """`asked` with these prompts; names of control tokens in the client's texts stay text.
-
-    Raises BadRequest, which names `field`, for a model without the tokens.
-    """
+    """`asked` with these prompts; control tokens' names in the client's texts stay text. Raises BadRequest, which names
+    `field`, for a model without the tokens."""
     if infill is None:
         sentence = "this model has no tokens for filling in the middle of a text; send the text before it as a prompt"
         raise BadRequest(field, f"{field}: {sentence}")

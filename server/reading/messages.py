@@ -1,10 +1,9 @@
 """Reads a conversation in JSON, in the shapes of every API, into the messages that chat templates take.
 
 Agents send their history with every turn, so a part of it that this server cannot use must not end the conversation: it
-is put otherwise, or left out with a warning. Only what the user asks now is refused for the media in it.
-
-How a part is put does not depend on later ones, so that a prompt begins with the prompt of the turn before. The one
-exception is a result, which goes to its call unless an answer was begun without it.
+is put otherwise, or left out with a warning. Only what the user asks now is refused for the media in it. How a part is
+put does not depend on later ones, so that a prompt begins with the prompt of the turn before, but for a result, which
+goes to its call unless an answer was begun without it.
 """
 
 from __future__ import annotations
@@ -33,30 +32,28 @@ _MOST_OPEN = 128  # calls of an answer that may get results
 Message = dict[str, Any]
 
 
-def read_messages(given: Any, told: list[tuple[str, str]]) -> list[Message]:
-    """The messages in an array of messages and items. Raises BadRequest.
-
-    What is left out or put otherwise is added to `told`: the field, and a sentence for each kind.
-    """
-    if not isinstance(given, list) or not given:
-        raise wrong("messages", "an array with at least one message", given)
-    reader, question = _Reader(), _question(given)
+def read_messages(history: Any, told: list[tuple[str, str]]) -> list[Message]:
+    """The messages in an array of messages and items. told: gets the field, and a sentence for each kind of thing that
+    is left out or put otherwise. Raises BadRequest."""
+    if not isinstance(history, list) or not history:
+        raise wrong("messages", "an array with at least one message", history)
+    reader, question = _Reader(), _question(history)
     try:
-        for index, one in enumerate(given):
-            reader.read(f"messages[{index}]", one, asked=index == question, is_last=index == len(given) - 1)
+        for index, one in enumerate(history):
+            reader.read(f"messages[{index}]", one, asked=index == question, is_last=index == len(history) - 1)
     except RecursionError:
         raise BadRequest("messages", "messages is nested too deeply") from None
     sentences = reader.warnings()
     told += [("messages", sentence) for sentence in sentences]
-    if not (found := reader.messages()):
+    if not (read := reader.messages()):
         raise BadRequest("messages", ": ".join(("messages has nothing to answer", *sentences)))
-    return found
+    return read
 
 
-def _question(given: list[Any]) -> int | None:
+def _question(history: list[Any]) -> int | None:
     """The place of what the user asks now: the last message of the user's, unless an answer follows it."""
-    for index in reversed(range(len(given))):
-        role = given[index].get("role") if isinstance(given[index], dict) else None
+    for index in reversed(range(len(history))):
+        role = history[index].get("role") if isinstance(history[index], dict) else None
         if role not in ("system", "developer"):
             return index if role in ("user", "human") else None
     return None
@@ -64,8 +61,6 @@ def _question(given: list[Any]) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call that waits for its result."""
-
     id: str
     name: str
     has_id: bool  # whether the client gave it one
@@ -74,8 +69,6 @@ class _Call:
 
 
 class _Reader:
-    """Reads messages one after the other."""
-
     def __init__(self) -> None:
         self._rows: list[tuple[Message, list[Message | None]]] = []  # messages, and the results of their calls
         self._open: list[_Call] = []
@@ -89,11 +82,9 @@ class _Reader:
         self._roles: dict[str, None] = {}  # that no API has
 
     def messages(self) -> list[Message]:
-        """What has been read."""
         return [one for message, results in self._rows for one in (message, *results) if one is not None]
 
     def warnings(self) -> list[str]:
-        """A sentence for each kind of thing that was left out or put otherwise."""
         kinds = {
             "parts of messages that have no text are left out, of type": self._losses.left_out,
             "parts of messages are put as text, of type": self._losses.as_text,
@@ -103,34 +94,34 @@ class _Reader:
         }
         return [f"{sentence} {in_words(each)}" for sentence, each in kinds.items() if each]
 
-    def read(self, at: str, given: Any, *, asked: bool, is_last: bool) -> None:
+    def read(self, at: str, entry: Any, *, asked: bool, is_last: bool) -> None:
         """Read a message or an item. asked: whether it is what the user asks now. Raises BadRequest."""
-        if not isinstance(given, dict):
-            raise wrong(at, "an object with a role and a content", given)
-        kind = given.get("type", "message")
-        if given.get("role") is None and isinstance(kind, str) and kind != "message":
-            self._item(at, given, kind)
+        if not isinstance(entry, dict):
+            raise wrong(at, "an object with a role and a content", entry)
+        kind = entry.get("type", "message")
+        if entry.get("role") is None and isinstance(kind, str) and kind != "message":
+            self._item(at, entry, kind)
             return
-        role = given.get("role")
+        role = entry.get("role")
         if role in _OF_RESULTS:
-            name = given.get("tool_name") or given.get("name")
-            self._result(given.get("tool_call_id"), name, _with_images(given))
+            name = entry.get("tool_name") or entry.get("name")
+            self._result(entry.get("tool_call_id"), name, _with_images(entry))
         elif not isinstance(role, str) or (is_last and role not in {**ROLES, **_ELSEWHERE}):
             raise wrong(f"{at}.role", f"one of {', '.join(ROLES)}", role)
         else:
             known = ROLES.get(role) or _ELSEWHERE.get(role)
             if known is None:
                 self._roles[role] = None
-            self._message(at, known or "user", given, asked)
+            self._message(at, known or "user", entry, asked)
 
-    def _message(self, at: str, role: str, given: Mapping[str, Any], asked: bool) -> None:
+    def _message(self, at: str, role: str, item: Mapping[str, Any], asked: bool) -> None:
         is_answer = role == "assistant"
-        thoughts = [given[name] for name in _REASONING if is_answer and isinstance(given.get(name), str)][:1]
+        thoughts = [item[name] for name in _REASONING if is_answer and isinstance(item.get(name), str)][:1]
         texts: list[str] = []
         calls: list[Message] = []
-        if asked and given.get("images"):
+        if asked and item.get("images"):
             raise BadRequest(f"{at}.images", f"{at}.images: this server takes text alone; leave images out")
-        content = _with_images(given)
+        content = _with_images(item)
         if not isinstance(content, (str, list)) and kind_of(content) == "untyped":
             raise wrong(f"{at}.content", "a string or an array of text parts", content)
         parts = content if isinstance(content, list) else [content]
@@ -148,17 +139,17 @@ class _Reader:
                 place = f"{at}.content[{index}]" if isinstance(content, list) else f"{at}.content"
                 texts.append(self._part(place, part, asked))
         if is_answer:
-            texts.append(_text(given.get("refusal")))
-            if given.get("audio"):
+            texts.append(_text(item.get("refusal")))
+            if item.get("audio"):
                 texts.append(said({"type": "audio"}, self._losses))
-            calls += _calls(at, given)
+            calls += _calls(at, item)
         message: Message = {"role": role} | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
         if texts or not results:
             self._add(message | {"content": "".join(texts)} | ({"tool_calls": calls} if calls else {}))
 
     def _part(self, at: str, part: Any, asked: bool = False) -> str:
         losses = Losses()
-        found, kind = said(part, losses), kind_of(part)
+        written, kind = said(part, losses), kind_of(part)
         if losses.left_out and asked:
             if not isinstance(part, dict):
                 raise wrong(at, 'an object such as {"type": "text", "text": "…"}', part)
@@ -167,10 +158,9 @@ class _Reader:
             raise BadRequest(f"{at}.type", f"{at}.type: {named} not supported here: this server takes text alone")
         self._losses.left_out.update(losses.left_out)
         self._losses.as_text.update(losses.as_text)
-        return found
+        return written
 
     def _item(self, at: str, item: Mapping[str, Any], kind: str) -> None:
-        """Read an item of OpenAI's Responses that is no message."""
         if kind == "reasoning":  # an encrypted part is for its maker alone
             parts = item.get("content") or item.get("summary")
             self._thoughts += [said(part, Losses()) for part in (parts if isinstance(parts, list) else ())]
@@ -179,15 +169,15 @@ class _Reader:
             self._result(item.get("call_id") or item.get("id"), None, content)
         elif kind == "function_call" or (kind.endswith("_call") and item.get("call_id")):
             name = next((name for name in CALLED_WITH if item.get(name) is not None), "arguments")
-            given = item.get(name)
-            if name != "arguments" and not isinstance(given, dict):
-                given = {name: given}
+            arguments = item.get(name)
+            if name != "arguments" and not isinstance(arguments, dict):
+                arguments = {name: arguments}
             function = {"id": item.get("call_id"), "name": item.get("name", kind.removesuffix("_call"))}
             if isinstance(space := item.get("namespace"), str):
                 function["name"] = in_namespace(space, _text(function["name"]))
-            self._add_item([_call(at, function, given, name)], "")
-        elif found := self._part(at, item).strip():
-            self._add_item([], found)
+            self._add_item([_call(at, function, arguments, name)], "")
+        elif written := self._part(at, item).strip():
+            self._add_item([], written)
 
     def _add_item(self, calls: list[Message], content: str) -> None:
         """Add calls or a text of an answer. Calls join what the answer has so far: its items belong to one turn."""
@@ -214,10 +204,10 @@ class _Reader:
 
     def _expect(self, calls: list[Message], results: list[Message | None]) -> None:
         for call in calls:
-            given, name, place = call["id"], call["function"]["name"], len(results)
-            id = call["id"] = given or f"call_{place}"
+            sent, name, place = call["id"], call["function"]["name"], len(results)
+            id = call["id"] = sent or f"call_{place}"
             if len(self._open) < _MOST_OPEN:
-                self._open.append(_Call(id, name, bool(given), results, place))
+                self._open.append(_Call(id, name, bool(sent), results, place))
             results.append(None)
             self._called[id] = name
             self._answered.discard(id)
@@ -246,14 +236,13 @@ class _Reader:
 
     def _call_of(self, id: str, name: str) -> _Call | None:
         """The open call with an id. Where the client gave no ids, the first of this name, or of all."""
-        found = next((call for call in self._open if call.id == id), None)
-        if found or id in self._called:
-            return found
+        named = next((call for call in self._open if call.id == id), None)
+        if named or id in self._called:
+            return named
         calls = [call for call in self._open if not id or not call.has_id]
         return next((call for call in calls if call.name == name), next(iter(calls), None))
 
     def _of_tool(self, content: Any) -> str:
-        """The text of a result, which may be any JSON."""
         if content is None or isinstance(content, str):
             return content or ""
         if isinstance(content, dict):
@@ -268,18 +257,17 @@ class _Reader:
         )
 
 
-def _with_images(given: Mapping[str, Any]) -> Any:
+def _with_images(item: Mapping[str, Any]) -> Any:
     """The content of a message, with what Ollama's clients have beside it."""
-    content, images = given.get("content"), given.get("images")
+    content, images = item.get("content"), item.get("images")
     content = "" if content is None else content
     if not isinstance(images, list) or not images:
         return content
     return [*(content if isinstance(content, list) else [content]), *({"type": "image"} for _ in images)]
 
 
-def _calls(at: str, given: Mapping[str, Any]) -> Iterator[Message]:
-    """The calls of an assistant's message. Raises BadRequest."""
-    calls, call = given.get("tool_calls"), given.get("function_call")
+def _calls(at: str, message: Mapping[str, Any]) -> Iterator[Message]:
+    calls, call = message.get("tool_calls"), message.get("function_call")
     if call and isinstance(call, dict):  # OpenAI's, before there were tools
         yield _call(f"{at}.function_call", call, call.get("arguments"), "arguments")
     if calls is not None and not isinstance(calls, list):
@@ -290,26 +278,25 @@ def _calls(at: str, given: Mapping[str, Any]) -> Iterator[Message]:
         function = call.get(kind) if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise wrong(place, "an object with an id and a function", call)
-        given_to = {"input": function.get("input")} if kind == "custom" else function.get("arguments")
-        yield _call(place, {**function, "id": call.get("id")}, given_to, f"{kind}.arguments")
+        passed = {"input": function.get("input")} if kind == "custom" else function.get("arguments")
+        yield _call(place, {**function, "id": call.get("id")}, passed, f"{kind}.arguments")
 
 
-def _call(at: str, given: Mapping[str, Any], arguments: Any, member: str) -> Message:
-    """A call with the name and the id in `given`."""
+def _call(at: str, called: Mapping[str, Any], arguments: Any, member: str) -> Message:
     return {
-        "id": _text(given.get("id")),
+        "id": _text(called.get("id")),
         "type": "function",
-        "function": {"name": _name(given.get("name")), "arguments": _arguments(f"{at}.{member}", arguments)},
+        "function": {"name": _name(called.get("name")), "arguments": _arguments(f"{at}.{member}", arguments)},
     }
 
 
-def _name(given: Any) -> str:
+def _name(value: Any) -> str:
     """The name of a function that was called, however another server let it be."""
-    return _ODD.sub("_", _text(given))[:_LONGEST_NAME] or "unknown"
+    return _ODD.sub("_", _text(value))[:_LONGEST_NAME] or "unknown"
 
 
-def _text(given: Any) -> str:
-    return given if isinstance(given, str) else ""
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _arguments(field: str, value: Any) -> str:

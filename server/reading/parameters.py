@@ -1,7 +1,4 @@
-"""Reads a request from JSON into an engine's prompt, options and sampling parameters.
-
-`server.reading.fields` lists how every field that other servers define is treated here.
-"""
+"""Reads a request from JSON into a prompt, options and sampling parameters; fields.py has every field."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, Literal
 from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.reading.constraints import constraining_field
-from polarlm.server.reading.fields import complaint, given, warnings
+from polarlm.server.reading.fields import asking, complaint, warnings
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
 from polarlm.server.reading.sampling import Tokenize, read_sampling
 from polarlm.server.reading.tools import Tools, read_tools
@@ -23,8 +20,6 @@ MAX_ANSWERS = 16  # n
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request that has been read and validated."""
-
     prompt: Prompt  # in messages, "role" and "content" are text
     options: PromptOptions
     params: SamplingParams
@@ -41,11 +36,9 @@ class ParsedRequest:
 
     @property
     def answers(self) -> int:
-        """The number of answers: `n` to the first prompt, then `n` to the next one."""
         return self.n * (1 + len(self.more_prompts))
 
     def each(self) -> list[ParsedRequest]:
-        """A request for each prompt."""
         return [replace(self, prompt=prompt, more_prompts=()) for prompt in (self.prompt, *self.more_prompts)]
 
 
@@ -63,7 +56,7 @@ def read(
     in OpenAI's chat, by `logprobs: true` and a count in `top_logprobs`; otherwise `logprobs` is the count.
     parse_special: see `read_options`. Fields that ask for nothing and unknown fields are ignored. Raises BadRequest.
     """
-    body = given(body)
+    body = asking(body)
     refused = complaint(body)
     if refused is not None:
         raise BadRequest(*refused)
@@ -102,7 +95,6 @@ def read(
 
 
 def _sign_seconds(body: Mapping[str, Any]) -> float | None:
-    """`sse_ping_interval`: seconds, or -1 for no signs of life."""
     asked = body.get("sse_ping_interval")
     if asked is None:
         return None

@@ -28,17 +28,15 @@ _MOST_NAMED, _LONGEST = 5, 38  # names in a sentence, and characters of each
 
 @dataclass(frozen=True)
 class Losses:
-    """Types of parts of which a prompt does not have all, in the order in which they were read."""
+    """Types of parts that a prompt does not have whole, in the order in which they were read."""
 
     left_out: dict[str, None] = field(default_factory=dict)
     as_text: dict[str, None] = field(default_factory=dict)
 
 
 def said(part: Any, losses: Losses) -> str:
-    """The text of a part: its own, or its type and the texts in it, a line each.
-
-    A note takes the place of an image, a sound, a video or a file; what else has no text is "".
-    """
+    """The text of a part: its own, or its type and the texts in it, a line each; a note for an image, a sound, a video
+    or a file; "" for what else has no text."""
     if isinstance(part, str):
         return part
     kind, part = kind_of(part), part if isinstance(part, dict) else {}
@@ -58,13 +56,11 @@ def said(part: Any, losses: Losses) -> str:
 
 
 def kind_of(part: Any) -> str:
-    """The type of a part; "untyped" for one without."""
     kind = part.get("type") if isinstance(part, dict) else None
     return kind if isinstance(kind, str) else "untyped"
 
 
 def in_words(kinds: Iterable[str]) -> str:
-    """The first few of these names in a sentence."""
     named = [shown(kind[:_LONGEST]) for kind in kinds]
     more = len(named) - _MOST_NAMED
     return ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,7 +1,5 @@
-"""`python -m polarlm.server.reading.pdf MOST` reads a PDF from standard input.
-
-It writes JSON: {"text", "pages"}, the text of at most MOST bytes; or {"error": a sentence}.
-"""
+"""`python -m polarlm.server.reading.pdf MOST` reads a PDF from standard input, and writes JSON: {"text", "pages"}, with
+at most MOST bytes of text, or {"error": a sentence}."""
 
 from __future__ import annotations
 

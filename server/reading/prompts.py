@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from polarlm.engine import PromptOptions
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.reading.messages import read_messages
 from polarlm.server.reading.tools import Tools, check_depth
-from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, is_empty, text, wrong
+from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, is_empty, number, text, wrong
 
 MOST_SALT = 1024  # characters
 MOST_VARIABLES = 4096  # characters of all variables of a template as JSON
@@ -33,34 +34,28 @@ def read_prompt(
 def one_given(body: Mapping[str, Any], names: Collection[str]) -> str:
     """The one of `names` that a body has; an empty one counts where no other is there. Raises BadRequest."""
     there = [name for name in names if body.get(name) is not None]
-    found = [name for name in there if not is_empty(body[name])] or there
-    if len(found) == 1:
-        return found[0]
-    sentence = f"give either {' or '.join(names)}, not both" if found else f"{' or '.join(names)} is missing"
+    filled = [name for name in there if not is_empty(body[name])] or there
+    if len(filled) == 1:
+        return filled[0]
+    sentence = f"give either {' or '.join(names)}, not both" if filled else f"{' or '.join(names)} is missing"
     raise BadRequest(next(iter(names)), sentence)
 
 
 def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools | None = None) -> PromptOptions:
-    """The options of a prompt. Raises BadRequest.
-
-    parse_special: the default of whether names of control tokens in a raw prompt become these tokens.
-    """
+    """parse_special: whether control tokens' names in a raw prompt become tokens by default."""
     cache_prompt, salt = body.get("cache_prompt"), body.get("cache_salt")
     special = body.get("parse_special")
     return PromptOptions(
         parse_special=parse_special if special is None else flag("parse_special", special),
         cache_prompt=True if cache_prompt is None else flag("cache_prompt", cache_prompt),
         cache_salt=read_salt(salt),
-        tools=() if tools is None else tools.given,
+        tools=() if tools is None else tools.every,
         template_variables=_template_variables(body.get("chat_template_kwargs"), body.get("reasoning_effort")),
     )
 
 
 def read_vector_options(body: Mapping[str, Any], *, truncates: bool = False) -> dict[str, Any]:
-    """The options of an embedding: `dimensions`, `prompt_name`, and `truncate` with its default `truncates`.
-
-    Raises BadRequest.
-    """
+    """`dimensions`, `prompt_name`, and `truncate`, whose default is `truncates`, of an embedding. Raises BadRequest."""
     dimensions, truncate, name = body.get("dimensions"), body.get("truncate"), body.get("prompt_name")
     return {
         "prompt_name": None if name is None else text("prompt_name", name),
@@ -70,10 +65,7 @@ def read_vector_options(body: Mapping[str, Any], *, truncates: bool = False) -> 
 
 
 def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
-    """Whether the answer continues with the last message, which is the assistant's. Raises BadRequest.
-
-    As at llama-server, it does unless the request says otherwise, by either of two fields of vLLM's.
-    """
+    """Whether the answer continues the last message, unless a field of vLLM's says otherwise. Raises BadRequest."""
     asks = {
         name: flag(name, body[name]) is wanted
         for name, wanted in (("continue_final_message", True), ("add_generation_prompt", False))
@@ -113,14 +105,12 @@ def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
 
 
 def _reasoning(effort: str) -> dict[str, Any]:
-    """The template's variables that say whether the model reasons before it answers, and with which effort."""
     if len(effort) > _LONGEST_EFFORT:
         raise BadRequest("reasoning_effort", f"reasoning_effort must have at most {_LONGEST_EFFORT} characters")
     return {"enable_thinking": effort != "none", "reasoning_effort": effort}
 
 
 def read_salt(value: Any) -> str:
-    """A cache salt; empty for none. Raises BadRequest."""
     if value is None:
         return ""
     if len(text("cache_salt", value)) > MOST_SALT:
@@ -129,11 +119,11 @@ def read_salt(value: Any) -> str:
 
 
 def read_prompts(field: str, value: Any, most: int) -> list[Prompt]:
-    """One prompt, or an array of 1 to `most`: strings, arrays of ids and strings, and {"prompt_string": string}.
-
-    An array that contains a token id is one prompt. Raises BadRequest.
-    """
-    if not isinstance(value, list) or any(_is_id(part) for part in value):
+    """One prompt, or an array of 1 to `most`: strings, arrays of ids and strings, and {"prompt_string": string}. An
+    array that contains a token id is one prompt. Raises BadRequest."""
+    if not isinstance(value, list) or any(
+        isinstance(part, (int, float)) and not isinstance(part, bool) for part in value
+    ):
         return [_raw_prompt(field, value)]
     if not value:
         raise wrong(field, "a string, an array of token ids, or an array of several prompts", value)
@@ -142,12 +132,7 @@ def read_prompts(field: str, value: Any, most: int) -> list[Prompt]:
     return [_raw_prompt(field if len(value) == 1 else f"{field}[{index}]", one) for index, one in enumerate(value)]
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
-    """The prompt in a string, an object with a string, or an array of token ids and strings. Raises BadRequest."""
     if isinstance(value, dict):
         if value.get("multimodal_data"):
             raise BadRequest(f"{field}.multimodal_data", f"{field}.multimodal_data: this server takes text alone")
@@ -158,3 +143,36 @@ def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
         raise wrong(field, "a string or an array of token ids", value)
     places = ((f"{field}[{index}]", part) for index, part in enumerate(value))
     return [text(at, part) if isinstance(part, str) else count(at, part, 0, LARGEST) for at, part in places]
+
+
+def with_adapter(options: PromptOptions, body: Mapping[str, Any], adapters: Mapping[str, float]) -> PromptOptions:
+    """The options with the adapter that a body names: in "model", by itself or after the model's name and a colon, or
+    in "lora", by number. adapters: the server's, with their scales. Raises BadRequest."""
+    chosen = _listed(body.get("lora"), [*adapters])
+    model = body.get("model")
+    named = model.rpartition(":")[2] if isinstance(model, str) else ""
+    if chosen is None:
+        return replace(options, lora=named) if named in adapters else options
+    name, scale = chosen
+    if named in adapters and named != name:
+        raise BadRequest("lora", f"model names the adapter {named}, and lora {name}: a request has one adapter")
+    return replace(options, lora=name, lora_scale=scale / adapters[name])
+
+
+def _listed(value: Any, names: list[str]) -> tuple[str, float] | None:
+    """The adapter in llama-server's list, and its scale; None if it has none of a scale other than 0."""
+    if is_empty(value):
+        return None
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise wrong("lora", 'an array of objects such as {"id": 0, "scale": 1}', value)
+    chosen: dict[str, float] = {}
+    for index, one in enumerate(value):
+        at = f"lora[{index}]"
+        if not names:
+            raise BadRequest(f"{at}.id", f"{at}.id: this server has no adapters: start it with --lora NAME=PATH")
+        name = names[count(f"{at}.id", one.get("id"), 0, len(names) - 1)]
+        if scale := number(f"{at}.scale", one.get("scale", 0)):
+            chosen[name] = scale
+    if len(chosen) > 1:
+        raise BadRequest("lora", f"lora asks for {' and '.join(chosen)}, but a request has one adapter")
+    return next(iter(chosen.items()), None)

@@ -43,14 +43,14 @@ def _within_limits(field: str, name: str, value: Any) -> Any:
 
 def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
     """`SamplingParams.logprobs`: a number of most likely tokens; None for no log-probabilities."""
-    given, top = body.get("logprobs"), count("top_logprobs", body.get("top_logprobs", 0), 0, MOST_LOGPROBS)
+    asked, top = body.get("logprobs"), count("top_logprobs", body.get("top_logprobs", 0), 0, MOST_LOGPROBS)
     if probabilities := count("n_probs", body.get("n_probs", 0), 0, MOST_LOGPROBS):
         return probabilities
     if not switched:
         if top:
             raise BadRequest("top_logprobs", "top_logprobs is not known here: logprobs itself is the number of tokens")
-        return None if given is None or given is False else count("logprobs", given, 0, MOST_LOGPROBS)
-    if flag("logprobs", False if given is None or given == 0 else given):
+        return None if asked is None or asked is False else count("logprobs", asked, 0, MOST_LOGPROBS)
+    if flag("logprobs", False if asked is None or asked == 0 else asked):
         return top
     if top:
         raise BadRequest("top_logprobs", "top_logprobs needs logprobs, which must be true with it")
@@ -86,10 +86,10 @@ def _top_p(field: str, value: Any) -> float:
 
 
 def _texts(field: str, value: Any) -> tuple[str, ...]:
-    found = texts(field, value, MAX_STOPS, MAX_STOP_LENGTH)
-    if (characters := sum(map(len, found))) > MAX_STOP_TEXT:
+    stops = texts(field, value, MAX_STOPS, MAX_STOP_LENGTH)
+    if (characters := sum(map(len, stops))) > MAX_STOP_TEXT:
         raise BadRequest(field, f"{field} has {characters} characters, but at most {MAX_STOP_TEXT} are taken")
-    return found
+    return stops
 
 
 _READERS: Mapping[str, Callable[[str, Any], Any]] = {
@@ -123,9 +123,6 @@ EXTENSIONS = (*(field for field, (name, _) in _FIELDS.items() if field == name),
 """Fields that every API takes under these names, unless it has a name of its own for them."""
 
 
-# -- logit_bias ------------------------------------------------------------------------------------------------
-
-
 def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
     """The biases in an object or an array of pairs. A string that is not an id stands for all of its tokens."""
     if isinstance(value, dict):
@@ -138,8 +135,8 @@ def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
         raise BadRequest("logit_bias", f"logit_bias has {len(value)} entries, but at most {MAX_BIASES} are taken")
     biases: dict[int, float] = {}
     characters = 0
-    for token, given in pairs:
-        bias = -math.inf if given is False else number(f"logit_bias.{shown(token)}", given)
+    for token, sent in pairs:
+        bias = -math.inf if sent is False else number(f"logit_bias.{shown(token)}", sent)
         if isinstance(token, int):
             biases[token] = bias
             continue

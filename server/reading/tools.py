@@ -21,19 +21,15 @@ _CHOICES: Mapping[str, Literal["may", "must", "none"]] = {"auto": "may", "requir
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions of a request."""
-
-    given: tuple[dict[str, Any], ...]  # in OpenAI's form, which chat templates expect
+    every: tuple[dict[str, Any], ...]  # in OpenAI's form, which chat templates expect
     callable: tuple[dict[str, Any], ...]  # the functions that this answer may call
     calls: Literal["may", "must", "none"]
     several: bool  # whether there may be more than one call
 
 
 def read_tools(body: Mapping[str, Any], told: list[tuple[str, str]] | None = None) -> Tools | None:
-    """The functions of a request; None if it has none. Raises BadRequest.
-
-    Tools of other types are left out, and a choice of one of them is "auto": fields and sentences are added to `told`.
-    """
+    """The functions of a request; None if it has none. Tools of other types are left out, and a choice of one of them
+    is "auto": `told` gets fields and sentences. Raises BadRequest."""
     told = [] if told is None else told
     several = flag("parallel_tool_calls", body.get("parallel_tool_calls", True))
     value, choice = body.get("tools", []), body.get("tool_choice", "auto")
@@ -73,7 +69,6 @@ def read_tools(body: Mapping[str, Any], told: list[tuple[str, str]] | None = Non
 
 
 def _kind(field: str, tool: Any) -> str:
-    """The type of a tool. Raises BadRequest."""
     if not isinstance(tool, dict):
         raise wrong(field, f"an object such as {_FUNCTION}", tool)
     kind = tool.get("type")
@@ -113,7 +108,6 @@ def _called(tool: Mapping[str, Any]) -> Any:
 def _allowed(
     tools: tuple[dict[str, Any], ...], named: Mapping[str, dict[str, Any]], allowed: Any, several: bool
 ) -> Tools:
-    """The tools of a request whose answer may call only some of them."""
     field = "tool_choice.allowed_tools"
     if not isinstance(allowed, dict):
         raise wrong(field, "an object with a mode and tools", allowed)
@@ -162,7 +156,6 @@ def _tool(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_name(field: str, value: Any) -> str:
-    """The name of a function. Raises BadRequest."""
     if NAME.fullmatch(text(field, value)) is None:
         raise BadRequest(field, f"{field} must have 1 to 128 letters, digits and characters of _.:/-")
     return str(value)
@@ -174,7 +167,6 @@ def in_namespace(namespace: str, name: str) -> str:
 
 
 def check_depth(field: str, value: Any) -> None:
-    """Raises BadRequest for JSON that is nested too deeply."""
     level = [value]
     for _ in range(MOST_DEPTH):
         level = [inner for each in level for inner in _inside(each)]

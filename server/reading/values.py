@@ -16,10 +16,8 @@ _ESCAPE = re.compile(rf"\\(?:{_HALF('89abAB')}\\{_HALF('c-fC-F')}|({_HALF('89a-f
 
 
 class BadRequest(Exception):
-    """A request is malformed or asks for an unsupported feature. The message is a sentence for the client.
-
-    `field` is the path of the wrong field, such as "messages[2].content"; None for the request as a whole.
-    """
+    """A request is malformed or asks for an unsupported feature. The message is a sentence for the client; `field` is
+    the path of the wrong field, such as "messages[2].content", or None for the request as a whole."""
 
     def __init__(self, field: str | None, message: str) -> None:
         super().__init__(message)
@@ -28,15 +26,13 @@ class BadRequest(Exception):
 
 
 def read_json(data: bytes) -> dict[str, Any]:
-    """The JSON object in `data`. Raises BadRequest for anything else.
-
-    Half of a character, which programs leave that cut texts in UTF-16, becomes U+FFFD: it has no UTF-8 form.
-    """
+    """The JSON object in `data`. Half of a character, which programs leave that cut texts in UTF-16, becomes U+FFFD: it
+    has no UTF-8 form. Raises BadRequest."""
     try:
         # Some shells write a byte order mark. NaN and Infinity are accepted here: `number` refuses them by name.
         written = data.decode("utf-8-sig")
         if "\\ud" in written or "\\uD" in written:
-            written = _ESCAPE.sub(lambda found: "\\ufffd" if found[1] else found[0], written)
+            written = _ESCAPE.sub(lambda match: "\\ufffd" if match[1] else match[0], written)
         value = json.loads(written)
     except UnicodeDecodeError:
         raise BadRequest(None, "the request is not UTF-8 text") from None
@@ -103,16 +99,16 @@ def text(field: str, value: Any) -> str:
 
 def texts(field: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
     """The strings in a string or an array, but for empty ones; at most `most`, each of at most `longest` characters."""
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list):
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list):
         raise wrong(field, "a string or an array of strings", value)
-    if len(given) > most:
-        raise BadRequest(field, f"{field} has {len(given)} strings, but at most {most} are taken")
-    for index, one in enumerate(given):
-        place = field if given is not value else f"{field}[{index}]"
+    if len(values) > most:
+        raise BadRequest(field, f"{field} has {len(values)} strings, but at most {most} are taken")
+    for index, one in enumerate(values):
+        place = field if values is not value else f"{field}[{index}]"
         if len(text(place, one)) > longest:
             raise BadRequest(place, f"{place} must have at most {longest} characters, not {len(one)}")
-    return tuple(one for one in given if one)
+    return tuple(one for one in values if one)
 
 
 def wrong(field: str, wanted: str, value: Any) -> BadRequest:

@@ -75,19 +75,19 @@ class ConversationStore:
                 "SELECT revision, conversation, id, body FROM messages WHERE revision > ? ORDER BY 1",
                 (revision, revision),
             )
-            found: dict[str, Change] = {}
+            changes: dict[str, Change] = {}
             size = 0
             for changed, conversation, message, text in rows:
                 if size > _MOST_BYTES and changed != revision:
-                    return found, revision, True
-                change = found.setdefault(conversation, Change())
+                    return changes, revision, True
+                change = changes.setdefault(conversation, Change())
                 if message is None:
                     change.head, change.has_head = text, True
                 else:
                     change.messages[message] = text
                 size += len(text or "")
                 revision = changed
-            return found, revision, False
+            return changes, revision, False
 
     def write(self, conversation: str, base: int, head: str, messages: Mapping[str, str]) -> int | None:
         """Change a conversation, and return the revision; None, and no change, if it has changed after `base`."""
@@ -112,7 +112,6 @@ class ConversationStore:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Errors of SQLite as EngineError."""
         try:
             yield
         except sqlite3.Error as error:

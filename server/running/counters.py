@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from polarlm.engine import Chunk
 from polarlm.engine.outputs import Times
+from polarlm.server.running.job import Job
 
 _WHOLE = {"stop", "length"}  # outcomes of complete answers
-
-
-class Timed(Protocol):
-    """The times of a request, on the clock of `time.monotonic`."""
-
-    started: float
-    appended: float  # when the engine's thread appended the newest chunk
-    token_came: float | None  # the same of the newest chunk with a token; None before the first
 
 
 @dataclass
@@ -53,15 +45,15 @@ class Totals:
             self.answers += 1
             self.answer_seconds += seconds
 
-    def count(self, chunk: Chunk, timed: Timed) -> None:
-        """Add a chunk's tokens, their times and its usage. timed: its request."""
+    def count(self, chunk: Chunk, job: Job) -> None:
+        """Add a chunk's tokens, their times and its usage. job: its request."""
         if tokens := len(chunk.token_ids):
             self.completion_tokens += tokens
-            if timed.token_came is None:
-                self.first_token.add(timed.appended - timed.started)
+            if job.token_came is None:
+                self.first_token.add(job.appended - job.started)
             else:  # the tokens of a chunk share the time
-                self.gaps.add((timed.appended - timed.token_came) / tokens, tokens)
-            timed.token_came = timed.appended
+                self.gaps.add((job.appended - job.token_came) / tokens, tokens)
+            job.token_came = job.appended
         if chunk.usage is not None:
             self.cached_tokens += chunk.usage.cached_tokens
             self.cached_from.update(chunk.usage.cached_from)

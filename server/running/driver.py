@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,61 +14,63 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from polarlm.engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
+from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.async_engine import EngineThread
-from polarlm.engine.outputs import Outbox, Status
+from polarlm.engine.outputs import Outbox, Status, embedding
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal, refused
 from polarlm.server.running.counters import Totals
-from polarlm.server.running.job import Job
+from polarlm.server.running.job import Job, Worker
 from polarlm.server.running.refused import Refused, for_clients
 from polarlm.server.running.sessions import Saved, SessionFolder
-from polarlm.server.running.several import Several
-from polarlm.server.running.worker import Worker
 
 T = TypeVar("T")
 Submit = Callable[..., Ticket]
 _LOG = logging.getLogger(__name__)
 _TOKENIZERS = 4  # threads that tokenize prompts, and as many for texts; a template may be slow
+_TOGETHER = 256  # most requests of a job that wait in the engine's queue together
 _LAST_SECONDS = 5.0  # time for a session that is being saved when the server ends
 
 
 @dataclass
 class _Queue:
-    """Current requests that count against the same limit."""
-
     room: int
     jobs: set[Job] = field(default_factory=set)
 
 
-class Driver(Several):
-    """Lets coroutines of one event loop stream from an engine. All methods belong to that loop.
+class _Place:
+    """The outbox of one of several requests of a job: its chunks come to the job with its number."""
 
-    The driver owns neither the loop nor the engine: `stop` leaves the engine open.
-    """
+    def __init__(self, job: Job, number: int) -> None:
+        self._job, self._number = job, number
+
+    def append(self, item: Chunk | Exception) -> None:
+        self._job.append(item if isinstance(item, Exception) else (self._number, item))
+
+
+class Driver:
+    """Lets coroutines of one event loop stream from an engine, which `stop` leaves open."""
 
     def __init__(self, engine: Engine, config: ServerConfig, sessions: SessionFolder | None = None) -> None:
         self.engine = engine
         self.config = config
         self._sessions = sessions
         self._totals = Totals()
-        self._answers = _Queue(engine.config.parallel + config.max_queue)
+        self.room = engine.config.parallel + config.max_queue  # answers that may wait or be computed at the same time
+        self._answers = _Queue(self.room)
         self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs delays only sessions
         self._texts = _Queue(_TOKENIZERS + config.max_queue)  # apart: texts generate nothing
         self._queues = (self._answers, self._transfers, self._texts)
-        self._closing = False
+        self.closing = False  # whether new requests are refused because the server is closing
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
         self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # apart: texts delay no prompt
         # A request whose constraint is being compiled waits in a thread, so each request may need one.
-        self._grammar_pool = ThreadPoolExecutor(self._answers.room, thread_name_prefix="grammars")
+        self._grammar_pool = ThreadPoolExecutor(self.room, thread_name_prefix="grammars")
         self._disk = Worker("sessions")
 
-    # -- life --------------------------------------------------------------------------------------------------
-
     async def start(self) -> None:
-        """Start the engine's thread."""
         self._loop = asyncio.get_running_loop()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -76,7 +78,7 @@ class Driver(Several):
 
     async def drain(self, seconds: float) -> None:
         """Accept no more requests, wait for the current ones, and end the requests that are left after `seconds`."""
-        self._closing = True
+        self.closing = True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except asyncio.TimeoutError:
@@ -84,7 +86,7 @@ class Driver(Several):
 
     async def stop(self) -> None:
         """End all requests; return when the engine's thread has ended, even if a disk hangs."""
-        self._closing = True
+        self.closing = True
         self._end_all(refused.closing())
         await self._loop.run_in_executor(None, self._thread.stop)
         for pool in (self._pool, self._text_pool, self._grammar_pool):
@@ -94,16 +96,6 @@ class Driver(Several):
                 "a session was being saved or loaded when the server ended, and the disk did not finish in time"
             )
 
-    @property
-    def closing(self) -> bool:
-        """Whether new requests are refused because the server is closing."""
-        return self._closing
-
-    @property
-    def room(self) -> int:
-        """The number of answers that may wait or be computed at the same time."""
-        return self._answers.room
-
     def _failed(self, error: Exception) -> None:
         """End all requests with an error of the engine. Called in the engine's thread."""
         self._loop.call_soon_threadsafe(self._end_all, error)
@@ -112,8 +104,6 @@ class Driver(Several):
         for job in [job for queue in self._queues for job in queue.jobs]:
             job.end(reason)
         self._thread.wake()
-
-    # -- requests ----------------------------------------------------------------------------------------------
 
     async def stream(
         self,
@@ -153,6 +143,40 @@ class Driver(Several):
                 if not last:  # no chunk had the usage
                     entry.cached_tokens += ticket.cached_tokens()
 
+    async def each(
+        self,
+        jobs: Sequence[tuple[Prompt, SamplingParams, PromptOptions]],
+        write: Callable[[Embedding], T],
+        outcome: str,
+    ) -> list[T]:
+        """What `write`, called in a thread, returns for the embedding of each job, which are parts of one request.
+        outcome: what it counts as. Raises Refused or EngineError. Cancelling the task that waits cancels the
+        request."""
+
+        def written_of(chunks: Sequence[Chunk]) -> T:
+            vector = embedding(chunks)
+            if vector is None:
+                raise refused.closing()
+            return write(vector)
+
+        written: list[T] = []
+        with self._job(self._answers) as (entry, job):
+            # A decoder takes them one by one, between which the answers of others go on.
+            together = _TOGETHER if self.engine.model.config.is_encoder else 1
+            for first in range(0, len(jobs), together):
+                part = jobs[first : first + together]
+                for number, (prompt, params, options) in enumerate(part):
+                    start = partial(self.engine.submit, prompt, params, options)
+                    await self._submitted(entry, job, prompt, start, _Place(job, number))
+                chunks: list[list[Chunk]] = [[] for _ in part]
+                while not all(each and each[-1].finish_reason is not None for each in chunks):
+                    number, chunk = await self._next(job)
+                    self._totals.count(chunk, job)
+                    chunks[number].append(chunk)
+                written += await self._aside(lambda: list(map(written_of, chunks)), self._pool)  # noqa: B023
+            job.outcome = outcome
+        return written
+
     async def _next(self, job: Job) -> Any:
         """The next item that a thread appends to a job. Raises Refused or EngineError in place of one."""
         try:
@@ -162,10 +186,7 @@ class Driver(Several):
 
     @contextmanager
     def _job(self, queue: _Queue) -> Iterator[tuple[journal.Entry, Job]]:
-        """Yields a job in `queue`, which ends after --request-seconds, and its entry in the log.
-
-        Raises Refused if the queue is full or the server is about to end.
-        """
+        """Yields a job in `queue`, which ends after --request-seconds, and its entry in the log. Raises Refused."""
         entry = journal.current() or journal.Entry("", "")
         job = self._admit(entry, queue)
         timer = self._loop.call_later(self.config.request_seconds, self._expire, job)
@@ -181,7 +202,7 @@ class Driver(Several):
 
     def _admit(self, entry: journal.Entry, queue: _Queue) -> Job:
         refusal = None
-        if self._closing:
+        if self.closing:
             refusal = refused.closing()
         elif len(queue.jobs) >= queue.room:
             refusal = refused.busy("The server is busy", self._totals.usual_seconds())
@@ -223,10 +244,7 @@ class Driver(Several):
         *,
         compiles: bool = False,
     ) -> Ticket:
-        """Submit a request with `start`, in a thread of a pool; the engine accepts it between two units of work.
-
-        into: what gets its chunks in place of the job.
-        """
+        """Submit a request with `start`, in a thread of a pool. into: gets its chunks, in place of the job."""
 
         def submit() -> Ticket:
             ticket = start(into=into or job, gone=lambda: job.closed)
@@ -244,8 +262,6 @@ class Driver(Several):
         self._totals.prompt_tokens += ticket.prompt_tokens
         entry.prompt_tokens += ticket.prompt_tokens
         return ticket
-
-    # -- sessions ------------------------------------------------------------------------------------------------
 
     async def save_session(self, name: str, prompt: Prompt, options: PromptOptions | None = None) -> int:
         """Save the stored part of `prompt`; return its number of tokens. Raises Refused or EngineError."""
@@ -269,11 +285,9 @@ class Driver(Several):
         return await self._on_disk("loaded", load)
 
     async def list_sessions(self) -> list[Saved]:
-        """All sessions. Raises Refused."""
         return await self._on_disk("listed", self._folder.all)
 
     async def remove_session(self, name: str) -> None:
-        """Remove a session. Raises Refused or EngineError."""
         folder = self._folder
 
         def remove() -> None:
@@ -283,10 +297,7 @@ class Driver(Several):
         await self._on_disk("removed", remove)
 
     async def _on_disk(self, outcome: str, work: Callable[[], T]) -> T:
-        """The result of `work`, which runs in the thread for sessions, one at a time.
-
-        A timeout or a cancellation ends the wait, but not `work` once it has begun.
-        """
+        """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits."""
         return await self._counted(self._transfers, self._disk.submit, outcome, work)
 
     @property
@@ -295,15 +306,11 @@ class Driver(Several):
             raise Refused("sessions_off", "This server keeps no sessions: start it with --sessions FOLDER")
         return self._sessions
 
-    # -- status and texts ----------------------------------------------------------------------------------------
-
     def snapshot(self) -> Totals:
-        """A copy of the counters."""
         active = sum(len(queue.jobs) for queue in self._queues)
         return replace(deepcopy(self._totals), active=active)
 
     async def status(self) -> Status:
-        """The engine's status, which waits for the current unit of work."""
         return await self._aside(self.engine.status, None)  # slow templates may hold all threads of a pool
 
     async def counted(self, outcome: str, work: Callable[[], T]) -> T:
@@ -318,10 +325,7 @@ class Driver(Several):
             return result
 
     async def _aside(self, function: Callable[[], T], pool: ThreadPoolExecutor | None) -> T:
-        """The result of `function`, run in a thread of the pool, or in one of the event loop's.
-
-        Raises its EngineErrors, and Refused for others.
-        """
+        """The result of `function`, run in a thread of the pool or of the event loop. Raises EngineError or Refused."""
         try:
             return await self._loop.run_in_executor(pool, function)
         except Exception as error:

@@ -1,14 +1,19 @@
-"""A job: a request that a coroutine waits for, and what the server knows of it."""
+"""A job: a request that a coroutine waits for. A worker: a thread for work that may never end."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from polarlm.engine.requests.mailbox import Mailbox
+
+_LOG = logging.getLogger(__name__)
 
 
 class Job(Mailbox):
@@ -18,8 +23,8 @@ class Job(Mailbox):
         super().__init__(loop)
         self.started = time.monotonic()
         self.outcome = "cancelled"
-        self.appended = self.started
-        self.token_came: float | None = None
+        self.appended = self.started  # when the newest item that was read was appended
+        self.token_came: float | None = None  # when the newest chunk with a token was appended
         self._times: deque[float] = deque()  # when each unread item was appended
 
     def append(self, item: Any, /) -> None:
@@ -41,3 +46,36 @@ class Job(Mailbox):
             raise
         except BaseException as error:  # a panic of a library in Rust is no Exception
             self.append(error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+class Worker:
+    """Runs functions in order, in a thread that does not keep the process from ending: a pool's threads are joined at
+    exit, where a disk may hang."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Queue `work`. What it raises goes to the log: nobody waits for it here."""
+        self._queue.put(work)
+
+    def stop(self, seconds: float) -> bool:
+        """Drop functions that have not begun; wait up to `seconds` for the running one, and return whether it ended."""
+        try:
+            while True:
+                self._queue.get_nowait()
+        except Empty:
+            self._queue.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # a panic of a library in Rust is no Exception
+                _LOG.exception("work in the thread %s failed", self._thread.name)

@@ -42,25 +42,19 @@ class Entry:
     warning: str | None = None  # about fields of the request that have no effect
     prompt: Prompt | None = None  # None unless prompts are logged
     answer: str | None = None
-    _routine: bool = False  # whether it gets no line
-    _elsewhere: bool = False  # whether another process writes it
+    silent: bool = False  # whether it gets no line: it is routine, or another process writes the line
     _started: float = field(default_factory=time.monotonic)
 
     def count(self, chunk: Chunk) -> None:
-        """Add a chunk's tokens, usage and text."""
         self.completion_tokens += len(chunk.token_ids)
         if chunk.usage is not None:
             self.cached_tokens += chunk.usage.cached_tokens
         if self.prompt is not None:
             self.answer = (self.answer or "") + chunk.text
 
-    def leave(self) -> None:
-        """Write no line: the process that answers the request does."""
-        self._elsewhere = True
-
     def line(self) -> dict[str, Any]:
-        """The fields of the line that apply, by name."""
-        known = {name: value for name, value in vars(self).items() if value is not None and not name.startswith("_")}
+        fields = {name: value for name, value in vars(self).items() if name not in ("silent", "_started")}
+        known = {name: value for name, value in fields.items() if value is not None}
         return known | {"seconds": round(time.monotonic() - self._started, 6)}
 
 
@@ -81,13 +75,11 @@ def entry(client: str, route: str) -> Iterator[Entry]:
         yield new
     finally:
         _CURRENT.reset(token)
-        if not new._routine and not new._elsewhere:
+        if not new.silent:
             _REQUESTS.info("request", extra={"line": new.line()})
 
 
 class Journaled:
-    """ASGI middleware that gives each HTTP request an entry."""
-
     def __init__(self, app: Any) -> None:
         self._app = app
 
@@ -101,37 +93,34 @@ class Journaled:
             async def noting(message: MutableMapping[str, Any]) -> None:
                 if message["type"] == "http.response.start":
                     new.status = message["status"]
-                    new._routine = new.status == 200 and scope["path"] in _ASKED_ALL_THE_TIME
+                    new.silent |= new.status == 200 and scope["path"] in _ASKED_ALL_THE_TIME
                 await send(message)
 
             await self._app(scope, receive, noting)
 
 
 class _Json(logging.Formatter):
-    def __init__(self, model: str | None = None) -> None:
+    def __init__(self, model: str | None) -> None:
         super().__init__()
-        self._model = {} if model is None else {"model": model}
+        self._model = model
 
     def format(self, record: logging.LogRecord) -> str:
         line = {"time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")}
-        line |= self._model
+        line |= {} if self._model is None else {"model": self._model}
         line |= getattr(record, "line", None) or {"level": record.levelname, "message": record.getMessage()}
         if record.exc_info and record.exc_info[1] is not None:
             line["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
         return json.dumps(line)
 
 
-class _ForPeople(logging.Formatter):
+class _ForPeople(_Json):
     """`12:00:01 POST /v1/completions 200 stop: 59 of 76 prompt tokens cached, 40 new, 2.1 s, for 127.0.0.1:40000`"""
-
-    def __init__(self, model: str | None = None) -> None:
-        super().__init__()
-        self._model = "" if model is None else f"{model}: "
 
     def format(self, record: logging.LogRecord) -> str:
         line = getattr(record, "line", None)
         text = f"{record.levelname.lower()}: {record.getMessage()}" if line is None else _in_words(line)
-        lines = [f"{datetime.fromtimestamp(record.created):%H:%M:%S} {self._model}{text}"]
+        model = "" if self._model is None else f"{self._model}: "
+        lines = [f"{datetime.fromtimestamp(record.created):%H:%M:%S} {model}{text}"]
         if record.exc_info and record.exc_info[1] is not None:
             lines += "".join(traceback.format_exception(record.exc_info[1])).splitlines()
         return "\n".join(map(_visible, lines))
@@ -143,7 +132,6 @@ def _visible(line: str) -> str:
 
 
 def _in_words(line: Mapping[str, Any]) -> str:
-    """The fields of an entry as a sentence."""
     heads = [str(line[name]) for name in ("route", "status", "outcome") if name in line]
     facts = [f"{line['seconds']:.1f} s, for {line['client']}"]
     if line["prompt_tokens"]:

@@ -1,4 +1,4 @@
-"""Sockets that listen before a model is loaded, so that a port in use is reported at once; limits; lost peers."""
+"""Sockets that listen before a model is loaded, so that a port in use is told at once; clients who come early."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import errno
 import ipaddress
 import logging
 import os
+import re
+import selectors
 import socket
 import stat
+import threading
 import time
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterator
@@ -25,10 +28,7 @@ class ListenError(Exception):
 
 
 def tcp_socket(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A listening socket bound to `host`, by IPv4 if it has both. Raises ListenError. flag: the flag of `port`.
-
-    Clients that connect wait until the connection is accepted.
-    """
+    """A listening socket bound to `host`, by IPv4 if it has both. flag: the flag of `port`. Raises ListenError."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -50,10 +50,8 @@ def tcp_socket(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 @contextmanager
 def unix_socket(path: str) -> Iterator[socket.socket]:
-    """Yields a listening socket at `path` that only its owner can open; its file is removed at the end.
-
-    A socket file without a listener is replaced. Raises ListenError.
-    """
+    """Yields a listening socket at `path` that only its owner can open, and removes its file at the end. A socket file
+    without a listener is replaced. Raises ListenError."""
     if not hasattr(socket, "AF_UNIX"):
         raise ListenError("--unix: this system's Python has no Unix sockets; use --socket-port")
     _remove_unused(path)
@@ -109,10 +107,7 @@ def is_local(bound: socket.socket) -> bool:
 
 
 def allow_open_files(connections: int) -> str | None:
-    """Raise the limit of open files for so many connections; return a warning if the system refuses.
-
-    The soft limit, usually 1024 files, can be raised up to the hard limit.
-    """
+    """Raise the soft limit of open files, usually 1024; return a warning if the system refuses."""
     try:
         import resource
     except ImportError:  # a system without such limits
@@ -135,10 +130,8 @@ def allow_open_files(connections: int) -> str | None:
 
 
 def quiet_accept_errors() -> Callable[[AbstractEventLoop, dict[str, Any]], None]:
-    """An event loop's exception handler that logs at most once a second that a connection could not be accepted.
-
-    The loop itself would log a traceback for each waiting connection, at every attempt.
-    """
+    """A loop's exception handler that logs once a second at most that connections cannot be accepted: the loop itself
+    would log a traceback for each of them, at every attempt."""
     last = -1.0
 
     def handle(loop: AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -166,3 +159,82 @@ def notice_lost_peers(connected: socket.socket) -> None:
     for name, limit in limits.items():
         if option := getattr(socket, name, None):
             connected.setsockopt(socket.IPPROTO_TCP, option, limit)
+
+
+_PROBE = re.compile(rb"(GET|HEAD) /((v1/)?health|ping)[ ?]")
+_PEEKED = 32  # bytes, more than the start of a probe
+_BODY = b'{"status": "loading"}'
+_ANSWER = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\nContent-Length: %d\r\n\r\n"
+) % len(_BODY)
+
+
+class EarlyClients:
+    """A context that accepts connections in a thread, until `hand_over`. Health probes are answered with 503 at once;
+    all other connections are kept, with what their clients have sent."""
+
+    def __init__(self, bound: socket.socket) -> None:
+        self._bound, self._kept = bound, list[socket.socket]()
+        self._wake, self._woken = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._run, name="early clients", daemon=True)
+
+    def __enter__(self) -> EarlyClients:
+        self._bound.setblocking(False)
+        for watched in (self._bound, self._woken):
+            self._selector.register(watched, selectors.EVENT_READ)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for connected in self.hand_over():
+            connected.close()
+
+    def hand_over(self) -> list[socket.socket]:
+        """Accept no more connections; return the connections that were kept. A second call returns none."""
+        self._wake.close()
+        self._thread.join()
+        kept, self._kept = self._kept, []
+        return kept
+
+    def _run(self) -> None:
+        with self._selector, self._woken:
+            while True:
+                for key, _ in self._selector.select():
+                    if key.fileobj is self._woken:
+                        return
+                    if key.fileobj is self._bound:
+                        self._accept()
+                    else:
+                        assert isinstance(key.fileobj, socket.socket)
+                        self._look_at(key.fileobj)
+
+    def _accept(self) -> None:
+        try:
+            connected, _ = self._bound.accept()
+        except OSError:  # the client has hung up
+            return
+        connected.setblocking(False)
+        self._kept.append(connected)
+        self._selector.register(connected, selectors.EVENT_READ)
+        if len(self._kept) == BACKLOG:
+            self._selector.unregister(self._bound)  # the system holds further ones
+
+    def _look_at(self, connected: socket.socket) -> None:
+        """Answer a probe. The first bytes of any other request are peeked at once, and stay in the socket's buffer."""
+        self._selector.unregister(connected)
+        try:
+            start = connected.recv(_PEEKED, socket.MSG_PEEK)
+        except OSError:
+            start = b""
+        if start and _PROBE.match(start) is None:
+            return
+        if start:
+            with suppress(OSError):
+                while connected.recv(1 << 16):  # unread data would reset the connection before the answer is read
+                    pass
+            with suppress(OSError):
+                connected.sendall(_ANSWER if start.startswith(b"HEAD") else _ANSWER + _BODY)
+        connected.close()
+        self._kept.remove(connected)

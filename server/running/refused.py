@@ -39,10 +39,7 @@ def closing() -> Refused:
 
 
 def busy(message: str, seconds: int) -> Refused:
-    """A refusal that asks the client to come back after `seconds` or more.
-
-    The time is random: clients that are refused together would otherwise come back together.
-    """
+    """A refusal for `seconds` or more, by chance: clients refused together would otherwise come back together."""
     return Refused("busy", f"{message}: try again a little later", seconds + random.randrange(max(5, seconds)))
 
 

@@ -14,8 +14,7 @@ from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.storage import files
 from polarlm.engine.storage.sessions import is_session
 from polarlm.server.config import ServerConfig
-from polarlm.server.reading.adapters import with_adapter
-from polarlm.server.reading.prompts import read_options
+from polarlm.server.reading.prompts import read_options, with_adapter
 from polarlm.server.reading.values import BadRequest
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -24,8 +23,6 @@ _SUFFIX = ".session"
 
 @dataclass(frozen=True)
 class Saved:
-    """A session in the folder."""
-
     name: str
     bytes: int
     seconds: int  # since 1970, when it was saved
@@ -49,10 +46,7 @@ class SessionFolder:
     """The sessions of a server. Its methods block on the disk."""
 
     def __init__(self, folder: str, most: int) -> None:
-        """Make the folder, which only its owner can open, if it does not exist. Raises EngineError if that fails.
-
-        most: limit of the bytes of all sessions together.
-        """
+        """Make the folder, which only its owner can open. most: bytes of all sessions. Raises EngineError."""
         self._most = most
         try:
             self._folder = Path(folder).expanduser()
@@ -69,7 +63,6 @@ class SessionFolder:
         return SessionFile(self._folder, name)
 
     def all(self) -> list[Saved]:
-        """All sessions, ordered by name."""
         sessions = []
         for path in sorted(self._folder.glob("*" + _SUFFIX)):
             name = path.name.removesuffix(_SUFFIX)
@@ -82,10 +75,7 @@ class SessionFolder:
         return sessions
 
     def limit(self, name: str) -> Callable[[int, int], None]:
-        """A `progress` function for saving a session, which raises EngineError if the file is too large.
-
-        A session that this one replaces does not count.
-        """
+        """A `progress` function for saving a session in place of its old one. Raises EngineError if it is too large."""
         others = sum(saved.bytes for saved in self.all() if saved.name != name)
 
         def check(_done: int, size: int) -> None:
@@ -99,8 +89,7 @@ class SessionFolder:
         return check
 
     def remove(self, name: str) -> bool:
-        """Remove a session; return whether it existed. Raises EngineError if it cannot be removed, and for other files
-        in the folder."""
+        """Remove a session; return whether it existed. Raises EngineError if it cannot be, and for other files."""
         file = self.file(name)
         try:
             if os.path.lexists(file) and not is_session(file):
@@ -118,11 +107,8 @@ class SessionFolder:
 
 
 def read_saved(body: Mapping[str, Any], config: ServerConfig, adapters: Mapping[str, float]) -> PromptOptions:
-    """The options of a prompt whose part of the cache is saved. adapters: with their scales. Raises BadRequest.
-
-    What is saved tells which part of a prompt was in the cache: with --hide-cached-tokens a client learns it only of
-    prompts with a salt that it knows.
-    """
+    """The options of a prompt to save. adapters: with their scales. Raises BadRequest. What is saved tells which part
+    of a prompt was cached: with --hide-cached-tokens a client learns it only of prompts with a salt that it knows."""
     options = with_adapter(read_options(body, parse_special=config.parse_special), body, adapters)
     if config.hide_cached_tokens and not options.cache_salt:
         raise BadRequest("cache_salt", "cache_salt is missing: this server saves sessions of prompts with a salt alone")

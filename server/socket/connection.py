@@ -1,4 +1,4 @@
-"""One client of the socket: lines of JSON in both directions, several requests at a time."""
+"""The socket: lines of JSON over TCP or a Unix socket, as docs/socket-protocol.md describes them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,36 @@ import asyncio
 import hmac
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from polarlm.children import Lines
-from polarlm.engine import EngineError
-from polarlm.server.reading.adapters import with_adapter
+from polarlm.engine import Chunk, EngineError, TokenLogprob
+from polarlm.engine.cli.flags import in_flags
+from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.reading.parameters import ParsedRequest, read
-from polarlm.server.reading.prompts import read_prompt, read_salt
+from polarlm.server.reading.prompts import read_prompt, read_salt, with_adapter
 from polarlm.server.reading.values import BadRequest, read_json
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
-from polarlm.server.running.listening import notice_lost_peers
+from polarlm.server.running.listening import BACKLOG, notice_lost_peers
 from polarlm.server.running.refused import TOO_MANY_CONNECTIONS, Refused, busy
 from polarlm.server.running.sessions import read_name, read_saved
-from polarlm.server.socket.messages import Id, error_of, last_of, likelihood, read_id
 
 SLOW_SECONDS = 10.0  # how long a client may leave more unread than the system and the transport buffer
 MOST_PENDING = 1 << 20  # bytes, and one more message, that are kept for a client that does not read them
 KEY_SECONDS = 10.0  # time for a client to send the key
 IDLE_SECONDS = 1800.0  # how long a client may have no request
 PROBE_SECONDS = 0.25
+LAST_SECONDS = 5.0  # time for clients to read their last messages
 
 _LOG = logging.getLogger(__name__)
+_MOST_ID = 200  # characters
+Id = str | int
 Work = Callable[[], Awaitable[dict[str, Any]]]
 
 
@@ -57,8 +61,6 @@ class Connection(asyncio.Protocol):
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.lost = asyncio.Event()
 
-    # -- called by the event loop ------------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport, self._loop = transport, asyncio.get_running_loop()
@@ -66,7 +68,7 @@ class Connection(asyncio.Protocol):
         self._client = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "unix"
         notice_lost_peers(transport.get_extra_info("socket"))
         if len(self._others) >= self._config.max_connections:
-            self._complain(None, busy(TOO_MANY_CONNECTIONS, 1))
+            self._send(None, error_of(busy(TOO_MANY_CONNECTIONS, 1)))
             self._close()
         self._others.add(self)
         self._await_request()
@@ -104,8 +106,6 @@ class Connection(asyncio.Protocol):
             task.cancel()
         self.lost.set()
 
-    # -- messages in -------------------------------------------------------------------------------------------
-
     def _take(self, line: bytes | None) -> None:
         """Start or cancel the request on a line; None for a line that is too long."""
         if line is not None and not line.strip():
@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
                 self._start(request_id, message)
         except BadRequest as error:
             if self._greeted:
-                self._complain(request_id, error)
+                self._send(request_id, error_of(error))
             elif not self._known:
                 self._refuse_key()
             else:
@@ -142,8 +142,7 @@ class Connection(asyncio.Protocol):
         return message
 
     def _greet(self, message: dict[str, Any]) -> bool:
-        """Check a message's key and return whether it has one. A first message without the right key closes the
-        connection."""
+        """Check a message's key and return whether it has one. A wrong first key closes the connection."""
         key, wanted = message.get("api_key"), self._config.api_key
         if not self._known and wanted is not None:
             sent = key if isinstance(key, str) else ""
@@ -158,7 +157,7 @@ class Connection(asyncio.Protocol):
         self._hang_up('send {"api_key": …} with the right key as the first message', "unauthorized")
 
     def _hang_up(self, reason: str, code: str = "invalid_request") -> None:
-        self._complain(None, Refused(code, reason))
+        self._send(None, error_of(Refused(code, reason)))
         self._close()
 
     def _start(self, request_id: Id, message: dict[str, Any]) -> None:
@@ -199,8 +198,6 @@ class Connection(asyncio.Protocol):
             self._requests[request_id].cancel()
             self._finish(request_id, {"done": True, "finish_reason": "cancelled"})
 
-    # -- messages out ------------------------------------------------------------------------------------------
-
     async def _serve(self, request_id: Id, work: Work) -> None:
         """Run a request and send its last message; its task is cancelled with the request or the connection."""
         try:
@@ -229,7 +226,6 @@ class Connection(asyncio.Protocol):
         return last_of(chunk, self._config.hide_cached_tokens)
 
     async def _transferred(self, session: Awaitable[int]) -> dict[str, Any]:
-        """The last message of a request that saves or loads a session; the number of tokens may be hidden."""
         tokens = await session
         return {"done": True} | ({} if self._config.hide_cached_tokens else {"tokens": tokens})
 
@@ -246,9 +242,6 @@ class Connection(asyncio.Protocol):
     def _await_request(self) -> None:
         reason = f"there was no request under way for {IDLE_SECONDS:.0f} seconds"
         self._after("idle", IDLE_SECONDS, partial(self._hang_up, reason, "timeout"))
-
-    def _complain(self, request_id: Id | None, error: Exception) -> None:
-        self._send(request_id, error_of(error))
 
     def _send(self, request_id: Id | None, message: dict[str, Any]) -> None:
         line = json.dumps({"id": request_id, **message}, ensure_ascii=False)
@@ -270,7 +263,6 @@ class Connection(asyncio.Protocol):
             self._transport.write(waiting)
 
     def _close(self) -> None:
-        """Close the connection once everything is sent."""
         self._flush()
         self._transport.close()
 
@@ -282,8 +274,6 @@ class Connection(asyncio.Protocol):
     def _after(self, name: str, seconds: float, action: Any) -> None:
         self._timers[name] = self._loop.call_later(seconds, action)
 
-    # -- the end -----------------------------------------------------------------------------------------------
-
     async def close(self, seconds: float) -> None:
         """Wait up to `seconds` for the last messages of requests, then close; return once the connection is lost."""
         try:
@@ -294,3 +284,67 @@ class Connection(asyncio.Protocol):
         except asyncio.TimeoutError:
             self._transport.abort()
             await self.lost.wait()
+
+
+class SocketServer:
+    """Serves the clients of one listening socket; see `server.running.listening`."""
+
+    def __init__(self, driver: Driver, bound: socket.socket) -> None:
+        self._driver = driver
+        self._bound = bound
+        self._connections: set[Connection] = set()
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        unix = self._bound.family == getattr(socket, "AF_UNIX", None)
+        create = loop.create_unix_server if unix else loop.create_server
+        self._server = await create(
+            lambda: Connection(self._driver, self._connections), sock=self._bound, backlog=BACKLOG
+        )
+
+    def refuse(self) -> None:
+        self._server.close()
+
+    async def close(self) -> None:
+        self.refuse()
+        await asyncio.gather(*(connection.close(LAST_SECONDS) for connection in list(self._connections)))
+
+
+def read_id(message: dict[str, Any]) -> Id:
+    value = message.get("id")
+    if isinstance(value, str) and len(value) <= _MOST_ID and value.isprintable():
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63:
+        return value
+    raise BadRequest("id", f"id must be a whole number or a string of at most {_MOST_ID} printable characters")
+
+
+def likelihood(tokenizer: Tokenizer, token: TokenLogprob) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
+        return {"id": token_id, "token": data.decode("utf-8", "replace"), "logprob": logprob}
+
+    return entry(token.id, token.logprob) | {"top": [entry(*other) for other in token.top]}
+
+
+def last_of(chunk: Chunk, hide_cached: bool) -> dict[str, Any]:
+    usage = chunk.usage
+    assert usage is not None
+    counts: dict[str, Any] = {name: value for name, value in asdict(usage).items() if name.endswith("_tokens")}
+    if hide_cached:
+        del counts["cached_tokens"]
+    elif usage.from_tiers:
+        counts["cached_from"] = usage.cached_from
+    if not usage.drafted_tokens:
+        del counts["drafted_tokens"], counts["accepted_tokens"]
+    seconds = {name: round(value, 6) for name, value in asdict(usage).items() if name.endswith("_seconds")}
+    return {"done": True, "finish_reason": chunk.finish_reason, "usage": counts, "timings": seconds}
+
+
+def error_of(error: Exception) -> dict[str, Any]:
+    message = in_flags(error) if isinstance(error, EngineError) else str(error)
+    fields: dict[str, Any] = {"code": getattr(error, "code", "invalid_request"), "message": message}
+    for name in ("field", "retry_after"):
+        if (value := getattr(error, name, None)) is not None:
+            fields[name] = value
+    return {"error": fields | getattr(error, "numbers", {})}

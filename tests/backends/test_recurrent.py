@@ -8,9 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("llvmlite")
+
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
+from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.jit.compile.target import best, levels
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
+from tests.backends.native.launching import launcher
 from tests.pairs import in_turn
 from tests.recurrence import Weights, conv_inputs, make_rows, make_slots, make_weights, recurrence
 
@@ -25,19 +30,10 @@ SHAPES = [  # and the tokens of a block
 ]
 
 
-def backends() -> dict[str, Callable[[], Any]]:
-    """NumPy, and the compiled kernels for each level of this CPU."""
-    found: dict[str, Callable[[], Any]] = {"numpy": lambda: NumpyOps(1)}
-    try:
-        from polarlm.engine.backends.native.recurrent_ops import DeltaOps
-        from polarlm.engine.jit.compile.target import levels
-        from tests.backends.native.launching import launcher
-    except ImportError:
-        return found
-    return found | {level.name: lambda level=level: DeltaOps(launcher(level)) for level in levels()}
-
-
-BACKENDS = backends()
+BACKENDS: dict[str, Callable[[], Any]] = {
+    "numpy": lambda: NumpyOps(1),
+    **{level.name: lambda level=level: RecurrentOps(launcher(level)) for level in levels()},
+}
 FULL = ("numpy", list(BACKENDS)[-1])  # every shape here; the other levels differ in how they compile a line
 CASES = [
     (name, *SHAPES[number]) for name in BACKENDS for number in range(len(SHAPES)) if name in FULL or number in (1, 4)
@@ -58,20 +54,20 @@ def tiled(w: Weights) -> bool:
     return isinstance(w, DeltaWeights) and w.tiled
 
 
-def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
+def assert_close(actual: np.ndarray, wanted: np.ndarray) -> None:
     """Within 100 roundings of the largest value: sums of a few hundred terms, and exponentials of sums of decays."""
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=100 * np.finfo(np.float32).eps * np.abs(wanted).max())
+    np.testing.assert_allclose(actual, wanted, rtol=0, atol=100 * np.finfo(np.float32).eps * np.abs(wanted).max())
 
 
 def add_steps(ops: Any, rows: np.ndarray, w: Any, slots: DeltaSlots, splits: list[int]) -> np.ndarray:
     """Add rows to slot 0 in steps of these numbers of rows, which end with blocks, and return their results."""
-    block, position, found = slots.keys.shape[3], 0, []
+    block, position, actual = slots.keys.shape[3], 0, []
     for count in splits:
-        found.append(op_of(ops, w)(rows[position : position + count], w, slots, span(position % block, count)))
+        actual.append(op_of(ops, w)(rows[position : position + count], w, slots, span(position % block, count)))
         position += count
         if position % block == 0:
             ops.advance_delta([slots], [0], tiled=tiled(w))
-    return np.concatenate([each.copy() for each in found])
+    return np.concatenate([each.copy() for each in actual])
 
 
 @every_case
@@ -83,9 +79,9 @@ def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(name: str, 
     inputs = np.empty((2, shape.width - 1, shape.channels), np.float32)
     ends = DeltaEnds([0, 2], np.empty((2, *slots.matrices.shape[1:]), np.float32), inputs)
     for count in (3, block + 1, len(rows) - block - 8):
-        own = ends._replace(numbers=[number - position // block for number in ends.numbers])
+        part_ends = ends._replace(numbers=[number - position // block for number in ends.numbers])
         part = rows[position : position + count]
-        results.append(op_of(ops, w)(part, w, slots, span(position % block, count), own).copy())
+        results.append(op_of(ops, w)(part, w, slots, span(position % block, count), part_ends).copy())
         position += count
     for row in rows[position:]:
         results.append(op_of(ops, w)(row[None], w, slots, span(position % block, 1)).copy())
@@ -113,10 +109,10 @@ def test_rows_that_are_not_kept_leave_no_trace(name: str, shape: Recurrent, bloc
         kept.append(op_of(ops, w)(drafted, w, rejecting, at)[:1].copy())
         if (position + 1) % block == 0:
             ops.advance_delta([rejecting], [0], tiled=tiled(w))
-    alike = getattr(ops, "rows_alike", not isinstance(ops, NumpyOps))
+    alike = getattr(ops, "rows_alike", type(ops) is not NumpyOps)
     equal = np.testing.assert_array_equal if alike else assert_close
-    for found, slots in ((at_once, together), (np.concatenate(kept), rejecting)):
-        equal(found, one_by_one)
+    for actual, slots in ((at_once, together), (np.concatenate(kept), rejecting)):
+        equal(actual, one_by_one)
         equal(slots.matrices, alone.matrices)
         equal(slots.updates[:, :, :3], alone.updates[:, :, :3])
 
@@ -128,20 +124,15 @@ def test_a_step_of_several_sequences_changes_their_slots_alone(name: str, shape:
     slots = make_slots(shape, 4, block)
     untouched = [array[[0, 2]].copy() for array in slots]
     spans = np.array([DeltaSpan(3, 0, 4, 0), DeltaSpan(1, 4, 2, 0)], np.int32)
-    found = op_of(ops, w)(rows, w, slots, spans)
-    assert_close(found, np.concatenate([recurrence(part, w, shape)[0] for part in (rows[:4], rows[4:])]))
+    actual = op_of(ops, w)(rows, w, slots, spans)
+    assert_close(actual, np.concatenate([recurrence(part, w, shape)[0] for part in (rows[:4], rows[4:])]))
     for before, after in zip(untouched, slots, strict=True):
         np.testing.assert_array_equal(before, after[[0, 2]])
 
 
 @pytest.mark.parametrize("shape", [GatedDelta(1, 1, 8, 8, 2), Mamba2(1, 1, 8, 8, 2)])
 def test_heads_without_room_in_scratch_are_computed_by_numpy(shape: Recurrent) -> None:
-    pytest.importorskip("llvmlite")
-    from polarlm.engine.backends.native.recurrent_ops import DeltaOps
-    from polarlm.engine.jit.compile.target import best
-    from tests.backends.native.launching import launcher
-
     block, rng = 512, np.random.default_rng(0)
     w, rows = make_weights(rng, shape), make_rows(rng, shape, 5)
-    found = op_of(DeltaOps(launcher(best())), w)(rows, w, make_slots(shape, 1, block), span(0, 5))
-    assert_close(found, recurrence(rows, w, shape)[0])
+    actual = op_of(RecurrentOps(launcher(best())), w)(rows, w, make_slots(shape, 1, block), span(0, 5))
+    assert_close(actual, recurrence(rows, w, shape)[0])

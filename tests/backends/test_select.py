@@ -63,9 +63,10 @@ def test_auto_says_why_it_does_not_use_a_gpu(machine, machine_has: dict, reason:
     assert "\n" not in sentence
 
 
-def test_auto_without_a_driver_takes_the_cpu_without_a_note(machine) -> None:
-    machine(driver=None)
-    ops, sentence = select("auto", 0)
+@pytest.mark.parametrize(("device", "driver"), [("auto", None), ("cpu", 13000)])
+def test_the_cpu_is_taken_without_a_note(machine, device: str, driver: int | None) -> None:
+    machine(driver=driver, opens=no_gpu)
+    ops, sentence = select(device, 0)
     assert ops.name == "cpu"
     assert sentence == ""
 
@@ -107,20 +108,10 @@ def test_gpus_are_selected_by_number(machine, device: str, opened: list[int]) ->
     assert sentence == ""
 
 
-@pytest.mark.parametrize("device", ["cuda:", "cuda:x", "cuda:0,", "cuda:1,1", "cpu:0"])
-def test_gpus_that_are_not_numbers_are_an_error(device: str) -> None:
+@pytest.mark.parametrize("device", ["tpu", "cuda:", "cuda:x", "cuda:0,", "cuda:1,1", "cpu:0"])
+def test_an_unknown_device_is_an_error(device: str) -> None:
     with pytest.raises(EngineError, match=f"device={device}: (there are auto, cpu and cuda, and|a GPU is named twice)"):
         select(device, 0)
-
-
-def test_cpu_needs_neither_driver_nor_cupy(machine) -> None:
-    machine(driver=13000, opens=no_gpu)
-    assert select("cpu", 0)[1] == ""
-
-
-def test_an_unknown_device_is_an_error() -> None:
-    with pytest.raises(EngineError, match="there are auto, cpu and cuda, and GPUs by their numbers"):
-        select("tpu", 0)
 
 
 def test_driver_version_is_none_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,6 @@ def test_threads_that_ask_at_the_same_time_get_the_same(
     monkeypatch.setattr(module, kind, slow)
     monkeypatch.setattr(module, "_of_this_process", type(module._of_this_process)())
     with ThreadPoolExecutor(ASKERS) as pool:
-        found = [future.result(60) for future in [pool.submit(ask) for _ in range(ASKERS)]]
-    assert isinstance(found[0], original)
-    assert all(one is found[0] for one in [*found, ask()])
+        actual = [future.result(60) for future in [pool.submit(ask) for _ in range(ASKERS)]]
+    assert isinstance(actual[0], original)
+    assert all(one is actual[0] for one in [*actual, ask()])

@@ -38,15 +38,15 @@ def representations(format: CacheFormat) -> list[str]:
 
 def serving() -> list[tuple[str, int, int]]:
     """Every codec with each shape that it serves."""
-    found = []
+    actual = []
     for name in NAMES:
         for dim, size in SHAPES:
             try:
                 codecs.get(name).check(dim, size)
             except ValueError:
                 continue
-            found.append((name, dim, size))
-    return found
+            actual.append((name, dim, size))
+    return actual
 
 
 def encoded(format: CacheFormat, seed: int) -> dict[str, np.ndarray]:
@@ -66,11 +66,11 @@ def test_blocks_come_back_from_any_way_through_the_representations(
     for stored_as in data.draw(st.lists(st.sampled_from(representations(format)), min_size=1, max_size=5)):
         arrays = transfer.converted(format, B, arrays, stored_as)
         assert sum(x.nbytes for x in arrays.values()) == B * transfer.nbytes(format, stored_as)
-    found = transfer.converted(format, B, arrays, FIELDS)
-    assert found.keys() == wanted.keys()
+    actual = transfer.converted(format, B, arrays, FIELDS)
+    assert actual.keys() == wanted.keys()
     for name, array in wanted.items():
-        assert found[name].dtype == array.dtype
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+        assert actual[name].dtype == array.dtype
+        np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
 
 @in_turn("name dim size", serving()[::5])
@@ -88,8 +88,10 @@ def test_every_number_has_a_place_in_every_representation(name: str, dim: int, s
             for given_, wanted in ((fields, 0), (broken, 1)):
                 arrays = transfer.converted(format, 1, given_, stored_as)
                 words = {name: np.ascontiguousarray(x).reshape(-1).view(np.uint16) for name, x in arrays.items()}
-                found = sum(np.count_nonzero((words[name] & mask == mask) & (mask > 0)) for name, mask in masks.items())
-                assert found == wanted
+                actual = sum(
+                    np.count_nonzero((words[name] & mask == mask) & (mask > 0)) for name, mask in masks.items()
+                )
+                assert actual == wanted
 
 
 @pytest.mark.parametrize("stored_as", [FIELDS, TILES, RECORDS])

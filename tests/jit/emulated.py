@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.engine.jit.compile import compiler, target
-from polarlm.engine.jit.isa.levels import LEVELS, Level
+from polarlm.engine.jit.isa.levels import LEVELS
+from polarlm.engine.jit.lang import Level
 
 HOST = "POLARLM_HOST_PYTHON"
 
@@ -33,7 +34,7 @@ def _host() -> subprocess.Popen[bytes]:
 
 def compile_object(kernel: compiler.Kernel[Any], level: Level) -> bytes:
     """What `compiler.compile_object` returns, by the machine's own LLVM."""
-    host, source = _host(), kernel.module(level)
+    host, source = _host(), compiler.source(kernel, level)
     with compiler._llvm_lock:
         host.stdin.write(json.dumps([level.name, source]).encode() + b"\n")
         host.stdin.flush()

@@ -11,13 +11,10 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.jit.compile.compiler import Kernel, Loaded, compile_object, finished, load
+from polarlm.engine.jit.compile.compiler import Loaded, compile_object, finished, load
 from polarlm.engine.jit.compile.target import levels
-from polarlm.engine.jit.isa.generic import Generic
-from polarlm.engine.jit.isa.levels import LEVELS, Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Int64, Pointer
-from polarlm.engine.jit.lang.values import I8, I16, I32, Value, vector
+from polarlm.engine.jit.isa.levels import LEVELS
+from polarlm.engine.jit.lang import I8, I16, I32, Emitter, Int64, Kernel, Level, Pointer, Value, vector
 from tests.pairs import in_turn
 
 # Up to four levels of this machine, the least and the highest among them, for tests that are not slow.
@@ -32,7 +29,7 @@ Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int6
 _scratch = np.zeros(1 << 20, np.uint8)
 
 
-class Narrow(Generic):
+class Narrow(Level):
     """A level that no file has: registers of 4 numbers, but 32 of them, and dot products of its own."""
 
     name = "narrow"

@@ -16,14 +16,11 @@ from hypothesis import strategies as st
 pytest.importorskip("llvmlite")
 
 from polarlm.engine.jit.compile import images
-from polarlm.engine.jit.compile.compiler import Kernel, Loaded, compile_object
+from polarlm.engine.jit.compile.compiler import Loaded, compile_object
 from polarlm.engine.jit.compile.images import LoadedImage, link
 from polarlm.engine.jit.compile.target import levels, machine
-from polarlm.engine.jit.isa.levels import LEVELS, Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import I8, I32, Value, vector
+from polarlm.engine.jit.lang import I8, I32, Emitter, Kernel, Level, Value, vector
 from tests.jit.levels import Function, declared, every_level
-from tests.pairs import in_turn
 
 if not images.AVAILABLE:
     pytest.skip("LLVM links kernels on this system", allow_module_level=True)
@@ -95,27 +92,6 @@ def test_an_absolute_address_is_refused() -> None:
     struct.pack_into("<I", code, place + 8, absolute)
     with pytest.raises(ValueError, match=f"relocation of type {absolute} "):
         link(bytes(code))
-
-
-@in_turn("level", [level for level in LEVELS if level.machine == "aarch64"])
-def test_code_of_aarch64_finds_its_constants_wherever_a_page_begins(level: Level) -> None:
-    """Each `adrp` and the first instruction that adds to its register lead to bytes of the constants."""
-    memory = link(compile_object(CONSTANTS, level))[8:]
-    words = np.frombuffer(memory[: len(memory) // 4 * 4], np.uint32).tolist()
-    places: dict[int, int] = {}  # register → where its page is
-    found = set()
-    for number, word in enumerate(words):
-        if word & 0x9F000000 == 0x90000000:  # adrp
-            pages = (word >> 5 & 0x7FFFF) << 2 | word >> 29 & 3
-            pages -= (pages & 1 << 20) << 1
-            places[word & 31] = (4 * number & -4096) + 4096 * pages
-        base, immediate = word >> 5 & 31, word >> 10 & 0xFFF
-        scale = {0x91000000: 1, 0x3DC00000: 16}.get(word & 0xFFC00000)  # add, ldr
-        if scale and base in places:
-            place = places.pop(base) + scale * immediate
-            found.add(memory[place : place + 16])
-    numbers = np.array(NUMBERS, np.int32).tobytes()
-    assert {bytes(range(16)), *(numbers[first : first + 16] for first in range(0, 64, 16))} <= found
 
 
 @given(st.integers(0, (1 << 24) - 1), st.integers(0, (1 << 24) - 1), st.integers(0, 2**32 - 1))

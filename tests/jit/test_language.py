@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.isa.levels import LEVELS, Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.float_ops import float_to_half, gather, gather_pairs
-from polarlm.engine.jit.lang.values import F16, F32, F64, I8, I16, I32, I64, POINTER, Type, Value, vector
-from tests.jit.levels import declared, every_level, loaded, run
+from polarlm.engine.jit.compile.compiler import source
+from polarlm.engine.jit.isa.levels import LEVELS
+from polarlm.engine.jit.lang import F32, F64, I8, I16, I32, I64, Emitter, Kernel, Type, Value, vector
+from polarlm.engine.jit.lang.level import Level
+from polarlm.engine.jit.lang.values import F16
+from tests.jit.levels import declared, every_level, run
 from tests.pairs import in_turn
 
 TYPES: dict[Any, Type] = {
@@ -24,12 +24,7 @@ TYPES: dict[Any, Type] = {
 
 
 def over_vectors(
-    level: Level,
-    name: str,
-    body: Callable[..., Value],
-    *inputs: np.ndarray,
-    result: str = "f4",
-    lanes: int = 16,
+    level: Level, name: str, body: Callable[..., Value], *inputs: np.ndarray, result: str = "f4", lanes: int = 16
 ) -> np.ndarray:
     """body(e, vectors of `lanes` numbers of each input) over all of the inputs. name: of the kernel."""
     out = np.zeros(inputs[0].shape, result)
@@ -47,23 +42,6 @@ def over_vectors(
     assert out.size % lanes == 0
     run(Kernel(f"test_{name}", emit, declared(f"{names} out")), level, out.size // lanes, (*inputs, out))
     return out
-
-
-def scalars(level: Level, name: str, body: Callable[..., Sequence[Value]], *numbers: int) -> list[int]:
-    """body(e, int64 for each number, scratch) → the int64 that it returns."""
-    out = np.zeros(32, np.int64)
-    counts: list[int] = []
-
-    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
-        target, *given = args
-        results = body(e, *given, scratch)
-        counts.append(len(results))
-        for place, value in enumerate(results):
-            e.store(value, target, 8 * place)
-
-    names = " ".join(f"number_{place}" for place in range(len(numbers)))
-    run(Kernel(f"test_{name}", emit, declared("out", names)), level, 1, (out, *numbers))
-    return out.tolist()
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------
@@ -188,6 +166,19 @@ def test_half_to_float_of_all_halves(level: Level) -> None:
     np.testing.assert_array_equal(found.view(np.uint32)[is_number], wanted.view(np.uint32)[is_number])
 
 
+@every_level
+def test_float_to_half(level: Level) -> None:
+    """Every half, the middles between neighbours, which are ties, and what lies just beside them."""
+    every = np.arange(1 << 15, dtype=np.uint16).view(np.float16)
+    every = every[np.isfinite(every)].astype(np.float32)
+    middles = (every[1:] + every[:-1]) / 2
+    positive = np.concatenate([every, middles, np.nextafter(middles, 0), np.nextafter(middles, np.float32(1e9))])
+    x = np.concatenate([positive, -positive])
+    x = np.ascontiguousarray(x[: len(x) // 16 * 16])
+    halves = over_vectors(level, "halves", lambda e, x: e.float_to_half(x), x, result="f2")
+    np.testing.assert_array_equal(halves.view(np.int16), x.astype(np.float16).view(np.int16))
+
+
 # -- the exponential function --------------------------------------------------------------------------------------
 
 
@@ -214,67 +205,7 @@ def test_exp_at_its_ends(level: Level) -> None:
     assert np.isnan(found[13:15]).all()
 
 
-# -- control flow, variables, memory -------------------------------------------------------------------------------
-
-
-@every_level
-def test_control_flow(level: Level) -> None:
-    """The steps that a number takes to 1 by n / 2 and 3n + 1; and sums over loops."""
-
-    def body(e: Emitter, start: Value, limit: Value, scratch: Value) -> list[Value]:
-        steps, number = e.variable(e.i64(0)), e.variable(start)
-        with e.repeat_while() as again:
-            now = number.get()
-            is_odd = (now & 1).equals(1)
-            number.set(now // 2)
-            with e.when(is_odd):
-                number.set(now * 3 + 1)
-            steps.add(1)
-            again.append(~number.get().equals(1))
-        total, never = e.variable(e.i64(0)), e.variable(e.i64(7))
-        with e.loop(-3, limit, 2) as i, e.loop(0, i) as j:
-            total.add(j * 10)
-        with e.loop(limit, 0):
-            never.set(e.i64(8))
-        with e.when(start > 1000):
-            never.set(e.i64(9))
-        return [steps.get(), total.get(), never.get()]
-
-    total = sum(10 * j for i in range(-3, 8, 2) for j in range(i))
-    assert scalars(level, "control", body, 27, 8)[:3] == [111, total, 7]
-
-
-@every_level
-def test_atomics(level: Level) -> None:
-    def body(e: Emitter, a: Value, b: Value, scratch: Value) -> list[Value]:
-        e.store_atomic(a, scratch)
-        e.add_atomic(scratch, b)
-        added = e.load_atomic(scratch)
-        refused = e.exchange_if(scratch, a, e.i64(5)).zext(I64)
-        kept = e.load_atomic(scratch)
-        done = e.exchange_if(scratch, added, e.i64(5)).zext(I64)
-        return [added, refused, kept, done, e.load_atomic(scratch)]
-
-    assert scalars(level, "atomics", body, 1 << 40, -3)[:5] == [(1 << 40) - 3, 0, (1 << 40) - 3, 1, 5]
-
-
-@every_level
-def test_memory_and_calls(level: Level) -> None:
-    called = Kernel(
-        "test_called", lambda e, args, begin, end, scratch: e.store(begin * 100 + end, args.out), declared("out")
-    )
-    out = np.zeros(1, np.int64)
-    arguments = called.pack(called.arguments(out))
-
-    def body(e: Emitter, function: Value, given: Value, scratch: Value) -> list[Value]:
-        pointers = [Value(e, e.builder.inttoptr(number.ir, POINTER)) for number in (function, given)]
-        e.call(pointers[0], pointers[1], e.i64(3), e.i64(4), scratch)
-        table, own = e.constant_bytes(np.arange(9, dtype=np.int64).tobytes()), e.stack(64)
-        e.store(e.load(table, I64, 56), own, 8)
-        return [e.load(own + 8, I64), e.load(table + e.load(own, I64, 8) * 8, I64, 8)]
-
-    assert scalars(level, "memory", body, loaded(called, level).address, arguments.ctypes.data)[:2] == [7, 8]
-    assert out[0] == 304
+# -- constants -----------------------------------------------------------------------------------------------------
 
 
 @every_level
@@ -290,103 +221,6 @@ def test_constants_that_are_equal_in_python_are_told_apart(level: Level) -> None
 
     run(Kernel("test_constants", emit, declared("out")), level, 1, (out,))
     assert np.array_equal(out.view(np.uint32), np.array([[0], [1 << 31], [1], [0x3F800000]], np.uint32).repeat(16, 1))
-
-
-# -- lanes ---------------------------------------------------------------------------------------------------------
-
-
-@every_level
-def test_lanes_change_places(level: Level) -> None:
-    a, b = np.random.default_rng(6).integers(0, 1000, (2, 16), np.int32)
-
-    def both(e: Emitter, a: Value, b: Value) -> Value:
-        return e.shuffle(a, b, [15, 16, 31, 0, *range(20, 32)])
-
-    np.testing.assert_array_equal(
-        over_vectors(level, "shuffle", both, a, b, result="i4"), np.concatenate([a, b])[[15, 16, 31, 0, *range(20, 32)]]
-    )
-    parts: Callable[..., Value] = lambda e, a: e.join([e.part(a, 4 * n, 4) for n in (3, 1, 0, 2)])  # noqa: E731
-    want = a.reshape(4, 4)[[3, 1, 0, 2]].ravel()
-    np.testing.assert_array_equal(over_vectors(level, "join", parts, a, result="i4"), want)
-    turned: Callable[..., Value] = lambda e, a: e.collect([e.extract(a, 15 - n) for n in range(16)])  # noqa: E731
-    np.testing.assert_array_equal(over_vectors(level, "collect", turned, a, result="i4"), a[::-1])
-    spread: Callable[..., Value] = lambda e, a: e.splat(e.extract(a, 5), 16)  # noqa: E731
-    np.testing.assert_array_equal(over_vectors(level, "splat", spread, a, result="i4"), a[5])
-    halves: Callable[..., Value] = lambda e, a, b: e.by_parts(8, lambda x, y: x * y, a, b)  # noqa: E731
-    np.testing.assert_array_equal(over_vectors(level, "by_parts", halves, a, b, result="i4"), a * b)
-
-
-@every_level
-def test_reductions(level: Level) -> None:
-    x = np.random.default_rng(7).standard_normal(160).astype(np.float32)
-    total = over_vectors(level, "sum", lambda e, x: e.splat(e.sum_lanes(x), 16), x).reshape(-1, 16)
-    top = over_vectors(level, "max", lambda e, x: e.splat(e.fmax_lanes(x), 16), x).reshape(-1, 16)
-    rows = x.reshape(-1, 16)
-    np.testing.assert_array_equal(top, np.repeat(rows.max(1, keepdims=True), 16, 1))
-    np.testing.assert_allclose(total[:, 0], rows.astype(np.float64).sum(1), atol=3e-6)
-    integers = np.random.default_rng(8).integers(-(2**20), 2**20, 160, np.int32)
-    found = over_vectors(level, "int_sum", lambda e, x: e.splat(e.sum_lanes(x), 16), integers, result="i4")
-    np.testing.assert_array_equal(found[::16], integers.reshape(-1, 16).sum(1))
-    found = over_vectors(level, "int_max", lambda e, x: e.splat(e.imax_lanes(x), 16), integers, result="i4")
-    np.testing.assert_array_equal(found[::16], integers.reshape(-1, 16).max(1))
-
-
-# -- bytes ---------------------------------------------------------------------------------------------------------
-
-
-# -- more than one instruction -------------------------------------------------------------------------------------
-
-
-@every_level
-def test_gather(level: Level) -> None:
-    rng = np.random.default_rng(0)
-    table, index = rng.standard_normal(200).astype(np.float32), rng.integers(0, 100, 16).astype(np.int32)
-    out = np.zeros((4, 16), np.float32)
-
-    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
-        places = e.load(args.index, vector(I32, 16))
-        single, words = gather(e, args.table, places, F32), gather(e, args.table, places, I16).sext(I32).to_float()
-        for number, part in enumerate([single, words, *gather_pairs(e, args.table, places)]):
-            e.store(part, args.out, 64 * number)
-
-    run(Kernel("test_gathers", emit, declared("table index out")), level, 1, (table, index, out))
-    np.testing.assert_array_equal(out[0], table[index])
-    np.testing.assert_array_equal(out[1], table.view(np.int16)[index])
-    np.testing.assert_array_equal(out[2:].T, table.reshape(-1, 2)[index])
-
-
-@every_level
-def test_any(level: Level) -> None:
-    def spread(e: Emitter, x: Value) -> Value:
-        return e.splat(e.select(e.any(x > 0.0), e.constant(I32, 1), e.constant(I32, 0)), 16)
-
-    x = np.concatenate([np.zeros((1, 16)), np.eye(16)]).astype(np.float32)
-    assert over_vectors(level, "any", spread, x, result="i4").tolist() == [[0] * 16] + [[1] * 16] * 16
-
-
-@every_level
-def test_float_to_half(level: Level) -> None:
-    """Every half, the middles between neighbours, which are ties, and what lies just beside them."""
-    every = np.arange(1 << 15, dtype=np.uint16).view(np.float16)
-    every = every[np.isfinite(every)].astype(np.float32)
-    middles = (every[1:] + every[:-1]) / 2
-    positive = np.concatenate([every, middles, np.nextafter(middles, 0), np.nextafter(middles, np.float32(1e9))])
-    x = np.concatenate([positive, -positive])
-    x = np.ascontiguousarray(x[: len(x) // 16 * 16])
-    halves = over_vectors(level, "halves", float_to_half, x, result="f2")
-    np.testing.assert_array_equal(halves.view(np.int16), x.astype(np.float16).view(np.int16))
-
-
-@every_level
-def test_square_matrices_are_transposed(level: Level) -> None:
-    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
-        for number, column in enumerate(e.transposed([e.load(args.x, vector(F32, 16), 64 * i) for i in range(16)])):
-            e.store(column, args.y, 64 * number)
-
-    x = np.arange(256, dtype=np.float32).reshape(16, 16)
-    y = np.empty_like(x)
-    run(Kernel("test_transpose", emit, declared("x y")), level, 1, (x, y))
-    np.testing.assert_array_equal(y, x.T)
 
 
 # -- mistakes ------------------------------------------------------------------------------------------------------
@@ -424,4 +258,4 @@ def test_a_mistake_raises_where_it_is_made(name: str) -> None:
         with pytest.raises(TypeError):
             MISTAKES[name](e, f, i, args.n, args.p)
 
-    Kernel(f"test_{name}", emit, declared("p", "n")).module(LEVELS[-1])
+    source(Kernel(f"test_{name}", emit, declared("p", "n")), LEVELS[-1])

@@ -13,9 +13,9 @@ from polarlm.engine.jit.compile import compiler
 from polarlm.engine.jit.isa.levels import LEVELS, found
 
 FILE = """
-from polarlm.engine.jit.isa.generic import Generic
+from polarlm.engine.jit.lang import Level
 
-class MadeUp(Generic):
+class MadeUp(Level):
     name = "made-up"
     needs = ("a feature",)
 

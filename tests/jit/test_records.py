@@ -11,10 +11,8 @@ import pytest
 from tests.jit.levels import declared, every_level, run
 
 from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
-from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, pack, read, words
-from polarlm.engine.jit.lang.values import Value
+from polarlm.engine.jit.lang import Emitter, Float32, Int64, Level, Pointer, Value, read
+from polarlm.engine.jit.lang.records import pack, words
 
 
 class Step(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -20,11 +21,9 @@ import pytest
 from tests.jit.levels import declared, loaded
 from tests.requests.test_forks import begun_in_child
 
-from polarlm.engine.jit.run import run_commands  # isort: skip
-from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.run import workers as module  # isort: skip
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import I64, Value
+from polarlm.engine.jit.lang import I64, Emitter, Kernel, Value
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, Workers, workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,9 +147,7 @@ def field(on: Workers, offset: int) -> int:
 
 def sleeping(on: Workers) -> list[int]:
     """Numbers of the workers that sleep."""
-    flags = (
-        on._state[run_commands._ASLEEP :].view(np.int64).copy()
-    )  # numpy refuses an array that workers change meanwhile
+    flags = on._state[module._ASLEEP :].view(np.int64).copy()  # workers change the array meanwhile
     return np.flatnonzero(flags).tolist()
 
 
@@ -167,7 +164,7 @@ def test_each_unit_runs_once_after_all_units_of_the_entries_before(threads: int)
     counted.check(10)
 
 
-def test_a_tape_may_be_empty_and_its_units_may_change(own: Workers) -> None:
+def test_a_buffer_may_be_empty_and_its_units_may_change(own: Workers) -> None:
     own.run(CommandBuffer([]), 2)
     counts, total, errors = (np.zeros(size, np.int64) for size in (9, 1, 1))
     commands = CommandBuffer([launch(COUNT, 0, 2, (counts, total, errors), (0,))])
@@ -177,7 +174,7 @@ def test_a_tape_may_be_empty_and_its_units_may_change(own: Workers) -> None:
     assert counts.tolist() == [2] * 4 + [1] * 5
 
 
-def test_python_threads_run_their_tapes_at_the_same_time() -> None:
+def test_python_threads_run_their_buffers_at_the_same_time() -> None:
     buffers = [Counted(seed, 300) for seed in range(6)]
     with ThreadPoolExecutor(len(buffers)) as pool:
         runs = [pool.submit(commands.run, 1 + seed % 4, 30) for seed, commands in enumerate(buffers)]
@@ -192,7 +189,7 @@ def test_an_entry_begins_while_one_that_overlaps_it_runs(own: Workers) -> None:
     assert all(meeting.takes_place(own, 4) for _ in range(10))
 
 
-def test_a_tape_runs_on_no_more_threads_than_it_may(own: Workers) -> None:
+def test_a_buffer_runs_on_no_more_threads_than_it_may(own: Workers) -> None:
     """Three workers exist; a command buffer for two threads does not get a third one to meet."""
     until(lambda: own.start(4) == 4)
     assert not Meeting(3, polls=100_000_000).takes_place(own, 2)
@@ -203,10 +200,7 @@ def test_a_suspended_thread_holds_up_only_the_units_it_has_taken(own: Workers) -
     flag, late, errors = (np.zeros(1, np.int64) for _ in range(3))
     counts = np.zeros(10, np.int64)
     commands = CommandBuffer(
-        [
-            launch(AWAIT, 64, 1, (flag, late), (63, 0, POLLS)),
-            launch(COUNT, 10, 1, (counts, flag, errors), (63,)),
-        ]
+        [launch(AWAIT, 64, 1, (flag, late), (63, 0, POLLS)), launch(COUNT, 10, 1, (counts, flag, errors), (63,))]
     )
     for run in range(1, 11):
         flag[0] = 0
@@ -233,7 +227,23 @@ def test_each_thread_begins_with_its_own_range_of_units(own: Workers) -> None:
     assert np.flatnonzero(before < 2).tolist() == [0, 6]
 
 
-def test_idle_workers_sleep_and_wake_up_for_the_next_tape(own: Workers) -> None:
+def test_a_thread_that_waits_long_offers_its_core() -> None:
+    """Callers in other processes have no fair share of the CPUs otherwise, and both are half as fast."""
+    own, offers = Workers(), []
+    function = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: offers.append(1) or 0)
+    place = own._state[module._OFFER_CORE :][:8].view(np.int64)
+    kept, place[0] = int(place[0]), ctypes.cast(function, ctypes.c_void_p).value
+    flag, late = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    waiting = CommandBuffer([launch(AWAIT, 1, 1, (flag, late), (1, 0, POLLS))])
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(own.run, waiting, 2)
+        until(lambda: bool(offers))
+        place[0], flag[0] = kept, 1
+        call.result(PATIENCE)
+    assert late[0] == 0
+
+
+def test_idle_workers_sleep_and_wake_up_for_the_next_buffer(own: Workers) -> None:
     meeting = Meeting(4)
     for _ in range(5):
         assert meeting.takes_place(own, 4)
@@ -247,7 +257,7 @@ def test_idle_workers_sleep_and_wake_up_for_the_next_tape(own: Workers) -> None:
     until(cost_nothing)  # threads of earlier tests may still be at work
 
 
-def test_workers_sleep_while_tapes_of_fewer_threads_run(own: Workers) -> None:
+def test_workers_sleep_while_buffers_of_fewer_threads_run(own: Workers) -> None:
     """Runs that follow each other without a pause neither keep them awake nor wake them up."""
     meeting, counted = Meeting(4), Counted(5, 50)
     assert meeting.takes_place(own, 4)
@@ -263,16 +273,16 @@ def test_workers_sleep_while_tapes_of_fewer_threads_run(own: Workers) -> None:
 
 def test_workers_take_part_after_the_number_of_a_run_has_wrapped_around() -> None:
     own = Workers()
-    own._state[run_commands._RUN : run_commands._RUN + 8].view(np.int64)[0] = run_commands._NUMBERS - 2
+    own._state[module._RUN : module._RUN + 8].view(np.int64)[0] = module._NUMBERS - 2
     counted, meeting = Counted(0, 100), Meeting(2)
     for _ in range(5):
         assert meeting.takes_place(own, 2)
         counted.run(2, on=own)
     counted.check(5)
-    assert field(own, run_commands._RUN) < 10
+    assert field(own, module._RUN) < 10
 
 
-def test_tapes_of_several_callers_run_in_order_of_arrival(own: Workers) -> None:
+def test_buffers_of_several_callers_run_in_order_of_arrival(own: Workers) -> None:
     """The first caller's command buffer waits for a flag; the others come one after another."""
     flag, late, order = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     places = np.zeros(5, np.int64)
@@ -284,13 +294,13 @@ def test_tapes_of_several_callers_run_in_order_of_arrival(own: Workers) -> None:
     take_place = Kernel("test_order", emit, declared("order place"))
     first = CommandBuffer([launch(AWAIT, 1, 1, (flag, late), (1, 0, POLLS))])
     buffers = [CommandBuffer([launch(take_place, 1, 1, (order, places[i:]), ())]) for i in range(5)]
-    begun = field(own, run_commands._NEXT)
+    begun = field(own, module._NEXT)
     with ThreadPoolExecutor(6) as pool:
         calls = [pool.submit(own.run, first, 2)]
-        until(lambda: field(own, run_commands._NEXT) == begun + 1)
+        until(lambda: field(own, module._NEXT) == begun + 1)
         for number, commands in enumerate(buffers):
             calls.append(pool.submit(own.run, commands, 2))
-            until(lambda number=number: field(own, run_commands._NEXT) == begun + 2 + number)
+            until(lambda number=number: field(own, module._NEXT) == begun + 2 + number)
         assert order[0] == 0
         flag[0] = 1
         for call in calls:
@@ -299,7 +309,7 @@ def test_tapes_of_several_callers_run_in_order_of_arrival(own: Workers) -> None:
     assert places.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_tapes_of_one_thread_run_at_the_same_time_with_memory_of_their_own(own: Workers) -> None:
+def test_buffers_of_one_thread_run_at_the_same_time_with_memory_of_their_own(own: Workers) -> None:
     """Each waits for the other, and one of two threads waits for both. Then its scratch memory is as it left it."""
 
     def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
@@ -341,7 +351,7 @@ def test_threads_that_cannot_be_started_are_done_without(monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timer signals")
-def test_a_tape_is_completed_before_ctrl_c_is_raised(own: Workers) -> None:
+def test_a_buffer_is_completed_before_ctrl_c_is_raised(own: Workers) -> None:
     counted, times = Counted(2, 2000), 0
 
     def interrupt(*_: object) -> None:

@@ -14,10 +14,9 @@ import jiter
 import pytest
 
 from polarlm.engine import Completion, Engine, SamplingParams
-from polarlm.server.http.dialects import _llama_answers, anthropic, ollama, responses
-from polarlm.server.http.openai.chat import OpenAI
+from polarlm.server.http.dialects import anthropic, llama_server, ollama, responses
+from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import Completions
-from polarlm.server.http.openai.shapes import CHAT
 from tests.server.http_server import Serving
 from tests.tiny import forget
 
@@ -354,7 +353,7 @@ def completion_events(parts: list[Any]) -> Reply:
 
 APIS = {
     "chat": API(
-        "/v1/chat/completions", OpenAI(CHAT), write_chat, chat_piece, chat_pieces, back_to_chat, calls_tools=True
+        "/v1/chat/completions", ChatCompletions(), write_chat, chat_piece, chat_pieces, back_to_chat, calls_tools=True
     ),
     "messages": API(
         "/v1/messages",
@@ -379,7 +378,7 @@ APIS = {
     "generate": API("/api/generate", ollama.GENERATE, write_generate, line, lines, is_raw=True),
     "completions": API("/v1/completions", Completions(), write_raw, chat_piece, chat_pieces, is_raw=True),
     "completion": API(
-        "/completion", _llama_answers.Completion(), write_completion, completion, completion_events, is_raw=True
+        "/completion", llama_server.Completion(), write_completion, completion, completion_events, is_raw=True
     ),
 }
 CONVERSATIONS = {name: api for name, api in APIS.items() if not api.is_raw}

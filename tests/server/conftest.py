@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polarlm.engine import Engine
-from polarlm.server.config import ServerConfig
-from polarlm.server.http import streams, uvicorn_connection
-from polarlm.server.running.driver import Driver
+from polarlm.server.http import streams, uvicorn_server
 from polarlm.server.running.listening import tcp_socket, unix_socket
 from polarlm.server.socket import connection
-from polarlm.server.socket.socket_server import SocketServer
 from tests import call_templates
 from tests.server.fill_model import with_fills
-from tests.server.http_server import Serving, join, serving
-from tests.server.lines import PATIENCE
+from tests.server.http_server import Serving, serving
 from tests.tiny import assert_idle, load_tiny
 from tests.tool_model import tool_engine
 
@@ -36,7 +30,7 @@ def nobody_is_in_a_hurry() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "SILENT_SECONDS", 3600.0)
         patch.setattr(connection, "KEY_SECONDS", 3600.0)
-        patch.setattr(uvicorn_connection, "HEAD_SECONDS", 3600.0)
+        patch.setattr(uvicorn_server, "HEAD_SECONDS", 3600.0)
         yield
 
 
@@ -66,61 +60,37 @@ def slow_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     assert len(steps) < 100
 
 
-class Running:
-    """A driver and a socket server in an event loop of their own thread."""
-
-    def __init__(self, engine: Engine, bound: socket.socket, **settings: Any) -> None:
-        self.engine = engine
-        self.config = ServerConfig(**settings)
-        self.address = bound.getsockname()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="server", daemon=True)
-        self._thread.start()
-        self.driver = Driver(engine, self.config)
-        self.socket_server = SocketServer(self.driver, bound)
-        self.call(self.driver.start())
-        self.call(self.socket_server.start())
-
-    def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE)
-
-    def is_idle(self) -> bool:
-        """Nothing is computed, nothing waits, and no request holds a block."""
-        status = self.engine.status()
-        return (status.running, status.waiting) == (0, 0) and status.blocks_used == 0
-
-    def stop(self) -> None:
-        async def end() -> None:
-            async with AsyncExitStack() as ends:
-                ends.push_async_callback(self.driver.stop)
-                await self.driver.drain(0)
-                await self.socket_server.close()
-
-        self.call(end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        join(self._thread, self._loop)
-        self._loop.close()
-
-
 @pytest.fixture
-def start(engine: Engine) -> Iterator[Callable[..., Running]]:
-    """start(unix=…, **fields of ServerConfig): a running server; it is stopped when the test is done."""
+def start(engine: Engine) -> Iterator[Callable[..., Serving]]:
+    """start(unix=…, **fields of ServerConfig): a server with a socket; it is stopped when the test is done."""
     with ExitStack() as ends:
 
-        def begin(**settings: Any) -> Running:
+        def begin(**settings: Any) -> Serving:
             path = settings.get("unix")
-            bound = ends.enter_context(tcp_socket("127.0.0.1", 0) if path is None else unix_socket(path))
-            running = Running(engine, bound, **settings)
-            ends.callback(running.stop)
-            return running
+            lines = ends.enter_context(tcp_socket("127.0.0.1", 0) if path is None else unix_socket(path))
+            return ends.enter_context(serving(engine, lines=lines, **settings))
 
         yield begin
 
 
 @pytest.fixture
-def server(start: Callable[..., Running]) -> Running:
+def socket_server(start: Callable[..., Serving]) -> Serving:
     """A server with the usual settings."""
     return start()
+
+
+@pytest.fixture
+def server(tiny: Engine) -> Iterator[Serving]:
+    """Serves the tiny model over HTTP, to one test."""
+    with serving(tiny) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_path: Path) -> Iterator[Serving]:
+    """Serves it to all tests of a file."""
+    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -28,5 +28,5 @@ def with_fills(folder: Path) -> Path:
 
 
 def token(engine: Engine, name: str) -> int:
-    (found,) = engine.tokenize(name, control=True)
-    return found
+    (token_id,) = engine.tokenize(name, control=True)
+    return token_id

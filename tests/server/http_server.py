@@ -19,10 +19,11 @@ import uvicorn.server
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
-from polarlm.server.mcp.servers import McpServers
+from polarlm.server.mcp.session import McpServers
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.listening import tcp_socket
 from polarlm.server.running.sessions import SessionFolder
+from polarlm.server.socket.connection import SocketServer
 from tests.lazily import openai
 from tests.server.lines import PATIENCE
 
@@ -85,6 +86,7 @@ class Serving:
     port: int
     http: httpx.Client
     openai: openai.OpenAI
+    address: Any = None  # the socket's, if there is one
 
     def post(self, path: str, body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
@@ -107,6 +109,10 @@ class Serving:
         status = self.engine.status()
         return bool(status.running or status.waiting)
 
+    def is_idle(self) -> bool:
+        """Nothing is computed, nothing waits, and no request holds a block."""
+        return not self.busy and self.engine.status().blocks_used == 0
+
     def outcomes(self) -> dict[str, int]:
         return dict(self.driver.snapshot().requests)
 
@@ -116,10 +122,12 @@ class Serving:
 
 
 @contextmanager
-def serving(engine: Engine, *, send_buffer: int | None = None, **settings: Any) -> Iterator[Serving]:
+def serving(
+    engine: Engine, *, send_buffer: int | None = None, lines: socket.socket | None = None, **settings: Any
+) -> Iterator[Serving]:
     """A server of `engine` with `settings` of ServerConfig; at the end it is stopped, with whatever is under way.
 
-    send_buffer: bytes that the system may hold for a client that does not read.
+    send_buffer: bytes that the system may hold for a client that does not read. lines: where it also serves the socket.
     """
     listener = tcp_socket("127.0.0.1", 0)
     if send_buffer is not None:
@@ -139,8 +147,14 @@ def serving(engine: Engine, *, send_buffer: int | None = None, **settings: Any) 
         app = create_app(driver, config, mcp)
         server = uvicorn.Server(quiet_config(app))
         ready.append((driver, asyncio.get_running_loop()))
+        socket_server = None if lines is None else SocketServer(driver, lines)
+        if socket_server is not None:
+            await socket_server.start()
         started.set()
         await server.serve(sockets=[listener])
+        if socket_server is not None:
+            await driver.drain(0)
+            await socket_server.close()
         await mcp.close()
         await driver.stop()
 
@@ -154,7 +168,8 @@ def serving(engine: Engine, *, send_buffer: int | None = None, **settings: Any) 
             httpx.Client(base_url=url, headers=bearer, timeout=60) as http,
             openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60) as client,
         ):
-            yield Serving(engine, ready[0][0], gate, ready[0][1], port, http, client)
+            address = None if lines is None else lines.getsockname()
+            yield Serving(engine, ready[0][0], gate, ready[0][1], port, http, client, address)
     finally:
         gate.open()
         server.should_exit = True

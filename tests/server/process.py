@@ -123,8 +123,8 @@ class Process:
 
     def blocks(self) -> tuple[int, int]:
         """How many quantized blocks there are, and how many of them no request holds."""
-        found = dict(re.findall(r"(?m)^polarlm_(kv_blocks\S*) (\S+)", self.get("/metrics")))
-        return int(float(found["kv_blocks"])), int(float(found["kv_blocks"])) - int(float(found["kv_blocks_used"]))
+        blocks = int(self.metric("kv_blocks"))
+        return blocks, blocks - int(self.metric("kv_blocks_used"))
 
     def resident(self) -> int:
         """Bytes of memory that the process has."""
@@ -133,8 +133,8 @@ class Process:
 
     def metric(self, name: str) -> float:
         """A number of /metrics; 0 if there is none of this name."""
-        found = re.search(rf"(?m)^polarlm_{re.escape(name)} (\S+)", self.get("/metrics"))
-        return float(found[1]) if found else 0.0
+        sample = re.search(rf"(?m)^polarlm_{re.escape(name)} (\S+)", self.get("/metrics"))
+        return float(sample[1]) if sample else 0.0
 
     @contextmanager
     def held(self) -> Iterator[Callable[[int], None]]:

@@ -10,7 +10,6 @@ import numpy as np
 
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.native.launch import CannotRecord, Launcher, Recording
-from polarlm.engine.backends.native.prefetching import add_prefetches
 from polarlm.engine.backends.ops import Result
 
 _MOST = 32  # recordings to keep; each owns the memory of a step
@@ -35,14 +34,13 @@ class Graphs:
         if recorded is None:
             return work(*inputs)
         fixed, recording = recorded
-        for own, given in zip(fixed, inputs, strict=True):
-            if isinstance(own, StepTable):
-                own.copy_from(given)
-            elif isinstance(own, np.ndarray):
-                own[...] = given
+        for kept, new in zip(fixed, inputs, strict=True):
+            if isinstance(kept, StepTable):
+                kept.copy_from(new)
+            elif isinstance(kept, np.ndarray):
+                kept[...] = new
         self._launch.replay(recording)
-        result: Result = recording.result
-        return result
+        return recording.result
 
     def _record(self, work: Callable[..., Result], inputs: Sequence[Any]) -> tuple[list[Any], Recording] | None:
         """Copies of the inputs in fixed memory, and the launches of `work` on them; None if it cannot be recorded."""
@@ -52,7 +50,6 @@ class Graphs:
                 recording.result = work(*fixed)
         except CannotRecord:
             return None
-        add_prefetches(recording)
         return fixed, recording
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Result
 from polarlm.engine.errors import KernelError
-from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Kernel, Level
 from polarlm.engine.jit.lang.records import Record
 from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased, unowned
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
-Op = TypeVar("Op", bound=Callable[..., Any])
 _ENGINE = Path(__file__).resolve().parents[2]
 # The folders whose code decides what these kernels do; their language, `jit/`, is always hashed.
 _SOURCES = tuple(
@@ -36,30 +36,16 @@ class CannotRecord(Exception):
 class Recorded(NamedTuple):
     """A recorded launch.
 
-    arguments: packed as the kernel reads them, int64. arrays: name of an argument → its array, for arrays whose memory
-    the recording does not own. spare, overlaps: see `Launcher.__call__`.
+    arguments: packed as the kernel reads them, int64. arrays: the arguments whose memory the recording does not own,
+    referenced here to keep them alive. overlaps: see `Launcher.__call__`.
     """
 
     kernel: Kernel
     arguments: np.ndarray
     units: Units
     grain: int
-    arrays: dict[str, np.ndarray]
-    spare: int
-    overlaps: bool = False
-
-    def number(self, name: str) -> int:
-        """The value of an argument that is an integer or an address."""
-        return int(self.arguments[self._place(name)])
-
-    def with_array(self, name: str, array: np.ndarray) -> Recorded:
-        """A copy of the launch, with `array` as this argument."""
-        arguments = self.arguments.copy()
-        arguments[self._place(name)] = array.ctypes.data
-        return self._replace(arguments=arguments, arrays={**self.arrays, name: array})
-
-    def _place(self, name: str) -> int:
-        return _names(self.kernel).index(name)
+    arrays: list[np.ndarray]
+    overlaps: bool
 
 
 class HostCall(NamedTuple):
@@ -92,16 +78,11 @@ class Recording:
     def _split(self, address: Callable[[Kernel], int]) -> list[HostCall | _Commands]:
         """The calls, and the launches between them as command buffers."""
         parts: list[HostCall | _Commands] = []
-        waiting: list[Recorded] = []
-        for launch in [*self.launches, None]:
-            if isinstance(launch, Recorded):
-                waiting.append(launch)
-                continue
-            if waiting:
-                parts.append(_Commands(waiting, address))
-                waiting = []
-            if launch is not None:
-                parts.append(launch)
+        for _, group in itertools.groupby(self.launches, type):
+            together = list(group)
+            parts += [call for call in together if isinstance(call, HostCall)]
+            if launches := [launch for launch in together if isinstance(launch, Recorded)]:
+                parts.append(_Commands(launches, address))
         return parts
 
 
@@ -132,6 +113,8 @@ class _Commands:
 class Launcher:
     """Runs kernels on up to `threads` workers of this process."""
 
+    computes = True  # whether kernels run, and weights are read
+
     def __init__(self, threads: int, level: Level | None = None) -> None:
         """level: what kernels are compiled for; None for the highest that this machine can run."""
         self.threads = threads
@@ -151,33 +134,26 @@ class Launcher:
         return buffers.empty(shape, dtype)
 
     def __call__(
-        self,
-        kernel: Kernel[Record],
-        units: Units,
-        arguments: Record,
-        grain: int = 0,
-        spare: int = 0,
-        *,
-        overlaps: bool = False,
+        self, kernel: Kernel[Record], units: Units, arguments: Record, grain: int = 0, *, overlaps: bool = False
     ) -> None:
         """Run the kernel on its units, or record it.
 
         units: their number, or a function of it if it varies between replays. grain: units that a thread takes at a
-        time; 0 cuts them into a few chunks for each thread. spare: pieces that this product has the time to prefetch,
-        see `prefetching`. overlaps: whether the next launch need not wait for this one, if both are recorded.
+        time; 0 cuts them into a few chunks for each thread. overlaps: whether the next launch need not wait for this
+        one, if both are recorded.
         """
-        packed = kernel.pack(arguments)
-        if not grain:
-            now = units if isinstance(units, int) else units()
-            grain = max(1, now // (_CHUNKS * self.threads))
-        if self._recording is not None:
-            named = zip(_names(kernel), arguments, strict=True)
-            arrays = {name: x for name, x in named if isinstance(x, np.ndarray) and not is_leased(x)}
-            self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, spare, overlaps))
-            return
-        count = units if isinstance(units, int) else units()
+        packed, count = kernel.pack(arguments), units if isinstance(units, int) else units()
+        grain = grain or max(1, count // (_CHUNKS * self.threads))
+        if self._recording is None:
+            self._run(kernel, packed, count, grain)
+        else:
+            arrays = [x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)]
+            self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, overlaps))
+
+    def _run(self, kernel: Kernel, arguments: np.ndarray, count: int, grain: int) -> None:
+        """Run the kernel on `count` units now."""
         if count:
-            call = Launch(self.library.address(kernel), packed.ctypes.data, count, grain)
+            call = Launch(self.library.address(kernel), arguments.ctypes.data, count, grain)
             self._workers.run(CommandBuffer([call]), self.threads)
 
     def call(self, function: Callable[..., None], *arrays: np.ndarray) -> None:
@@ -202,16 +178,11 @@ class Launcher:
         """Whether all kernels are compiled already."""
         return all(map(self.library.has, kernels))
 
-    def unrecorded(self, op: Op) -> Op:
-        """`op` wrapped to raise CannotRecord inside a recording, since it is not a kernel."""
-
-        @functools.wraps(op)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._recording is not None:
-                raise CannotRecord
-            return op(*args, **kwargs)
-
-        return cast(Op, run)
+    def in_numpy(self, op: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """op(*args, **kwargs). Raises CannotRecord inside a recording, since it is not a kernel."""
+        if self._recording is not None:
+            raise CannotRecord
+        return op(*args, **kwargs)
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
@@ -228,7 +199,9 @@ class Launcher:
         recording.replay(self.library.address, lambda commands: self._workers.run(commands, self.threads))
 
 
-def _names(kernel: Kernel) -> tuple[str, ...]:
-    """The names of a kernel's arguments."""
-    names: tuple[str, ...] = kernel.arguments._fields
-    return names
+class KernelOps(NumpyOps):
+    """Ops with compiled kernels. What a subclass does not override, NumPy computes."""
+
+    def __init__(self, launch: Launcher) -> None:
+        super().__init__()
+        self._launch = launch

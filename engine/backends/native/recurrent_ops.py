@@ -8,23 +8,16 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, Mamba2Weights
-from polarlm.engine.backends.native.kernels.recurrent import delta_unit, mamba2, mamba2_rows
-from polarlm.engine.backends.native.kernels.recurrent.block_end import AdvanceArguments, advance
-from polarlm.engine.backends.native.kernels.recurrent.delta_unit import Delta, DeltaArguments
-from polarlm.engine.backends.native.kernels.recurrent.gated_delta import gated_delta
-from polarlm.engine.backends.native.kernels.recurrent.mamba2 import PartArguments
-from polarlm.engine.backends.native.kernels.recurrent.mamba2_unit import Mamba2, Mamba2Arguments
+from polarlm.engine.backends.native.kernels.recurrent import mamba2
+from polarlm.engine.backends.native.kernels.recurrent.common import AdvanceArguments, advance
+from polarlm.engine.backends.native.kernels.recurrent.gated_delta import Delta, DeltaArguments, gated_delta, supports
+from polarlm.engine.backends.native.kernels.recurrent.mamba2 import Mamba2, Mamba2Arguments, PartArguments
 from polarlm.engine.backends.native.kernels.recurrent.short_conv import ConvArguments, short_conv
-from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.numpy.gated_delta import gated_delta as plain_gated_delta
-from polarlm.engine.backends.numpy.mamba2 import mamba2 as plain_mamba2
+from polarlm.engine.backends.native.launch import KernelOps
 
 
-class ConvOps:
-    """The op `short_conv`."""
-
-    def __init__(self, launch: Launcher) -> None:
-        self._launch = launch
+class RecurrentOps(KernelOps):
+    """See `engine.backends.delta.RecurrentOps`. NumPy computes heads for which a thread's scratch has no room."""
 
     def short_conv(
         self, inputs: np.ndarray, conv: np.ndarray, bias: np.ndarray | None, slots: np.ndarray, rows: np.ndarray
@@ -43,16 +36,6 @@ class ConvOps:
         self._launch(short_conv(len(conv), has_bias=bias is not None), len(inputs), arguments)
         return y
 
-
-class DeltaOps:
-    """The ops `gated_delta`, `mamba2` and `advance_delta`. NumPy computes heads for which a thread's scratch has no
-    room."""
-
-    def __init__(self, launch: Launcher) -> None:
-        self._launch = launch
-        self._plain_delta = launch.unrecorded(plain_gated_delta)
-        self._plain_mamba2 = launch.unrecorded(plain_mamba2)
-
     def gated_delta(
         self,
         projected: np.ndarray,
@@ -62,8 +45,8 @@ class DeltaOps:
         ends: DeltaEnds | None = None,
     ) -> np.ndarray:
         spec = Delta(*_sizes(slots), w.tiled, ends is not None)
-        if not delta_unit.supports(spec):
-            return self._plain_delta(projected, w, slots, spans, ends)
+        if not supports(spec):
+            return self._launch.in_numpy(super().gated_delta, projected, w, slots, spans, ends)
         y = self._launch.empty((len(projected), spec.value_heads * spec.value_dim))
         arguments = DeltaArguments(
             projected=projected,
@@ -89,8 +72,8 @@ class DeltaOps:
         ends: DeltaEnds | None = None,
     ) -> np.ndarray:
         spec = Mamba2(*_sizes(slots), w.bias is not None, ends is not None)
-        if not mamba2_rows.supports(spec):
-            return self._plain_mamba2(projected, w, slots, spans, ends)
+        if not mamba2.supports(spec):
+            return self._launch.in_numpy(super().mamba2, projected, w, slots, spans, ends)
         launch, rows = self._launch, len(projected)
         y, kept = launch.empty((rows, spec.inner)), _kept(ends, spans, spec.block)
         blocks = 0 if ends is None else kept["blocks"] + 1
@@ -111,7 +94,7 @@ class DeltaOps:
         )
         launch(mamba2.convolve(spec), len(spans) * -(-spec.channels // mamba2.PART), arguments)
         launch(mamba2.multiply_keys(spec), len(spans) * spec.groups, arguments, grain=1)
-        launch(mamba2_rows.add_rows(spec), len(spans) * spec.heads, arguments)
+        launch(mamba2.add_rows(spec), len(spans) * spec.heads, arguments)
         parts = PartArguments(y, w.norm, spec.groups, spec.inner // spec.groups, w.eps)
         launch(mamba2.norm_parts(), rows, parts)
         return y

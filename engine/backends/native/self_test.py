@@ -13,12 +13,8 @@ import numpy as np
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.errors import KernelError
-from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.target import permitted
-from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Pointer
-from polarlm.engine.jit.lang.values import I8, I32, Value, vector
+from polarlm.engine.jit.lang import I8, I32, Emitter, Kernel, Level, Pointer, Value, vector
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
 
 
@@ -53,12 +49,12 @@ def check(level: Level) -> None:
     launch, bytes_ = Launcher(1, level), _scattered(3, 64)
     unsigned = bytes_[0].view(np.uint8) & 127, bytes_[1].view(np.uint8)
     dots = np.zeros((2, 16), np.int32)
-    found = np.zeros(64, np.uint8)
+    looked_up = np.zeros(64, np.uint8)
     table = (91 * np.arange(256) + 17).astype(np.uint8)  # a permutation
     small, any_ = unsigned
-    launch(_BYTES, 1, _Arguments(small=small, any=any_, b=bytes_[2], table=table, dots=dots, found=found))
+    launch(_BYTES, 1, _Arguments(small=small, any=any_, b=bytes_[2], table=table, dots=dots, looked_up=looked_up))
     wanted = [(a.astype(np.int32) * bytes_[2]).reshape(16, 4).sum(axis=1) for a in unsigned]
-    is_right = np.array_equal(dots, wanted) and np.array_equal(found, table[bytes_[2].view(np.uint8)])
+    is_right = np.array_equal(dots, wanted) and np.array_equal(looked_up, table[bytes_[2].view(np.uint8)])
 
     ops, weights = LinearOps(launch), np.empty((20, 96), np.float32)
     blocks = np.empty((20, 3), _BLOCK)
@@ -113,7 +109,7 @@ class _Arguments(NamedTuple):
     b: Pointer
     table: Pointer
     dots: Pointer
-    found: Pointer
+    looked_up: Pointer
 
 
 def _emit_bytes(e: Emitter, args: _Arguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -121,7 +117,7 @@ def _emit_bytes(e: Emitter, args: _Arguments, begin: Value, end: Value, scratch:
     zero, right = e.zero(lanes), e.load(args.b, lanes)
     e.store(e.level.dot4(e, zero, e.load(args.small, lanes), right, fits=True), args.dots)
     e.store(e.level.dot4(e, zero, e.load(args.any, lanes), right), args.dots, 64)
-    e.store(e.level.table(e, args.table, 256)(e.load(args.b, bytes_)), args.found)
+    e.store(e.level.table(e, args.table, 256)(e.load(args.b, bytes_)), args.looked_up)
 
 
 _BYTES = Kernel("self_test", _emit_bytes, _Arguments)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from polarlm.engine.backends.numpy.cgroups import groups, read_number
+from polarlm.engine.backends.numpy.host_memory import groups
 from polarlm.engine.outputs import Threads
 
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -64,25 +64,15 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
     """The tightest CPU quota of this process's cgroups in CPUs, rounded up; None without a quota."""
     quotas = []
     for version, folder in groups(root, "cpu"):
-        limit, period = _limit_v2(folder) if version == 2 else _limit_v1(folder)
-        if limit > 0 and period > 0:
+        names = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        try:  # both in microseconds
+            texts = " ".join((folder / name).read_text(encoding="ascii") for name in names)
+            limit, period = map(int, texts.split())
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+        if limit > 0 and period > 0:  # version 1 says −1 for no limit
             quotas.append(-(-limit // period))
     return min(quotas, default=None)
-
-
-def _limit_v2(folder: Path) -> tuple[int, int]:
-    """The quota of CPU time per period, and the period, in microseconds; zeros without a limit."""
-    try:
-        limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-        return int(limit), int(period)
-    except (OSError, ValueError):  # no such group, or "max"
-        return 0, 0
-
-
-def _limit_v1(folder: Path) -> tuple[int, int]:
-    """As `_limit_v2`; a negative quota means no limit."""
-    limit, period = (read_number(folder / f"cpu.cfs_{name}_us") or 0 for name in ("quota", "period"))
-    return limit, period
 
 
 def _in_variable(environment: Mapping[str, str]) -> tuple[int, str]:

@@ -13,10 +13,10 @@ kernels read words of a pair, or bytes of a quad. Codes of 8 bits are signed: 12
     codes        values / 32 times: the vectors of each plane, low bits first
 
 Subs are the sub-scales of a row and then its sub-offsets, of as many bits as in the file, so that a block is as small:
-a step waits for its bytes. Those of 6 or 4 bits are cut into planes, too. Of n numbers, a plane of b bits has
+a step waits for its bytes. Subs of 6 or 4 bits are cut into planes, too. Of n numbers, a plane of b bits has
 v = n · b / 8 vectors of a byte for each of the 16 rows; number i is in vector i % v, shifted by b · (i // v) bits.
 
-A block of a lattice has integers of 4 to 32 bits for each 32 inputs of a row. Those of 4 bits share bytes by twos.
+A block of a lattice has integers of 4 to 32 bits for each 32 inputs of a row. Integers of 4 bits share bytes by twos.
 
     scale        (16,) float16
     signs        (values / 32, 16) uint32       if signs are stored: a byte for each 8 inputs. If it has only 7 signs,
@@ -81,7 +81,7 @@ class TileLayout:
 
     @staticmethod
     def place(pair: int) -> int:
-        """The place of a pair among those of 32 inputs: s above."""
+        """The place of a pair among the pairs of 32 inputs: s above."""
         return pair // 2 + 8 * (pair % 2)
 
     @property
@@ -111,13 +111,13 @@ def layout(format: WeightFormat) -> TileLayout:
 
 
 def _sub_bits(format: WeightFormat) -> int:
-    """Bits of a sub-scale, which are those of a sub-offset: the stored bits that it depends on."""
+    """Bits of a sub-scale, and as many of a sub-offset: the stored bits that it depends on."""
     assert format.unpack is not None
     single = np.packbits(np.eye(8 * format.nbytes, dtype=np.uint8), axis=1, bitorder="little")
-    found = format.unpack(np.concatenate([np.zeros((1, format.nbytes), np.uint8), single]))
-    assert isinstance(found, Grouped)
-    assert found.sub_scale is not None
-    return int((found.sub_scale[1:] != found.sub_scale[0]).sum(axis=0).max())
+    blocks = format.unpack(np.concatenate([np.zeros((1, format.nbytes), np.uint8), single]))
+    assert isinstance(blocks, Grouped)
+    assert blocks.sub_scale is not None
+    return int((blocks.sub_scale[1:] != blocks.sub_scale[0]).sum(axis=0).max())
 
 
 @dataclass(frozen=True)
@@ -149,19 +149,19 @@ def lattice_layout(format: WeightFormat) -> dict[str, LatticeField]:
 def lattice_fields(format: WeightFormat, raw: np.ndarray) -> dict[str, np.ndarray]:
     """Blocks of a lattice as in the file, raw (n, NBYTES) uint8 → field → its bytes in tiles, uint8 (n, bytes)."""
     assert format.unpack is not None
-    found = format.unpack(raw)
-    assert isinstance(found, Lattice)
-    scales, rest = found.sub_scale.reshape(len(raw), format.values // 32, 32 // format.group), 0
-    fields = {"scale": found.scale.view(np.uint8)}
-    if found.signs is not None:
-        signs = found.signs
-        if found.grid.signs == 7:
+    blocks = format.unpack(raw)
+    assert isinstance(blocks, Lattice)
+    scales, rest = blocks.sub_scale.reshape(len(raw), format.values // 32, 32 // format.group), 0
+    fields = {"scale": blocks.scale.view(np.uint8)}
+    if blocks.signs is not None:
+        signs = blocks.signs
+        if blocks.grid.signs == 7:
             bits, rest = scales[:, :, :1] >> np.arange(4, dtype=np.uint8) & 1, 1
             signs = signs | bits.reshape(signs.shape) << 7
         fields["signs"] = signs
     fields["sub_scale"] = _joined(scales[:, :, rest:], 4)
-    fields["high"] = _joined(found.indices >> 8, format.bits - 8)
-    fields["low"] = (found.indices & 255).astype(np.uint8)
+    fields["high"] = _joined(blocks.indices >> 8, format.bits - 8)
+    fields["low"] = (blocks.indices & 255).astype(np.uint8)
     return {name: field for name, field in fields.items() if field.size}
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.native.launch import Launcher, Op, Recorded, Recording, Units
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.records import Record
+from polarlm.engine.backends.native.launch import Launcher, Recorded, Recording
+from polarlm.engine.jit.lang import Kernel
 
 
 class WarmUpLauncher(Launcher):
     """Asks the library for kernels in the order of their launches instead of running them. Results are zeros.
 
-    Ops without kernels do not run either.
+    Ops without kernels do not run either, and no weights are read.
     """
+
+    computes = False
 
     def __init__(self, launch: Launcher) -> None:
         super().__init__(launch.threads, launch.level)
@@ -26,20 +27,8 @@ class WarmUpLauncher(Launcher):
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         return np.zeros(shape, dtype)
 
-    def __call__(
-        self,
-        kernel: Kernel[Record],
-        units: Units,
-        arguments: Record,
-        grain: int = 0,
-        spare: int = 0,
-        *,
-        overlaps: bool = False,
-    ) -> None:
-        if self._recording is None:
-            self._need(kernel)
-        else:
-            super().__call__(kernel, units, arguments, grain, spare, overlaps=overlaps)
+    def _run(self, kernel: Kernel, arguments: np.ndarray, count: int, grain: int) -> None:
+        self._need(kernel)
 
     def _need(self, kernel: Kernel) -> None:
         self._needed[kernel] = None
@@ -49,13 +38,9 @@ class WarmUpLauncher(Launcher):
         """True: loading waits for these kernels, even where an op could do without them."""
         return True
 
-    def unrecorded(self, op: Op) -> Op:
-        """A function that does nothing. It returns zeros like its first argument if that is an array, else None."""
-
-        def nothing(first: Any, *args: Any, **kwargs: Any) -> Any:
-            return np.zeros_like(first) if isinstance(first, np.ndarray) else None
-
-        return super().unrecorded(cast(Op, nothing))
+    def in_numpy(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Zeros like the first argument if that is an array, else None; `op` is not called."""
+        return super().in_numpy(lambda: np.zeros_like(args[0]) if isinstance(args[0], np.ndarray) else None)
 
     def replay(self, recording: Recording) -> None:
         for launch in recording.launches:

@@ -45,8 +45,8 @@ def relu_squared(up: np.ndarray) -> np.ndarray:
     return np.maximum(up, np.float32(0)) * up
 
 
-# Of 2 · (1 − Φ(x)) = (a₁t + … + a₅t⁵) · e^−x²/2 with t = 1 / (1 + px/√2), x ≥ 0: Abramowitz and Stegun, Handbook of
-# Mathematical Functions, 7.1.26. Its error is at most 1.5e-7.
+# 2 · (1 − Φ(x)) = (a₁t + … + a₅t⁵) · e^−x²/2 with t = 1 / (1 + px/√2), x ≥ 0: Abramowitz and Stegun, Handbook of
+# Mathematical Functions, 7.1.26. The error is at most 1.5e-7.
 ERF_P = 0.3275911
 ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)  # a₁ … a₅
 

@@ -153,7 +153,7 @@ def blocks_of(cache: Cached, span: SpanView) -> list[tuple[Cached, np.ndarray]]:
 
 
 def _full_tile(start: int, full: Buffer, tokens: slice) -> _Tile:
-    """A tile of the given tokens of a full-precision block; the first has position `start`."""
+    """A tile of some tokens of a full-precision block; the first has position `start`."""
     return _Tile(start, *(side[:, tokens].astype(np.float32, copy=False) for side in full))
 
 

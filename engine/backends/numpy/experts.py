@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
@@ -20,7 +18,21 @@ class ExpertOps:
     def route(
         self, logits: np.ndarray, rule: Experts, bias: np.ndarray | None = None, factors: np.ndarray | None = None
     ) -> Routing:
-        return route(logits, rule, bias, factors)
+        if rule.scoring == "softmax":
+            scores = np.exp(logits - logits.max(axis=1, keepdims=True))
+            scores /= scores.sum(axis=1, keepdims=True)
+        else:
+            scores = 1 / (1 + np.exp(-logits))
+        ranks = scores if bias is None else scores + bias
+        ids = np.argsort(-ranks, axis=1, kind="stable")[:, : rule.top_k].astype(np.int32)
+        weights = np.take_along_axis(scores, ids, axis=1)
+        if rule.renormalize:
+            weights /= weights.sum(axis=1, keepdims=True)
+        weights *= np.float32(rule.scale)
+        if factors is not None:
+            weights *= factors[ids]
+        weights[~np.isfinite(logits).all(axis=1)] = np.nan
+        return Routing(ids, weights)
 
     @quiet
     def experts(
@@ -35,8 +47,19 @@ class ExpertOps:
         residual: np.ndarray | None = None,
         recorded: bool = False,
     ) -> np.ndarray:
+        """The rows of an expert are multiplied together, so its weights are read once."""
         x = x if norm is None else rms_norm(x, *norm)
-        y = weighted_experts(x, routing, gate_up, down, None if activation is None else ACTIVATIONS[activation])
+        y = np.zeros((len(x), down.shape[0]), np.float32)
+        weights, top_k = routing.weights.ravel(), routing.ids.shape[1]
+        order = np.argsort(routing.ids, axis=None, kind="stable")
+        experts, first = np.unique(routing.ids.ravel()[order], return_index=True)
+        for expert, pairs in zip(experts.tolist(), np.split(order, first)[1:], strict=True):
+            pairs = pairs[weights[pairs] != 0]
+            rows = pairs // top_k
+            hidden = _product(x[rows], gate_up, expert)
+            hidden = hidden if activation is None else ACTIVATIONS[activation](hidden)
+            # A row has an expert at most once.
+            y[rows] += _product(hidden, down, expert) * weights[pairs, None]
         if residual is None:
             return y
         residual += y
@@ -45,45 +68,6 @@ class ExpertOps:
     @quiet
     def gate(self, x: np.ndarray, logits: np.ndarray) -> None:
         x /= 1 + np.exp(-logits)
-
-
-def route(logits: np.ndarray, rule: Experts, bias: np.ndarray | None, factors: np.ndarray | None) -> Routing:
-    """See `Ops.route`."""
-    if rule.scoring == "softmax":
-        scores = np.exp(logits - logits.max(axis=1, keepdims=True))
-        scores /= scores.sum(axis=1, keepdims=True)
-    else:
-        scores = 1 / (1 + np.exp(-logits))
-    ranks = scores if bias is None else scores + bias
-    ids = np.argsort(-ranks, axis=1, kind="stable")[:, : rule.top_k].astype(np.int32)
-    weights = np.take_along_axis(scores, ids, axis=1)
-    if rule.renormalize:
-        weights /= weights.sum(axis=1, keepdims=True)
-    weights *= np.float32(rule.scale)
-    if factors is not None:
-        weights *= factors[ids]
-    weights[~np.isfinite(logits).all(axis=1)] = np.nan
-    return Routing(ids, weights)
-
-
-def weighted_experts(
-    x: np.ndarray,
-    routing: Routing,
-    gate_up: ExpertLinear,
-    down: ExpertLinear,
-    activate: Callable[[np.ndarray], np.ndarray] | None,
-) -> np.ndarray:
-    """See `Ops.experts`. The rows of an expert are multiplied together, so its weights are read once."""
-    y = np.zeros((len(x), down.shape[0]), np.float32)
-    order = np.argsort(routing.ids, axis=None, kind="stable")
-    experts, first = np.unique(routing.ids.ravel()[order], return_index=True)
-    for expert, pairs in zip(experts.tolist(), np.split(order, first)[1:], strict=True):
-        pairs = pairs[routing.weights.ravel()[pairs] != 0]
-        rows = pairs // routing.ids.shape[1]
-        hidden = _product(x[rows], gate_up, expert)
-        result = _product(hidden if activate is None else activate(hidden), down, expert)
-        y[rows] += result * routing.weights.ravel()[pairs, None]  # a row has an expert at most once
-    return y
 
 
 def _product(x: np.ndarray, w: ExpertLinear, expert: int) -> np.ndarray:

@@ -8,40 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights
-from polarlm.engine.backends.numpy.recurrence import (
-    add_by_blocks,
-    add_decays,
-    convolved,
-    decays_between,
-    keys_of_heads,
-    silu,
-    softplus,
-)
-from polarlm.engine.backends.numpy.rows import quiet, rms_norm
+from polarlm.engine.backends.delta import DeltaSlots, DeltaWeights
+from polarlm.engine.backends.numpy.recurrence import add_decays, convolved, decays_between, keys_of_heads, softplus
 
 _EPS = np.float32(1e-6)  # added to squared lengths of queries and keys
 
 
-@quiet
-def gated_delta(
-    projected: np.ndarray, w: DeltaWeights, slots: DeltaSlots, spans: np.ndarray, ends: DeltaEnds | None = None
-) -> np.ndarray:
-    """See `Ops.gated_delta`."""
-    heads, dim, channels = slots.updates.shape[1], slots.updates.shape[3], slots.inputs.shape[2]
-    y = np.empty((len(projected), heads, dim), np.float32)
-
-    def add(rows: slice, slot: int, place: int) -> None:
-        y[rows] = _add_rows(projected[rows], w, slots, slot, place)
-
-    add_by_blocks(spans, slots, ends, add, tiled=w.tiled)
-    z = projected[:, channels : channels + heads * dim].reshape(y.shape)
-    y = rms_norm(y, w.norm, w.eps)
-    y *= silu(z)
-    return y.reshape(len(projected), heads * dim)
-
-
-def _add_rows(rows: np.ndarray, w: DeltaWeights, slots: DeltaSlots, slot: int, place: int) -> np.ndarray:
+def add_rows(rows: np.ndarray, w: DeltaWeights, slots: DeltaSlots, slot: int, place: int) -> np.ndarray:
     """Add rows of one block to a slot, and return what their queries read: (count, H, D)."""
     _, key_heads, key_dim, _ = slots.keys.shape
     _, heads, _, dim = slots.updates.shape
@@ -54,10 +27,10 @@ def _add_rows(rows: np.ndarray, w: DeltaWeights, slots: DeltaSlots, slot: int, p
     of_head = keys_of_heads(key_heads, heads, tiled=w.tiled)
 
     decays, updates = slots.decays[slot], slots.updates[slot]
-    own = add_decays(decays, w.decay[:, None] * softplus(a + w.dt_bias[:, None]), place)
+    added = add_decays(decays, w.decay[:, None] * softplus(a + w.dt_bias[:, None]), place)
     slots.keys[slot, :, :, place:end] = k.transpose(0, 2, 1)
     keys, matrix = slots.keys[slot, :, :, :end], slots.matrices[slot]
-    since, between = np.exp(own)[..., None], decays_between(decays, place, count)  # since: of the matrix (H, count, 1)
+    since, between = np.exp(added)[..., None], decays_between(decays, place, count)  # since: the matrix, (H, count, 1)
     beta = 1 / (1 + np.exp(-b[..., None]))
     weights = beta * between * (k @ keys)[of_head]
     new = beta * (v - since * (k[of_head] @ matrix)) - weights[..., :place] @ updates[:, :place]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
-from polarlm.engine.backends.numpy.cgroups import groups, read_number
 from polarlm.engine.errors import EngineError
 
 _GIB = 1 << 30
+# Version of cgroups → the files with limits, the file with the bytes in use, and what memory.stat puts before names.
+_FILES = {
+    1: (["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"),
+    2: (["memory.max", "memory.high"], "memory.current", ""),
+}
 
 
 def available() -> int:
@@ -53,27 +58,51 @@ def cgroup_room(root: Path = Path("/")) -> int | None:
 
     root: the folder with `proc` and `sys`.
     """
-    rooms = [
-        room
-        for version, folder in groups(root, "memory")
-        if (room := _room_v2(folder) if version == 2 else _room_v1(folder)) is not None
-    ]
+    rooms = []
+    for version, folder in groups(root, "memory"):
+        limit_names, used_name, prefix = _FILES[version]
+        limits = [limit for name in limit_names if (limit := _number(folder / name)) is not None]
+        used = _number(folder / used_name)
+        if limits and used is not None:
+            cached = sum(_statistic(folder, f"{prefix}{name}") for name in ("inactive_file", "active_file"))
+            rooms.append(min(limits) - used + cached)
     return max(0, min(rooms)) if rooms else None
 
 
-def _room_v2(folder: Path) -> int | None:
-    limits = [limit for name in ("memory.max", "memory.high") if (limit := read_number(folder / name)) is not None]
-    used = read_number(folder / "memory.current")
-    if not limits or used is None:
-        return None
-    return min(limits) - used + _statistic(folder, "inactive_file") + _statistic(folder, "active_file")
+def groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+    """Yields version and folder of each cgroup whose controller limits this process, on Linux: its own and its
+    ancestors.
+
+    root: the folder with `proc` and `sys`. controller: "memory" or "cpu".
+
+    In a container the path may be the host's, and only a part is mounted: folders may be missing, and callers skip
+    these.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return
+    mounted = root / "sys/fs/cgroup"
+    for line in lines:
+        hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if hierarchy == "0" and not controllers:
+            version, tops = 2, [mounted, mounted / "unified"]
+        elif controller in controllers.split(","):
+            version, tops = 1, [mounted / controller, mounted / controllers]
+        else:
+            continue
+        below = PurePosixPath(path.lstrip("/"))
+        for top in tops:
+            for part in (below, *below.parents):
+                yield version, top / part
 
 
-def _room_v1(folder: Path) -> int | None:
-    limit, used = read_number(folder / "memory.limit_in_bytes"), read_number(folder / "memory.usage_in_bytes")
-    if limit is None or used is None:
+def _number(file: Path) -> int | None:
+    """The number in a file; None if the file is missing or has no number, such as "max"."""
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
         return None
-    return limit - used + _statistic(folder, "total_inactive_file") + _statistic(folder, "total_active_file")
 
 
 def _statistic(folder: Path, name: str) -> int:

@@ -8,37 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, Mamba2Weights
-from polarlm.engine.backends.numpy.recurrence import (
-    add_by_blocks,
-    add_decays,
-    convolved,
-    decays_between,
-    keys_of_heads,
-    silu,
-    softplus,
-)
-from polarlm.engine.backends.numpy.rows import quiet, rms_norm
+from polarlm.engine.backends.delta import DeltaSlots, Mamba2Weights
+from polarlm.engine.backends.numpy.recurrence import add_decays, convolved, decays_between, keys_of_heads, softplus
 
 
-@quiet
-def mamba2(
-    projected: np.ndarray, w: Mamba2Weights, slots: DeltaSlots, spans: np.ndarray, ends: DeltaEnds | None = None
-) -> np.ndarray:
-    """See `Ops.mamba2`."""
-    groups, inner = slots.keys.shape[1], len(w.norm)
-    y = np.empty((len(projected), inner), np.float32)
-
-    def add(rows: slice, slot: int, place: int) -> None:
-        y[rows] = _add_rows(projected[rows, inner:], w, slots, slot, place)
-
-    add_by_blocks(spans, slots, ends, add, tiled=False)
-    y *= silu(projected[:, :inner])
-    parts = y.reshape(len(y), groups, inner // groups)
-    return rms_norm(parts, w.norm.reshape(groups, -1), w.eps).reshape(y.shape)
-
-
-def _add_rows(rows: np.ndarray, w: Mamba2Weights, slots: DeltaSlots, slot: int, place: int) -> np.ndarray:
+def add_rows(rows: np.ndarray, w: Mamba2Weights, slots: DeltaSlots, slot: int, place: int) -> np.ndarray:
     """Add rows [x | B | C | dt] of one block to a slot, and return what their queries read: (count, I)."""
     _, groups, size, _ = slots.keys.shape
     _, heads, _, dim = slots.updates.shape
@@ -51,10 +25,10 @@ def _add_rows(rows: np.ndarray, w: Mamba2Weights, slots: DeltaSlots, slot: int, 
     of_head = keys_of_heads(groups, heads, tiled=False)
 
     decays, updates = slots.decays[slot], slots.updates[slot]
-    own = add_decays(decays, w.decay[:, None] * step, place)
+    added = add_decays(decays, w.decay[:, None] * step, place)
     slots.keys[slot, :, :, place:end] = k.transpose(0, 2, 1)
     updates[:, place:end] = step[..., None] * x
-    read = np.exp(own)[..., None] * (q[of_head] @ slots.matrices[slot])
+    read = np.exp(added)[..., None] * (q[of_head] @ slots.matrices[slot])
     scores = (q @ slots.keys[slot, :, :, :end])[of_head]
     read += (decays_between(decays, place, count) * scores) @ updates[:, :end]
     read += w.skip[:, None, None] * x

@@ -11,22 +11,30 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends import transfer
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
+from polarlm.engine.backends.kv import (
+    CacheFormat,
+    FilledBlocks,
+    HeadTransform,
+    KVLocation,
+    PreparedTransform,
+    Spans,
+    SpanView,
+)
 from polarlm.engine.backends.numpy import blas, host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.backends.numpy.attention import ScoreRule, attend_alone
-from polarlm.engine.backends.numpy.encoders import EncoderOps
+from polarlm.engine.backends.numpy.attention import ScoreRule, attend_alone, read_blocks
+from polarlm.engine.backends.numpy.encoders import attend_to_texts, parts_of
 from polarlm.engine.backends.numpy.experts import ExpertOps
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, rounded
-from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side, store_fields
-from polarlm.engine.backends.numpy.kv.stored_blocks import decode_blocks, full_slots, stored_blocks
+from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side
+from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps
 from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, softcap
-from polarlm.engine.backends.ops import KeptTiles, Load, Result
+from polarlm.engine.backends.ops import EncoderOps, ExpertCache, KeptTiles, Load, Result, WarmUp
 from polarlm.engine.outputs import Threads
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
-from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
+from polarlm.engine.weight_formats import Linear, Matrix, RereadMatrix, StoredMatrix, WeightFormat, get
 
 
 class NumpyOps(ExpertOps, RecurrentOps):
@@ -38,17 +46,15 @@ class NumpyOps(ExpertOps, RecurrentOps):
     forkable = True
     stored_as = transfer.FIELDS
     keeps_tiles = False
-    cache_experts = None
+    cache_experts: Callable[[Sequence[Sequence[RereadMatrix]], ExpertCache], tuple[Matrix, ...]] | None = None
     prefill_rows = 512  # the feed-forward activations about fit the cache
     fetch_later = None
-    decode_blocks = staticmethod(decode_blocks)
 
     def __init__(self, threads: int = 0):
         """threads: the number for BLAS; 0 keeps BLAS's own."""
         if threads:
             blas.use_threads(threads)
         self._is_set = threads > 0
-        self.of_encoders = EncoderOps(self.transform_heads)
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return work(*inputs)
@@ -57,6 +63,10 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return Threads(blas.threads(), "by the setting threads" if self._is_set else "as BLAS has them")
 
     def of_layer(self, layer: int) -> NumpyOps:
+        return self
+
+    @property
+    def of_encoders(self) -> EncoderOps:
         return self
 
     def wait(self) -> None:
@@ -78,8 +88,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def set_aside(self, load: Load) -> None:
         """Does nothing: memory is allocated on demand."""
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> WarmUp | None:
         """Returns None: nothing is compiled."""
+        return None
 
     def kept_as(self, format: WeightFormat) -> WeightFormat:
         return get("f32")
@@ -163,7 +174,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         residual += y
         return residual
 
-    def prepare(self, transforms: Sequence[HeadTransform]) -> list[HeadTransform]:
+    def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
         return list(transforms)
 
     @quiet
@@ -171,7 +182,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         self,
         qkv: np.ndarray,
         rope: tuple[np.ndarray, np.ndarray],
-        transform: HeadTransform,
+        transform: PreparedTransform,
         norms: tuple[np.ndarray, np.ndarray, float] | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         keys = qkv.shape[1] - transform.kv_heads
@@ -193,12 +204,10 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     def sample(
         self, logits: np.ndarray, sampler_inputs: Sequence[SamplerInput], newest: np.ndarray | None = None
-    ) -> list[Sampled]:
+    ) -> Any:
         return sample_all(logits, sampler_inputs)
 
-    def fetch_tokens(
-        self, chosen: list[Sampled], logits: np.ndarray, sampler_inputs: Sequence[SamplerInput]
-    ) -> list[Sampled]:
+    def fetch_tokens(self, chosen: Any, logits: np.ndarray, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
         return chosen
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
@@ -207,10 +216,11 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         """See `Ops.cache`. On systems with overcommit, pages that are never written take no memory."""
-        own, finer = stored_blocks(format, quantized, transfer.FIELDS)
-        slots = full_slots(format, full)
-        both = None if format.finer is None or finer is None else LayerCache(format.finer, *finer, *slots)
-        return LayerCache(format, *own, *slots, finer=both)
+        blocks, finer_blocks = stored_blocks(format, quantized, transfer.FIELDS)
+        slots, finer = full_slots(format, full), None
+        if format.finer is not None and finer_blocks is not None:
+            finer = LayerCache(format.finer, *finer_blocks, *slots)
+        return LayerCache(format, *blocks, *slots, finer=finer)
 
     def in_numpy(self, cache: LayerCache) -> dict[str, str]:
         return {}
@@ -219,10 +229,10 @@ class NumpyOps(ExpertOps, RecurrentOps):
         k, v = np.empty((2, format.kv_heads, rows, format.head_dim), np.float16 if as_slots else np.float32)
         return k, v
 
-    def spans(self, spans: Sequence[SpanView], block_size: int) -> Sequence[SpanView]:
+    def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
         return spans
 
-    def append_kv(self, cache: LayerCache, spans: Sequence[SpanView], k: np.ndarray, v: np.ndarray) -> None:
+    def append_kv(self, cache: LayerCache, spans: Spans, k: np.ndarray, v: np.ndarray) -> None:
         for span in spans:
             start, count = span.position - span.current_start, span.rows.stop - span.rows.start
             new_kv = k[span.rows].swapaxes(0, 1), v[span.rows].swapaxes(0, 1)
@@ -239,9 +249,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
         self,
         qkv: np.ndarray,
         rope: tuple[np.ndarray, np.ndarray],
-        transform: HeadTransform,
+        transform: PreparedTransform,
         cache: LayerCache,
-        spans: Sequence[SpanView],
+        spans: Spans,
         norms: tuple[np.ndarray, np.ndarray, float] | None = None,
     ) -> np.ndarray:
         q, k, v = self.transform_heads(qkv, rope, transform, norms)
@@ -253,10 +263,10 @@ class NumpyOps(ExpertOps, RecurrentOps):
         self,
         q: np.ndarray,
         cache: LayerCache,
-        spans: Sequence[SpanView],
+        spans: Spans,
         scale: float,
         window: int | None,
-        transform: HeadTransform | None = None,
+        transform: PreparedTransform | None = None,
         then: Linear | None = None,
         *,
         softcap: float | None = None,
@@ -276,10 +286,19 @@ class NumpyOps(ExpertOps, RecurrentOps):
         back = None if transform.value_rotation is None else transform.value_rotation.T
         return rotate(out, back, None if transform.scale_back is None else transform.scale_back[:, None])
 
+    def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
+        k, v, mean = read_blocks(cache, np.asarray(blocks, np.intp))
+        if mean is not None:
+            by_block = k.reshape(*mean.shape[:2], -1, mean.shape[2])
+            by_block += mean[:, :, None]
+        return k, v
+
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         for layers, blocks, sources in alike(filled):
             (k, mean), (v, _) = (encode_side(layers, sources, side) for side in (0, 1))
-            store_fields(layers, blocks, k, mean, v)
+            for number, cache in enumerate(layers):
+                heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)
+                cache.write(blocks, Sides(*({name: x[heads] for name, x in side.items()} for side in (k, v, mean))))
 
     def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
         k, v = cache.full(source)
@@ -297,11 +316,10 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return {f"{side}.{name}": x.swapaxes(0, 1) for side, arrays in sides for name, x in arrays.items()}
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        given = transfer.converted(cache.format, len(blocks), arrays, cache.stored_as)
         sides: dict[str, Fields] = {side: {} for side in Sides._fields}
-        for name, x in given.items():
-            side, _, own = name.partition(".")
-            sides[side][own] = x.swapaxes(0, 1)
+        for name, x in transfer.converted(cache.format, len(blocks), arrays, cache.stored_as).items():
+            side, _, field = name.partition(".")
+            sides[side][field] = x.swapaxes(0, 1)
         cache.put(blocks, Sides(**sides))
 
     def read_full(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -311,6 +329,29 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def write_full(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
         transfer.full_tokens(cache.format, k, v)
         cache.store(KVLocation(None, slot), (k, v))
+
+    @quiet
+    def layer_norm(self, x: np.ndarray, norm: tuple[np.ndarray, np.ndarray, float]) -> None:
+        weight, bias, eps = norm
+        x -= x.mean(axis=-1, keepdims=True)
+        variance = np.vecdot(x, x)[..., None] / np.float32(x.shape[-1])
+        x *= 1 / np.sqrt(variance + np.float32(eps))
+        x *= weight
+        x += bias
+
+    @quiet
+    def self_attention(
+        self,
+        qkv: np.ndarray,
+        rope: tuple[np.ndarray, np.ndarray] | None,
+        transform: PreparedTransform,
+        lengths: Sequence[int],
+        scale: float,
+        window: int | None = None,
+        norms: tuple[np.ndarray, np.ndarray, float] | None = None,
+    ) -> np.ndarray:
+        q, k, v = parts_of(qkv, transform) if rope is None else self.transform_heads(qkv, rope, transform, norms)
+        return attend_to_texts(q, k, v, lengths, scale, window)
 
 
 def _whole(matrix: Matrix | Linear) -> np.ndarray:

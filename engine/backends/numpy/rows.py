@@ -39,20 +39,3 @@ def rotate(x: np.ndarray, rotation: np.ndarray | None, scale: np.ndarray | None 
     """(x * scale) @ rotation for x (T, heads, D), scale (heads, D or 1), rotation (D, D); None means no factor."""
     x = x if scale is None else x * scale
     return x if rotation is None else x @ rotation
-
-
-@quiet
-def short_conv(
-    inputs: np.ndarray, conv: np.ndarray, bias: np.ndarray | None, slots: np.ndarray, rows: np.ndarray
-) -> np.ndarray:
-    """See `Ops.short_conv`."""
-    gate_in, gate_out, x = np.split(inputs, 3, axis=1)
-    before, (slot, place, following, _) = len(conv) - 1, (rows - [1, 0, 1, 0]).T
-    new, from_end = gate_in * x, place - (slots.shape[1] - 2 * before)
-    slots[slot, before + place] = new
-    repeated = (following >= 0) & (from_end >= 0)
-    slots[following[repeated], from_end[repeated]] = new[repeated]
-    sums = np.zeros_like(new) if bias is None else np.broadcast_to(bias, new.shape).copy()
-    for back, of_channel in enumerate(conv):
-        sums += of_channel * slots[slot, place + back]
-    return gate_out * sums

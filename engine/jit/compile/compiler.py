@@ -1,4 +1,4 @@
-"""Kernels, their compilation to object code, and loading it."""
+"""Compilation of kernels to object code, and loading it."""
 
 from __future__ import annotations
 
@@ -6,63 +6,15 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, TypeAlias
+from typing import Any, TypeAlias
 
 import llvmlite
-import numpy as np
 from llvmlite import ir
 
 from polarlm.engine.jit.compile import images
 from polarlm.engine.jit.compile.target import machine
-from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang import records
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Record
-from polarlm.engine.jit.lang.values import I64, POINTER, Value
-
-
-@dataclass(frozen=True)
-class Kernel(Generic[Record]):
-    """A kernel: a function of arguments that computes units begin, …, end − 1 of an op.
-
-    name: unique; it includes everything that the kernel is specialized for. emit(e, arguments, begin, end, scratch)
-    emits its body. arguments: the record (`lang/records.py`) whose values `emit` gets. scratch: bytes of the calling
-    thread's memory that it needs, aligned to 64. Units may run in any order, on any threads.
-    """
-
-    name: str
-    emit: Callable[[Emitter, Record, Value, Value, Value], None]
-    arguments: type[Record]
-    scratch: int = 0
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kernel) and self.name == other.name
-
-    def module(self, level: Level) -> str:
-        """The LLVM IR of the kernel."""
-        module = ir.Module(name=self.name)
-        module.triple = _triple(level)
-        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, I64, I64, POINTER]), "kernel")
-        function.attributes.add("nounwind")
-        # LLVM must not turn a loop into a call of memset. llvmlite does not know this attribute, hence set.add.
-        set.add(function.attributes, '"no-builtins"')
-        e = Emitter(level, function)
-        given, begin, end, scratch = (Value(e, argument) for argument in function.args)
-        self.emit(e, records.read(e, self.arguments, given), begin, end, scratch)
-        e.builder.ret_void()
-        return str(module)
-
-    def pack(self, arguments: Record) -> np.ndarray:
-        """The arguments as the kernel reads them: int64, 8 bytes per field."""
-        assert type(arguments) is self.arguments, f"{self.name} takes {self.arguments.__name__}, not {arguments}"
-        return records.words(arguments)
-
+from polarlm.engine.jit.lang import I64, POINTER, Emitter, Kernel, Level, Value, read
 
 # llvmlite has its own lock, which would stay locked in a forked child if another thread was compiling.
 _llvm_lock = threading.RLock()
@@ -76,7 +28,6 @@ _numbers = itertools.count()  # names of loaded objects
 
 @cache
 def _binding() -> Any:
-    """llvmlite.binding, initialized."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -113,9 +64,9 @@ def _target_machine(level: Level) -> Any:
     return target.create_target_machine(cpu=_cpu(level), features=level.features, opt=3, **code)
 
 
-def _optimized(source: str, target: Any) -> Any:
+def _optimized(text: str, target: Any) -> Any:
     llvm = _binding()
-    module = llvm.parse_assembly(source)
+    module = llvm.parse_assembly(text)
     module.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_unrolling = False  # kernels unroll themselves where that pays
@@ -126,28 +77,42 @@ def _optimized(source: str, target: Any) -> Any:
     return module
 
 
-def compile_object(kernel: Kernel, level: Level) -> bytes:
+def source(kernel: Kernel[Any], level: Level) -> str:
+    """The LLVM IR of the kernel."""
+    module = ir.Module(name=kernel.name)
+    module.triple = _triple(level)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [POINTER, I64, I64, POINTER]), "kernel")
+    function.attributes.add("nounwind")
+    # LLVM must not turn a loop into a call of memset. llvmlite does not know this attribute, hence set.add.
+    set.add(function.attributes, '"no-builtins"')
+    e = Emitter(level, function)
+    arguments, begin, end, scratch = (Value(e, argument) for argument in function.args)
+    kernel.emit(e, read(e, kernel.arguments, arguments), begin, end, scratch)
+    e.builder.ret_void()
+    return str(module)
+
+
+def compile_object(kernel: Kernel[Any], level: Level) -> bytes:
     """The kernel as an object file, for `finished`. Raises RuntimeError if LLVM cannot compile it."""
-    source = kernel.module(level)
+    text = source(kernel, level)
     with _llvm_lock:
-        return _object(source, level)
+        return _object(text, level)
 
 
-def _object(source: str, level: Level) -> bytes:
+def _object(text: str, level: Level) -> bytes:
     """The object file of LLVM IR. LLVM's objects are freed on return, which must happen while the lock is held."""
     target = _target_machine(level)
-    return target.emit_object(_optimized(source, target))
+    return target.emit_object(_optimized(text, target))
 
 
-def assembly(kernel: Kernel, level: Level) -> str:
+def assembly(kernel: Kernel[Any], level: Level) -> str:
     """The machine code of the kernel as assembly text."""
-    return _assembly(kernel.module(level), level).decode()
+    return _assembly(source(kernel, level), level).decode()
 
 
-def _assembly(source: str, level: Level) -> bytes:
-    """The machine code of LLVM IR as assembly text."""
+def _assembly(text: str, level: Level) -> bytes:
     target = _target_machine(level)
-    return target.emit_assembly(_optimized(source, target)).encode()
+    return target.emit_assembly(_optimized(text, target)).encode()
 
 
 @cache

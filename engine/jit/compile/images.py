@@ -138,29 +138,18 @@ class LoadedImage:
         entry, number = _HEAD.unpack_from(image) if size > 0 else (0, 0)
         if not entry < size or number != _MACHINES.get(machine()):
             raise ValueError("it is no image of this machine")
-        system, private = _system(), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = system.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, private, -1, 0)
-        if memory == ctypes.c_void_p(-1).value:
-            raise _error("there is no memory for it")
-        ctypes.memmove(memory, image[_HEAD.size :], size)
-        if system.mprotect(memory, size, mmap.PROT_READ | mmap.PROT_EXEC):
-            error = _error("this system does not allow memory to be executed")
-            system.munmap(memory, size)
-            raise error
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory[:] = image[_HEAD.size :]
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        if protect(address, size, mmap.PROT_READ | mmap.PROT_EXEC):
+            reason = os.strerror(ctypes.get_errno())
+            raise OSError(f"this system does not allow memory to be executed ({reason})")
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
         if (flush := _flush()) is not None:
-            flush(memory, memory + size)
-        self.address: int = memory + entry
-
-
-@cache
-def _system() -> Any:
-    """The C library, with the signatures of mmap, munmap and mprotect."""
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    library.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return library
+            flush(address, address + size)
+        self.address: int = address + entry
 
 
 @cache
@@ -186,7 +175,3 @@ def _is_available() -> bool:
 
 
 AVAILABLE = _is_available()
-
-
-def _error(what: str) -> OSError:
-    return OSError(f"{what} ({os.strerror(ctypes.get_errno())})")

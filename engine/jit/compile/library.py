@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from polarlm.engine.errors import KernelError
-from polarlm.engine.jit.compile.compiler import Kernel, Loaded, compile_object, finished, load
+from polarlm.engine.jit.compile.compiler import Loaded, compile_object, finished, load
 from polarlm.engine.jit.compile.object_cache import ObjectCache, object_cache
 from polarlm.engine.jit.isa import VARIABLE
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Kernel, Level
 from polarlm.model_loaders.forks import renew_in_children
 
 _PASSING = (OSError, ImportError)  # errors of the system, which a kernel may not have the next time
@@ -55,7 +55,6 @@ class Library:
                 self._ask(kernel)
 
     def has(self, kernel: Kernel) -> bool:
-        """Whether a kernel is loaded."""
         return kernel in self._loaded
 
     def wait(self, kernels: Iterable[Kernel], progress: Callable[[int, int], None] = lambda done, count: None) -> None:
@@ -147,7 +146,6 @@ class Library:
 
     @property
     def names(self) -> list[str]:
-        """The names of the kernels that have been loaded."""
         return sorted(kernel.name for kernel in list(self._loaded))
 
 
@@ -162,6 +160,5 @@ def library(level: Level, sources: tuple[Path, ...] = ()) -> Library:
 
 
 def compiled() -> tuple[int, float]:
-    """Return how many kernels this process has compiled, and the seconds of CPU time that it took."""
-    found = list(_of_this_process.values())
-    return sum(one.compiled for one in found), sum(one.compile_seconds for one in found)
+    libraries = list(_of_this_process.values())
+    return sum(each.compiled for each in libraries), sum(each.compile_seconds for each in libraries)

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from polarlm.engine.jit.compile.compiler import target_description
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, last_used, source_digest
 
 _SETS = 8  # sets to keep, most recently used, of all versions and levels
@@ -48,16 +48,12 @@ class ObjectCache:
             if not _is_ours(os.stat(self._folder)):
                 return None
             # Opened once, so that what is checked is what is read. O_NONBLOCK: if it is a pipe, do not wait.
-            flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
-            number = os.open(self._file(name), flags | getattr(os, "O_BINARY", 0))
-            try:
-                status = os.fstat(number)
+            flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+            with open(self._file(name), "rb", opener=lambda path, mode: os.open(path, mode | flags)) as file:
+                status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or not _is_ours(status):
                     return None
-                with open(number, "rb", closefd=False) as file:
-                    content = file.read()
-            finally:
-                os.close(number)
+                content = file.read()
         except OSError:
             return None
         code = content[_CHECKSUM:]

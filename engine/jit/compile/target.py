@@ -11,17 +11,17 @@ from pathlib import Path
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.jit.isa import VARIABLE
-from polarlm.engine.jit.isa.levels import LEVELS, Level
+from polarlm.engine.jit.isa.levels import LEVELS
+from polarlm.engine.jit.lang import Level
 
 _CPUS = Path("/proc/cpuinfo")
 # Features that Linux and LLVM name differently.
 _LLVM_NAMES = {"abm": "lzcnt", "bmi1": "bmi", "avx512_vnni": "avx512vnni", "avx_vnni": "avxvnni"}
 _LLVM_NAMES |= {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
-_TILES = "amx-tile"
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # Linux's numbers on x86-64: ARCH_REQ_XCOMP_PERM
 
 
-# Of AArch64: LLVM's name → the number of the auxiliary vector's entry and the bit in it (Linux, asm/hwcap.h), and the
+# AArch64: LLVM's name → the number of the auxiliary vector's entry and the bit in it (Linux, asm/hwcap.h), and the
 # name of macOS. Every AArch64 CPU that these systems run on has `neon`.
 _HWCAP, _HWCAP2 = 16, 26
 _OF_ARM = {"dotprod": (_HWCAP, 20, "hw.optional.arm.FEAT_DotProd"), "i8mm": (_HWCAP2, 13, "hw.optional.arm.FEAT_I8MM")}
@@ -94,7 +94,7 @@ def levels() -> list[Level]:
     """The levels that this machine can run, in ascending order."""
     own = [level for level in LEVELS if level.machine in ("", machine())]
     able = [level for level in own if host_features().issuperset(level.needs)]
-    return [level for level in able if _TILES not in level.needs or _may_use_tiles()]
+    return [level for level in able if "amx-tile" not in level.needs or _may_use_tiles()]
 
 
 def permitted() -> list[Level]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from polarlm.engine.jit.isa.generic import ConvertsHalves
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import I8, I16, I32, Value, vector
+from polarlm.engine.jit.lang import I8, I16, I32, Emitter, Value, Values, vector
 
 _BYTES, _WORDS, _LANES = vector(I8, 16), vector(I16, 8), vector(I32, 4)  # a register's contents
 _LOOKED_UP = 64  # bytes of a table in the four registers of a `tbl`
@@ -91,7 +90,7 @@ class Neon(ConvertsHalves):
         return by_registers
 
 
-def _found(e: Emitter, lines: Sequence[Value], index: Value, before: Value | None = None) -> Value:
+def _found(e: Emitter, lines: Values, index: Value, before: Value | None = None) -> Value:
     """The bytes of up to four registers at the indices of a register; where one is beyond them, `before`, or 0."""
     name = f"llvm.aarch64.neon.tb{'l' if before is None else 'x'}{len(lines)}.v16i8"
     return e.intrinsic(name, _BYTES, *([] if before is None else [before]), *lines, index)
@@ -105,8 +104,6 @@ def _add_pairs(e: Emitter, total: Value, words: Value) -> Value:
 
 
 class NeonDot(Neon):
-    """NEON with dot products of four signed bytes."""
-
     name = "neon-dot"
     needs = (*Neon.needs, "dotprod")
     code_outputs = 8
@@ -139,7 +136,7 @@ class NeonI8mm(NeonDot):
         zero = e.zero(start.type)
         return [e.shuffle(zero, start, [i for lane in range(start.lanes) for i in (lane, lane + start.lanes)])]
 
-    def split_add(self, e: Emitter, sums: Sequence[Value], codes: Sequence[Value], words: Value) -> list[Value]:
+    def split_add(self, e: Emitter, sums: Values, codes: Values, words: Value) -> list[Value]:
         even, odd = codes
         both = e.shuffle(even, odd, [i for lane in range(even.lanes) for i in (lane, lane + even.lanes)])
 
@@ -148,7 +145,7 @@ class NeonI8mm(NeonDot):
 
         return [e.by_parts(4, add, *sums, both)]
 
-    def split_end(self, e: Emitter, sums: Sequence[Value]) -> Value:
+    def split_end(self, e: Emitter, sums: Values) -> Value:
         (both,) = sums
         high, low = (e.shuffle(both, both, range(first, both.lanes, 2)) for first in (0, 1))
         return (high << 8) + low

@@ -6,17 +6,14 @@ import importlib
 import pkgutil
 
 from polarlm.engine.jit import isa
-from polarlm.engine.jit.lang.level import Level
-
-__all__ = ["LEVELS", "Level", "found"]
+from polarlm.engine.jit.lang import Level
 
 
 def found() -> tuple[Level, ...]:
     """The `LEVELS` of all files: `generic` first, then other machines', each in ascending order."""
     stems = {info.name for info in pkgutil.iter_modules(isa.__path__)} - {"levels"}
-    modules = [
-        importlib.import_module(f"{isa.__name__}.{stem}") for stem in sorted(stems, key=lambda s: (s != "generic", s))
-    ]
+    in_order = sorted(stems, key=lambda stem: (stem != "generic", stem))
+    modules = [importlib.import_module(f"{isa.__name__}.{stem}") for stem in in_order]
     return tuple(level for module in modules for level in module.LEVELS)
 
 

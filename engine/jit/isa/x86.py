@@ -1,4 +1,5 @@
-"""The levels of x86-64: AVX2 and AVX-512, with or without VNNI's dot products and VBMI's table lookups."""
+"""The levels of x86-64: AVX2 and AVX-512, with or without VNNI's dot products, VBMI's table lookups, and AMX, whose
+registers are tiles: 16 rows of 64 bytes."""
 
 from __future__ import annotations
 
@@ -6,9 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
-from polarlm.engine.jit.isa.generic import ConvertsHalves, Generic
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import I8, I16, Value, vector
+from polarlm.engine.jit.isa.generic import ConvertsHalves
+from polarlm.engine.jit.lang import I8, I16, Emitter, Level, Type, Value, Values, vector
 
 _PAIR_PRODUCTS = {32: "avx2.pmadd.ub.sw", 64: "avx512.pmaddubs.w.512"}
 _WORD_PRODUCTS = {32: "avx2.pmadd.wd", 64: "avx512.pmaddw.d.512"}
@@ -16,13 +16,15 @@ _SCALED_PRODUCTS = {32: "avx2.pmul.hr.sw", 64: "avx512.pmul.hr.sw.512"}
 _PACK = {32: "avx2.packuswb", 64: "avx512.packuswb.512"}
 _SHUFFLE = {32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
 
+_ROWS, _BYTES = 16, 64  # a tile's
+_SUM, _LEFT, _RIGHT = 0, (1, 2), 3  # tiles
+_PALETTE, _PLACE_OF_BYTES, _PLACE_OF_ROWS = 1, 16, 48  # a configuration's, which has 64 bytes
+
 _LINE = 16  # entries of a part of a table
 _PARTS = 8  # parts: 128 entries, all of whose indices are ≥ 0 as signed bytes
 
 
 class Avx2(ConvertsHalves):
-    """AVX2, with FMA and F16C."""
-
     name = "avx2"
     machine = "x86_64"
     cpu = "x86-64-v3"
@@ -41,6 +43,14 @@ class Avx2(ConvertsHalves):
         first = operands[0]
         width = 64 if first.lanes * first.element.width == 8 * self.byte_register == 512 else 32
         return e.by_parts(8 * width // first.element.width, partial(operation, width), *operands)
+
+    def _called(self, e: Emitter, names: dict[int, str], element: Type, *operands: Value) -> Value:
+        """The results, of this element, of the intrinsic for registers of each size."""
+
+        def call(width: int, *parts: Value) -> Value:
+            return e.intrinsic(f"llvm.x86.{names[width]}", vector(element, 8 * width // element.width), *parts)
+
+        return self.by_registers(e, call, *operands)
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         if not fits:  # widen bytes to int16: bytes of even index, then bytes of odd index
@@ -67,28 +77,16 @@ class Avx2(ConvertsHalves):
         return self.by_registers(e, add, total, a, b)
 
     def pair_products(self, e: Emitter, unsigned: Value, signed: Value) -> Value:
-        def multiply(width: int, a: Value, b: Value) -> Value:
-            return e.intrinsic(f"llvm.x86.{_PAIR_PRODUCTS[width]}", vector(I16, width // 2), a, b)
-
-        return self.by_registers(e, multiply, unsigned, signed)
+        return self._called(e, _PAIR_PRODUCTS, I16, unsigned, signed)
 
     def scaled_product(self, e: Emitter, a: Value, b: Value) -> Value:
-        def multiply(width: int, a: Value, b: Value) -> Value:
-            return e.intrinsic(f"llvm.x86.{_SCALED_PRODUCTS[width]}", a.type, a, b)
-
-        return self.by_registers(e, multiply, a, b)
+        return self._called(e, _SCALED_PRODUCTS, I16, a, b)
 
     def join_words(self, e: Emitter, low: Value, high: Value) -> Value:
-        def join(width: int, a: Value, b: Value) -> Value:
-            return e.intrinsic(f"llvm.x86.{_PACK[width]}", vector(I8, width), a, b)
-
-        return self.by_registers(e, join, low, high)
+        return self._called(e, _PACK, I8, low, high)
 
     def lookup_in_lanes(self, e: Emitter, table: Value, index: Value) -> Value:
-        def find(width: int, a: Value, b: Value) -> Value:
-            return e.intrinsic(f"llvm.x86.{_SHUFFLE[width]}", a.type, a, b)
-
-        return self.by_registers(e, find, table, index)
+        return self._called(e, _SHUFFLE, I8, table, index)
 
     def table(self, e: Emitter, pointer: Value, entries: int) -> Callable[[Value], Value]:
         parts = self._parts(e, pointer, entries)
@@ -159,7 +157,7 @@ def _shuffle_bytes(e: Emitter, table: Value, index: Value) -> Value:
     return e.intrinsic(f"llvm.x86.{_SHUFFLE[index.lanes]}", index.type, table, index)
 
 
-def _shuffled(e: Emitter, tables: Sequence[Sequence[Value]], pieces: Sequence[Value]) -> list[list[Value]]:
+def _shuffled(e: Emitter, tables: Sequence[Values], pieces: Values) -> list[list[Value]]:
     """The bytes that registers of indices look up in each table. Each part is used for all registers in turn."""
     halves = range(0, len(tables[0]), _PARTS)
     low = [piece & 127 for piece in pieces] if len(halves) > 1 else pieces
@@ -197,8 +195,6 @@ class _Vnni(Avx2):
 
 
 class Avx2Vnni(_Vnni):
-    """AVX2 with AVX-VNNI."""
-
     name = "avx2-vnni"
     needs = (*Avx2.needs, "avxvnni")
     wishes = ("+fast-dpwssd",)  # vpdpwssd instead of a product and a sum
@@ -206,8 +202,6 @@ class Avx2Vnni(_Vnni):
 
 
 class Avx512(Avx2):
-    """AVX-512 F, BW, CD, DQ and VL."""
-
     name = "avx512"
     cpu = "x86-64-v4"
     needs = (*Avx2.needs, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -236,7 +230,7 @@ class Avx512(Avx2):
         return find
 
 
-def _words(e: Emitter, table: Sequence[Value], index: Value) -> Value:
+def _words(e: Emitter, table: Values, index: Value) -> Value:
     """The int16 entries at the indices in the low bytes of `index`, int16 (32,)."""
     name = "llvm.x86.avx512.vpermi2var.hi.512"
     parts = [e.intrinsic(name, index.type, a, index, b) for a, b in zip(table[::2], table[1::2], strict=True)]
@@ -249,8 +243,6 @@ def _words(e: Emitter, table: Sequence[Value], index: Value) -> Value:
 
 
 class Avx512Vnni(_Vnni, Avx512):
-    """AVX-512 with VNNI."""
-
     name = "avx512-vnni"
     needs: tuple[str, ...] = (*Avx512.needs, "avx512vnni")
     wishes = (*Avx512.wishes, *Avx2Vnni.wishes)
@@ -259,8 +251,6 @@ class Avx512Vnni(_Vnni, Avx512):
 
 
 class Avx512Vbmi(Avx512Vnni):
-    """AVX-512 with VNNI and VBMI."""
-
     name = "avx512-vbmi"
     needs = (*Avx512Vnni.needs, "avx512vbmi")
     wide_tables = True
@@ -273,7 +263,7 @@ class Avx512Vbmi(Avx512Vnni):
         return lambda index: e.by_parts(64, partial(_bytes, e, parts), index)
 
     def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
-        return Generic.pair_table(self, e, first, second)
+        return Level.pair_table(self, e, first, second)
 
 
 class Avx512Zen(Avx512Vbmi):
@@ -287,7 +277,7 @@ class Avx512Zen(Avx512Vbmi):
     near_rows = 2
 
 
-def _bytes(e: Emitter, table: Sequence[Value], index: Value) -> Value:
+def _bytes(e: Emitter, table: Values, index: Value) -> Value:
     if len(table) == 1:
         return e.intrinsic("llvm.x86.avx512.permvar.qi.512", index.type, table[0], index)
     name = "llvm.x86.avx512.vpermi2var.qi.512"
@@ -298,5 +288,41 @@ def _bytes(e: Emitter, table: Sequence[Value], index: Value) -> Value:
     return e.select(index < 0, high, low)
 
 
+class Avx512Amx(Avx512Vbmi):
+    name = "avx512-amx"
+    needs = (*Avx512Vbmi.needs, "amx-tile", "amx-bf16")
+    matrix_rows = _ROWS
+
+    def word_table(self, e: Emitter, entries: Sequence[int]) -> Callable[[Value], Value]:
+        words, half = vector(I16, 32), 32
+        if len(entries) <= half:
+            table = e.constant(words, (*entries, *[0] * (half - len(entries))))
+            return lambda index: e.intrinsic("llvm.x86.avx512.permvar.hi.512", words, table, index)
+        low, high = (e.constant(words, tuple(entries[first : first + half])) for first in (0, half))
+        return lambda index: e.intrinsic("llvm.x86.avx512.vpermi2var.hi.512", words, low, index, high)
+
+    def begin_tiles(self, e: Emitter, pairs: int) -> None:
+        shapes = {_SUM: (_ROWS, _BYTES), _RIGHT: (pairs, _BYTES), **dict.fromkeys(_LEFT, (_ROWS, 4 * pairs))}
+        configuration = bytearray(64)
+        configuration[0] = _PALETTE
+        for tile, (rows, nbytes) in shapes.items():
+            configuration[_PLACE_OF_BYTES + 2 * tile], configuration[_PLACE_OF_ROWS + tile] = nbytes, rows
+        e.intrinsic("llvm.x86.ldtilecfg", None, e.constant_bytes(bytes(configuration)))
+
+    def end_tiles(self, e: Emitter) -> None:
+        """The system no longer saves tiles when it switches threads."""
+        e.intrinsic("llvm.x86.tilerelease", None)
+
+    def multiply_tiles(self, e: Emitter, left: Values, right: Value, out: Value) -> None:
+        total, factor, stride = e.constant(I8, _SUM), e.constant(I8, _RIGHT), e.i64(_BYTES)
+        e.intrinsic("llvm.x86.tileloadd64", None, factor, right, stride)
+        e.intrinsic("llvm.x86.tilezero", None, total)
+        for tile, at in zip(_LEFT, left, strict=False):
+            own = e.constant(I8, tile)
+            e.intrinsic("llvm.x86.tileloadd64", None, own, at, stride)
+            e.intrinsic("llvm.x86.tdpbf16ps", None, total, own, factor)
+        e.intrinsic("llvm.x86.tilestored64", None, total, out, stride)
+
+
 # In ascending order. A level is a subset of every later one, except for avx2-vnni.
-LEVELS = Avx2(), Avx2Vnni(), Avx512(), Avx512Vnni(), Avx512Vbmi(), Avx512Zen()
+LEVELS = Avx2(), Avx2Vnni(), Avx512(), Avx512Vnni(), Avx512Vbmi(), Avx512Zen(), Avx512Amx()

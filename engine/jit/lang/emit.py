@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -27,6 +28,7 @@ from polarlm.engine.jit.lang.values import (
     Number,
     Type,
     Value,
+    Values,
     Variable,
     expect,
     vector,
@@ -36,7 +38,13 @@ from polarlm.engine.jit.lang.values import (
 # where the error is large (Lawson's method; scripts/fit_exp.py of commit 0db755bb).
 EXP_COEFFICIENTS = (0.49999994, 0.166665211, 0.041668389, 0.00836871471, 0.00138146256)
 
+_LEAST = 1e-34  # 32767 divided by a smaller number overflows
 _OF_FLOATS = {"fma", "fmuladd", "maxnum", "minnum", "fabs", "sqrt", "floor", "ceil", "trunc", "copysign"}
+
+
+def _intrinsic(name: str) -> Callable[..., Value]:
+    """An operation whose operands and result have one type."""
+    return lambda self, first, *others: self.same(name, first, *others)
 
 
 class Emitter(MemoryEmitter):
@@ -72,7 +80,7 @@ class Emitter(MemoryEmitter):
         expect(0 <= first < first + count <= a.lanes, f"{count} lanes from lane {first}", a)
         return a if count == a.lanes else self.shuffle(a, a, range(first, first + count))
 
-    def join(self, parts: Sequence[Value]) -> Value:
+    def join(self, parts: Values) -> Value:
         """The concatenation of vectors of the same type, whose number is a power of two."""
         whole = list(parts)
         while len(whole) > 1:
@@ -80,7 +88,7 @@ class Emitter(MemoryEmitter):
             whole = [self.shuffle(a, b, lanes) for a, b in zip(whole[::2], whole[1::2], strict=True)]
         return whole[0]
 
-    def collect(self, scalars: Sequence[Value]) -> Value:
+    def collect(self, scalars: Values) -> Value:
         """A vector whose lanes are these scalars."""
         whole = ir.Constant(ir.VectorType(scalars[0].type, len(scalars)), ir.Undefined)
         for lane, scalar in enumerate(scalars):
@@ -91,7 +99,7 @@ class Emitter(MemoryEmitter):
         expect(0 <= lane < a.lanes, f"a lane {lane}", a)
         return Value(self, self.builder.extract_element(a.ir, ir.Constant(I32, lane)))
 
-    def transposed(self, rows: Sequence[Value]) -> list[Value]:
+    def transposed(self, rows: Values) -> list[Value]:
         """The transpose of a square matrix whose rows are vectors; its size is a power of two."""
         square, size, step = list(rows), len(rows), 1
         while step < size:
@@ -151,17 +159,14 @@ class Emitter(MemoryEmitter):
 
     # -- arithmetic ------------------------------------------------------------------------------------------------
 
-    def suffix(self, value: Value) -> str:
-        """The suffix for the value's type in names of LLVM intrinsics."""
-        element = {F16: "f16", F32: "f32", F64: "f64"}.get(value.element) or f"i{value.element.width}"
-        return f"v{value.lanes}{element}" if value.lanes else element
-
     def same(self, name: str, first: Value, *others: Number) -> Value:
         """A call of an intrinsic whose arguments and result have one type."""
         expect(first.is_float == (name in _OF_FLOATS), f"a type that {name} is for", first)
         rest = [other if isinstance(other, Value) and other.type == I1 else self.like(other, first) for other in others]
         expect(all(other.type in (first.type, I1) for other in rest), "one type", first, *rest)
-        return self.intrinsic(f"llvm.{name}.{self.suffix(first)}", first.type, first, *rest)
+        element = {F16: "f16", F32: "f32", F64: "f64"}.get(first.element) or f"i{first.element.width}"
+        suffix = f"v{first.lanes}{element}" if first.lanes else element
+        return self.intrinsic(f"llvm.{name}.{suffix}", first.type, first, *rest)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a * b + c, rounded once if the level has that instruction."""
@@ -169,27 +174,12 @@ class Emitter(MemoryEmitter):
         a, b, c = (self.like(value, wide) for value in (a, b, c))
         return self.same("fma" if self.level.fuses else "fmuladd", a, b, c)
 
-    def fmax(self, a: Value, b: Number) -> Value:
-        """The maximum of floats; if one is NaN, the other."""
-        return self.same("maxnum", a, b)
-
-    def fmin(self, a: Value, b: Number) -> Value:
-        return self.same("minnum", a, b)
-
-    def absolute(self, a: Value) -> Value:
-        """The absolute value of floats."""
-        return self.same("fabs", a)
-
-    def sqrt(self, a: Value) -> Value:
-        return self.same("sqrt", a)
-
-    def imin(self, a: Value, b: Number) -> Value:
-        """The minimum of signed integers."""
-        return self.same("smin", a, b)
-
-    def imax(self, a: Value, b: Number) -> Value:
-        """The maximum of signed integers."""
-        return self.same("smax", a, b)
+    fmax = _intrinsic("maxnum")  # floats; if one is NaN, the other
+    fmin = _intrinsic("minnum")
+    absolute = _intrinsic("fabs")
+    sqrt = _intrinsic("sqrt")
+    imin = _intrinsic("smin")  # signed integers
+    imax = _intrinsic("smax")
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         """a where the condition holds, else b, by lane."""
@@ -237,6 +227,10 @@ class Emitter(MemoryEmitter):
         expect(bits.element == I16, "int16", bits)
         return self.level.half_to_float(self, bits)
 
+    def float_to_half(self, x: Value) -> Value:
+        """Finite float32 of magnitude below 65520 → the nearest float16, ties to even, as int16."""
+        return self.level.float_to_half(self, x)
+
     def exp(self, x: Value) -> Value:
         """e^x of float32, with a relative error below 1.5e-7; 0 below -87.3, infinity above 88.37, NaN for NaN.
 
@@ -272,3 +266,43 @@ class Emitter(MemoryEmitter):
             return Value(self, self.builder.call(kept, [part.ir]))
 
         return self.by_parts(self.level.lanes, same, total)
+
+
+# -- gathers, and rounding to integers: results are equal at every level ----------------------------------------------
+
+
+def gather(e: Emitter, pointer: Value, index: Value, element: Type) -> Value:
+    """The numbers of a table in memory at the indices `index` (int32 lanes ≥ 0), as a vector."""
+    step = element.width // 8 if isinstance(element, ir.IntType) else 8 if element == F64 else 4
+    lanes = [e.extract(index, lane).zext(I64) * step for lane in range(index.lanes)]
+    return e.collect([e.load(pointer + lane, element) for lane in lanes])
+
+
+def gather_pairs(e: Emitter, pointer: Value, index: Value) -> list[Value]:
+    """`gather` of adjacent pairs of float32 → a vector of the first numbers, and one of the second."""
+    lanes = index.lanes
+    both = gather(e, pointer, index, F64).bits(vector(F32, 2 * lanes))
+    return [e.shuffle(both, both, range(first, 2 * lanes, 2)) for first in (0, 1)]
+
+
+def round_to(e: Emitter, parts: Values, limit: float) -> tuple[list[Value], Value]:
+    """Vectors of float32 → int32, scaled so that the largest magnitude becomes `limit` ≤ 32767; and that magnitude.
+
+    The int32 are all 0 if it is at most 1e-34. It is NaN if any number is, so that products with it are NaN too.
+    """
+    top = largest(e, parts)
+    return scaled_to(e, parts, top, limit), top
+
+
+def largest(e: Emitter, parts: Values) -> Value:
+    """The largest magnitude of float32 in vectors; NaN if any number is."""
+    bits = vector(I32, parts[0].lanes)
+    # Magnitudes compare like their bits, with NaN above infinity. A maximum of floats would ignore NaN.
+    magnitudes = [e.absolute(part).bits(bits) for part in parts]
+    return e.imax_lanes(reduce(e.imax, magnitudes)).bits(F32)
+
+
+def scaled_to(e: Emitter, parts: Values, top: Value, limit: float) -> list[Value]:
+    """Vectors of float32 → int32, scaled so that `top` would become `limit` ≤ 32767; 0 if it is at most 1e-34."""
+    inverse = e.select(top > _LEAST, e.like(limit, top) / top, e.zero(F32))
+    return [e.round(part * inverse) for part in parts]

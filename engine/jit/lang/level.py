@@ -1,65 +1,53 @@
-"""The interface of a level of CPU features; `engine.jit.isa` has a class for each level."""
+"""A level of CPU features; `engine.jit.isa` has a class for each."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polarlm.engine.jit.lang.values import Value
+from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, Values, vector
 
-LARGEST_SPLIT = 127 * 256 + 127
-"""The largest int16 that is 256 times a signed byte, and a signed byte."""
+LARGEST_SPLIT = 127 * 256 + 127  # the largest int16 that is 256 times a signed byte, and a signed byte
 
 
-class Level(ABC):
+class Level:
     """A level of CPU features: the sizes of its registers, and its code for what LLVM does not find by itself.
 
-    Operations take e, the `Emitter`, and give the same results at every level.
+    Operations take e, the `Emitter`, and give the same results at every level. Here they are made of LLVM's own
+    instructions; a level overrides what its CPU has instructions for.
     """
 
     name: str
-    machine = ""
-    """LLVM's name of the machine that has the instructions, as `compile.target.machine`; empty for any."""
-    cpu = ""
-    """LLVM's name of a CPU that has the features; empty for any CPU."""
-    needs: tuple[str, ...] = ()
-    """LLVM's names of the features that the host must have."""
-    wishes: tuple[str, ...] = ()
-    """Tuning flags for LLVM."""
+    machine = ""  # LLVM's name of the machine that has the instructions, as `compile.target.machine`; empty for any
+    cpu = ""  # LLVM's name of a CPU that has the features; empty for any CPU
+    needs: tuple[str, ...] = ()  # LLVM's names of the features that the host must have
+    wishes: tuple[str, ...] = ()  # tuning flags for LLVM
 
-    lanes = 4
-    """32-bit numbers per register."""
-    registers = 16
-    """Number of vector registers."""
+    lanes = 4  # 32-bit numbers per register
+    registers = 16  # number of vector registers
     code_tiles: tuple[tuple[int, int], ...] = ((2, 1),)
     """Register tiles (rows, 16-column vectors) of products with codes: one that covers few rows completely, and one
     that minimises loads for many rows."""
-    code_outputs = 16
-    """Outputs of a tile, 16 or 8, that products of codes with several rows sum at once."""
+    code_outputs = 16  # outputs of a tile, 16 or 8, that products of codes with several rows sum at once
     keeps_order = False
     """Whether `keep_order` and `unknown` do something. Kernels of such a level read again what has no place in
     registers, and compute a few sums after the other, where others would compute all of them together."""
     sums_in_order = False
     """Whether `in_order` does something: sums of several rows are computed in the order in which they are emitted, and
     stay in registers. Where those are few, LLVM would write products to the stack and add them later."""
-    float_tile = 2, 1
-    """The same of products of float32."""
-    byte_register = 0
-    """Bytes of the registers of byte and int16 instructions; 0 if the level has no such instructions."""
-    fuses = False
-    """Whether multiply-add of floats is one instruction with one rounding."""
+    float_tile = 2, 1  # rows and 16-column vectors of a register tile of products of float32
+    byte_register = 0  # bytes of the registers of byte and int16 instructions; 0 if the level has no such instructions
+    fuses = False  # whether multiply-add of floats is one instruction with one rounding
     signed_dots = False
     """Whether signed bytes times signed bytes take fewer instructions than unsigned bytes times signed bytes."""
-    splits_words = False
-    """Whether products of bytes with int16 are faster as products with the two bytes of each int16."""
+    splits_words = False  # whether products of bytes with int16 are faster as products with the two bytes of each int16
     split_rows = 0
     """Rows up to which products of unsigned bytes with int16 are faster as products with the two bytes of each int16:
     codes need not become words then, which more rows would share."""
     near_rows = 0
     """Rows up to which loops that read codes prefetch those that they read next, in the order of memory: it is all that
-    the hardware needs to prefetch the following ones. Loops of more rows, which are slower, prefetch those of some
-    kilobytes later."""
+    the hardware needs to prefetch the following ones. Loops of more rows, which are slower, prefetch codes that lie
+    some kilobytes later."""
     unpacks_first = False
     """Whether products of many rows with codes are faster if the codes were unpacked to words in memory before."""
     multiplies_words = False
@@ -81,41 +69,51 @@ class Level(ABC):
         """Whether registers hold at least 16 vectors of 16 numbers: the sums of several rows and their operands."""
         return self.registers * self.lanes >= 16 * 16
 
-    @abstractmethod
     def dot4(self, e: Any, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         """total + Σ unsigned · signed over the 4 bytes of each int32 lane, exact. The lanes are a multiple of 8.
 
         fits: the sum of two products fits an int16, as with unsigned bytes up to 128. On x86 without VNNI that is
         faster.
         """
+        for shift in (0, 8, 16, 24):
+            total = total + ((unsigned >> shift) & 255) * (signed << (24 - shift)).ashr(24)
+        return total
 
-    @abstractmethod
     def dot4_signed(self, e: Any, total: Value, a: Value, b: Value) -> Value:
         """total + Σ a · b over the 4 bytes of each int32 lane, both signed, exact. b must not be -128.
 
         With `signed_dots` it is faster than `dot4`, also for unsigned bytes below 128.
         """
+        for shift in (0, 8, 16, 24):
+            total = total + (a << (24 - shift)).ashr(24) * (b << (24 - shift)).ashr(24)
+        return total
 
-    @abstractmethod
     def dot2(self, e: Any, total: Value, a: Value, b: Value) -> Value:
         """total + Σ a · b over the 2 int16 of each int32 lane, exact."""
+        return total + (a << 16).ashr(16) * (b << 16).ashr(16) + a.ashr(16) * b.ashr(16)
 
-    @abstractmethod
     def split_start(self, e: Any, start: Value) -> list[Value]:
         """What `split_add` adds to, with a start value for each lane: sums of products of signed bytes with int16 of
         magnitude up to `LARGEST_SPLIT`, exact. With `splits_words` they are faster than `dot2`."""
+        return [e.zero(start.type), start]
 
-    @abstractmethod
-    def split_add(self, e: Any, sums: Sequence[Value], codes: Sequence[Value], words: Value) -> list[Value]:
+    def split_add(self, e: Any, sums: Values, codes: Values, words: Value) -> list[Value]:
         """Add, for each lane, the products of its 8 bytes with the same 8 int16.
 
         codes: two vectors of int32 lanes, of 4 bytes each. words (16,): 8 high bytes, and then 8 low bytes, both
         signed, so that an int16 is 256 times the one plus the other.
         """
+        fours, totals = words.bits(vector(I32, 4)), []
+        for part, total in enumerate(sums):
+            for i, code in enumerate(codes):
+                total = self.dot4_signed(e, total, code, e.splat(e.extract(fours, 2 * part + i), code.lanes))
+            totals.append(total)
+        return totals
 
-    @abstractmethod
-    def split_end(self, e: Any, sums: Sequence[Value]) -> Value:
+    def split_end(self, e: Any, sums: Values) -> Value:
         """The sums, int32."""
+        high, low = sums
+        return (high << 8) + low
 
     def word_table(self, e: Any, entries: Sequence[int]) -> Callable[[Value], Value]:
         """A function that looks up int16 (32,) in up to 64 int16. Levels that multiply matrices have it."""
@@ -129,40 +127,71 @@ class Level(ABC):
         """What follows the last `multiply_tiles`."""
         raise NotImplementedError
 
-    def multiply_tiles(self, e: Any, left: Sequence[Value], right: Value, out: Value) -> None:
+    def multiply_tiles(self, e: Any, left: Values, right: Value, out: Value) -> None:
         """Write the sum of the products of one or two matrices `left` with `right` to `out`: addresses. left: bfloat16
         (16, 2 · pairs), a row every 64 bytes. right: bfloat16 (pairs, 16, 2), a pair for each column. out: float32
-        (16, 16). Integers are exact if the magnitudes of the products that a sum is of add up to 2²⁴ at most."""
+        (16, 16). Integers are exact if the magnitudes of the products in a sum add up to 2²⁴ at most."""
         raise NotImplementedError
 
-    @abstractmethod
     def pair_products(self, e: Any, unsigned: Value, signed: Value) -> Value:
         """Sums of adjacent pairs of products unsigned · signed: two vectors of bytes → int16. The sums must fit, and
         the unsigned bytes be below 128."""
+        words = vector(I16, unsigned.lanes // 2)
+        a, b = unsigned.bits(words), signed.bits(words)
+        return (a & 255) * (b << 8).ashr(8) + (a >> 8) * b.ashr(8)
 
-    @abstractmethod
     def scaled_product(self, e: Any, a: Value, b: Value) -> Value:
         """a · b / 2¹⁵ of int16, rounded to nearest, ties upwards. a and b must not both be -2¹⁵."""
+        return ((a.sext(I32) * b.sext(I32) + (1 << 14)).ashr(15)).trunc(I16)
 
-    @abstractmethod
     def join_words(self, e: Any, low: Value, high: Value) -> Value:
         """int16 from 0 to 255 → bytes: each 128-bit lane has the 8 values of `low`'s lane, then the 8 of `high`'s."""
+        bytes_ = vector(I8, 2 * low.lanes)
+        lanes = [first + 2 * (i % 8) + i // 8 * bytes_.count for first in range(0, bytes_.count, 16) for i in range(16)]
+        return e.shuffle(low.bits(bytes_), high.bits(bytes_), lanes)
 
-    @abstractmethod
     def lookup_in_lanes(self, e: Any, table: Value, index: Value) -> Value:
         """In each 128-bit lane, the entries of `table`'s lane at the indices (< 16) of `index`'s lane: 32 or 64
         bytes."""
+        entries, places = e.stack(64), e.stack(64)
+        e.store(table, entries)
+        e.store(index, places)
+        with e.loop(0, index.lanes) as lane:
+            place = (lane & -16) + e.load(places + lane, I8).zext(I64)
+            e.store(e.load(entries + place, I8), places + lane)
+        return e.load(places, index.type)
 
-    @abstractmethod
     def table(self, e: Any, pointer: Value, entries: int) -> Callable[[Value], Value]:
         """A function that looks up to 64 indices, bytes below `entries` ≤ 256, up in the bytes at a pointer."""
+        place = e.stack(64)
 
-    @abstractmethod
+        def find(index: Value) -> Value:
+            e.store(index, place)
+            with e.loop(0, index.lanes) as lane:
+                entry = pointer + e.load(place + lane, I8).zext(I64)
+                e.store(e.load(entry, I8), place + lane)
+            return e.load(place, index.type)
+
+        return find
+
     def pair_table(self, e: Any, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
         """A function that looks 64 indices up in two tables of 16, 64, 128 or 256 bytes."""
+        a, b = (self.table(e, e.constant_bytes(side), len(side)) for side in (first, second))
+        return lambda index: (a(index), b(index))
 
-    @abstractmethod
-    def half_to_float(self, e: Any, bits: Value) -> Value: ...
+    def half_to_float(self, e: Any, bits: Value) -> Value:
+        wide = bits.zext(I32)
+        magnitude = ((wide & 0x7FFF) << 13).bits(vector(F32, bits.lanes) if bits.lanes else F32) * 2.0**112
+        # Magnitudes ≥ 65536 stand for infinity or NaN, whose exponent bits are all ones.
+        other = e.select(magnitude >= 65536.0, e.like(0x7F800000, wide), e.like(0, wide))
+        sign = (wide & 0x8000) << 16
+        return (magnitude.bits(wide.type) | other | sign).bits(magnitude.type)
 
-    @abstractmethod
-    def float_to_half(self, e: Any, x: Value) -> Value: ...
+    def float_to_half(self, e: Any, x: Value) -> Value:
+        bits = x.bits(vector(I32, x.lanes) if x.lanes else I32)
+        magnitude = bits & 0x7FFFFFFF
+        even = (magnitude >> 13) & 1
+        normal = (magnitude + even + (0xFFF - (112 << 23))) >> 13
+        small = (magnitude.bits(x.type) + 0.5).bits(bits.type) - 0x3F000000  # multiples of 2⁻²⁴
+        half = e.select(magnitude < 113 << 23, small, normal)
+        return (half | ((bits >> 16) & 0x8000)).trunc(I16)

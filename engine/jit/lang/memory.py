@@ -40,7 +40,6 @@ class MemoryEmitter:
         return self.constant(type, 0.0 if isinstance(scalar, (ir.HalfType, ir.FloatType, ir.DoubleType)) else 0)
 
     def i64(self, number: int) -> Value:
-        """A constant int64."""
         return self.constant(I64, number)
 
     def offset(self, pointer: Value, nbytes: Number) -> Value:
@@ -49,17 +48,17 @@ class MemoryEmitter:
         expect(pointer.type == POINTER and step.type == I64, "a pointer and an int64", pointer, step)
         return Value(self, self.builder.gep(pointer.ir, [step.ir], source_etype=I8))
 
-    def load(self, pointer: Value, type: Type, offset: int = 0, align: int = 1) -> Value:
+    def load(self, pointer: Value, type: Type, offset: int = 0) -> Value:
         """The value at `pointer` + `offset` bytes."""
         expect(pointer.type == POINTER, "a pointer", pointer)
         load = self.builder.load(self.offset(pointer, offset).ir if offset else pointer.ir, typ=type)
-        load.align = align
+        load.align = 1
         return Value(self, load)
 
-    def store(self, value: Value, pointer: Value, offset: int = 0, align: int = 1) -> None:
+    def store(self, value: Value, pointer: Value, offset: int = 0) -> None:
         expect(pointer.type == POINTER, "a pointer", pointer)
         store = self.builder.store(value.ir, self.offset(pointer, offset).ir if offset else pointer.ir)
-        store.align = align
+        store.align = 1
 
     def constant_bytes(self, content: bytes) -> Value:
         """A pointer to constant bytes, aligned to 64."""

@@ -1,4 +1,4 @@
-"""Records in memory: named tuples with 8 bytes per field, such as a kernel's arguments or rows of a table.
+"""Kernels, and records in memory: named tuples with 8 bytes per field, such as their arguments or rows of a table.
 
     class Arguments(NamedTuple):
         x: Pointer
@@ -11,13 +11,15 @@ A program makes one from arrays and numbers, by keyword, and packs it; in a kern
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from ctypes import addressof, c_char
+from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar, get_type_hints
 
 import numpy as np
 
-from polarlm.engine.jit.lang.memory import MemoryEmitter
+from polarlm.engine.jit.lang.emit import Emitter
 from polarlm.engine.jit.lang.values import F32, I64, POINTER, Number, Type, Value
 
 Pointer: TypeAlias = Annotated[Any, POINTER]
@@ -28,18 +30,13 @@ Float32: TypeAlias = Annotated[Any, F32]
 Record = TypeVar("Record", bound=tuple[Any, ...])
 
 
-class _Layout(NamedTuple):
-    types: tuple[Type, ...]
-    pointers: tuple[int, ...]  # indices of the fields that are pointers
-    struct: struct.Struct
-
-
 @cache
-def _layout(record: type) -> _Layout:
+def _layout(record: type) -> tuple[tuple[Type, ...], tuple[int, ...], struct.Struct]:
+    """The types of the fields, the places of pointers among them, and how they are packed."""
     hints = get_type_hints(record, localns=globals(), include_extras=True)
     types = tuple(hints[name].__metadata__[0] for name in record._fields)  # type: ignore[attr-defined]
     pointers = tuple(number for number, kind in enumerate(types) if kind == POINTER)
-    return _Layout(types, pointers, struct.Struct("=" + "".join("f4x" if kind == F32 else "q" for kind in types)))
+    return types, pointers, struct.Struct("=" + "".join("f4x" if kind == F32 else "q" for kind in types))
 
 
 def pack(record: tuple[Any, ...]) -> bytes:
@@ -68,8 +65,34 @@ def words(record: tuple[Any, ...]) -> np.ndarray:
     return np.frombuffer(pack(record), np.int64)
 
 
-def read(e: MemoryEmitter, record: type[Record], pointer: Value, number: Number = 0) -> Record:
+def read(e: Emitter, record: type[Record], pointer: Value, number: Number = 0) -> Record:
     """The values of record `number` in the table at `pointer`."""
-    types = _layout(record).types
+    types, _, _ = _layout(record)
     at = pointer if isinstance(number, int) and not number else pointer + number * (8 * len(types))
     return record._make(e.load(at, kind, 8 * place) for place, kind in enumerate(types))  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Kernel(Generic[Record]):
+    """A function of arguments that computes units begin, …, end − 1 of an op.
+
+    name: unique; it includes everything that the kernel is specialized for. emit(e, arguments, begin, end, scratch)
+    emits its body. arguments: the record whose values `emit` gets. scratch: bytes of the calling
+    thread's memory that it needs, aligned to 64. Units may run in any order, on any threads.
+    """
+
+    name: str
+    emit: Callable[[Emitter, Record, Value, Value, Value], None]
+    arguments: type[Record]
+    scratch: int = 0
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kernel) and self.name == other.name
+
+    def pack(self, arguments: Record) -> np.ndarray:
+        """The arguments as the kernel reads them: int64, 8 bytes per field."""
+        assert type(arguments) is self.arguments, f"{self.name} takes {self.arguments.__name__}, not {arguments}"
+        return words(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -14,11 +15,11 @@ POINTER = ir.PointerType()
 
 Type: TypeAlias = ir.Type
 Number: TypeAlias = "Value | int | float"
+Values: TypeAlias = "Sequence[Value]"
 
 
 @cache
 def vector(element: Type, lanes: int) -> Type:
-    """The type of a vector of `lanes` elements."""
     return ir.VectorType(element, lanes)
 
 
@@ -42,9 +43,32 @@ def check_constant(type: Type, number: Any) -> None:
 
 
 def _size(type: Type) -> int:
-    """The number of bits of a scalar or vector."""
     lanes, element = (type.count, type.element) if isinstance(type, ir.VectorType) else (1, type)
     return lanes * (element.width if isinstance(element, ir.IntType) else {F16: 16, F32: 32}.get(element, 64))
+
+
+def _operator(integer: str | None, floating: str | None) -> Callable[[Value, Number], Value]:
+    """An operator, by the builder's names for integers and for floats; None where there is none."""
+    return lambda self, other: self._binary(other, integer, floating)
+
+
+def _shift(name: str) -> Callable[[Value, Number], Value]:
+    def shifted(self: Value, other: Number) -> Value:
+        size = _size(self.element)
+        expect(isinstance(other, Value) or 0 <= other < size, f"a number that can be shifted by {other}", self)
+        return self._binary(other, name, None)
+
+    return shifted
+
+
+def _comparison(sign: str) -> Callable[[Value, Number], Value]:
+    def compare(self: Value, other: Number) -> Value:
+        right, builder = self.emitter.like(other, self), self.emitter.builder
+        expect(self.type == right.type, "two numbers of one type", self, right)
+        emit = builder.fcmp_ordered if self.is_float else builder.icmp_signed
+        return Value(self.emitter, emit(sign, self.ir, right.ir))
+
+    return compare
 
 
 class Value:
@@ -85,45 +109,26 @@ class Value:
             return self.emitter.offset(self, other)
         return self._binary(other, "add", "fadd")
 
-    def __sub__(self, other: Number) -> Value:
-        return self._binary(other, "sub", "fsub")
+    __sub__ = _operator("sub", "fsub")
+    __mul__ = _operator("mul", "fmul")
+    __truediv__ = _operator(None, "fdiv")
+    __floordiv__ = _operator("udiv", None)  # the quotient of unsigned integers
+    __mod__ = _operator("urem", None)  # and its remainder
+    __and__ = _operator("and_", None)
+    __or__ = _operator("or_", None)
+    __xor__ = _operator("xor", None)
+    __lshift__ = _shift("shl")
+    __rshift__ = _shift("lshr")  # fills with zeros
+    ashr = _shift("ashr")  # copies the sign bit
 
-    def __mul__(self, other: Number) -> Value:
-        return self._binary(other, "mul", "fmul")
-
-    def __truediv__(self, other: Number) -> Value:
-        return self._binary(other, None, "fdiv")
-
-    def __floordiv__(self, other: Number) -> Value:
-        """The quotient of unsigned integers."""
-        return self._binary(other, "udiv", None)
-
-    def __mod__(self, other: Number) -> Value:
-        """The remainder of unsigned integers."""
-        return self._binary(other, "urem", None)
-
-    def __and__(self, other: Number) -> Value:
-        return self._binary(other, "and_", None)
-
-    def __or__(self, other: Number) -> Value:
-        return self._binary(other, "or_", None)
-
-    def __xor__(self, other: Number) -> Value:
-        return self._binary(other, "xor", None)
-
-    def _shifted(self, name: str, other: Number) -> Value:
-        size = _size(self.element)
-        expect(isinstance(other, Value) or 0 <= other < size, f"a number that can be shifted by {other}", self)
-        return self._binary(other, name, None)
-
-    def __lshift__(self, other: Number) -> Value:
-        return self._shifted("shl", other)
-
-    def __rshift__(self, other: Number) -> Value:
-        return self._shifted("lshr", other)
+    # Integers compare as signed.
+    __lt__ = _comparison("<")
+    __le__ = _comparison("<=")
+    __gt__ = _comparison(">")
+    __ge__ = _comparison(">=")
+    equals = _comparison("==")
 
     def __invert__(self) -> Value:
-        """Integers with all bits flipped."""
         expect(isinstance(self.element, ir.IntType), "integers", self)
         return Value(self.emitter, self.emitter.builder.not_(self.ir))
 
@@ -131,28 +136,6 @@ class Value:
         if self.is_float:
             return Value(self.emitter, self.emitter.builder.fneg(self.ir))
         return self.emitter.like(0, self) - self
-
-    def _compare(self, sign: str, other: Number) -> Value:
-        right, builder = self.emitter.like(other, self), self.emitter.builder
-        expect(self.type == right.type, "two numbers of one type", self, right)
-        compare = builder.fcmp_ordered if self.is_float else builder.icmp_signed
-        return Value(self.emitter, compare(sign, self.ir, right.ir))
-
-    def __lt__(self, other: Number) -> Value:
-        """Integers compare as signed, in all comparisons."""
-        return self._compare("<", other)
-
-    def __le__(self, other: Number) -> Value:
-        return self._compare("<=", other)
-
-    def __gt__(self, other: Number) -> Value:
-        return self._compare(">", other)
-
-    def __ge__(self, other: Number) -> Value:
-        return self._compare(">=", other)
-
-    def equals(self, other: Number) -> Value:
-        return self._compare("==", other)
 
     def _converted(self, element: Type, name: str) -> Value:
         is_integer, floats = isinstance(self.element, ir.IntType), name == "fptosi"
@@ -183,10 +166,6 @@ class Value:
     def to_int(self) -> Value:
         """Floats, rounded towards zero to int32."""
         return self._converted(I32, "fptosi")
-
-    def ashr(self, other: Number) -> Value:
-        """Arithmetic shift to the right, which copies the sign bit; `>>` fills with zeros."""
-        return self._shifted("ashr", other)
 
     def bits(self, target: Type) -> Value:
         """The same bits, as a value of another type of the same size."""

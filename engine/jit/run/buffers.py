@@ -3,24 +3,49 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
-
-from polarlm.engine.jit.run.zeros import zeros
 
 _LEAST = 1 << 12  # bytes of the smallest array of a pool
 MOST = 1 << 26  # bytes of the largest array that a pool keeps
 _LINE = 64  # bytes of a cache line
 _PIECE = 32 << 20  # bytes that an arena requests from the system at a time
+_MAPPED = 1 << 16  # bytes from which zeros have pages of their own
+_HUGE = 1 << 22  # bytes from which NumPy requests huge pages, too
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """As `np.zeros`, but the pages of a large array take no memory until they are written. Raises MemoryError.
+
+    `np.zeros` does not promise that: the C library may reuse freed memory and overwrite it with zeros.
+    """
+    kind = np.dtype(dtype)
+    nbytes = math.prod(shape) * kind.itemsize
+    if nbytes < _MAPPED or not hasattr(mmap, "MAP_PRIVATE"):  # Windows, where large arrays get fresh memory
+        return np.zeros(shape, kind)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"There is no memory for an array of {nbytes:,} bytes") from error
+    if nbytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, kind).reshape(shape)
 
 
 def aligned(nbytes: int) -> np.ndarray:
     """uint8 (nbytes,) zeros from the start of a cache line on; as in `zeros`, pages take memory once written."""
-    whole = zeros((nbytes + _LINE,), np.uint8)
-    first = -whole.ctypes.data % _LINE
-    return whole[first : first + nbytes]
+    return _from_line(zeros((nbytes + _LINE,), np.uint8), nbytes)
+
+
+def _from_line(memory: np.ndarray, nbytes: int) -> np.ndarray:
+    """`nbytes` bytes of memory, from the start of a cache line on."""
+    first = -memory.ctypes.data % _LINE
+    return memory[first : first + nbytes]
 
 
 class Arena:
@@ -35,17 +60,14 @@ class Arena:
         size = -(-nbytes // _LINE) * _LINE
         self._left.sort(key=len)
         number = next((i for i, left in enumerate(self._left) if len(left) >= size), None)
-        piece = _empty(max(size, _PIECE)) if number is None else self._left.pop(number)
+        if number is None:
+            room = max(size, _PIECE)
+            piece = _from_line(np.empty(room + _LINE, np.uint8), room)
+        else:
+            piece = self._left.pop(number)
         if len(piece) > size:
             self._left.append(piece[size:])
         return piece[:nbytes]
-
-
-def _empty(nbytes: int) -> np.ndarray:
-    """Uninitialized uint8 (nbytes,) at an aligned address."""
-    whole = np.empty(nbytes + _LINE, np.uint8)
-    first = -whole.ctypes.data % _LINE
-    return whole[first : first + nbytes]
 
 
 class _Lease:
@@ -53,12 +75,8 @@ class _Lease:
 
     def __init__(self, memory: np.ndarray, home: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._memory, self._home = memory, home
-        self.__array_interface__ = {
-            "data": (memory.ctypes.data, False),
-            "shape": shape,
-            "typestr": dtype.str,
-            "version": 3,
-        }
+        data = memory.ctypes.data, False
+        self.__array_interface__ = {"data": data, "shape": shape, "typestr": dtype.str, "version": 3}
 
     def __del__(self) -> None:
         self._home.append(self._memory)
@@ -95,7 +113,6 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool's memory, free and in use."""
         return sum(memory.nbytes for memory in self._all)
 
 

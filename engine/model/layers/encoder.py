@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polarlm.engine.backends.encoder_ops import EncoderOps
 from polarlm.engine.backends.kv import PreparedTransform
-from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.backends.ops import Array, EncoderOps, Ops
 from polarlm.engine.model.layers import Eps, add_projected, norm_of
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.layers.kinds import LayerWeights

@@ -1,4 +1,4 @@
-"""The writer of OpenAI's Responses: an object with items, whole or as a stream of events."""
+"""The tools of OpenAI's Responses, and their writer: an object with items, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Any
 
 from polarlm.engine import TokenLogprob, Usage
 from polarlm.server.answers.pieces import Answer, CallStart, Piece
-from polarlm.server.http.dialects._response_tools import ResponseTools
-from polarlm.server.http.dialects._shared import arguments_of
+from polarlm.server.http.dialects._shared import Places, arguments_of, items, members
 from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.generation import Writer
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import Event
+from polarlm.server.reading.tools import in_namespace
+from polarlm.server.reading.values import text
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # kind of item → prefix of its id
 
 
 @dataclass
 class _Item:
-    """An item of the output that is not complete."""
-
     kind: str
     id: str
     call: CallStart | None = None
@@ -32,7 +31,6 @@ class _Item:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def written(self, status: str) -> dict[str, Any]:
-        """The item as a JSON object."""
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             assert self.call is not None
@@ -44,7 +42,6 @@ class _Item:
         return item | {"content": [] if status == "in_progress" else [self.part()]}
 
     def part(self) -> dict[str, Any]:
-        """The content of a message or of reasoning, which is one part."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": "".join(self.text)}
         return {"type": "output_text", "text": "".join(self.text), "annotations": [], "logprobs": self.logprobs}
@@ -52,13 +49,11 @@ class _Item:
 
 @dataclass
 class ResponseWriter(Writer):
-    """Makes the JSON objects of one response."""
-
     model: str
     tells_cached: bool  # whether the usage has the number of cached tokens
     repeated: Mapping[str, Any]  # fields of the request that a response repeats
     logprobs: ChatLogprobs | None  # writes log-probabilities, if requested
-    tools: ResponseTools = field(default_factory=ResponseTools)
+    tools: ResponseTools
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
     _output: list[dict[str, Any]] = field(default_factory=list)  # complete items
@@ -110,12 +105,9 @@ class ResponseWriter(Writer):
             yield self._event(f"response.{status}", response=self._response(status, piece.usage))
 
     def failure(self, error: ApiError) -> Event:
-        """The last event of a stream that an error ends."""
         code = TOO_LONG if error.code == TOO_LONG else "server_error"
         failed = {"error": {"code": code, "message": error.told("openai")}}
         return self._event("response.failed", response=self._response("failed") | failed)
-
-    # -- items -----------------------------------------------------------------------------------------------------
 
     def _begin(self, kind: str, call: CallStart | None = None) -> Iterator[Event]:
         """The events up to the beginning of an item of this kind; none if that is the current item's kind."""
@@ -134,7 +126,6 @@ class ResponseWriter(Writer):
         yield self._of_item(f"response.{name}.delta", delta=delta, **more)
 
     def _end(self, status: str) -> Iterator[Event]:
-        """The events that end the current item."""
         item = self._open
         if item is None:
             return
@@ -156,15 +147,12 @@ class ResponseWriter(Writer):
         return {"output_index": len(self._output)}
 
     def _of_item(self, name: str, /, **fields: Any) -> Event:
-        """An event of the current item."""
         assert self._open is not None
         return self._event(name, item_id=self._open.id, **self._place(), **fields)
 
     def _event(self, name: str, /, **fields: Any) -> Event:
         self._number += 1
         return {"type": name, "sequence_number": self._number - 1, **fields}
-
-    # -- the response ----------------------------------------------------------------------------------------------
 
     def _response(self, status: str, usage: Usage | None = None) -> dict[str, Any]:
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -197,3 +185,59 @@ class ResponseWriter(Writer):
             "output_tokens_details": {"reasoning_tokens": 0},  # tokens of reasoning are not counted separately
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
+
+
+@dataclass(frozen=True)
+class ResponseTools:
+    """The tools of a request; functions have names that include their namespaces."""
+
+    tools: list[dict[str, Any]] = field(default_factory=list)  # functions in our own names, others as sent
+    namespaced: dict[str, tuple[str, str]] = field(default_factory=dict)  # our name → namespace, name
+
+    def named(self, name: str) -> dict[str, str]:
+        namespace, inner = self.namespaced.get(name, ("", name))
+        return {"name": inner, "namespace": namespace} if namespace else {"name": name}
+
+
+def read_response_tools(value: Any) -> ResponseTools:
+    read = ResponseTools()
+    for at, tool, namespace in _each("tools", value):
+        if tool.get("type", "function") != "function":
+            read.tools.append({**tool, "places": Places({"": at})})
+            continue
+        function = {name: member for name, member in tool.items() if name != "type"}
+        if namespace:
+            function["name"] = in_namespace(namespace, name := text(f"{at}.name", tool.get("name")))
+            read.namespaced[function["name"]] = namespace, name
+        read.tools.append({"type": "function", "function": function, "places": Places({".function": at})})
+    return read
+
+
+def _each(field: str, value: Any, namespace: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(path of the field, tool, its namespace) of each tool."""
+    for index, one in enumerate(items(field, value)):
+        at = f"{field}[{index}]"
+        tool = members(at, one)
+        if tool.get("type") == "namespace" and not namespace:
+            yield from _each(f"{at}.tools", tool.get("tools", []), text(f"{at}.name", tool.get("name")))
+        else:
+            yield at, tool, namespace
+
+
+def read_choice(value: Any) -> dict[str, Any]:
+    if value is None or isinstance(value, str):
+        return {} if value is None else {"tool_choice": value}
+    choice = members("tool_choice", value)
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        some = [(at, tool) for at, tool, _ in _each("tool_choice.tools", choice.get("tools"))]
+        tools = [_function(at, tool) if tool.get("type") == "function" else tool for at, tool in some]
+        return {"tool_choice": {"type": kind, kind: {"mode": choice.get("mode"), "tools": tools}}}
+    return {"tool_choice": _function("tool_choice", choice) if kind == "function" else choice}
+
+
+def _function(at: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    name = text(f"{at}.name", value.get("name"))
+    if "namespace" in value:
+        name = in_namespace(text(f"{at}.namespace", value["namespace"]), name)
+    return {"type": "function", "function": {"name": name}}

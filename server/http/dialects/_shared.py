@@ -13,20 +13,14 @@ from polarlm.server.reading.values import BadRequest, wrong
 
 
 class Places(dict[str, str]):
-    """Paths of the parts of a message or a tool in the client's body: our relative path → the client's path.
-
-    "" is the whole. JSON cannot contain this class, so a client cannot send one.
-    """
+    """The client's paths, by our relative paths in a message or a tool; "" is the whole. JSON has no such class."""
 
 
 def read_own(
     body: Mapping[str, Any], names: Mapping[str, str], about: About, takes: Collection[str] = ("messages",)
 ) -> ParsedRequest:
-    """The request in `body`, which has our own names. Raises BadRequest.
-
-    Error messages use the client's names of fields: `names` maps ours to the client's, and so do the "places" that
-    messages and tools may have.
-    """
+    """The request in `body`, which has our own names. Raises BadRequest with the client's names: `names` maps ours to
+    the client's, and so do the "places" of messages and tools."""
     places: dict[str, str] = {}
     for i, message in enumerate(body.get("messages", ())):
         places |= _absolute(f"messages[{i}]", message)
@@ -45,16 +39,15 @@ def read_own(
     )
 
 
-def _absolute(at: str, given: Any) -> dict[str, str]:
-    """Our path → the client's path, for each part of `given` that has a place; the longest path first."""
-    places = given.get("places") if isinstance(given, dict) else None
+def _absolute(at: str, value: Any) -> dict[str, str]:
+    """Our path → the client's path, for each part of `value` that has a place; the longest path first."""
+    places = value.get("places") if isinstance(value, dict) else None
     if not isinstance(places, Places):
         return {}
     return {at + ours: places[ours] for ours in sorted(places, key=len, reverse=True)}
 
 
 def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
-    """`error` with the client's name of the field."""
     for ours, theirs in names.items():
         rest = (error.field or "").removeprefix(ours)
         if rest != error.field and rest[:1] in ("", ".", "["):
@@ -80,7 +73,6 @@ def members(field: str, value: Any) -> dict[str, Any]:
 
 
 def items(field: str, value: Any) -> list[Any]:
-    """A JSON array. Raises BadRequest."""
     if not isinstance(value, list):
         raise wrong(field, "an array", value)
     return value

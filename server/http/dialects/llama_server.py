@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polarlm.engine import SamplingParams
+from polarlm.engine import SamplingParams, TokenLogprob, Usage
 from polarlm.engine.cli.flags import release
+from polarlm.engine.params import OPTIONS
 from polarlm.engine.requests.prompts import chat_text
+from polarlm.engine.sampling.sample import CHAIN, resolve
+from polarlm.model_loaders import Model
+from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.dialects._llama_answers import Completion, Infilling, error_body, generation_settings
-from polarlm.server.http.errors import ApiError
-from polarlm.server.http.generation import Counting, Generation
-from polarlm.server.http.openai.chat import OpenAI
-from polarlm.server.http.openai.shapes import CHAT
-from polarlm.server.http.streams import while_there
+from polarlm.server.http.errors import TOO_LONG, ApiError
+from polarlm.server.http.generation import About, Counting, Endpoint, Generation, Writer
+from polarlm.server.http.openai.chat import ChatCompletions
+from polarlm.server.http.openai.completions import read_raw, text_of
+from polarlm.server.http.openai.shapes import prompt_progress
+from polarlm.server.http.streams import Event, while_there
 from polarlm.server.http.warnings import warn
+from polarlm.server.reading.fields import FIELDS, asking
+from polarlm.server.reading.infill import infill_of, infilled
 from polarlm.server.reading.parameters import ParsedRequest, read
+from polarlm.server.reading.sampling import EXTENSIONS
+from polarlm.server.reading.values import flag, text, wrong
 from polarlm.server.running.driver import Driver
-
-__all__ = ["PATHS", "error_body", "routes"]
 
 PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-template", "/lora-adapters")
 
 
 def routes(driver: Driver) -> list[Route]:
-    """The endpoints."""
     server = _Server(driver)
-    counting = Counting(driver, OpenAI(CHAT), {"object": "response.input_tokens"})
+    counting = Counting(driver, ChatCompletions(), {"object": "response.input_tokens"})
     return [
         Route("/completion", Generation(driver, Completion()).serve, methods=["POST"]),
         Route("/infill", Generation(driver, Infilling()).serve, methods=["POST"]),
@@ -54,7 +63,6 @@ class _Server:
         self._driver = driver
 
     async def props(self, _request: Request) -> Response:
-        """The model, its template, and the default sampling parameters."""
         engine = self._driver.engine
         defaults = {
             "n_ctx": engine.context,
@@ -126,3 +134,197 @@ def _not_here(why: str) -> Any:
         raise ApiError(501, f"This server does not do this: {why}", "not_supported")
 
     return refuse
+
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+_MOST_FILES = 256
+_INFILLED = ("input_prefix", "input_suffix", "prompt")
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    if error.code == TOO_LONG:
+        kind = "exceed_context_size_error"
+    shown = {"code": error.status, "message": error.told("llama-server"), "type": kind, "param": error.param}
+    return {"error": {**shown, **error.numbers}}
+
+
+class Completion(Endpoint):
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, CompletionWriter]:
+        body = asking(body)
+        more = _own_fields(body)
+        asked = read_raw(body, about)
+        return asked, _writer(asked, about, more, several=isinstance(body["prompt"], list) and bool(asked.more_prompts))
+
+
+class Infilling(Endpoint):
+    known = (*FIELDS, *_INFILLED, "input_extra")
+
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, CompletionWriter]:
+        body = asking(body)
+        more = _own_fields(body)
+        texts = {name: text(name, body.get(name, "")) for name in _INFILLED}
+        files = _files(body.pop("input_extra", []))
+        asked = read(
+            {**body, "prompt": "-"}, about.model.tokenizer.tokenize, ("prompt",), parse_special=about.parse_special
+        )
+        infill = infill_of(about.model.tokenizer)
+        parts = (texts["input_prefix"], texts["input_suffix"], texts["prompt"], files)
+        prompts = [] if infill is None else [infill.prompt(*parts)]
+        asked = infilled("input_suffix", asked, infill, prompts)
+        return asked, _writer(asked, about, more, several=False)
+
+
+def _files(value: Any) -> list[tuple[str, str]]:
+    """(name, text) of each file in `input_extra`. Raises BadRequest."""
+    if not isinstance(value, list) or len(value) > _MOST_FILES:
+        raise wrong("input_extra", f"an array of at most {_MOST_FILES} files", value)
+    files = []
+    for index, file in enumerate(value):
+        at = f"input_extra[{index}]"
+        if not isinstance(file, dict):
+            raise wrong(at, "an object with a filename and a text", file)
+        name = "tmp" if file.get("filename") is None else text(f"{at}.filename", file["filename"])
+        files.append((name, text(f"{at}.text", file.get("text"))))
+    return files
+
+
+def _own_fields(body: dict[str, Any]) -> dict[str, bool]:
+    """The fields that only llama-server's own shape has, removed from `body`. Raises BadRequest."""
+    return {name: flag(name, body.pop(name, False)) for name in ("return_tokens", "timings_per_token")}
+
+
+def _writer(asked: ParsedRequest, about: About, more: dict[str, bool], *, several: bool) -> CompletionWriter:
+    return CompletionWriter(about, asked, several or asked.n > 1, more["return_tokens"], more["timings_per_token"])
+
+
+@dataclass(frozen=True)
+class CompletionWriter(Writer):
+    about: About
+    asked: ParsedRequest
+    several: bool  # whether the body of a response that is not streamed is an array
+    returns_tokens: bool
+    times_tokens: bool
+    _begun: float = field(default_factory=time.monotonic)
+    _first: dict[int, float] = field(default_factory=dict)  # answer → when its first token was generated
+    _counts: dict[int, int] = field(default_factory=dict)  # answer → number of tokens so far
+
+    def whole(self, answers: Sequence[Answer]) -> Any:
+        written = [
+            self._end(index, answer, answer.text, answer.token_ids if self.returns_tokens else (), answer.logprobs)
+            for index, answer in enumerate(answers)
+        ]
+        return written if self.several else written[0]
+
+    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
+        now = time.monotonic()
+        if piece.token_ids:
+            self._first.setdefault(index, now)
+        if piece.progress is not None:
+            progress = prompt_progress(piece.progress, self._begun)
+            yield self._part(index, piece, 0) | {"prompt_progress": progress}
+            return
+        count = self._counts[index] = self._counts.get(index, 0) + len(piece.token_ids)
+        if piece.text or piece.token_ids:
+            part = self._part(index, piece, count)
+            if piece.logprobs:
+                part["completion_probabilities"] = _probabilities(self.about.model.tokenizer, piece.logprobs)
+            if self.times_tokens:
+                first_at = self._first.get(index, now)
+                part["timings"] = {
+                    "prompt_ms": 1000 * (first_at - self._begun),
+                    **_rates("predicted", count, now - first_at),
+                }
+            yield part
+        if piece.finish_reason is not None:
+            yield self._end(index, piece, "", (), ())
+
+    def _part(self, index: int, piece: Piece, count: int) -> dict[str, Any]:
+        """An event before the last one. count: tokens so far."""
+        return {
+            "index": index,
+            "content": piece.text,
+            "tokens": list(piece.token_ids),
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": count,
+        }
+
+    def failure(self, error: ApiError) -> Event:
+        return error_body(error)
+
+    def _end(
+        self, index: int, last: Answer | Piece, content: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> dict[str, Any]:
+        """A whole answer, or the last event of a streamed one."""
+        usage, one = last.usage, self.asked.each()[index // self.asked.n]
+        assert usage is not None
+        word = last.stopped_by or ""
+        is_full = usage.prompt_tokens + usage.completion_tokens >= self.about.context
+        written: dict[str, Any] = {
+            "index": index,
+            "content": content,
+            "tokens": list(tokens),
+            "id_slot": -1,
+            "stop": True,
+            "model": self.about.model.name,
+            "tokens_predicted": usage.completion_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+            "generation_settings": generation_settings(self.about.model, one.params, self.about.context),
+            "prompt": text_of(one.prompt, self.about.model.tokenizer),
+            "truncated": last.finish_reason == "length" and is_full,
+            "stop_type": "limit" if last.finish_reason == "length" else "word" if word else "eos",
+            "stopping_word": word,
+            "tokens_cached": usage.cached_tokens if self.about.tells_cached else None,
+            "timings": _timings(usage, self.about.tells_cached),
+        }
+        if logprobs:
+            written["completion_probabilities"] = _probabilities(self.about.model.tokenizer, logprobs)
+        return written
+
+
+def _timings(usage: Usage, tells_cached: bool) -> dict[str, Any]:
+    read = usage.prompt_tokens - (usage.cached_tokens if tells_cached else 0)
+    drafts = {"draft_n": usage.drafted_tokens, "draft_n_accepted": usage.accepted_tokens}
+    return {
+        "cache_n": usage.prompt_tokens - read,
+        **_rates("prompt", read, usage.prefill_seconds),
+        **_rates("predicted", usage.completion_tokens, usage.generation_seconds),
+        **(drafts if usage.drafted_tokens else {}),
+    }
+
+
+def _rates(name: str, count: int, seconds: float) -> dict[str, float]:
+    """Count, milliseconds and rate of tokens. The rate is 0 if `seconds` is: the prefill yields the first token."""
+    return {
+        f"{name}_n": count,
+        f"{name}_ms": 1000 * seconds,
+        f"{name}_per_token_ms": 1000 * seconds / max(count, 1),
+        f"{name}_per_second": count / seconds if seconds else 0.0,
+    }
+
+
+def _probabilities(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token)
+        return {"id": token, "token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": logprob}
+
+    return [entry(token.id, token.logprob) | {"top_logprobs": [entry(*one) for one in token.top]} for token in tokens]
+
+
+def generation_settings(model: Model, params: SamplingParams, context: int) -> dict[str, Any]:
+    """The sampling parameters, with the model's defaults filled in, under llama-server's names."""
+    used = resolve(params, model.generation)
+    return {
+        "n_ctx": context,
+        "n_predict": params.max_tokens,
+        **{name: getattr(used, name, getattr(params, name)) for name in EXTENSIONS if name in OPTIONS},
+        "logit_bias": [[token, bias if abs(bias) < 1e9 else False] for token, bias in params.logit_bias.items()],
+        "n_probs": params.logprobs or 0,
+        "samplers": list(CHAIN),
+    }

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polarlm.engine import Embedding
 from polarlm.engine.params import OPTIONS
 from polarlm.engine.requests.prompts import Prompt
+from polarlm.model_loaders.forks import cached_property
+from polarlm.server.answers.pieces import Answer, Call, Piece
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.dialects._ollama_answers import LinesWriter, error_body, head, nanoseconds
-from polarlm.server.http.dialects._ollama_model import ModelFacts
-from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
-from polarlm.server.http.generation import About, Endpoint, Generation
-from polarlm.server.http.openai.embeddings import MOST_INPUTS
+from polarlm.server.http.described import listed, ollama_version, shown
+from polarlm.server.http.dialects._shared import Places, arguments_of, items, located, members, read_own, refuse
+from polarlm.server.http.errors import ApiError
+from polarlm.server.http.generation import About, Endpoint, Generation, Writer
+from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
-from polarlm.server.http.streams import LINES, while_there
+from polarlm.server.http.streams import LINES, Event
 from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.fields import given
+from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
 from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import BadRequest, flag, is_empty, text, wrong
 from polarlm.server.running.driver import Driver
-
-__all__ = ["PATHS", "error_body", "routes"]
 
 PATHS = ("/api",)
 
@@ -63,12 +63,12 @@ _KNOWN = {
     *("stream", "options", "format", "think", "logprobs", "top_logprobs", *_SAME_NAMES),
     *("keep_alive", "truncate", "shift", "width", "height", "steps"),  # without an effect here
 }
+_NEVER = "9999-12-31T23:59:59Z"  # the time at which the model is unloaded
 _EFFORTS = ("low", "medium", "high")
 
 
 def routes(driver: Driver) -> list[Route]:
-    """The endpoints."""
-    facts = ModelFacts(driver)
+    facts = _Facts(driver)
     return [
         Route("/api/chat", _Served(driver, CHAT).serve, methods=["POST"]),
         Route("/api/generate", _Served(driver, GENERATE).serve, methods=["POST"]),
@@ -78,28 +78,24 @@ def routes(driver: Driver) -> list[Route]:
         Route("/api/tags", facts.tags),
         Route("/api/ps", facts.running),
         Route("/api/show", facts.show, methods=["POST"]),
-        Route("/api/version", facts.version),
+        Route("/api/version", ollama_version),
     ]
 
 
 @dataclass(frozen=True)
 class Generating(Endpoint):
-    """One of the two endpoints that generate."""
-
-    own: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
+    prompt_of: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
     content: Callable[[dict[str, Any]], dict[str, Any]]  # wraps text, reasoning and calls in the fields of an answer
     framing = LINES
     known = _KNOWN
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, LinesWriter]:
-        """The request. Raises BadRequest."""
-        body = given(body)
-        asked = read_own(self.own(body) | _shared(body), _NAMES, about, ("messages", "prompt"))
+        body = asking(body)
+        asked = read_own(self.prompt_of(body) | _shared(body), _NAMES, about, ("messages", "prompt"))
         logprobs = None if asked.params.logprobs is None else ChatLogprobs(about.model.tokenizer)
         return asked, LinesWriter(about.model.name, self.content, logprobs)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about unknown fields, including unknown `options`."""
         options = unknown_fields(body.get("options") or {}, {*_OPTIONS, *_OF_THE_MACHINE}, "options.")
         return super().warnings(body) + options
 
@@ -112,7 +108,6 @@ class _Served:
     endpoint: Generating
 
     async def serve(self, request: Request) -> Response:
-        """The response. Raises what `Generation.respond` does."""
         body = await read_body(request, self.driver.config.max_body)
         if all(is_empty(body.get(name)) for name in ("messages", "prompt", "suffix", "images")):
             text("model", body.get("model") or "")
@@ -128,60 +123,92 @@ class _Embedded:
     driver: Driver
 
     async def serve(self, request: Request) -> Response:
-        """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
         since = time.monotonic()
         body = await read_body(request, self.driver.config.max_body)
-        found = await self._embed(request, body, read_prompts("input", body.get("input"), MOST_INPUTS))
+        vectors, tokens = await self._embed(request, body, read_prompts("input", body.get("input"), MOST_INPUTS))
         counts = {
             "model": self.driver.engine.model.name,
             "total_duration": nanoseconds(time.monotonic() - since),
             "load_duration": 0,
-            "prompt_eval_count": sum(count for _, count in found),
+            "prompt_eval_count": tokens,
         }
-        vectors = ",".join(vector for vector, _ in found)
-        return Response(f'{json.dumps(counts)[:-1]},"embeddings":[{vectors}]}}', media_type="application/json")
+        content = f'{json.dumps(counts)[:-1]},"embeddings":[{",".join(vectors)}]}}'
+        return Response(content, media_type="application/json")
 
     async def serve_older(self, request: Request) -> Response:
         """POST /api/embeddings: {"prompt"} → {"embedding"}, which is [] for an empty text. Raises as `serve` does."""
         body = await read_body(request, self.driver.config.max_body)
         prompt = text("prompt", body.get("prompt") or "")
-        found = await self._embed(request, body, [prompt] if prompt else [])
-        return Response(f'{{"embedding":{found[0][0] if found else "[]"}}}', media_type="application/json")
+        vectors, _ = await self._embed(request, body, [prompt] if prompt else [])
+        return Response(f'{{"embedding":{vectors[0] if vectors else "[]"}}}', media_type="application/json")
 
     async def _embed(
         self, request: Request, body: Mapping[str, Any], prompts: Sequence[Prompt]
-    ) -> Sequence[tuple[str, int]]:
-        """(JSON of the vector, tokens of the text) for each prompt."""
+    ) -> tuple[list[str], int]:
         text("model", body.get("model") or "")
         isolated = {name: body.get(name) for name in _SAME_NAMES}
         options = read_options(isolated, parse_special=self.driver.config.parse_special)
         options = self.driver.engine.embedding_options(None, options)
-        options = replace(options, **read_vector_options(given(body), truncates=True))
+        options = replace(options, **read_vector_options(asking(body), truncates=True))
+        return await vectors_of(request, self.driver, prompts, options)
 
-        def written(found: Embedding) -> tuple[str, int]:
-            return json.dumps(found.vector.tolist(), separators=(",", ":")), found.usage.prompt_tokens
 
-        return await while_there(request.receive, self.driver.embed(prompts, options, written))
+class _Facts:
+    """Endpoints about the one model of this server, whatever name a request gives."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def tags(self, _request: Request) -> Response:
+        return JSONResponse({"models": [self._entry]})
+
+    async def running(self, _request: Request) -> Response:
+        on_gpu = (await self._driver.status()).threads is None
+        size = self._entry["size"] if on_gpu else 0
+        loaded = {"expires_at": _NEVER, "size_vram": size, "context_length": self._driver.engine.context}
+        return JSONResponse({"models": [self._entry | loaded]})
+
+    async def show(self, request: Request) -> Response:
+        """POST /api/show: the model's template and shape. Raises ApiError or BadRequest."""
+        body = await read_body(request, self._driver.config.max_body)
+        text("model", body.get("model") or body.get("name") or "")
+        engine = self._driver.engine
+        return JSONResponse(shown(engine.model, engine.context, self._entry))
+
+    async def pull(self, request: Request) -> Response:
+        """POST /api/pull: success for this server's model, for which it does nothing. Raises ApiError or BadRequest."""
+        body = await read_body(request, self._driver.config.max_body)
+        name, model = text("model", body.get("model") or body.get("name") or ""), self._driver.engine.model.name
+        if name.removesuffix(":latest") != model:
+            raise ApiError(501, f"This server pulls no models: it has {model} alone", "not_supported", "model")
+        stream = flag("stream", True if body.get("stream") is None else body["stream"])
+        done = {"status": "success"}
+        return Response(LINES.frame(done), media_type=LINES.media_type) if stream else JSONResponse(done)
+
+    @cached_property
+    def _entry(self) -> dict[str, Any]:
+        model = self._driver.engine.model
+        return listed(model.name, model.config, model.weights, model.dtype, model.path.is_dir())
 
 
 def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of both endpoints except the prompt, in our own names. Raises BadRequest."""
-    own: dict[str, Any] = {"stream": body.get("stream", True)} | {name: body.get(name) for name in _SAME_NAMES}
+    """The fields of both endpoints except the prompt, in our ours names. Raises BadRequest."""
+    ours: dict[str, Any] = {"stream": body.get("stream", True)} | {name: body.get(name) for name in _SAME_NAMES}
     for name, value in members("options", body.get("options", {})).items():
         if name in _OPTIONS:
-            own[_OPTIONS[name]] = value
+            ours[_OPTIONS[name]] = value
     format = body.get("format", "")
     if format == "json":
-        own["response_format"] = {"type": "json_object"}
+        ours["response_format"] = {"type": "json_object"}
     elif isinstance(format, dict):
-        own["response_format"] = {"type": "json_schema", "json_schema": {"schema": format}}
+        ours["response_format"] = {"type": "json_schema", "json_schema": {"schema": format}}
     elif format != "":
         raise wrong("format", 'a JSON schema or "json"', format)
     if flag("logprobs", body.get("logprobs", False)):
-        own["logprobs"] = body.get("top_logprobs", 0)
+        ours["logprobs"] = body.get("top_logprobs", 0)
     if "think" in body:
-        own["chat_template_kwargs"] = _thinking(body["think"])
-    return own
+        ours["chat_template_kwargs"] = _thinking(body["think"])
+    return ours
 
 
 def _thinking(value: Any) -> dict[str, Any]:
@@ -194,7 +221,6 @@ def _thinking(value: Any) -> dict[str, Any]:
 
 
 def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The messages and the tools of /api/chat."""
     tools = items("tools", body.get("tools", []))
     return {"messages": located("messages", body.get("messages"))} | ({"tools": tools} if tools else {})
 
@@ -215,7 +241,6 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_response(content: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an answer of /api/generate, where the text is called "response"."""
     return {("response" if name == "content" else name): value for name, value in content.items()}
 
 
@@ -224,3 +249,88 @@ CHAT = Generating(_conversation, lambda content: {"message": {"role": "assistant
 
 GENERATE = Generating(_completion, _as_response)
 """POST /api/generate"""
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    return {"error": error.told("ollama")}
+
+
+@dataclass
+class LinesWriter(Writer):
+    model: str
+    content: Callable[[dict[str, Any]], dict[str, Any]]
+    logprobs: ChatLogprobs | None
+    _since: float = field(default_factory=time.monotonic)
+    _call: Call | None = None  # the current call, which is written when it is complete
+    _calls: int = 0
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        (answer,) = answers
+        content: dict[str, Any] = {"content": answer.text}
+        if answer.reasoning:
+            content["thinking"] = answer.reasoning
+        if calls := [written for call in answer.calls for written in self._written(call)]:
+            content["tool_calls"] = calls
+        piece = Piece(logprobs=answer.logprobs, finish_reason=answer.finish_reason, usage=answer.usage)
+        return self._object(content, piece) | self._end(piece)
+
+    def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
+        """The lines of a piece; one without text for a piece that is still waited for."""
+        content: dict[str, Any] = {"content": piece.text}
+        if piece.reasoning:
+            content["thinking"] = piece.reasoning
+        calls: list[dict[str, Any]] = []
+        if piece.call is not None:
+            calls += self._written(self._call)
+            self._call = Call(piece.call.id, piece.call.name, "")
+        if self._call is not None:
+            self._call = Call(self._call.id, self._call.name, self._call.arguments + piece.arguments)
+        if piece.finish_reason is not None:
+            calls += self._written(self._call)
+        if calls:
+            content["tool_calls"] = calls
+        if piece.text or piece.reasoning or calls or piece.logprobs or piece.is_waiting:
+            yield self._object(content, piece) | {"done": False}
+        if piece.finish_reason is not None:
+            yield self._object({"content": ""}, Piece()) | self._end(piece)
+
+    def failure(self, error: ApiError) -> Event:
+        return error_body(error)
+
+    def _written(self, call: Call | None) -> list[dict[str, Any]]:
+        """A list with a whole call; empty for one that was cut off."""
+        if call is None or (arguments := arguments_of(call.arguments)) is None:
+            return []
+        self._calls += 1
+        function = {"index": self._calls - 1, "name": call.name, "arguments": arguments}
+        return [{"id": call.id, "function": function}]
+
+    def _object(self, content: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        written = head(self.model) | self.content(content)
+        if self.logprobs is not None and piece.logprobs:
+            written["logprobs"] = self.logprobs.write(piece.logprobs)["content"]
+        return written
+
+    def _end(self, piece: Piece) -> dict[str, Any]:
+        usage = piece.usage
+        assert usage is not None
+        return {
+            "done": True,
+            "done_reason": "length" if piece.finish_reason == "length" else "stop",
+            "total_duration": nanoseconds(time.monotonic() - self._since),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": nanoseconds(usage.prefill_seconds),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": nanoseconds(usage.generation_seconds),
+        }
+
+
+def head(model: str) -> dict[str, Any]:
+    now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+    return {"model": model, "created_at": now}
+
+
+def nanoseconds(seconds: float) -> int:
+    """`seconds` in whole nanoseconds, the unit of this API."""
+    return round(seconds * 1e9)

@@ -11,9 +11,9 @@ from starlette.routing import Route
 
 from polarlm.engine import EngineError
 from polarlm.server.answers.pieces import Piece
-from polarlm.server.http.dialects._response_events import ResponseWriter
-from polarlm.server.http.dialects._response_tools import (
+from polarlm.server.http.dialects._response_events import (
     ResponseTools,
+    ResponseWriter,
     read_choice,
     read_response_tools,
 )
@@ -22,7 +22,7 @@ from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import About, Counting, Endpoint, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import NAMED
-from polarlm.server.reading.fields import given
+from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import BadRequest, flag, text, wrong
@@ -66,7 +66,6 @@ _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
 
 def routes(driver: Driver) -> list[Route]:
-    """The endpoints."""
     serve = _Generation(driver, Responses()).serve
     count = Counting(driver, Responses(), {"object": "response.input_tokens"}).serve
     return [
@@ -76,24 +75,20 @@ def routes(driver: Driver) -> list[Route]:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The body of the response with an error."""
     return error.body()
 
 
 class Responses(Endpoint):
-    """POST /v1/responses"""
-
     framing = NAMED
     known = _KNOWN
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ResponseWriter]:
-        """The request. Raises BadRequest."""
-        body = given(body)
-        own = _own(body)
+        body = asking(body)
+        ours = _own(body)
         tools = read_response_tools(body.get("tools", []))
         if tools.tools:
-            own["tools"] = tools.tools
-        asked = read_own(own, _NAMES, about)
+            ours["tools"] = tools.tools
+        asked = read_own(ours, _NAMES, about)
         params = asked.params
         logprobs = None if params.logprobs is None else ChatLogprobs(about.model.tokenizer)
         repeated = {
@@ -103,13 +98,12 @@ class Responses(Endpoint):
             "parallel_tool_calls": flag("parallel_tool_calls", body.get("parallel_tool_calls", True)),
             "temperature": params.temperature,
             "text": {"format": _format(body)},
-            "tool_choice": _choice(own.get("tool_choice", "auto"), tools),
+            "tool_choice": _choice(ours.get("tool_choice", "auto"), tools),
             "top_p": params.top_p,
         }
         return asked, ResponseWriter(about.model.name, about.tells_cached, repeated, logprobs, tools)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        """Sentences about unknown fields."""
         cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
         return cut + super().warnings(body)
 
@@ -119,7 +113,6 @@ class _Generation(Generation):
     with a shorter one, takes an error's status for the end."""
 
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
-        """The response. Raises what `Generation.respond` does."""
         try:
             return await super().respond(request, body)
         except EngineError as error:
@@ -131,18 +124,17 @@ class _Generation(Generation):
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body in our own names. Raises BadRequest."""
     refuse(body, _REFUSED)
     if body.get("truncation", "auto") not in _TRUNCATIONS:
         raise wrong("truncation", " or ".join(_TRUNCATIONS), body["truncation"])
-    own = {name: body[name] for name in _SAME_NAMES if name in body}
+    ours = {name: body[name] for name in _SAME_NAMES if name in body}
     if "max_output_tokens" in body:
-        own["max_tokens"] = body["max_output_tokens"]
+        ours["max_tokens"] = body["max_output_tokens"]
     if "top_logprobs" in body or _LOGPROBS in _included(body.get("include", [])):
-        own["logprobs"] = body.get("top_logprobs", 0)
-    own["messages"] = _messages(body)
-    own["continue_final_message"] = False  # an answer is an item of its own
-    return own | read_choice(body.get("tool_choice")) | _text_settings(body.get("text")) | _reasoning(body)
+        ours["logprobs"] = body.get("top_logprobs", 0)
+    ours["messages"] = _messages(body)
+    ours["continue_final_message"] = False  # an answer is an item of its ours
+    return ours | read_choice(body.get("tool_choice")) | _text_settings(body.get("text")) | _reasoning(body)
 
 
 def _included(value: Any) -> list[Any]:
@@ -151,7 +143,6 @@ def _included(value: Any) -> list[Any]:
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The conversation. Raises BadRequest."""
     first: list[dict[str, Any]] = []
     if "instructions" in body and (instructions := text("instructions", body["instructions"])):
         first.append({"places": Places({"": "instructions"}), "role": "system", "content": instructions})
@@ -163,31 +154,30 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return first + located("input", asked)
 
 
-def _choice(own: Any, tools: ResponseTools) -> Any:
-    """The `tool_choice` of a response."""
-    if isinstance(own, str):
-        return own
-    if (allowed := own.get("allowed_tools")) is not None:
+def _choice(choice: Any, tools: ResponseTools) -> Any:
+    if isinstance(choice, str):
+        return choice
+    if (allowed := choice.get("allowed_tools")) is not None:
         functions = [_choice(one, tools) for one in allowed["tools"] if "function" in one]
         return {"type": "allowed_tools", **allowed, "tools": functions} if functions else "auto"
-    return {"type": "function", **tools.named(own["function"]["name"])} if "function" in own else "auto"
+    return {"type": "function", **tools.named(choice["function"]["name"])} if "function" in choice else "auto"
 
 
 def _text_settings(value: Any) -> dict[str, Any]:
-    """The constraint and the verbosity of the answer, in our own names."""
+    """The constraint and the verbosity of the answer, in our ours names."""
     if value is None:
         return {}
     settings = members("text", value)
-    own = {"verbosity": settings["verbosity"]} if "verbosity" in settings else {}
+    ours = {"verbosity": settings["verbosity"]} if "verbosity" in settings else {}
     if settings.get("format"):
         format = members("text.format", settings["format"])
         kind = format.get("type")
         if kind not in ("text", "json_object", "json_schema"):
             raise wrong("text.format.type", "text, json_object or json_schema", kind)
-        own["response_format"] = {"type": kind}
+        ours["response_format"] = {"type": kind}
         if kind == "json_schema":
-            own["response_format"]["json_schema"] = {"schema": format.get("schema"), "strict": format.get("strict")}
-    return own
+            ours["response_format"]["json_schema"] = {"schema": format.get("schema"), "strict": format.get("strict")}
+    return ours
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.generation import About, Endpoint
-from polarlm.server.http.openai.shapes import ChoicesWriter, Shapes
+from polarlm.server.http.openai.logprobs import ChatLogprobs
+from polarlm.server.http.openai.shapes import ChoicesWriter
 from polarlm.server.reading.parameters import ParsedRequest, read
 
 
-@dataclass(frozen=True)
-class OpenAI(Endpoint):
-    """An endpoint whose answers have these shapes."""
+class ChatCompletions(Endpoint):
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ChatWriter]:
+        tokenizer, special = about.model.tokenizer, about.parse_special
+        asked = read(body, tokenizer.tokenize, ("messages",), switched_logprobs=True, parse_special=special)
+        logprobs = [ChatLogprobs(tokenizer) for _ in range(0 if asked.params.logprobs is None else asked.n)]
+        return asked, ChatWriter(about.model.name, asked.include_usage, logprobs, about.tells_cached, asked.n)
 
-    shapes: Shapes
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ChoicesWriter]:
-        """The request. Raises BadRequest."""
-        shapes, model = self.shapes, about.model
-        asked = read(
-            body,
-            model.tokenizer.tokenize,
-            (shapes.takes,),
-            switched_logprobs=shapes.switched_logprobs,
-            parse_special=about.parse_special,
-        )
-        with_logprobs = asked.params.logprobs is not None
-        logprobs = [shapes.logprobs(model.tokenizer) for _ in range(asked.n if with_logprobs else 0)]
-        return asked, ChoicesWriter(shapes, model.name, asked.include_usage, logprobs, about.tells_cached, asked.n)
+class ChatWriter(ChoicesWriter):
+    prefix, kind, part_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    opening: ClassVar[dict[str, Any] | None] = {"delta": {"role": "assistant", "content": ""}}
+
+    def fields(self, answer: Answer) -> dict[str, Any]:
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
+        content = None if calls and not answer.text else answer.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+    def added(self, piece: Piece, number: int) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.text:
+            delta["content"] = piece.text
+        if piece.call is not None:
+            function = {"name": piece.call.name, "arguments": piece.arguments}
+            delta["tool_calls"] = [{"index": number, "id": piece.call.id, "type": "function", "function": function}]
+        elif piece.arguments:
+            delta["tool_calls"] = [{"index": number, "function": {"arguments": piece.arguments}}]
+        return {"delta": delta}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 from polarlm.engine.requests.prompts import Prompt
@@ -12,9 +13,9 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.generation import About, Endpoint
 from polarlm.server.http.openai.logprobs import TextLogprobs
-from polarlm.server.http.openai.shapes import TEXT, ChoicesWriter
+from polarlm.server.http.openai.shapes import ChoicesWriter
 from polarlm.server.http.streams import Event
-from polarlm.server.reading.fields import given
+from polarlm.server.reading.fields import asking
 from polarlm.server.reading.infill import Mixed, infill_of, infilled
 from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.prompts import read_prompts
@@ -24,11 +25,8 @@ MOST_PROMPTS = 1024
 
 
 class Completions(Endpoint):
-    """POST /v1/completions"""
-
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ChoicesWriter]:
-        """The request. Raises BadRequest."""
-        body = given(body)
+    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, TextWriter]:
+        body = asking(body)
         echo, suffix = flag("echo", body.pop("echo", False)), text("suffix", body.pop("suffix", ""))
         asked = read_raw(body, about)
         if suffix:
@@ -37,30 +35,18 @@ class Completions(Endpoint):
             asked = _with_suffix(asked, suffix, about.model.tokenizer)
         elif echo and asked.params.logprobs is not None:
             asked = replace(asked, params=replace(asked.params, prompt_logprobs=asked.params.logprobs))
-        with_logprobs = asked.params.logprobs is not None
-        tokenizer = about.model.tokenizer
-        logprobs = [TextLogprobs(tokenizer, at_start=echo) for _ in range(asked.answers if with_logprobs else 0)]
-        writer = TextWriter(
-            TEXT,
-            about.model.name,
-            asked.include_usage,
-            logprobs,
-            tells_cached=about.tells_cached,
-            n=asked.n,
-            echoes=[PromptText(one.prompt, tokenizer) for one in asked.each()] if echo else (),
-        )
-        return asked, writer
+        tokenizer, count = about.model.tokenizer, 0 if asked.params.logprobs is None else asked.answers
+        logprobs = [TextLogprobs(tokenizer, at_start=echo) for _ in range(count)]
+        echoes = [partial(text_of, one.prompt, tokenizer) for one in asked.each()] if echo else ()
+        settings = (asked.include_usage, logprobs, about.tells_cached, asked.n)
+        return asked, TextWriter(about.model.name, *settings, echoes=echoes)
 
 
 def read_raw(body: dict[str, Any], about: About) -> ParsedRequest:
     """The request in a body with one or several raw prompts. Raises BadRequest."""
     prompts = None if body.get("prompt") is None else read_prompts("prompt", body["prompt"], MOST_PROMPTS)
-    asked = read(
-        body | {"prompt": ""} if prompts else body,
-        about.model.tokenizer.tokenize,
-        ("prompt",),
-        parse_special=about.parse_special,
-    )
+    body = body | {"prompt": ""} if prompts else body
+    asked = read(body, about.model.tokenizer.tokenize, ("prompt",), parse_special=about.parse_special)
     assert prompts is not None  # otherwise `read` has raised an error
     return replace(asked, prompt=prompts[0], more_prompts=tuple(prompts[1:]))
 
@@ -75,27 +61,27 @@ def _with_suffix(asked: ParsedRequest, suffix: str, tokenizer: Tokenizer) -> Par
     return infilled("suffix", asked, infill, prompts)
 
 
-@dataclass(frozen=True)
-class PromptText:
-    """The text of a raw prompt: strings as they were given, token ids detokenized when it is written."""
-
-    prompt: Prompt
-    tokenizer: Tokenizer
-
-    def __str__(self) -> str:
-        if isinstance(self.prompt, str):
-            return self.prompt
-        detokenizer = Detokenizer(self.tokenizer, at_start=True)
-        parts = [part if isinstance(part, str) else detokenizer.push([part]) for part in cast(Mixed, self.prompt)]
-        return "".join([*parts, detokenizer.finish()])
+def text_of(prompt: Prompt, tokenizer: Tokenizer) -> str:
+    """The text of a raw prompt: strings as they were given, and token ids detokenized."""
+    if isinstance(prompt, str):
+        return prompt
+    detokenizer = Detokenizer(tokenizer, at_start=True)
+    parts = [part if isinstance(part, str) else detokenizer.push([part]) for part in cast(Mixed, prompt)]
+    return "".join([*parts, detokenizer.finish()])
 
 
 @dataclass(frozen=True)
 class TextWriter(ChoicesWriter):
-    """Makes the JSON objects of one response."""
+    prefix, kind, part_kind = "cmpl", "text_completion", "text_completion"
 
-    echoes: Sequence[PromptText] = field(default=())  # the prompts, if answers begin with theirs
+    echoes: Sequence[Callable[[], str]] = field(default=())  # texts of prompts, if answers begin with theirs
     _echoed: set[int] = field(default_factory=set)  # answers that have begun
+
+    def fields(self, answer: Answer) -> dict[str, Any]:
+        return {"text": answer.text}
+
+    def added(self, piece: Piece, number: int) -> dict[str, Any]:
+        return {"text": piece.text}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         prompts = [self._prompt(index, answer) for index, answer in enumerate(answers if self.echoes else ())]
@@ -109,13 +95,13 @@ class TextWriter(ChoicesWriter):
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
         if self.echoes and piece.progress is None and index not in self._echoed:
             self._echoed.add(index)
-            prompt, found = self._prompt(index, piece)
-            yield self._part({"index": index, "text": prompt, "logprobs": found, "finish_reason": None})
+            prompt, logprobs = self._prompt(index, piece)
+            yield self._part({"index": index, "text": prompt, "logprobs": logprobs, "finish_reason": None})
         yield from super().events(index, piece, first=first)
 
     def _prompt(self, index: int, begin: Piece | Answer) -> tuple[str, dict[str, Any] | None]:
         """The text of answer `index`'s prompt, and its log-probabilities, if requested."""
-        prompt = str(self.echoes[index // self.n])
+        prompt = self.echoes[index // self.n]()
         if not self.logprobs:
             return prompt, None
         logprobs = self.logprobs[index]

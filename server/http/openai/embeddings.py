@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from polarlm.engine import Embedding, PromptOptions
+from polarlm.engine import Embedding, PromptOptions, SamplingParams
 from polarlm.engine.limits import POOLINGS
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.streams import while_there
-from polarlm.server.reading.fields import given
+from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import one_given, read_options, read_prompts, read_vector_options
 from polarlm.server.reading.values import BadRequest, text, wrong
 from polarlm.server.running.driver import Driver
@@ -27,16 +27,7 @@ MOST_INPUTS = 2048  # as at OpenAI
 _ENCODINGS = ("float", "base64")
 
 
-@dataclass(frozen=True)
-class _Asked:
-    prompts: list[Prompt]
-    options: PromptOptions
-    as_base64: bool
-
-
 class Embeddings:
-    """Three endpoints, which read requests in the same way."""
-
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
@@ -49,29 +40,25 @@ class Embeddings:
 
     async def openai(self, request: Request) -> Response:
         """{"input"} → {"data": [{"index", "embedding"}], "usage"}, and the "pooling" that was used."""
-        asked = self._read(await read_body(request, self._driver.config.max_body))
-        found = await while_there(request.receive, self._embed(asked))
-        tokens = sum(count for _, count in found)
-        parts = (
-            f'{{"object":"embedding","index":{index},"embedding":{written}}}'
-            for index, (written, _) in enumerate(found)
-        )
+        vectors, tokens, options = await self._embed(request)
+        parts = (f'{{"object":"embedding","index":{i},"embedding":{vector}}}' for i, vector in enumerate(vectors))
         about = {
             "model": self._driver.engine.model.name,
-            "pooling": asked.options.pooling,
+            "pooling": options.pooling,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
-        return _json(f'{{"object":"list","data":[{",".join(parts)}],{json.dumps(about)[1:]}')
+        content = f'{{"object":"list","data":[{",".join(parts)}],{json.dumps(about)[1:]}'
+        return Response(content, media_type="application/json")
 
     async def plain(self, request: Request) -> Response:
         """{"content"} → [{"index", "embedding": [vector]}]"""
-        asked = self._read(await read_body(request, self._driver.config.max_body))
-        found = await while_there(request.receive, self._embed(asked))
-        parts = (f'{{"index":{index},"embedding":[{written}]}}' for index, (written, _) in enumerate(found))
-        return _json(f"[{','.join(parts)}]")
+        vectors, *_ = await self._embed(request)
+        parts = (f'{{"index":{index},"embedding":[{vector}]}}' for index, vector in enumerate(vectors))
+        return Response(f"[{','.join(parts)}]", media_type="application/json")
 
-    def _read(self, body: Mapping[str, Any]) -> _Asked:
-        body = given(body)
+    async def _embed(self, request: Request) -> tuple[list[str], int, PromptOptions]:
+        """(JSON of each vector, tokens of all texts, options) of a request. Raises BadRequest and as `vectors_of`."""
+        body = asking(await read_body(request, self._driver.config.max_body))
         name = one_given(body, ("input", "content"))
         prompts = read_prompts(name, body[name], MOST_INPUTS)
         if body.get("truncate_prompt_tokens") not in (None, -1):
@@ -81,24 +68,30 @@ class Embeddings:
             raise BadRequest("embd_normalize", "embd_normalize: vectors have the Euclidean length 1 here; leave it out")
         if body.get("model") is not None:
             text("model", body["model"])
-        asked = None if body.get("pooling") is None else _one_of("pooling", body["pooling"], POOLINGS)
+        pooling = None if body.get("pooling") is None else _one_of("pooling", body["pooling"], POOLINGS)
         options = read_options(body, parse_special=self._driver.config.parse_special)
-        options = self._driver.engine.embedding_options(asked, options)
+        options = self._driver.engine.embedding_options(pooling, options)
         truncates = body.get("truncate_prompt_tokens") == -1
         options = replace(options, **read_vector_options(body, truncates=truncates))
         encoding = _one_of("encoding_format", body.get("encoding_format"), _ENCODINGS)
-        return _Asked(prompts, options, encoding == "base64")
+        vectors, tokens = await vectors_of(request, self._driver, prompts, options, as_base64=encoding == "base64")
+        return vectors, tokens, options
 
-    async def _embed(self, asked: _Asked) -> list[tuple[str, int]]:
-        """(JSON of the vector, tokens of the text) for each prompt."""
 
-        def written(found: Embedding) -> tuple[str, int]:
-            vector = found.vector.astype("<f4")
-            if asked.as_base64:
-                return json.dumps(base64.b64encode(vector.tobytes()).decode()), found.usage.prompt_tokens
-            return json.dumps(vector.tolist(), separators=(",", ":")), found.usage.prompt_tokens
+async def vectors_of(
+    request: Request, driver: Driver, prompts: Sequence[Prompt], options: PromptOptions, *, as_base64: bool = False
+) -> tuple[list[str], int]:
+    """(JSON of the vector of each prompt, tokens of all prompts). Raises Refused, EngineError or ClientDisconnect."""
 
-        return await self._driver.embed(asked.prompts, asked.options, written)
+    def written(embedding: Embedding) -> tuple[str, int]:
+        vector, tokens = embedding.vector.astype("<f4"), embedding.usage.prompt_tokens
+        if as_base64:
+            return json.dumps(base64.b64encode(vector.tobytes()).decode()), tokens
+        return json.dumps(vector.tolist(), separators=(",", ":")), tokens
+
+    jobs = [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
+    pairs = await while_there(request.receive, driver.each(jobs, written, "embedded"))
+    return [vector for vector, _ in pairs], sum(tokens for _, tokens in pairs)
 
 
 def _one_of(field: str, value: Any, names: tuple[str, ...]) -> str:
@@ -108,7 +101,3 @@ def _one_of(field: str, value: Any, names: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in names:
         raise wrong(field, " or ".join(names), value)
     return value
-
-
-def _json(content: str) -> Response:
-    return Response(content, media_type="application/json")

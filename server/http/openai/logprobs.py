@@ -17,10 +17,11 @@ class ChatLogprobs:
         self._tokenizer = tokenizer
 
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return {"content": [self._with_others(token) for token in tokens], "refusal": None}
-
-    def _with_others(self, token: TokenLogprob) -> dict[str, Any]:
-        return self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(*other) for other in token.top]}
+        content = [
+            self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(*other) for other in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)
@@ -28,11 +29,8 @@ class ChatLogprobs:
 
 
 class TextLogprobs:
-    """/v1/completions: lists of equal length. `text_offset` counts the complete characters before a token.
-
-    The most likely tokens are keys of an object, which always has the chosen one. Of several tokens with the same text,
-    the object has the most likely one.
-    """
+    """/v1/completions: lists of equal length. `text_offset` counts the complete characters before a token. The most
+    likely tokens are keys of an object, with the chosen one; of tokens with the same text, it has the most likely."""
 
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool = False) -> None:
         """at_start: whether the text begins with the prompt, not with the answer."""
@@ -43,7 +41,7 @@ class TextLogprobs:
     def prompt(self, ids: Sequence[int], tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The log-probabilities of a prompt. tokens: of all ids except the first, which has no log-probability."""
         first = {"tokens": [self._text(ids[0])], "text_offset": [self._place(ids[0])]}
-        return {name: first.get(name, [None]) + found for name, found in self.write(tokens).items()}
+        return {name: first.get(name, [None]) + values for name, values in self.write(tokens).items()}
 
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {
@@ -54,10 +52,10 @@ class TextLogprobs:
         }
 
     def _most_likely(self, token: TokenLogprob) -> dict[str, float]:
-        found: dict[str, float] = {}
+        likely: dict[str, float] = {}
         for token_id, logprob in (*token.top, (token.id, token.logprob)):
-            found.setdefault(self._text(token_id), logprob)
-        return found
+            likely.setdefault(self._text(token_id), logprob)
+        return likely
 
     def _text(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")

@@ -10,23 +10,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polarlm.engine import Chunk
-from polarlm.engine.outputs import embedding
+from polarlm.engine import Embedding
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.openai.embeddings import MOST_INPUTS
 from polarlm.server.http.streams import while_there
-from polarlm.server.reading.fields import given
+from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import read_salt
 from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, text, wrong
-from polarlm.server.running import refused
 from polarlm.server.running.driver import Driver
 
 _PATHS = ("/v1/rerank", "/v1/reranking", "/rerank", "/reranking")
 
 
 class Rerank:
-    """The endpoint, under four names."""
-
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
@@ -34,12 +30,8 @@ class Rerank:
         return [Route(path, self.serve, methods=["POST"]) for path in _PATHS]
 
     async def serve(self, request: Request) -> Response:
-        """{"query", "documents"} → {"results": [{"index", "relevance_score"}]}, the most relevant first.
-
-        "top_n" limits the results; with "return_documents" they have the documents. Raises BadRequest, Refused,
-        EngineError, ApiError, or ClientDisconnect.
-        """
-        body = given(await read_body(request, self._driver.config.max_body))
+        """{"query", "documents"} → {"results": [{"index", "relevance_score"}]}, the best first, at most "top_n"."""
+        body = asking(await read_body(request, self._driver.config.max_body))
         documents = _documents(body.get("documents"))
         query = text("query", body.get("query", ""))
         if not query:
@@ -49,35 +41,28 @@ class Rerank:
         returns = flag("return_documents", body.get("return_documents") or False)
         engine = self._driver.engine
         salt = read_salt(body.get("cache_salt"))
-        ranked = await asyncio.to_thread(engine.rank_jobs, query, documents, _instruction(body))
+        instruction = text("instruction", body["instruction"]) if "instruction" in body else None
+
+        def score(document: Embedding) -> tuple[float, int]:
+            return float(document.vector[0]), document.usage.prompt_tokens
+
+        ranked = await asyncio.to_thread(engine.rank_jobs, query, documents, instruction)
         jobs = [(prompt, params, replace(options, cache_salt=salt)) for prompt, params, options in ranked]
-        found = await while_there(request.receive, self._driver.each(jobs, _score, "ranked"))
-        best = sorted(range(len(found)), key=lambda index: -found[index][0])[:most]
-        tokens = sum(count for _, count in found)
+        scores = await while_there(request.receive, self._driver.each(jobs, score, "ranked"))
+        best = sorted(range(len(scores)), key=lambda index: -scores[index][0])[:most]
+        tokens = sum(count for _, count in scores)
         return JSONResponse(
             {
                 "model": engine.model.name,
                 "object": "list",
                 "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
                 "results": [
-                    {"index": index, "relevance_score": found[index][0]}
+                    {"index": index, "relevance_score": scores[index][0]}
                     | ({"document": {"text": documents[index]}} if returns else {})
                     for index in best
                 ],
             }
         )
-
-
-def _score(chunks: Any) -> tuple[float, int]:
-    """The relevance of a document, and the tokens of its prompt."""
-    found = embedding(list[Chunk](chunks))
-    if found is None:
-        raise refused.closing()
-    return float(found.vector[0]), found.usage.prompt_tokens
-
-
-def _instruction(body: dict[str, Any]) -> str | None:
-    return text("instruction", body["instruction"]) if "instruction" in body else None
 
 
 def _documents(value: Any) -> list[str]:

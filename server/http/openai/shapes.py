@@ -1,101 +1,30 @@
-"""Answers in OpenAI's shapes, whole and streamed, to conversations and to raw prompts."""
+"""What OpenAI's two endpoints for answers have in common: responses with choices, whole and streamed."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from polarlm.engine import TokenLogprob, Usage
-from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece, Progress
 from polarlm.server.http.generation import Writer
-from polarlm.server.http.openai.logprobs import ChatLogprobs, Logprobs, TextLogprobs
+from polarlm.server.http.openai.logprobs import Logprobs
 from polarlm.server.http.streams import Event
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """The difference between the endpoints for conversations and for raw prompts."""
-
-    takes: str  # the field of the prompt
-    prefix: str  # prefix of a response's id
-    whole: str  # the name of the object of a whole response
-    part: str  # the name of the object of an event
-    switched_logprobs: bool  # whether log-probabilities are requested by true, with a count in another field
-    answer: Callable[[Answer], dict[str, Any]]  # fields of a choice for a whole answer
-    opening: dict[str, Any] | None  # fields of a streamed answer's first choice, before any text; None: no such choice
-    piece: Callable[[Piece, int], dict[str, Any]]  # fields of a choice for a piece, given the number of its call
-    logprobs: Callable[[Tokenizer], Logprobs]  # makes the writer of one answer's log-probabilities
-
-
-def _message(answer: Answer) -> dict[str, Any]:
-    """An assistant's message."""
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in answer.calls
-    ]
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": None if calls and not answer.text else answer.text,
-        "refusal": None,
-    }
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return {"message": message}
-
-
-def _delta(piece: Piece, number: int) -> dict[str, Any]:
-    """What a piece adds to an assistant's message."""
-    delta: dict[str, Any] = {}
-    if piece.reasoning:
-        delta["reasoning_content"] = piece.reasoning
-    if piece.text:
-        delta["content"] = piece.text
-    if piece.call is not None:
-        function = {"name": piece.call.name, "arguments": piece.arguments}
-        delta["tool_calls"] = [{"index": number, "id": piece.call.id, "type": "function", "function": function}]
-    elif piece.arguments:
-        delta["tool_calls"] = [{"index": number, "function": {"arguments": piece.arguments}}]
-    return {"delta": delta}
-
-
-CHAT = Shapes(
-    takes="messages",
-    prefix="chatcmpl",
-    whole="chat.completion",
-    part="chat.completion.chunk",
-    switched_logprobs=True,
-    answer=_message,
-    opening={"delta": {"role": "assistant", "content": ""}},
-    piece=_delta,
-    logprobs=ChatLogprobs,
-)
-"""/v1/chat/completions"""
-
-TEXT = Shapes(
-    takes="prompt",
-    prefix="cmpl",
-    whole="text_completion",
-    part="text_completion",
-    switched_logprobs=False,
-    answer=lambda answer: {"text": answer.text},
-    opening=None,
-    piece=lambda piece, _: {"text": piece.text},
-    logprobs=TextLogprobs,
-)
-"""/v1/completions"""
-
-
-@dataclass(frozen=True)
 class ChoicesWriter(Writer):
-    """Makes the JSON objects of one response."""
+    """Makes the JSON objects of one response: what answers to conversations and to raw prompts have in common."""
 
-    shapes: Shapes
+    prefix: ClassVar[str]  # begins a response's id
+    kind: ClassVar[str]  # the "object" of a whole response
+    part_kind: ClassVar[str]  # the "object" of an event
+    opening: ClassVar[dict[str, Any] | None] = None  # fields of a streamed answer's first choice, before any text
+
     model: str
     with_usage: bool  # whether a streamed response ends with the usage, which is null in all earlier events
     logprobs: Sequence[Logprobs] = ()  # one for each answer, if requested
@@ -106,35 +35,38 @@ class ChoicesWriter(Writer):
     _began: float = field(default_factory=time.monotonic)
     _calls: dict[int, int] = field(default_factory=dict)  # answer → number of the call that began last
 
+    @abstractmethod
+    def fields(self, answer: Answer) -> dict[str, Any]:
+        """The fields of a choice for a whole answer."""
+
+    @abstractmethod
+    def added(self, piece: Piece, number: int) -> dict[str, Any]:
+        """The fields of a choice for a piece. number: of its call."""
+
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
         choices = [
-            self._choice(index, self.shapes.answer(answer), answer.finish_reason, answer.logprobs)
+            self._choice(index, self.fields(answer), answer.finish_reason, answer.logprobs)
             for index, answer in enumerate(answers)
         ]
-        return self._object(self.shapes.whole, choices) | {"usage": self._usage([answer.usage for answer in answers])}
+        return self._object(self.kind, choices) | {"usage": self._usage([answer.usage for answer in answers])}
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        """The events of a piece of a streamed answer; before the `first` one, the answer's opening.
-
-        A token whose text is held back gets an event if it has log-probabilities.
-        """
-        if first and self.shapes.opening is not None:
-            yield self._part(self._choice(index, self.shapes.opening))
+        """The events of a piece. A token whose text is held back gets an event if it has log-probabilities."""
+        if first and self.opening is not None:
+            yield self._part(self._choice(index, self.opening))
         if piece.call is not None:
             self._calls[index] = piece.call.index
         if piece.progress is not None:
-            part = self._part(self._choice(index, self.shapes.piece(piece, 0)))
+            part = self._part(self._choice(index, self.added(piece, 0)))
             yield part | {"prompt_progress": prompt_progress(piece.progress, self._began)}
             return
         number = self._calls.get(index, 0)
         if piece.text or piece.reasoning or piece.call or piece.arguments or piece.logprobs:
-            yield self._part(self._choice(index, self.shapes.piece(piece, number), tokens=piece.logprobs or None))
+            yield self._part(self._choice(index, self.added(piece, number), tokens=piece.logprobs or None))
         if piece.finish_reason is not None:
-            yield self._part(self._choice(index, self.shapes.piece(Piece(), number), piece.finish_reason))
+            yield self._part(self._choice(index, self.added(Piece(), number), piece.finish_reason))
 
     def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
-        """The events after the end of the last answer."""
         if self.with_usage:
             yield self._part() | {"usage": self._usage(usages)}
         yield None
@@ -143,13 +75,13 @@ class ChoicesWriter(Writer):
         return usage(usages, self.n) | ({} if self.tells_cached else {"prompt_tokens_details": None})
 
     def _part(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        part = self._object(self.shapes.part, choices)
+        part = self._object(self.part_kind, choices)
         return part | {"usage": None} if self.with_usage else part
 
-    def _object(self, name: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _object(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": f"{self.shapes.prefix}-{self.id}",
-            "object": name,
+            "id": f"{self.prefix}-{self.id}",
+            "object": kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
@@ -177,10 +109,8 @@ def prompt_progress(progress: Progress, began: float) -> dict[str, Any]:
 
 
 def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
-    """The usage of `n` answers to each prompt, which counts once. A token counts as cached if every answer found it.
-
-    If some were restored from a tier, "cached_from" has the number of tokens from each place.
-    """
+    """The usage of `n` answers to each prompt, which counts once. A token counts as cached if every answer found it;
+    "cached_from" has the tokens from each place if a tier gave some."""
     prompts = [usages[first : first + n] for first in range(0, len(usages), n)]
     prompt = sum(answers[0].prompt_tokens for answers in prompts)
     least = [min(answers, key=lambda answer: answer.cached_tokens) for answers in prompts]

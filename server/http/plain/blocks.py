@@ -20,8 +20,7 @@ from polarlm.engine.storage.tiers.tier_store import Folder
 from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.http.streams import send_soon, while_there
-from polarlm.server.running.job import Job
-from polarlm.server.running.worker import Worker
+from polarlm.server.running.job import Job, Worker
 
 _MOST_BYTES = 256 << 20  # limit for all blocks being received, and for all being sent; at least one block
 _PIECE = 1 << 18  # bytes that are sent at a time
@@ -33,10 +32,8 @@ T = TypeVar("T")
 
 
 class _Content(Response):
-    """A response with bytes of a block, in pieces, so that no buffer holds more than one that the client has not read.
-
-    `room` is closed at the end, also if the client disconnects or does not read.
-    """
+    """Bytes of a block in pieces, so that no buffer has more than one that the client has not read. `room` is closed at
+    the end, also if the client disconnects or does not read."""
 
     def __init__(
         self, content: memoryview, room: ExitStack, status: int = 200, headers: Mapping[str, str] | None = None
@@ -57,8 +54,6 @@ class _Content(Response):
 
 
 class Blocks:
-    """The endpoint for the blocks of a tier."""
-
     def __init__(self, place: Folder, most: int) -> None:
         """most: bytes of the largest possible block."""
         self._place, self._most = place, most
@@ -67,7 +62,6 @@ class Blocks:
         self._waiting = 0
 
     def routes(self) -> list[Route]:
-        """GET, which includes HEAD, and PUT."""
         return [
             Route("/blocks/{name}", self.get, methods=["GET"]),
             Route("/blocks/{name}", self.put, methods=["PUT"]),
@@ -91,10 +85,10 @@ class Blocks:
             content = await self._do(partial(self._read, name))
             if content is None:
                 raise _missing()
-            found = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", request.headers.get("range", ""))
-            if found is None:
+            wanted = re.fullmatch(r"bytes=(\d{1,12})-(\d{0,12})", request.headers.get("range", ""))
+            if wanted is None:
                 return _Content(memoryview(content), room.pop_all())
-            start, stop = int(found[1]), min(int(found[2] or len(content)) + 1, len(content))
+            start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
             if start >= stop:
                 raise ApiError(
                     416, f"The block has {len(content)} bytes", headers={"Content-Range": f"bytes */{len(content)}"}
@@ -130,7 +124,6 @@ class Blocks:
         self._place.write(name, b"", memoryview(body))
 
     async def _do(self, work: Callable[[], T]) -> T:
-        """The result of `work`, run in the worker's thread. Raises ApiError."""
         if self._waiting >= _MOST_WAITING:
             raise _busy()
         job = Job(asyncio.get_running_loop())

@@ -15,8 +15,7 @@ from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.guard import is_here
 from polarlm.server.http.streams import while_there
-from polarlm.server.mcp.servers import McpServers
-from polarlm.server.mcp.session import READY, McpError, Session
+from polarlm.server.mcp.session import READY, McpError, McpServers, Session
 from polarlm.server.reading.values import BadRequest, text
 
 _FORWARDED = {"forwarded", "x-forwarded-for", "x-real-ip"}  # headers of proxies, whose clients may be anywhere
@@ -24,11 +23,8 @@ _AT_ONCE = 16  # calls that run; further ones are refused
 
 
 class McpTools:
-    """Three endpoints. A tool may do anything on this machine, so they are for the page that this server serves alone.
-
-    Pages of other origins get nothing here, not even origins of --cors-origin. Without an API key, only browsers on
-    this machine may use them.
-    """
+    """Three endpoints for the page that this server serves, since a tool may do anything on this machine: not for pages
+    of other origins, even with --cors-origin, and without an API key only for browsers on this machine."""
 
     def __init__(self, config: ServerConfig, servers: McpServers | None) -> None:
         self._config = config
@@ -54,10 +50,7 @@ class McpTools:
         return JSONResponse(_described(session))
 
     async def call(self, request: Request) -> Response:
-        """{"server", "tool", "arguments"} → {"text", "is_error"}. The call is cancelled if the client disconnects.
-
-        Raises ApiError, BadRequest, or ClientDisconnect.
-        """
+        """{"server", "tool", "arguments"} → {"text", "is_error"}. A client that disconnects cancels it."""
         body = await self._body(request)
         session = self._session(body)
         tool, arguments = text("tool", body.get("tool", "")), body.get("arguments", {})

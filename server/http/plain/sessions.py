@@ -33,10 +33,7 @@ class Sessions:
         return JSONResponse({"sessions": [asdict(saved) for saved in await self._driver.list_sessions()]})
 
     async def save(self, request: Request) -> Response:
-        """{"name", "messages" or "prompt"} → {"name", "tokens"}: how many tokens of the prompt are in the store.
-
-        The prompt is read as for an answer, with "parse_special", "cache_salt" and the name of an adapter as "model".
-        """
+        """{"name", "messages" or "prompt"} → {"name", "tokens"}: how many tokens of the prompt are in the store."""
         config = self._driver.config
         body = await read_body(request, config.max_body)
         name = read_name("name", body.get("name"))

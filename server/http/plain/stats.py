@@ -10,25 +10,18 @@ from typing import Any
 from polarlm.engine import Engine
 from polarlm.engine.outputs import Status
 from polarlm.engine.state.cache_types import in_words, stored
-from polarlm.engine.state.shapes import CacheShape
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.counters import Totals
 
 
 def asked_tokens(query: Mapping[str, str]) -> int | None:
     """`tokens` of a query: the length of a sequence whose memory to report; None if absent. Raises BadRequest."""
-    given = query.get("tokens")
-    if given is None:
+    written = query.get("tokens")
+    if written is None:
         return None
-    if re.fullmatch("[0-9]{1,12}", given) is None:
+    if re.fullmatch("[0-9]{1,12}", written) is None:
         raise BadRequest("tokens", "tokens must be a whole number of tokens, as in /stats?tokens=500")
-    return int(given)
-
-
-def _window(cache: CacheShape) -> int | None:
-    """The largest window of a layer, in tokens; None if a layer sees all tokens."""
-    windows = [layer.window for layer in cache.layers]
-    return None if None in windows else max((window for window in windows if window is not None), default=None)
+    return int(written)
 
 
 def _mean_over_blocks(now: Status, finer: float, other: float) -> float:
@@ -42,14 +35,15 @@ def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict
     """A JSON object; with `tokens`, it has the memory of such a sequence, as stored and if all were half precision."""
     cache = engine.cache_shape
     type_k, type_v = stored(engine.config)
-    found: dict[str, Any] = {
+    windows = [layer.window for layer in cache.layers if layer.window is not None]
+    numbers: dict[str, Any] = {
         "model": engine.model.name,
         "context": engine.context,
         "cache_types": in_words(engine.config),
         "cache_type_k": type_k,
         "cache_type_v": type_v,
         "block_size": cache.block_size,
-        "window": _window(cache),
+        "window": max(windows, default=None) if len(windows) == len(cache.layers) else None,  # None: all tokens
         "bits_per_value": _mean_over_blocks(now, cache.finest.bits_per_value, cache.bits_per_value),
         "bytes_per_token": _mean_over_blocks(now, cache.finest.bytes_per_token, cache.bytes_per_token),
         "f16_bytes_per_token": cache.f16_bytes_per_token,
@@ -68,5 +62,5 @@ def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict
     }
     if tokens is not None:
         sizes = {"bytes": cache.sequence_bytes(tokens), "f16_bytes": cache.f16_bytes(tokens)}
-        found["sequence"] = {"tokens": tokens, **sizes}
-    return found
+        numbers["sequence"] = {"tokens": tokens, **sizes}
+    return numbers

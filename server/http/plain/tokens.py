@@ -13,7 +13,7 @@ from starlette.routing import Route
 from polarlm.engine import EngineError
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.http.bodies import read_body
-from polarlm.server.reading.fields import given
+from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
 from polarlm.server.reading.values import LARGEST, count, flag, is_empty, text, wrong
 from polarlm.server.running.driver import Driver
@@ -23,8 +23,6 @@ MOST_PIECES = 1 << 15
 
 
 class Tokens:
-    """Two endpoints, whose requests are counted and queued as requests for answers are."""
-
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._tokenizer = driver.engine.model.tokenizer
@@ -42,7 +40,7 @@ class Tokens:
         names of control tokens become these tokens, as in raw prompts. "with_pieces": {"id", "piece"} in place of ids.
         """
         sent = await read_body(request, self._driver.config.max_body)
-        body = given(sent)
+        body = asking(sent)
         if is_empty(body.get("content")) and any(sent.get(name) is not None for name in ("prompt", "messages")):
             return await self._tokenize_as_vllm(body)
         content = text("content", body.get("content"))
@@ -53,10 +51,8 @@ class Tokens:
         return JSONResponse({"tokens": await self._driver.counted("tokenized", lambda: self._ids(content, **options))})
 
     async def _tokenize_as_vllm(self, body: dict[str, Any]) -> Response:
-        """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}
-
-        Without "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs".
-        """
+        """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}. Without
+        "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs"."""
         named, special = (
             flag(name, body.get(name, default))
             for name, default in (("return_token_strs", False), ("add_special_tokens", True))

@@ -11,14 +11,13 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.kv import CacheFormat, KVLocation, SpanView
 from polarlm.engine.backends.numpy.attention import read_blocks
 from polarlm.engine.backends.numpy.kv.cache import LayerCache, Sides
-from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.conditioning import centre
 from tests.backends.native.launching import launcher
 
 from polarlm.engine.backends.native.attention_ops.steps import AttentionOps  # isort: skip
 from polarlm.engine.backends.native.attention_ops.heads import PreparedTransform
 from polarlm.engine.backends.native.kv.cache import CacheOps
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 
 SCALE = 0.3
 
@@ -64,7 +63,7 @@ def step(
     most = sum(sequence.length // n + 1 for sequence in sequences)
     slots = iter(rng.permutation(len(sequences) * (3 + 16 // n) + 2).tolist())
     ids = rng.permutation(most + 3)
-    cache = CacheOps(NumpyOps()).cache(format, most + 3, len(sequences) * (3 + 16 // n) + 2)
+    cache = CacheOps().cache(format, most + 3, len(sequences) * (3 + 16 // n) + 2)
     cache.full_k[:], cache.full_v[:] = np.nan, np.nan
     views, first, taken, keys, values = [], 0, 0, [], []
     for length, rows in sequences:
@@ -159,6 +158,6 @@ def attended(
     sink_scores: np.ndarray | None = None,
 ) -> np.ndarray:
     """Attention by the kernels of a level."""
-    ops = AttentionOps(launcher(level, threads), NumpyOps())
+    ops = AttentionOps(launcher(level, threads))
     table = ops.spans(case.views, case.cache.format.block_size)
     return ops.attention(case.q, case.cache, table, SCALE, window, transform, softcap=softcap, sink_scores=sink_scores)

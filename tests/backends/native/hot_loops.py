@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.jit.compile.compiler import Kernel, assembly
-from polarlm.engine.jit.isa.levels import LEVELS, Level
+from polarlm.engine.jit.compile.compiler import assembly
+from polarlm.engine.jit.isa.levels import LEVELS
+from polarlm.engine.jit.lang import Kernel, Level
 from tests.jit.levels import special_levels as special_levels
 
 X86 = [level for level in LEVELS if level.machine == "x86_64"]
@@ -57,8 +58,7 @@ class Loop:
         ]
         # Short ones are what is left of longer ones.
         self._lines = max(
-            (loop for loop in loops if len(loop) > 7),
-            key=lambda loop: _share(loop, wanted) if wanted else len(loop),
+            (loop for loop in loops if len(loop) > 7), key=lambda loop: _share(loop, wanted) if wanted else len(loop)
         )
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 
 
 def launcher(level: Level, threads: int = 1) -> Launcher:

@@ -17,10 +17,8 @@ from polarlm.engine.backends.native.kernels.attention.unit import Prompt
 from polarlm.engine.backends.native.kernels.linear.block_sums import passes
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling
-from polarlm.engine.jit.compile.compiler import Kernel, assembly
-from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, Value, vector
+from polarlm.engine.jit.compile.compiler import assembly
+from polarlm.engine.jit.lang import F32, Emitter, Kernel, Level, Value, vector
 from polarlm.engine.weight_formats import get
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import ARM, Loop

@@ -1,12 +1,11 @@
 """Attention of steps over tiles, against attention in float64 over what the blocks read back as.
 
-Most tests have plain tiles of float32, so that only the arithmetic of the driver differs.
+Most tests have tiles of `f16`, which hold the keys and values exactly: only float32's arithmetic differs.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,9 @@ from hypothesis import strategies as st
 
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
-from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step
 from tests.backends.native.launching import launcher
-from tests.backends.native.plain_tiles import PlainKeys, PlainValues
 from tests.jit.levels import SOME, some_levels
 from tests.pairs import each, in_turn
 
@@ -31,7 +28,7 @@ from polarlm.engine.backends.native.attention_ops.steps import AttentionOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.launch import CannotRecord
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 
 TYPES = [
     ("ring4", "ring3.5"),
@@ -45,25 +42,14 @@ TYPES = [
     ("polarquant", "polarquant"),
 ]
 
-with_plain_tiles = pytest.mark.usefixtures("plain")
-
 RAGGED = [Sequence_(0), Sequence_(3), Sequence_(16), Sequence_(47), Sequence_(700), Sequence_(2000), Sequence_(31)]
 SEVERAL = [Sequence_(5, 4), Sequence_(64, 1), Sequence_(78, 16), Sequence_(15, 2), Sequence_(640, 9)]
-
-
-@pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(
-        keys=lambda codec, n, dim: PlainKeys(n, dim), values=lambda codec, n, dim: PlainValues(n, dim)
-    )
-    monkeypatch.setattr(codecs, "_module", lambda name: module)
 
 
 def check(found: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-@with_plain_tiles
 @some_levels
 @in_turn("window", [None, 20, 600])
 @pytest.mark.parametrize("sequences", [RAGGED, SEVERAL], ids=["one row", "several rows"])
@@ -77,7 +63,6 @@ def sink_scores(heads: int) -> np.ndarray:
     return np.linspace(-20, 12, heads).astype(np.float32)
 
 
-@with_plain_tiles
 @some_levels
 @pytest.mark.parametrize(("softcap", "has_sink_scores"), [(1.5, False), (None, True), (50.0, True)])
 def test_scores_with_a_cap_and_heads_with_a_sink(level: Level, softcap: float | None, has_sink_scores: bool) -> None:
@@ -88,51 +73,6 @@ def test_scores_with_a_cap_and_heads_with_a_sink(level: Level, softcap: float | 
     check(attended(case, level, 600, **rule), wanted)
 
 
-@with_plain_tiles
-def test_scores_far_beyond_the_cap() -> None:
-    case = step(Shape(), [Sequence_(1300)], None)
-    case = case._replace(q=case.q * np.float32(1e3))
-    check(attended(case, best(), None, softcap=3.0), exact(case, None, softcap=3.0))
-
-
-@pytest.mark.slow
-@with_plain_tiles
-@pytest.mark.parametrize(
-    ("dim", "group", "block_size", "mean_bits"),
-    [
-        (8, 1, 16, 8),
-        (48, 2, 32, 16),
-        (64, 8, 64, 0),
-        (80, 4, 48, 8),
-        (96, 7, 256, 8),
-        (128, 8, 64, 8),
-        (256, 3, 16, 16),
-    ],
-)
-@settings(max_examples=12, deadline=None)
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 1500), st.integers(1, 16)), min_size=1, max_size=5),
-    window=st.none() | st.integers(1, 800),
-    one_row=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_attention_of_any_shape(
-    dim: int,
-    group: int,
-    block_size: int,
-    mean_bits: int,
-    lengths: list[tuple[int, int]],
-    window: int | None,
-    one_row: bool,
-    seed: int,
-) -> None:
-    shape = Shape(2, group, dim, block_size, mean_bits=mean_bits)
-    sequences = [Sequence_(length, 1 if one_row else rows) for length, rows in lengths]
-    case = step(shape, sequences, window, seed)
-    check(attended(case, best(), window), exact(case, window))
-
-
-@with_plain_tiles
 @in_turn("level rotation", each(SOME, [dense, None, signed_hadamard, twice_signed_hadamard]))
 def test_the_result_is_scaled_and_rotated_back(level: Level, rotation: object) -> None:
     rng = np.random.default_rng(0)
@@ -144,12 +84,12 @@ def test_the_result_is_scaled_and_rotated_back(level: Level, rotation: object) -
     check(attended(case, level, None, transform), exact(case, None, transform))
 
 
-@with_plain_tiles
-def test_scores_that_are_far_apart() -> None:
-    """Weights of 0, and tops that grow from chunk to chunk."""
+@pytest.mark.parametrize(("large", "softcap"), [(30.0, None), (1e3, None), (1e3, 3.0)])
+def test_scores_that_are_far_apart(large: float, softcap: float | None) -> None:
+    """Weights of 0, and tops that grow from chunk to chunk; scores far beyond the cap."""
     case = step(Shape(), [Sequence_(1300)], None)
-    for large in (30.0, 1e3):
-        check(attended(case._replace(q=case.q * large), best(), None), exact(case._replace(q=case.q * large), None))
+    case = case._replace(q=case.q * np.float32(large))
+    check(attended(case, best(), None, softcap=softcap), exact(case, None, softcap=softcap))
 
 
 def alone(case: Step, number: int) -> Step:
@@ -164,7 +104,7 @@ def test_a_recording_follows_the_tables(threads: int) -> None:
     """More chunks and fewer, blocks in other places, longer and shorter current blocks."""
     case = step(Shape(types=("ring4", "ring3.5")), [Sequence_(length) for length in (535, 350, 515, 421)], None)
     launch = launcher(best(), threads)
-    ops, graphs = AttentionOps(launch, NumpyOps()), Graphs(launch)
+    ops, graphs = AttentionOps(launch), Graphs(launch)
     calls = []
 
     def work(q: np.ndarray, table: StepTable) -> np.ndarray:
@@ -178,7 +118,6 @@ def test_a_recording_follows_the_tables(threads: int) -> None:
     assert len(calls) == 1
 
 
-@with_plain_tiles
 def test_a_sequence_finds_the_same_alone() -> None:
     case = step(Shape(), RAGGED, None)
     together = attended(case, best(), None)
@@ -253,7 +192,7 @@ def test_a_layer_without_tiles_attends_in_numpy(monkeypatch: pytest.MonkeyPatch)
     assert type(case.cache) is LayerCache
     check(attended(case, best(), None), exact(case, None))
     launch = launcher(best())
-    ops = AttentionOps(launch, NumpyOps())
+    ops = AttentionOps(launch)
     with pytest.raises(CannotRecord), launch.record():
         ops.attention(case.q, case.cache, ops.spans(case.views, 16), SCALE, None)
 

@@ -11,8 +11,8 @@ from hypothesis.extra.numpy import arrays
 
 from tests.jit.levels import run, some_levels
 
-from polarlm.engine.backends.native.kernels.best import NONE, BestArguments, best_of_rows  # isort: skip
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.backends.native.kernels.rows import NONE, BestArguments, best_of_rows  # isort: skip
+from polarlm.engine.jit.lang import Level
 
 FEW = st.integers(1, 3), st.integers(1, 100)
 

@@ -7,9 +7,10 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.native.recurrent_ops import ConvOps
+from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.lang import Level
 from tests.backends.native.launching import launcher
 from tests.jit.levels import some_levels
 from tests.pairs import pairs
@@ -31,15 +32,13 @@ def test_results_and_slots_are_those_of_numpy(level: Level) -> None:
         slots = rng.standard_normal((4, width - 1 + N, channels)).astype(np.float32)
         own = slots.copy()
         wanted = NumpyOps(1).short_conv(inputs, conv, bias, slots, ROWS)
-        found = ConvOps(launcher(level)).short_conv(inputs, conv, bias, own, ROWS)
+        found = RecurrentOps(launcher(level)).short_conv(inputs, conv, bias, own, ROWS)
         np.testing.assert_array_equal(own, slots)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_row_without_a_slot_writes_nothing() -> None:
-    from polarlm.engine.jit.compile.target import best
-
-    slots = np.ones((1, 2 + N, 16), np.float32)
-    rows = np.zeros((1, 4), np.int32)
-    ConvOps(launcher(best())).short_conv(np.ones((1, 48), np.float32), np.ones((3, 16), np.float32), None, slots, rows)
+    slots, rows = np.ones((1, 2 + N, 16), np.float32), np.zeros((1, 4), np.int32)
+    inputs, conv = np.ones((1, 48), np.float32), np.ones((3, 16), np.float32)
+    RecurrentOps(launcher(best())).short_conv(inputs, conv, None, slots, rows)
     assert (slots == 1).all()

@@ -27,50 +27,46 @@ def test_rows_are_normed(columns: int, rows: int, seed: int) -> None:
     centred = x - x.mean(1, keepdims=True, dtype=np.float64)
     variance = (centred**2).mean(1, keepdims=True)
     for ops in BACKENDS:
-        found = x.copy()
-        ops.of_encoders.layer_norm(found, (weight, bias, EPS))
+        actual = x.copy()
+        ops.of_encoders.layer_norm(actual, (weight, bias, EPS))
         expected = centred / np.sqrt(variance + EPS) * weight + bias
         # The mean is rounded to 2^-24 of itself, about 3, which is more of rows that vary little.
         error = 4e-6 * (1 + np.abs(weight) / np.sqrt(variance + EPS)) * (1 + np.abs(centred) / np.sqrt(variance + EPS))
-        assert (np.abs(found - expected) <= error).all() or columns == 1
+        assert (np.abs(actual - expected) <= error).all() or columns == 1
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """In float64: q (T, H, D) over all of k, v (T, K, D)."""
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:
+    """In float64: q (T, H, D) over k, v (T, K, D) at most window // 2 away; None: over all."""
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(one.astype(np.float64), group, axis=1) for one in (k, v))
-    scores = np.einsum("thd,shd->hts", q.astype(np.float64), k) * scale
+    scores = np.einsum("thd,shd->hts", q.astype(np.float64), k) * 0.3
+    if window is not None:
+        places = np.arange(len(q))
+        scores[:, np.abs(places[:, None] - places) > window // 2] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("hts,shd->thd", weights / weights.sum(-1, keepdims=True), v)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 12), (12, 12, 32), (6, 2, 64)])
-def test_a_token_sees_all_of_its_own_text(rng: np.random.Generator, heads: int, kv_heads: int, dim: int) -> None:
-    """Of texts shorter and longer than the sizes that there is code for (32, 64, 128) and a unit of queries (192)."""
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window"),
+    [(4, 4, 12, None), (12, 12, 32, None), (6, 2, 64, None), *((2, 2, 16, window) for window in (2, 7, 60, 300))],
+)
+def test_a_token_sees_its_own_text(
+    rng: np.random.Generator, heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
+    """Texts are shorter and longer than the sizes that there is code for (32, 64, 128) and a unit of queries (192)."""
     lengths = [1, 5, 32, 33, 64, 65, 127, 129, 400, 2]
     qkv = rng.standard_normal((sum(lengths), heads + 2 * kv_heads, dim)).astype(np.float32)
     rope = np.ones((len(qkv), dim // 2), np.float32), np.zeros((len(qkv), dim // 2), np.float32)
     q, k, v = np.split(qkv.copy(), [heads, heads + kv_heads], axis=1)
     for ops, turns in product(BACKENDS, (rope, None)):
         (transform,) = ops.prepare([HeadTransform(kv_heads)])
-        found = ops.of_encoders.self_attention(qkv.copy(), turns, transform, lengths, 0.3)
+        actual = ops.of_encoders.self_attention(qkv.copy(), turns, transform, lengths, 0.3, window)
         first = 0
         for length in lengths:
-            own = slice(first, first + length)
+            text = slice(first, first + length)
             first += length
-            assert np.abs(found[own] - attention(q[own], k[own], v[own], 0.3)).max() <= 2e-5
-
-
-@pytest.mark.parametrize("window", [2, 7, 60, 300])
-def test_a_token_sees_those_of_its_text_that_are_near(rng: np.random.Generator, window: int) -> None:
-    lengths, heads, dim = [1, 30, 50, 140, 260], 2, 16
-    qkv = rng.standard_normal((sum(lengths), 3 * heads, dim)).astype(np.float32)
-    rope = np.ones((len(qkv), dim // 2), np.float32), np.zeros((len(qkv), dim // 2), np.float32)
-    expected, found = (
-        ops.of_encoders.self_attention(qkv.copy(), rope, ops.prepare([HeadTransform(heads)])[0], lengths, 0.3, window)
-        for ops in BACKENDS
-    )
-    assert np.abs(found - expected).max() <= 2e-5
+            assert np.abs(actual[text] - attention(q[text], k[text], v[text], window)).max() <= 2e-5
 
 
 def test_a_vector_does_not_depend_on_the_other_texts(rng: np.random.Generator) -> None:
@@ -80,9 +76,11 @@ def test_a_vector_does_not_depend_on_the_other_texts(rng: np.random.Generator) -
     (transform,) = (ops := NativeOps()).prepare([HeadTransform(heads)])
     together, first = ops.of_encoders.self_attention(qkv.copy(), rope, transform, lengths, 0.3).copy(), 0
     for length in lengths:
-        own, first = slice(first, first + length), first + length
-        alone = ops.of_encoders.self_attention(qkv[own].copy(), (rope[0][own], rope[1][own]), transform, [length], 0.3)
-        np.testing.assert_array_equal(alone, together[own])
+        text, first = slice(first, first + length), first + length
+        alone = ops.of_encoders.self_attention(
+            qkv[text].copy(), (rope[0][text], rope[1][text]), transform, [length], 0.3
+        )
+        np.testing.assert_array_equal(alone, together[text])
 
 
 def test_gelu_is_that_of_the_normal_distribution() -> None:

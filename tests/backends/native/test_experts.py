@@ -18,7 +18,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 from polarlm.engine.weight_formats import ExpertLinear
 from polarlm.model_loaders.config import Activation, Experts, is_gated
 from tests import weights

@@ -43,7 +43,7 @@ def test_a_recording_follows_its_inputs(threads: int) -> None:
         x = rng.standard_normal((rows, 64)).astype(np.float32)
         recorded = graphs.run("step", model.forward, [x]).copy()
         np.testing.assert_array_equal(recorded, model.forward(x.copy()))
-    assert model.calls == 4 + 2  # of the recorded ones, the first of each shape
+    assert model.calls == 4 + 2  # the recorded function is called once for each shape
 
 
 def test_a_recorded_step_gives_back_what_a_prompt_took() -> None:
@@ -63,10 +63,9 @@ def test_a_recorded_step_gives_back_what_a_prompt_took() -> None:
 def test_a_step_with_an_op_outside_runs_op_by_op() -> None:
     launch = Launcher(1)
     model, graphs = Model(launch), Graphs(launch)
-    halve = launch.unrecorded(lambda x: x / 2)
 
     def work(x: np.ndarray) -> np.ndarray:
-        return halve(model.forward(x))
+        return launch.in_numpy(lambda y: y / 2, model.forward(x))
 
     x = np.ones((1, 64), np.float32)
     for _ in range(2):
@@ -100,17 +99,3 @@ def test_a_call_between_launches_is_made_at_each_replay(threads: int) -> None:
     with again as alone:
         model.forward(fixed[0])
     assert recording.buffers.nbytes == alone.buffers.nbytes
-
-
-def test_an_error_while_recording_leaves_no_recording_open() -> None:
-    launch = Launcher(1)
-    model, graphs = Model(launch), Graphs(launch)
-
-    def work(x: np.ndarray) -> np.ndarray:
-        model.forward(x)
-        raise ValueError("not this time")
-
-    x = np.ones((1, 64), np.float32)
-    with pytest.raises(ValueError, match="not this time"):
-        graphs.run("step", work, [x])
-    assert np.isfinite(model.forward(x)).all()

@@ -17,9 +17,10 @@ from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_s
 from tests.backends.native.launching import launcher
 from tests.jit.levels import some_levels
 
+from polarlm.engine.backends.native.attention_ops.step_table import StepTable  # isort: skip
 from polarlm.engine.backends.native.attention_ops.heads import HeadOps  # isort: skip
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 
 ROTATIONS = {"none": None, "hadamard": signed_hadamard, "two-sided": twice_signed_hadamard, "dense": dense}
 ROWS = 5
@@ -134,14 +135,11 @@ def test_keys_and_values_go_to_the_slots_of_a_step(x: Case, start: int, threads:
     ops, plain = HeadOps(launcher(best(), threads)), NumpyOps(1)
     (prepared,) = ops.prepare([x.transform])
     cache = plain.cache(format_of(x), 0, 5)
-    spans = plain.spans(
-        [
-            SpanView(slice(0, 1), 16 + start % 8, KVLocation(None, 3), 16, 0, (), 8),
-            SpanView(slice(1, 5), 8 + start % 8, KVLocation(None, 1), 8, None, (), 8, (4, 2)),
-        ],
-        8,
-    )
-    check(ops.place_kv(x.qkv, x.rope, prepared, cache, spans, x.norms), x.q)
+    spans = [
+        SpanView(slice(0, 1), 16 + start % 8, KVLocation(None, 3), 16, 0, (), 8),
+        SpanView(slice(1, 5), 8 + start % 8, KVLocation(None, 1), 8, None, (), 8, (4, 2)),
+    ]
+    check(ops.place_kv(x.qkv, x.rope, prepared, cache, StepTable(spans, 8), x.norms), x.q)
     slots = [(3, start % 8)] + [((1, 4)[(start % 8 + i) // 8], (start % 8 + i) % 8) for i in range(4)]
     for row, (slot, offset) in enumerate(slots):
         check_halves(cache.full_k[slot, :, offset], x.k[row])
@@ -183,7 +181,7 @@ def test_slots_hold_the_halves_of_the_reference(level: Level) -> None:
     compiled, plain = (NumpyOps(1).cache(format, 0, 1) for _ in range(2))
     spans = [SpanView(slice(0, 2), 3, KVLocation(None, 0), 0, None, (), 16)]
     ops = HeadOps(launcher(level))
-    ops.place_kv(qkv.copy(), rope, ops.prepare([HeadTransform(1)])[0], compiled, spans)
+    ops.place_kv(qkv.copy(), rope, ops.prepare([HeadTransform(1)])[0], compiled, StepTable(spans, 16))
     NumpyOps(1).append_kv(plain, spans, qkv[:, 1:2], qkv[:, 2:])
     np.testing.assert_array_equal(compiled.full_v, plain.full_v)
     finite = np.isfinite(qkv[:, 1, :12] * qkv[:, 1, 12:])  # 0 · infinity of RoPE is NaN

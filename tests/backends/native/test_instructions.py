@@ -11,7 +11,6 @@ from polarlm.engine import codecs
 from polarlm.engine.weight_formats import get
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, OF_WORDS, X86, Loop, special_levels
-from tests.backends.native.plain_tiles import PlainKeys, PlainValues
 from tests.pairs import each, in_turn
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
@@ -23,15 +22,8 @@ from polarlm.engine.backends.native.kernels.encode import encode
 from polarlm.engine.backends.native.kernels.encode.unit import Encoding
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs, are_matrices, inputs_for, splits
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
-from polarlm.engine.backends.native.kernels.linear.tiling import (
-    SINGLE,
-    Tiling,
-    become_words,
-    largest_tiling,
-    tiling,
-)
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, become_words, largest_tiling, tiling
+from polarlm.engine.jit.lang import Kernel, Level
 
 WITH_WORDS = [level for level in X86 if level.unpacks_first]
 
@@ -103,7 +95,7 @@ def encoder(along_tokens: bool) -> Kernel:
 
 OF_FLOATS: dict[str, Callable[[], Kernel]] = {
     "a step's blocks in full precision": lambda: attend_step(
-        Attention(PlainKeys(64, 64), PlainValues(64, 64), 8, 64, 64, group=3, query_tile=3)
+        Attention(*(make(codecs.get("q8_0"), 64, 64) for make in (tiles.keys, tiles.values)), 8, 64, 64, 3, 3)
     ),
     "a prompt": lambda: attend_prompt(Prompt(64)),
     "a prompt of wide heads": lambda: attend_prompt(Prompt(128)),

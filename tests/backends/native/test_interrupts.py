@@ -60,7 +60,7 @@ def interrupted(line: int, work: Callable[[], object]) -> bool:
     return came
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of an array that was never made
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an array that was never made
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_a_step_interrupted_at_any_line_is_right_the_next_time(is_recorded: bool) -> None:
     """While it is recorded, or run again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from polarlm.engine.jit.compile.target import VARIABLE, host_features, levels
 from polarlm.engine.jit.isa.levels import LEVELS, Level
 from tests.backends.native.attending import SCALE, Sequence_, Shape, attended, step
 from tests.backends.native.launching import launcher
-from tests.jit.levels import Narrow, every_level
+from tests.jit.levels import Narrow
 from tests.test_bare_python import ROOT
 
 
@@ -58,13 +59,10 @@ def broken(monkeypatch: pytest.MonkeyPatch):
     return fail
 
 
-# -- levels ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_level_with_a_missing_feature_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "_may_use_tiles", lambda: True)
     everything = frozenset(feature for other in LEVELS for feature in other.needs)
-    for level, missing in [(own, feature) for own in LEVELS for feature in own.needs]:
+    for level, missing in [(each, feature) for each in LEVELS for feature in each.needs]:
         monkeypatch.setattr(target, "machine", lambda level=level: level.machine)
         monkeypatch.setattr(target, "host_features", lambda missing=missing: everything - {missing})
         assert level not in target.levels()
@@ -75,18 +73,16 @@ def test_a_level_with_a_missing_feature_is_never_chosen(monkeypatch: pytest.Monk
 
 
 def test_every_level_is_found_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none of another machine."""
+    """No level of another machine is, and tiles need the system's permission."""
     everything = frozenset(feature for other in LEVELS for feature in other.needs)
     monkeypatch.setattr(target, "host_features", lambda: everything)
-    monkeypatch.setattr(target, "_may_use_tiles", lambda: True)
-    found = {}
-    for machine in ("x86_64", "aarch64", "riscv64"):
-        monkeypatch.setattr(target, "machine", lambda machine=machine: machine)
-        found[machine] = target.levels()
     generic, *others = LEVELS
-    for machine, own in found.items():
-        assert own == [generic, *(level for level in others if level.machine == machine)]
-    assert sum(map(len, found.values())) == len(others) + len(found)
+    assert {level.machine for level in others} == {"x86_64", "aarch64"}
+    for machine, may in itertools.product(("x86_64", "aarch64", "riscv64"), (True, False)):
+        monkeypatch.setattr(target, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(target, "_may_use_tiles", lambda may=may: may)
+        wanted = [level for level in others if level.machine == machine and (may or "amx-tile" not in level.needs)]
+        assert target.levels() == [generic, *wanted]
 
 
 def names_on_arm(monkeypatch: pytest.MonkeyPatch, system: str, library: object) -> list[str]:
@@ -143,10 +139,7 @@ def test_macos_is_asked_by_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
         ({dotprod: 1, i8mm: 1}, ["generic", "neon", "neon-dot", "neon-i8mm"]),
     ]:
         assert names_on_arm(monkeypatch, "darwin", system(known)) == names
-
-
-def test_other_systems_on_arm_have_what_every_such_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert names_on_arm(monkeypatch, "win32", None) == ["generic", "neon"]
+    assert names_on_arm(monkeypatch, "win32", None) == ["generic", "neon"]  # what every such CPU has
 
 
 def test_llvm_knows_every_feature_that_linux_lists() -> None:
@@ -155,17 +148,6 @@ def test_llvm_knows_every_feature_that_linux_lists() -> None:
         pytest.skip("Linux lists no features of an x86 CPU here")
     asked = {feature for level in LEVELS for feature in level.needs}
     assert target.host_features() & asked <= target._known_to_llvm()
-
-
-def test_tiles_need_the_system_s_permission(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_tiles = [level for level in LEVELS if "amx-tile" in level.needs]
-    assert with_tiles
-    everything = frozenset(feature for level in LEVELS for feature in level.needs)
-    monkeypatch.setattr(target, "machine", lambda: "x86_64")
-    monkeypatch.setattr(target, "host_features", lambda: everything)
-    for may in (True, False):
-        monkeypatch.setattr(target, "_may_use_tiles", lambda may=may: may)
-        assert [level for level in target.levels() if level in with_tiles] == (with_tiles if may else [])
 
 
 def test_features_that_linux_does_not_list_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -187,14 +169,14 @@ def test_features_that_linux_does_not_list_are_missing(monkeypatch: pytest.Monke
 
 
 def test_where_linux_lists_nothing_llvm_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = target.host_features()
+    actual = target.host_features()
     monkeypatch.setattr(target, "host_features", target.host_features.__wrapped__)
-    monkeypatch.setattr(target, "_known_to_llvm", lambda: found)
+    monkeypatch.setattr(target, "_known_to_llvm", lambda: actual)
     monkeypatch.setattr(target, "_CPUS", tmp_path / "cpuinfo")
     for content in (None, "Features\t: asimd\n", ""):
         if content is not None:
             (tmp_path / "cpuinfo").write_text(content)
-        assert target.host_features() is found
+        assert target.host_features() is actual
 
 
 def test_an_unknown_cpu_gets_kernels_without_special_instructions(
@@ -222,12 +204,9 @@ def test_the_variable_names_the_highest_level(monkeypatch: pytest.MonkeyPatch) -
 def test_a_wrong_name_is_an_error_with_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "avx1024")
     with pytest.raises(EngineError) as raised:
-        select("cpu", 1, compiled=True)
+        select("cpu", 1)
     for part in (VARIABLE, "avx1024", *(level.name for level in levels())):
         assert part in str(raised.value)
-
-
-# -- a level that no file has ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("types", [("f16", "q8_0"), ("ring4", "turbo3")])
@@ -249,44 +228,26 @@ def test_kernels_work_at_a_level_that_they_do_not_know(types: tuple[str, str], m
     assert level.dots > 0
 
 
-# -- the test at the start ---------------------------------------------------------------------------------------------
-
-
-@every_level
-def test_every_level_passes(level: Level) -> None:
-    self_test.check(level)
-
-
 @pytest.mark.skipif(len(levels()) < 2, reason="this CPU has one level")
-def test_a_level_that_gives_wrong_results_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    level = levels()[-1]
-    right = level.dot4
-    monkeypatch.setattr(level, "dot4", lambda *arguments, **options: right(*arguments, **options) + 1)
-    libraries = {level: library.Library(level, None) for level in LEVELS}
-    monkeypatch.setattr("polarlm.engine.backends.native.launch.library", lambda level, sources: libraries[level])
-    ops, note = select("cpu", 1, compiled=True)
+@pytest.mark.parametrize("why", ["wrong results", "out of registers"])
+def test_a_level_that_does_not_work_is_passed_over(broken, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    level, lower = levels()[-1], levels()[-2]
+    if why == "wrong results":
+        right = level.dot4
+        monkeypatch.setattr(level, "dot4", lambda *arguments, **options: right(*arguments, **options) + 1)
+        broken(set(), RuntimeError())
+    else:
+        broken({level.name}, RuntimeError("LLVM ERROR: out of registers\nmore"))
+    ops, note = select("cpu", 1)
     assert isinstance(ops, NativeOps)
-    assert levels()[-1].name in note
-    assert "wrong results" in note
-    assert f"level {levels()[-2].name} are used" in note
+    assert why in note
+    assert f"level {lower.name} are used" in note
     assert "\n" not in note
-
-
-@pytest.mark.skipif(len(levels()) < 2, reason="this CPU has one level")
-def test_a_level_that_cannot_be_compiled_is_passed_over(broken) -> None:
-    broken({levels()[-1].name}, RuntimeError("LLVM ERROR: out of registers\nmore"))
-    ops, note = select("cpu", 1, compiled=True)
-    assert isinstance(ops, NativeOps)
-    assert "out of registers" in note
-    assert "\n" not in note
-
-
-# -- NumPy in their place ----------------------------------------------------------------------------------------------
 
 
 def assert_numpy_with_a_reason(reason: str) -> None:
-    ops, note = select("cpu", 1, compiled=True)
-    assert isinstance(ops, NumpyOps)
+    ops, note = select("cpu", 1)
+    assert ops.backend == "numpy"
     assert reason in note
     assert "NumPy" in note
     assert note.endswith(".")
@@ -323,7 +284,7 @@ from polarlm.engine.backends.select import select
 import polarlm.engine.backends.native.ops
 if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0):  # PR_SET_MDWE, PR_MDWE_REFUSE_EXEC_GAIN
     sys.exit("prctl")
-ops, note = select("cpu", 1, compiled=True)
+ops, note = select("cpu", 1)
 print(type(ops).__name__, note)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -15,10 +15,10 @@ from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.rows import rms_norm
 from polarlm.engine.jit.compile import library as library_module
-from polarlm.engine.jit.compile.compiler import Kernel, compile_object
+from polarlm.engine.jit.compile.compiler import compile_object
 from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Kernel, Level
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import is_gated
 from tests import weights
@@ -28,7 +28,7 @@ from tests.jit.levels import some_levels
 
 @pytest.mark.parametrize(("formats", "rows"), [(("q4_1", "q4_1"), 1), (("q6_k", "q8_0"), 5), (("iq4_xs", "q5_k"), 40)])
 def test_rounding_the_inputs_to_words_costs_a_ten_thousandth_at_most(formats: tuple[str, str], rows: int) -> None:
-    """Inputs have outliers, as those of language models do."""
+    """Inputs have outliers, as in language models."""
     rng = np.random.default_rng(0)
     stored = [weights.StoredBytes(weights.random_blocks(rng, name, 64, 256), name) for name in formats]
     x = (rng.standard_normal((rows, 256)) * rng.lognormal(0, 1, 256)).astype(np.float32)
@@ -70,14 +70,14 @@ def test_a_row_with_a_number_that_is_not_finite_has_no_finite_result(level: Leve
         for value in (np.nan, -np.nan, np.inf, -np.inf):
             damaged = x.copy()
             damaged[1, 77] = value
-            found = ops.linear(damaged, w, norm=norm)
-            assert not np.isfinite(found[1]).any(), (value, norm)
-            np.testing.assert_array_equal(found[[0, 2]], sound[[0, 2]])
+            actual = ops.linear(damaged, w, norm=norm)
+            assert not np.isfinite(actual[1]).any(), (value, norm)
+            np.testing.assert_array_equal(actual[[0, 2]], sound[[0, 2]])
 
 
 @some_levels
 def test_inputs_of_any_size_are_multiplied_rightly(level: Level) -> None:
-    """Those of a group whose largest is at most 1e-34 count as 0: words for them would take an infinite factor."""
+    """In a group whose largest input is at most 1e-34 all count as 0: words for them would take an infinite factor."""
     rng = np.random.default_rng(5)
     stored = weights.StoredBytes(weights.random_blocks(rng, "q4_k", 48, 256), "q4_k")
     ops, values = LinearOps(launcher(level)), stored.values.astype(np.float64)
@@ -85,25 +85,15 @@ def test_inputs_of_any_size_are_multiplied_rightly(level: Level) -> None:
     x[:, ::32] = 1  # the largest of each group
     x = (x * np.float64([[1e30], [1e-30], [1.1e-34], [1e-40], [0.9e-34], [1e-37], [0]])).astype(np.float32)
     x[3, 32:] = rng.uniform(-1, 1, 224)  # beside groups of usual size
-    found, wanted = ops.linear(x, w).astype(np.float64), x.astype(np.float64) @ values.T
-    error, size = (np.linalg.norm(rows, axis=1) for rows in (found - wanted, wanted))
+    actual, wanted = ops.linear(x, w).astype(np.float64), x.astype(np.float64) @ values.T
+    error, size = (np.linalg.norm(rows, axis=1) for rows in (actual - wanted, wanted))
     assert (error[:4] < 1e-4 * size[:4]).all()
-    assert not found[4:].any()
-
-
-def test_a_row_gives_the_same_alone_as_among_others() -> None:
-    rng = np.random.default_rng(1)
-    ops = LinearOps(Launcher(1))
-    stored = weights.StoredBytes(weights.random_blocks(rng, "q4_k", 48, 256), "q4_k")
-    w, x = Linear(ops.load([stored])), rng.standard_normal((13, 256)).astype(np.float32)
-    together = ops.linear(x, w).copy()
-    for row in range(13):
-        np.testing.assert_array_equal(ops.linear(x[row : row + 1], w)[0], together[row])
+    assert not actual[4:].any()
 
 
 @pytest.mark.skipif(best().lanes < 8, reason="kernels of this level take one row or two, which are the most")
 def test_prompts_do_not_wait_for_the_kernels_of_their_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take those of many rows meanwhile, with the same results; steps, which are recorded, wait."""
+    """They take the kernels of many rows meanwhile, with the same results; steps, which are recorded, wait."""
     rng = np.random.default_rng(3)
     may_compile = threading.Event()
     (most, tiles, _), rows = largest_tiling(best()), {16: 5, 8: 2}[best().lanes]
@@ -136,15 +126,15 @@ def test_logits_are_capped_in_place(level: Level) -> None:
     rng, launch = np.random.default_rng(0), launcher(level, 2)
     wide = (30 * rng.standard_normal((3, 9000))).astype(np.float32)
     wide[0, :4] = 0, -1e30, np.inf, np.nan
-    given, x = wide.astype(np.float64), wide[:, :8999]
+    before, x = wide.astype(np.float64), wide[:, :8999]
     with launch.record() as recording:
         LinearOps(launch).softcap(x, 30.0)
     assert len(recording.launches) == 1
     LinearOps(launch).softcap(x, 30.0)
-    expected = 30 * np.tanh(given[:, :8999] / 30)
+    expected = 30 * np.tanh(before[:, :8999] / 30)
     expected[0, 2] = np.nan
     np.testing.assert_allclose(x, expected, atol=30 * 2e-7)
-    np.testing.assert_array_equal(wide[:, 8999], given[:, 8999])
+    np.testing.assert_array_equal(wide[:, 8999], before[:, 8999])
 
 
 @some_levels
@@ -156,11 +146,11 @@ def test_rows_are_scaled_and_activated_in_place(level: Level) -> None:
     ops.scale(scaled, factor)
     np.testing.assert_array_equal(scaled, x * factor)
     for activation, function in ACTIVATIONS.items():
-        found = x.copy()
+        actual = x.copy()
         if is_gated(activation):
-            ops.activate(found, wide[:, 50:100], activation)
+            ops.activate(actual, wide[:, 50:100], activation)
             wanted = function(np.concatenate([x, wide[:, 50:100]], axis=1))
         else:  # the square of a ReLU is its product with what it was of
-            ops.activate(found, found, activation)
+            ops.activate(actual, actual, activation)
             wanted = function(x)
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)

@@ -9,19 +9,18 @@ from polarlm.engine.weight_formats import available, get
 from tests import weights
 from tests.backends.native.hot_loops import Loop
 from tests.backends.native.launching import launcher
-from tests.backends.native.packed_tiles import pack
-from tests.backends.native.test_product import quantized, stored
+from tests.backends.native.test_product import packed_tiles, quantized, stored
 from tests.jit.levels import run
 from tests.pairs import in_turn
 
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import together  # isort: skip
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling
-from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.jit.compile.compiler import assembly
 from polarlm.engine.jit.compile.target import levels
-from polarlm.engine.jit.isa.levels import LEVELS, Level
+from polarlm.engine.jit.isa.levels import LEVELS
+from polarlm.engine.jit.lang import Level
 from polarlm.engine.weight_formats import Linear, WeightFormat
 
 CODES = [name for name in available() if get(name).unpack is not None]
@@ -40,7 +39,6 @@ def multiplied(
         x=panels,
         y=y,
         bias=bias,
-        hint=NO_HINT,
         blocks=x.shape[1] // format.values,
         tile_bytes=packed.shape[1],
         x_stride=panels.strides[0],
@@ -81,7 +79,7 @@ def test_the_largest_sums_are_exact(name: str, level: Level) -> None:
     x[1], x[2, ::2], x[3, 1::3] = -1, -1, 0.5
     for byte in (0, 0x7F, 0x80, 0xFF):
         blocks[:, bytes_of_codes(format)] = byte
-        packed = pack(raw, format)
+        packed = packed_tiles(raw, name)
         tilings = few, largest_tiling(level)
         np.testing.assert_array_equal(*(multiplied(format, packed, x, sizes, level) for sizes in tilings))
 

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("llvmlite")
 
-
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.jit.compile.target import VARIABLE, levels
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.sampling.sample import greedy
+from polarlm.engine.state.store import SequenceKV
 from scripts.make_golden import answer
 from scripts.make_random_model import write
-from tests.backends.native.model_steps import chunk_logits, step_logits
 from tests.bare import kl
 from tests.conftest import FIXTURES
 from tests.random_model import TINY, random_model, tokenizer_file
@@ -51,9 +53,54 @@ def test_greedy_answers_are_those_of_float32(name: str, tmp_path: Path) -> None:
     with load_tiny(path, ops=NumpyOps(1), **settings) as engine:
         wanted = [decided(engine, prompt) for prompt in prompts]
     with load_tiny(path, ops=NativeOps(1), **settings) as engine:
-        found = [answer(engine, prompt, TOKENS)[0] for prompt in prompts]
-    assert [ids[: len(want)] for ids, want in zip(found, wanted, strict=True)] == wanted
+        actual = [answer(engine, prompt, TOKENS)[0] for prompt in prompts]
+    assert [ids[: len(want)] for ids, want in zip(actual, wanted, strict=True)] == wanted
     assert sum(map(len, wanted)) >= 8, "too few steps are decided"
+
+
+def step_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndarray:
+    """Logits (T − prompt, V) of steps, one for each of `ids` (T,) after the first `prompt`, which are prefilled."""
+    kept: list[np.ndarray] = []
+
+    def keep(chosen: Any, logits: Any, sampler_inputs: Any) -> list[Any]:
+        kept.append(model.ops.to_host(logits).copy())
+        return []
+
+    fetch, model.ops.fetch_tokens = model.ops.fetch_tokens, keep
+    sequence = _prefilled(model, ids[:prompt])
+    try:
+        for id in ids[prompt:]:
+            span = model.store.open_step(sequence)
+            model.step([span], [id], [greedy(model.config.vocab_size)])
+            model.store.commit(span)
+    finally:
+        model.store.release(sequence)
+        model.ops.fetch_tokens = fetch
+    return np.concatenate(kept)
+
+
+def chunk_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndarray:
+    """As `step_logits`, but with the rows of a block at once; they read the same keys and values."""
+    size, kept = model.store.shape.block_size, []
+    sequence = _prefilled(model, ids[:prompt])
+    start = prompt
+    while start < len(ids):
+        chunk = ids[start : (start // size + 1) * size]
+        span = model.store.open(sequence, len(chunk), as_steps=True)
+        kept.append(model.logits(model.forward([span], chunk)))
+        model.store.commit(span)
+        start += len(chunk)
+    model.store.release(sequence)
+    return np.concatenate(kept)
+
+
+def _prefilled(model: Transformer, ids: Sequence[int]) -> SequenceKV:
+    """A sequence whose prompt `ids` is prefilled."""
+    sequence = model.store.new_sequence()
+    span = model.store.open(sequence, len(ids))
+    model.forward([span], ids)
+    model.store.commit(span)
+    return sequence
 
 
 def scored(path: Path, ops: Ops, ids: list[int], prompt: int, cache_type: str, **settings: object) -> np.ndarray:
@@ -68,7 +115,7 @@ def all_scored(
     """`scored` for several texts, each with the length of its prompt, one after another."""
     settings = {"cache_type": cache_type, "ctx_size": 512, **settings}
     parts = assemble(settle(path, None, settings), None, ops=ops)
-    score = chunk_logits if isinstance(ops, NumpyOps) else step_logits
+    score = chunk_logits if ops.backend == "numpy" else step_logits
     logits = np.concatenate([score(parts.model, ids, prompt) for ids, prompt in texts])
     parts.close()
     return logits
@@ -94,11 +141,11 @@ def test_steps_over_codes_are_the_same_at_every_level(
         return list(answer.token_ids), [token.logprob for token in answer.logprobs]
 
     answers = {level: answered(level) for level in levels()}
-    fused = {level: found for level, found in answers.items() if "fma" in level.needs}
+    fused = {level: actual for level, actual in answers.items() if "fma" in level.needs}
     vbmi = [level for level in fused if cache_type == "polarquant" and "avx512vbmi" in level.needs]
-    others = {level: found for level, found in fused.items() if level not in vbmi}
-    for level, found in others.items():
-        assert found == next(iter(others.values())), level.name
+    others = {level: actual for level, actual in fused.items() if level not in vbmi}
+    for level, actual in others.items():
+        assert actual == next(iter(others.values())), level.name
     for level, (ids, logprobs) in answers.items():
         wanted_ids, wanted = answers[levels()[-1]]
         first = next((i for i, (a, b) in enumerate(zip(ids, wanted_ids, strict=True)) if a != b), len(ids))
@@ -114,10 +161,10 @@ def test_a_quantized_cache_costs_what_it_costs_in_float32(name: str, cache_type:
     settings = {"block_size": 16, "ctx_size": 128, "calibration": False}
     exact = scored(path, NumpyOps(1), ids, 50, "f16", **settings)
     wide = scored(path, NumpyOps(1), ids, 50, cache_type, **settings)
-    found = scored(path, NativeOps(1), ids, 50, cache_type, **settings)
+    actual = scored(path, NativeOps(1), ids, 50, cache_type, **settings)
     share = 0.2 if "moe" in name or "experts" in name else 0.1
-    assert kl(wide, found) < share * kl(exact, wide)
-    assert kl(exact, found) == pytest.approx(kl(exact, wide), rel=0.2)
+    assert kl(wide, actual) < share * kl(exact, wide)
+    assert kl(exact, actual) == pytest.approx(kl(exact, wide), rel=0.2)
 
 
 @pytest.mark.slow  # the contract of every family
@@ -127,15 +174,28 @@ def test_families_compute_as_transformers_does_and_packed_weights_as_numpy_does(
     prompts, they may differ by twice as much."""
     path, reference = make_model(tmp_path, name), np.load(FIXTURES / name / "reference.npz")
     ids, atol = reference["ids"].tolist(), 4 * 2**-11 * np.ptp(reference["logits"])
-    found = {}
+    actual = {}
     for weight_type, ops in (("f32", None), ("as-stored", None), ("q8_0", None), ("q8_0", NumpyOps())):
         settings = {"ctx_size": 128, "cache_type": "f16", "calibration": False, "weight_type": weight_type}
         with load_tiny(path, ops=ops, device="cpu", **settings) as engine:
-            assert isinstance(engine._model.ops, NumpyOps if ops else NativeOps)
-            found[weight_type, ops is None] = engine.score(ids, logits=True).logits
-    np.testing.assert_allclose(found["f32", True], reference["logits"], atol=atol, rtol=0)
-    np.testing.assert_allclose(found["as-stored", True], reference["logits"], atol=2 * atol, rtol=0)
-    np.testing.assert_allclose(found["q8_0", True], found["q8_0", False], atol=atol, rtol=0)
+            assert engine._model.ops.backend == ("numpy" if ops else "native")
+            actual[weight_type, ops is None] = engine.score(ids, logits=True).logits
+    np.testing.assert_allclose(actual["f32", True], reference["logits"], atol=atol, rtol=0)
+    np.testing.assert_allclose(actual["as-stored", True], reference["logits"], atol=2 * atol, rtol=0)
+    np.testing.assert_allclose(actual["q8_0", True], actual["q8_0", False], atol=atol, rtol=0)
+
+
+def test_a_layer_without_kernels_is_numpys(tiny_path: Path) -> None:
+    prompt = np.random.default_rng(0).integers(5, VOCABULARY, 100).tolist()
+    greedy_params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    settings = {"block_size": 32, "ctx_size": 256, "cache_type_k": "f16", "cache_type_v": "kivi4@1,f16"}
+    answers = []
+    for ops, kinds in (NativeOps(1), ["TileCache", "LayerCache"]), (NumpyOps(1), ["LayerCache"] * 2):
+        with load_tiny(tiny_path, ops=ops, **settings) as engine:
+            first = engine.generate(prompt, greedy_params).token_ids
+            answers.append((first, engine.generate([*prompt, *first, *prompt[:20]], greedy_params).token_ids))
+            assert [type(engine._store.cache(layer)).__name__ for layer in (0, 1)] == kinds
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k", "iq3_s"])
@@ -143,8 +203,8 @@ def test_packed_weights_compute_as_float32_does(kind: str, tmp_path: Path) -> No
     path = tmp_path / "model.gguf"
     write(path, "tiny", TINY, kind, tokenizer_file(tmp_path))
     ids = np.random.default_rng(0).integers(5, 250, 200).tolist()
-    exact, found = (scored(path, ops, ids, 130, "f16") for ops in (NumpyOps(1), NativeOps(1)))
-    assert 0 < kl(exact, found) < 1e-7
+    exact, actual = (scored(path, ops, ids, 130, "f16") for ops in (NumpyOps(1), NativeOps(1)))
+    assert 0 < kl(exact, actual) < 1e-7
 
 
 def test_logits_are_the_same_for_any_number_of_threads(tmp_path: Path) -> None:
@@ -152,68 +212,24 @@ def test_logits_are_the_same_for_any_number_of_threads(tmp_path: Path) -> None:
     path, ids = make_model(tmp_path), np.random.default_rng(1).integers(5, VOCABULARY, 200).tolist()
     settings = {"block_size": 16, "calibration": False}
     one, *others = (scored(path, NativeOps(threads), ids, 120, "balanced", **settings) for threads in (1, 2, 5))
-    for found in others:
-        np.testing.assert_array_equal(found, one)
+    for actual in others:
+        np.testing.assert_array_equal(actual, one)
 
 
-HARBOUR = (
-    "The harbour of Lindow was built by a fishing company in 1847, when the herring still came close to the coast. "
-    "Forty boats left it every evening, and the women of the town salted the catch on the quay before breakfast. In "
-    "1902 the railway arrived, and most of the fish went to the city in ice instead of barrels. The herring moved "
-    "north after the war, the boats followed them, and the company closed in 1931. Today the harbour belongs to the "
-    "town. A sailing school has the old ice house, three families still set pots for crabs and lobsters, and on the "
-    "first Saturday in June the town holds a fair on the quay, with a race of rowing boats to the lighthouse and back."
-)
-QUESTIONS = "When was the harbour built, and by whom?", "Write a short poem about the harbour."
-BEGINNINGS = "Once upon a time", "Tom and his sister went to the sea", "The little dog was"
-
-
-class Real(NamedTuple):
-    """A real model, and texts that end with its greedy answers by compiled kernels, each with the number of tokens
-    before the answer's last inputs. ids: the tokens of all answers (T,)."""
-
-    path: Path
-    texts: list[tuple[list[int], int]]
-    ids: np.ndarray
-
-    def logits(self, ops: Ops, cache_type: str) -> np.ndarray:
-        """The logits (T, V) at the tokens of the answers, after the same tokens."""
-        return all_scored(self.path, ops, self.texts, cache_type)
-
-
-def answered(model: str, cache_type: str, request: pytest.FixtureRequest) -> Real:
-    """Stories are so long, and questions have so long a text before them, that steps read quantized blocks."""
-    if model == "stories15M":
-        path, prompts, tokens = shared("models", model), BEGINNINGS, 160
-    else:
-        path, tokens = request.getfixturevalue("demo_path"), 20
-        prompts = tuple(f"<|im_start|>user\n{HARBOUR}\n\n{one}<|im_end|>\n<|im_start|>assistant\n" for one in QUESTIONS)
-    with load_tiny(path, ops=NativeOps(1), cache_type=cache_type, ctx_size=512) as engine:
-        given = [engine.tokenize(prompt, control=True) for prompt in prompts]
-        answers = [answer(engine, prompt, tokens)[0] for prompt in given]
-    texts = [([*prompt, *ids[:-1]], len(prompt) - 1) for prompt, ids in zip(given, answers, strict=True)]
-    return Real(path, texts, np.concatenate(answers))
-
-
-def margins(logits: np.ndarray, best: np.ndarray) -> np.ndarray:
-    """By how many nats the first token of `best` (T, 2) is likelier than the second: (T,)."""
-    first, second = np.take_along_axis(logits.astype(np.float64), best, axis=-1).T
-    return first - second
-
-
-real_models = pytest.mark.parametrize("model", ["stories15M", "demonstration model"])
-
-
-@pytest.mark.slow
-@real_models
-def test_greedy_answers_over_codes_are_those_of_float32(model: str, request: pytest.FixtureRequest) -> None:
-    """Queries of 8 bits (7 on CPUs that add two products in 16 bits) and codes that round the other way change
-    margins by .02 to .07 nats, root mean square. Where the best two tokens are four times as far apart, the answer is
-    that of float32 over codes."""
-    real = answered(model, "balanced", request)
-    wide, exact = (real.logits(NumpyOps(1), cache_type) for cache_type in ("balanced", "f16"))
-    assert 0 < kl(wide, real.logits(NativeOps(1), "balanced")) < kl(exact, wide) / 2
+@pytest.mark.slow  # needs a real model
+def test_greedy_answers_over_codes_are_those_of_float32() -> None:
+    """Queries of 8 bits (7 on CPUs that add two products in 16 bits) and codes that round the other way change margins
+    by .02 to .07 nats, root mean square. Where the best two tokens are four times as far apart, float32 over codes has
+    the same token. Answers are so long that steps read quantized blocks."""
+    path, beginnings = shared("models", "stories15M"), ("Once upon a time", "Tom and his sister went to the sea")
+    with load_tiny(path, ops=NativeOps(1), cache_type="balanced", ctx_size=512) as engine:
+        prompts = [engine.tokenize(beginning) for beginning in beginnings]
+        answers = [answer(engine, prompt, 160)[0] for prompt in prompts]
+    texts = [([*prompt, *ids[:-1]], len(prompt) - 1) for prompt, ids in zip(prompts, answers, strict=True)]
+    wide, exact = (all_scored(path, NumpyOps(1), texts, cache_type) for cache_type in ("balanced", "f16"))
+    assert 0 < kl(wide, all_scored(path, NativeOps(1), texts, "balanced")) < kl(exact, wide) / 2
     best = wide.argsort(-1)[:, :-3:-1]
-    is_decided = margins(wide, best) >= 0.3
-    np.testing.assert_array_equal(real.ids[is_decided], best[is_decided, 0])
+    first, second = np.take_along_axis(wide.astype(np.float64), best, axis=-1).T
+    is_decided = first - second >= 0.3
+    np.testing.assert_array_equal(np.concatenate(answers)[is_decided], best[is_decided, 0])
     assert is_decided.mean() > 0.75, "too few steps are decided"

@@ -13,9 +13,7 @@ from tests.jit.levels import declared, run, some_levels
 
 from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
 from polarlm.engine.backends.native.kernels.encode.nearest import NearestLevels, NearestOfRings
-from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, Value, vector
+from polarlm.engine.jit.lang import F32, Emitter, Level, Value, vector
 
 
 @cache

@@ -8,7 +8,7 @@ import pytest
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.weight_formats import WeightFormat, available, get
 from tests import weights
-from tests.backends.native.packed_tiles import pack
+from tests.backends.native.launching import launcher
 from tests.jit.levels import SOME, run, some_levels
 from tests.pairs import each, in_turn, pairs
 
@@ -28,14 +28,22 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product, units
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling, tiling
-from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
-from polarlm.engine.jit.compile.target import levels
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.backends.native.product_ops.linear import LinearOps
+from polarlm.engine.jit.compile.target import best, levels
+from polarlm.engine.jit.lang import Level
 
 FEW = ["q4_1", "q4_k", "q6_k", "q8_0", "iq3_s", "mxfp4", "tq1_0", "f16", "bf16"]  # each is unpacked in its own way
 
 
-def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> tuple[WeightFormat, np.ndarray, np.ndarray]:
+def packed_tiles(raw: np.ndarray, name: str, level: Level | None = None) -> np.ndarray:
+    """Rows of a file in tiles, which kernels of a level pack, or of the best one."""
+    (matrix,) = LinearOps(launcher(level or best())).load([weights.StoredBytes(raw, name)])
+    return matrix.data.memory
+
+
+def stored(
+    rng: np.random.Generator, name: str, rows: int, columns: int, level: Level | None = None
+) -> tuple[WeightFormat, np.ndarray, np.ndarray]:
     """A random matrix: its format, its tiles, and its values, float32."""
     format = get(name)
     if format.unpack is None:
@@ -44,7 +52,7 @@ def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> tupl
         raw = weights.random_blocks(rng, name, rows, columns)
     values = np.empty((rows, columns), np.float32)
     format.dequantize(raw, values)
-    return format, pack(raw, format), values
+    return format, packed_tiles(raw, name, level), values
 
 
 def _rows(x: np.ndarray, out: np.ndarray, weight: np.ndarray | None = None) -> RowArguments:
@@ -60,7 +68,6 @@ def _products(
         x=x,
         y=y,
         bias=bias,
-        hint=NO_HINT,
         blocks=columns // spec.block_inputs,
         tile_bytes=packed.shape[1],
         x_stride=x.strides[0],
@@ -116,7 +123,7 @@ def interleaved(x: np.ndarray, row_tile: int, level: Level) -> np.ndarray:
 
 
 def as_words(values: np.ndarray) -> np.ndarray:
-    """Numbers (rows, columns) as `number_words` rounds them, float64: in integers of a power of two for 32 numbers, so
+    """Numbers (rows, columns) as `NumberWords` rounds them, float64: in integers of a power of two for 32 numbers, so
     that their magnitudes add up to less than 2¹⁷, and eight times the largest is."""
     groups = values.astype(np.float64).reshape(len(values), -1, GROUP)
     magnitudes = np.abs(groups)
@@ -219,10 +226,11 @@ def test_gated_product(name: str, level: Level, activation: str, count: int) -> 
     assert (np.abs(y - want) <= 1e-6 * scale * (1 + np.abs(both).max()) + 1e-5).all()
 
 
-@in_turn("level name", each(SOME, FEW))
+@in_turn("level name", each(SOME, available()))
 def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None:
+    """To the bit: of whole tiles, and of a tile with rows that do not exist. Kernels of the level pack the matrix."""
     rng = np.random.default_rng(2)
-    format, packed, values = stored(rng, name, 36, 256)
+    format, packed, values = stored(rng, name, 36, 256, level)
     ids = np.array([35, 0, 17, 17], np.int32)
     out = np.empty((4, 256), np.float32)
     sizes = {"blocks": 256 // format.values, "tile_bytes": packed.shape[1], "columns": 256}

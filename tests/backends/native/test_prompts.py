@@ -25,7 +25,7 @@ from polarlm.engine.backends.native.attention_ops.heads import HeadOps  # isort:
 from polarlm.engine.backends.native.ops import NativeOps  # isort: skip
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps  # isort: skip
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 
 N = 32  # tokens of a block
 PLAIN = NumpyOps(1)
@@ -39,7 +39,7 @@ def sequence(
     No blocks: the prompt begins the sequence.
     """
     format = CacheFormat(get(codec), get(codec), None, None, 8 if codec != "f16" else 0, N, kv_heads, dim)
-    cache = CacheOps(PLAIN).cache(format, blocks + 1, 2)
+    cache = CacheOps().cache(format, blocks + 1, 2)
     buffer = PLAIN.buffer(format, max(done + rows, N * blocks) + N)
     for array in (*buffer, cache.full_k, cache.full_v):
         array[...] = rng.standard_normal(array.shape)

@@ -13,18 +13,17 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine import Engine, EngineError, SamplingParams
+from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native import thread_count as counting
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.native.thread_count import VARIABLES, allowed_cpus, core_count, cpu_quota, thread_count
-from polarlm.engine.backends.numpy import blas, host_memory
+from polarlm.engine.backends.numpy import blas
 from polarlm.engine.jit.run import workers as working
 from polarlm.engine.jit.run.workers import Workers
 from polarlm.engine.outputs import Threads
-from tests.backends.numpy.cgroup_tree import tree
+from tests.backends.numpy.test_host_memory import tree
 
 ROOT = Path(__file__).resolve().parents[3]
-GIB = 1 << 30
 V1_LINES = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n1:name=systemd:/\n"
 
 
@@ -35,29 +34,21 @@ def v1(folder: str, quota: int, period: int = 100_000) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("groups", "files", "quota"),
     [
-        ("0::/\n", {"cpu.max": "200000 100000"}, 2),
         ("0::/\n", {"cpu.max": "150000 100000"}, 2),  # rounded up: a thread may run for a part of the time
         ("0::/\n", {"cpu.max": "max 100000"}, None),
         ("0::/\n", {"cpu.max": "100000 0"}, None),
-        ("0::/\n", {}, None),
-        ("0::/user/app\n", {"user/app/cpu.max": "max 100000", "user/cpu.max": "300000 100000"}, 3),  # one above
         ("0::/user/app\n", {"user/app/cpu.max": "400000 100000", "user/cpu.max": "50000 25000"}, 2),  # the tightest
-        ("0::/host/path\n", {"cpu.max": "100000 100000"}, 1),  # only the container's own part is mounted
-        ("1:name=systemd:/\n0::/\n", {"unified/cpu.max": "100000 100000"}, 1),  # both versions are mounted
         (V1_LINES, v1("cpu,cpuacct/docker/abc", 200_000), 2),
         (V1_LINES, {**v1("cpu/docker/abc", -1), **v1("cpu", 100_000)}, 1),
         (V1_LINES, {"cpu/docker/abc/cpu.cfs_quota_us": 100_000}, None),
         ("", {}, None),
     ],
 )
-def test_the_quota_is_that_of_the_tightest_group(
+def test_the_tightest_quota_of_the_groups_counts(
     tmp_path: Path, groups: str, files: dict[str, object], quota: int | None
 ) -> None:
+    """tests/backends/numpy/test_host_memory.py has more trees of groups."""
     assert cpu_quota(tree(tmp_path, groups, files)) == quota
-
-
-def test_without_proc_there_is_no_quota(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path) is None
 
 
 def hyperthreads(root: Path, siblings: dict[int, str]) -> Path:
@@ -94,7 +85,7 @@ def test_other_systems_are_asked_for_their_cores(monkeypatch, system: str, known
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The root folder of a machine with four cores of two hyperthreads each, all of which this process may use."""
+    """The root folder of a machine with four cores of two hyperthreads each. This process may use all of them."""
     monkeypatch.setattr(counting.sys, "platform", "linux")
     monkeypatch.setattr(counting, "allowed_cpus", lambda: set(range(8)))
     return hyperthreads(tree(tmp_path, "0::/\n", {}), PAIRS)
@@ -105,11 +96,8 @@ def limited(machine: Path, quota: str) -> None:
     (machine / "sys/fs/cgroup/cpu.max").write_text(quota, encoding="ascii")
 
 
-def test_there_is_a_thread_for_each_core(machine: Path) -> None:
+def test_there_is_a_thread_for_each_core_that_the_quota_allows(machine: Path) -> None:
     assert thread_count(0, machine, {}) == Threads(4, "one for each core that this process may use")
-
-
-def test_a_quota_below_the_cores_counts(machine: Path) -> None:
     limited(machine, "250000 100000")
     assert thread_count(0, machine, {}) == Threads(3, "this process may use 3 CPUs at a time")
     limited(machine, "100000 100000")
@@ -134,26 +122,18 @@ def test_a_variable_is_obeyed_up_to_the_cpus(machine: Path, name: str) -> None:
     assert thread_count(0, machine, {name: "64"}) == Threads(8, f"by {name} 64, but this process may use 8 CPUs")
 
 
-@pytest.mark.parametrize(
-    ("environment", "number"),
-    [
+def test_the_first_variable_with_a_number_counts(machine: Path) -> None:
+    for environment, number in [
         ({"OMP_NUM_THREADS": "6,2"}, 6),
         ({"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "3"}, 2),
         ({"OMP_NUM_THREADS": "", "MKL_NUM_THREADS": "3"}, 3),
         ({"OMP_NUM_THREADS": "0"}, 4),
         ({"OMP_NUM_THREADS": "all"}, 4),
-    ],
-)
-def test_the_first_variable_with_a_number_counts(machine: Path, environment: dict[str, str], number: int) -> None:
-    assert thread_count(0, machine, environment).number == number
+    ]:
+        assert thread_count(0, machine, environment).number == number
 
 
-needs_affinity = pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity"), reason="this system does not restrict a process to CPUs"
-)
-
-
-@needs_affinity
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not restrict a process to CPUs")
 def test_a_process_restricted_to_one_cpu_has_one_thread() -> None:
     script = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
@@ -169,9 +149,6 @@ def test_a_process_restricted_to_one_cpu_has_one_thread() -> None:
     assert three.startswith("Threads(number=1, why='by the setting threads 3, but this process may use 1 CPU; kernels")
 
 
-# -- what an engine does with it ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch):
     """A machine with four CPUs; BLAS has its threads again afterwards."""
@@ -183,11 +160,11 @@ def wide(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_workers_of_an_engine_are_as_many_as_it_says(wide: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Workers()
-    monkeypatch.setattr(working, "_of_this_process", [own])
+    started = Workers()
+    monkeypatch.setattr(working, "_of_this_process", [started])
     for setting, number in ((1, 1), (3, 3), (64, 4)):
         assert NativeOps(setting).threads().number == number
-        assert own._number == number - 1
+        assert started._number == number - 1
 
 
 def test_a_system_that_starts_no_more_threads_is_named(wide: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,10 +190,3 @@ def test_an_engine_says_that_it_has_fewer_threads_than_asked_for(tiny_path: Path
         blas.use_threads(before)
     assert 1 <= threads.number == of_blas <= cpus
     assert f"by the setting threads {cpus + 6}, but this process may use {threads.number} CPU" in threads.why
-
-
-def test_packed_weights_that_cannot_fit_are_not_called_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "most", lambda: 8 * GIB)
-    with pytest.raises(EngineError, match=r"weights take 10\.0 GiB, and 8\.0 GiB .*smaller model") as raised:
-        NativeOps().room_beside(10 * GIB)
-    assert raised.value.code == "out_of_memory"

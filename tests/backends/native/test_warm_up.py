@@ -22,12 +22,12 @@ from polarlm.engine.backends.kv import CacheFormat, KVLocation
 from polarlm.engine.backends.native import launch as launch_module
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
 from polarlm.engine.backends.native.ops import NativeOps
-from polarlm.engine.backends.select import select
 from polarlm.engine.jit.compile import library as library_module
-from polarlm.engine.jit.compile.compiler import Kernel, compile_object
+from polarlm.engine.jit.compile.compiler import compile_object
 from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.target import best
-from polarlm.engine.loading import assembly, rehearsal
+from polarlm.engine.jit.lang import Kernel
+from polarlm.engine.loading import rehearsal
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.requests.drafts import StepSeconds
 from tests.tiny import VOCABULARY, by_count, load_tiny, make_model, matrices_read
@@ -70,10 +70,7 @@ class Watch:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]], None]:
-    """Gives the kernels of engines that are loaded from now on to a new library, which compiles those whose names pass.
-
-    `Engine.load` takes compiled kernels.
-    """
+    """Gives the kernels of engines that are loaded from now on to a new library, which compiles names that pass."""
 
     def only(passes: Callable[[str], bool]) -> None:
         def planted(kernel: Kernel, level: Any) -> bytes:
@@ -85,8 +82,24 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]
         monkeypatch.setattr(launch_module, "library", lambda level, sources: fresh)
         monkeypatch.setattr(library_module, "compile_object", planted)
 
-    monkeypatch.setattr(assembly, "select", lambda device, threads, compiled=True: select(device, threads, compiled))
     return only
+
+
+def converse(path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 20, **settings: Any) -> tuple[list[str], int]:
+    """Two turns of a conversation: a prompt of several blocks, an answer that completes blocks, and a second prompt
+    that reads them, also from the middle of a block. All kernels that they need have been announced; return their
+    names, and the number of drafted tokens."""
+    watch = Watch(monkeypatch)
+    with load_tiny(path, ops=NativeOps(1), **{**SETTINGS, **settings}) as engine:
+        watch.needed.clear()
+        answer = engine.generate(PROMPT, replace(SOME, max_tokens=count))
+        assert len(answer.token_ids) == count
+        assert engine._store.finer is None or engine._store.finer.code_again()
+        engine.generate([*PROMPT, *answer.token_ids, *PROMPT], SOME)
+        assert engine.generate([*PROMPT[:66], *PROMPT], SOME).usage.cached_tokens >= 64
+    assert watch.needed
+    assert set(watch.needed) <= set(watch.announced)
+    return watch.needed, answer.usage.drafted_tokens
 
 
 @pytest.mark.slow
@@ -106,33 +119,17 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], bool]
 def test_a_conversation_needs_no_other_kernels(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """Of a prompt of several blocks, an answer that completes blocks, and a second turn that reads them."""
-    watch = Watch(monkeypatch)
-    with load_tiny(tiny_path, ops=NativeOps(1), **{**SETTINGS, **settings}) as engine:
-        watch.needed.clear()
-        answer = engine.generate(PROMPT, SOME)
-        assert len(answer.token_ids) == 20
-        assert engine._store.finer is None or engine._store.finer.code_again()
-        engine.generate([*PROMPT, *answer.token_ids, *PROMPT], SOME)
-    assert watch.needed
-    assert set(watch.needed) <= set(watch.announced)
+    converse(tiny_path, monkeypatch, **settings)
 
 
 @pytest.mark.usefixtures("rehearsed_at_once")
 def test_a_draft_model_needs_no_other_kernels(tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an answer that it drafts over the ends of blocks, also those of recurrent layers, which this one lacks."""
+    """It drafts over the ends of blocks, and has recurrent layers, which the model lacks."""
     path = make_model(tmp_path, "granite_hybrid_tied")
-    watch = Watch(monkeypatch)
-    monkeypatch.setattr(StepSeconds, "__call__", lambda *given: 1.0)  # drafts pay, however busy the machine is
-    settings = {**SETTINGS, "cache_type": "f16", "model_draft": str(path)}
-    with load_tiny(tiny_path, ops=NativeOps(1), **settings) as engine:
-        watch.needed.clear()
-        found = engine.generate(PROMPT, replace(SOME, max_tokens=60))
-        assert found.usage.drafted_tokens
-        engine.generate([*PROMPT, *found.token_ids, *PROMPT], SOME)
-    assert watch.needed
-    assert set(watch.needed) <= set(watch.announced)
-    assert any(name.startswith(("gated_delta", "mamba2")) for name in watch.needed)
+    monkeypatch.setattr(StepSeconds, "__call__", lambda *counts: 1.0)  # drafts pay, however busy the machine is
+    needed, drafted = converse(tiny_path, monkeypatch, 60, cache_type="f16", model_draft=str(path))
+    assert drafted
+    assert any(name.startswith(("gated_delta", "mamba2")) for name in needed)
 
 
 @pytest.mark.usefixtures("rehearsed_at_once")
@@ -140,15 +137,8 @@ def test_a_draft_model_needs_no_other_kernels(tiny_path: Path, tmp_path: Path, m
 def test_a_conversation_of_a_hybrid_needs_no_other_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Also after a snapshot, and in steps that complete blocks."""
-    path, watch = make_model(tmp_path, name), Watch(monkeypatch)
-    with load_tiny(path, ops=NativeOps(1), **SETTINGS) as engine:
-        watch.needed.clear()
-        answer = engine.generate(PROMPT, SOME)
-        engine.generate([*PROMPT, *answer.token_ids, *PROMPT], SOME)
-        assert engine.generate([*PROMPT[:66], *PROMPT], SOME).usage.cached_tokens == 64
-    assert watch.needed
-    assert set(watch.needed) <= set(watch.announced)
+    """Also after a snapshot."""
+    converse(make_model(tmp_path, name), monkeypatch)
 
 
 def test_later_turns_are_warmed_up_a_moment_after_loading(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,20 +197,14 @@ def test_a_bar_shows_the_kernels_that_are_waited_for(
             bars.append(self)
 
     monkeypatch.setattr("tqdm.tqdm", Bar)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     compiles(lambda name: True)
-    for verbose, is_terminal in ((None, True), (print, False), (print, True)):
-        assert not bars
-        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        with Engine.load(tiny_path, device="cpu", verbose=verbose, **SETTINGS):
-            pass
-    loading, compiling = bars
+    with Engine.load(tiny_path, device="cpu", verbose=print, **SETTINGS):
+        loading, compiling = bars
     assert loading.desc.startswith("Loading")
     assert compiling.desc.startswith("Compiling kernels for this CPU (once)")
     assert compiling.n == compiling.total > 5
     assert compiling.settings["delay"] < 1
-
-
-# -- failures ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["product_f16_1_", "prompt_attention", "encode_"])
@@ -254,7 +238,7 @@ def test_a_kernel_of_later_turns_that_cannot_be_compiled_is_an_error_of_these(
 def test_a_batch_goes_row_by_row_where_its_kernels_cannot_be_compiled(
     tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of steps of two rows, which no first request needs: the answers are the same."""
+    """No first request needs the kernels of steps of two rows: the answers are the same without them."""
     if largest_tiling(best()).rows == 2:
         pytest.skip("at this level prompts, too, take two rows at a time")
     answers = []

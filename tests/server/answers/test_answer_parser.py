@@ -28,20 +28,20 @@ ARGUMENTS = ("{}", '{"city": "Rome"}', '{"a": {"b": ["}", "{\\"", "\\\\"]}, "n":
 
 def merged(pieces: list[Piece]) -> list[Piece]:
     """`pieces` with neighbours of one kind in one."""
-    found: list[Piece] = []
+    joined: list[Piece] = []
     for piece in pieces:
-        last = found[-1] if found else Piece()
+        last = joined[-1] if joined else Piece()
         kinds = [{kind for kind in ("text", "reasoning", "arguments") if getattr(each, kind)} for each in (last, piece)]
-        if piece.call is None and last.call is None and kinds[0] == kinds[1] and found:
-            found[-1] = replace(
+        if piece.call is None and last.call is None and kinds[0] == kinds[1] and joined:
+            joined[-1] = replace(
                 last,
                 text=last.text + piece.text,
                 reasoning=last.reasoning + piece.reasoning,
                 arguments=last.arguments + piece.arguments,
             )
         else:
-            found.append(piece)
-    return found
+            joined.append(piece)
+    return joined
 
 
 def parsed(parser: AnswerParser, *texts: str) -> list[tuple[str, str]]:

@@ -28,7 +28,6 @@ NAMES = [name for name, _, _ in CALLS]
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 USAGE = Usage(3, 2, 0, 0.0, 0.0)
 QUESTION: Any = {"role": "user", "content": "How is it?"}
-MARKUP = ("<tool", "<", '"name"', "arguments", "tool_call")
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def about(hermes_engine: Engine) -> About:
 
 
 def pieces(engine: Engine, texts: list[str], reason: str = "length", stopped_by: str | None = None) -> list[Piece]:
-    """Those of an answer whose text comes in `texts`, and ends for this reason."""
+    """The pieces of an answer whose text comes in `texts`, and ends for this reason."""
     parser = AnswerParser(engine.model.template.calls, NAMES, engine.model.tokenizer.control_tokens())
     stops = () if stopped_by is None else (stopped_by,)
     chunks = [Chunk(one, ()) for one in texts]
@@ -94,7 +93,7 @@ def test_nothing_of_a_call_is_text(hermes_engine: Engine, text: str, ended: str)
         answer = fold(pieces(hermes_engine, [text[:end]], ended, stop))
         assert "I look.\n".startswith(answer.text)
         assert [call.name for call in answer.calls] == NAMES[: len(answer.calls)]
-        are_whole = all(call.arguments == given for call, (_, given, _) in zip(answer.calls, CALLS, strict=False))
+        are_whole = all(call.arguments == wanted for call, (_, wanted, _) in zip(answer.calls, CALLS, strict=False))
         if ended == "length":
             assert answer.finish_reason == "length"
         elif answer.finish_reason == "tool_calls":

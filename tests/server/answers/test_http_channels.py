@@ -59,38 +59,10 @@ def test_openai(server: Serving) -> None:
     assert choice.finish_reason == "stop"
 
 
-def test_a_stream_has_reasoning_before_text(server: Serving) -> None:
-    pieces = server.openai.chat.completions.create(model="any", messages=MESSAGES, stream=True)
-    deltas = [piece.choices[0].delta for piece in pieces if piece.choices]
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm"
-    assert "".join(delta.content or "" for delta in deltas) == "So."
-
-
 def test_reasoning_may_stay_in_the_text(server: Serving) -> None:
     body = {"model": "any", "messages": MESSAGES, "reasoning_format": "none"}
     message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
     assert message["content"] == "<|channel|>analysis<|message|>hm<|end|>\n\nSo."
-
-
-def test_anthropic(server: Serving) -> None:
-    body = {"model": "any", "messages": MESSAGES, "max_tokens": 99}
-    content = server.post("/v1/messages", body).json()["content"]
-    assert [(block["type"], block.get("thinking") or block.get("text")) for block in content] == [
-        ("thinking", "hm"),
-        ("text", "So."),
-    ]
-
-
-def test_ollama(server: Serving) -> None:
-    body = {"model": "any", "messages": MESSAGES, "stream": False, "think": True}
-    message = server.post("/api/chat", body).json()["message"]
-    assert (message["content"], message["thinking"]) == ("So.", "hm")
-
-
-def test_responses(server: Serving) -> None:
-    items = server.post("/v1/responses", {"model": "any", "input": "How is it?"}).json()["output"]
-    assert [item["type"] for item in items] == ["reasoning", "message"]
-    assert items[1]["content"][0]["text"] == "So."
 
 
 def test_a_constraint_is_one_of_the_text(server: Serving, engine: Engine) -> None:

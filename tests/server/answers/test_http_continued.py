@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from tests.lazily import openai
-from tests.server.http_server import Serving, serving
+from tests.server.http_server import Serving
 
 QUESTION = {"role": "user", "content": "then he ran on"}
 BEGUN = {"role": "assistant", "content": "the rain"}
-
-
-@pytest.fixture(scope="module")
-def shared(tiny_path: Any) -> Iterator[Serving]:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
-        yield running
 
 
 def chat(server: Serving, messages: list[Any], **more: Any) -> str:
@@ -99,6 +92,6 @@ def test_clients_know_a_prompt_that_is_too_long(shared: Serving, monkeypatch: py
     with pytest.raises(openai.BadRequestError) as caught:
         shared.openai.chat.completions.create(model="any", messages=messages)
     assert caught.value.code == "context_length_exceeded"
-    given = {"api_base": str(shared.openai.base_url), "api_key": "none", "max_retries": 0}
+    fields = {"api_base": str(shared.openai.base_url), "api_key": "none", "max_retries": 0}
     with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion("openai/any", messages, **given)
+        litellm.completion("openai/any", messages, **fields)

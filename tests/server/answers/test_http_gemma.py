@@ -84,28 +84,6 @@ def test_reasoning_may_stay_in_the_text(server: Serving) -> None:
     assert len(message["tool_calls"]) == 1
 
 
-def test_anthropic(server: Serving) -> None:
-    tools = [{"name": "weather", "input_schema": WEATHER}]
-    body = {"model": "any", "messages": MESSAGES, "max_tokens": 99, "tools": tools}
-    content = server.post("/v1/messages", body).json()["content"]
-    assert [block["type"] for block in content] == ["thinking", "text", "tool_use"]
-    assert (content[0]["thinking"], content[1]["text"], content[2]["input"]) == ("hm", "So.", ARGUMENTS)
-
-
-def test_ollama(server: Serving) -> None:
-    body = {"model": "any", "messages": MESSAGES, "stream": False, "think": True, "tools": TOOLS}
-    message = server.post("/api/chat", body).json()["message"]
-    assert (message["content"], message["thinking"]) == ("So.", "hm")
-    assert message["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
-
-
-def test_responses(server: Serving) -> None:
-    tools = [{"type": "function", "name": "weather", "parameters": WEATHER}]
-    items = server.post("/v1/responses", {"model": "any", "input": "How is it?", "tools": tools}).json()["output"]
-    assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
-    assert (items[1]["content"][0]["text"], json.loads(items[2]["arguments"])) == ("So.", ARGUMENTS)
-
-
 @pytest.mark.parametrize("thinks", [False, True])
 def test_an_answer_after_a_result_may_go_on_with_reasoning(server: Serving, thinks: bool) -> None:
     """If it reasons, its prompt has opened the channel."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,28 +95,6 @@ def test_it_is_streamed_as_reasoning(server: Serving, body: dict[str, Any]) -> N
     kinds = ["reasoning" if hasattr(delta, "reasoning_content") else "text" for delta in deltas if delta.content != ""]
     assert kinds.index("text") == kinds.count("reasoning") > 0
     assert is_answer("".join(delta.content or "" for delta in deltas))
-
-
-def test_other_apis(server: Serving, engine: Engine, bias: dict[int, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    submit = engine.submit
-
-    def biased(prompt: Any, params: SamplingParams, *more: Any, **named: Any) -> Any:
-        return submit(prompt, replace(params, logit_bias=bias, temperature=1, seed=3), *more, **named)
-
-    monkeypatch.setattr(engine, "submit", biased)
-    config = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    said = server.post("/v1/messages", {"messages": ASKED, "max_tokens": 400, "output_config": config}).json()
-    assert [block["type"] for block in said["content"]] == ["thinking", "text"]
-    assert is_answer(said["content"][1]["text"])
-    form = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}
-    items = server.post("/v1/responses", {"input": "How many?", "text": form}).json()["output"]
-    assert [item["type"] for item in items] == ["reasoning", "message"]
-    assert is_answer(items[1]["content"][0]["text"])
-    for thinks in (True, False):
-        asked = {"messages": ASKED, "stream": False, "format": SCHEMA, "think": thinks}
-        message = server.post("/api/chat", asked).json()["message"]
-        assert is_answer(message["content"])
-        assert bool(message.get("thinking")) is thinks
 
 
 def test_reasoning_without_an_end_takes_all_tokens(server: Serving, engine: Engine, body: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def respelled(message: dict[str, Any]) -> dict[str, Any]:
 def hit_rate(server: Serving, more: dict[str, Any]) -> tuple[float, int]:
     """Over a conversation, the share of the stored tokens that the next turn finds, and the answers with reasoning."""
     messages: list[Any] = [*MESSAGES]
-    stored = found = reasoned = 0
+    stored = hits = reasoned = 0
     for turn in range(TURNS):
         body = {"messages": messages, "tools": TOOLS, "temperature": 1, "seed": turn, "max_tokens": 300, **more}
         answer = server.post("/v1/chat/completions", body).json()
@@ -67,7 +67,7 @@ def hit_rate(server: Serving, more: dict[str, Any]) -> tuple[float, int]:
         usage = answer["usage"]
         reasoned += "reasoning_content" in choice["message"]
         if turn:
-            found += usage["prompt_tokens_details"]["cached_tokens"]
+            hits += usage["prompt_tokens_details"]["cached_tokens"]
         before = usage["prompt_tokens"] + usage["completion_tokens"] - 1  # the last token's K/V were not needed
         stored += before if turn < TURNS - 1 else 0
         results = [
@@ -75,7 +75,7 @@ def hit_rate(server: Serving, more: dict[str, Any]) -> tuple[float, int]:
             for call in choice["message"]["tool_calls"]
         ]
         messages += [respelled(choice["message"]), *results]
-    return found / stored, reasoned
+    return hits / stored, reasoned
 
 
 @pytest.mark.slow

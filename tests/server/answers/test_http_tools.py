@@ -11,7 +11,6 @@ import jsonschema
 import pytest
 
 from polarlm.engine import Engine
-from polarlm.engine.requests import answers
 from tests import call_templates
 from tests.lazily import openai
 from tests.pairs import in_turn
@@ -54,8 +53,8 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def ask(server: Serving, **more: Any) -> Any:
-    given = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "temperature": 1, "max_tokens": 200, **more}
-    return server.openai.chat.completions.create(**given)
+    fields = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "temperature": 1, "max_tokens": 200, **more}
+    return server.openai.chat.completions.create(**fields)
 
 
 def at_once(server: Serving) -> Any:
@@ -231,41 +230,6 @@ def test_reasoning_is_apart(thinking: Serving, stream: bool) -> None:
     assert (reasoning, content) == ("so <tool_call>", "Hello there.")
 
 
-@pytest.mark.parametrize("has_tools", [True, False])
-def test_a_chat_is_planned_and_queued_in_one_visit_of_a_thread(
-    has_tools: bool, thinking: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    visits, run = [], thinking.loop.run_in_executor
-
-    def counted(pool: Any, *work: Any) -> Any:
-        visits.append(pool)
-        return run(pool, *work)
-
-    monkeypatch.setattr(thinking.loop, "run_in_executor", counted)
-    parts = ask(thinking, stream=True, max_tokens=4, tools=TOOLS if has_tools else openai.NOT_GIVEN)
-    next(parts)
-    assert visits == [thinking.driver._grammar_pool if has_tools else thinking.driver._pool]
-    parts.close()
-
-
-def test_each_message_of_a_chat_is_hashed_once(thinking: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer as it was generated, and as clients send it back."""
-    hashed: list[Any] = []
-    key = answers._key
-    monkeypatch.setattr(answers, "_key", lambda before, message: hashed.append(message) or key(before, message))
-    texts = ["Hash me.", "Once.", "Me, too."]
-    roles = ["user", "assistant", "user"]
-    answered = "As you wish."
-    generated = f"<think>\nso\n</think>\n\n{answered}"
-    ask(
-        thinking,
-        messages=[{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)],
-        **thoughts(thinking.engine, generated),
-    )
-    wanted = [*texts, generated, answered]  # an answer of an earlier test may end meanwhile
-    assert [message["content"] for message in hashed if message["content"] in wanted] == wanted
-
-
 def test_reasoning_may_stay_in_the_text_or_be_left_out(thinking: Serving) -> None:
     text = "<think>\nso\n</think>\n\nHello."
     forced = thoughts(thinking.engine, text)
@@ -325,7 +289,7 @@ def allowed(what: Any) -> dict[str, Any]:
 
 
 @in_turn(
-    "given field sentence",
+    "wrong field sentence",
     [
         ({"tools": {"a": 1}}, "tools", "tools must be an array of functions"),
         ({"tools": [TOOLS[0]] * 129}, "tools", "has 129 functions, but at most 128 are taken"),
@@ -377,10 +341,10 @@ def allowed(what: Any) -> dict[str, Any]:
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_a_sentence(
-    hermes: Serving, given: dict[str, Any], field: str | None, sentence: str
+    hermes: Serving, wrong: dict[str, Any], field: str | None, sentence: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=sentence) as caught:
-        ask(hermes, max_tokens=1, **given)
+        ask(hermes, max_tokens=1, **wrong)
     assert caught.value.param == field
 
 
@@ -401,7 +365,7 @@ def test_keywords_that_are_not_supported_are_refused_where_a_schema_is_strict(he
     schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2, "uniqueItems": True}
     for choice in answers_with(hermes, schema=schema, strict=False).json()["choices"]:
         assert len(json.loads(choice["message"]["content"])) <= 2
-    for given in (schema, json.dumps(schema)):
-        refused = answers_with(hermes, schema=given, strict=True)
+    for fields in (schema, json.dumps(schema)):
+        refused = answers_with(hermes, schema=fields, strict=True)
         assert refused.status_code == 400
         assert "uniqueItems" in refused.json()["error"]["message"]

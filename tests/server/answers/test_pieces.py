@@ -1,131 +1,69 @@
-"""Pieces of answers: what they fold into, and how OpenAI's shapes write them."""
+"""What OpenAI's shapes and the socket write of an answer's pieces and of its usage."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 
-from polarlm.engine import Engine, SamplingParams, Usage
+from polarlm.engine import Chunk, Engine, SamplingParams, Usage
 from polarlm.server.answers.answering import answer
-from polarlm.server.answers.pieces import Answer, Call, CallStart, Piece, fold
-from polarlm.server.http.openai.shapes import CHAT, TEXT, ChoicesWriter, Shapes
+from polarlm.server.answers.pieces import CallStart, Piece, fold
+from polarlm.server.http.openai.chat import ChatWriter
+from polarlm.server.http.openai.shapes import usage
 from polarlm.server.reading.parameters import ParsedRequest, read
-from tests.server.http_server import serving
+from polarlm.server.socket.connection import last_of
+from tests.server.http_server import Serving
 from tests.tiny import forget
 
-PROMPT = "the rain"
 USAGE = Usage(7, 0, 9, 0.1, 0.2)
-PIECES = [
-    Piece(reasoning="Let me "),
-    Piece(reasoning="see.", text="I ask."),
-    Piece(call=CallStart(0, "call_a", "weather")),
-    Piece(arguments='{"city": '),
-    Piece(arguments='"Rome"}'),
-    Piece(call=CallStart(1, "call_b", "time"), arguments="{}"),
-    Piece(text="Done.", finish_reason="tool_calls", usage=USAGE),
-]
-ANSWER = Answer(
-    "I ask.Done.",
-    "Let me see.",
-    (Call("call_a", "weather", '{"city": "Rome"}'), Call("call_b", "time", "{}")),
-    (),
-    "tool_calls",
-    USAGE,
-)
-
-
-def events(shapes: Shapes, pieces: list[Piece]) -> list[dict[str, Any]]:
-    writer = ChoicesWriter(shapes, "m", with_usage=False)
-    return [event for at, piece in enumerate(pieces) for event in writer.events(0, piece, first=at == 0)]
-
-
-def test_pieces_fold_into_the_answer() -> None:
-    assert fold(PIECES) == ANSWER
-
-
-def test_a_whole_message_has_the_calls_and_the_reasoning() -> None:
-    (choice,) = ChoicesWriter(CHAT, "m", with_usage=False).whole([ANSWER])["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    message = choice["message"]
-    assert (message["content"], message["reasoning_content"]) == ("I ask.Done.", "Let me see.")
-    assert message["tool_calls"][0] == {
-        "id": "call_a",
-        "type": "function",
-        "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
-    }
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather", "time"]
 
 
 def test_a_message_of_calls_alone_has_no_content() -> None:
     alone = fold([Piece(call=CallStart(0, "a", "f"), arguments="{}"), Piece(finish_reason="tool_calls", usage=USAGE)])
-    (choice,) = ChoicesWriter(CHAT, "m", with_usage=False).whole([alone])["choices"]
+    (choice,) = ChatWriter("m", with_usage=False).whole([alone])["choices"]
     assert choice["message"]["content"] is None
     plain = fold([Piece(finish_reason="stop", usage=USAGE)])
-    (choice,) = ChoicesWriter(CHAT, "m", with_usage=False).whole([plain])["choices"]
+    (choice,) = ChatWriter("m", with_usage=False).whole([plain])["choices"]
     assert choice["message"] == {"role": "assistant", "content": "", "refusal": None}
 
 
-def test_streamed_calls_have_their_name_once_and_their_number_always() -> None:
-    deltas = [event["choices"][0]["delta"] for event in events(CHAT, PIECES)]
-    assert deltas == [
-        {"role": "assistant", "content": ""},
-        {"reasoning_content": "Let me "},
-        {"reasoning_content": "see.", "content": "I ask."},
-        {
-            "tool_calls": [
-                {"index": 0, "id": "call_a", "type": "function", "function": {"name": "weather", "arguments": ""}}
-            ]
-        },
-        {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
-        {"tool_calls": [{"index": 0, "function": {"arguments": '"Rome"}'}}]},
-        {
-            "tool_calls": [
-                {"index": 1, "id": "call_b", "type": "function", "function": {"name": "time", "arguments": "{}"}}
-            ]
-        },
-        {"content": "Done."},
-        {},
-    ]
-    assert events(CHAT, PIECES)[-1]["choices"][0]["finish_reason"] == "tool_calls"
-
-
-def test_streamed_text_of_a_plain_prompt() -> None:
-    parts = events(TEXT, [Piece("a"), Piece(), Piece("b", finish_reason="stop", usage=USAGE)])
-    assert [(part["choices"][0]["text"], part["choices"][0]["finish_reason"]) for part in parts] == [
-        ("a", None),
-        ("b", None),
-        ("", "stop"),
-    ]
-
-
-def test_the_last_chunk_has_the_stop_string(tiny: Engine) -> None:
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    forget(tiny)
-    free = tiny.generate(PROMPT, params)
-    assert "#" not in free.text
-    forget(tiny)
-    *_, last = tiny.stream(PROMPT, replace(params, stop=("#", free.text[8:10])))
-    assert (last.finish_reason, last.stopped_by) == ("stop", free.text[8:10])
-    forget(tiny)
-    *_, last = tiny.stream(PROMPT, replace(params, stop=("#",)))
-    assert (last.finish_reason, last.stopped_by) == ("length", None)
-
-
-def test_only_a_stop_string_of_the_clients_is_named(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_stop_string_of_the_clients_is_named(
+    tiny: Engine, server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     messages = [{"role": "user", "content": "he ran"}]
     body = {"messages": messages, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
     forget(tiny)
     stop = tiny.chat(messages, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)).text[4:6]
 
-    async def last_of(asked: ParsedRequest) -> Piece:
+    async def last_piece(asked: ParsedRequest) -> Piece:
         return [piece async for piece in answer(server.driver, asked)][-1]
 
-    with serving(tiny) as server:
-        forget(tiny)
-        assert server.run(last_of(read(body | {"stop": stop}, tiny.tokenize))).stopped_by == stop
-        monkeypatch.setattr(tiny.model.template, "stops", (stop,))
-        forget(tiny)
-        last = server.run(last_of(read(body, tiny.tokenize)))
-        assert (last.finish_reason, last.stopped_by) == ("stop", None)
+    forget(tiny)
+    assert server.run(last_piece(read(body | {"stop": stop}, tiny.tokenize))).stopped_by == stop
+    monkeypatch.setattr(tiny.model.template, "stops", (stop,))
+    forget(tiny)
+    last = server.run(last_piece(read(body, tiny.tokenize)))
+    assert (last.finish_reason, last.stopped_by) == ("stop", None)
+
+
+def used(**places: int) -> Usage:
+    return Usage(100, sum(places.values()), 5, 0.1, 0.2, cached_from=places)
+
+
+def test_the_store_alone_is_not_told() -> None:
+    assert usage([used(store=64)], 1)["prompt_tokens_details"] == {"cached_tokens": 64}
+
+
+def test_places_are_summed_over_prompts() -> None:
+    details = usage([used(disk=60, store=4), used(remote=10, disk=5)], 1)["prompt_tokens_details"]
+    assert details == {"cached_tokens": 79, "cached_from": {"disk": 65, "remote": 10, "store": 4}}
+
+
+def test_of_several_answers_to_a_prompt_the_one_that_found_least_counts() -> None:
+    details = usage([used(disk=60), used(store=64)], 2)["prompt_tokens_details"]
+    assert details == {"cached_tokens": 60, "cached_from": {"disk": 60}}
+
+
+def test_the_socket_hides_places_with_the_count() -> None:
+    chunk = Chunk("", (), "stop", used(disk=60, store=4))
+    assert last_of(chunk, False)["usage"]["cached_from"] == {"disk": 60, "store": 4}
+    assert last_of(chunk, True)["usage"].keys() == {"prompt_tokens", "completion_tokens"}

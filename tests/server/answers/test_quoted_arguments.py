@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from polarlm.engine.errors import ConstraintError
 from polarlm.model_loaders.chat.call_arguments import quoted
 from polarlm.model_loaders.chat.call_format import CallFormat
-from polarlm.server.answers.arguments import QuotedArguments
-from polarlm.server.answers.call_grammar import functions_of, grammar
+from polarlm.server.answers.answer_parser import QuotedArguments
+from polarlm.server.answers.call_grammar import Grammar, functions_of
 from tests.call_templates import GEMMA
 from tests.pairs import in_turn
 from tests.server.http_server import serving
@@ -135,7 +135,7 @@ def test_the_grammar_has_the_values_of_the_schema_and_no_others(value: Any, fits
     llguidance = pytest.importorskip("llguidance")
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
     format = CallFormat(opening="call:", middle=("",), closing=";", quote=QUOTE)
-    rules = grammar(format, functions_of(tools), {}, calls="must", several=False)
+    rules = Grammar(format, functions_of(tools), {}, calls="must", several=False).text()
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), rules)
     written = f"call:f{quoted(value, QUOTE)};".encode()
     taken = matcher.try_consume_tokens(list(written))
@@ -154,4 +154,4 @@ def test_the_grammar_has_the_values_of_the_schema_and_no_others(value: Any, fits
 def test_a_schema_that_cannot_hold_is_refused(schema: Any, sentence: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
     with pytest.raises(ConstraintError, match=sentence):
-        grammar(CallFormat(quote=QUOTE), functions_of(tools), {}, calls="must", several=True)
+        Grammar(CallFormat(quote=QUOTE), functions_of(tools), {}, calls="must", several=True).text()

@@ -31,12 +31,12 @@ TOOLS: list[Any] = [
 
 
 def test_anthropics_client_gets_a_call(hermes: Serving) -> None:
-    given: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
+    fields: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
     url = f"http://127.0.0.1:{hermes.port}"
     with (
         anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=60) as client,
         client.messages.stream(
-            **given, tool_choice={"type": "tool", "name": "weather"}, extra_body={"temperature": 1, "seed": 3}
+            **fields, tool_choice={"type": "tool", "name": "weather"}, extra_body={"temperature": 1, "seed": 3}
         ) as events,
     ):
         message = events.get_final_message()
@@ -49,9 +49,9 @@ def test_openais_client_gets_a_call_and_sends_the_result(hermes: Serving) -> Non
     functions: list[Any] = [
         {"type": "function", "name": tool["name"], "parameters": tool["input_schema"], "strict": True} for tool in TOOLS
     ]
-    given: dict[str, Any] = {"model": "any", "tools": functions, "max_output_tokens": 200, "temperature": 1}
+    fields: dict[str, Any] = {"model": "any", "tools": functions, "max_output_tokens": 200, "temperature": 1}
     choice: Any = {"type": "function", "name": "weather"}
-    with hermes.openai.responses.stream(**given, input=QUESTION, tool_choice=choice, extra_body={"seed": 5}) as events:
+    with hermes.openai.responses.stream(**fields, input=QUESTION, tool_choice=choice, extra_body={"seed": 5}) as events:
         done = [event for event in events if event.type == "response.function_call_arguments.done"]
         response = events.get_final_response()
     assert len(done) == 1
@@ -61,7 +61,7 @@ def test_openais_client_gets_a_call_and_sends_the_result(hermes: Serving) -> Non
     )
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     again: list[Any] = [*MESSAGES, call.model_dump(exclude_none=True), result]
-    second = hermes.openai.responses.create(**given | {"max_output_tokens": 8}, input=again, tool_choice="none")
+    second = hermes.openai.responses.create(**fields | {"max_output_tokens": 8}, input=again, tool_choice="none")
     assert second.usage.input_tokens_details.cached_tokens >= 0.98 * response.usage.total_tokens
 
 
@@ -91,7 +91,7 @@ def test_ollamas_client_gets_calls_of_a_model_that_wants_to(hermes: Serving, her
     assert seen > 2
     turn = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "time", "arguments": {}}}]}
     result = {"role": "tool", "tool_name": "time", "content": "noon"}
-    options = {"num_predict": 4}
+    options = {"num_predict": 4, "ignore_eos": True}
     assert client.chat("any", [*MESSAGES, turn, result], tools=tools, options=options).eval_count
 
 

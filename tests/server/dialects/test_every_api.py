@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,12 +34,6 @@ TOOLS = [
     {"name": "time", "parameters": {"type": "object", "properties": {}}},
 ]
 EACH = pytest.mark.parametrize("name", APIS)
-
-
-@pytest.fixture
-def server(tiny: Engine) -> Iterator[Serving]:
-    with serving(tiny) as running:
-        yield running
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -183,8 +176,8 @@ def text_format(**format: Any) -> dict[str, Any]:
     return {"text": {"format": format}}
 
 
-def options(**given: Any) -> dict[str, Any]:
-    return {"options": given}
+def options(**fields: Any) -> dict[str, Any]:
+    return {"options": fields}
 
 
 # Values that all APIs read by one function are in tests/server/reading/test_parameters.py.
@@ -284,8 +277,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
 
 @in_turn("name wrong", [(name, case) for name, cases in WRONG.items() for case in cases])
 def test_a_wrong_value_is_an_error_that_names_the_field(server: Serving, name: str, wrong: Any) -> None:
-    given, place = wrong
-    response = server.post(APIS[name].path, APIS[name].body(QUESTION) | given)
+    fields, place = wrong
+    response = server.post(APIS[name].path, APIS[name].body(QUESTION) | fields)
     assert response.status_code == 400
     assert has_shape(APIS[name].path, response.json())
     error = response.json()["error"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,22 +18,16 @@ from tests.tiny import CONTEXT, forget
 PROMPT = "the rain"
 
 
-@pytest.fixture(scope="module")
-def shared(tiny_path: Any) -> Iterator[Serving]:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
-        yield running
-
-
 def complete(server: Serving, path: str = "/completion", **more: Any) -> Any:
-    given = {"prompt": PROMPT, "temperature": 0, "n_predict": 8, "ignore_eos": True, "cache_prompt": False, **more}
-    response = server.post(path, given)
+    fields = {"prompt": PROMPT, "temperature": 0, "n_predict": 8, "ignore_eos": True, "cache_prompt": False, **more}
+    response = server.post(path, fields)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def events(server: Serving, path: str = "/completion", **more: Any) -> list[dict[str, Any]]:
-    given = {"prompt": PROMPT, "temperature": 0, "n_predict": 8, "ignore_eos": True, "cache_prompt": False, **more}
-    response = server.post(path, {**given, "stream": True})
+    fields = {"prompt": PROMPT, "temperature": 0, "n_predict": 8, "ignore_eos": True, "cache_prompt": False, **more}
+    response = server.post(path, {**fields, "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in response.text.split("\n\n") if line]
     return [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -130,9 +123,9 @@ def test_probabilities_of_the_most_likely_tokens(shared: Serving, n: int) -> Non
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=n)
     expected = shared.engine.generate(PROMPT, params, PromptOptions(cache_prompt=False)).logprobs
     asked = {"n_probs": n, "cache_prompt": False}
-    found = complete(shared, **asked)["completion_probabilities"]
-    assert [part for event in events(shared, **asked)[:-1] for part in event["completion_probabilities"]] == found
-    for one, known in zip(found, expected, strict=True):
+    answer = complete(shared, **asked)["completion_probabilities"]
+    assert [part for event in events(shared, **asked)[:-1] for part in event["completion_probabilities"]] == answer
+    for one, known in zip(answer, expected, strict=True):
         assert (one["id"], one["logprob"]) == (known.id, known.logprob)
         assert [(top["id"], top["logprob"]) for top in one["top_logprobs"]] == list(known.top)
         assert bytes(one["bytes"]).decode("utf-8", "replace") == one["token"]
@@ -148,10 +141,10 @@ def test_every_form_of_a_prompt_is_taken(shared: Serving) -> None:
     answers = complete(shared, prompt=several)
     assert [one["index"] for one in answers] == [0, 1, 2, 3]
     assert [one["content"] for one in answers] == [expected] * 4
-    found = dict.fromkeys(range(4), "")
+    answer = dict.fromkeys(range(4), "")
     for event in events(shared, prompt=several):
-        found[event["index"]] += event["content"]
-    assert found == dict.fromkeys(range(4), expected)
+        answer[event["index"]] += event["content"]
+    assert answer == dict.fromkeys(range(4), expected)
     assert [one["index"] for one in complete(shared, prompt=[PROMPT, ids], n_cmpl=2)] == [0, 1, 2, 3]
 
 
@@ -182,14 +175,14 @@ def test_infill_puts_other_files_before_it(filling: Serving) -> None:
     written = [repository, "myproject\n", file, "a.py\nthe rain\n", file, "filename\n", before, "he", after, middle]
     expected = complete(filling, prompt=written)
     body = {"input_prefix": "he", "input_extra": [{"filename": "a.py", "text": "the rain"}], "prompt": ""}
-    found = complete(filling, "/infill", **body)
-    assert (found["content"], found["tokens_evaluated"]) == (expected["content"], expected["tokens_evaluated"])
+    answer = complete(filling, "/infill", **body)
+    assert (answer["content"], answer["tokens_evaluated"]) == (expected["content"], expected["tokens_evaluated"])
 
 
 def test_what_comes_behind_a_middle_ends_it(filling: Serving) -> None:
     end = token(filling.engine, FILLS[4])
-    found = complete(filling, "/infill", input_prefix="he", prompt="", logit_bias=[[end, 100]], ignore_eos=False)
-    assert (found["stop_type"], found["tokens_predicted"]) == ("eos", 0)
+    answer = complete(filling, "/infill", input_prefix="he", prompt="", logit_bias=[[end, 100]], ignore_eos=False)
+    assert (answer["stop_type"], answer["tokens_predicted"]) == ("eos", 0)
 
 
 @in_turn(
@@ -270,13 +263,6 @@ def test_a_template_is_applied(shared: Serving) -> None:
     assert prompt.endswith("<|im_start|>assistant\n")
     chat = shared.post("/v1/chat/completions", {"messages": messages, "max_tokens": 8, "temperature": 0}).json()
     assert complete(shared, prompt=prompt, ignore_eos=False)["content"] == chat["choices"][0]["message"]["content"]
-
-
-@pytest.mark.parametrize("path", ["/apply-template", "/v1/chat/completions/input_tokens"])
-def test_messages_of_a_wrong_form_are_named(shared: Serving, path: str) -> None:
-    for body, param in (({}, "messages"), ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content")):
-        response = shared.post(path, body)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("path", ["/props", "/slots/0?action=save"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import ollama
 import pytest
 
 from polarlm.engine import Engine
-from polarlm.server.http.dialects import ollama as dialect
-from polarlm.server.reading.messages import read_messages
 from tests.random_model import random_model, write_in_parts
 from tests.server.apis import alone, breaking
 from tests.server.http_server import Serving, serving
@@ -20,12 +17,6 @@ from tests.tiny import forget
 
 QUESTION: list[Any] = [{"role": "user", "content": "then he ran on"}]
 OPTIONS = {"temperature": 0, "num_predict": 24, "ignore_eos": True, "num_ctx": 4096, "num_thread": 2}
-
-
-@pytest.fixture
-def server(tiny: Engine) -> Iterator[Serving]:
-    with serving(tiny) as running:
-        yield running
 
 
 @pytest.fixture
@@ -64,12 +55,12 @@ def test_a_stream_is_the_default_and_has_a_line_for_each_piece(server: Serving) 
 
 def test_generate_asks_a_question_unless_the_text_is_raw(server: Serving, client: ollama.Client) -> None:
     system = {"role": "system", "content": "then on"}
-    for given, prompt in (
+    for asked, prompt in (
         ({"prompt": "then he ran on"}, QUESTION),
         ({"prompt": "then he ran on", "system": "then on"}, [system, *QUESTION]),
     ):
         expected = alone(server.engine, prompt, temperature=0, max_tokens=24, ignore_eos=True).text
-        assert client.generate("any", **given, options=OPTIONS).response == expected
+        assert client.generate("any", **asked, options=OPTIONS).response == expected
         forget(server.engine)
 
 
@@ -83,21 +74,6 @@ def test_without_a_prompt_the_model_is_loaded_already(client: ollama.Client) -> 
     assert (chat.message.content, chat.done, chat.done_reason) == ("", True, "load")
     generated = client.generate("any", "")
     assert (generated.response, generated.done, generated.done_reason) == ("", True, "load")
-
-
-def test_results_belong_to_the_calls_of_their_tools() -> None:
-    """Ollama's clients send no ids."""
-    calls = [{"function": {"name": name, "arguments": {"word": "rain"}}} for name in ("look", "now", "look")]
-    results = [{"role": "tool", "content": name, "tool_name": name} for name in ("now", "look", "look")]
-    body = {"messages": [{"role": "assistant", "content": "", "tool_calls": calls}, *results], "tools": [{"a": 1}]}
-    conversation = dialect._conversation(body)
-    answer, *placed = read_messages(conversation["messages"], [])
-    assert [call["id"] for call in answer["tool_calls"]] == ["call_0", "call_1", "call_2"]
-    assert answer["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"word": "rain"}'}
-    assert [(message["tool_call_id"], message["content"]) for message in placed] == [
-        *(("call_0", "look"), ("call_1", "now"), ("call_2", "look")),
-    ]
-    assert conversation["tools"] == [{"a": 1}]
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -136,9 +112,9 @@ def test_the_size_of_a_model_in_parts_is_that_of_all(tmp_path: Path) -> None:
 def test_the_model_that_is_there_is_pulled(server: Serving, client: ollama.Client) -> None:
     """Clients pull before they chat."""
     name = server.engine.model.name
-    for given in (name, f"{name}:latest"):
-        assert client.pull(given).status == "success"
-        assert [part.status for part in client.pull(given, stream=True)] == ["success"]
+    for asked in (name, f"{name}:latest"):
+        assert client.pull(asked).status == "success"
+        assert [part.status for part in client.pull(asked, stream=True)] == ["success"]
     for stream in (False, True):
         with pytest.raises(ollama.ResponseError, match=f"pulls no models: it has {name} alone") as caught:
             list(client.pull("llama3.2", stream=stream))

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
-from polarlm.engine import Engine
 from polarlm.server.answers.pieces import fold
-from polarlm.server.http.dialects._response_events import ResponseWriter
+from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter
 from polarlm.server.http.warnings import HEADER
 from tests.lazily import openai
-from tests.server.apis import alone, breaking
+from tests.server.apis import alone
 from tests.server.dialects.test_every_api import CUT_OFF, PIECES, USAGE
-from tests.server.http_server import Serving, serving
+from tests.server.http_server import Serving
 from tests.tiny import forget
 
 QUESTION = "then he ran on"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
-
-
-@pytest.fixture
-def server(tiny: Engine) -> Iterator[Serving]:
-    with serving(tiny) as running:
-        yield running
 
 
 def arguments(**more: Any) -> dict[str, Any]:
@@ -79,7 +71,7 @@ def test_openais_client_accumulates_reasoning_and_calls() -> None:
     from openai.lib.streaming.responses._responses import ResponseStreamState
 
     def writer() -> ResponseWriter:
-        return ResponseWriter("m", True, {"parallel_tool_calls": True, "tool_choice": "auto"}, None)
+        return ResponseWriter("m", True, {"parallel_tool_calls": True, "tool_choice": "auto"}, None, ResponseTools())
 
     stream = writer()
     events = [event for i, piece in enumerate(PIECES) for event in stream.events(0, piece, first=i == 0)]
@@ -105,7 +97,7 @@ def test_items_are_the_messages_of_a_conversation(server: Serving) -> None:
         {"role": "user", "content": "and on"},
     ]
     expected = alone(server.engine, messages, temperature=0, max_tokens=24, ignore_eos=True).text
-    given: list[Any] = [
+    items: list[Any] = [
         {"role": "user", "content": [{"type": "input_text", "text": "he "}, {"type": "input_text", "text": "ran"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"},
         {
@@ -118,7 +110,7 @@ def test_items_are_the_messages_of_a_conversation(server: Serving) -> None:
         {"type": "message", "role": "developer", "content": "and"},
         {"type": "message", "role": "user", "content": "and on"},
     ]
-    assert server.openai.responses.create(**endless(instructions="then on", input=given)).output_text == expected
+    assert server.openai.responses.create(**endless(instructions="then on", input=items)).output_text == expected
 
 
 def test_what_a_request_says_is_repeated(server: Serving) -> None:
@@ -177,16 +169,3 @@ def test_a_prompt_that_is_too_long_has_a_status_or_is_a_stream_that_failed(serve
     assert (first.type, last.type, last.response.status) == ("response.created", "response.failed", "failed")
     assert last.response.error.code == "context_length_exceeded"
     assert "maximum context length" in last.response.error.message
-
-
-def test_an_error_has_a_status_before_the_first_event_and_fails_the_response_later(
-    server: Serving, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for stream in (False, True):
-        with pytest.raises(openai.BadRequestError):
-            server.openai.responses.create(**arguments(input=[], stream=stream))
-    with pytest.raises(openai.NotFoundError):
-        server.openai.responses.retrieve("resp_1")
-    breaking(server.engine, monkeypatch, steps=6)
-    *_, last = server.openai.responses.create(**endless(stream=True))
-    assert (last.type, last.response.status) == ("response.failed", "failed")

@@ -68,8 +68,8 @@ def test_functions_of_a_namespace_are_called_and_taken_back(hermes: Serving, str
 
 
 def _without_seed(body: dict[str, Any]) -> dict[str, Any]:
-    own = {"seed": body["seed"], "client_metadata": body["client_metadata"]}
-    return {name: value for name, value in body.items() if name not in own} | {"extra_body": own}
+    extra = {"seed": body["seed"], "client_metadata": body["client_metadata"]}
+    return {name: value for name, value in body.items() if name not in extra} | {"extra_body": extra}
 
 
 def test_a_function_outside_of_a_namespace_has_none(hermes: Serving) -> None:

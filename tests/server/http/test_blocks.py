@@ -32,14 +32,14 @@ OBJECT = b"".join(Object({"kind": "ids", "ids": [5, 6, 7]}).pack(NAME))
 @contextmanager
 def sharing(model: Path, folder: Path) -> Iterator[Serving]:
     kept = {"cache_disk": "1M", "cache_disk_folder": str(folder)}
-    with load_tiny(model, **PLAIN, **kept) as engine, serving(engine, share_blocks=True, api_key="secret") as found:
-        yield found
+    with load_tiny(model, **PLAIN, **kept) as engine, serving(engine, share_blocks=True, api_key="secret") as running:
+        yield running
 
 
 @pytest.fixture
 def server(tiny_path: Path, tmp_path: Path) -> Iterator[Serving]:
-    with sharing(tiny_path, tmp_path) as found:
-        yield found
+    with sharing(tiny_path, tmp_path) as running:
+        yield running
 
 
 def ask(
@@ -72,7 +72,7 @@ def test_a_block_is_put_once_or_twice_and_read_whole_or_in_part(server: Serving)
         (PATH, OBJECT[:-1]),
         (PATH, OBJECT[:60] + b"!" + OBJECT[61:]),
         (PATH, b""),
-        (f"/blocks/{bytes(16).hex()}", OBJECT),  # of another name
+        (f"/blocks/{bytes(16).hex()}", OBJECT),  # under another name
         ("/blocks/letter.txt", OBJECT),
         ("/blocks/" + "A" * 32, OBJECT),
         ("/blocks/%2e%2e%2f" + "a" * 23, OBJECT),
@@ -119,7 +119,7 @@ def answered(connection: socket.socket) -> str:
 def test_blocks_that_are_being_sent_take_a_bounded_part_of_the_memory(
     tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announced: bool
 ) -> None:
-    """Those beyond it are refused before they are read, and told when to come again."""
+    """More blocks are refused before they are read, and told when to come again."""
     monkeypatch.setattr(blocks, "_MOST_BYTES", 5 << 20)
     with sharing(tiny_path, tmp_path) as server, ExitStack() as connections:
         most = most_bytes(server)

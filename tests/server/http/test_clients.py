@@ -75,12 +75,12 @@ def litellm() -> Iterator[Any]:
 @pytest.mark.slow  # the client takes seconds to import
 @pytest.mark.parametrize(("model", "path"), [("openai/any", "/v1"), ("anthropic/any", ""), ("ollama_chat/any", "")])
 def test_litellm_answers_and_streams(litellm: Any, url: str, model: str, path: str) -> None:
-    given = {"api_base": url + path, "api_key": "any", "temperature": 0, "max_tokens": 16, "timeout": 120}
-    whole = litellm.completion(model, MESSAGES, **given)
+    fields = {"api_base": url + path, "api_key": "any", "temperature": 0, "max_tokens": 16, "timeout": 120}
+    whole = litellm.completion(model, MESSAGES, **fields)
     assert "Paris" in whole.choices[0].message.content
     assert whole.usage.prompt_tokens > 0
     assert whole.usage.completion_tokens > 0
-    parts = list(litellm.completion(model, MESSAGES, stream=True, **given))
+    parts = list(litellm.completion(model, MESSAGES, stream=True, **fields))
     assert "Paris" in "".join(part.choices[0].delta.content or "" for part in parts)
 
 

@@ -37,8 +37,8 @@ def answered(server: Serving, path: str = "/v1/completions", **more: Any) -> str
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "ignore_eos": True, **more}
     response = server.post(path, body)
     assert response.status_code == 200, response.text
-    given = response.json()
-    return str(given["content"] if "content" in given else given["choices"][0]["text"])
+    answer = response.json()
+    return str(answer["content"] if "content" in answer else answer["choices"][0]["text"])
 
 
 def test_adapters_are_listed_as_models(server: Serving) -> None:
@@ -48,8 +48,8 @@ def test_adapters_are_listed_as_models(server: Serving) -> None:
     assert [one.get("parent") for one in listed] == [None, base, base]
     assert server.http.get("/v1/models/second").json()["id"] == "second"
     assert server.http.get("/v1/models/third").status_code == 404
-    found = server.http.get("/lora-adapters").json()
-    assert [(one["id"], one["path"], one["scale"]) for one in found] == [(0, "first", 0), (1, "second", 0)]
+    result = server.http.get("/lora-adapters").json()
+    assert [(one["id"], one["path"], one["scale"]) for one in result] == [(0, "first", 0), (1, "second", 0)]
     assert server.post("/lora-adapters", []).status_code == 501
 
 

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from polarlm.engine import Engine, SamplingParams
+from polarlm.engine import SamplingParams
 from tests.lazily import openai
 from tests.server.fill_model import FILLS, token
-from tests.server.http_server import Serving, serving
+from tests.server.http_server import Serving
 from tests.server.lines import eventually
 from tests.tiny import forget
 
 PROMPTS = ["the rain", "he ran", "then on and on"]
 
 
-@pytest.fixture(scope="module")
-def shared(tiny_path: Any) -> Iterator[Serving]:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
-        yield running
-
-
 def complete(server: Serving, **more: Any) -> Any:
-    given = {"model": "any", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}, **more}
-    return server.openai.completions.create(**given)
+    fields = {"model": "any", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}, **more}
+    return server.openai.completions.create(**fields)
 
 
 def choices(server: Serving, **more: Any) -> list[Any]:
@@ -34,12 +27,12 @@ def choices(server: Serving, **more: Any) -> list[Any]:
     whole = complete(server, **more)
     parts = list(complete(server, stream=True, **more))
     for choice in whole.choices:
-        own = [part.choices[0] for part in parts if part.choices[0].index == choice.index]
-        assert "".join(part.text for part in own) == choice.text
-        assert [part.finish_reason for part in own] == [None] * (len(own) - 1) + [choice.finish_reason]
+        pieces = [part.choices[0] for part in parts if part.choices[0].index == choice.index]
+        assert "".join(part.text for part in pieces) == choice.text
+        assert [part.finish_reason for part in pieces] == [None] * (len(pieces) - 1) + [choice.finish_reason]
         if choice.logprobs is not None:
             for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-                joined = [value for part in own if part.logprobs for value in getattr(part.logprobs, name)]
+                joined = [value for part in pieces if part.logprobs for value in getattr(part.logprobs, name)]
                 assert joined == getattr(choice.logprobs, name)
     return list(whole.choices)
 
@@ -51,9 +44,9 @@ def test_several_prompts_are_answered_as_each_alone(shared: Serving) -> None:
     alone = [complete(shared, prompt=prompt).choices[0].text for prompt in PROMPTS]
     ids = [shared.engine.tokenize(prompt) for prompt in PROMPTS]
     for several in (PROMPTS, ids, [PROMPTS[0], ids[1], [*ids[2][:2], shared.engine.detokenize(ids[2][2:])]]):
-        found = choices(shared, prompt=several)
-        assert [choice.index for choice in found] == [0, 1, 2]
-        assert [choice.text for choice in found] == alone
+        answers = choices(shared, prompt=several)
+        assert [choice.index for choice in answers] == [0, 1, 2]
+        assert [choice.text for choice in answers] == alone
 
 
 def test_answers_to_several_prompts_are_in_the_order_of_the_prompts(shared: Serving) -> None:
@@ -69,12 +62,6 @@ def test_the_usage_counts_each_prompt_once(shared: Serving) -> None:
     *_, last = complete(shared, prompt=PROMPTS, n=2, stream=True, stream_options={"include_usage": True})
     assert last.usage.prompt_tokens == answer.usage.prompt_tokens
     assert last.usage.completion_tokens == answer.usage.completion_tokens
-
-
-def test_more_answers_than_the_server_has_room_for_are_refused(tiny: Engine) -> None:
-    with serving(tiny, max_queue=0) as server, pytest.raises(openai.BadRequestError, match="room for 8 answers") as bad:
-        complete(server, prompt=["a"] * 5, n=2)
-    assert bad.value.param == "prompt"
 
 
 def test_a_bad_prompt_among_several_is_named_and_nothing_is_left(shared: Serving) -> None:
@@ -113,17 +100,15 @@ def test_echo_with_logprobs_has_those_of_the_prompt(shared: Serving) -> None:
     expected = answer.prompt_logprobs
     for prompt in ("then he ran", ids):
         (choice,) = choices(shared, prompt=prompt, echo=True, logprobs=2)
-        found = choice.logprobs
+        told = choice.logprobs
         assert choice.text == "then he ran" + answer.text
-        assert found.token_logprobs == [None, *(t.logprob for t in expected), *(t.logprob for t in answer.logprobs)]
-        assert found.top_logprobs[0] is None
-        assert [len(top) for top in found.top_logprobs[1:]] == [
+        assert told.token_logprobs == [None, *(t.logprob for t in expected), *(t.logprob for t in answer.logprobs)]
+        assert told.top_logprobs[0] is None
+        assert [len(top) for top in told.top_logprobs[1:]] == [
             len({token.id, *(other for other, _ in token.top)}) for token in (*expected, *answer.logprobs)
         ]
-        assert "".join(found.tokens[: len(ids)]) == "then he ran"
-        assert all(
-            choice.text[at:].startswith(token) for at, token in zip(found.text_offset, found.tokens, strict=True)
-        )
+        assert "".join(told.tokens[: len(ids)]) == "then he ran"
+        assert all(choice.text[at:].startswith(token) for at, token in zip(told.text_offset, told.tokens, strict=True))
 
 
 def test_echo_without_tokens_scores_the_prompt_alone(shared: Serving) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,6 @@ from tests.server.lines import eventually
 TEXT, OTHER = "the rain", "then he ran on and on"
 
 
-@pytest.fixture(scope="module")
-def shared(tiny_path: Any) -> Iterator[Serving]:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
-        yield running
-
-
 def embed(server: Serving, **more: Any) -> Any:
     return server.openai.embeddings.create(**{"model": "any", "input": TEXT, **more})
 
@@ -33,12 +26,12 @@ def test_a_text_has_the_vector_that_the_engine_gives_it(shared: Serving, pooling
     expected = shared.engine.embed(TEXT, pooling or "mean")
     body = {"input": TEXT, "pooling": pooling, "encoding_format": encoding}
     answer = shared.post("/v1/embeddings", body).json()
-    (found,) = answer["data"]
-    vector = found["embedding"]
+    (entry,) = answer["data"]
+    vector = entry["embedding"]
     if encoding == "base64":
         vector = np.frombuffer(base64.b64decode(vector), "<f4")
     assert np.asarray(vector, np.float32).tolist() == expected.vector.tolist()
-    assert (found["index"], found["object"], answer["object"]) == (0, "embedding", "list")
+    assert (entry["index"], entry["object"], answer["object"]) == (0, "embedding", "list")
     assert answer["pooling"] == (pooling or "mean")
     tokens = expected.usage.prompt_tokens
     assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -46,8 +39,8 @@ def test_a_text_has_the_vector_that_the_engine_gives_it(shared: Serving, pooling
 
 def test_openais_client_reads_several_vectors(shared: Serving) -> None:
     ids = shared.engine.tokenize(OTHER)
-    for given in ([TEXT, OTHER], [shared.engine.tokenize(TEXT), ids]):
-        answer = embed(shared, input=given)
+    for texts in ([TEXT, OTHER], [shared.engine.tokenize(TEXT), ids]):
+        answer = embed(shared, input=texts)
         assert [one.index for one in answer.data] == [0, 1]
         for one, text in zip(answer.data, (TEXT, OTHER), strict=True):
             np.testing.assert_array_equal(np.float32(one.embedding), shared.engine.embed(text).vector)
@@ -110,15 +103,3 @@ def test_a_client_that_hangs_up_ends_its_request(tiny: Engine) -> None:
         server.gate.open()
         eventually(lambda: not server.busy)
         assert len(embed(server).data) == 1
-
-
-def test_answers_go_on_while_texts_are_embedded(tiny: Engine) -> None:
-    with serving(tiny) as server:
-        given: Any = {"model": "any", "prompt": TEXT, "max_tokens": 60, "temperature": 0}
-        alone = server.openai.completions.create(**given, extra_body={"ignore_eos": True}).choices[0].text
-        stream = server.openai.completions.create(**given, stream=True, extra_body={"ignore_eos": True})
-        parts = [next(stream).choices[0].text]
-        assert len(embed(server, input=[[7] * 100] * 4).data) == 4
-        parts += [part.choices[0].text for part in stream]
-        assert "".join(parts) == alone
-        assert server.outcomes()["embedded"] == 1

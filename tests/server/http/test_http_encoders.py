@@ -25,8 +25,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield running
 
 
-def close(found: Any, expected: np.ndarray) -> bool:
-    return bool(np.abs(np.asarray(found, np.float32) - expected).max() <= 1e-6)
+def close(vector: Any, expected: np.ndarray) -> bool:
+    return bool(np.abs(np.asarray(vector, np.float32) - expected).max() <= 1e-6)
 
 
 def test_openais_shape(shared: Serving) -> None:
@@ -39,9 +39,9 @@ def test_openais_shape(shared: Serving) -> None:
     for one, want in zip(shared.post("/v1/embeddings", body).json()["data"], cut, strict=True):
         assert close(np.frombuffer(base64.b64decode(one["embedding"]), "<f4"), want)
     ids = [shared.engine.prompt_ids(text, shared.engine.embedding_options(None)) for text in TEXTS]
-    given = shared.post("/v1/embeddings", {"input": ids}).json()
-    assert all(close(one["embedding"], want) for one, want in zip(given["data"], expected, strict=True))
-    assert given["usage"]["prompt_tokens"] == answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+    from_ids = shared.post("/v1/embeddings", {"input": ids}).json()
+    assert all(close(one["embedding"], want) for one, want in zip(from_ids["data"], expected, strict=True))
+    assert from_ids["usage"]["prompt_tokens"] == answer["usage"]["prompt_tokens"] == sum(map(len, ids))
 
 
 def test_ollamas_shapes(shared: Serving) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,17 +13,10 @@ import pytest
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.guard import Guard
-from tests.lazily import openai
 from tests.pairs import each, in_turn
 from tests.server.http_server import KEY, Serving, serving
 
 BODY = {"prompt": "the rain", "max_tokens": 2}
-
-
-@pytest.fixture
-def server(tiny: Engine) -> Iterator[Serving]:
-    with serving(tiny) as running:
-        yield running
 
 
 def assert_error(response: httpx.Response, status: int, code: str) -> None:
@@ -56,46 +48,26 @@ def passes(host: str, reached: str, headers: list[tuple[bytes, bytes]], **settin
     return seen == [200]
 
 
-@in_turn(
-    "host reached name",
-    [
-        ("127.0.0.1", "127.0.0.1", "127.0.0.1:8080"),
-        ("127.0.0.1", "127.0.0.1", "localhost:8080"),
-        ("127.0.0.1", "127.0.0.1", "LocalHost"),
-        ("127.0.0.1", "127.0.0.1", "localhost.:8080"),
-        ("127.0.0.1", "127.0.0.1", "127.9.9.9"),
-        ("::1", "::1", "[::1]:8080"),
-        ("shelf.lan", "192.168.1.5", "shelf.lan:8080"),
-        ("shelf.lan", "192.168.1.5", "192.168.1.5:8080"),
-        ("192.168.1.5", "192.168.1.5", "192.168.1.5:8080"),
-        ("0.0.0.0", "192.168.1.5", "192.168.1.5:8080"),
-        ("0.0.0.0", "172.17.0.2", "192.168.1.5:8080"),
-        ("::", "::1", "[fe80::1]:8080"),
-    ],
-)
-def test_the_servers_own_names_pass(host: str, reached: str, name: str) -> None:
-    assert passes(host, reached, [(b"host", name.encode())])
+STRANGERS = "evil.example 127.0.0.1.evil.example:8080 localhost.evil.example [::1]evil.example 192.168.1.5 0.0.0.0:8080"
+ODD = ":8080 localhost:80:80 localhost@evil.example"
 
 
 @in_turn(
-    "host reached name",
+    "host reached ours others",
     [
-        ("127.0.0.1", "127.0.0.1", "evil.example"),
-        ("127.0.0.1", "127.0.0.1", "127.0.0.1.evil.example:8080"),
-        ("127.0.0.1", "127.0.0.1", "localhost.evil.example"),
-        ("127.0.0.1", "127.0.0.1", "[::1]evil.example"),
-        ("127.0.0.1", "127.0.0.1", "192.168.1.5"),
-        ("127.0.0.1", "127.0.0.1", "0.0.0.0:8080"),
-        ("127.0.0.1", "127.0.0.1", ""),
-        ("127.0.0.1", "127.0.0.1", ":8080"),
-        ("127.0.0.1", "127.0.0.1", "localhost:80:80"),
-        ("127.0.0.1", "127.0.0.1", "localhost@evil.example"),
-        ("192.168.1.5", "192.168.1.5", "192.168.1.6"),
-        ("0.0.0.0", "192.168.1.5", "evil.example:8080"),
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1:8080 localhost:8080 LocalHost localhost.:8080 127.9.9.9", STRANGERS),
+        ("127.0.0.1", "127.0.0.1", "localhost", ODD),
+        ("::1", "::1", "[::1]:8080", "evil.example"),
+        ("shelf.lan", "192.168.1.5", "shelf.lan:8080 192.168.1.5:8080", "evil.example"),
+        ("192.168.1.5", "192.168.1.5", "192.168.1.5:8080", "192.168.1.6"),
+        ("0.0.0.0", "192.168.1.5", "192.168.1.5:8080", "evil.example:8080"),
+        ("0.0.0.0", "172.17.0.2", "192.168.1.5:8080", "evil.example"),
+        ("::", "::1", "[fe80::1]:8080", "evil.example"),
     ],
 )
-def test_other_host_names_are_refused(host: str, reached: str, name: str) -> None:
-    assert not passes(host, reached, [(b"host", name.encode())])
+def test_the_servers_own_names_pass_and_others_do_not(host: str, reached: str, ours: str, others: str) -> None:
+    assert all(passes(host, reached, [(b"host", name.encode())]) for name in ours.split())
+    assert not any(passes(host, reached, [(b"host", name.encode())]) for name in ["", *others.split()])
 
 
 def test_a_request_needs_exactly_one_host_header() -> None:
@@ -106,8 +78,8 @@ def test_a_request_needs_exactly_one_host_header() -> None:
 @pytest.mark.parametrize("name", ["host.docker.internal:8080", "Shelf.lan", "shelf.lan.:80", "[fd00::1]:8080"])
 def test_names_that_the_server_is_given_pass(name: str) -> None:
     headers = [(b"host", name.encode())]
-    given = ("host.docker.internal", "shelf.lan", "fd00::1")
-    assert passes("0.0.0.0", "172.17.0.2", headers, allowed_host=given)
+    names = ("host.docker.internal", "shelf.lan", "fd00::1")
+    assert passes("0.0.0.0", "172.17.0.2", headers, allowed_host=names)
     assert not passes("127.0.0.1", "127.0.0.1", headers, allowed_host=("other.lan",))
 
 
@@ -116,11 +88,6 @@ def test_with_a_key_any_name_passes(tiny: Engine) -> None:
         assert server.http.get("/v1/models", headers={"Host": "mybox.local:8080"}).status_code == 200
         bare = httpx.get(f"{server.http.base_url}/v1/models", headers={"Host": "mybox.local:8080"})
         assert_error(bare, 401, "invalid_api_key")
-
-
-def test_a_refused_host_name_is_answered_with_the_flag_to_allow_it(server: Serving) -> None:
-    response = server.http.get("/v1/models", headers={"Host": "mybox.local"})
-    assert "--allowed-host" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics", "/nowhere"])
@@ -200,12 +167,12 @@ def preflight(server: Serving, origin: str) -> httpx.Response:
     return httpx.options(f"{server.http.base_url}/v1/chat/completions", headers=asks)
 
 
-@pytest.mark.parametrize(("given", "told"), [((PAGE, "http://localhost:3000"), PAGE), (("*",), "*")])
+@pytest.mark.parametrize(("origins", "told"), [((PAGE, "http://localhost:3000"), PAGE), (("*",), "*")])
 def test_a_page_gets_the_permission_that_the_server_was_started_with(
-    tiny: Engine, given: tuple[str, ...], told: str
+    tiny: Engine, origins: tuple[str, ...], told: str
 ) -> None:
     """Also to read errors; a browser asks for it without the key."""
-    with serving(tiny, api_key=KEY, cors_origin=given) as server:
+    with serving(tiny, api_key=KEY, cors_origin=origins) as server:
         permission = preflight(server, PAGE)
         assert permission.status_code == 200
         assert permission.headers["access-control-allow-origin"] == told
@@ -241,7 +208,7 @@ def test_pages_of_other_origins_get_no_permission(tiny: Engine) -> None:
 
 
 @in_turn(
-    "given",
+    "headers_sent",
     [
         [],
         [(b"Authorization", b"Bearer sk-another")],
@@ -255,24 +222,18 @@ def test_pages_of_other_origins_get_no_permission(tiny: Engine) -> None:
         [(b"X-Api-Key", KEY.encode()), (b"X-Api-Key", KEY.encode())],
     ],
 )
-def test_without_the_key_there_is_only_the_health(tiny: Engine, given: list[tuple[bytes, bytes]]) -> None:
+def test_without_the_key_there_is_only_the_health(tiny: Engine, headers_sent: list[tuple[bytes, bytes]]) -> None:
     with serving(tiny, api_key=KEY) as server:
         bare = httpx.Client(base_url=server.http.base_url)
         for path in ("/v1/models", "/metrics", "/nowhere"):
-            response = bare.get(path, headers=given)
+            response = bare.get(path, headers=headers_sent)
             assert_error(response, 401, "invalid_api_key")
             assert response.headers["www-authenticate"] == "Bearer"
-        assert_error(bare.post("/v1/completions", json=BODY, headers=given), 401, "invalid_api_key")
-        assert bare.get("/health", headers=given).status_code == 200
-        assert bare.get("/ping", headers=given).status_code == 200
-        assert_error(bare.get("/version", headers=given), 401, "invalid_api_key")
+        assert_error(bare.post("/v1/completions", json=BODY, headers=headers_sent), 401, "invalid_api_key")
+        assert bare.get("/health", headers=headers_sent).status_code == 200
+        assert bare.get("/ping", headers=headers_sent).status_code == 200
+        assert_error(bare.get("/version", headers=headers_sent), 401, "invalid_api_key")
         assert server.outcomes() == {}
-
-
-def test_with_the_key_everything_is_served(tiny: Engine) -> None:
-    with serving(tiny, api_key=KEY) as server:
-        assert server.http.get("/metrics").status_code == 200
-        assert server.post("/v1/completions", BODY).status_code == 200
 
 
 def test_the_key_may_come_as_anthropics_clients_send_it(tiny: Engine) -> None:
@@ -295,49 +256,12 @@ def test_a_body_may_be_as_large_as_the_limit_and_no_larger(tiny: Engine) -> None
             assert server.http.post("/tokenize", content=iter(pieces), headers=headers).status_code == status
 
 
-def test_a_body_far_too_large_is_an_error_that_clients_understand(server: Serving) -> None:
-    with pytest.raises(openai.APIStatusError) as caught:
-        server.openai.completions.create(model="any", prompt="the" * (3 << 20))
-    assert caught.value.status_code == 413
-    assert caught.value.code == "request_too_large"
-
-
-@in_turn(
-    "data part",
-    [
-        (b"", "JSON"),
-        (b"{", "JSON"),
-        (b"[]", "object"),
-        (b'"text"', "object"),
-        (b'{"prompt": "\xff"}', "UTF-8"),
-        (b'{"prompt": "the", "n": NaN}', "NaN"),
-        (b'{"prompt": "the", "n": -Infinity}', "Infinity"),
-        (b'{"prompt": ' + b"[" * 100_000, "nested"),
-        (b'{"prompt": "the", "seed": ' + b"9" * 10_000 + b"}", "digits"),
-    ],
-)
-def test_a_body_that_is_not_a_json_object_is_a_bad_request(server: Serving, data: bytes, part: str) -> None:
-    response = server.http.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
-    assert_error(response, 400, "invalid_request")
-    assert part in response.json()["error"]["message"]
-
-
 def test_other_paths_and_methods_are_errors_of_the_same_shape(server: Serving) -> None:
     assert_error(server.http.get("/nowhere"), 404, "not_found")
     assert_error(server.post("/v1/images/generations", {"prompt": "the"}), 404, "not_found")
     response = server.http.get("/v1/chat/completions")
     assert_error(response, 405, "method_not_allowed")
     assert response.headers["allow"] == "POST"
-
-
-def test_bytes_that_are_not_http_are_refused_and_the_server_lives_on(server: Serving) -> None:
-    for garbage in (b"\x16\x03\x01\x02\x00\x01\xfc", b"GET\r\n\r\n", b"{}\n", b"\x00" * 70_000):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-            connection.sendall(garbage)
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(4096):
-                pass
-    assert server.http.get("/health").status_code == 200
 
 
 def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(server: Serving) -> None:

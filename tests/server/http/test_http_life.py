@@ -15,7 +15,7 @@ from polarlm.engine import Engine
 from polarlm.server.http import streams
 from tests.lazily import anthropic
 from tests.pairs import in_turn
-from tests.server.apis import APIS
+from tests.server.apis import APIS, events
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
 
@@ -155,14 +155,19 @@ def test_a_stream_tells_how_far_its_prompt_is(server: Serving, path: str) -> Non
     body = BODIES[path] | {"return_progress": True, "cache_prompt": False, "sse_ping_interval": -1, "stream": True}
     if path == "/v1/completions":
         body |= {"echo": True, "logprobs": 0}
-    lines = [line for line in server.post(path, body).text.split("\n\n") if line and line != "data: [DONE]"]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines]
-    told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    parts = events(server.post(path, body).text)
+    told, _, again = (
+        [event["prompt_progress"] for event in each if "prompt_progress" in event]
+        for each in (parts, *(events(server.post(path, body | {"cache_prompt": True}).text) for _ in range(2)))
+    )
     done = [one["processed"] for one in told]
     assert 0 < done[0] <= done[-1] == told[-1]["total"]
     assert done == sorted(done)
+    assert all(one["cache"] == 0 <= one["time_ms"] for one in told)
     if path == "/v1/completions":
-        assert json.dumps(events).count(WORDS) == 1
+        assert json.dumps(parts).count(WORDS) == 1
+    else:
+        assert 0 < again[0]["cache"] < again[0]["total"]
     whole = server.post(path, body | {"stream": False})
     assert (whole.status_code, "prompt_progress" in whole.text) == (200, False)
 
@@ -172,7 +177,7 @@ def test_signs_of_life_never_come_between_other_pieces_or_after_the_last() -> No
     wrong: list[str] = []
 
     async def one(rng: random.Random) -> None:
-        sent: list[bool | None] = []  # of each message, whether it is the last of the body; None for the headers
+        sent: list[bool | None] = []  # whether each message is the last one of the body; None for the headers
         under_way, gone = False, asyncio.Event()
 
         async def events() -> AsyncGenerator[streams.Event, None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,20 +17,14 @@ MESSAGES: list[Any] = [{"role": "user", "content": "then he ran on"}]
 PROMPT = "the rain"  # shorter than a block, so that finding it in the cache changes no answer
 
 
-@pytest.fixture
-def server(tiny: Engine) -> Iterator[Serving]:
-    with serving(tiny) as running:
-        yield running
-
-
 def chat(server: Serving, **more: Any) -> Any:
-    given = {"model": "any", "messages": MESSAGES, "temperature": 0, "max_tokens": 24, **more}
-    return server.openai.chat.completions.create(**given)
+    fields = {"model": "any", "messages": MESSAGES, "temperature": 0, "max_tokens": 24, **more}
+    return server.openai.chat.completions.create(**fields)
 
 
 def complete(server: Serving, **more: Any) -> Any:
-    given = {"model": "any", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, **more}
-    return server.openai.completions.create(**given)
+    fields = {"model": "any", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, **more}
+    return server.openai.completions.create(**fields)
 
 
 # -- answers ---------------------------------------------------------------------------------------------------
@@ -57,34 +50,13 @@ def test_answers_and_streams_have_openais_fields(server: Serving) -> None:
     assert complete(server, prompt=ids).choices[0].text == whole.choices[0].text
 
 
-def test_roles_and_parts_of_newer_clients_are_understood(server: Serving) -> None:
-    old = [{"role": "system", "content": "then on"}, {"role": "user", "content": "he ran"}]
-    new = [
-        {"role": "developer", "content": "then on"},
-        {"role": "user", "content": [{"type": "text", "text": "he "}, {"type": "text", "text": "ran"}]},
-    ]
-    expected = chat(server, messages=old).choices[0].message.content
-    forget(server.engine)
-    assert chat(server, messages=new).choices[0].message.content == expected
-
-
-def test_every_limit_of_tokens_counts(server: Serving, tiny: Engine) -> None:
-    for limit in ("max_tokens", "max_completion_tokens"):
-        answer = server.openai.chat.completions.create(
-            model="any", messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True, limit: 5}
-        )
-        assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (5, "length")
-    with serving(tiny, max_tokens=3) as limited:
-        assert chat(limited, max_tokens=24, extra_body={"ignore_eos": True}).usage.completion_tokens == 3
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_n_answers_differ_and_are_those_of_the_seeds_that_follow(server: Serving, stream: bool) -> None:
     params: dict[str, Any] = {"temperature": 2.0, "max_tokens": 12, "ignore_eos": True}
     expected = [alone(server.engine, PROMPT, seed=seed, **params).text for seed in (7, 8, 9)]
     more: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
-    given = {"temperature": 2, "max_tokens": 12, "seed": 7, "n": 3, "extra_body": {"ignore_eos": True}}
-    answer = complete(server, stream=stream, **given, **more)
+    fields = {"temperature": 2, "max_tokens": 12, "seed": 7, "n": 3, "extra_body": {"ignore_eos": True}}
+    answer = complete(server, stream=stream, **fields, **more)
     parts = list(answer) if stream else [answer]
     texts = ["", "", ""]
     for choice in (choice for part in parts for choice in part.choices):
@@ -171,19 +143,3 @@ def test_more_answers_than_the_queue_can_hold_are_not_a_busy_error(tiny: Engine)
         assert f"room for {room} answer" in refused.json()["error"]["message"]
         assert "retry-after" not in refused.headers
         assert server.post("/v1/completions", body | {"n": room}).status_code == 200
-
-
-def test_constraints_hold_for_each_of_n_answers_and_an_impossible_one_is_refused(server: Serving) -> None:
-    """The vocabulary of this model has no braces, but digits."""
-
-    def format(minimum: int, maximum: int) -> Any:
-        schema = {"type": "integer", "minimum": minimum, "maximum": maximum}
-        return {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
-
-    for choice in chat(server, response_format=format(100, 999), seed=3, temperature=1, n=2).choices:
-        assert 100 <= int(choice.message.content or "") <= 999
-        assert choice.finish_reason == "stop"
-    answer = chat(server, extra_body={"guided_choice": ["yes", "no"]})
-    assert answer.choices[0].message.content in ("yes", "no")
-    with pytest.raises(openai.BadRequestError, match=r"minimum \(3\) is greater than maximum \(1\)"):
-        chat(server, response_format=format(3, 1))

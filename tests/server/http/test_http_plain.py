@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,28 +20,7 @@ from tests.server.http_server import KEY, Serving, serving
 from tests.server.lines import PATIENCE, eventually
 from tests.tiny import CHARACTERS, PLAIN, VOCABULARY, load_tiny
 
-
-@pytest.fixture(scope="module")
-def shared(tiny_path: Any) -> Iterator[Serving]:
-    with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
-        yield running
-
-
-@pytest.fixture
-def server(tiny: Engine) -> Iterator[Serving]:
-    with serving(tiny) as running:
-        yield running
-
-
 # -- tokens ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@given(text=st.text(CHARACTERS))
-def test_tokens_of_a_text_are_that_text(shared: Serving, text: str) -> None:
-    tokens = shared.post("/tokenize", {"content": text}).json()["tokens"]
-    assert tokens == shared.engine.tokenize(text, control=True)
-    assert shared.post("/detokenize", {"tokens": tokens}).json() == {"content": text}
 
 
 @given(tokens=st.lists(st.integers(0, VOCABULARY - 1)))
@@ -185,13 +163,6 @@ def test_a_server_is_healthy_until_it_is_about_to_end(server: Serving) -> None:
     assert (response.status_code, response.json()) == (503, {"status": "closing"})
 
 
-def test_a_server_is_healthy_while_its_engine_is_busy(server: Serving) -> None:
-    server.gate.close()
-    with server.send("/v1/completions", {"prompt": "the"}):
-        eventually(lambda: server.busy)
-        assert server.http.get("/health").status_code == 200
-
-
 def test_an_unexpected_error_is_generic_for_clients(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         raise RuntimeError("a secret of the server's")
@@ -212,13 +183,13 @@ def metrics(server: Serving) -> dict[str, float]:
     response = server.http.get("/metrics")
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain; version=")
-    found = {}
+    samples = {}
     for family in text_string_to_metric_families(response.text):
         assert family.documentation
         for sample in family.samples:
             outcome = sample.labels.get("outcome", sample.labels.get("type"))
-            found[sample.name if outcome is None else f"{sample.name}{{{outcome}}}"] = sample.value
-    return found
+            samples[sample.name if outcome is None else f"{sample.name}{{{outcome}}}"] = sample.value
+    return samples
 
 
 def test_metrics_count_what_was_served(server: Serving) -> None:
@@ -256,27 +227,6 @@ def test_drafted_tokens_are_counted(server: Serving) -> None:
     timings = server.post("/completion", body | {"speculative.type": "ngram-simple"}).json()["timings"]
     assert timings["draft_n"] >= timings["draft_n_accepted"] >= 0
     assert "draft_n" not in server.post("/completion", body | {"speculative.n_max": 0}).json()["timings"]
-
-
-def test_metrics_tell_how_busy_the_engine_is(server: Serving) -> None:
-    idle = metrics(server)
-    assert idle["polarlm_kv_blocks"] == idle["polarlm_kv_blocks_free"] > 0
-    server.gate.close()
-    body = {"prompt": "the rain " * 8, "ignore_eos": True, "stream": True}
-    with server.send("/v1/completions", body) as first, server.send("/v1/completions", body):
-        eventually(lambda: server.engine.status().waiting == 2)
-        waiting = metrics(server)
-        assert (waiting["polarlm_requests_active"], waiting["polarlm_requests_running"]) == (2, 0)
-        assert waiting["polarlm_requests_waiting"] == 2
-        server.gate.let(30)
-        while b"data: " not in first.recv(4096):
-            pass
-        running = metrics(server)
-        assert running["polarlm_requests_running"] >= 1
-        assert running["polarlm_kv_blocks_used"] > 0
-        parts = sum(running[f"polarlm_kv_blocks_{part}"] for part in ("used", "kept", "free"))
-        assert parts == running["polarlm_kv_blocks"]
-    eventually(lambda: metrics(server)["polarlm_requests_active"] == 0)
 
 
 def test_routers_learn_the_blocks_of_the_whole_store(tiny_path: Path) -> None:
@@ -320,9 +270,9 @@ def test_routers_find_the_gauges_that_they_read_of_vllm(server: Serving) -> None
 def test_vllms_names_are_taken(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared.engine.model.tokenizer, "bos_id", 1)
     ids = shared.engine.tokenize("the rain")
-    found = shared.post("/tokenize", {"prompt": "the rain", "return_token_strs": True, "model": "any"}).json()
-    assert (found["tokens"], found["count"], found["max_model_len"]) == ([1, *ids], len(ids) + 1, 256)
-    assert found["token_strs"][0] == "<s>"
+    reply = shared.post("/tokenize", {"prompt": "the rain", "return_token_strs": True, "model": "any"}).json()
+    assert (reply["tokens"], reply["count"], reply["max_model_len"]) == ([1, *ids], len(ids) + 1, 256)
+    assert reply["token_strs"][0] == "<s>"
     bare = shared.post("/tokenize", {"prompt": "the rain", "add_special_tokens": False}).json()
     assert (bare["tokens"], bare["token_strs"]) == (ids, None)
 
@@ -330,10 +280,10 @@ def test_vllms_names_are_taken(shared: Serving, monkeypatch: pytest.MonkeyPatch)
 def test_messages_are_tokenized_as_for_an_answer(shared: Serving) -> None:
     messages = [{"role": "user", "content": "he ran"}]
     used = shared.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
-    found = shared.post("/tokenize", {"messages": messages}).json()
-    assert found["count"] == len(found["tokens"]) == used
+    reply = shared.post("/tokenize", {"messages": messages}).json()
+    assert reply["count"] == len(reply["tokens"]) == used
     begun = [*messages, {"role": "assistant", "content": "the"}]
-    assert shared.post("/tokenize", {"messages": begun}).json()["tokens"][: found["count"]] == found["tokens"]
+    assert shared.post("/tokenize", {"messages": begun}).json()["tokens"][: reply["count"]] == reply["tokens"]
 
 
 # -- paths -----------------------------------------------------------------------------------------------------
@@ -341,13 +291,13 @@ def test_messages_are_tokenized_as_for_an_answer(shared: Serving) -> None:
 
 def test_a_client_may_leave_v1_out_of_its_base_url(shared: Serving) -> None:
     client = shared.openai.with_options(base_url=str(shared.http.base_url))
-    given: Any = {"model": "any", "temperature": 0, "max_tokens": 8}
+    fields: Any = {"model": "any", "temperature": 0, "max_tokens": 8}
     for one in (client, shared.openai):
         assert one.models.retrieve(shared.engine.model.name).id == one.models.list().data[0].id
     messages: Any = [{"role": "user", "content": "then he ran on"}]
-    chats = [one.chat.completions.create(messages=messages, **given) for one in (client, shared.openai)]
+    chats = [one.chat.completions.create(messages=messages, **fields) for one in (client, shared.openai)]
     assert chats[0].choices[0].message == chats[1].choices[0].message
-    texts = [one.completions.create(prompt="the rain", **given) for one in (client, shared.openai)]
+    texts = [one.completions.create(prompt="the rain", **fields) for one in (client, shared.openai)]
     assert texts[0].choices[0].text == texts[1].choices[0].text
 
 

@@ -91,12 +91,12 @@ def test_the_log_has_the_warning_in_the_line_of_the_request() -> None:
     assert "warning: temprature is unknown" in journal._in_words(entry.line() | {"prompt_tokens": 0})
 
 
-def fields(*given: Any) -> set[str]:
-    return {name for one in given for name in get_type_hints(one)}
+def fields(*types: Any) -> set[str]:
+    return {name for one in types for name in get_type_hints(one)}
 
 
-def models(*given: Any) -> set[str]:
-    return {name for one in given for name in one.model_fields}
+def models(*types: Any) -> set[str]:
+    return {name for one in types for name in one.model_fields}
 
 
 def of_messages() -> set[str]:
@@ -105,11 +105,11 @@ def of_messages() -> set[str]:
 
 
 def of_responses() -> set[str]:
-    own = fields(openai.types.responses.response_create_params.ResponseCreateParamsBase)
-    return own | {"client_metadata"}  # Codex sends it
+    known = fields(openai.types.responses.response_create_params.ResponseCreateParamsBase)
+    return known | {"client_metadata"}  # Codex sends it
 
 
-CLIENTS: dict[str, Callable[[], set[str]]] = {  # those of OpenAI's older endpoints: tests/server/reading/test_fields.py
+CLIENTS: dict[str, Callable[[], set[str]]] = {  # OpenAI's older endpoints: tests/server/reading/test_fields.py
     "/v1/responses": of_responses,
     "/v1/messages": of_messages,
     "/api/chat": lambda: models(ollama._types.ChatRequest),

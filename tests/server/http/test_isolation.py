@@ -44,11 +44,11 @@ def test_every_endpoint_is_here(filling: Serving) -> None:
 
 
 def test_a_salt_separates(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, given = filling.engine, list[str]()
+    engine, salts = filling.engine, list[str]()
     submit = engine.submit
 
     def noted(prompt: Any, params: SamplingParams, options: PromptOptions, **how: Any) -> Any:
-        given.append(options.cache_salt)
+        salts.append(options.cache_salt)
         return submit(prompt, params, options, **how)
 
     one = (TEXT, SamplingParams(max_tokens=0), PromptOptions(pooling="mean"))  # this model cannot rank
@@ -66,7 +66,7 @@ def test_a_salt_separates(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> 
         salt = f"of {path}"
         cached()
         assert cached(cache_salt=salt) == 0, path
-        assert given[-2:] == ["", salt], path
+        assert salts[-2:] == ["", salt], path
         if path in GENERATING:
             assert min(cached(), cached(cache_salt=salt)) > 0, path
             assert cached(cache_salt=salt, cache_prompt=False) == 0, path

@@ -1,5 +1,5 @@
-"""Typed clients send every field that they know: a body with all of them, none of which asks for anything, is answered
-as the body without them, in every API."""
+"""Typed clients send every field that they know: a body with all of them, where no value asks for
+anything, is answered as the body without them, in every API."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ APIS: dict[str, tuple[dict[str, Any], set[str], dict[str, list[Any]]]] = {
     "/api/embed": ({"input": TEXT}, {"truncate", "dimensions", "keep_alive", "options", "model"}, NEUTRAL),
     "/api/show": ({}, {"model", "name", "system", "template", "options", "verbose"}, NEUTRAL),
 }
-REPEATED = ("top_p", "parallel_tool_calls", "metadata")  # of a request in its response
+REPEATED = ("top_p", "parallel_tool_calls", "metadata")  # in a response, from its request
 CHANGING = (*REPEATED, "id", "created", "created_at", "usage", "timings", "tokens_cached", "generation_settings")
 
 
@@ -96,7 +96,7 @@ def server(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servin
 
 
 def rounds(base: dict[str, Any], names: set[str], values: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Bodies with all fields at once, in each of which they have other values."""
+    """Bodies with all fields at once, each with other values."""
     kept = base.keys() - {"options"}
     asked = {
         name: [one for one in (None, "", [], {}) if one not in _MEANT_EMPTY.get(name, ())] + values.get(name, [])
@@ -105,7 +105,7 @@ def rounds(base: dict[str, Any], names: set[str], values: dict[str, list[Any]]) 
     if "options" in base:
         asked["options"] = values["options"]
     for at in range(max(map(len, asked.values()))):
-        yield base | {name: own[at % len(own)] for name, own in asked.items()}
+        yield base | {name: choices[at % len(choices)] for name, choices in asked.items()}
 
 
 def lasting(answer: Any) -> Any:

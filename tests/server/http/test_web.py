@@ -20,10 +20,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from polarlm.server.config import ServerConfig
-from polarlm.server.http import uvicorn_connection, uvicorn_server
+from polarlm.server.http import uvicorn_server
 from polarlm.server.http.guard import Guard
-from polarlm.server.http.uvicorn_connection import WebConnection
-from polarlm.server.http.uvicorn_server import Web
+from polarlm.server.http.uvicorn_server import Web, WebConnection
 from polarlm.server.running.listening import tcp_socket
 from tests.pairs import in_turn
 from tests.server.http_server import join
@@ -165,12 +164,12 @@ def test_a_request_has_to_begin_in_time(
 ) -> None:
     """The first one, and one behind others, as soon as there is a byte of it."""
     if not before:  # a connection's time begins with it
-        monkeypatch.setattr(uvicorn_connection, "HEAD_SECONDS", 0.1)
+        monkeypatch.setattr(uvicorn_server, "HEAD_SECONDS", 0.1)
     with server.connect() as client:
         for _ in range(before):
             client.sendall(GET)
             until_ok(client)
-        monkeypatch.setattr(uvicorn_connection, "HEAD_SECONDS", 0.1)
+        monkeypatch.setattr(uvicorn_server, "HEAD_SECONDS", 0.1)
         with suppress(ConnectionError):  # the time may be over
             client.sendall(begun)
         assert until_closed(client) == b""
@@ -181,7 +180,7 @@ def test_between_requests_a_connection_stays_longer_than_clients_keep_it(
 ) -> None:
     with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         assert client.get("/").status_code == 200
-        monkeypatch.setattr(uvicorn_connection, "HEAD_SECONDS", 0.05)
+        monkeypatch.setattr(uvicorn_server, "HEAD_SECONDS", 0.05)
         assert client.get("/").status_code == 200
         (before,) = server.connections
         threading.Event().wait(0.3)
@@ -233,7 +232,7 @@ def test_an_answered_request_must_send_the_rest_of_its_body_in_time(
     with server.connect() as client:
         client.sendall(GET)
         until_ok(client)
-        monkeypatch.setattr(uvicorn_connection, "HEAD_SECONDS", 0.3)  # no time begins before the next bytes come
+        monkeypatch.setattr(uvicorn_server, "HEAD_SECONDS", 0.3)  # no time begins before the next bytes come
         client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + body + b"\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.1 200")
         deadline = time.monotonic() + PATIENCE

@@ -13,7 +13,7 @@ import pytest
 from polarlm.engine import Engine, EngineError
 from polarlm.server import __main__
 from polarlm.server.__main__ import main
-from polarlm.server.mcp.file import McpServer, read_mcp_file
+from polarlm.server.mcp.session import McpServer, read_mcp_file
 from tests.server.http_server import KEY, serving
 from tests.server.mcp.faults import mcp_file
 
@@ -45,9 +45,9 @@ FOREIGN: list[Mapping[str, str]] = [
 def test_pages_of_other_origins_get_nothing_even_with_cors(engine: Engine, tmp_path: Path) -> None:
     path = str(mcp_file(tmp_path))
     with serving(engine, mcp_config=path, cors_origin=("https://evil.example",), api_key=KEY) as server:
-        own = {"Origin": f"http://127.0.0.1:{server.port}"}
-        assert server.http.get("/mcp/servers", headers=own).json()["servers"]
-        assert server.http.post("/mcp/call", json=CALL, headers=own).status_code == 502
+        parts = {"Origin": f"http://127.0.0.1:{server.port}"}
+        assert server.http.get("/mcp/servers", headers=parts).json()["servers"]
+        assert server.http.post("/mcp/call", json=CALL, headers=parts).status_code == 502
         for headers in FOREIGN:
             assert server.http.get("/mcp/servers", headers=headers).json() == {"servers": []}
             for route in ("connect", "call"):
@@ -94,10 +94,10 @@ def test_without_the_flag_there_are_none(engine: Engine) -> None:
 
 
 def test_a_file_names_programs_and_addresses(tmp_path: Path) -> None:
-    found = {server.name: server for server in read_mcp_file(str(mcp_file(tmp_path)))}
-    assert list(found) == ["tools", "web", "absent", "broken", "deaf"]
-    assert found["absent"] == McpServer("absent", str(tmp_path / "no-such-program"))
-    assert found["web"].secrets() == ["Bearer sk-very-secret", "sk-very-secret", "Bearer"]
+    by_name = {server.name: server for server in read_mcp_file(str(mcp_file(tmp_path)))}
+    assert list(by_name) == ["tools", "web", "absent", "broken", "deaf"]
+    assert by_name["absent"] == McpServer("absent", str(tmp_path / "no-such-program"))
+    assert by_name["web"].secrets() == ["Bearer sk-very-secret", "sk-very-secret", "Bearer"]
 
 
 def test_a_wrong_file_is_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.server.mcp.file import McpServer
-from polarlm.server.mcp.session import FAILED, READY, McpError, Session
+from polarlm.server.mcp.session import FAILED, READY, McpError, McpServer, Session
 
 pytestmark = [
     pytest.mark.slow,

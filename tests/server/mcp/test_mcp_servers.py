@@ -68,14 +68,14 @@ def listed(server: Serving) -> dict[str, dict[str, Any]]:
 def test_tools_are_listed_and_called(server: Serving, name: str) -> None:
     before = listed(server)
     assert list(before) == ["tools", "web", "absent", "broken", "deaf"]
-    found = server.post("/mcp/connect", {"server": name}).json()
-    assert (found["state"], found["trouble"]) == ("ready", None)
-    add = found["tools"][0]
+    answer = server.post("/mcp/connect", {"server": name}).json()
+    assert (answer["state"], answer["trouble"]) == ("ready", None)
+    add = answer["tools"][0]
     assert (add["name"], add["trouble"]) == ("add", None)
     assert (add["function"]["name"], add["function"]["description"]) == (f"{name}_add", "Adds two numbers.")
     assert add["function"]["parameters"]["required"] == ["a", "b"]
     assert text(server, "add", name, a=2, b=3) == "5"
-    assert listed(server)[name] == found
+    assert listed(server)[name] == answer
 
 
 def test_pictures_are_named_and_errors_are_marked(server: Serving) -> None:
@@ -117,10 +117,10 @@ def test_a_server_that_ends_while_nobody_asks_is_started_again(server: Serving) 
 
 @pytest.mark.parametrize(("name", "why"), [("absent", "There is no program"), ("broken", "It has ended")])
 def test_a_server_that_cannot_be_started_says_why_without_secrets(server: Serving, name: str, why: str) -> None:
-    found = server.post("/mcp/connect", {"server": name}).json()
-    assert (found["state"], found["tools"]) == ("failed", [])
-    assert found["trouble"].startswith(why) or "Connection closed" in found["trouble"]
-    assert TOKEN not in found["trouble"]
+    answer = server.post("/mcp/connect", {"server": name}).json()
+    assert (answer["state"], answer["tools"]) == ("failed", [])
+    assert answer["trouble"].startswith(why) or "Connection closed" in answer["trouble"]
+    assert TOKEN not in answer["trouble"]
 
 
 def test_a_deaf_server_is_ended_and_keeps_nobody_waiting(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,23 +6,21 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-import ollama
 import psutil
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.compiled import share_kernels
 from tests.conftest import EMBEDDING_DECODERS
 from tests.encoders import make_folder
-from tests.lazily import anthropic, openai
+from tests.server import apis
 from tests.server.lines import PATIENCE
 from tests.server.models.running import PATIENT
 from tests.server.process import started
@@ -81,22 +79,7 @@ class Household:
         for process in self._seen.values():
             with suppress(psutil.Error):
                 process.kill()
-        for client in (self.http, self.openai, self.anthropic):
-            client.close()
-
-    # -- clients: made once, as a program of a user makes them ----------------------------------------------------
-
-    @cached_property
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE)
-
-    @cached_property
-    def anthropic(self) -> anthropic.Anthropic:
-        return anthropic.Anthropic(base_url=self.url, api_key="any", max_retries=0, timeout=PATIENCE)
-
-    @cached_property
-    def ollama(self) -> ollama.Client:
-        return ollama.Client(self.url, timeout=PATIENCE)
+        self.http.close()
 
     def post(self, path: str, **body: Any) -> Any:
         """The JSON of an answer without an error."""
@@ -115,15 +98,15 @@ class Household:
 
     def processes(self) -> dict[str, psutil.Process]:
         """The models' processes, by name; all are remembered, with what they have started."""
-        found = {}
+        named = {}
         with suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with suppress(psutil.Error):
                     self._seen.setdefault(process.pid, process)
                     name = "".join(process.cmdline()[-1:])
                     if process.ppid() == self.process.pid and name in NAMES:  # before exec, it is the server's own flag
-                        found[name] = process
-        return found
+                        named[name] = process
+        return named
 
     def left(self) -> list[psutil.Process]:
         """Remembered processes that run."""
@@ -172,11 +155,11 @@ def same(one: Any, other: Any) -> bool:
 
 def resident(house: Household) -> dict[str, int]:
     """Bytes of memory that each model's process has."""
-    found = {}
+    sizes = {}
     for name, process in house.processes().items():
         with suppress(psutil.NoSuchProcess):  # the encoder is unloaded when it likes
-            found[name] = process.memory_info().rss
-    return found
+            sizes[name] = process.memory_info().rss
+    return sizes
 
 
 def starts(house: Household) -> dict[str, int]:
@@ -192,7 +175,7 @@ def found(house: Household, model: str) -> dict[str, int]:
 
 
 def begun(house: Household, model: str, answers: int = 8) -> Any:
-    """The stream of so many answers of 255 tokens; 64, of which 8 are computed at a time, last for seconds."""
+    """The stream of so many answers of 255 tokens; 64 last for seconds, since 8 are computed at a time."""
     body = LONG | {"model": model, "prompt": ["on"] * answers, "stream_options": {"include_usage": True}}
     return house.http.stream("POST", "/v1/completions", json=body)
 
@@ -205,79 +188,31 @@ def events(answer: httpx.Response) -> Any:
 # -- the clients, each with a prompt of its own ---------------------------------------------------------------------
 
 
-def messages(name: str) -> list[Any]:
-    return [{"role": "user", "content": f"{name}, and the rain"}]
+def text(name: str, model: str, stream: bool) -> Callable[[Household], str]:
+    """A client of an API, which asks this model."""
 
+    def ask(house: Household) -> str:
+        api = apis.APIS[name]
+        body = api.body(f"{name}, and the rain", stream=stream, max_tokens=TOKENS, temperature=0, **ALONE)
+        answer = house.http.post(api.path, json=body | {"model": model})
+        assert answer.is_success, answer.text
+        assert not re.search(r'"error": ?[{"]', answer.text), answer.text  # a stream that had begun
+        reply = api.streamed(apis.events(answer.text)) if stream else api.whole(answer.json())
+        assert reply.reason == "length"
+        return reply.text
 
-def chat(house: Household) -> str:
-    chunks = house.openai.chat.completions.create(
-        model="plain",
-        messages=messages("chat"),
-        temperature=0,
-        max_tokens=TOKENS,
-        stream=True,
-        extra_body=ALONE,
-    )
-    parts = list(chunks)
-    assert parts[-1].choices[0].finish_reason == "length"
-    return "".join(part.choices[0].delta.content or "" for part in parts)
-
-
-def completions(house: Household) -> str:
-    found = house.openai.completions.create(
-        model="hybrid", prompt="completions, and", temperature=0, max_tokens=TOKENS, extra_body=ALONE
-    )
-    return found.choices[0].text
-
-
-def responses(house: Household) -> str:
-    found = house.openai.responses.create(
-        model="mixture", input="responses, and", temperature=0, max_output_tokens=TOKENS, extra_body=ALONE
-    )
-    return found.output_text
-
-
-def anthropic_messages(house: Household) -> str:
-    with house.anthropic.messages.stream(
-        model="plain", messages=messages("messages"), max_tokens=TOKENS, extra_body={"temperature": 0, **ALONE}
-    ) as stream:
-        return stream.get_final_text()
-
-
-def ollama_chat(house: Household) -> str:
-    options = {"temperature": 0, "num_predict": TOKENS, **ALONE}
-    lines: Iterator[Any] = house.ollama.chat(
-        "hybrid:latest", messages("ollama"), stream=True, options=options, keep_alive="1h"
-    )
-    *pieces, last = lines
-    assert (last.done, last.done_reason) == (True, "length")
-    return "".join(piece.message.content for piece in pieces) + last.message.content
-
-
-def completion(house: Household) -> str:
-    """llama-server's own endpoints."""
-    ids = house.post("/tokenize", model="mixture", content="completion, and")["tokens"]
-    props = house.http.get("/props", params={"model": "mixture"})
-    assert props.is_success, props.text
-    assert props.json()["model_alias"] == "mixture"
-    return house.post("/completion", model="mixture", prompt=ids, n_predict=TOKENS, temperature=0, **ALONE)["content"]
-
-
-def embed(house: Household) -> list[Any]:
-    return [list(vector) for vector in house.ollama.embed("encoder", TEXTS).embeddings]
-
-
-def embeddings(house: Household) -> list[Any]:
-    return [one.embedding for one in house.openai.embeddings.create(model="decoder", input=TEXTS).data]
+    return ask
 
 
 CLIENTS: dict[str, Callable[[Household], Any]] = {
-    "OpenAI's chat": chat,
-    "OpenAI's completions": completions,
-    "OpenAI's responses": responses,
-    "Anthropic's messages": anthropic_messages,
-    "Ollama's chat": ollama_chat,
-    "llama-server's completion": completion,
-    "Ollama's vectors": embed,
-    "OpenAI's vectors": embeddings,
+    "OpenAI's chat": text("chat", "plain", True),
+    "OpenAI's completions": text("completions", "hybrid", False),
+    "OpenAI's responses": text("responses", "mixture", False),
+    "Anthropic's messages": text("messages", "plain", True),
+    "Ollama's chat": text("ollama", "hybrid:latest", True),
+    "llama-server's completion": text("completion", "mixture", False),
+    "Ollama's vectors": lambda house: house.post("/api/embed", model="encoder", input=TEXTS)["embeddings"],
+    "OpenAI's vectors": lambda house: [
+        entry["embedding"] for entry in house.post("/v1/embeddings", model="decoder", input=TEXTS)["data"]
+    ],
 }

@@ -19,11 +19,11 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import error_shapes
-from polarlm.server.mcp.servers import McpServers
+from polarlm.server.mcp.session import McpServers
 from polarlm.server.models.app import create_models_app
+from polarlm.server.models.process import Served
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.registry import Registry
-from polarlm.server.models.served import Served
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.running.listening import tcp_socket
 from tests.server.http_server import join, quiet_config

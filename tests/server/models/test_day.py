@@ -48,9 +48,10 @@ def test_a_day_with_a_kill_and_two_restarts(tmp_path: Path) -> None:
         assert session > 128
         revision = say(house, 0, "in the morning")
 
-        house.ollama.generate("hybrid", keep_alive=1)
+        house.post("/api/generate", model="hybrid", keep_alive=1)
         eventually(lambda: house.loaded() == {"plain", "mixture", "decoder"})
-        assert {entry.model for entry in house.ollama.ps().models} == house.loaded()
+        loaded = house.http.get("/api/ps").json()["models"]
+        assert {entry["model"] for entry in loaded} == house.loaded()
         assert different(first, everyone(house)) == set()
 
         killed = house.processes()["plain"]

@@ -16,7 +16,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.models import proxy
 from polarlm.server.models.app import ASKED, POSTED, create_models_app, spelt
-from polarlm.server.models.served import FAILED, LOADING, READY, UNLOADED
+from polarlm.server.models.process import FAILED, LOADING, READY, UNLOADED
 from polarlm.server.running.driver import Driver
 from tests.encoders import make_folder
 from tests.lazily import anthropic, openai
@@ -197,20 +197,6 @@ def test_an_encoder_is_loaded_where_memory_is_limited(tmp_path: Path) -> None:
     with front(tmp_path, models_memory=str(PROCESS_BYTES + 100_000)) as server:  # less than its weights
         answer = server.ask("encoder", "/v1/embeddings", prompt=None, input="the rain")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "out_of_memory")
-
-
-@pytest.mark.slow
-def test_no_store_is_larger_than_what_is_told_of_it(tmp_path: Path) -> None:
-    """The second one gets what the first one has left."""
-    most = 2 * PROCESS_BYTES + (40 << 20)
-    with front(two_models(tmp_path), model={"kv_memory": "32M"}, models_memory=str(most)) as server:
-        for name in ("big", "small"):
-            assert said(server.ask(name))
-        needs = {name: server.served(name).need for name in ("big", "small")}
-        assert sum(need.bytes for need in needs.values() if need) <= most
-        for name, told in needs.items():
-            stats = server.http.get("/stats", params={"model": name}).json()
-            assert 0 < stats["blocks"] * stats["block_size"] * stats["bytes_per_token"] <= told.store
 
 
 @pytest.mark.slow

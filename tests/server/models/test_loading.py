@@ -17,7 +17,7 @@ import pytest
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from polarlm.server.models import process
-from polarlm.server.models.served import FAILED, LOADING, READY, UNLOADED
+from polarlm.server.models.process import FAILED, LOADING, READY, UNLOADED
 from tests.compiled import share_kernels
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.server.lines import PATIENCE, eventually

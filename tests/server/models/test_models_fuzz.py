@@ -35,8 +35,8 @@ def test_no_body_breaks_the_server_of_several_models(tmp_path: Path) -> None:
             path = rng.choice(list(VALID))
             body = dict(VALID[path])
             for name in rng.sample([*body, "name"], rng.choice((0, 1, 2))):
-                given = {"model": NAMES, "name": NAMES, "keep_alive": DURATIONS}.get(name, [])
-                body[name] = rng.choice([*JUNK, *given])
+                odd = {"model": NAMES, "name": NAMES, "keep_alive": DURATIONS}.get(name, [])
+                body[name] = rng.choice([*JUNK, *odd])
             content = json.dumps(body)
             response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
             seen[response.status_code] = seen.get(response.status_code, 0) + 1

@@ -11,9 +11,9 @@ from typing import Any
 import ollama
 import pytest
 
-from polarlm.server.models import pulling
+from polarlm.server.models import app
+from polarlm.server.models.process import READY
 from polarlm.server.models.registry import Registry
-from polarlm.server.models.served import READY
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.server.models.running import KEY, common, front, two_models
 
@@ -76,15 +76,15 @@ def test_few_models_are_pulled_at_a_time_and_who_leaves_makes_room(monkeypatch: 
         async def end_at_once(self) -> None:
             running.remove(self.name)
 
-    monkeypatch.setattr(pulling, "ModelProcess", lambda model, config, ended: Download(model))
-    monkeypatch.setattr(pulling, "_TOLD_SECONDS", 0.001)
+    monkeypatch.setattr(app, "ModelProcess", lambda model, config, ended: Download(model))
+    monkeypatch.setattr(app, "_TOLD_SECONDS", 0.001)
 
     async def main() -> None:
         free, registry = asyncio.Semaphore(2), Registry(common(), None, (), ())
         async with AsyncExitStack() as ends:
             pulls: list[AsyncGenerator[dict[str, Any], None]] = []
             for name in "abc":
-                pull = pulling.pulled(registry, pulling.hub_name(f"user/{name}:Q4_K_M"), free)
+                pull = app._progress(registry, app._hub_name(f"user/{name}:Q4_K_M"), free)
                 pulls.append(await ends.enter_async_context(aclosing(pull)))
                 assert await anext(pull) == {"status": "pulling manifest"}
             for pull in pulls[:2]:

@@ -51,8 +51,8 @@ def test_models_of_a_folder_are_called_as_their_files(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     registry = in_folder(tmp_path, "a-Q8_0.gguf", *PARTS, "mmproj-a.gguf", ".b.gguf", "notes.txt")
     assert names(registry) == ["a-Q8_0", "huge-Q4_K_M", "safe"]
-    found = registry.find("huge-Q4_K_M")
-    assert found.path == tmp_path / PARTS[0]
+    model = registry.find("huge-Q4_K_M")
+    assert model.path == tmp_path / PARTS[0]
 
 
 def test_a_file_that_comes_later_is_found(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_flags_that_contradict_each_other() -> None:
 def test_a_name_may_end_with_that_of_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     registry = Registry(replace(common(), lora={"sql": "adapter"}), tmp_path, (), ())
-    found = registry.find("a:sql")
-    assert found.name == "a"
+    model = registry.find("a:sql")
+    assert model.name == "a"
     assert registry.find("a:tone") is None
 
 
@@ -142,9 +142,9 @@ def test_each_model_has_a_folder_of_sessions_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "a_b").mkdir()  # as an earlier server has made it for a.b
 
     def folder(name: str) -> str:
-        found = _of_child(ServerConfig(sessions=str(tmp_path)), name, "key").sessions
-        assert found is not None
-        return found
+        sessions_of = _of_child(ServerConfig(sessions=str(tmp_path)), name, "key").sessions
+        assert sessions_of is not None
+        return sessions_of
 
     names = ("a.b", "a_b", "a b", "nul", "nul_", "../a")
     folders = {name: folder(name) for name in names}

@@ -15,8 +15,8 @@ from polarlm.engine import EngineError
 from polarlm.engine.loading.need import Need
 from polarlm.server.config import ServerConfig
 from polarlm.server.models import supervisor as module
+from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, UNLOADED, WAITING, Served
 from polarlm.server.models.registry import Registry
-from polarlm.server.models.served import FAILED, LOADING, READY, STOPPING, UNLOADED, WAITING, Served
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.running.refused import Refused
 from tests.server.models.running import common
@@ -42,7 +42,7 @@ class Machine:
 class FakeProcess:
     """As `ModelProcess`."""
 
-    pid = 0  # of no process
+    pid = 0  # no process has it
 
     fetching = None
 

@@ -123,7 +123,7 @@ def chromium(folder: Path) -> Iterator[httpx.Client]:
         try:
             assert driver.stdout is not None
             port = next(
-                int(found[1]) for line in driver.stdout if (found := re.search(r"successfully on port (\d+)", line))
+                int(ready[1]) for line in driver.stdout if (ready := re.search(r"successfully on port (\d+)", line))
             )
             base = f"http://127.0.0.1:{port}/session"
             patience = {"script": int(1000 * PATIENCE)}

@@ -50,15 +50,6 @@ def test_the_engine_holds_as_many_bytes_as_these_blocks_take(page: Page, tiny_pa
         assert taken == shape.sequence_bytes(tokens)
 
 
-def test_the_picture_is_said_in_words(page: Page) -> None:
-    words = "return blocksInWords(blocksOf(...arguments, {block_size: 64, window: null}), 3.94)"
-    assert page.run(words, 700, 460) == (
-        "11 blocks of 64 tokens: 2 in full precision, 9 coded (3.9 bits), 7 shared with an earlier prompt"
-    )
-    assert page.run(words, 0, 0) == "No block of 64 tokens yet"
-    assert page.run(words, 10, 0) == "1 block of 64 tokens: 1 in full precision"
-
-
 def test_it_moves_with_the_answer_and_is_what_the_engine_tells(
     visit: Callable[[Process], Page], tiny_path: Path, tmp_path: Path
 ) -> None:
@@ -98,8 +89,8 @@ def test_every_block_has_a_cell_up_to_a_long_context(page: Page) -> None:
     """
     for tokens, cells in ((1000, 16), (8000, 125), (131072, 2048)):
         counted, ratio = page.run(script, tokens, 131072)
-        free, own, shared, filled_own, filled_shared = counted
-        assert own + shared == filled_own + filled_shared == cells
+        free, apart, shared, filled_own, filled_shared = counted
+        assert apart + shared == filled_own + filled_shared == cells
         assert shared == int(tokens / 2) // 64
         assert free < 2 * 264 / 5
         assert ratio < 1.1

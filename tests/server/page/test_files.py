@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 def messages(page: Page) -> list[str]:
     """All messages of the conversation that is shown, without what an import gives them anew."""
     script = "return Object.values(current.messages).map(({id, parent, children, ...rest}) => rest)"
-    found: list[dict[str, Any]] = page.run(script)
-    plain = [{name: value for name, value in message.items() if value is not None} for message in found]
+    kept: list[dict[str, Any]] = page.run(script)
+    plain = [{name: value for name, value in message.items() if value is not None} for message in kept]
     return sorted(json.dumps(message, sort_keys=True) for message in plain)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,16 @@ import pytest
 from packaging.version import Version
 
 from polarlm.engine import PromptOptions, SamplingParams
-from polarlm.engine.limits import DRAFTS
-from polarlm.engine.sampling.sample import CHAIN
 from polarlm.server.reading import fields, parameters
 from polarlm.server.reading.fields import FIELDS, RULES, Field
 from polarlm.server.reading.values import BadRequest
 from tests.lazily import openai
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
-NEWEST_CLIENT = Version("3.52.0")  # of OpenAI's, whose fields are in the table; later ones may have more
+NEWEST_CLIENT = Version("3.52.0")  # the client of OpenAI whose fields are in the table; later ones may have more
 
 ANYTHING = (True, False, 0, 1, -1, 5, 0.5, "x", "none", ["x"], {"x": 1})
-# Of fields whose values a rule tells apart: values that ask for something, and values that do not.
+# Fields whose values a rule tells apart: values that ask for something, and values that do not.
 BY_RULE: dict[str, tuple[list[Any], list[Any]]] = {
     "best_of": ([2, True], [1, 0]),
     "top_n_sigma": ([1.5, False, "0"], [-1, 0, ""]),
@@ -42,7 +39,7 @@ SAME_NAME: dict[str, tuple[Any, ...]] = {  # as the parameter of sampling
     "dry_penalty_last_n": (5, -2),
     "ignore_eos": (True,),
 }
-HONOURED: dict[str, tuple[Any, Any]] = {  # of the others: a value, and what it becomes
+HONOURED: dict[str, tuple[Any, Any]] = {  # the other fields: a value, and what it becomes
     "parse_special": (False, PromptOptions(parse_special=False)),
     "chat_template_kwargs": ({"a": 1}, PromptOptions(parse_special=True, template_variables={"a": 1})),
     "reasoning_effort": (
@@ -123,14 +120,6 @@ def test_every_field_has_its_example_here() -> None:
     assert {*SAME_NAME, *HONOURED, *ELSEWHERE} == {
         name for name, field in FIELDS.items() if field.standing == "honoured"
     }
-
-
-def test_the_order_of_samplers_is_told() -> None:
-    assert ", ".join(CHAIN) in FIELDS["samplers"].says
-
-
-def test_the_kinds_of_drafts_are_told() -> None:
-    assert re.findall(r"`([a-z-]+)`", FIELDS["speculative.type"].says.split(":")[0]) == list(DRAFTS)
 
 
 # -- and says what is so ---------------------------------------------------------------------------------------------

@@ -111,10 +111,10 @@ def held(server: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading
 
 def compilations(server: Serving) -> dict[str, float]:
     """What /metrics tells of constraints, by outcome, and of those that wait."""
-    found = re.findall(
+    counts = re.findall(
         r'(?m)^polarlm_constraints(?:_total{outcome="|_)(\w+)(?:"})? (\S+)$', server.http.get("/metrics").text
     )
-    return {name: float(count) for name, count in found}
+    return {name: float(count) for name, count in counts}
 
 
 def test_what_clients_that_hung_up_asked_for_is_not_compiled(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from polarlm.server.http.app import create_app
 from polarlm.server.reading import constraints
 from tests.server.apis import APIS
 from tests.server.http_server import Serving, serving
+from tests.server.reading.test_histories import ANTHROPIC, OLLAMA, RESPONSES
 from tests.tiny import assert_idle
 
 CHAT: dict[str, Any] = {
@@ -134,27 +135,10 @@ KEPT: dict[str, dict[str, Any]] = {
     "/sessions/load": {"name": "talk", "cache_salt": "a"},
     "/v1/rerank": {"query": "the rain", "documents": ["a", {"text": "b"}], "top_n": 1, "return_documents": True},
 }
-OUTCOMES = {404, 409, 422}  # of these: no such session, a change that comes too late, nothing of the prompt is there
+OUTCOMES = {404, 409, 422}  # no such session, a change that comes too late, nothing of the prompt is there
 JUNK: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        16,
-        17,
-        0.5,
-        -0.0,
-        1e308,
-        10**30,
-        10**400,
-        -(2**63),
-        2**64,
-        float("nan"),
-        float("inf"),
-    ),
+    *(None, True, False, 0, -1, 1, 16, 17, 0.5, -0.0, 1e308, 10**30, 10**400, -(2**63), 2**64),
+    *(float("nan"), float("inf")),
     *("", "a", "\0", "\ud800", "€" * 2000, "<|im_end|>", [], [[]], [None], ["a"] * 40, [0] * 400, [2**70], {}),
     *({"": None}, {"role": "user"}, {"type": "text"}, {"5": float("nan")}, {"x": {"y": [{}]}}, {"include_usage": 1}),
 ]
@@ -189,15 +173,8 @@ WORDS: dict[str, list[Any]] = {
     "x-guidance": [{"whitespace_flexible": False}, {"lenient": 3}],
 }
 GRAMMARS = [
-    *(
-        'root ::= "a" | [0-9]+',
-        "root ::= root",
-        "root ::=",
-        'start: "a" b\nb: /[0-9]+/',
-        "start: %json {}",
-        "start: a",
-        "(",
-    ),
+    *('root ::= "a" | [0-9]+', "root ::= root", "root ::=", 'start: "a" b\nb: /[0-9]+/', "start: %json {}"),
+    *("start: a", "("),
     *("%llguidance {}\nstart: /a/", "start: <|im_end|>", "root ::= <think>", "start: @a", "[0-9]{1,9}", "a{99999999}"),
 ]
 TOOLS = [
@@ -231,12 +208,12 @@ def schema(rng: random.Random) -> dict[str, Any]:
 
 
 def constraint(rng: random.Random) -> Any:
-    """What may stand in a field that constrains an answer, of whichever dialect it is."""
-    given = schema(rng)
-    wrapped = {"type": "json_schema", "name": "a", "schema": given, "json_schema": {"name": "a", "schema": given}}
+    """What may stand in a field that constrains an answer, in any dialect."""
+    wanted = schema(rng)
+    wrapped = {"type": "json_schema", "name": "a", "schema": wanted, "json_schema": {"name": "a", "schema": wanted}}
     return rng.choice(
         (
-            *(given, json.dumps(given), wrapped, {"format": wrapped}, {"type": "json_object"}, {"json": given}),
+            *(wanted, json.dumps(wanted), wrapped, {"format": wrapped}, {"type": "json_object"}, {"json": wanted}),
             *(rng.choice(GRAMMARS), rng.choice(GRAMMARS), {"regex": rng.choice(GRAMMARS)}, ["a", "12"]),
             *(copy.deepcopy(rng.choice(TOOLS)), "required", "auto", {"type": "function", "function": {"name": "look"}}),
         )
@@ -311,28 +288,10 @@ def test_no_body_breaks_the_server(server: Serving) -> None:
     json.loads(server.http.get("/conversations").text, parse_constant=pytest.fail)  # as a page reads it
 
 
-_CALL = {"name": "weather", "arguments": '{"city": "Rome"}'}
 _TOOL = {"name": "time", "description": "a", "parameters": {"type": "object", "properties": {"a": {}}}}
 HISTORIES: dict[str, list[Any]] = {  # an answer that calls a tool, and the tool's result
-    "messages": [
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "hm", "signature": ""},
-                {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Rome"}},
-            ],
-        },
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "rain"}]},
-    ],
-    "responses": [
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"type": "function_call", "call_id": "a", **_CALL},
-        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "rain"}]},
-    ],
-    "ollama": [
-        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [{"function": _CALL}]},
-        {"role": "tool", "tool_name": "weather", "content": "rain"},
-    ],
+    name: [*pieces["call"]("rain", "a"), *pieces["result"]("rain", "a")]
+    for name, pieces in (("messages", ANTHROPIC), ("responses", RESPONSES), ("ollama", OLLAMA))
 }
 
 

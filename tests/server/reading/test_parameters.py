@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarlm.engine import PromptOptions, SamplingParams, limits
-from polarlm.engine.params import SAMPLING
+from polarlm.engine import SamplingParams
 from polarlm.engine.sampling.sample import resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.server.reading import parameters
@@ -106,30 +105,6 @@ def test_a_bias_is_for_ids_or_strings(bias: Any, meant: dict[int, float]) -> Non
     assert params(logit_bias=bias) == SamplingParams(logit_bias=meant)
 
 
-def test_how_a_prompt_is_read() -> None:
-    assert read({"prompt": "a"}).options == PromptOptions(parse_special=True)
-    assert read({"prompt": "a"}, parse_special=False).options == PromptOptions()
-    given = {"parse_special": False, "cache_prompt": False, "cache_salt": "x"}
-    assert read({"prompt": "a", **given}).options == PromptOptions(**given)
-
-
-def test_the_limits_of_all_parameters_are_checked_once_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    check, checked = limits.check, []
-    monkeypatch.setattr(limits, "check", lambda *which: checked.append(which[0]) or check(*which))
-    params(temperature=1, top_p=0.5, seed=7, max_tokens=3, logit_bias={"1": 2})
-    assert checked.count(SAMPLING) == 1
-
-
-@in_turn("name", ["temperature", "stop", "max_tokens", "tools", "stream", "n", "logit_bias", "model"])
-def test_null_is_the_default(name: str) -> None:
-    assert read({"prompt": "a", name: None}) == read({"prompt": "a"})
-
-
-@pytest.mark.parametrize("count", [0, 1, 20])
-def test_log_probabilities_are_requested_by_a_number(count: int) -> None:
-    assert params(logprobs=count) == SamplingParams(logprobs=count)
-
-
 @in_turn(
     "fields count",
     [
@@ -162,30 +137,6 @@ def test_a_wrong_switch_or_number_is_named(fields: dict[str, Any], field: str) -
         read({"prompt": "a", **fields}, switched_logprobs=True)
     assert caught.value.field == field
     assert field in caught.value.message
-
-
-def test_unknown_fields_are_ignored() -> None:
-    assert read({"prompt": "a", "nothing_like_it": {"x": [1]}}) == read({"prompt": "a"})
-
-
-@in_turn(
-    "name value",
-    [
-        ("tools", []),
-        ("tool_choice", "none"),
-        ("response_format", {"type": "text"}),
-        ("grammar", ""),
-        ("guided_regex", ""),
-        ("guided_choice", []),
-        ("structured_outputs", {"regex": None, "json_object": False}),
-        ("logprobs", False),
-        ("top_logprobs", 0),
-        ("seed", -1),
-        ("max_tokens", -1),
-    ],
-)
-def test_values_that_ask_for_nothing_are_accepted(name: str, value: Any) -> None:
-    assert read({"prompt": "a", name: value}) == read({"prompt": "a"})
 
 
 def test_fields_that_are_not_sampling_parameters() -> None:
@@ -223,13 +174,6 @@ def test_messages() -> None:
 )
 def test_types_are_called_by_their_names_in_json(fields: dict[str, Any], sentence: str) -> None:
     assert str(complaint({"prompt": "a", **fields})) == sentence
-
-
-@pytest.mark.parametrize(("name", "value"), [("dry_penalty_last_n", -3), ("dry_allowed_length", -1)])
-def test_a_value_that_is_too_small_is_answered_with_the_limits(name: str, value: int) -> None:
-    with pytest.raises(BadRequest) as caught:
-        params(**{name: value})
-    assert caught.value.message.startswith(f"{name} is {value}, but must be a whole number")
 
 
 @in_turn(

@@ -44,14 +44,14 @@ def test_much_is_told_in_parts_that_end_between_changes(tmp_path: Path) -> None:
     store = ConversationStore(str(tmp_path), GIB)
     for place in range(8):
         store.write(f"{place:016}", 0, "{}", {name: json.dumps("x" * 500_000) for name in ("1", "2")})
-    found, revision, parts, more = dict[str, Change](), 0, 0, True
+    changes, revision, parts, more = dict[str, Change](), 0, 0, True
     while more:
         part, revision, more = store.since(revision)
         assert all(len(change.messages) == 2 and change.has_head for change in part.values())
-        assert not found.keys() & part.keys()
-        found |= part
+        assert not changes.keys() & part.keys()
+        changes |= part
         parts += 1
-    assert (len(found), parts) == (8, 2)
+    assert (len(changes), parts) == (8, 2)
 
 
 def test_a_folder_that_cannot_be_used_and_a_damaged_file_are_sentences(tmp_path: Path) -> None:

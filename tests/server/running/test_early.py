@@ -13,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.uvicorn_server import Web
-from polarlm.server.running.early import EarlyClients
-from polarlm.server.running.listening import tcp_socket
+from polarlm.server.running.listening import EarlyClients, tcp_socket
 from tests.server.lines import eventually
 
 
@@ -72,8 +71,8 @@ def test_those_that_wait_are_served_when_it_has_loaded(bound: socket.socket) -> 
         first, silent = ask(bound, b"GET /a"), socket.create_connection(bound.getsockname(), timeout=60)
         eventually(lambda: len(early._kept) == 2)
         silent.sendall(b"GET /b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        found = asyncio.run(serve(early))
-    for answer, path in zip(found, (b"/a", b"/b", b"/c"), strict=True):
+        answers = asyncio.run(serve(early))
+    for answer, path in zip(answers, (b"/a", b"/b", b"/c"), strict=True):
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert path + b" of " in answer
 

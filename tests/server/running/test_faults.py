@@ -8,12 +8,10 @@ import re
 import select
 import signal
 import socket
-import struct
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,56 +22,17 @@ from tests.server.lines import PATIENCE, eventually
 from tests.server.process import SMALL_BLOCKS, SOME, Process
 from tests.server.socket.test_socket import GREEDY, LONG
 
-SLOW, HEAD = 0.4, 0.6  # limits in seconds, shorter than the server's own
 MORE_MEMORY = 24 << 20  # bytes, by the end of all tests
 ENDLESS = {**LONG, "max_tokens": -1, "stream": True}
-
-# Limits, each of which is short while there is a file of its name in the folder IMPATIENT, and longer than tests take
-# otherwise; buffers that are soon full, and a note of the moment at which one is.
-IMPATIENT = """
-import os, socket, time
-class Limit(float):
-    def __new__(cls, seconds, name):
-        limit = super().__new__(cls, seconds)
-        limit.file = os.path.join(os.environ["IMPATIENT"], name)
-        return limit
-    def __radd__(self, now):
-        return now + (float(self) if os.path.exists(self.file) else 1000.0)
-from polarlm.server import __main__ as program
-from polarlm.server.socket import connection
-from polarlm.server.http import uvicorn_connection
-from polarlm.server.http import streams
-connection.SLOW_SECONDS = streams.SLOW_READER_SECONDS = Limit({slow}, "slow")
-uvicorn_connection.HEAD_SECONDS = Limit({head}, "head")
-bind = program.tcp_socket
-def with_small_buffers(host, port, *flag):
-    bound = bind(host, port, *flag)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    return bound
-program.tcp_socket = with_small_buffers
-def noting(protocol):
-    made, pause = protocol.connection_made, protocol.pause_writing
-    def with_less(self, transport):
-        transport.set_write_buffer_limits(high=8192)
-        made(self, transport)
-    def noted(self):
-        with open(os.environ["FULL"], "w") as file:
-            file.write(str(time.monotonic()))
-        pause(self)
-    protocol.connection_made, protocol.pause_writing = with_less, noted
-noting(connection.Connection)
-noting(uvicorn_connection.WebConnection)
-"""
-PRELUDE = IMPATIENT.format(slow=SLOW, head=HEAD) + SMALL_BLOCKS.format(kept=0)
 
 
 @pytest.fixture(scope="module")
 def shared(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("faults")
-    surroundings = {"FULL": str(folder / "full"), "IMPATIENT": str(folder), "STEP_SECONDS": "0.01"}
+    surroundings = {"STEP_SECONDS": "0.01"}
     surroundings[CACHE_VARIABLE] = str(folder / "cache")  # empty, so that LLVM, which takes memory, is loaded early
-    flags = ("--socket-port", "0", "--parallel", "3")
-    with Process(tiny_path, folder, *flags, troubled=True, prelude=PRELUDE, **surroundings) as process:
+    flags, prelude = ("--socket-port", "0", "--parallel", "3"), SMALL_BLOCKS.format(kept=0)
+    with Process(tiny_path, folder, *flags, troubled=True, prelude=prelude, **surroundings) as process:
         assert answers(process)
         before = process.resident()
         yield process
@@ -107,13 +66,8 @@ def request(body: dict[str, Any]) -> bytes:
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-def connect(process: Process, receive_buffer: int | None = None) -> socket.socket:
-    connection = socket.socket()
-    if receive_buffer is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    connection.settimeout(PATIENCE)
-    connection.connect(("127.0.0.1", int(process.url.rpartition(":")[2])))
-    return connection
+def connect(process: Process) -> socket.socket:
+    return socket.create_connection(process.address, PATIENCE)
 
 
 def stream(process: Process, **more: Any) -> socket.socket:
@@ -122,21 +76,10 @@ def stream(process: Process, **more: Any) -> socket.socket:
     return connection
 
 
-@contextmanager
-def impatient(process: Process, limit: str) -> Iterator[None]:
-    """While it holds, one of the server's limits is short."""
-    file = process.trouble.with_name(limit)
-    file.touch()
-    try:
-        yield
-    finally:
-        file.unlink()
-
-
 def ended(process: Process) -> Counter[str]:
     """Requests so far, by how they ended."""
-    found = re.findall(r'(?m)^polarlm_requests_total{outcome="(\w+)"} (\S+)', process.get("/metrics"))
-    return Counter({outcome: int(float(count)) for outcome, count in found})
+    outcomes = re.findall(r'(?m)^polarlm_requests_total{outcome="(\w+)"} (\S+)', process.get("/metrics"))
+    return Counter({outcome: int(float(count)) for outcome, count in outcomes})
 
 
 def everything(connection: socket.socket) -> bytes:
@@ -146,60 +89,6 @@ def everything(connection: socket.socket) -> bytes:
         while data := connection.recv(1 << 16):
             received += data
     return received
-
-
-# -- clients that go away --------------------------------------------------------------------------------------
-
-
-def test_connections_that_are_reset_in_mid_stream(server: Process) -> None:
-    before = ended(server)
-    with server.held() as let:
-        let(SOME)
-        connections = [stream(server) for _ in range(5)]
-        eventually(lambda: server.metric("requests_active") == 5)
-        select.select(connections, [], [])
-        for connection in connections:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            connection.close()
-        eventually(lambda: ended(server) - before == {"cancelled": 5})
-
-
-def silent(server: Process) -> list[socket.socket]:
-    """Connections with no request, or the beginning of one."""
-    connections = [connect(server) for _ in range(20)]
-    for number, connection in enumerate(connections[5:]):
-        with suppress(ConnectionError):  # which the server may have closed meanwhile
-            connection.sendall(request(ENDLESS)[: 7 * number])
-    return connections
-
-
-def test_connections_without_a_complete_request_are_closed(server: Process) -> None:
-    begun = time.monotonic()
-    with impatient(server, "head"):
-        assert [everything(connection) for connection in silent(server)] == [b""] * 20
-    assert time.monotonic() - begun >= HEAD
-
-
-def test_a_slow_reader_is_cut_off_at_the_limit(server: Process) -> None:
-    before, full = ended(server), server.trouble.with_name("full")
-    full.unlink(missing_ok=True)
-    with impatient(server, "slow"):
-        with server.held():
-            connection = connect(server, receive_buffer=4096)
-            connection.sendall(request({**ENDLESS, "n": 8}))
-            eventually(lambda: server.metric("requests_active") == 8)
-        eventually(full.exists)
-        eventually(server.is_idle)
-    blocks, free = server.blocks()
-    waited = time.monotonic() - float(full.read_text())
-    after = ended(server)
-    assert (free, sum(after.values()) - sum(before.values())) == (blocks, 8)
-    assert after["cancelled"] > before["cancelled"]
-    assert waited >= SLOW
-    connection.close()
-
-
-# -- garbage ---------------------------------------------------------------------------------------------------
 
 
 def answer_to(connection: socket.socket, data: bytes) -> bytes:
@@ -226,9 +115,6 @@ def test_garbage_over_http(server: Process) -> None:
         seen.update(received.split(b" ")[1:2])
     assert {b"200", b"400"} <= seen
     assert not any("traceback" in line for line in server.log() if "secret detail" not in line.get("traceback", ""))
-
-
-# -- the server's own troubles -----------------------------------------------------------------------------------
 
 
 def test_an_error_in_a_step_ends_those_who_took_part(server: Process) -> None:

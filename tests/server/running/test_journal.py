@@ -30,7 +30,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Stream]]:
     """Sets the log up on a standard error that is a terminal, or none."""
     root, requests = logging.getLogger(), logging.getLogger("server.requests")
     before = root.handlers[:], root.level, requests.level
-    root.handlers = []  # those of pytest are not to be closed
+    root.handlers = []  # the handlers of pytest are not to be closed
 
     def to(terminal: bool) -> Stream:
         stream = Stream(terminal)
@@ -73,12 +73,6 @@ def test_a_line_leaves_out_fields_that_the_request_lacks(log) -> None:
     with journal.entry("127.0.0.1:4000", "GET /nothing") as entry:
         entry.status = 404
     assert re.fullmatch(r"\S+ GET /nothing 404: 0\.0 s, for 127\.0\.0\.1:4000\n", stream.getvalue())
-
-
-def test_prompts_are_on_the_line_where_they_are_asked_for(log) -> None:
-    stream = log(True)
-    a_request(prompt="größe\n?")
-    assert stream.getvalue().endswith('4000, prompt "größe\\n?", answer "Hi"\n')
 
 
 @pytest.mark.parametrize("terminal", [True, False])

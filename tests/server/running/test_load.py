@@ -44,8 +44,8 @@ def prompts() -> list[list[int]]:
     """Every fourth with a beginning of its own, the others with one of two that they share."""
     rng = np.random.default_rng(0)
     shared = rng.integers(5, VOCABULARY, (2, 19)).tolist()
-    own = [rng.integers(5, VOCABULARY, length).tolist() for length in rng.integers(3, 20, CLIENTS)]
-    return [rest if number % 4 == 0 else shared[number % 2] + rest for number, rest in enumerate(own)]
+    ends = [rng.integers(5, VOCABULARY, length).tolist() for length in rng.integers(3, 20, CLIENTS)]
+    return [rest if number % 4 == 0 else shared[number % 2] + rest for number, rest in enumerate(ends)]
 
 
 @pytest.fixture(scope="module", params=["llama_gqa_linear", "qwen3_next_shared_keys"])
@@ -70,15 +70,15 @@ def jobs(weights: Path) -> list[Job]:
             return sample(logits, draws, *more)
 
         ops.sample = watched
-        found = []
+        made = []
         for prompt in prompts():
             margins.clear()
             stream = engine.stream(prompt, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
             texts = [chunk.text for chunk in stream]
             clear = next((i for i, margin in enumerate(margins) if margin < CLEAR), TOKENS)
-            found.append(Job(prompt, "".join(texts[:clear])))
-    assert sum(len(job.text) for job in found) > CLIENTS * TOKENS / 2  # there is something to compare
-    return found
+            made.append(Job(prompt, "".join(texts[:clear])))
+    assert sum(len(job.text) for job in made) > CLIENTS * TOKENS / 2  # there is something to compare
+    return made
 
 
 @pytest.fixture

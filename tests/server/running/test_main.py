@@ -203,19 +203,6 @@ def until_closing(client: Client) -> None:
 
 
 @pytest.mark.slow
-def test_no_new_requests_after_a_signal(tiny_path: Path, tmp_path: Path) -> None:
-    with Process(tiny_path, tmp_path, "--socket-port", "0", troubled=True) as process, process.client() as client:
-        with process.held() as let:
-            running(client, let)
-            process.signal(signal.SIGINT)
-            until_closing(client)
-            with pytest.raises(OSError):
-                process.client()
-        assert client.rest_of("runs")[1]["finish_reason"] == "length"
-        assert process.wait() == 0
-
-
-@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(tiny_path: Path, tmp_path: Path) -> None:
     with (
         Process(tiny_path, tmp_path, "--socket-port", "0", troubled=True) as process,
@@ -254,19 +241,3 @@ def test_both_ways_to_speak_to_it_and_its_log(tiny_path: Path, tmp_path: Path) -
         assert [(line["outcome"], line["completion_tokens"]) for line in lines.values()] == [("length", 9)] * 2
         assert lines["POST /v1/completions"]["status"] == 200
         assert all(line.keys() >= {"time", "client", "seconds", "prompt_tokens"} for line in lines.values())
-
-
-@pytest.mark.slow
-def test_the_key_of_the_environment_is_asked_for(tiny_path: Path, tmp_path: Path) -> None:
-    flags = ("--socket-port", "0", "--log-prompts")
-    with Process(tiny_path, tmp_path, *flags, **{KEY_VARIABLE: "sk-1"}) as process:
-        with process.client() as client:
-            client.send(id=1, prompt="a")
-            assert client.receive()["error"]["code"] == "unauthorized"
-        with process.client() as client:
-            assert client.ask(id=1, prompt="a prompt", max_tokens=1, api_key="sk-1")[1]["done"]
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            process.get("/metrics")
-        process.signal(signal.SIGTERM)
-        assert process.wait() == 0
-        assert "a prompt" in [line.get("prompt") for line in process.log()]

@@ -1,4 +1,4 @@
-"""/metrics beyond counters: times of answers, what tiers hold and what is wrong with them, and the build."""
+"""/metrics beyond counters: times of answers, what tiers hold and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from polarlm.engine.outputs import BOUNDS, Chunk, Times, Usage
+from polarlm.engine.outputs import Chunk
 from polarlm.engine.storage.tiers import circuit_breaker
 from polarlm.engine.storage.tiers.tier_store import Folder
 from polarlm.server.running.counters import Totals
@@ -19,25 +19,24 @@ from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE, eventually
 from tests.tiny import PLAIN, forget, load_tiny
 
-ROOT = Path(__file__).resolve().parents[3]
 BODY = {"prompt": "the rain then ran on and on and on", "temperature": 0, "ignore_eos": True, "max_tokens": 9}
 
 
 @pytest.fixture
 def server(tiny_path: Path, tmp_path: Path) -> Iterator[Serving]:
     kept = {"cache_disk": "1M", "cache_disk_folder": str(tmp_path)}
-    with load_tiny(tiny_path, **PLAIN, **kept) as engine, serving(engine) as found:
-        yield found
+    with load_tiny(tiny_path, **PLAIN, **kept) as engine, serving(engine) as running:
+        yield running
 
 
 def metrics(server: Serving) -> dict[str, Any]:
     """Every sample, as "name" or "name{labels}"."""
-    found = {}
+    values = {}
     for family in text_string_to_metric_families(server.http.get("/metrics").text):
         for sample in family.samples:
             labels = ",".join(value for _, value in sorted(sample.labels.items()))
-            found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return found
+            values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return values
 
 
 def ask(server: Serving, **more: Any) -> dict[str, Any]:
@@ -72,17 +71,6 @@ def test_times_of_answers_are_counted_in_buckets(server: Serving) -> None:
     assert first + gaps <= whole
 
 
-def test_a_slow_reader_does_not_make_the_gaps_larger() -> None:
-    """They are those of the engine: a chunk's time is that of its thread."""
-    job = JobAt(10.0)
-    totals = Totals()
-    for at, tokens in ((12.0, 0), (13.0, 1), (13.5, 2), (14.5, 1)):
-        job.appended = at
-        totals.count(Chunk("", tuple(range(tokens))), job)
-    assert (totals.first_token.seconds, totals.gaps.seconds) == (3.0, 1.5)
-    assert (sum(totals.first_token.counts), sum(totals.gaps.counts)) == (1, 3)
-
-
 class JobAt:
     """A job whose chunk came at `appended`."""
 
@@ -92,19 +80,15 @@ class JobAt:
         self.token_came: float | None = None
 
 
-def test_answers_of_no_tokens_have_no_time_to_the_first_one() -> None:
+def test_a_slow_reader_does_not_make_the_gaps_larger() -> None:
+    """They are the engine's: its thread notes the time of a chunk."""
+    job = JobAt(10.0)
     totals = Totals()
-    totals.count(Chunk("", (), "length", Usage(3, 0, 0, 0.1, 0.0)), JobAt(0.0))
-    assert totals.first_token == totals.gaps == Times()
-
-
-@pytest.mark.parametrize(("seconds", "bound"), [(0.0, 0.001), (0.001, 0.001), (0.0011, 0.0025), (31.0, 50.0)])
-def test_a_time_is_in_the_bucket_of_the_next_bound(seconds: float, bound: float) -> None:
-    times = Times()
-    times.add(seconds)
-    assert times.buckets()[-1] == ("+Inf", 1)
-    assert next(float(name) for name, count in times.buckets() if count) == bound
-    assert list(BOUNDS) == sorted(BOUNDS)
+    for at, tokens in ((12.0, 0), (13.0, 1), (13.5, 2), (14.5, 1)):
+        job.appended = at
+        totals.count(Chunk("", tuple(range(tokens))), job)
+    assert (totals.first_token.seconds, totals.gaps.seconds) == (3.0, 1.5)
+    assert (sum(totals.first_token.counts), sum(totals.gaps.counts)) == (1, 3)
 
 
 # -- tiers -------------------------------------------------------------------------------------------------------------
@@ -181,14 +165,3 @@ def test_errors_and_timeouts_are_counted_by_place(server: Serving, monkeypatch: 
         eventually(lambda: metrics(server)[names[2]] == 1)
         hangs.set()
         flush(server)
-
-
-# -- the build, and the document ---------------------------------------------------------------------------------------
-
-
-def test_the_document_lists_all_metrics(server: Serving) -> None:
-    ask(server)
-    listed = set(re.findall(r"\| `(polarlm_\w+|vllm:\w+)", (ROOT / "docs" / "server.md").read_text(encoding="utf-8")))
-    families = text_string_to_metric_families(server.http.get("/metrics").text)
-    shown = {family.name + {"counter": "_total", "info": "_info"}.get(family.type, "") for family in families}
-    assert shown == listed

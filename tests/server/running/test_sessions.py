@@ -216,15 +216,6 @@ def removals(server: Process) -> list[str]:
 # -- what is wrong with a request ------------------------------------------------------------------------------------
 
 
-def test_no_name_leads_out_of_the_folder(server: Process) -> None:
-    paths = ["", ".", "..", "../talk", "a/b", "a\\b", "C:talk", "a\0"]
-    for name in [*paths, "-", ".hidden", "NUL", "com1.x", "é", "x" * 101, 7, None]:
-        for path in ("/sessions/save", "/sessions/load"):
-            status, told = ask(server, path, name=name, prompt="a")
-            assert (status, told["error"]["param"]) == (400, "name"), name
-    assert os.listdir(server.sessions) == []
-
-
 @given(st.text(st.sampled_from("aZ0._-/\\ \0é\n"), max_size=8))
 def test_a_name_is_refused_or_a_file_in_the_folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     folder = tmp_path_factory.getbasetemp() / "names"
@@ -243,15 +234,6 @@ def test_there_has_to_be_something_to_save_and_to_load(server: Process) -> None:
     status, told = ask(server, "/sessions/save", name="talk")
     assert (status, told["error"]["param"]) == (400, "messages")
     assert os.listdir(server.sessions) == []
-
-
-@pytest.mark.slow
-def test_without_a_folder_there_are_no_sessions(tiny_path: Path, tmp_path: Path) -> None:
-    with Process(tiny_path, tmp_path, "--socket-port", "0") as process:
-        for path, method in (("/sessions", "GET"), ("/sessions/load", "POST"), ("/sessions/a", "DELETE")):
-            assert "--sessions" in message(ask(process, path, method, name="a"), 501, "sessions_off")
-        with process.client() as client:
-            assert client.ask(id=1, load="a")[1]["error"]["code"] == "sessions_off"
 
 
 def test_a_folder_is_made_for_its_owner_alone_or_refused_with_a_sentence(tmp_path: Path) -> None:
@@ -404,23 +386,6 @@ def test_a_disk_that_hangs_holds_up_sessions_alone(tiny_path: Path, tmp_path: Pa
         eventually(process.is_idle)
         assert ask(process, "/sessions/load", name="talk")[0] == 200  # what had begun went on to its end
         message(ask(process, "/sessions/load", name="late"), 404, "unknown_session")  # and nothing else began
-
-
-@pytest.mark.slow
-def test_sessions_that_wait_for_a_disk_take_no_room_from_prompts(tiny_path: Path, tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    with start(tiny_path, tmp_path, "--parallel", "1", "--max-queue", "1", prelude=WAITING, GO=str(go)) as process:
-        turn(process, [USER])
-        asking, told = save_that_waits(process, go)
-        waiting = threading.Thread(target=ask, args=(process, "/sessions", "GET"))
-        waiting.start()
-        eventually(lambda: "polarlm_requests_active 2.0" in process.get("/metrics"))
-        message(ask(process, "/sessions", "GET"), 429, "busy")
-        assert turn(process, [AGAIN])[1]["completion_tokens"] == 3
-        go.touch()
-        for thread in (asking, waiting):
-            thread.join(PATIENCE)
-        assert told[0][0] == 200
 
 
 @pytest.mark.slow

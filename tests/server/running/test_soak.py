@@ -19,15 +19,28 @@ import httpx
 import pytest
 
 from polarlm.engine import Engine
+from tests.server.apis import API, APIS, events
 from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE, eventually
 from tests.tiny import assert_idle, make_model
 
 CLIENTS = 64
 SECONDS = float(os.environ.get("POLARLM_LOAD_SECONDS", "4"))
-WORD = "[a-f]{3,9}"
 NUMBER = {"type": "integer", "minimum": 10, "maximum": 99}
+NONE = {"type": "integer", "minimum": 3, "maximum": 1}
 TOOL = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+# What requests ask for, and the pattern that the whole text of the answer then matches; "" for none.
+ASKED: list[tuple[dict[str, Any], str]] = [
+    *(({"temperature": temperature, "max_tokens": tokens}, "") for temperature in (0, 1) for tokens in (1, 12, 30)),
+    ({"schema": NUMBER, "max_tokens": 30}, "[1-9][0-9]"),
+    ({"schema": NONE}, ""),
+    ({"tools": [TOOL]}, ""),
+]
+RAW: list[tuple[dict[str, Any], str]] = [  # OpenAI's completions have no schema
+    ({"n": 2}, ""),
+    ({"guided_regex": "[a-f]{3,9}", "max_tokens": 30}, "[a-f]{3,9}"),
+    ({"grammar": 'root ::= "the " [a-f]+ " end" | "none"', "max_tokens": 30}, ""),
+]
 
 
 def messages(rng: random.Random) -> list[dict[str, Any]]:
@@ -38,61 +51,21 @@ def messages(rng: random.Random) -> list[dict[str, Any]]:
     return [*said, {"role": "user", "content": rng.choice(words)}]
 
 
-def schema(given: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "a", "schema": given}}
-
-
-def request(rng: random.Random) -> tuple[str, dict[str, Any], str]:
-    """A path, a body, and the pattern that the whole text of the answer matches; "" for none."""
-    tokens, stream, prompt = rng.choice((1, 12, 30)), rng.random() < 0.5, messages(rng)
-    chat: dict[str, Any] = {
-        "messages": prompt,
-        "max_tokens": tokens,
-        "stream": stream,
-        "temperature": rng.choice((0, 1)),
-    }
-    plain = {**chat, "prompt": prompt[-1]["content"]}
-    del plain["messages"]
-    words, numbers = {"guided_regex": WORD, "max_tokens": 30}, {"max_tokens": 30}
-    digits = "[1-9][0-9]"
-    output = {"format": {"type": "json_schema", "name": "a", "schema": NUMBER}}
-    return rng.choice(
-        [
-            ("/v1/chat/completions", chat, ""),
-            ("/v1/chat/completions", {**chat, **words, "n": 2}, WORD),
-            ("/v1/chat/completions", {**chat, **numbers, "response_format": schema(NUMBER)}, digits),
-            ("/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": 2, **words}, WORD),
-            ("/v1/chat/completions", {**chat, "tools": [{"type": "function", "function": TOOL}]}, ""),
-            ("/v1/chat/completions", {**chat, "json_schema": {"type": "integer", "minimum": 3, "maximum": 1}}, ""),
-            ("/v1/completions", plain, ""),
-            ("/v1/completions", {**plain, **words}, WORD),
-            ("/v1/completions", {**plain, "grammar": 'root ::= "the " [a-f]+ " end" | "none"', **numbers}, ""),
-            ("/v1/messages", {**chat, "model": "any"}, ""),
-            ("/v1/messages", {**chat, "model": "any", **numbers, "output_config": output}, digits),
-            ("/v1/messages", {**chat, "model": "any", "tools": [{"name": "look", "input_schema": {}}]}, ""),
-            ("/v1/responses", {"input": prompt, "max_output_tokens": max(tokens, 1), "stream": stream}, ""),
-            ("/v1/responses", {"input": prompt, "max_output_tokens": 30, "stream": stream, "text": output}, digits),
-            ("/v1/embeddings", {"input": [prompt[0]["content"], "on"]}, ""),
-            ("/tokenize", {"content": prompt[0]["content"]}, ""),
-            ("/api/chat", {"messages": prompt, "stream": stream, "options": {"num_predict": tokens}}, ""),
-            ("/api/generate", {"prompt": "the rain", "stream": stream, "format": NUMBER}, ""),
-            ("/completion", {"prompt": "the rain", "n_predict": tokens, "stream": stream}, ""),
-        ]
-    )
-
-
-def texts(path: str, body: Any) -> list[str]:
-    """The texts of a whole answer in one of the dialects."""
-    if "choices" in body:
-        return [c["text"] if "text" in c else c["message"]["content"] or "" for c in body["choices"]]
-    if path == "/v1/messages":
-        return ["".join(block.get("text", "") for block in body["content"])]
-    return ["".join(part["text"] for item in body["output"] for part in item.get("content", []))]
+def request(rng: random.Random) -> tuple[API | None, str, dict[str, Any], str]:
+    """An API, if it generates, a path, a body, and the pattern of the answer's text."""
+    said, stream = messages(rng), rng.random() < 0.5
+    if rng.random() < 0.1:
+        path, name = rng.choice((("/v1/embeddings", "input"), ("/tokenize", "content")))
+        return None, path, {name: said[0]["content"]}, ""
+    name = rng.choice(list(APIS))
+    api = APIS[name]
+    more, pattern = rng.choice(RAW if name == "completions" else ASKED)
+    return api, api.path, api.body(said[-1]["content"] if api.is_raw else said, stream=stream, **more), pattern
 
 
 async def ask(http: httpx.AsyncClient, rng: random.Random, seen: Counter[str]) -> None:
     """One request, which is sometimes given up before its end."""
-    path, body, pattern = request(rng)
+    api, path, body, pattern = request(rng)
     gives_up = rng.random() < 0.2
     where = f"{path} {json.dumps(body)}"
     try:
@@ -103,16 +76,16 @@ async def ask(http: httpx.AsyncClient, rng: random.Random, seen: Counter[str]) -
         assert gives_up, where
         seen["given up"] += 1
         return
-    known = answer.status_code != 404  # a dialect that this server does not speak
-    assert answer.status_code in (200, 400) or not known, f"{where} → {answer.status_code} {text}"
-    seen[f"{answer.status_code}" if known else "unknown"] += 1
+    assert answer.status_code in (200, 400), f"{where} → {answer.status_code} {text}"
+    seen[str(answer.status_code)] += 1
     if answer.status_code == 400:
         assert not pattern, f"{where} → {text}"
         return
     assert '"internal"' not in text, f"{where} → {text}"
-    if pattern and not body["stream"]:
-        seen["constrained"] += 1
-        assert all(re.fullmatch(pattern, one) for one in texts(path, json.loads(text))), f"{where} → {text}"
+    if api is not None:
+        reply = api.streamed(events(text)) if body["stream"] else api.whole(json.loads(text))
+        seen["constrained"] += bool(pattern)
+        assert not pattern or re.fullmatch(pattern, reply.text), f"{where} → {text}"
 
 
 async def soak(port: int, seconds: float) -> Counter[str]:

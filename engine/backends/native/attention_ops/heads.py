@@ -11,7 +11,7 @@ from polarlm.engine.backends.hadamard import hadamard_signs
 from polarlm.engine.backends.kv import HeadTransform, KVLocation, SpanView
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.native.kernels.heads import HeadArguments, Heads, SlotArguments, to_slot, transform
-from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 
 Rope = tuple[np.ndarray, np.ndarray]  # cos and sin
@@ -49,11 +49,8 @@ class PreparedTransform(HeadTransform):
     value_factor: np.ndarray | None = None
 
 
-class HeadOps:
+class HeadOps(KernelOps):
     """The ops `prepare`, `transform_heads`, `place_kv` and `copy_full`."""
-
-    def __init__(self, launch: Launcher) -> None:
-        self._launch = launch
 
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
         made: dict[tuple[int, bool], Rotation] = {}
@@ -67,22 +64,15 @@ class HeadOps:
             return made[key]
 
         return [
-            _prepared(
-                given,
-                rotation(given.key_rotation),
-                rotation(given.value_rotation),
-                rotation(given.value_rotation, inverse=True),
-            )
-            for given in transforms
+            _prepared(one, rotation(one.key_rotation), rotation(one.value_rotation), rotation(one.value_rotation, True))
+            for one in transforms
         ]
 
     def transform_heads(
         self, qkv: np.ndarray, rope: Rope, transform: PreparedTransform, norms: Norms = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        rows, _, dim = qkv.shape
-        k, v = (self._launch.empty((rows, transform.kv_heads, dim)) for _ in range(2))
-        strides = k.strides[0], k.strides[1]
-        return self._transform(qkv, rope, transform, norms, (k, v), strides), k, v
+        k, v = (self._launch.empty((len(qkv), transform.kv_heads, qkv.shape[2])) for _ in range(2))
+        return self.transform_into(qkv, rope, transform, norms, (k, v)), k, v
 
     def place_kv(
         self,
@@ -93,54 +83,41 @@ class HeadOps:
         spans: StepTable | Sequence[SpanView],
         norms: Norms = None,
     ) -> np.ndarray:
-        if spans[0].current.buffer is None:
-            table = spans if isinstance(spans, StepTable) else StepTable(spans, cache.format.block_size)
+        if isinstance(spans, StepTable):
             full = cache.full_k, cache.full_v
-            return self._transform(qkv, rope, transform, norms, full, cache.full_k.strides[:2], table.arrays.places)
+            return self.transform_into(qkv, rope, transform, norms, full, spans.arrays.places)
         (span,) = spans
         first = span.position - span.current_start
-        full = cache.full(span.current)
-        if full[0].dtype == np.float16:  # tokens that are recomputed exactly as steps have computed them
-            q, k, v = self.transform_heads(qkv, rope, transform, norms)
-            cache.store(span.current, (k.swapaxes(0, 1), v.swapaxes(0, 1)), first)
+        k, v = cache.full(span.current)
+        if k.dtype == np.float16:  # tokens that are recomputed exactly as steps have computed them
+            q, new_k, new_v = self.transform_heads(qkv, rope, transform, norms)
+            cache.store(span.current, (new_k.swapaxes(0, 1), new_v.swapaxes(0, 1)), first)
             return q
-        k, v = (side[:, first:] for side in full)
-        return self.transform_into(qkv, rope, transform, norms, (k, v))
-
-    def transform_into(
-        self,
-        qkv: np.ndarray,
-        rope: Rope,
-        transform: PreparedTransform,
-        norms: Norms,
-        targets: tuple[np.ndarray, np.ndarray],
-    ) -> np.ndarray:
-        """`transform_heads`, whose keys and values go to `targets` (K, at least T, D) float32 → the queries."""
-        return self._transform(qkv, rope, transform, norms, targets, (4 * qkv.shape[2], targets[0].strides[0]))
+        targets = k[:, first:].swapaxes(0, 1), v[:, first:].swapaxes(0, 1)
+        return self.transform_into(qkv, rope, transform, norms, targets)
 
     def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
         """By NumPy, except where a prompt's float32 is rounded into a slot: NumPy is many times slower at that."""
         (k, v), (to_k, to_v) = cache.full(source), cache.full(target)
         if k.dtype == to_k.dtype or to_k.dtype != np.float16:
-            cache.store(target, (k[:, :tokens], v[:, :tokens]))
+            super().copy_full(cache, target, source, tokens)
             return
         strides = {"from_stride": k.strides[0], "to_stride": to_k.strides[0]}
         arguments = SlotArguments(from_k=k, from_v=v, to_k=to_k, to_v=to_v, tokens=tokens, **strides)
         self._launch(to_slot(cache.format.head_dim), len(k), arguments)
 
-    def _transform(
+    def transform_into(
         self,
         qkv: np.ndarray,
         rope: Rope,
         prepared: PreparedTransform,
         norms: Norms,
         targets: tuple[np.ndarray, np.ndarray],
-        strides: tuple[int, ...],
         places: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Returns the queries (T, H, D); keys and values are written to `targets`.
+        """`transform_heads` whose keys and values go to `targets`, with the same strides → the queries (T, H, D).
 
-        strides: row_stride and head_stride of the kernel. places: where each row goes if the targets are slots.
+        targets: (at least T, K, D) float32; with places, the `RowPlace` of each row, slots (slots, K, N, D) float16.
         """
         rows, heads, dim = qkv.shape
         kv_heads = prepared.kv_heads
@@ -158,7 +135,7 @@ class HeadOps:
             alone,
         )
         q_norm, k_norm, eps = norms or (None, None, 0.0)
-        (cos, sin), (k, v), (row_stride, head_stride) = rope, targets, strides
+        (cos, sin), (k, v), (row_stride, head_stride, *_) = rope, targets, targets[0].strides
         steps = [0 if factor is None or len(factor) == 1 else factor.strides[0] for factor in factors]
         arguments = HeadArguments(
             qkv=qkv,
@@ -195,24 +172,16 @@ def _rotation(matrix: np.ndarray) -> Rotation:
     return Rotation(signs.order, signs.after / np.sqrt(np.float32(signs.order)), signs.before)
 
 
-def _prepared(given: HeadTransform, keys: Rotation, values: Rotation, back: Rotation) -> PreparedTransform:
-    split = None if given.scale is None else len(given.scale) - given.kv_heads
-    scales = (None, None) if given.scale is None else (given.scale[:split], given.scale[split:])
-    key_factor, value_factor = (
-        _factor(scale, rotation.before) for scale, rotation in zip(scales, (keys, values), strict=True)
-    )
+def _prepared(transform: HeadTransform, keys: Rotation, values: Rotation, back: Rotation) -> PreparedTransform:
+    scale = transform.scale
+    of_keys, of_values = (None, None) if scale is None else np.split(scale, [len(scale) - transform.kv_heads])
     return PreparedTransform(
-        given.kv_heads,
-        given.scale,
-        given.key_rotation,
-        given.value_rotation,
-        given.scale_back,
-        given.value_eps,
-        keys,
-        values,
-        back,
-        key_factor,
-        value_factor,
+        **vars(transform),
+        keys=keys,
+        values=values,
+        back=back,
+        key_factor=_factor(of_keys, keys.before),
+        value_factor=_factor(of_values, values.before),
     )
 
 

@@ -8,47 +8,57 @@ import numpy as np
 
 from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
-from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW
-from polarlm.engine.backends.native.kernels.attention.decoding import DecodeArguments, Decoding, decode
-from polarlm.engine.backends.native.kernels.attention.prompts import PromptArguments, Segment, attend
-from polarlm.engine.backends.native.kernels.attention.texts import TextArguments, attend_to_texts
+from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
+from polarlm.engine.backends.native.kernels.attention.prompts import (
+    DecodeArguments,
+    Decoding,
+    PromptArguments,
+    Segment,
+    TextArguments,
+    attend,
+    attend_to_texts,
+    decode,
+)
 from polarlm.engine.backends.native.kernels.attention.unit import MOST_QUERIES, Prompt
 from polarlm.engine.backends.native.kv.cache import TileCache
-from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.numpy.attention import ScoreRule, blocks_of
+from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.lang.records import words
 from polarlm.engine.jit.run.buffers import MOST
+from polarlm.engine.weight_formats import Linear
 
 _LEAST_QUERIES = 48  # units are not halved below this number of queries
 _UNITS = 4  # least units per thread, as long as units stay that large
 _DECODED = 4096  # most tokens of quantized blocks that are decoded to float32 at a time
 
 
-class PromptOps:
-    """Attention of prompts over a `TileCache`."""
-
-    def __init__(self, launch: Launcher) -> None:
-        self._launch = launch
+class PromptOps(KernelOps):
+    """Attention of prompts. Layers whose cache is not a `TileCache` are computed by NumPy."""
 
     def attention(
         self,
         q: np.ndarray,
-        cache: TileCache,
-        spans: Sequence[SpanView],
+        cache: LayerCache,
+        spans: StepTable | Sequence[SpanView],
         scale: float,
         window: int | None,
         transform: PreparedTransform | None = None,
+        then: Linear | None = None,
         *,
         softcap: float | None = None,
         sink_scores: np.ndarray | None = None,
     ) -> np.ndarray:
-        """See `Ops.attention`. Raises KernelError if a group of query heads is larger than a unit has room for."""
+        """Raises KernelError if a group of query heads is larger than a unit has room for."""
+        if not isinstance(cache, TileCache):
+            rule = {"softcap": softcap, "sink_scores": sink_scores}
+            return self._launch.in_numpy(super().attention, q, cache, spans, scale, window, transform, **rule)
         if (group := q.shape[1] // cache.format.kv_heads) > MOST_QUERIES:
             raise KernelError(f"No kernel attends with {group} query heads for each KV head")
-        out, rule = np.empty(q.shape, np.float32), ScoreRule(window, softcap, sink_scores)
+        out, score_rule = np.empty(q.shape, np.float32), ScoreRule(window, softcap, sink_scores)
         for span in spans:
-            self._attend(q[span.rows], out[span.rows], cache, span, scale, rule, transform)
+            self._attend(q[span.rows], out[span.rows], cache, span, scale, score_rule, transform)
         return out
 
     def _attend(
@@ -83,8 +93,8 @@ class PromptOps:
         window: int | None = None,
     ) -> np.ndarray:
         """Attention of q (T, H, D) to the keys and values of the same text that are at most window // 2 away → (T, H,
-        D), all float32. sides: k and v (K, T, D), with the same strides. lengths: of the texts, whose sum is T."""
-        (rows, heads, dim), (k, v), kv_heads = q.shape, sides, len(sides[0])
+        D), all float32. sides: k and v (T, K, D), with the same strides. lengths: of the texts, whose sum is T."""
+        (rows, heads, dim), (k, v), kv_heads = q.shape, sides, sides[0].shape[1]
         out, group = self._launch.empty(q.shape), heads // kv_heads
         texts = _text_rows(lengths, self._tile(rows, group, kv_heads))
         arguments = TextArguments(
@@ -94,8 +104,8 @@ class PromptOps:
             out=out,
             texts=texts,
             q_stride=q.strides[0],
-            row_stride=k.strides[1],
-            head_stride=k.strides[0],
+            row_stride=k.strides[0],
+            head_stride=k.strides[1],
             group=group,
             kv_heads=kv_heads,
             reach=max(lengths) if window is None else window // 2,

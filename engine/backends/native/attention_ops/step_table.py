@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.kv import SpanView, table_width
-from polarlm.engine.backends.native.kernels.attention.step_records import FullBlock, RowPlace, SpanHeader, Unit
+from polarlm.engine.backends.native.kernels.attention.partials import FullBlock, RowPlace, SpanHeader, Unit
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.jit.run.buffers import aligned
 from polarlm.model_loaders.forks import cached_property
@@ -19,17 +19,7 @@ from polarlm.model_loaders.forks import cached_property
 NO_WINDOW = 1 << 40  # the window of layers without one, in tokens
 CHUNK_TOKENS = 512  # least tokens of a chunk of quantized blocks
 MOST_CHUNKS = 64  # most chunks of the quantized blocks of a sequence
-
-
 HEADER, FULL, UNIT, PLACE = (len(record._fields) for record in (SpanHeader, FullBlock, Unit, RowPlace))  # in int64
-
-
-class KindOfBlocks(NamedTuple):
-    """What attention over one kind of quantized blocks reads: arrays of `Arrays`. number: of the kind."""
-
-    number: int
-    headers: np.ndarray
-    units: np.ndarray
 
 
 class StepTable:
@@ -43,13 +33,13 @@ class StepTable:
     def __init__(self, views: Sequence[SpanView], block_size: int) -> None:
         """views: as for `engine.backends.ops.Ops.spans`; all of their new tokens go to full-precision slots."""
         self.views = views
-        self._block_size = n = block_size
-        self.rows = views[-1].rows.stop - views[0].rows.start
+        n = block_size
+        rows_of_all = views[-1].rows.stop - views[0].rows.start
         self.most_rows = max(view.rows.stop - view.rows.start for view in views)
         kinds = 1 if views[0].finer is None else 2
         cuts = [_cut(view, n) for view in views]
         width = table_width(max(cut.ends[-1] for cut in cuts))
-        self.key = n, len(views), self.rows, self.most_rows, width, kinds
+        self.key = n, len(views), rows_of_all, self.most_rows, width, kinds
         """Tables with equal keys have the same shapes: `copy_from` works between them."""
         most_full = FULL * _most_full(n)
         headers: list[list[int]] = [[] for _ in range(kinds)]
@@ -61,21 +51,21 @@ class StepTable:
         for number, (view, cut) in enumerate(zip(views, cuts, strict=True)):
             rows, chunks = view.rows.stop - view.rows.start, 1 + -(-cut.ends[-1] // cut.chunk_blocks)
             slots = [view.current.block, *view.following]
-            own_full = [] if view.sink is None else [view.sink, 0]
+            full_blocks = [] if view.sink is None else [view.sink, 0]
             for i, slot in enumerate(slots):
-                own_full += slot, view.current_start + n * i
+                full_blocks += slot, view.current_start + n * i
             first_chunk = 1
             for kind, end in enumerate(cut.ends):
-                own = view.position, end, view.table_start, cut.chunk_blocks, chunks, len(own_full) // FULL
-                headers[kind] += SpanHeader(len(sequences), rows, *own)
+                rest = view.position, end, view.table_start, cut.chunk_blocks, chunks, len(full_blocks) // FULL
+                headers[kind] += SpanHeader(len(sequences), rows, *rest)
                 after = 1 + -(-end // cut.chunk_blocks)
                 for chunk in range(first_chunk, after):
                     units[kind] += number, chunk
                 first_chunk = max(first_chunk, after)
             ids += cut.ids
             ids += [0] * (width - len(cut.ids))
-            full += own_full
-            full += [0] * (most_full - len(own_full))
+            full += full_blocks
+            full += [0] * (most_full - len(full_blocks))
             sequences += [number] * rows
             first = view.position - view.current_start
             for i in range(first, first + rows):
@@ -102,20 +92,11 @@ class StepTable:
         self.arrays.memory[: len(other._words)] = other._words
         self.unit_counts, self.views = other.unit_counts, other.views
 
-    @cached_property
-    def kinds(self) -> list[KindOfBlocks]:
-        """What attention over each kind of blocks reads; the finer one comes first."""
-        pairs = zip(self.arrays.headers, self.arrays.units, strict=True)
-        return [KindOfBlocks(number, *pair) for number, pair in enumerate(pairs)]
-
     def __len__(self) -> int:
         return len(self.views)
 
     def __iter__(self) -> Iterator[SpanView]:
         return iter(self.views)
-
-    def __getitem__(self, number: int) -> SpanView:
-        return self.views[number]
 
 
 class _Cut(NamedTuple):
@@ -187,11 +168,6 @@ def most_chunks(block_size: int, width: int, kinds: int) -> int:
 def _most_full(block_size: int) -> int:
     """F: the most full-precision blocks that a sequence has in a step."""
     return 2 + (STEP_ROWS + block_size - 2) // block_size
-
-
-def is_step(views: Sequence[SpanView]) -> bool:
-    """Whether the new tokens of all spans go to full-precision slots."""
-    return all(view.current.buffer is None for view in views)
 
 
 def _least_blocks(block_size: int) -> int:

@@ -10,32 +10,26 @@ import numpy as np
 from polarlm.engine.backends.kv import SpanView
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
-from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable, is_step
+from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kv.cache import TileCache
-from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.numpy.attention import ScoreRule
 from polarlm.engine.backends.numpy.kv.cache import Buffer, LayerCache
-from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.weight_formats import Linear
 
 
-class AttentionOps:
+class AttentionOps(PromptOps):
     """The ops `attention` and `spans`. Layers whose cache is not a `TileCache` are computed by NumPy."""
 
-    def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
-        self._launch, self._plain = launch, plain
-        self._in_numpy = launch.unrecorded(plain.attention)
-        self._prompts = PromptOps(launch)
-
     def spans(self, spans: Sequence[SpanView], block_size: int) -> StepTable | Sequence[SpanView]:
-        return StepTable(spans, block_size) if is_step(spans) else self._plain.spans(spans, block_size)
+        in_slots = all(span.current.buffer is None for span in spans)
+        return StepTable(spans, block_size) if in_slots else spans
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
         if isinstance(cache, TileCache):
-            return self._prompts.decoded(cache, np.asarray(blocks, np.int64))
-        return self._plain.decode_blocks(cache, blocks)
+            return self.decoded(cache, np.asarray(blocks, np.int64))
+        return super().decode_blocks(cache, blocks)
 
     def attention(
         self,
@@ -50,15 +44,9 @@ class AttentionOps:
         softcap: float | None = None,
         sink_scores: np.ndarray | None = None,
     ) -> np.ndarray:
-        if not isinstance(cache, TileCache):
-            if isinstance(spans, StepTable):
-                spans = self._plain.spans(spans.views, cache.format.block_size)
-            return self._in_numpy(q, cache, spans, scale, window, transform, softcap=softcap, sink_scores=sink_scores)
-        if isinstance(spans, StepTable):
+        if isinstance(spans, StepTable) and isinstance(cache, TileCache):
             return self._step(q, cache, spans, scale, ScoreRule(window, softcap, sink_scores), transform)
-        return self._prompts.attention(
-            q, cache, spans, scale, window, transform, softcap=softcap, sink_scores=sink_scores
-        )
+        return super().attention(q, cache, spans, scale, window, transform, softcap=softcap, sink_scores=sink_scores)
 
     def _step(
         self,
@@ -76,7 +64,7 @@ class AttentionOps:
         sizes = format.block_size, dim, group, query_tile_of(group, table.most_rows)
         is_capped = rule.softcap is not None
         # The first kind comes last, since it has the short units (chunk 0). The launches overlap.
-        for stored, kind in reversed(list(zip(cache.kinds, table.kinds, strict=True))):
+        for kind, stored in reversed(list(enumerate(cache.kinds))):
             keys, values = stored.memory
             arguments = AttendArguments(
                 q=q,
@@ -87,10 +75,10 @@ class AttentionOps:
                 mean_scale=stored.mean.get("mean_scale"),
                 full_k=cache.full_k,
                 full_v=cache.full_v,
-                headers=kind.headers,
+                headers=arrays.headers[kind],
                 table=arrays.table,
                 full=arrays.full,
-                units=kind.units,
+                units=arrays.units[kind],
                 kv_heads=format.kv_heads,
                 width=arrays.table.shape[1],
                 most_full=arrays.full.shape[1],
@@ -101,8 +89,8 @@ class AttentionOps:
                 **stored.strides,
             )
             kernel = attend(Attention(stored.key_tiles, stored.value_tiles, format.mean_bits, *sizes, is_capped))
-            units = partial(_units, table, kind.number, format.kv_heads)
-            self._launch(kernel, units, arguments, grain=1, overlaps=kind.number > 0)
+            units = partial(_units, table, kind, format.kv_heads)
+            self._launch(kernel, units, arguments, grain=1, overlaps=kind > 0)
 
         out = np.empty(q.shape, np.float32)
         back = NO_ROTATION if transform is None else transform.back

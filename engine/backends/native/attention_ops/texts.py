@@ -1,4 +1,4 @@
-"""The ops of encoders: layer norm, and attention of texts to all of their own rows."""
+"""The ops of encoders: layer norm, and attention of texts to all of their rows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ from polarlm.engine.backends.native.attention_ops.heads import HeadOps, Norms, P
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.kernels.attention.unit import supports
 from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
-from polarlm.engine.backends.native.launch import Launcher
-from polarlm.engine.backends.numpy.encoders import EncoderOps as NumpyEncoderOps
 from polarlm.engine.backends.numpy.encoders import parts_of
 
 
-class EncoderOps:
-    """See `engine.backends.encoder_ops.EncoderOps`. NumPy attends where heads are too large for a kernel."""
-
-    def __init__(self, launch: Launcher, heads: HeadOps) -> None:
-        self._launch, self._heads, self._prompts = launch, heads, PromptOps(launch)
-        self._plain = NumpyEncoderOps(heads.transform_heads)
+class EncoderOps(HeadOps, PromptOps):
+    """See `engine.backends.ops.EncoderOps`. NumPy attends where heads are too large for a kernel."""
 
     def layer_norm(self, x: np.ndarray, norm: tuple[np.ndarray, np.ndarray, float]) -> None:
         weight, bias, eps = norm
@@ -39,10 +33,9 @@ class EncoderOps:
     ) -> np.ndarray:
         rows, _, dim = qkv.shape
         if not supports(dim):
-            return self._plain.self_attention(qkv, rope, transform, lengths, scale, window, norms)
-        if rope is None:
-            q, k, v = parts_of(qkv, transform)
-            return self._prompts.attend_to_texts(q, (k.swapaxes(0, 1), v.swapaxes(0, 1)), lengths, scale, window)
-        k, v = self._launch.empty((2, transform.kv_heads, rows, dim))
-        q = self._heads.transform_into(qkv, rope, transform, norms, (k, v))
-        return self._prompts.attend_to_texts(q, (k, v), lengths, scale, window)
+            return super().self_attention(qkv, rope, transform, lengths, scale, window, norms)
+        q, k, v = parts_of(qkv, transform)
+        if rope is not None:
+            k, v = self._launch.empty((2, transform.kv_heads, rows, dim)).swapaxes(1, 2)
+            q = self.transform_into(qkv, rope, transform, norms, (k, v))
+        return self.attend_to_texts(q, (k, v), lengths, scale, window)

@@ -1,9 +1,9 @@
 """Code tiles: the bytes of one quantized block of one KV head as attention reads them, for codecs with kernels.
 
 A module here is named like the codec's module in `engine.codecs`. It defines `keys(codec, block_size, head_dim)` and
-`values(codec, block_size, head_dim)`, which return the tiles of that codec, or None for sizes or options without a
-kernel; a codec that stores one side only may leave out the other. A codec of pairs with `points` needs no module: it
-gets the tiles of `parts.tables`. A layer without tiles of both sides is computed by NumPy.
+`values(codec, block_size, head_dim)`, which return the tiles of the codec for a block size that is a multiple of 16, or
+None for options without a kernel; a codec that stores one side only may leave out the other. A codec of pairs with
+`points` needs no module: it gets the tiles of `parts.tables`. A layer without tiles of both sides is computed by NumPy.
 
 All vectors are in the stored space: rotated, scaled, without the block mean. N is the block size, D the head dim.
 Addresses are multiples of 64 bytes. Vectors of D float32 are padded to a multiple of 16.
@@ -12,11 +12,13 @@ Addresses are multiples of 64 bytes. Vectors of D float32 are padded to a multip
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -24,30 +26,42 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
 from polarlm.engine.codecs import Codec
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import Value
+from polarlm.engine.codecs.schema.planes import Planes
+from polarlm.engine.codecs.schema.sections import Section, Sections, arrange, numbered
+from polarlm.engine.codecs.schema.streams import Stream, pack, unpack
+from polarlm.engine.jit.lang import Emitter, Kernel, Value, Values
 
 MOST_QUERIES = 4  # most queries that read a block together
 
 
-class Tiles(Protocol):
-    """The tiles of keys or of values."""
+class Tiles(ABC):
+    """The tiles of keys or of values: their sections, padded with zeros to a multiple of 64 bytes.
 
-    @property
-    def name(self) -> str:
-        """A unique name of the layout, N and D. It is part of kernel names."""
+    name: unique for a layout, N and D; it is part of kernel names. nbytes: of a tile.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a tile: a multiple of 64."""
+    def __init__(self, name: str, codec: Codec, block_size: int, head_dim: int, *sections: Section) -> None:
+        self.name, self._schema = f"{name}_{block_size}_{head_dim}", codec.schema(block_size, head_dim)
+        self._sections = Sections(sections, alignment=1, line=64)
+        self.nbytes = self._sections.nbytes
 
     def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:
         """The codec's fields (..., *shape) → tiles (..., nbytes) uint8."""
+        return self._sections.pack(self.from_streams(unpack(self._schema, fields)))
 
     def unpack(self, tiles: np.ndarray) -> dict[str, np.ndarray]:
         """The exact inverse of `pack`."""
+        return pack(self._schema, self.to_streams(self._sections.unpack(tiles)))
 
+    def from_streams(self, streams: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The codec's streams → the sections' streams."""
+        return streams
+
+    def to_streams(self, stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The inverse of `from_streams`."""
+        return stored
+
+    @abstractmethod
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         """Decode a tile's vectors, rounded to float32 only → out (N, D) float32. scratch: 4·N·D bytes.
 
@@ -55,19 +69,15 @@ class Tiles(Protocol):
         """
 
 
-class KeyTiles(Tiles, Protocol):
-    """Tiles of keys."""
+class KeyTiles(Tiles):
+    query_bytes: int  # bytes of a prepared query: a multiple of 64
 
-    @property
-    def query_bytes(self) -> int:
-        """Bytes of a prepared query: a multiple of 64."""
-
+    @abstractmethod
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         """Prepare the query at q, D float32 padded with zeros and already scaled → its prepared form at out."""
 
-    def emit_scores(
-        self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
-    ) -> None:
+    @abstractmethod
+    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
         """The scores of 1 to MOST_QUERIES prepared queries with each key of a tile → N float32 at each of out.
 
         after: a tile that is needed soon. It is prefetched a few lines at a time while this one is read, since many
@@ -75,12 +85,9 @@ class KeyTiles(Tiles, Protocol):
         """
 
 
-class ValueTiles(Tiles, Protocol):
-    """Tiles of values."""
-
-    def emit_values(
-        self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]
-    ) -> None:
+class ValueTiles(Tiles):
+    @abstractmethod
+    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
         """Add Σ weightₜ · valueₜ to the D float32 at each of sums, for 1 to MOST_QUERIES rows of weights.
 
         after: as for `KeyTiles.emit_scores`. weights: N float32 ≥ 0 each, which may be overwritten. The padding after
@@ -96,22 +103,30 @@ class EncodedTiles(Protocol):
         """The kernel that encodes keys (side 0) or values (1) of a format into tiles; None if there is none."""
 
 
+def codes_section(
+    name: str, stream: Stream, planes: Planes | None, cuts: Sequence[tuple[int, ...]], order: Sequence[int]
+) -> Section:
+    """A section of codes in the order of `arrange`: vectors of 64 in bit planes, or bytes if `planes` is None."""
+    width = 64 if planes else math.prod(math.prod(pieces) for pieces in cuts)
+    return Section(name, stream, arrange(numbered(*stream.shape), cuts, order).reshape(1, -1, width), planes)
+
+
 def keys(codec: Codec, block_size: int, head_dim: int) -> KeyTiles | None:
     """The tiles of keys; None if no kernel reads them."""
-    make = getattr(_module(codecs.file_of(codec)), "keys", None)
-    found: KeyTiles | None = None if make is None else make(codec, block_size, head_dim)
-    return found
+    return _made("keys", codec, block_size, head_dim)
 
 
 def values(codec: Codec, block_size: int, head_dim: int) -> ValueTiles | None:
     """The tiles of values; None if no kernel reads them."""
-    make = getattr(_module(codecs.file_of(codec)), "values", None)
-    found: ValueTiles | None = None if make is None else make(codec, block_size, head_dim)
-    return found
+    return _made("values", codec, block_size, head_dim)
+
+
+def _made(side: str, codec: Codec, block_size: int, head_dim: int) -> Any:
+    make = getattr(_module(codecs.file_of(codec)), side, None)
+    return None if make is None or block_size % 16 else make(codec, block_size, head_dim)
 
 
 @cache
 def _module(name: str) -> ModuleType:
-    """The module of this name, or `parts.tables` if there is none."""
     own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
     return importlib.import_module(f"{__name__}.{name if name in own else 'parts.tables'}")

@@ -13,44 +13,31 @@ Products are exact sums of bytes times bytes. Besides float32's errors there is 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 
 from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native.codecs import KeyTiles, Tiles, ValueTiles, codes_section
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
-from polarlm.engine.backends.native.codecs.parts.decoding import emit_points
-from polarlm.engine.backends.native.codecs.parts.norms import emit_pack_norms
+from polarlm.engine.backends.native.codecs.parts.decoding import emit_pack_norms, emit_points
 from polarlm.engine.backends.native.codecs.parts.packing import Packing, side_by_side
-from polarlm.engine.backends.native.codecs.parts.sections import SectionTiles, codes_section
-from polarlm.engine.backends.native.kernels.encode.formats import without_metric
-from polarlm.engine.backends.native.kernels.encode.groups import encode_groups
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
+from polarlm.engine.backends.native.kernels.encode.load import load
+from polarlm.engine.backends.native.kernels.encode.rounding import write_codes
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder, without_metric
 from polarlm.engine.codecs.ggml import Grouped
+from polarlm.engine.codecs.schema.arrays import SATURATION
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.float_ops import round_to
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Kernel, Value, Values, round_to, vector
 
 _F16, _I16, _HALVES = vector(F32, 16), vector(I32, 16), vector(I16, 16)
 _GROUP = 32
 _LIMIT = 127.0
 
 
-def keys(codec: Grouped, block_size: int, head_dim: int) -> GroupedKeys | None:
-    return GroupedKeys(codec, block_size, head_dim) if block_size % 16 == 0 else None
-
-
-def values(codec: Grouped, block_size: int, head_dim: int) -> GroupedValues | None:
-    return GroupedValues(codec, block_size, head_dim) if block_size % 16 == 0 else None
-
-
-class _GroupedTiles(SectionTiles, ABC):
-    """What tiles of keys and tiles of values share."""
-
+class _GroupedTiles(Tiles):
     _side: str
     by_token: bool  # whether the codes that `emit_pack` reads are contiguous by token
 
@@ -66,7 +53,25 @@ class _GroupedTiles(SectionTiles, ABC):
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
         encoding = without_metric(format, side, self._packing.bits)
-        return None if encoding is None else encode_groups(encoding, self)
+        if encoding is None:
+            return None
+        choose = _round_to_bytes if self._packing.bits == 8 else _round_to_nibbles
+
+        def write(unit: Unit) -> None:
+            e = unit.e
+            unit.report(load(unit, float(SATURATION)))
+            scales = unit.take(unit.dim // _GROUP * unit.row)
+            with e.loop(0, unit.dim // _GROUP) as group, unit.vectors() as offset:
+                first = group * (_GROUP * unit.row) + offset
+                scale = choose(unit, unit.x + first, unit.codes + first)
+                e.store(scale, scales + group * unit.row + offset)
+            codes = unit.codes
+            if self.by_token:
+                write_codes(unit, unit.errors)
+                codes = unit.errors
+            self.emit_pack(e, codes, scales, unit.block.tiles)
+
+        return encoder(f"encode_mean{encoding.mean_bits}_{self.name}", encoding, write)
 
     @abstractmethod
     def _codes_section(self, codes: Stream) -> Section:
@@ -105,7 +110,48 @@ class _GroupedTiles(SectionTiles, ABC):
         return [e.half_to_float(e.load(at, _HALVES, 2 * first)) for first in range(0, self._tokens, 16)]
 
 
-class GroupedKeys(_GroupedTiles):
+def _inverse(e: Emitter, scale: Value) -> Value:
+    """1 / scale, or 0 where that overflows."""
+    inverse = e.constant(_F16, 1.0) / scale
+    return e.select(e.absolute(inverse) < float("inf"), inverse, e.zero(_F16))
+
+
+def _round_to_bytes(unit: Unit, x: Value, codes: Value) -> Value:
+    """32 rows at x → codes + 128 at `codes`, int32 rows; returns the scales (16,)."""
+    e, top = unit.e, unit.e.variable(unit.e.zero(_F16))
+    with e.loop(0, _GROUP * unit.row, unit.row) as row:
+        top.set(e.fmax(top.get(), e.absolute(e.load(x + row, _F16))))
+    scale = top.get() / 127.0
+    inverse = _inverse(e, scale)
+    with e.loop(0, _GROUP * unit.row, unit.row) as row:
+        scaled = e.load(x + row, _F16) * inverse
+        size = e.absolute(scaled)
+        whole = size.to_int()
+        is_half = size - whole.to_float() >= 0.5
+        whole = e.select(is_half, whole + 1, whole)
+        e.store(e.select(scaled < 0.0, -whole, whole) + 128, codes + row)
+    return scale
+
+
+def _round_to_nibbles(unit: Unit, x: Value, codes: Value) -> Value:
+    """32 rows at x → codes at `codes`, int32 rows; returns the scales (16,)."""
+    e = unit.e
+    top, farthest = e.variable(e.zero(_F16)), e.variable(e.load(x, _F16))
+    with e.loop(0, _GROUP * unit.row, unit.row) as row:
+        value = e.load(x + row, _F16)
+        size = e.absolute(value)
+        is_farther = size > top.get()
+        top.set(e.select(is_farther, size, top.get()))
+        farthest.set(e.select(is_farther, value, farthest.get()))
+    scale = farthest.get() / -8.0
+    inverse = _inverse(e, scale)
+    with e.loop(0, _GROUP * unit.row, unit.row) as row:
+        code = e.fmin(e.load(x + row, _F16) * inverse + 8.5, 15.0)
+        e.store(code.to_int(), codes + row)
+    return scale
+
+
+class GroupedKeys(_GroupedTiles, KeyTiles):
     """Tiles of keys.
 
     A prepared query: int8 (D,); the step of each 32 channels, float32 (D/32,); and the start value of their sum of
@@ -114,6 +160,10 @@ class GroupedKeys(_GroupedTiles):
 
     _side = "keys"
     by_token = False
+
+    def __init__(self, codec: Grouped, block_size: int, head_dim: int) -> None:
+        super().__init__(codec, block_size, head_dim)
+        self.query_bytes = -(-(head_dim + 8 * self._groups) // 64) * 64
 
     def _codes_section(self, codes: Stream) -> Section:
         cuts = (self._tokens // 16, 16), (self._groups,), (8, 4)
@@ -125,10 +175,6 @@ class GroupedKeys(_GroupedTiles):
         at = codes + (group * 8 + place) * (4 * row) + part * 64
         return side_by_side([e.load(at, _I16, row * i) for i in range(4)])
 
-    @property
-    def query_bytes(self) -> int:
-        return -(-(self._head_dim + 8 * self._groups) // 64) * 64
-
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         for group in range(self._groups):
             halves = [e.load(q, _F16, 4 * _GROUP * group + 64 * half) for half in (0, 1)]
@@ -139,9 +185,7 @@ class GroupedKeys(_GroupedTiles):
             start = e.sum_lanes(integers[0] + integers[1]) * -self._zero
             e.store(start, out, self._head_dim + 4 * self._groups + 4 * group)
 
-    def emit_scores(
-        self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
-    ) -> None:
+    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
         parts, run = self._tokens // 16, self._packing.run
         # With one vector of sums at a time, LLVM would spill the queries' factors to the stack for the next one.
         together = sum_tile(e, len(queries), parts)
@@ -185,9 +229,7 @@ class GroupedKeys(_GroupedTiles):
                 e.store(score.get(), target, 64 * part)
 
 
-class GroupedValues(_GroupedTiles):
-    """Tiles of values."""
-
+class GroupedValues(_GroupedTiles, ValueTiles):
     _side = "values"
     by_token = True
 
@@ -200,9 +242,7 @@ class GroupedValues(_GroupedTiles):
         at = codes + number % fours * (4 * self._head_dim) + number // fours * 16
         return side_by_side([e.load(at, vector(I8, 16), i * self._head_dim).zext(I32) for i in range(4)])
 
-    def emit_values(
-        self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]
-    ) -> None:
+    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
         fours, run = self._tokens // 4, self._packing.run
         rounded = [e.stack(self._tokens) for _ in weights]
         half_bytes = self._packing.nbytes(fours)
@@ -245,3 +285,6 @@ class GroupedValues(_GroupedTiles):
                     target = sums[head] + group * (4 * _GROUP)
                     old = e.load(target, _F16, 64 * half)
                     e.store(e.fma(sum_.get().to_float(), steps[head], old), target, 64 * half)
+
+
+keys, values = GroupedKeys, GroupedValues

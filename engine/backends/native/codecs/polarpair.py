@@ -11,32 +11,26 @@ prepared query is its D float32, with the first channels of each four pairs befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from polarlm.engine.backends.native.codecs import KeyTiles, codes_section
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.backends.native.codecs.parts.decoding import emit_points
 from polarlm.engine.backends.native.codecs.parts.packing import Packing
 from polarlm.engine.backends.native.codecs.parts.products import PAIR_LANES, emit_products, store_query
-from polarlm.engine.backends.native.codecs.parts.sections import SectionTiles, codes_section
 from polarlm.engine.codecs.polarpair import COSINES, SINES, PolarPair
 from polarlm.engine.codecs.schema.sections import Section
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I16, Value, vector
+from polarlm.engine.jit.lang import F32, I16, Emitter, Value, Values, vector
 
 _F16 = vector(F32, 16)
 
 
 def keys(codec: PolarPair, block_size: int, head_dim: int) -> PolarPairKeys | None:
-    if block_size % 16 or codec.minmax or (codec.group or block_size) % 16:
-        return None
-    return PolarPairKeys(codec, block_size, head_dim)
+    has_kernel = not codec.minmax and (codec.group or block_size) % 16 == 0
+    return PolarPairKeys(codec, block_size, head_dim) if has_kernel else None
 
 
-class PolarPairKeys(SectionTiles):
-    """Tiles of keys."""
-
+class PolarPairKeys(KeyTiles):
     def __init__(self, codec: PolarPair, block_size: int, head_dim: int) -> None:
         self._tokens, self._head_dim = block_size, head_dim
         radius, angle = np.divmod(np.arange(1 << codec.bits), 16)
@@ -56,9 +50,7 @@ class PolarPairKeys(SectionTiles):
             part = e.load(q, _F16, 4 * first)
             e.store(e.shuffle(part, part, PAIR_LANES), out, 4 * first)
 
-    def emit_scores(
-        self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
-    ) -> None:
+    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
         factor_at = -(-self._head_dim // 16) * 16
         prepared = [[e.stack(factor_at + 8) for _ in queries] for _ in range(self._spans)]
         for span, own in enumerate(prepared):

@@ -8,12 +8,5 @@ from __future__ import annotations
 
 from polarlm.engine.backends.native.codecs.parts.polar_keys import PolarKeys
 from polarlm.engine.backends.native.codecs.parts.polar_values import PolarValues
-from polarlm.engine.codecs.polarquant import PolarQuant
 
-
-def keys(codec: PolarQuant, block_size: int, head_dim: int) -> PolarKeys | None:
-    return PolarKeys(codec, block_size, head_dim) if block_size % 16 == 0 else None
-
-
-def values(codec: PolarQuant, block_size: int, head_dim: int) -> PolarValues | None:
-    return PolarValues(codec, block_size, head_dim) if block_size % 16 == 0 else None
+keys, values = PolarKeys, PolarValues

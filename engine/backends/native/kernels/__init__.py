@@ -1,1 +1,1 @@
-"""The kernels: functions that emit their bodies; see `engine.jit.compile.compiler.Kernel`."""
+"""The kernels: functions that emit their bodies; see `engine.jit.lang.Kernel`."""

@@ -6,13 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.best import LOWEST, best
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
-from polarlm.engine.backends.native.kernels.rows import over_columns
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
-from polarlm.engine.jit.lang.values import F32, I32, I64, Type, Value, vector
+from polarlm.engine.backends.native.kernels.rows import LOWEST, best, over_columns
+from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
 
 MOST_EXPERTS = 4096  # whose scores and counters are in a thread's scratch memory
 
@@ -36,8 +32,6 @@ class Choice:
 
 
 class RouteArguments(NamedTuple):
-    """Arguments of `route`."""
-
     logits: Pointer
     bias: Pointer
     ids: Pointer
@@ -112,8 +106,6 @@ def _scores(
 
 
 class ArrangeArguments(NamedTuple):
-    """Arguments of `arrange`."""
-
     ids: Pointer
     weights: Pointer
     chosen: Pointer
@@ -171,8 +163,6 @@ def arrange(row_tile: int) -> Kernel[ArrangeArguments]:
 
 
 class CombineArguments(NamedTuple):
-    """Arguments of `combine`."""
-
     results: Pointer
     places: Pointer
     weights: Pointer

@@ -6,16 +6,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.attention.step_records import RowPlace
-from polarlm.engine.backends.native.kernels.multiply import pieces
-from polarlm.engine.backends.native.kernels.rotation import rotate, rotate_dense
+from polarlm.engine.backends.native.kernels.attention.partials import RowPlace
+from polarlm.engine.backends.native.kernels.multiply import pieces, rotate, rotate_dense
 from polarlm.engine.backends.native.kernels.rows import inverse_rms
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.float_ops import float_to_half
-from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
-from polarlm.engine.jit.lang.values import F32, I32, Value, vector
+from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Value, read, vector
 
 _TOGETHER = 4  # vectors that share a pass over a dense rotation
 
@@ -45,8 +40,6 @@ class Heads:
 
 
 class HeadArguments(NamedTuple):
-    """Arguments of `transform`."""
-
     qkv: Pointer
     cos: Pointer
     sin: Pointer
@@ -161,8 +154,6 @@ def _norm_and_rope(
 
 
 class SlotArguments(NamedTuple):
-    """Arguments of `to_slot`."""
-
     from_k: Pointer
     from_v: Pointer
     to_k: Pointer
@@ -186,15 +177,10 @@ def to_slot(dim: int) -> Kernel[SlotArguments]:
 
 
 def _put(e: Emitter, x: Value, target: Value, dim: int) -> None:
-    """x (D,) float32 → target (D,) float16."""
-    for first, lanes in pieces(dim):
-        e.store(_to_full_precision(e, e.load(x, vector(F32, lanes), 4 * first)), target, 2 * first)
-
-
-def _to_full_precision(e: Emitter, x: Value) -> Value:
-    """float32 → float16 bits, as int16, rounded for full-precision slots as `numpy.attention.rounded` does."""
-    integers = vector(I32, x.lanes) if x.lanes else I32
+    """x (D,) float32 → target (D,) float16, rounded for full-precision slots as `numpy.attention.rounded` does."""
     limit = float(HALF_MAX)
-    clipped = e.select(x > limit, e.like(limit, x), e.select(x < -limit, e.like(-limit, x), x))
-    half = float_to_half(e, clipped)
-    return e.select((x.bits(integers) & 0x7FFFFFFF) < 0x7F800000, half, e.like(0x7E00, half))
+    for first, lanes in pieces(dim):
+        own = e.load(x, vector(F32, lanes), 4 * first)
+        clipped = e.select(own > limit, e.like(limit, own), e.select(own < -limit, e.like(-limit, own), own))
+        half, is_finite = e.float_to_half(clipped), (own.bits(vector(I32, lanes)) & 0x7FFFFFFF) < 0x7F800000
+        e.store(e.select(is_finite, half, e.like(0x7E00, half)), target, 2 * first)

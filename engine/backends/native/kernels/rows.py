@@ -1,4 +1,4 @@
-"""Ops on rows of float32: RMS norms, the gate of the feed-forward network, and the soft cap of logits."""
+"""Ops on rows of float32: RMS norms, the gate of the feed-forward network, the soft cap of logits, and their argmax."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.numpy.activations import ERF, ERF_P
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
-from polarlm.engine.jit.lang.values import F32, I32, Type, Value, vector
+from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
 
 _F16 = vector(F32, 16)
+NONE = -1
+LOWEST = -3.4028234663852886e38  # the least float32
+_TOGETHER = 2  # independent vectors of maxima: with one, each comparison would wait for the previous one
+_LANES = 16
 
 
 def over_columns(e: Emitter, columns: Value, body: Callable[[Value, Type], None]) -> None:
@@ -40,8 +41,6 @@ def inverse_rms(e: Emitter, x: Value, columns: Value, eps: Value) -> Value:
 
 
 class NormArguments(NamedTuple):
-    """Arguments of `norm_rows`."""
-
     x: Pointer
     weight: Pointer
     target: Pointer
@@ -73,8 +72,6 @@ def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
 
 
 class LayerNormArguments(NamedTuple):
-    """Arguments of `layer_norm_rows`."""
-
     x: Pointer
     weight: Pointer
     bias: Pointer
@@ -119,8 +116,6 @@ def layer_norm_rows() -> Kernel[LayerNormArguments]:
 
 
 class GateArguments(NamedTuple):
-    """Arguments of `gate`."""
-
     gate: Pointer
     up: Pointer
     out: Pointer
@@ -156,7 +151,7 @@ def gate(activation: str) -> Kernel[GateArguments]:
 
 def gated(e: Emitter, activation: str, x: Value, up: Value) -> Value:
     """activation(x) * up = x / (1 + e^u) * up, with u = -x (SiLU), u = -√(8/π) · (x + 0.044715 x³) (GELU by tanh), or
-    u = -1.702 x for x up to 7 and (up between ±7) + 1 in the place of up (clamped SwiGLU); or relu(x) * up; or
+    u = -1.702 x for x up to 7 and (up between ±7) + 1 instead of up (clamped SwiGLU); or relu(x) * up; or
     Φ(x) * up (GELU)."""
     if activation == "relu_squared":
         return e.fmax(x, 0.0) * up
@@ -187,8 +182,6 @@ def _at_most(e: Emitter, x: Value, limit: float) -> Value:
 
 
 class RowGateArguments(NamedTuple):
-    """Arguments of `gate_rows`."""
-
     x: Pointer
     logits: Pointer
     columns: Int64
@@ -223,8 +216,6 @@ def capped(e: Emitter, x: Value, cap: Value) -> Value:
 
 
 class SoftcapArguments(NamedTuple):
-    """Arguments of `softcap_rows`."""
-
     x: Pointer
     columns: Int64
     stride: Int64
@@ -233,13 +224,11 @@ class SoftcapArguments(NamedTuple):
 
 
 class ScaleArguments(NamedTuple):
-    """Arguments of `scale_rows`. factor: one number."""
-
     x: Pointer
     columns: Int64
     stride: Int64
     pieces: Int64
-    factor: Pointer
+    factor: Pointer  # one number
 
 
 ROW_PIECE = 4096  # columns of a unit
@@ -271,11 +260,7 @@ def scale_rows() -> Kernel[ScaleArguments]:
 
 
 def _change_pieces(
-    e: Emitter,
-    args: SoftcapArguments | ScaleArguments,
-    begin: Value,
-    end: Value,
-    change: Callable[[Value], Value],
+    e: Emitter, args: SoftcapArguments | ScaleArguments, begin: Value, end: Value, change: Callable[[Value], Value]
 ) -> None:
     """Replace each number of the units' pieces by `change` of it."""
     with e.loop(begin, end) as unit:
@@ -286,3 +271,67 @@ def _change_pieces(
             e.store(change(e.load(at + offset, kind)), at + offset)
 
         over_columns(e, e.imin(args.columns - first, ROW_PIECE), write)
+
+
+class BestArguments(NamedTuple):
+    x: Pointer
+    best: Pointer
+    columns: Int64
+    stride: Int64
+
+
+@cache
+def best_of_rows() -> Kernel[BestArguments]:
+    """The column of the maximum of each row, the first of equal ones; one unit per row.
+
+    x (rows, columns) float32; stride: bytes from row to row. best (rows,) int32: the columns, or NONE where a number of
+    the row is not finite. At most 2²⁴ columns: column numbers are compared as float32.
+    """
+
+    def emit(e: Emitter, args: BestArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as row:
+            e.store(best(e, args.x + row * args.stride, args.columns), args.best + row * 4)
+
+    return Kernel("best_of_rows", emit, BestArguments)
+
+
+def best(e: Emitter, x: Value, columns: Value) -> Value:
+    """The column of the maximum of float32 (columns,) at x, int32; see `best_of_rows`."""
+    step = _TOGETHER * _LANES
+    whole = columns // step * step
+    widths = [*([_LANES] * _TOGETHER), 0]  # lanes: of the vectors for whole steps, then 0 for the scalar remainder
+    floats, integers = zip(*((vector(F32, n), vector(I32, n)) if n else (F32, I32) for n in widths), strict=True)
+    tops = [e.variable(e.constant(kind, LOWEST)) for kind in floats]
+    columns_of = [e.variable(e.constant(kind, 0)) for kind in integers]
+    infinite = [e.variable(e.constant(kind, 0.0)) for kind in floats]  # becomes NaN if a number is not finite
+
+    def see(number: int, column: Value) -> None:
+        value = e.load(x + column * 4, floats[number], 4 * _LANES * number if widths[number] else 0)
+        own = e.like(column.trunc(I32), columns_of[number].get())
+        better = value > tops[number].get()
+        tops[number].set(e.select(better, value, tops[number].get()))
+        columns_of[number].set(e.select(better, own, columns_of[number].get()))
+        infinite[number].set(e.fma(value, e.like(0.0, value), infinite[number].get()))
+
+    with e.loop(0, whole, step) as column:
+        for number in range(_TOGETHER):
+            see(number, column)
+    with e.loop(whole, columns) as column:
+        see(_TOGETHER, column)
+
+    def over_lanes(values: list[Value]) -> Value:
+        highest = values[-1]
+        for value in values[:-1]:
+            highest = e.fmax(highest, e.fmax_lanes(value))
+        return highest
+
+    top = over_lanes([own.get() for own in tops])
+    places = []
+    for number, (own, column_of, lanes) in enumerate(zip(tops, columns_of, widths, strict=True)):
+        first = tuple(range(_LANES * number, _LANES * (number + 1))) if lanes else 0
+        place = (column_of.get() + e.constant(integers[number], first)).to_float()
+        places.append(e.select(own.get().equals(top), -place, e.like(LOWEST, place)))
+    total = infinite[-1].get()
+    for own in infinite[:-1]:
+        total = total + e.sum_lanes(own.get())
+    return e.select(total.equals(0.0), (-over_lanes(places)).to_int(), e.constant(I32, NONE))

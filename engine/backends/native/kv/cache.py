@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import numpy as np
 
@@ -14,10 +13,9 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kv.cache_tiles import tiles
 from polarlm.engine.backends.native.kv.encoders import Encoder, encoder
-from polarlm.engine.backends.numpy.kv.cache import Fields, LayerCache, Sides
+from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides
 from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.jit.run.workers import aligned
 
 _TILES = "tiles"
 
@@ -75,50 +73,41 @@ class TileCache(LayerCache):
 
     def of_one_block(self) -> TileCache:
         """A cache with the same format and slots, and memory of its own for one quantized block."""
-        (k, v, mean), _ = _blocks(replace(self.format, finer=None), 1)
+        (k, v, mean), _ = stored_blocks(replace(self.format, finer=None), 1, transfer.TILES)
         return replace(self, k=k, v=v, mean=mean, finer=None)
 
 
-class CacheOps:
+class CacheOps(NumpyOps):
     """The ops that size and allocate caches, and say what NumPy computes of them."""
 
-    def __init__(self, plain: NumpyOps) -> None:
-        self._plain = plain
-
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
-        _, full = self._plain.cache_bytes(format)
-        return transfer.nbytes(format, transfer.TILES), full
+        return transfer.nbytes(format, transfer.TILES), super().cache_bytes(format)[1]
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         """A `TileCache` where kernels can attend over it; else NumPy's cache, whose layer the ops leave to NumPy."""
-        if isinstance(both := tiles(format), str) or (format.finer and isinstance(tiles(format.finer), str)):
-            return self._plain.cache(format, quantized, full, beside)
-        slots = full_slots(format, full)
-        own, finer = _blocks(format, quantized)
-        if finer is None or format.finer is None:
-            return TileCache(format, *own, *slots, *both, _encoders(both, format))
-        of_finer = tiles(format.finer)
-        assert not isinstance(of_finer, str), of_finer
-        more = TileCache(format.finer, *finer, *slots, *of_finer, _encoders(of_finer, format.finer))
-        return TileCache(format, *own, *slots, *both, _encoders(both, format), finer=more)
+        if _reason(format) is not None:
+            return super().cache(format, quantized, full, beside)
+        blocks, finer_blocks = stored_blocks(format, quantized, transfer.TILES)
+        slots, finer = full_slots(format, full), None
+        if format.finer is not None and finer_blocks is not None:
+            finer = _tile_cache(format.finer, finer_blocks, slots)
+        return _tile_cache(format, blocks, slots, finer)
 
     def in_numpy(self, cache: LayerCache) -> dict[str, str]:
         if isinstance(cache, TileCache):
             sides = zip(("keys", "values"), cache.encoders, strict=True)
             return {f"the encoding of {side}": why for side, why in sides if isinstance(why, str)}
-        formats = [cache.format, *([cache.format.finer] if cache.format.finer else [])]
-        why = next(found for format in formats if isinstance(found := tiles(format), str))
-        return {"attention and encoding": why}
+        return {"attention and encoding": _reason(cache.format) or ""}
 
 
-def _encoders(both: tuple[KeyTiles, ValueTiles], format: CacheFormat) -> tuple[Encoder | str, Encoder | str]:
-    return encoder(both[0], format, 0), encoder(both[1], format, 1)
+def _reason(format: CacheFormat) -> str | None:
+    """Why NumPy computes a layer with this format; None if kernels do."""
+    reasons = [both for kind in (format, format.finer) if kind is not None and isinstance(both := tiles(kind), str)]
+    return reasons[0] if reasons else None
 
 
-def _blocks(format: CacheFormat, count: int) -> tuple[Sides, Sides | None]:
-    """Memory for `count` quantized blocks; see `stored_blocks`."""
-
-    def memory(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        return aligned(math.prod(shape)).reshape(shape)
-
-    return stored_blocks(format, count, transfer.TILES, memory)
+def _tile_cache(format: CacheFormat, blocks: Sides, slots: Buffer, finer: TileCache | None = None) -> TileCache:
+    both = tiles(format)
+    assert not isinstance(both, str), both
+    encoders = encoder(both[0], format, 0), encoder(both[1], format, 1)
+    return TileCache(format, *blocks, *slots, *both, encoders, finer=finer)

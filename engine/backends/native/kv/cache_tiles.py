@@ -19,6 +19,6 @@ def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | str:
         return f"kernels have no room for heads of {dim} channels"
     k, v = codecs.keys(format.codec_k, n, dim), codecs.values(format.codec_v, n, dim)
     if k is None or v is None:
-        lacking = [codec.name for codec, found in ((format.codec_k, k), (format.codec_v, v)) if found is None]
+        lacking = [codec.name for codec, side in ((format.codec_k, k), (format.codec_v, v)) if side is None]
         return f"no kernel reads {' and '.join(dict.fromkeys(lacking))}"
     return k, v

@@ -11,7 +11,7 @@ from polarlm.engine.backends.native.codecs import EncodedTiles, Tiles
 from polarlm.engine.backends.native.kernels.encode.paths import path_tables
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Block, EncodeArguments
 from polarlm.engine.codecs.trellis import TrellisTable
-from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.quantization.metric import Metric
 
 

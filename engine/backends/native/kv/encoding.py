@@ -11,12 +11,11 @@ from polarlm.engine.backends.kv import FilledBlocks, KVLocation
 from polarlm.engine.backends.native.kernels.encode.unit import Block, EncodeArguments
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.kv.encoders import Encoder, by_head
-from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side
-from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import NotFinite
-from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.quantization.encode import decode_centred, fill_up
 
 
@@ -29,34 +28,32 @@ class _Launch(NamedTuple):
     codec: str
 
 
-class EncodingOps:
+class EncodingOps(KernelOps):
     """The ops that encode blocks. Layers whose cache is not a `TileCache` are encoded by NumPy."""
-
-    def __init__(self, launch: Launcher, plain: NumpyOps) -> None:
-        self._launch, self._plain = launch, plain
-        self._layers_in_numpy = launch.unrecorded(plain.encode_blocks)
-        self._side_in_numpy = launch.unrecorded(_side_in_numpy)
 
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         launches: dict[_Launch, list[np.ndarray]] = {}
         for layers, blocks, sources in alike(filled):
             tiled = [layer for layer in layers if isinstance(layer, TileCache)]  # all of them, or none
             if not tiled:
-                self._layers_in_numpy([FilledBlocks(layers, blocks, sources)])
+                self._launch.in_numpy(super().encode_blocks, [FilledBlocks(layers, blocks, sources)])
                 continue
+            format = tiled[0].format
             for side in (0, 1):
                 if isinstance(encoder := tiled[0].encoders[side], Encoder):
-                    launch = _launch(encoder.kernel, tiled[0], sources[0], side)
+                    is_half = tiled[0].full(sources[0])[side].dtype == np.float16
+                    codec = (format.codec_k, format.codec_v)[side].name
+                    launch = _Launch(encoder.kernel, format.head_dim, is_half, codec)
                     addresses = [_addresses(layer, blocks, sources, side) for layer in tiled]
                     launches.setdefault(launch, []).extend(x.reshape(-1, x.shape[-1]) for x in addresses)
                 else:
-                    self._side_in_numpy(tiled, blocks, sources, side)
-        for launch, own in launches.items():
-            self._encode(launch, np.concatenate(own))
+                    self._launch.in_numpy(_encode_side, tiled, blocks, sources, side)
+        for launch, parts in launches.items():
+            self._encode(launch, np.concatenate(parts))
 
     def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
         if not isinstance(cache, TileCache):
-            self._plain.round_trip(cache, place, tokens)
+            super().round_trip(cache, place, tokens)
             return
         format, one = cache.format, cache.of_one_block()
         with np.errstate(invalid="ignore", over="ignore"):  # the kernels report numbers that are not finite
@@ -75,21 +72,13 @@ class EncodingOps:
             raise NotFinite(launch.codec)
 
 
-def _launch(kernel: Kernel[EncodeArguments], layer: TileCache, source: KVLocation, side: int) -> _Launch:
-    format = layer.format
-    is_half = layer.full(source)[side].dtype == np.float16
-    return _Launch(kernel, format.head_dim, is_half, (format.codec_k, format.codec_v)[side].name)
-
-
-def _side_in_numpy(
-    layers: Sequence[TileCache], blocks: Sequence[int], sources: Sequence[KVLocation], side: int
-) -> None:
+def _encode_side(layers: Sequence[TileCache], blocks: Sequence[int], sources: Sequence[KVLocation], side: int) -> None:
     """Encode the keys (side 0) or the values (1) of all layers, and pack them into tiles."""
     fields, mean = encode_side(layers, sources, side)
     heads = layers[0].format.kv_heads
     for number, layer in enumerate(layers):
-        own = slice(number * heads, (number + 1) * heads)
-        layer.write_side(blocks, side, *({name: x[own] for name, x in given.items()} for given in (fields, mean)))
+        part = slice(number * heads, (number + 1) * heads)
+        layer.write_side(blocks, side, *({name: x[part] for name, x in arrays.items()} for arrays in (fields, mean)))
 
 
 def _addresses(layer: TileCache, blocks: Sequence[int], sources: Sequence[KVLocation], side: int) -> np.ndarray:
@@ -100,8 +89,8 @@ def _addresses(layer: TileCache, blocks: Sequence[int], sources: Sequence[KVLoca
     if side == 0:
         places |= {name: _by_block(array, blocks) for name, array in layer.mean.items()}
     addresses = np.repeat(encoder.addresses[:, None], len(blocks), axis=1)
-    for name, own in places.items():
-        addresses[..., Block._fields.index(name)] = own
+    for name, array in places.items():
+        addresses[..., Block._fields.index(name)] = array
     return addresses
 
 

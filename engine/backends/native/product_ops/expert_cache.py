@@ -1,4 +1,4 @@
-"""Experts of which some are in memory: an expert is read from the file when it is chosen."""
+"""Experts that are not all in memory: an expert is read from the file when it is chosen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CachedTiles:
     """The tiles of the experts that are in memory.
 
     memory: uint8 (slots · tiles of an expert, bytes of a tile). slots: experts that fit. stored: the matrices of every
-    expert. pack(matrices, tiles): packs those of one expert.
+    expert. pack(matrices, tiles): packs one expert's matrices.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class CachedTiles:
         self._stored, self._pack, self._cache = stored, pack, cache
         self._held: OrderedDict[int, int] = OrderedDict()  # expert → its slot, the least recently used first
         self._free = list(range(slots))
-        self._tiles = len(memory) // slots  # of an expert
+        self._tiles = len(memory) // slots  # tiles of an expert
 
     def expect(self, experts: Sequence[int]) -> None:
-        """Let the system read those of these experts ahead that are not in memory."""
+        """Let the system read ahead the experts that are not in memory."""
         for expert in experts:
             if expert not in self._held:
                 for matrix in self._stored[expert]:
                     matrix.expect()
 
     def batches(self, experts: Sequence[int]) -> Iterator[list[int]]:
-        """Indices into `experts`, at most `slots` at a time; those that are in memory come first, since later batches
-        may evict them."""
+        """Indices into `experts`, at most `slots` at a time; experts in memory come first: later batches may evict
+        them."""
         order = sorted(range(len(experts)), key=lambda index: experts[index] not in self._held)
         for first in range(0, len(order), self.slots):
             yield order[first : first + self.slots]
@@ -65,8 +65,7 @@ class CachedTiles:
         of_expert, of_slot = sum(matrix.shape[0] for matrix in self._stored[0]), self._tiles * tiles.ROWS
         experts = np.unique(rows // of_expert).tolist()
         slots = np.array(self._placed(experts))[np.searchsorted(experts, rows // of_expert)]
-        found: np.ndarray = slots * of_slot + rows % of_expert
-        return found
+        return np.asarray(slots * of_slot + rows % of_expert)
 
     def _placed(self, experts: Sequence[int]) -> list[int]:
         """As `take`, but counts nothing."""

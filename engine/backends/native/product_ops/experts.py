@@ -22,7 +22,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, expert_tiling, largest_tiling
 from polarlm.engine.backends.native.kernels.rows import RowGateArguments, gate_rows
-from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
 from polarlm.engine.backends.native.product_ops.multiplication import (
     Multiplication,
@@ -31,7 +31,7 @@ from polarlm.engine.backends.native.product_ops.multiplication import (
     experts_of,
 )
 from polarlm.engine.backends.ops import Routing
-from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.weight_formats import ExpertLinear
 from polarlm.model_loaders.config import Experts
 
@@ -42,15 +42,12 @@ class _Order(NamedTuple):
     tiling: Tiling
     chosen: np.ndarray
     sources: np.ndarray
-    own: np.ndarray
+    panel_places: np.ndarray
     places: np.ndarray
 
 
-class ExpertOps:
+class ExpertOps(KernelOps):
     """The ops `route`, `experts` and `gate`."""
-
-    def __init__(self, launch: Launcher) -> None:
-        self._launch = launch
 
     def route(
         self, logits: np.ndarray, rule: Experts, bias: np.ndarray | None = None, factors: np.ndarray | None = None
@@ -99,8 +96,8 @@ class ExpertOps:
         up.launch(x, y, order.tiling, order.chosen, order.sources)
         if activation is not None and up.activation is None:
             y = activate_halves(self._launch, y, activation)
-        results = self._launch.empty((len(order.own), back.width))
-        back.launch(y, results, order.tiling, order.chosen, order.own)
+        results = self._launch.empty((len(order.panel_places), back.width))
+        back.launch(y, results, order.tiling, order.chosen, order.panel_places)
         out = self._launch.empty((len(x), results.shape[1])) if residual is None else residual
         arguments = CombineArguments(
             results=results,
@@ -115,7 +112,7 @@ class ExpertOps:
         return out
 
     def _arranged(self, routing: Routing, count: int, products: Sequence[Multiplication], recorded: bool) -> _Order:
-        """The rows by expert, of which there are `count`."""
+        """The rows in the order of their experts. count: the number of experts."""
 
         def kernels(sizes: Tiling) -> list[Kernel]:
             return [arrange(sizes.rows), *itertools.chain(*(how.kernels(sizes) for how in products))]
@@ -131,7 +128,7 @@ class ExpertOps:
             sizes,
             chosen=self._launch.empty((slots, len(ExpertRows._fields)), np.int64),
             sources=self._launch.empty((places,), np.int32),
-            own=self._launch.empty((places,), np.int32),
+            panel_places=self._launch.empty((places,), np.int32),
             places=self._launch.empty((rows, top_k), np.int32),
         )
         arguments = ArrangeArguments(
@@ -139,7 +136,7 @@ class ExpertOps:
             weights=routing.weights,
             chosen=order.chosen,
             sources=order.sources,
-            own=order.own,
+            own=order.panel_places,
             places=order.places,
             pairs=pairs,
             top_k=top_k,

@@ -32,12 +32,12 @@ class LinearOps(LoadOps):
         first, out = 0, []
         start, stop, _ = rows.indices(matrix.shape[0])
         for part in parts:
-            own = np.arange(max(start, first), min(stop, first + part.shape[0])) - first
+            ids = np.arange(max(start, first), min(stop, first + part.shape[0])) - first
             if isinstance(part.data, CachedTiles):
-                own = part.data.rows(own)
+                ids = part.data.rows(ids)
             first += part.shape[0]
-            values = np.empty((len(own), part.shape[1]), np.float32)
-            out.append(self._dequantize(part, own.astype(np.int32), 1.0, values))
+            values = np.empty((len(ids), part.shape[1]), np.float32)
+            out.append(self._dequantize(part, ids.astype(np.int32), 1.0, values))
         return out[0] if len(out) == 1 else np.concatenate(out)
 
     def embed(self, table: Matrix, ids: np.ndarray, scale: float = 1.0) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ import numpy as np
 
 from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.kernels.linear.packing import PackArguments, pack
-from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
 from polarlm.engine.backends.ops import ExpertCache, KeptTiles
 from polarlm.engine.errors import EngineError
@@ -28,12 +29,9 @@ class Tiles:
     memory: np.ndarray
 
 
-class LoadOps:
+class LoadOps(KernelOps):
     """The ops that load matrices. Matrices that are packed as one are a group: consecutive, of the same format, all but
     the last with whole tiles."""
-
-    def __init__(self, launch: Launcher) -> None:
-        self._launch = launch
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         if format.unpack is None:
@@ -47,7 +45,7 @@ class LoadOps:
     def load_experts(
         self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
-        """As `load`; those of an expert begin with a tile."""
+        """As `load`; an expert's matrices begin with a tile."""
         return tuple(self._load(groups, kept) for groups in _groups(matrices))
 
     def cache_experts(self, matrices: Sequence[Sequence[RereadMatrix]], cache: ExpertCache) -> tuple[Matrix, ...]:
@@ -61,33 +59,22 @@ class LoadOps:
             parts.append(Matrix(format, data, (len(groups) * rows, columns)))
         return tuple(parts)
 
-    def load_shapes(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
-        """As `load`, but reads nothing and allocates nothing: for warm-up ops, which compute nothing."""
-        return self.load_expert_shapes([matrices], kept)
-
-    def load_expert_shapes(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
-    ) -> tuple[Matrix, ...]:
-        """As `load_experts`, but like `load_shapes`."""
-        loaded = []
-        for groups in _groups(matrices):
-            format, rows, columns = _size(groups[0])
-            self._launch.library.expect([pack(format)])
-            shape = len(groups) * -(-rows // tiles.ROWS), _tile_bytes(groups[0])
-            loaded.append(Matrix(format, Tiles(np.broadcast_to(np.uint8(0), shape)), (len(groups) * rows, columns)))
-        return tuple(loaded)
-
     def _load(self, groups: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None) -> Matrix:
         """Groups of equal sizes, one after another."""
         format, rows, columns = _size(groups[0])
         of_group, tile_bytes = -(-rows // tiles.ROWS), _tile_bytes(groups[0])
-        nbytes = len(groups) * of_group * tile_bytes
-        found = None if kept is None else kept.take(nbytes, partial(self._packed, groups))
-        memory = (self._launch.arena.take(nbytes) if found is None else found).reshape(-1, tile_bytes)
-        if found is None:
+        shape = len(groups) * of_group, tile_bytes
+        memory: np.ndarray | None = None
+        if not self._launch.computes:
+            self._launch.library.expect([pack(format)])
+            memory = np.broadcast_to(np.uint8(0), shape)
+        elif kept is not None:
+            memory = kept.take(math.prod(shape), partial(self._packed, groups))
+        if memory is None:
+            memory = self._launch.arena.take(math.prod(shape)).reshape(shape)
             for number, group in enumerate(groups):
                 self._pack_group(group, memory[number * of_group :])
-        return Matrix(format, Tiles(memory), (len(groups) * rows, columns))
+        return Matrix(format, Tiles(memory.reshape(shape)), (len(groups) * rows, columns))
 
     def _pack_group(self, group: Sequence[StoredMatrix], target: np.ndarray) -> None:
         """Pack matrices that are packed as one into the first tiles of `target`."""

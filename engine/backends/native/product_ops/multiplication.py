@@ -25,16 +25,14 @@ from polarlm.engine.backends.native.kernels.linear.product import (
     ExpertRows,
     Product,
     ProductArguments,
-    prefetched_pieces,
     product,
     units,
 )
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling
-from polarlm.engine.backends.native.kernels.prefetch import NO_HINT
 from polarlm.engine.backends.native.kernels.rows import gate, gate_arguments
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
-from polarlm.engine.jit.compile.compiler import Kernel
+from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
 from polarlm.model_loaders.config import is_gated
 
@@ -44,7 +42,7 @@ _EXPERT, _ROWS = (ExpertRows._fields.index(name) for name in ("expert", "rows"))
 
 
 class Multiplication:
-    """The product of rows with one matrix, or of each row with those of its experts.
+    """The product of rows with one matrix, or of each row with its experts' matrices.
 
     inputs: how the product with each part of the weights reads its inputs. activation: the gated one that the product's
     kernel applies, if any. width: outputs of a row.
@@ -88,7 +86,7 @@ class Multiplication:
     ) -> None:
         """Write the products of x (T, in) to y (T or P, width).
 
-        With experts, chosen (n, fields of `ExpertRows`) are theirs, and sources (P,) int32 the row of x of each place.
+        With experts: chosen (n, fields of `ExpertRows`), and sources (P,) int32, the row of x of each place.
         """
         panels: dict[Inputs, np.ndarray] = {}
         first = 0
@@ -143,17 +141,15 @@ class Multiplication:
     ) -> None:
         """Write the products of panels x with a part of the weights. memory: `count` matrices (out, in) of this shape,
         in tiles one after another. bias (out,); with experts (count, out)."""
-        (outputs, columns), level, half = shape, self._launch.level, 1 if spec.activation is None else 2
-        of_one = len(memory) // count
-        blocks, number = columns // spec.block_inputs, units(spec, of_one // half)
+        (outputs, columns), half, of_one = shape, 1 if spec.activation is None else 2, len(memory) // count
+        number = units(spec, of_one // half)
         arguments = ProductArguments(
             weights=memory,
             x=x,
             y=y,
             bias=bias,
-            hint=NO_HINT,
             chosen=chosen,
-            blocks=blocks,
+            blocks=columns // spec.block_inputs,
             tile_bytes=memory.shape[1],
             x_stride=x.strides[0],
             y_stride=y.strides[0],
@@ -166,10 +162,9 @@ class Multiplication:
         if chosen is not None:
             self._launch(product(spec), len(chosen) * number, arguments)
             return
-        at_once = are_matrices(level, spec.row_tile, spec.inputs)
+        at_once = are_matrices(self._launch.level, spec.row_tile, spec.inputs)
         grain = together(number, half, self._launch.threads) if at_once else 0
-        spare = prefetched_pieces(spec, level, number, blocks, self._rows)
-        self._launch(product(spec), number, arguments, grain, spare)
+        self._launch(product(spec), number, arguments, grain)
 
     def _product_of_cached(
         self,

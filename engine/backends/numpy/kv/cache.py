@@ -64,9 +64,9 @@ class LayerCache:
 
     def put(self, blocks: Sequence[int], sides: Sides) -> None:
         """Overwrite the quantized blocks with these ids by `sides`, as `take` returns them."""
-        for side, given in zip((self.k, self.v, self.mean), sides, strict=True):
+        for side, fields in zip((self.k, self.v, self.mean), sides, strict=True):
             for name, array in side.items():
-                array[:, blocks] = given[name]
+                array[:, blocks] = fields[name]
 
     def read(self, blocks: np.ndarray) -> Sides:
         """The fields of the quantized blocks with these ids."""

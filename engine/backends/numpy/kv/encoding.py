@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from polarlm.engine.backends.kv import FilledBlocks, KVLocation
-from polarlm.engine.backends.numpy.kv.cache import Fields, LayerCache, Sides
+from polarlm.engine.backends.numpy.kv.cache import Fields, LayerCache
 from polarlm.engine.quantization.encode import encode_centred
 from polarlm.engine.quantization.metric import join_layers
 
@@ -47,10 +47,3 @@ def encode_side(layers: Sequence[LayerCache], sources: Sequence[KVLocation], sid
         metric = join_layers([layer.format.metric_k for layer in layers])
         return encode_centred(format.codec_k, x, metric, format.mean_bits)
     return encode_centred(format.codec_v, x, join_layers([layer.format.metric_v for layer in layers]))
-
-
-def store_fields(layers: Sequence[LayerCache], blocks: Sequence[int], k: Fields, mean: Fields, v: Fields) -> None:
-    """Write the results of `encode_side` to `blocks` of each layer."""
-    for number, cache in enumerate(layers):
-        heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)
-        cache.write(blocks, Sides(*({name: x[heads] for name, x in side.items()} for side in (k, v, mean))))

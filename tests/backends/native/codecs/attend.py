@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -12,14 +12,10 @@ pytest.importorskip("llvmlite")
 import numpy as np
 
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, keys, values
-from polarlm.engine.backends.native.kernels.attention.decoding import DecodeArguments
+from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments
 from polarlm.engine.codecs import Codec
-from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.compile.target import levels
-from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Pointer
-from polarlm.engine.jit.lang.values import F32, Value, vector
+from polarlm.engine.jit.lang import F32, Emitter, Kernel, Level, Value, vector
 from polarlm.engine.jit.run.workers import aligned
 from tests.jit.levels import declared, run
 
@@ -138,39 +134,23 @@ def mixed(tiles: ValueTiles, level: Level, packed: np.ndarray, weights: np.ndarr
     return sums.view(np.float32).reshape(heads, -1)[:, :d]
 
 
-class ScoresArguments(NamedTuple):
-    """Arguments of `scores_kernel`."""
-
-    blocks: Pointer
-    queries: Pointer
-    out: Pointer
-
-
 def scores_kernel(tiles: KeyTiles, n: int, heads: int) -> Kernel:
     """Scores of all heads with one tile after another: float32 (blocks, H, N)."""
 
-    def emit(e: Emitter, args: ScoresArguments, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as block:
             queries = [args.queries + head * tiles.query_bytes for head in range(heads)]
             targets = [args.out + (block * heads + head) * (4 * n) for head in range(heads)]
             at = args.blocks + block * tiles.nbytes
             tiles.emit_scores(e, at, at, queries, targets)
 
-    return Kernel(f"scores_{tiles.name}_{heads}", emit, ScoresArguments)
-
-
-class MixArguments(NamedTuple):
-    """Arguments of `mix_kernel`."""
-
-    blocks: Pointer
-    weights: Pointer
-    sums: Pointer
+    return Kernel(f"scores_{tiles.name}_{heads}", emit, declared("blocks queries out"))
 
 
 def mix_kernel(tiles: ValueTiles, n: int, d: int, heads: int) -> Kernel:
     """The sums of all blocks; weights (blocks, H, N) float32, sums (H, D rounded up to 16)."""
 
-    def emit(e: Emitter, args: MixArguments, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as block:
             weights = [scratch + head * (4 * n) for head in range(heads)]
             for head, target in enumerate(weights):
@@ -181,4 +161,4 @@ def mix_kernel(tiles: ValueTiles, n: int, d: int, heads: int) -> Kernel:
             at = args.blocks + block * tiles.nbytes
             tiles.emit_values(e, at, at, weights, targets)
 
-    return Kernel(f"mix_{tiles.name}_{heads}", emit, MixArguments)
+    return Kernel(f"mix_{tiles.name}_{heads}", emit, declared("blocks weights sums"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine import codecs
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 from tests.backends.native.codecs import attend
 from tests.jit.levels import some_levels
 

@@ -11,7 +11,7 @@ from tests.jit.levels import SOME
 from tests.pairs import each, in_turn
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2", "polarpair-m4n4+g16", "polarpair-m4n2+g32")
 

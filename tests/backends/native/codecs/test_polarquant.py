@@ -15,7 +15,7 @@ from tests.jit.levels import SOME, some_levels
 from tests.pairs import each, in_turn
 
 from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 
 CODEC = codecs.get("polarquant")
 # (head dim, block size, queries that read a block together): four levels of angles or three, and odd numbers of groups

@@ -15,7 +15,7 @@ from polarlm.engine.backends.native import codecs as tiles  # isort: skip
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 
 NAMES = (*TABLED, "ring4+norm16")
 # A level looks up tables of 64, 128, 256 and four times 256 entries in its own ways, and those of up to 16 in one.

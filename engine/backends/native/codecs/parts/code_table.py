@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.native.codecs.parts.packing import BYTES
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import Value
+from polarlm.engine.jit.lang import Emitter, Value
 from polarlm.model_loaders.forks import cached_property
 
 _PART = 16  # entries of the tables that a register holds

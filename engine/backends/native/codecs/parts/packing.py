@@ -6,8 +6,7 @@ import functools
 import operator
 
 from polarlm.engine.codecs.schema.planes import Planes
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import I8, I32, Value, vector
+from polarlm.engine.jit.lang import I8, I32, Emitter, Value, vector
 
 BYTES = vector(I8, 64)
 _WORDS = vector(I32, 16)

@@ -15,24 +15,30 @@ last half is zeros. Keys and values order the bytes of a unit differently: `_cod
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.native.codecs.parts.sections import SectionTiles
-from polarlm.engine.backends.native.kernels.encode.formats import without_metric
-from polarlm.engine.backends.native.kernels.encode.polar import encode_polar
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
-from polarlm.engine.codecs.polarquant import CENTRES, PolarQuant, from_rows, level_count, rows_of, upper_table
+from polarlm.engine.backends.native.codecs import Tiles
+from polarlm.engine.backends.native.kernels.encode.load import ANY, load
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder, without_metric
+from polarlm.engine.codecs.polarquant import (
+    CENTRES,
+    TAN_SQUARED,
+    PolarQuant,
+    from_rows,
+    level_count,
+    rows_of,
+    upper_table,
+)
+from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.codecs.schema.joined import join, split
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream
 from polarlm.engine.codecs.schema.streams import codes as codes_of
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
+from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, Values, vector
 
 COSINES = {level: np.cos(centres) for level, centres in CENTRES.items()}
 SINES = np.sin(CENTRES[1])
@@ -45,9 +51,7 @@ def pair_factors(pair: int) -> np.ndarray:
     return COSINES[3][level3 ^ flip3] * COSINES[2][level2 ^ flip2]
 
 
-class PolarTiles(SectionTiles, ABC):
-    """What tiles of keys and tiles of values share."""
-
+class PolarTiles(Tiles):
     side: str
 
     def __init__(self, codec: PolarQuant, block_size: int, head_dim: int) -> None:
@@ -72,23 +76,32 @@ class PolarTiles(SectionTiles, ABC):
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
         encoding = without_metric(format, side)
-        return None if encoding is None else encode_polar(encoding, self)
+        if encoding is None:
+            return None
+
+        def write_unit(unit: Unit, channels: Value, halves: int) -> None:
+            """Encode the 8 · halves channels of unit `channels`."""
+            e, at = unit.e, unit.x + channels * (16 * unit.row)
+            with unit.vectors() as offset:
+                x = [e.load(at + offset, vector(F32, 16), unit.row * channel) for channel in range(8 * halves)]
+                self._emit_pack(e, *_quantize(e, x, self.levels), unit.block.tiles, channels, offset)
+
+        def write(unit: Unit) -> None:
+            unit.report(load(unit, ANY))
+            with unit.e.loop(0, self.head_dim // 16) as channels:
+                write_unit(unit, channels, 2)
+            if self.head_dim % 16:
+                write_unit(unit, unit.e.i64(self.head_dim // 16), 1)
+
+        return encoder(f"encode_mean{encoding.mean_bits}_{self.name}", encoding, write)
 
     def prefetch(self, e: Emitter, tile: Value, unit: Value) -> None:
-        """Prefetch a unit of a tile."""
         each = 2 * self.tokens
         for offset, nbytes in ((0, 2 * each), (self.rows_at, each), (self.radii_at, each * self.radii)):
             e.prefetch(tile + unit * nbytes + offset, nbytes)
 
-    def emit_pack(
-        self,
-        e: Emitter,
-        directions: Sequence[Value],
-        rows: Sequence[Value],
-        radii: Sequence[Value],
-        tile: Value,
-        unit: Value,
-        offset: Value,
+    def _emit_pack(
+        self, e: Emitter, directions: Values, rows: Values, radii: Values, tile: Value, unit: Value, offset: Value
     ) -> None:
         """Codes of 16 tokens and of both halves of a unit, or only its first → their bytes in a tile.
 
@@ -105,9 +118,7 @@ class PolarTiles(SectionTiles, ABC):
             e.store(half, at, self.radii_at + 2 * self.tokens * number)
 
     @abstractmethod
-    def _emit_pack_codes(
-        self, e: Emitter, directions: Sequence[Value], rows: Sequence[Value], out: Value, out_rows: Value
-    ) -> None:
+    def _emit_pack_codes(self, e: Emitter, directions: Values, rows: Values, out: Value, out_rows: Value) -> None:
         """Codes of 16 tokens and both halves of a unit → the bytes of directions (64) and of rows (32)."""
 
     @abstractmethod
@@ -165,3 +176,34 @@ def interleaved(e: Emitter, a: Value, b: Value) -> list[Value]:
         e.shuffle(a, b, [lane // 16 * 16 + first + lane % 16 // 2 + lane % 2 * size for lane in range(size)])
         for first in (0, 8)
     ]
+
+
+def _quantize(e: Emitter, x: Values, levels: int) -> tuple[list[Value], list[Value], list[Value]]:
+    """16 or 8 channels of 16 tokens → codes of pairs on level 1, rows of halves, int32; radii, float16 as int16. They
+    equal NumPy's: it makes the same comparisons of the same float32."""
+    squares = [channel * channel for channel in x]
+    codes: dict[int, list[Value]] = {}
+    for level in range(1, levels + 1):
+        found = [_quarter(e, a, b, level) for a, b in zip(squares[::2], squares[1::2], strict=True)]
+        codes[level], squares = [code for code, _ in found], [total for _, total in found]
+    directions = []
+    for code, a, b in zip(codes[1], x[::2], x[1::2], strict=True):
+        flipped = e.select(a < 0.0, code ^ 7, code)
+        directions.append(e.select(b < 0.0, flipped ^ 15, flipped))
+    rows = []
+    for half, level3 in enumerate(codes[3]):
+        first, second = codes[2][2 * half : 2 * half + 2]
+        row = level3 << 4 | second << 2 | first
+        if levels == 4:
+            row = row | (codes[4][0] ^ 3 * half) << 6
+        rows.append(row)
+    return directions, rows, [e.float_to_half(e.fmin(e.sqrt(total), float(HALF_MAX))) for total in squares]
+
+
+def _quarter(e: Emitter, a: Value, b: Value, level: int) -> tuple[Value, Value]:
+    """a², b² (16,) → the codes of their angles within a quadrant, int32, and a² + b²."""
+    tan_squared = float(TAN_SQUARED[level])
+    code = e.zero(vector(I32, 16))
+    for beyond in (b > a * tan_squared, b > a, b * tan_squared > a):
+        code = e.select(beyond, code + 1, code)
+    return code, a + b

@@ -7,16 +7,15 @@ of bytes sums them. Elsewhere 16 bytes are looked up at a time, and products are
 fits: the squares of a half's factors add up to 1, and 127 · 127 · √4 < 2¹⁵. Level 4 then multiplies the sums.
 
 Besides float32's errors there are roundings to half a step. The step of a product is 1/127 of the length of the query's
-largest pair; that of a factor is 1/255. Without VBMI the latter is 1/127, and the sum of a half is rounded once more,
+largest pair; a factor's step is 1/255. Without VBMI the latter is 1/127, and the sum of a half is rounded once more,
 to twice the product of these steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from polarlm.engine.backends.native.codecs import KeyTiles, codes_section
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.codecs.parts.packing import Packing
 from polarlm.engine.backends.native.codecs.parts.polar import (
@@ -28,18 +27,17 @@ from polarlm.engine.backends.native.codecs.parts.polar import (
     interleaved,
     pair_factors,
 )
-from polarlm.engine.backends.native.codecs.parts.sections import codes_section
+from polarlm.engine.codecs.polarquant import PolarQuant
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Value, Values, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 _BYTES = vector(I8, 64)
 _CODE = 0x0F0F0F0F  # the low four bits of each byte of a word
 
 
-class PolarKeys(PolarTiles):
+class PolarKeys(PolarTiles, KeyTiles):
     """Tiles of keys.
 
     Directions: for each half and each q of 0 and 1, 16 tokens, with pair q in the low bits, q + 2 in the high. Rows: 16
@@ -48,6 +46,10 @@ class PolarKeys(PolarTiles):
 
     side = "keys"
 
+    def __init__(self, codec: PolarQuant, block_size: int, head_dim: int) -> None:
+        super().__init__(codec, block_size, head_dim)
+        self.query_bytes = 128 * self.units + 64
+
     def _code_sections(self, directions: Stream, rows: Stream) -> tuple[Section, Section]:
         tokens = self.tokens // 16, 16
         return (
@@ -55,18 +57,12 @@ class PolarKeys(PolarTiles):
             codes_section("rows", rows, None, (tokens, (self.units, 2)), (2, 0, 3, 1)),
         )
 
-    @property
-    def query_bytes(self) -> int:
-        return 128 * self.units + 64
-
     def places(self, token: Value) -> tuple[list[list[tuple[Value, Value]]], list[Value]]:
         shifts = [token.emitter.constant(I32, shift) for shift in (0, 4)]
         pairs = [[(token + (32 * half + 16 * (pair % 2)), shifts[pair // 2]) for pair in range(4)] for half in (0, 1)]
         return pairs, [token, token + 16]
 
-    def _emit_pack_codes(
-        self, e: Emitter, directions: Sequence[Value], rows: Sequence[Value], out: Value, out_rows: Value
-    ) -> None:
+    def _emit_pack_codes(self, e: Emitter, directions: Values, rows: Values, out: Value, out_rows: Value) -> None:
         for half, row in enumerate(rows):
             e.store(row.trunc(I8), out_rows, 16 * half)
             for q in (0, 1):
@@ -90,9 +86,7 @@ class PolarKeys(PolarTiles):
                     e.store(products, out + unit * 128, 16 * sums.order.index(4 * half + pair))
         e.store(norm * (sums.step / 127), out, 128 * self.units)
 
-    def emit_scores(
-        self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
-    ) -> None:
+    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
         groups = self.tokens // 16
         together = sum_tile(e, 2 * len(queries), groups)  # sums get a quarter of the registers: lookups need many
         sums = _sums(e, self.levels)

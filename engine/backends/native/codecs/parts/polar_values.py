@@ -14,10 +14,10 @@ weight and small value, does not coarsen the others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 
+from polarlm.engine.backends.native.codecs import ValueTiles, codes_section
 from polarlm.engine.backends.native.codecs.parts.packing import Packing
 from polarlm.engine.backends.native.codecs.parts.polar import (
     COSINES,
@@ -28,11 +28,9 @@ from polarlm.engine.backends.native.codecs.parts.polar import (
     interleaved,
     pair_factors,
 )
-from polarlm.engine.backends.native.codecs.parts.sections import codes_section
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Value, Values, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 _CODE = 0x0F0F0F0F  # the low four bits of each byte of a word
@@ -44,7 +42,7 @@ _WORD, _FACTOR, _DIRECTION = 32767, 255, 60
 _CHANNELS = [16 * axis + 4 * pair + 2 * half for half in (0, 1) for pair in range(4) for axis in (0, 1)]
 
 
-class PolarValues(PolarTiles):
+class PolarValues(PolarTiles, ValueTiles):
     """Tiles of values.
 
     Directions: for each pair, both halves of 8 tokens; the first 8 tokens in the low bits. Rows: for each 8 tokens, the
@@ -66,9 +64,7 @@ class PolarValues(PolarTiles):
         pairs = [[(within + (16 * pair + 8 * half), shift) for pair in range(4)] for half in (0, 1)]
         return pairs, [eight * 16 + within + 8 * half for half in (0, 1)]
 
-    def _emit_pack_codes(
-        self, e: Emitter, directions: Sequence[Value], rows: Sequence[Value], out: Value, out_rows: Value
-    ) -> None:
+    def _emit_pack_codes(self, e: Emitter, directions: Values, rows: Values, out: Value, out_rows: Value) -> None:
         for half, row in enumerate(rows):
             for eight in (0, 1):
                 e.store(e.part(row, 8 * eight, 8).trunc(I8), out_rows, 16 * eight + 8 * half)
@@ -77,9 +73,7 @@ class PolarValues(PolarTiles):
                 both = e.part(code, 0, 8) | e.part(code, 8, 8) << 4
                 e.store(both.trunc(I8), out, 16 * pair + 8 * half)
 
-    def emit_values(
-        self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]
-    ) -> None:
+    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
         groups, size = self.tokens // 16, max(32, e.level.byte_register or 64)  # lookups take 32 bytes or 64
         largest_radii, inverses = e.stack(4 * self.units), e.stack(4 * self.units)
         with e.loop(0, self.units) as unit:  # for all units first, so that their dependency chains overlap
@@ -93,7 +87,7 @@ class PolarValues(PolarTiles):
         factors = _Factors(e, self.levels, size)
         step = factors.largest * COSINES[1].max() / (_FACTOR * _DIRECTION) * (2**15 / _WORD)
         directions = [by_lane(e, [np.rint(x * (_DIRECTION / COSINES[1].max()))], size) for x in (COSINES[1], SINES)]
-        kind = vector(I32, size // 4)
+        kind, lanes = vector(I32, size // 4), [lane % 8 for lane in range(size // 2)]
         scaled = [e.stack(2 * self.tokens * factors.sets) for _ in weights]
         with e.loop(0, self.units) as unit:
             self.prefetch(e, after, unit)
@@ -112,10 +106,9 @@ class PolarValues(PolarTiles):
                         words = factors.read(e.load(rows + group * 32, vector(I8, 16), 16 * eight), first)
                         for head, total in zip(scaled, totals, strict=True):
                             e.keep_order()
-                            own = [
-                                self._eight(e, head + group * 32, 16 * eight + 2 * self.tokens * i, size)
-                                for i in range(factors.sets)
-                            ]
+                            sets = (2 * self.tokens * i + 16 * eight for i in range(factors.sets))
+                            at_eight = head + group * 32
+                            own = [e.shuffle(x := e.load(at_eight, vector(I16, 8), place), x, lanes) for place in sets]
                             products = [
                                 e.level.scaled_product(e, own[i % len(own)], word) for i, word in enumerate(words)
                             ]
@@ -171,8 +164,8 @@ class PolarValues(PolarTiles):
         rows: Value,
         inverse: Value,
         of_tokens: Value,
-        weights: Sequence[Value],
-        out: Sequence[Value],
+        weights: Values,
+        out: Values,
         factors: _Factors,
     ) -> None:
         """Weights (N,) int16 times the radii of a unit → `out` (sets, N) int16.
@@ -198,12 +191,6 @@ class PolarValues(PolarTiles):
                 own_weights = e.load(weight, vector(I16, together), 2 * first)
                 for number, word in enumerate(words):
                     e.store(e.level.scaled_product(e, own_weights, word), target, 2 * (first + self.tokens * number))
-
-    @staticmethod
-    def _eight(e: Emitter, at: Value, offset: int, size: int) -> Value:
-        """The eight int16 at `at` + offset, repeated to fill `size` bytes."""
-        own = e.load(at, vector(I16, 8), offset)
-        return e.shuffle(own, own, [lane % 8 for lane in range(size // 2)])
 
 
 class _Factors:

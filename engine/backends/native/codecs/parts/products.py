@@ -10,9 +10,7 @@ from functools import reduce
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.backends.native.codecs.parts.packing import BYTES, Packing
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.float_ops import largest, round_to, scaled_to
-from polarlm.engine.jit.lang.values import F32, I8, I32, Value, Variable, vector
+from polarlm.engine.jit.lang import F32, I8, I32, Emitter, Value, Values, Variable, largest, round_to, scaled_to, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
@@ -39,7 +37,7 @@ def read_low(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[Va
         yield from packing.emit_low(e, at + packing.nbytes(first) if first else at, min(packing.run, count - first))
 
 
-def store_query(e: Emitter, parts: Sequence[Value], table: CodeTable, out: Value) -> None:
+def store_query(e: Emitter, parts: Values, table: CodeTable, out: Value) -> None:
     """A query, 16 channels per vector, in the order of its prepared form → the prepared form (see `TableKeys`)."""
     integers, top = round_to(e, parts, 127.0)
     total = e.zero(_I16)
@@ -57,13 +55,7 @@ def _bias(e: Emitter) -> int:
 
 
 def emit_products(
-    e: Emitter,
-    table: CodeTable,
-    block: Value,
-    after: Value,
-    tokens: int,
-    head_dim: int,
-    prepared: Sequence[Sequence[Value]],
+    e: Emitter, table: CodeTable, block: Value, after: Value, tokens: int, head_dim: int, prepared: Sequence[Values]
 ) -> list[list[Value]]:
     """The dot products of a tile's keys with prepared queries: for each query, int32, 16 tokens per vector.
 
@@ -80,7 +72,7 @@ def emit_products(
     flip = table.emit_flips(e) if table.flips else None
     previous: dict[int, Variable] = {}  # the last code vector of each group
 
-    def add(at: Value, own: Sequence[Sequence[Value]], count: int, chosen: Sequence[int]) -> None:
+    def add(at: Value, own: Sequence[Values], count: int, chosen: Sequence[int]) -> None:
         """Add the products of `count` code vectors at `at` with the queries at `own`, of the chosen groups."""
         for number, code in enumerate(read_codes(e, packing, at, count)):
             quad, group = divmod(number, groups)
@@ -119,7 +111,7 @@ def emit_products(
     return [[total.get() for total in column] for column in zip(*totals, strict=True)]
 
 
-def quantize_weights(e: Emitter, weights: Sequence[Value], factors: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+def quantize_weights(e: Emitter, weights: Values, factors: Values) -> tuple[list[Value], list[Value]]:
     """Replace rows of float32 weights by bytes of weight · factor (factors ≥ 0, 16 per vector) → each row's step, and
     the sum of its bytes, int32.
 

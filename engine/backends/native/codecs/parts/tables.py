@@ -18,15 +18,15 @@ tile's own, by which mirror images are looked up together: `code_table`.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 
 from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native.codecs import KeyTiles, Tiles, ValueTiles, codes_section
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
-from polarlm.engine.backends.native.codecs.parts.decoding import emit_points
-from polarlm.engine.backends.native.codecs.parts.norms import emit_norms, emit_pack_norms
+from polarlm.engine.backends.native.codecs.parts.decoding import emit_norms, emit_pack_norms, emit_points
 from polarlm.engine.backends.native.codecs.parts.packing import Packing, side_by_side
 from polarlm.engine.backends.native.codecs.parts.products import (
     PAIR_LANES,
@@ -36,37 +36,31 @@ from polarlm.engine.backends.native.codecs.parts.products import (
     read_low,
     store_query,
 )
-from polarlm.engine.backends.native.codecs.parts.sections import SectionTiles, codes_section
 from polarlm.engine.backends.native.kernels.encode import encode
-from polarlm.engine.backends.native.kernels.encode.formats import by_rounding
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, by_rounding
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.pair_codec import PairCodec
 from polarlm.engine.codecs.schema.joined import join, split
 from polarlm.engine.codecs.schema.sections import Section
 from polarlm.engine.codecs.schema.streams import Stream, codes
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, vector
+from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Kernel, Value, Values, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
 
 def keys(codec: Codec, block_size: int, head_dim: int) -> TableKeys | None:
-    if block_size % 16 or not isinstance(codec, PairCodec) or codec.points is None:
+    if not isinstance(codec, PairCodec) or codec.points is None:
         return None
     return TableKeys(codec, codec.points, block_size, head_dim)
 
 
 def values(codec: Codec, block_size: int, head_dim: int) -> TableValues | None:
-    if block_size % 16 or not isinstance(codec, PairCodec) or codec.points is None:
+    if not isinstance(codec, PairCodec) or codec.points is None:
         return None
     return TableValues(codec, codec.points, block_size, head_dim)
 
 
-class _TableTiles(SectionTiles, ABC):
-    """What tiles of keys and tiles of values share."""
-
+class _TableTiles(Tiles):
     _side: str
     by_token: bool  # whether the codes that `emit_pack` reads are contiguous by token
 
@@ -124,7 +118,7 @@ class _TableTiles(SectionTiles, ABC):
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
         """A vector of codes: 4 bytes in each of 16 lanes; for ten bits, then a vector of their high bits."""
 
-    def _four_bytes(self, codes: Sequence[Value]) -> list[Value]:
+    def _four_bytes(self, codes: Values) -> list[Value]:
         """Four vectors of codes (16,) int32 → a vector whose lanes have a byte of each; for ten bits, low and high."""
         parts = [[code & 255 for code in codes], [code >> 8 for code in codes]] if self._table.bits > 8 else [[*codes]]
         return [side_by_side(part) for part in parts]
@@ -135,20 +129,21 @@ class _TableTiles(SectionTiles, ABC):
         emit_points(e, block, self._packing, self._section.places, points, [norms], out, scratch, flips=flips)
 
 
-class TableKeys(_TableTiles):
+class TableKeys(_TableTiles, KeyTiles):
     """Tiles of keys.
 
     A prepared query: int8 (D,), with the first channels of each four codes before their second channels; at D rounded
     up to 16, the query's step times the table's, float32, and minus the sum of the bytes times what is added to
-    those of the table, int32.
+    the table's bytes, int32.
     """
 
     _side = "keys"
     by_token = False
 
-    @property
-    def _groups(self) -> int:
-        return self._tokens // 16
+    def __init__(self, codec: PairCodec, points: np.ndarray, block_size: int, head_dim: int) -> None:
+        self._groups, self._factor_at = block_size // 16, -(-head_dim // 16) * 16
+        self.query_bytes = -(-(self._factor_at + 8) // 64) * 64
+        super().__init__(codec, points, block_size, head_dim)
 
     def _codes_section(self, stream: Stream) -> Section:
         cuts = (self._groups, 16), (self._codes // 4, 4)
@@ -159,23 +154,13 @@ class TableKeys(_TableTiles):
         at = codes + number // self._groups * (4 * row) + number % self._groups * 64
         return self._four_bytes([e.load(at, _I16, row * i) for i in range(4)])
 
-    @property
-    def _factor_at(self) -> int:
-        return -(-self._head_dim // 16) * 16
-
-    @property
-    def query_bytes(self) -> int:
-        return -(-(self._factor_at + 8) // 64) * 64
-
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         parts = [e.load(q, _F16, 4 * first) for first in range(0, self._factor_at, 16)]
         if self._table.width == 2:
             parts = [e.shuffle(part, part, PAIR_LANES) for part in parts]
         store_query(e, parts, self._table, out)
 
-    def emit_scores(
-        self, e: Emitter, block: Value, after: Value, queries: Sequence[Value], out: Sequence[Value]
-    ) -> None:
+    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
         totals = emit_products(e, self._table, block, after, self._tokens, self._head_dim, [queries])
         e.prefetch(after + self._norms_at, self.nbytes - self._norms_at)
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
@@ -185,9 +170,7 @@ class TableKeys(_TableTiles):
                 e.store(total[group].to_float() * (norm * factor), target, 64 * group)
 
 
-class TableValues(_TableTiles):
-    """Tiles of values."""
-
+class TableValues(_TableTiles, ValueTiles):
     _side = "values"
     by_token = True
 
@@ -208,9 +191,7 @@ class TableValues(_TableTiles):
         tokens = [e.load(first, vector(kind, p), i * self._codes * size).zext(I32) for i in range(64 // p)]
         return self._four_bytes([e.join(tokens[i::4]) for i in range(4)])
 
-    def emit_values(
-        self, e: Emitter, block: Value, after: Value, weights: Sequence[Value], sums: Sequence[Value]
-    ) -> None:
+    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
         chunks, along, run = self._codes // self._lanes, self._tokens * self._lanes // 64, self._packing.run
         width = self._table.width
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
@@ -222,9 +203,7 @@ class TableValues(_TableTiles):
         flip = self._table.emit_flips(e) if self._table.flips else None
         totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
 
-        def add(
-            code: list[Value], last: Value | None, own: Sequence[Value], place: int, channels: Sequence[int]
-        ) -> None:
+        def add(code: list[Value], last: Value | None, own: Values, place: int, channels: Sequence[int]) -> None:
             """Add the products of a code vector with the weights of its tokens; `place`: vectors after `own`. last:
             with flips, the same tokens' codes before these."""
             fours = [self._weights(e, weight, place) for weight in own]

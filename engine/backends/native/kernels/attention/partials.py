@@ -1,4 +1,5 @@
-"""Partial results of attention, and the kernel that merges them.
+"""The records that kernels of a step read in the tables of its spans (`attention_ops.step_table`), partial results of
+attention, and the kernel that merges them.
 
 A partial result belongs to a row, a query head and the tokens of a chunk:
 
@@ -12,18 +13,48 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.attention.step_records import SpanHeader
-from polarlm.engine.backends.native.kernels.multiply import pieces
-from polarlm.engine.backends.native.kernels.rotation import rotate
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Int64, Pointer, read
-from polarlm.engine.jit.lang.values import F32, I64, Value, vector
+from polarlm.engine.backends.native.kernels.multiply import pieces, rotate
+from polarlm.engine.jit.lang import F32, I64, Emitter, Int64, Kernel, Pointer, Value, read, vector
 
 LOWEST = -1e30  # the score of a masked token: finite, so that differences of two are not NaN
 WEIGHTED = 64  # offset in bytes of `weighted` in a partial result
 
 _F16 = vector(F32, 16)
+
+
+class SpanHeader(NamedTuple):
+    """A sequence of the step. Its attention is cut into chunks: chunk 0 is the full-precision blocks, each other one is
+    `chunk_blocks` quantized blocks."""
+
+    first_row: Int64
+    rows: Int64
+    position: Int64  # position of the first row
+    quantized: Int64  # number of quantized blocks
+    table_start: Int64  # position of their first token
+    chunk_blocks: Int64
+    chunks: Int64
+    full: Int64  # number of blocks in full precision
+
+
+class FullBlock(NamedTuple):
+    """A block in full precision: its slot, and the position of its first token."""
+
+    slot: Int64
+    start: Int64
+
+
+class Unit(NamedTuple):
+    """A unit of attention over all sequences: a chunk of a sequence."""
+
+    sequence: Int64
+    chunk: Int64
+
+
+class RowPlace(NamedTuple):
+    """Where the keys and values of a row go: a slot, and the token's row in it."""
+
+    slot: Int64
+    offset: Int64
 
 
 def padded(head_dim: int) -> int:
@@ -37,8 +68,6 @@ def partial_bytes(head_dim: int) -> int:
 
 
 class MergeArguments(NamedTuple):
-    """Arguments of `merge`."""
-
     parts: Pointer
     headers: Pointer
     row_sequences: Pointer

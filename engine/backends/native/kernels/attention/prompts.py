@@ -1,15 +1,19 @@
-"""Attention of many rows of one sequence over float32 keys and values, with online softmax."""
+"""Attention over float32 keys and values, with online softmax: of many rows of one sequence, and of the rows of several
+texts, each to all rows of its own text; and decoding of quantized blocks, for prompts that read earlier turns."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.attention.unit import KEYS, Prompt, Scratch, Unit
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
+from polarlm.engine.backends.native.kernels.attention.unit import KEYS, Prompt, Unit, arrays
+from polarlm.engine.backends.native.kernels.multiply import pieces
+from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, vector
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
-from polarlm.engine.jit.lang.values import Value
+
+_TEXT_SIZES = 32, 64, KEYS  # keys of a tile that code is specialized for: most texts are short
 
 
 class Segment(NamedTuple):
@@ -26,8 +30,6 @@ class Segment(NamedTuple):
 
 
 class PromptArguments(NamedTuple):
-    """Arguments of `attend`."""
-
     q: Pointer
     out: Pointer
     segments: Pointer
@@ -61,11 +63,11 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
     row_sum (T, H) hold the maxima and the sums of weights, and out the weighted sums. The last launch multiplies
     results by scale_back (H,) and rotates them: before (D,) and rotation are a `Rotation`'s.
     """
-    layout, row_bytes = Scratch(spec.dim), 4 * spec.dim
+    row_bytes = 4 * spec.dim
 
     def emit(e: Emitter, args: PromptArguments, begin: Value, end: Value, scratch: Value) -> None:
         group, kv_heads, out = args.group, args.kv_heads, args.out
-        unit_state = Unit(e, spec, layout, scratch, args.softcap if spec.is_capped else None)
+        state = Unit(e, spec, scratch, args.softcap if spec.is_capped else None)
         with e.loop(begin, end) as unit:
             head, first_row = unit % kv_heads, unit // kv_heads * args.tile
             own_rows = e.imin(args.rows - first_row, args.tile)
@@ -76,12 +78,10 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
                 number = ((first_row + row) * kv_heads + head) * group + member
                 sink = args.sink_scores + (head * group + member) * 4 if spec.has_sink_scores else None
                 own_q = args.q + number * row_bytes
-                unit_state.open(row * group + member, first_position + row, own_q, args.scale, sink)
+                state.open(row * group + member, first_position + row, own_q, args.scale, sink)
                 with e.when(args.is_first < 1):
-                    unit_state.resume(
-                        row * group + member, out + number * row_bytes, args.row_max, args.row_sum, number
-                    )
-            unit_state.fill_up(queries, last_position)
+                    state.resume(row * group + member, out + number * row_bytes, args.row_max, args.row_sum, number)
+            state.fill_up(queries, last_position)
             with e.loop(0, args.count) as index:
                 k, v, head_stride, start, tokens = read(e, Segment, args.segments, index)
                 from_key = e.imax(first_position - args.window + 1 - start, 0) // KEYS * KEYS
@@ -89,14 +89,151 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
                 with e.loop(from_key, to_key, KEYS) as first:
                     at = head * head_stride + first * row_bytes
                     left = e.imin(tokens - first, KEYS)
-                    unit_state.attend(k + at, v + at, start + first, left, queries, args.window)
+                    state.attend(k + at, v + at, start + first, left, queries, args.window)
             with e.loop(0, own_rows) as row, e.loop(0, group) as member:
                 number = ((first_row + row) * kv_heads + head) * group + member
                 target = out + number * row_bytes
                 with e.when(args.is_last < 1):
-                    unit_state.suspend(row * group + member, target, args.row_max, args.row_sum, number)
+                    state.suspend(row * group + member, target, args.row_max, args.row_sum, number)
                 with e.when(args.is_last > 0):
                     own_scale = args.scale_back + (head * group + member) * 4
-                    unit_state.finish(row * group + member, target, (own_scale, args.before, args.rotation))
+                    state.finish(row * group + member, target, (own_scale, args.before, args.rotation))
 
-    return Kernel(spec.name, emit, PromptArguments, scratch=layout.end)
+    return Kernel(spec.name, emit, PromptArguments, scratch=arrays(spec.dim)[-1])
+
+
+class TextRows(NamedTuple):
+    """Rows of a text that attend together: the first one, and how many. first, length: of all rows of the text."""
+
+    row: Int64
+    rows: Int64
+    first: Int64
+    length: Int64
+
+
+class TextArguments(NamedTuple):
+    q: Pointer
+    k: Pointer
+    v: Pointer
+    out: Pointer
+    texts: Pointer
+    q_stride: Int64
+    row_stride: Int64
+    head_stride: Int64
+    group: Int64
+    kv_heads: Int64
+    reach: Int64
+    scale: Float32
+
+
+@cache
+def attend_to_texts(dim: int) -> Kernel[TextArguments]:
+    """Attention of q (T, H, D) to k, v (K, T, D) of the same text → out (T, H, D); one unit per KV head and entry of
+    texts, each a `TextRows`, whose rows times `group` are at most MOST_QUERIES.
+
+    A row sees those that are at most `reach` away. group: H / K. q_stride: bytes from row to row of q, whose heads lie
+    together. row_stride, head_stride: bytes from row to row and from head to head of k and v. scale: multiplies the
+    scores.
+    """
+    row_bytes = 4 * dim
+
+    def emit(e: Emitter, args: TextArguments, begin: Value, end: Value, scratch: Value) -> None:
+        group, kv_heads, reach = args.group, args.kv_heads, args.reach
+        state = Unit(e, Prompt(dim), scratch, row_stride=args.row_stride)
+        # Rows have positions `reach` after the keys that they see, so that the last key seen is their own.
+        window = reach * 2 + 1
+        with e.loop(begin, end) as unit:
+            head, own = unit % kv_heads, read(e, TextRows, args.texts, unit // kv_heads)
+            queries, first_position = own.rows * group, own.row - own.first + reach
+
+            with e.loop(0, own.rows) as row, e.loop(0, group) as member:
+                query = args.q + (own.row + row) * args.q_stride + (head * group + member) * row_bytes
+                state.open(row * group + member, first_position + row, query, args.scale)
+            state.fill_up(queries, first_position + own.rows - 1)
+            from_key = e.imax(first_position - window + 1, 0) // KEYS * KEYS
+            to_key = e.imin(own.length, first_position + own.rows)
+            with e.loop(from_key, to_key, KEYS) as key:
+                at = head * args.head_stride + (own.first + key) * args.row_stride
+                left = e.imin(own.length - key, KEYS)
+                for below, most in zip((0, *_TEXT_SIZES), _TEXT_SIZES, strict=False):
+                    with e.when((left > below) & (left <= most)):
+                        state.attend(args.k + at, args.v + at, key, left, queries, window, most)
+            with e.loop(0, own.rows) as row, e.loop(0, group) as member:
+                number = ((own.row + row) * kv_heads + head) * group + member
+                state.finish(row * group + member, args.out + number * row_bytes)
+
+    return Kernel(f"text_attention_{dim}", emit, TextArguments, scratch=arrays(dim)[-1])
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The properties that a kernel is specialized for. mean_bits: bits of the block means of keys, 0 for none."""
+
+    keys: KeyTiles
+    values: ValueTiles
+    mean_bits: int
+    block_size: int
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.block_size}x{self.head_dim}"
+        return f"decode_{self.keys.name}_{self.values.name}_mean{self.mean_bits}_{sizes}"
+
+
+class DecodeArguments(NamedTuple):
+    keys: Pointer
+    values: Pointer
+    mean: Pointer
+    mean_scale: Pointer
+    ids: Pointer
+    k: Pointer
+    v: Pointer
+    blocks: Int64
+    count: Int64
+    key_stride: Int64
+    value_stride: Int64
+    key_bytes: Int64
+    value_bytes: Int64
+
+
+@cache
+def decode(spec: Decoding) -> Kernel[DecodeArguments]:
+    """Blocks `ids` (count,) int64 → k, v (K, count, N, D) float32, keys with block means; one unit per KV head, block.
+
+    keys, values: tiles (K, blocks), key_stride and value_stride bytes from head to head, key_bytes and
+    value_bytes from block to block. mean, mean_scale (K, blocks, …): the block means.
+    """
+    n, dim = spec.block_size, spec.head_dim
+    nbytes = 4 * n * dim
+
+    def emit(e: Emitter, args: DecodeArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as unit:
+            head, block = unit // args.count, e.load(args.ids + unit % args.count * 8, I64)
+            key, value = args.k + unit * nbytes, args.v + unit * nbytes
+            tile = args.keys + (head * args.key_stride + block * args.key_bytes)
+            spec.keys.emit_decode(e, tile, key, scratch)
+            if spec.mean_bits:
+                own = head * args.blocks + block
+                mean = args.mean + own * (dim * spec.mean_bits // 8)
+                _mean(e, spec, mean, args.mean_scale + own * 2, scratch)
+                with e.loop(0, n) as token:
+                    row = key + token * (4 * dim)
+                    for first, lanes in pieces(dim):
+                        kind = vector(F32, lanes)
+                        e.store(e.load(row, kind, 4 * first) + e.load(scratch, kind, 4 * first), row, 4 * first)
+            tile = args.values + (head * args.value_stride + block * args.value_bytes)
+            spec.values.emit_decode(e, tile, value, scratch)
+
+    return Kernel(spec.name, emit, DecodeArguments, scratch=nbytes)
+
+
+def _mean(e: Emitter, spec: Decoding, mean: Value, scale: Value, out: Value) -> None:
+    """The mean of a block → out (D,) float32."""
+    factor = e.half_to_float(e.load(scale, I16)) if spec.mean_bits == 8 else None
+    for first, lanes in pieces(spec.head_dim):
+        if factor is not None:
+            value = e.load(mean, vector(I8, lanes), first).sext(I32).to_float() * factor
+        else:
+            value = e.half_to_float(e.load(mean, vector(I16, lanes), 2 * first))
+        e.store(value, out, 4 * first)

@@ -12,22 +12,27 @@ from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.codecs import MOST_QUERIES, KeyTiles, ValueTiles
-from polarlm.engine.backends.native.kernels.attention import full_blocks
-from polarlm.engine.backends.native.kernels.attention.partials import LOWEST, WEIGHTED, padded, partial_bytes
-from polarlm.engine.backends.native.kernels.attention.softmax import Query, cap_scores, mask, softmax
-from polarlm.engine.backends.native.kernels.attention.step_records import FullBlock, SpanHeader, Unit
+from polarlm.engine.backends.native.kernels.attention import blocks
+from polarlm.engine.backends.native.kernels.attention.blocks import Query
+from polarlm.engine.backends.native.kernels.attention.partials import (
+    LOWEST,
+    WEIGHTED,
+    FullBlock,
+    SpanHeader,
+    Unit,
+    padded,
+    partial_bytes,
+)
 from polarlm.engine.backends.native.kernels.multiply import pieces
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
+from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, Values, vector
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, vector
 
 _F16 = vector(F32, 16)
 _TILE_TOKENS = 256  # tokens per step of the softmax, but at least a block
 _BLOCKS_AHEAD = 4  # prefetch distance in blocks
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Attention:
     """The properties that a kernel is specialized for.
 
@@ -54,12 +59,6 @@ class Attention:
         sizes = f"{self.block_size}x{self.head_dim}_group{self.group}_pass{self.query_tile}"
         return f"attention_{self.keys.name}_{self.values.name}_mean{self.mean_bits}_{sizes}{'_capped' * self.is_capped}"
 
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Attention) and self.name == other.name
-
 
 def query_tile_of(group: int, rows: int) -> int:
     """The query tile for `rows` rows: one row's tile, which is compiled already, unless it is small."""
@@ -68,8 +67,6 @@ def query_tile_of(group: int, rows: int) -> int:
 
 
 class AttendArguments(NamedTuple):
-    """Arguments of `attend`."""
-
     q: Pointer
     parts: Pointer
     keys: Pointer
@@ -115,8 +112,6 @@ def attend(spec: Attention) -> Kernel[AttendArguments]:
 
 
 class _Body:
-    """Emits the kernel `attend`."""
-
     def __init__(self, e: Emitter, spec: Attention, args: AttendArguments, scratch: Value) -> None:
         self.e, self.spec, self.args, self.scratch = e, spec, args, scratch
 
@@ -167,7 +162,6 @@ class _Body:
 
     @property
     def _stride(self) -> int:
-        """Bytes of scratch per query."""
         spec = self.spec
         return 2 * padded(spec.head_dim) + spec.keys.query_bytes + 4 * spec.block_size * spec.block_tile
 
@@ -213,10 +207,10 @@ class _Body:
             lows = [query.position - args.window + 1 - start for query in queries]
             tokens = count * spec.block_size
             if spec.is_capped:
-                cap_scores(e, queries, tokens, spec.block_size, args.softcap)
+                blocks.cap_scores(e, queries, tokens, spec.block_size, args.softcap)
             with e.when(lows[-1] > 0):  # rows are in order of position
-                mask(e, queries, lows, [tokens] * len(queries), tokens)
-            softmax(e, queries, tokens, spec.block_size, spec.head_dim)
+                blocks.mask(e, queries, lows, [tokens] * len(queries), tokens)
+            blocks.softmax(e, queries, tokens, spec.block_size, spec.head_dim)
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 weights = [query.scores + offset for query in queries]
@@ -224,9 +218,7 @@ class _Body:
                 own, ahead = values + block * args.value_bytes, values + after * args.value_bytes
                 spec.values.emit_values(e, own, ahead, weights, [query.weighted for query in queries])
 
-    def _block_scores(
-        self, queries: Sequence[Query], keys: Value, block: Value, after: Value, scores: Sequence[Value]
-    ) -> None:
+    def _block_scores(self, queries: Sequence[Query], keys: Value, block: Value, after: Value, scores: Values) -> None:
         """Scores q·k + q·μ of each query with the keys of a block, whose mean is μ → N float32 at each of `scores`."""
         e, spec = self.e, self.spec
         own, ahead = keys + block * self.args.key_bytes, keys + after * self.args.key_bytes
@@ -278,21 +270,19 @@ class _Body:
                 first, keys, values = queries[0], args.full_k + offset, args.full_v + offset
                 widened = self.scratch + spec.query_tile * self._stride
                 places = first.vector, first.scores, len(queries), self._stride, widened
-                full_blocks.scores(e, keys, values, dim, count, *places)
+                blocks.full_scores(e, keys, values, dim, count, *places)
                 if spec.is_capped:
-                    cap_scores(e, queries, e.i64(n), n, args.softcap)
-                mask(e, queries, lows, highs, e.i64(n))
-                softmax(e, queries, e.i64(n), n, dim)
+                    blocks.cap_scores(e, queries, e.i64(n), n, args.softcap)
+                blocks.mask(e, queries, lows, highs, e.i64(n))
+                blocks.softmax(e, queries, e.i64(n), n, dim)
                 after = read(e, FullBlock, full, e.imin(number + 1, self.header.full - 1)).slot
                 own_keys = args.full_k + self._offset(after, self.head)
                 after_keys = e.select(number + 1 < self.header.full, own_keys, following)
                 scores, weighted = [query.scores for query in queries], [query.weighted for query in queries]
-                full_blocks.add_values(e, values, after_keys, dim, count, scores, weighted)
+                blocks.add_full_values(e, values, after_keys, dim, count, scores, weighted)
 
     def _full(self, sequence: Value) -> Value:
-        """The address of the list of the sequence's full-precision blocks."""
         return self.args.full + sequence * self.args.most_full * (8 * len(FullBlock._fields))
 
     def _offset(self, slot: Value, head: Value) -> Value:
-        """The offset in bytes of a head's keys, or values, in a slot."""
         return (slot * self.args.kv_heads + head) * (2 * self.spec.block_size * self.spec.head_dim)

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST
-from polarlm.engine.backends.native.kernels.multiply import multiply, pieces
-from polarlm.engine.backends.native.kernels.rotation import rotate
+from polarlm.engine.backends.native.kernels.multiply import multiply, offsets, pieces, rotate
 from polarlm.engine.backends.native.kernels.rows import capped
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I32, I64, Value, vector
+from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Value, Values, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
 KEYS = 128  # keys of a tile
@@ -39,64 +37,39 @@ class Prompt:
         return f"prompt_attention_{self.dim}_{'scaled' * self.is_scaled}{self.order}{rule}"
 
 
-class Scratch:
-    """Offsets in bytes of a unit's arrays in scratch, float32 if not said otherwise.
+def arrays(dim: int) -> list[int]:
+    """Offsets of a unit's arrays in scratch, and their end. They are float32 if not said otherwise.
 
     keys (D, KEYS): a tile, transposed. weights (_QUERY_TILE, KEYS): scores, then their exponentials. rescale (2, 16):
     the factors of older sums, then the sums of new weights. For each query: position, int64; query (D,), scaled;
     weighted (D,), the weighted values; row_max and row_sum, the maximum of its scores and the sum of its weights.
     """
-
-    def __init__(self, dim: int) -> None:
-        self.end = 0
-        self.keys = self._room(KEYS * dim)
-        self.weights = self._room(_QUERY_TILE * KEYS)
-        self.rescale = self._room(32)
-        self.position = self._room(2 * MOST_QUERIES)
-        self.query = self._room(MOST_QUERIES * dim)
-        self.weighted = self._room(MOST_QUERIES * dim)
-        self.row_max = self._room(MOST_QUERIES)
-        self.row_sum = self._room(MOST_QUERIES)
-
-    def _room(self, numbers: int) -> int:
-        start = self.end
-        self.end += -(-numbers // 16) * 64
-        return start
+    n = MOST_QUERIES
+    return offsets(KEYS * dim, _QUERY_TILE * KEYS, 32, 2 * n, n * dim, n * dim, n, n)
 
 
 def supports(dim: int) -> bool:
     """Whether scratch has room for a unit with heads of `dim` channels."""
-    return Scratch(dim).end <= SCRATCH
+    return arrays(dim)[-1] <= SCRATCH
 
 
 class Unit:
     """Emits the work of a unit on its queries. Their state is in scratch."""
 
     def __init__(
-        self,
-        e: Emitter,
-        spec: Prompt,
-        layout: Scratch,
-        scratch: Value,
-        softcap: Value | None,
-        row_stride: Value | None = None,
+        self, e: Emitter, spec: Prompt, scratch: Value, softcap: Value | None = None, row_stride: Value | None = None
     ) -> None:
         """row_stride: bytes from row to row of keys and of values; None: they lie together."""
         self._row_stride = 4 * spec.dim if row_stride is None else row_stride
         self._e, self._spec, self._dim, self._softcap = e, spec, spec.dim, softcap
-        self._keys, self._weights, self._rescale = (
-            scratch + at for at in (layout.keys, layout.weights, layout.rescale)
-        )
-        self._position, self._query, self._weighted = (
-            scratch + at for at in (layout.position, layout.query, layout.weighted)
-        )
-        self._row_max, self._row_sum = scratch + layout.row_max, scratch + layout.row_sum
+        places = (scratch + at for at in arrays(spec.dim)[:-1])
+        self._keys, self._weights, self._rescale, self._position, *of_queries = places
+        self._query, self._weighted, self._row_max, self._row_sum = of_queries
         rows, vectors = e.level.float_tile
         self._rows = max(n for n in (1, 2, 3, 4, _QUERY_TILE) if n <= rows)  # divisors of MOST_QUERIES
         self._vectors = max(n for n in (1, 2, 4) if n <= vectors)  # divisors of KEYS / 16
 
     def _row(self, i: Value) -> tuple[Value, Value]:
-        """The addresses of query i and of its weighted sum."""
         return self._query + i * (4 * self._dim), self._weighted + i * (4 * self._dim)
 
     def open(self, i: Value, position: Value, q: Value, scale: Value, sink: Value | None = None) -> None:
@@ -124,7 +97,6 @@ class Unit:
         e.store(e.load(row_sum + number * 4, F32), self._row_sum + i * 4)
 
     def suspend(self, i: Value, out: Value, row_max: Value, row_sum: Value, number: Value) -> None:
-        """Store the state of query i for a later launch."""
         e = self._e
         _copy(e, self._row(i)[1], out, self._dim)
         e.store(e.load(self._row_max + i * 4, F32), row_max + number * 4)
@@ -178,8 +150,9 @@ class Unit:
                         for number, value in enumerate(sums):
                             e.store(value, self._weights + first * 4, 4 * (KEYS * row + 16 * number))
                 self._softmax(i, start, tokens, window, most)
-                for part in _groups(list(pieces(self._dim)), self._vectors):
-                    self._add_values(weighted, v, seen, part)
+                parts = list(pieces(self._dim))
+                for number in range(0, len(parts), self._vectors):
+                    self._add_values(weighted, v, seen, parts[number : number + self._vectors])
 
     def _transpose(self, k: Value, tokens: Value, vectors: int) -> None:
         """k (tokens, D) → keys (D, KEYS), where copies of the last token are padding, as far as products read them.
@@ -236,17 +209,12 @@ class Unit:
 
     def _add_values(self, weighted: Value, v: Value, seen: Value, part: Sequence[tuple[int, int]]) -> None:
         """Add weights · values to the rescaled sums, for the channels of `part`."""
-        e, row_bytes, first = self._e, 4 * self._dim, part[0][0]
+        e, row_bytes = self._e, 4 * self._dim
         start = []
         for row in range(self._rows):
-            rescale = e.load(self._rescale, F32, 4 * row)
-            start.append(
-                [
-                    e.load(weighted, vector(F32, lanes), row_bytes * row + 4 * channel) * rescale
-                    for channel, lanes in part
-                ]
-            )
-        sums = multiply(e, self._weights, 4 * KEYS, v + 4 * first, self._row_stride, seen, start)
+            rescale, at = e.load(self._rescale, F32, 4 * row), row_bytes * row
+            start.append([e.load(weighted, vector(F32, lanes), at + 4 * first) * rescale for first, lanes in part])
+        sums = multiply(e, self._weights, 4 * KEYS, v + 4 * part[0][0], self._row_stride, seen, start)
         for row, own in enumerate(sums):
             for (channel, _), value in zip(part, own, strict=True):
                 e.store(value, weighted, row_bytes * row + 4 * channel)
@@ -257,13 +225,9 @@ def _copy(e: Emitter, source: Value, target: Value, dim: int) -> None:
         e.store(e.load(source, vector(F32, lanes), 4 * first), target, 4 * first)
 
 
-def _reduced(values: Sequence[Value], combine: Callable[[Value, Value], Value]) -> Value:
+def _reduced(values: Values, combine: Callable[[Value, Value], Value]) -> Value:
     """The values combined pairwise, as a tree."""
     whole = list(values)
     while len(whole) > 1:
         whole = [combine(a, b) for a, b in zip(whole[::2], whole[1::2], strict=True)]
     return whole[0]
-
-
-def _groups(parts: Sequence[tuple[int, int]], size: int) -> list[Sequence[tuple[int, int]]]:
-    return [parts[first : first + size] for first in range(0, len(parts), size)]

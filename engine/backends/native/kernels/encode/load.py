@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.float_ops import float_to_half
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Value, Variable, vector
+from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Value, Values, Variable, vector
 
-ANY = float(np.finfo(np.float32).max)
-"""A limit that clips no finite value."""
+ANY = float(np.finfo(np.float32).max)  # a limit that clips no finite value
 
 _F8, _F16, _I16 = vector(F32, 8), vector(F32, LANES), vector(I32, LANES)
 
@@ -47,7 +42,7 @@ def load_halves(unit: Unit, out: Value) -> Value:
     bad = e.variable(e.zero(vector(I32, 8)))
     with e.loop(0, unit.tokens) as token, e.loop(0, unit.dim, 8) as channel:
         value = e.load(given + (token * unit.dim + channel) * 4, _F8)
-        half = float_to_half(e, _clipped(e, value, float(HALF_MAX), bad))
+        half = e.float_to_half(_clipped(e, value, float(HALF_MAX), bad))
         e.store(half, out + (token * ((unit.dim + 15) & -16) + channel) * 2)
     return _any_byte(e, bad)
 
@@ -101,7 +96,7 @@ def _centre(unit: Unit, source: Value) -> None:
         e.store(mean, unit.mean + channel * 4)
         top.set(e.fmax(top.get(), e.absolute(mean)))
     if unit.encoding.mean_bits == 8:
-        half = float_to_half(e, e.fmax_lanes(top.get()) / 127.0)
+        half = e.float_to_half(e.fmax_lanes(top.get()) / 127.0)
         e.store(half, unit.block.mean_scale)
         scale = e.half_to_float(half)
         step = e.splat(e.select(scale > 0.0, scale, e.constant(F32, 1.0)), 8)
@@ -112,13 +107,13 @@ def _centre(unit: Unit, source: Value) -> None:
             e.store(code.trunc(I8), unit.block.mean + channel)
             back = code.to_float() * scale
         else:
-            half = float_to_half(e, mean)
+            half = e.float_to_half(mean)
             e.store(half, unit.block.mean + channel * 2)
             back = e.half_to_float(half)
         e.store(back, unit.mean + channel * 4)
 
 
-def _transposed(e: Emitter, rows: Sequence[Value]) -> list[Value]:
+def _transposed(e: Emitter, rows: Values) -> list[Value]:
     """8 vectors, each with 8 channels of tokens t and t + 8 → 8 vectors, one for each channel, with tokens in lanes.
 
     Each of three rounds swaps one bit of the row index with the same bit of the lane index.

@@ -5,23 +5,20 @@ are closer to each other than to the next circle; on each circle the candidate i
 angle. So there are two candidates, and their scores decide, in the arithmetic of `engine.codecs.parts.nearest`. Where
 the angle is so close to the middle of two phases that its rounding error matters, there are four.
 
-Where points are images of those in a quadrant, the nearest to the pair's image there is found. The pair's signs are
-those of its nearest point, but where the pair is so close to an axis that the scores of two images are equal.
+Where points are images of points in a quadrant, the nearest to the pair's image there is found. The pair's signs are
+the signs of its nearest point, but where the pair is so close to an axis that the scores of two images are equal.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from polarlm.engine.codecs.ring import RINGS, in_quadrants, points_of
 from polarlm.engine.codecs.turbo import levels_of, thresholds_of
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.float_ops import gather_pairs
-from polarlm.engine.jit.lang.values import F32, I32, Value, vector
+from polarlm.engine.jit.lang import F32, I32, Emitter, Value, Values, gather_pairs, vector
 
 _F16, _I16 = vector(F32, 16), vector(I32, 16)
 
@@ -43,13 +40,6 @@ class Found(NamedTuple):
     points: list[Value]
 
 
-class Search(Protocol):
-    """A search for nearest points."""
-
-    def __call__(self, x: Sequence[Value]) -> Found:
-        """Coordinates of vectors of unit variance, each (16,) float32 and finite → the nearest points."""
-
-
 class NearestOfRings:
     """The search among the points of `ring` with `bits` bits per pair."""
 
@@ -67,7 +57,8 @@ class NearestOfRings:
         scores = np.square(points[:first]).sum(1) / 2
         self._turn_of_zero = (np.arctan2(*points[scores.argmin(), ::-1]) / (2 * np.pi)) % 1 * quarters
 
-    def __call__(self, x: Sequence[Value]) -> Found:
+    def __call__(self, x: Values) -> Found:
+        """Coordinates of vectors of unit variance, each (16,) float32 and finite → the nearest points."""
         e = self._e
         # NaN and infinity must not become an index, and scores must be finite.
         x = [e.fmin(e.fmax(value, -1e37), 1e37) for value in x]
@@ -76,8 +67,8 @@ class NearestOfRings:
         image = [e.absolute(value) for value in x]
         return self._with_signs(x, image, *self._nearest(image))
 
-    def _nearest(self, x: Sequence[Value]) -> tuple[Found, Value]:
-        """The nearest of the points, or of those in a quadrant to a pair there, and its score."""
+    def _nearest(self, x: Values) -> tuple[Found, Value]:
+        """The nearest of the points, or of the points in a quadrant to a pair there, and its score."""
         e, (a, b) = self._e, x
         square = e.fma(a, a, b * b)
         word = e.constant(_I16, self._words[0])
@@ -120,7 +111,7 @@ class NearestOfRings:
             return e.select(phase < 0, e.zero(_I16), e.select(phase < count, phase, count - 1))
         return e.select(phase < 0, phase + count, e.select(phase < count, phase, phase - count))
 
-    def _with_signs(self, x: Sequence[Value], image: Sequence[Value], found: Found, score: Value) -> Found:
+    def _with_signs(self, x: Values, image: Values, found: Found, score: Value) -> Found:
         """What is found for the pair if `found`, with `score`, is the nearest to its image in the quadrant.
 
         Among equal scores the lowest code wins, so a coordinate is negative only if that makes the score less.
@@ -135,7 +126,7 @@ class NearestOfRings:
         )
         return Found(found.codes | signs, [e.select(is_left, -p, p), e.select(is_low, -q, q)])
 
-    def _better(self, x: Sequence[Value], code: Value, best: Found | None, score: Value) -> tuple[Found, Value]:
+    def _better(self, x: Values, code: Value, best: Found | None, score: Value) -> tuple[Found, Value]:
         """The better of a candidate and the best so far, and its score; the lower code wins a tie."""
         e = self._e
         points = gather_pairs(e, self._points, code)
@@ -172,7 +163,7 @@ class NearestLevels:
         self._levels = levels_of(bits).tolist()
         self._thresholds = thresholds_of(bits).tolist()
 
-    def __call__(self, x: Sequence[Value]) -> Found:
+    def __call__(self, x: Values) -> Found:
         e, (value,) = self._e, x
         codes, level = e.zero(_I16), e.constant(_F16, self._levels[0])
         for number, (threshold, above) in enumerate(zip(self._thresholds, self._levels[1:], strict=True)):

@@ -5,15 +5,11 @@ Four tokens are searched together: a vector has their four survivors each, token
 earlier pairs are in its lane; as survivors replace one another, these lanes are permuted while the errors are summed.
 With feedback along tokens, rounds of tokens follow one another, and each needs the errors of earlier rounds. So
 rows are in the order of rounds: round r has tokens r, r + T, r + 2T, …
-
-For a token of D channels, D²/4 multiply-adds of vectors and half as many permutations, and for each pair some 300
-instructions for its candidates and the choice among them: the cost grows with D, and then with D².
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -22,8 +18,7 @@ from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit, add_
 from polarlm.engine.codecs.parts.cosets import CELLS, PER_UNIT, STATES, Cosets
 from polarlm.engine.codecs.parts.viterbi import CLIP, SIGNS, UNREACHABLE, flip
 from polarlm.engine.codecs.trellis import points_of
-from polarlm.engine.jit.lang.float_ops import gather, gather_pairs
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, Variable, vector
+from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Value, Values, Variable, gather, gather_pairs, vector
 
 _F16, _I16, _BYTES = vector(F32, LANES), vector(I32, LANES), vector(I8, 4 * LANES)
 
@@ -101,7 +96,7 @@ class _Search:
         scaled = own * inverse if self.unit.encoding.has_metric else own / inverse
         return e.fmin(e.fmax(scaled, -float(CLIP)), float(CLIP))
 
-    def _feedback(self, pair: Value, origin: Value, latest: Sequence[Value]) -> list[Value]:
+    def _feedback(self, pair: Value, origin: Value, latest: Values) -> list[Value]:
         """The sums of errors of earlier pairs. latest: of the last one, in the order of survivors. Those before are
         brought into it: a survivor comes from the state `origin`."""
         e, unit = self.e, self.unit
@@ -123,7 +118,7 @@ class _Search:
                     chains[step].set(e.fma(factor, errors.bits(_F16), chains[step].get()))
         return [add_chains(chains) for chains in sums]
 
-    def _step(self, pair: Value, targets: Sequence[Value], cost: Variable) -> tuple[Value, Value, list[Value]]:
+    def _step(self, pair: Value, targets: Values, cost: Variable) -> tuple[Value, Value, list[Value]]:
         """Extend survivors by a pair, from each state to each → the state that each new one comes from, its code and
         its point. Replaces their costs."""
         e = self.e
@@ -149,7 +144,7 @@ class _Search:
         cost.set(best.bits(_F16))
         return origin, code, points
 
-    def _least_by_state(self, tagged: Sequence[Value]) -> Value:
+    def _least_by_state(self, tagged: Values) -> Value:
         """For each state that is entered a vector of costs, by the state before → the least one of each, in the lane of
         the state that is entered."""
         e = self.e

@@ -1,5 +1,5 @@
 """Rounding of a block to codes, with error feedback between pairs, with one norm or the best of several, or without
-feedback."""
+feedback; and the norms that minimise its error metric."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.encode.norms import write_norms
-from polarlm.engine.backends.native.kernels.encode.unit import LANES, Unit
-from polarlm.engine.jit.lang.values import F32, I32, Value, vector
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Unit, add_chains
+from polarlm.engine.jit.lang import F32, I32, Emitter, Value, Values, Variable, vector
+from polarlm.engine.quantization.encode import TILT_RANGE
 
 _F16, _I16 = vector(F32, LANES), vector(I32, LANES)
 
@@ -87,6 +87,105 @@ def round_alone(unit: Unit) -> None:
             e.store(found.codes, unit.codes + pair * unit.row + offset)
 
 
+def round_skewed(unit: Unit) -> None:
+    """Round with feedback along tokens → `codes`; targets (x plus that feedback) → `x`, and their errors → `errors`.
+
+    Rows are skewed: row d has pair j of token d − j in lane j. All cells of a row are rounded at once. They
+    need errors of earlier rows: the error of pair j − k of the same token is in row d − k, lane j − k; the
+    error of pair j of token t − m is in row d − m, lane j.
+    """
+    e, width, row_bytes = unit.e, unit.width, unit.row_of_lanes * unit.width
+    search = unit.encoding.table(e, unit.encoding.bits)
+    pad = row_bytes + unit.row_of_lanes  # zeros that are read for rows and lanes before the first
+    nbytes = row_bytes * unit.encoding.rows(unit.pairs) + pad
+    targets, errors, target_errors = (unit.take(nbytes) + pad for _ in range(3))
+    unit.clear(targets + -pad, nbytes * 3)
+    _skew(unit, unit.x, targets)
+    norms, inverses = _reversed(unit, unit.norms), _reversed(unit, unit.inverses)
+    axes = [unit.row_of_lanes * axis for axis in range(width)]
+    with e.loop(0, unit.encoding.rows(unit.pairs)) as row:
+        first = e.imax(row - (unit.tokens - 1), 0) // LANES * LANES
+        with e.loop(first, e.imin(row + 1, unit.pairs), LANES) as pair:
+            token = row - pair  # the first lane's token; each next lane has the one before it
+            at = row_bytes * row + pair * 4
+            places = [at + axis for axis in axes]
+            xs = [e.load(targets + place, _F16) for place in places]
+            from_tokens = _from_tokens(unit, errors + at, token)
+            own_targets = [x + total for x, total in zip(xs, from_tokens, strict=True)]
+            from_pairs = _from_pairs(unit, target_errors + at, row, pair)
+            own = (-token + (ROW_PAD + unit.tokens - 1)) * 4
+            inverse, norm = e.load(inverses + own, _F16), e.load(norms + own, _F16)
+            found = search([(x + total) * inverse for x, total in zip(own_targets, from_pairs, strict=True)])
+            e.store(found.codes, unit.codes + unit.row_of_lanes * row + pair * 4)
+            lane = e.splat(token.trunc(I32), LANES) - e.constant(_I16, tuple(range(LANES)))
+            exists = (lane >= 0) & (lane < unit.tokens)
+            for place, x, target, point in zip(places, xs, own_targets, found.points, strict=True):
+                for array, error in ((errors, x - point * norm), (target_errors, target - point * norm)):
+                    e.store(e.select(exists, error, e.zero(_F16)), array + place)
+                e.store(target, targets + place)
+    _skew(unit, targets, unit.x, back=True)
+    _skew(unit, target_errors, unit.errors, back=True)
+
+
+def _reversed(unit: Unit, numbers: Value) -> Value:
+    """Numbers (N,) float32 of tokens → the address of ROW_PAD zeros, the numbers in reverse order, ROW_PAD zeros."""
+    e, out = unit.e, unit.take(unit.row + 8 * ROW_PAD)
+    unit.clear(out, e.i64(unit.row + 8 * ROW_PAD))
+    with unit.vectors() as offset:
+        value = e.load(numbers + offset, _F16)
+        e.store(e.shuffle(value, value, range(LANES - 1, -1, -1)), out + unit.row + -offset)
+    return out
+
+
+def _from_tokens(unit: Unit, errors: Value, token: Value) -> list[Value]:
+    """Error feedback from earlier tokens to 16 cells. errors: address of these cells; token: the first cell's."""
+    e, width, diagonal = unit.e, unit.width, 4 * unit.tokens + 8 * ROW_PAD
+    sums = [[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(width)]
+    coefficients = unit.block.along + (-token + (ROW_PAD + unit.tokens - 1)) * 4
+    with e.loop(1, e.imin(token + 1, e.i64(unit.tokens)), 2) as lag:
+        factors = coefficients + lag * diagonal
+        for step in (0, 1):
+            factor = e.load(factors, _F16, step * diagonal)
+            source = errors + -((lag + step) * width) * unit.row_of_lanes
+            for axis, by_step in enumerate(sums):
+                error = e.load(source + unit.row_of_lanes * axis, _F16)
+                by_step[step].set(e.fma(factor, error, by_step[step].get()))
+    return [add_chains(by_step) for by_step in sums]
+
+
+def _from_pairs(unit: Unit, errors: Value, row: Value, pair: Value) -> list[Value]:
+    """Error feedback from earlier pairs of their tokens to 16 cells. errors: their address; pair: the first cell's."""
+    e, width, diagonal = unit.e, unit.width, unit.row_of_lanes
+    sums = [[e.variable(e.zero(_F16)) for _ in range(2 * width)] for _ in range(width)]
+    coefficients = unit.block.feedback + pair * 4
+    lags = e.imin(e.imin(pair + (LANES - 1), unit.pairs - 1), row)
+    with e.loop(1, lags + 1, 2) as lag:
+        for step in (0, 1):
+            back = -(lag + step)
+            source = errors + (diagonal * width * back + back * 4)
+            factors = coefficients + diagonal * (width * width) * (lag + step)
+            for axis in range(width):
+                error = e.load(source + diagonal * axis, _F16)
+                for own, chains in enumerate(sums):
+                    factor = e.load(factors + diagonal * (own * width + axis), _F16)
+                    chain = chains[2 * axis + step] if width > 1 else chains[step]
+                    chain.set(e.fma(factor, error, chain.get()))
+    return [add_chains(chains) for chains in sums]
+
+
+def _skew(unit: Unit, source: Value, target: Value, *, back: bool = False) -> None:
+    """Rows of channels (D, N) → skewed rows; with `back`, the inverse."""
+    e, step = unit.e, unit.row_of_lanes * unit.width
+    with e.loop(0, unit.pairs) as pair, e.loop(0, unit.tokens, LANES) as token:
+        for axis in range(unit.width):
+            plain = pair * unit.row_of_pairs + token * 4 + axis * unit.row
+            skewed = step * (pair + token) + pair * 4 + unit.row_of_lanes * axis
+            for _ in range(LANES):
+                value = e.load(source + (skewed if back else plain), F32)
+                e.store(value, target + (plain if back else skewed))
+                plain, skewed = plain + 4, skewed + step
+
+
 def write_codes(unit: Unit, out: Value) -> None:
     """Transpose the codes in the rows of `codes` → (N, P) at `out`, uint8, or uint16 for ten bits."""
     e, size = unit.e, unit.encoding.code.width // 8
@@ -98,3 +197,116 @@ def write_codes(unit: Unit, out: Value) -> None:
             for number in range(4):
                 code = e.load(source + row * (pair + number), I32)
                 e.store(code.trunc(unit.encoding.code), target + pair * size, number * size)
+
+
+def write_norms(unit: Unit) -> None:
+    """Replace `norms` by norms of least cost, given the targets in `x` and their errors in `errors`, overwritten.
+
+    Where several norms are tried, the costs with them → `costs`.
+    """
+    e, tilted = unit.e, unit.encoding.tilted
+    vector_tile = unit.vector_tile(2)
+    with e.loop(0, unit.row, 64 * vector_tile) as offset:
+        sources = [array + offset + 64 * number for array in (unit.x, unit.errors) for number in range(vector_tile)]
+        if not tilted:
+            _decode(unit, sources)
+        by_vector = [_Sums(e, tilted) for _ in range(vector_tile)]
+        with e.loop(0, unit.dim, 2) as channel:
+            rows = [unit.block.matrix + (channel + row) * (unit.dim * 4) for row in (0, 1)]
+            sums = unit.products(rows, sources, channel)
+            here = [e.load(row + channel * 4, vector(F32, 2)) for row in rows]
+            diagonal = [e.splat(e.extract(row, place), LANES) for place, row in enumerate(here)]
+            between = e.splat(e.extract(here[1], 0), LANES)
+            means = (
+                [e.broadcast(unit.block.mean_query + channel * 4, F32, LANES, 4 * row) for row in (0, 1)]
+                if tilted
+                else []
+            )
+            for number, own in enumerate(by_vector):
+                xs, ys = (
+                    [e.load(sources[place] + channel * unit.row, _F16, row * unit.row) for row in (0, 1)]
+                    for place in (number, number + vector_tile)
+                )
+                own_x, own_y = ([by_source[place] for by_source in sums] for place in (number, number + vector_tile))
+                own_x[1] = e.fma(between, xs[0], own_x[1])
+                own_y[1] = e.fma(between, ys[0], own_y[1])
+                for row in (0, 1):
+                    own.add(diagonal[row], xs[row], ys[row], own_x[row], own_y[row])
+                    if tilted:
+                        own.add_mean(means[row], xs[row], ys[row])
+        for number, own in enumerate(by_vector):
+            place = offset + 64 * number
+            ratio, cost = own.tilted(unit.dim) if tilted else (own.fitted(), None)
+            if unit.encoding.tries_norms:
+                assert cost is not None
+                e.store(cost, unit.costs + place)
+            norm = ratio * e.load(unit.norms + place, _F16)
+            e.store(e.fmax(norm, 0.0), unit.norms + place)
+
+
+def _decode(unit: Unit, sources: Values) -> None:
+    """Replace errors, at the second half of `sources`, by x − errors, where x is at the first half."""
+    e, half = unit.e, len(sources) // 2
+    with e.loop(0, unit.dim) as channel:
+        for x, errors in zip(sources[:half], sources[half:], strict=True):
+            at = errors + channel * unit.row
+            e.store(e.load(x + channel * unit.row, _F16) - e.load(at, _F16), at)
+
+
+class _Sums:
+    """Sums over channels for 16 vectors x and y: x·S·xᵀ, x·S·yᵀ, y·S·yᵀ with a symmetric matrix S, and others.
+
+    If norms are tilted, y is the error of x, for a precise cost; else it is what is decoded.
+    """
+
+    def __init__(self, e: Emitter, tilted: bool) -> None:
+        self.e, self.is_tilted = e, tilted
+        names = ["xy", "yy", *(["xx", "mean_x", "mean_y", "plain_x", "plain"] if tilted else [])]
+        self.sums: dict[str, Variable] = {name: e.variable(e.zero(_F16)) for name in names}
+
+    def _add(self, name: str, a: Value, b: Value) -> None:
+        self.sums[name].set(self.e.fma(a, b, self.sums[name].get()))
+
+    def add(self, diagonal: Value, x: Value, y: Value, sum_x: Value, sum_y: Value) -> None:
+        """Add a channel. sum_x, sum_y: the products of all earlier channels with its row of S."""
+        e = self.e
+        own_y = e.fma(diagonal, y, sum_y)
+        self._add("xy", x, own_y)
+        self._add("xy", y, sum_x)
+        self._add("yy", y, own_y + sum_y)
+        if self.is_tilted:
+            self._add("xx", x, e.fma(diagonal, x, sum_x + sum_x))
+
+    def add_mean(self, mean: Value, x: Value, y: Value) -> None:
+        decoded = x - y
+        for name, a, b in (("mean_x", mean, x), ("mean_y", mean, y)):
+            self._add(name, a, b)
+        for name, a in (("plain_x", x), ("plain", decoded)):
+            self._add(name, a, decoded)
+
+    def fitted(self) -> Value:
+        """The factor of y that minimises the cost of the error."""
+        return self._ratio(self.sums["xy"].get(), self.sums["yy"].get())
+
+    def tilted(self, dim: Value) -> tuple[Value, Value]:
+        """The factor of what is decoded that minimises the cost for the queries that attend to each key, and that cost;
+        see `engine.quantization.encode`."""
+        e = self.e
+        got = {name: total.get() for name, total in self.sums.items()}
+        xx, xe, ee, mean_x, mean_e = (got[name] for name in ("xx", "xy", "yy", "mean_x", "mean_y"))
+        root = e.splat(e.sqrt(dim.trunc(I32).to_float()), LANES)
+        lean_x = (xx - mean_x * mean_x) / root + mean_x
+        lean_e = (xe - mean_x * mean_e) / root + mean_e
+        lean_y = lean_x - lean_e
+        with_x, with_e = e.fma(lean_x, lean_y, xx - xe), e.fma(lean_e, lean_y, xe - ee)
+        plain = self._ratio(got["plain_x"], got["plain"])
+        low, high = TILT_RANGE
+        ratio = e.fmin(e.fmax(self._ratio(with_x, with_x - with_e), plain * low), plain * high)
+        rest = -ratio + 1.0
+        lean = rest * lean_x + ratio * lean_e
+        return ratio, rest * (rest * xx + ratio * (xe + xe)) + ratio * ratio * ee + lean * lean
+
+    def _ratio(self, numerator: Value, denominator: Value) -> Value:
+        """numerator / denominator, or 1 where the denominator is 0."""
+        e = self.e
+        return e.select(denominator > 0.0, numerator / denominator, e.constant(_F16, 1.0))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.kernels.encode.nearest import NearestLevels, NearestOfRings
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Int64, Pointer, read
-from polarlm.engine.jit.lang.values import F32, I8, I16, Type, Value, Variable, vector
+from polarlm.engine.codecs.ring import RingTable
+from polarlm.engine.codecs.trellis import TrellisTable
+from polarlm.engine.codecs.turbo import TurboTable
+from polarlm.engine.jit.lang import F32, I8, I16, Emitter, Type, Value, Values, Variable, vector
+from polarlm.engine.jit.lang.records import Int64, Kernel, Pointer, read
+from polarlm.engine.jit.run.workers import SCRATCH
 from polarlm.engine.quantization.encode import NORM_FACTORS, PATH_NORM_FACTORS
 
 LANES = 16
@@ -23,8 +27,6 @@ ROW_PAD = LANES  # padding (zeros) before and after the coefficients of a row of
 
 
 class EncodeArguments(NamedTuple):
-    """Arguments of `encode`."""
-
     blocks: Pointer
     damaged: Pointer
     dim: Int64
@@ -94,7 +96,6 @@ class Encoding:
 
     @property
     def norm_factors(self) -> tuple[float, ...]:
-        """These norms, over the RMS."""
         return PATH_NORM_FACTORS if self.rounds else NORM_FACTORS
 
     @property
@@ -136,12 +137,42 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     return own + rows * (-(-pairs // LANES) * 4 * LANES) + 2 * (row + 8 * ROW_PAD)
 
 
+def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
+    """The encoding of keys (side 0) or values (1) for a codec that rounds to a table of points; None without kernel."""
+    codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
+    rounding = codec.rounding
+    if not isinstance(rounding, (RingTable, TurboTable, TrellisTable)) or format.block_size % LANES:
+        return None
+    feedback = None if metric is None else metric.token_feedback
+    rounds = 0 if not isinstance(rounding, TrellisTable) else 1 if feedback is None else feedback.shape[1]
+    encoding = Encoding(
+        bits=rounding.bits,
+        width=rounding.width,
+        tokens=format.block_size,
+        tilted=metric is not None and metric.tilt_mean is not None,
+        along_tokens=feedback is not None and not rounds,
+        mean_bits=0 if side else format.mean_bits,
+        has_metric=metric is not None,
+        # Without a limit, vectors of `turbo` whose norm overflows get the codes next to 0, as in NumPy.
+        largest=float(rounding.norms.largest) if metric is None and not isinstance(rounding, TurboTable) else math.inf,
+        rounds=rounds,
+    )
+    return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
+
+
+def without_metric(format: CacheFormat, side: int, bits: int = 8) -> Encoding | None:
+    """The encoding of keys (side 0) or values (1) for codecs without an error metric; None if scratch is too small."""
+    mean_bits = 0 if side else format.mean_bits
+    encoding = Encoding(bits, 1, format.block_size, tilted=False, along_tokens=False, mean_bits=mean_bits)
+    return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
+
+
 class Unit:
     """Emits the work on one block. Sizes of rows are in bytes; the memory is in scratch."""
 
     def __init__(self, e: Emitter, encoding: Encoding, args: EncodeArguments, number: Value, scratch: Value) -> None:
         self.e, self.encoding, self.dim, self.is_half = e, encoding, args.dim, args.is_half
-        self.block = read(e, Block, args.blocks, number)
+        self.block, self._args, self._number = read(e, Block, args.blocks, number), args, number
         self.width, self.tokens = encoding.width, encoding.tokens
         self.row = 4 * self.tokens  # bytes
         self.row_of_pairs = self.width * self.row
@@ -160,15 +191,19 @@ class Unit:
             self.rms, self.costs, self.least = self.take(self.row), self.take(self.row), self.take(self.row)
             self.best_codes, self.best_norms = self.take(self.pairs * self.row), self.take(self.row)
 
+    def report(self, damaged: Value) -> None:
+        """damaged: a byte, 1 if x is not finite."""
+        self.e.store(damaged, self._args.damaged + self._number)
+
     def take(self, nbytes: int | Value) -> Value:
         """The address of the next `nbytes` bytes of scratch."""
         first = self.scratch
         self.scratch = first + nbytes
         return first
 
-    def vectors(self, first: Value | int = 0, end: Value | int | None = None) -> AbstractContextManager[Value]:
+    def vectors(self) -> AbstractContextManager[Value]:
         """A loop over the vectors of 16 tokens in a row; its variable is their offset in bytes."""
-        return self.e.loop(first, self.row if end is None else end, 64)
+        return self.e.loop(0, self.row, 64)
 
     def vector_tile(self, vectors: int) -> int:
         """The number of vectors of tokens that are multiplied together, so that their sums stay in registers."""
@@ -179,7 +214,7 @@ class Unit:
         with self.e.loop(0, nbytes, 64) as offset:
             self.e.store(self.e.zero(_F16), start + offset)
 
-    def products(self, rows: Sequence[Value], sources: Sequence[Value], count: Value) -> list[list[Value]]:
+    def products(self, rows: Values, sources: Values, count: Value) -> list[list[Value]]:
         """For each row of coefficients and each source, Σ of the first `count` coefficients times vectors.
 
         count: even. The vectors of a source are `self.row` bytes apart.
@@ -200,3 +235,17 @@ class Unit:
 
 def add_chains(chains: Sequence[Variable]) -> Value:
     return functools.reduce(operator.add, (chain.get() for chain in chains))
+
+
+def encoder(name: str, encoding: Encoding, write: Callable[[Unit], None]) -> Kernel[EncodeArguments]:
+    """The kernel that encodes blocks into tiles, as `write` emits it for a block.
+
+    blocks (units,): a `Block` each; dim: D; is_half: whether all x are float16, as in slots. damaged (units,) uint8: 1
+    where x is not finite. Needs `scratch_bytes` of scratch.
+    """
+
+    def emit(e: Emitter, args: EncodeArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as number:
+            write(Unit(e, encoding, args, number, scratch))
+
+    return Kernel(name, emit, EncodeArguments)

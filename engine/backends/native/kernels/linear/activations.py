@@ -24,7 +24,7 @@ faster only for prompts and large batches, since a step waits for the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
@@ -32,13 +32,9 @@ from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
 from polarlm.engine.backends.native.tiles import QUAD, ROWS
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.float_ops import round_to
-from polarlm.engine.jit.lang.level import LARGEST_SPLIT
+from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Type, Value, Values, round_to, vector
+from polarlm.engine.jit.lang.level import LARGEST_SPLIT, Level
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Type, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 GROUP = 32  # inputs that share a scale
@@ -50,12 +46,9 @@ class Inputs(Enum):
     """How a product reads its inputs. The values of int16 are their largest magnitudes: a weight can be added to it, as
     `Level.halves_products` does, and no sum of 32 products with weights of that kind overflows an int32."""
 
-    CODES = LARGEST_SPLIT
-    """As int16, for codes of weights."""
-    WORDS = 16380
-    """As int16, for numbers of 16 bits that become words (`number_words`)."""
-    FLOATS = 0
-    """As float32."""
+    CODES = LARGEST_SPLIT  # as int16, for codes of weights
+    WORDS = 16380  # as int16, for numbers of 16 bits that become words (`words.NumberWords`)
+    FLOATS = 0  # as float32
 
     @property
     def are_words(self) -> bool:
@@ -63,7 +56,7 @@ class Inputs(Enum):
 
     @staticmethod
     def shared(kinds: Iterable[Inputs]) -> Inputs:
-        """That of products with several matrices which decides how many rows they multiply at once."""
+        """The kind that decides how many rows products with several matrices multiply at once."""
         return min(kinds, key=lambda kind: kind.value)
 
 
@@ -103,8 +96,6 @@ def panel_bytes(columns: int, row_tile: int, level: Level, inputs: Inputs = Inpu
 
 
 class RowArguments(NamedTuple):
-    """Arguments of the kernels that make panels."""
-
     x: Pointer
     weight: Pointer
     out: Pointer
@@ -165,7 +156,7 @@ def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
         fours = e.level.dot2(e, zero, words, e.shuffle(words, words, [lane ^ 1 for lane in range(16)]))
     even, odd = range(0, 32, 2), range(1, 16, 2)
     found = e.shuffle(pairs, fours, even) + e.shuffle(pairs, zero, [*odd, *range(16, 24)])
-    for step in (2, 1):  # of each four lanes, the sum: of both halves of the words, and of both of products
+    for step in (2, 1):  # the sum of each four lanes: of both halves of the words, and of both of products
         found = found + e.shuffle(found, found, [lane ^ step for lane in range(16)])
     both = found + e.shuffle(found, found, [lane ^ 4 for lane in range(16)])
     return -e.shuffle(both, found, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
@@ -178,7 +169,7 @@ def _split(e: Emitter, integers: Value) -> Value:
     return e.shuffle(high, low, [lane + 16 * i + first for first in (0, 8) for i in (0, 1) for lane in range(8)])
 
 
-def _write_matrices(e: Emitter, at: Value, row: Value, halves: Sequence[Value]) -> Value:
+def _write_matrices(e: Emitter, at: Value, row: Value, halves: Values) -> Value:
     """Write 32 inputs of a row, int32, to the matrices at an address. Returns the address of the row's numbers."""
     nbytes, words = 2 * GROUP * ROWS, at + row * (2 * GROUP)
     for number, integers in enumerate(halves):

@@ -17,9 +17,7 @@ from polarlm.engine.backends.native.kernels.linear.tile_reads import (
     times_sub,
 )
 from polarlm.engine.backends.native.tiles import ROWS, TileLayout
-from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I8, I32, Value, Variable, vector
+from polarlm.engine.jit.lang import F32, I8, I32, Emitter, Level, Value, Values, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 # Prefetch distance in bytes. The hardware does not prefetch where a loop reads several streams of vectors: without
@@ -48,6 +46,20 @@ def passes(level: Level, row_tile: int) -> list[Outputs]:
     """The outputs of a tile that products of `row_tile` rows sum in turn, so that the sums stay in registers."""
     count = ROWS if row_tile == 1 else level.code_outputs
     return [Outputs(first, count) for first in range(0, ROWS, count)]
+
+
+def by_passes(
+    e: Emitter, start: Sequence[Values], add: Callable[[Outputs, list[list[Variable]]], None]
+) -> list[list[Value]]:
+    """The sums of each tile and row, which begin with `start`: add(some outputs, their sums) adds to them."""
+    parts: list[list[list[Value]]] = [[[] for _ in of_tile] for of_tile in start]
+    for outputs in passes(e.level, len(start[0])):
+        sums = [[e.variable(e.part(total, *outputs)) for total in of_tile] for of_tile in start]
+        add(outputs, sums)
+        for of_tile, totals in zip(parts, sums, strict=True):
+            for of_row, total in zip(of_tile, totals, strict=True):
+                of_row.append(total.get())
+    return [[e.join(of_row) for of_row in of_tile] for of_tile in parts]
 
 
 class Block:
@@ -116,14 +128,12 @@ def add_block(
                     total.set(e.fma(value, e.broadcast(own, F32, outputs), total.get()))
 
 
-def _less(e: Emitter, numbers: Sequence[Value], place: int, outputs: int) -> list[Value]:
+def _less(e: Emitter, numbers: Values, place: int, outputs: int) -> list[Value]:
     """Of each row the sum of its inputs, negative, int32 (outputs,). place: its offset among the numbers of a row."""
     return [e.broadcast(own, I32, outputs, place) for own in numbers]
 
 
-def _dots(
-    e: Emitter, codes: Codes, at: Sequence[Value], inputs: Value, group: int, less: Sequence[Value]
-) -> list[list[Value]]:
+def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
     """For each tile and row, the dot products (outputs,) int32 of the row's inputs with the codes of a group, less the
     zero point.
 
@@ -152,9 +162,7 @@ def _dots(
     return [[dot[0] + dot[1] if chains == 2 else dot[0] for dot in dots] for dots in sums]
 
 
-def _dots_of_bytes(
-    e: Emitter, codes: Codes, at: Sequence[Value], inputs: Value, group: int, less: Sequence[Value]
-) -> list[list[Value]]:
+def _dots_of_bytes(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
     """The same with inputs that are split into bytes."""
     count, outputs = codes.place.format.group // 4, less[0].lanes
     sums = [[e.level.split_start(e, own * codes.zero) for own in less] for _ in at]
@@ -170,12 +178,12 @@ def _dots_of_bytes(
 
 
 def _dots_of_unsigned(
-    e: Emitter, codes: Codes, at: Sequence[Value], inputs: Value, group: int, less: Sequence[Value]
+    e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values
 ) -> list[list[Value]]:
     """The same with unsigned codes: none becomes a word."""
     count, outputs = codes.place.format.group // 4, less[0].lanes
     zero = e.zero(less[0].type)
-    sums = [[[zero, own * codes.zero if codes.zero else zero] for own in less] for _ in at]  # of high, of low bytes
+    sums = [[[zero, own * codes.zero if codes.zero else zero] for own in less] for _ in at]  # high and low bytes
     for quad in sorted(range(group * count, (group + 1) * count), key=codes.vector_of_quad):
         own_codes = [codes.quad(own, quad, outputs) for own in at]
         for row in range(len(less)):
@@ -188,8 +196,8 @@ def _dots_of_unsigned(
 
 
 class Codes:
-    """The codes of a tile as int16, or as bytes. zero: the zero point, whose products are subtracted from those of the
-    codes. are_unsigned: whether they are multiplied as unsigned bytes.
+    """The codes of a tile as int16, or as bytes. zero: the zero point, whose products are subtracted from the products
+    of the codes. are_unsigned: whether they are multiplied as unsigned bytes.
 
     Codes of 8 bits and the values of tables are signed: sums of products with 32 codes up to 255 would not be exact as
     float32. As unsigned bytes they have the zero point 128.
@@ -214,7 +222,6 @@ class Codes:
         return self._is_signed and self.vector(pair) == self.vector(other)
 
     def vector_of_quad(self, quad: int) -> int:
-        """The same of a quad."""
         return quad % self.place.planes[0]
 
     def pair(self, at: Value, pair: int, lanes: int = ROWS) -> Value:
@@ -237,7 +244,7 @@ class Codes:
 
 
 def number_sums(
-    e: Emitter, format: WeightFormat, tiles: Sequence[Value], panel: Value, columns: Value, row_tile: int
+    e: Emitter, format: WeightFormat, tiles: Values, panel: Value, columns: Value, row_tile: int
 ) -> list[list[Value]]:
     """The sums of each tile and row, for weights in float32, float16 or bfloat16. panel: of float32."""
     size = format.nbytes

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.linear.expanding import expander
+from polarlm.engine.backends.native.kernels.linear.expanders import expander
 from polarlm.engine.backends.native.kernels.linear.tile_reads import (
     read_pair,
     read_plain,
@@ -16,16 +16,11 @@ from polarlm.engine.backends.native.kernels.linear.tile_reads import (
     times_sub,
 )
 from polarlm.engine.backends.native.tiles import block_bytes, layout
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
-from polarlm.engine.jit.lang.values import F32, I32, I64, Value
+from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Float32, Int64, Kernel, Pointer, Value
 from polarlm.engine.weight_formats import WeightFormat
 
 
 class DequantizeArguments(NamedTuple):
-    """Arguments of `dequantize_rows`."""
-
     weights: Pointer
     ids: Pointer
     y: Pointer

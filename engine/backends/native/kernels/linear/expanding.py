@@ -1,52 +1,32 @@
-"""Sums of products with blocks that are expanded first: lattices and digits to codes of 8 bits, numbers of 16 bits to
-words (`number_words`), and for products of many rows codes to words (`code_words`) where the level is faster so.
+"""Sums of products with blocks that are expanded first: lattices and digits to codes of 8 bits; numbers of 16 bits to
+words, and for products of many rows codes to words where the level is faster so (`words`).
 
 A block of 16 rows is expanded in memory of the thread that stays in the cache, once for 64 panels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Protocol
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
-from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, add_block, passes
-from polarlm.engine.backends.native.kernels.linear.code_words import CodeWords, Words
-from polarlm.engine.backends.native.kernels.linear.lattice import LatticeExpander
-from polarlm.engine.backends.native.kernels.linear.number_words import NUMBER_BYTES, NumberWords
+from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, Outputs, add_block, by_passes
+from polarlm.engine.backends.native.kernels.linear.expanders import expander, has_expander
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, become_words
-from polarlm.engine.backends.native.kernels.linear.trits import TritExpander
-from polarlm.engine.backends.native.tiles import ROWS, TileLayout, block_bytes, layout
-from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, Value, Variable, vector
+from polarlm.engine.backends.native.kernels.linear.words import INPUTS, CodeWords, NumberWords, Words
+from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
+from polarlm.engine.jit.lang import F32, Emitter, Level, Value, Values, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 _PANELS = 64  # whose sums are kept while a block is expanded: enough that products cost much more than expanding it
 SUMS = 128  # the offset of the sums in the scratch memory
 _ROW = 4 * ROWS
-_INPUTS = 256  # inputs whose codes become words at a time: the largest block's
-
-Before = Callable[[Value, int, Value], None]
-"""Emits what precedes the products of 32 inputs, given the panel's number, which of the tiles are multiplied, and the
-number of the inputs."""
-
-
-class Expander(Protocol):
-    """Expands blocks. layout: of what they become. factor: what their scales are to be multiplied by."""
-
-    layout: TileLayout
-    factor: float
-
-    def __call__(self, at: Value) -> Value:
-        """The expanded block of the block at an address: valid until the next."""
 
 
 def is_expanded(format: WeightFormat, given: Inputs, size: Tiling, level: Level) -> bool:
     """Whether blocks of a format are expanded before they are multiplied. given: how inputs are read."""
     if given is Inputs.CODES:
-        if _has_expander(format):
+        if has_expander(format):
             return True
         return become_words(size, level) and not (size.unpacks_again and _are_simple(format))
     return given is Inputs.WORDS
@@ -57,26 +37,14 @@ def _are_simple(format: WeightFormat) -> bool:
     return format.table is None and layout(format).planes in ((4,), (8,))
 
 
-def _has_expander(format: WeightFormat) -> bool:
-    return format.grid is not None or format.runs is not None
-
-
-def expander(e: Emitter, format: WeightFormat) -> Expander | None:
-    """The expander of a format whose blocks become codes of 8 bits; None for others."""
-    if not _has_expander(format):
-        return None
-    return TritExpander(e, format) if format.runs is not None else LatticeExpander(e, format)
-
-
 def expanded_sums(
     e: Emitter,
     format: WeightFormat,
     sizes: Tiling,
-    tiles: Sequence[Value],
+    tiles: Values,
     at_once: int,
     panels: tuple[Value, Value, Value, Value],
     kept: Value,
-    before: Before,
 ) -> Iterator[tuple[Value, list[list[Value]]]]:
     """Yields once, inside a loop over all panels: a panel's first row, and the sums of each tile and each of its rows.
 
@@ -88,11 +56,9 @@ def expanded_sums(
     row_tile = sizes.rows
     most, size = _PANELS * row_tile, _ROW * row_tile
     zero, free = e.zero(vector(F32, ROWS)), kept + len(tiles) * _PANELS * size
-    expanded: _Numbers | _Words | _Bytes
-    if format.unpack is None:
-        expanded = _Numbers(e, format, at_once, free)
-    elif become_words(sizes, e.level):
-        expanded = _Words(e, format, at_once, free)
+    expanded: _InWords | _Bytes
+    if format.unpack is None or become_words(sizes, e.level):
+        expanded = _InWords(e, (NumberWords if format.unpack is None else CodeWords)(e, format), at_once, free)
     else:
         expanded = _Bytes(e, format, at_once, row_tile)
     with e.loop(0, rows, most) as begin:
@@ -110,14 +76,8 @@ def expanded_sums(
                         [e.variable(e.load(kept + panel * size, zero.type, place)) for place in own] for own in places
                     ]
                     number, step = begin // row_tile + panel, block * (max(format.values, GROUP) // GROUP)
-
-                    def before_part(
-                        part: Value, number: Value = number, which: int = first // at_once, step: Value = step
-                    ) -> None:
-                        before(number, which, step + part)
-
                     inputs = x + number * stride + step * (row_bytes(e.level) * row_tile)
-                    expanded.add(inputs, inputs + stride, totals, before_part)
+                    expanded.add(inputs, inputs + stride, totals)
                     for total, place in zip(chain(*totals), chain(*places), strict=True):
                         e.store(total.get(), kept + panel * size, place)
         with e.loop(0, count) as panel:
@@ -131,7 +91,6 @@ def expanded_sums(
 
 
 def _place(tile: int, row: int, row_tile: int) -> int:
-    """The offset of a tile's and row's sums in a panel's sums."""
     return _ROW * (tile * _PANELS * row_tile + row)
 
 
@@ -146,89 +105,37 @@ class _Bytes:
         self._codes = Codes(e, self._expanders[0].layout, row_tile)
         self._expanded: list[Value] = []
 
-    def expand(self, tiles: Sequence[Value], block: Value, blocks: Value) -> None:
-        """Expand block number `block` of each tile."""
+    def expand(self, tiles: Values, block: Value, blocks: Value) -> None:
         offset = block * block_bytes(self._format)
         self._expanded = [expand(tile + offset) for expand, tile in zip(self._expanders, tiles, strict=False)]
 
-    def add(
-        self,
-        inputs: Value,
-        next_inputs: Value,
-        sums: Sequence[Sequence[Variable]],
-        before: Callable[[Value], None],
-    ) -> None:
-        """Add the products with the inputs of a panel to `sums`, of each tile and row. before: as in `add_block`."""
+    def add(self, inputs: Value, next_inputs: Value, sums: Sequence[Sequence[Variable]]) -> None:
+        """Add the products with the inputs of a panel to `sums`, of each tile and row."""
         e, expand = self._e, self._expanders[0]
-        found: list[list[list[Value]]] = [[[] for _ in totals] for totals in sums]
-        for outputs in passes(e.level, len(sums[0])):
+
+        def add(outputs: Outputs, own: Sequence[Sequence[Variable]]) -> None:
             blocks = [Block(e, expand.layout, at, expand.factor, outputs) for at in self._expanded]
-            own = [[e.variable(e.part(total.get(), *outputs)) for total in totals] for totals in sums]
-            add_block(e, self._codes, blocks, inputs, own, before if outputs.first == 0 else lambda part: None)
-            for of_tile, totals in zip(found, own, strict=True):
-                for parts, total in zip(of_tile, totals, strict=True):
-                    parts.append(total.get())
-        for all_totals, of_tile in zip(sums, found, strict=True):
-            for total, parts in zip(all_totals, of_tile, strict=True):
-                total.set(e.join(parts))
+            add_block(e, self._codes, blocks, inputs, own)
+
+        found = by_passes(e, [[total.get() for total in totals] for totals in sums], add)
+        for total, value in zip(chain(*sums), chain(*found), strict=True):
+            total.set(value)
 
 
 class _InWords:
     """256 inputs of each tile, which have become words."""
 
     def __init__(self, e: Emitter, words: Words, tiles: int, memory: Value) -> None:
-        self._e, self._multiplied = e, words
-        self._places = [memory + number * (_INPUTS // GROUP * words.nbytes) for number in range(tiles)]
+        self._e, self._words, self.blocks = e, words, words.blocks
+        self._places = [memory + number * (INPUTS // GROUP * words.nbytes) for number in range(tiles)]
         self._parts = e.i64(0)
 
-    def add(
-        self,
-        inputs: Value,
-        next_inputs: Value,
-        sums: Sequence[Sequence[Variable]],
-        before: Callable[[Value], None],
-    ) -> None:
-        """Add the products with the inputs of a panel to `sums`, of each tile and row. before: as in `add_block`."""
-        places = self._places[: len(sums)]
-        self._multiplied.add_products(places, self._parts, inputs, next_inputs, sums, before)
-
-
-class _Words(_InWords):
-    """Words of codes."""
-
-    def __init__(self, e: Emitter, format: WeightFormat, tiles: int, memory: Value) -> None:
-        self._format, self._expander = format, expander(e, format)
-        self._layout = layout(format) if self._expander is None else self._expander.layout
-        self._words = CodeWords(e, Codes(e, self._layout))
-        self.blocks = _INPUTS // format.values
-        super().__init__(e, self._words, tiles, memory)
-
-    def expand(self, tiles: Sequence[Value], block: Value, blocks: Value) -> None:
+    def expand(self, tiles: Values, block: Value, blocks: Value) -> None:
         """Write the words of the blocks from number `block` on, of `blocks`, of each tile."""
-        e, words, expand = self._e, self._words, self._expander
-        count = e.imin(blocks - block, self.blocks)
+        count = self._e.imin(blocks - block, self.blocks)
         for tile, out in zip(tiles, self._places, strict=False):
-            with e.loop(0, count) as number:
-                at = tile + (block + number) * block_bytes(self._format)
-                own = (
-                    Block(e, self._layout, at) if expand is None else Block(e, self._layout, expand(at), expand.factor)
-                )
-                words.write(own, out + number * (words.parts * words.nbytes))
-        self._parts = count * words.parts
+            self._words.write_blocks(tile, block, count, out)
+        self._parts = count * self._words.parts
 
-
-class _Numbers(_InWords):
-    """Words of numbers. A block is 32 inputs."""
-
-    blocks = _INPUTS // GROUP
-
-    def __init__(self, e: Emitter, format: WeightFormat, tiles: int, memory: Value) -> None:
-        self._words = NumberWords(e, format)
-        super().__init__(e, self._words, tiles, memory)
-
-    def expand(self, tiles: Sequence[Value], block: Value, blocks: Value) -> None:
-        """As in `_Words`."""
-        self._parts = self._e.imin(blocks - block, self.blocks)
-        for tile, out in zip(tiles, self._places, strict=False):
-            with self._e.loop(0, self._parts) as number:
-                self._words.write(tile + (block + number) * NUMBER_BYTES, out + number * self._words.nbytes)
+    def add(self, inputs: Value, next_inputs: Value, sums: Sequence[Sequence[Variable]]) -> None:
+        self._words.add_products(self._places[: len(sums)], self._parts, inputs, next_inputs, sums)

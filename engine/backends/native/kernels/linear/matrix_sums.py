@@ -2,7 +2,7 @@
 outputs.
 
 Codes become bfloat16 in memory of the thread that stays in the cache, once for 32 panels; they and their scales lie
-there as in `code_words`. Both parts of an input are multiplied by the same codes, and the sum of the products is the
+there as in `words`. Both parts of an input are multiplied by the same codes, and the sum of the products is the
 same integer as at other levels. float32 has all integers up to 2²⁴. Codes that are too large for that are multiplied by
 each part alone, or become smaller by a number whose product with the sum of the inputs is added later.
 """
@@ -15,18 +15,14 @@ from contextlib import contextmanager
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, MATRIX_ROW, Inputs
-from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes
-from polarlm.engine.backends.native.kernels.linear.code_words import CodeWords
-from polarlm.engine.backends.native.kernels.linear.expanding import expander
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair
-from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I16, I32, Value, Variable, vector
+from polarlm.engine.backends.native.kernels.linear.words import INPUTS, CodeWords
+from polarlm.engine.backends.native.tiles import ROWS, block_bytes
+from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
 
-_TILES = 16  # of weights that are multiplied by inputs while these are in the cache
+_TILES = 16  # tiles of weights that are multiplied by inputs while these are in the cache
 _PANELS = 32  # whose sums are kept meanwhile: enough that products cost much more than expanding codes
-_INPUTS = 256  # inputs that are multiplied at a time: the largest block's
 _PRODUCTS = 8  # matrices that are written before they are scaled and added
 _ROW, _MATRIX = 4 * ROWS, 4 * ROWS * ROWS  # bytes of float32, or of the bfloat16 of 32 inputs
 _PANEL = MATRIX_ROW * ROWS  # bytes of 32 inputs
@@ -68,18 +64,18 @@ def matrix_sums(
     y: tuple[Value, Value],
     kept: Value,
 ) -> Iterator[tuple[Value, Value, list[list[Value]]]]:
-    """Yields once, inside a loop over units and rows: the number of a unit, that of a row, and the sums of each tile of
+    """Yields once, inside a loop over units and rows: the numbers of a unit and of a row, and the sums of each tile of
     the unit, of this row alone.
 
-    weights: the address of the first tile, the bytes of one, and the distance in tiles between those of a unit. units:
-    those of a run, and the tiles of each. panels: their address, the bytes of one, the blocks of a row, and the number
+    weights: the address of the first tile, the bytes of one, and the distance in tiles between a unit's tiles. units:
+    a run's, and the tiles of each. panels: their address, the bytes of one, the blocks of a row, and the number
     of rows. y: the outputs of the first unit, which are prefetched, and the bytes from row to row. kept: memory for 700
     KiB.
     """
     (weight, tile_bytes, distance), (count, tiles), (x, stride, blocks, rows) = weights, units, panels
     words = _Words(e, format)
     products, of_tiles = kept, kept + _PRODUCTS * _MATRIX
-    size = _INPUTS // GROUP * words.nbytes
+    size = INPUTS // GROUP * words.nbytes
     sums, zero = of_tiles + _TILES * size, e.zero(_F16)
     with e.loop(0, rows, _PANELS * ROWS) as begin:
         some = (e.imin(rows - begin, _PANELS * ROWS) + (ROWS - 1)) // ROWS
@@ -92,7 +88,7 @@ def matrix_sums(
             with e.loop(0, count) as unit:
                 for which in range(tiles):
                     at = weight + (unit + distance * which) * tile_bytes + block * block_bytes(format)
-                    words.expand(at, own_blocks, of_tiles + (unit * tiles + which) * size)
+                    words.write_blocks(at, e.i64(0), own_blocks, of_tiles + (unit * tiles + which) * size)
             with e.loop(0, some) as panel:
                 first = begin + panel * ROWS
                 inputs = x + first // ROWS * stride + block * (words.parts * _PANEL)
@@ -110,16 +106,10 @@ def matrix_sums(
 
 
 class _Words(CodeWords):
-    """Writes blocks of a format as bfloat16, and multiplies them.
-
-    blocks: of 256 inputs.
-    """
+    """Writes blocks of a format as bfloat16, and multiplies them."""
 
     def __init__(self, e: Emitter, format: WeightFormat) -> None:
-        self._format, self._expander = format, expander(e, format)
-        self._layout = layout(format) if self._expander is None else self._expander.layout
-        super().__init__(e, Codes(e, self._layout))
-        self.blocks = _INPUTS // format.values
+        super().__init__(e, format)
         numbers = self._numbers()
         most = _EXACT // (format.group * (Inputs.CODES.value + 1))
         shift = max(0, int(numbers.max()) - most)
@@ -138,15 +128,6 @@ class _Words(CodeWords):
         if self._layout.planes == (8,):
             return np.arange(-128, 128)
         return np.arange(2**format.bits) - self._codes.zero
-
-    def expand(self, at: Value, count: Value, out: Value) -> None:
-        """Write the words and scales of blocks at an address."""
-        e, expand = self._e, self._expander
-        with e.loop(0, count) as number:
-            own, factor = at + number * block_bytes(self._format), 1.0
-            if expand is not None:
-                own, factor = expand(own), expand.factor
-            self.write(Block(e, self._layout, own, factor), out + number * (self.parts * self.nbytes))
 
     def _word(self, at: Value, pair: int) -> Value:
         """bfloat16."""

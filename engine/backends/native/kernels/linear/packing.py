@@ -22,21 +22,16 @@ from polarlm.engine.backends.native.tiles import (
     lattice_layout,
     layout,
 )
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Int64, Pointer
-from polarlm.engine.jit.lang.values import I8, I16, I32, I64, Value, vector
+from polarlm.engine.jit.lang import I8, I16, I32, I64, Emitter, Int64, Kernel, Pointer, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 _PART = 32  # inputs whose codes lie together
 
 
 class PackArguments(NamedTuple):
-    """Arguments of `pack`. row_bytes: of a row in the file."""
-
     raw: Pointer
     tiles: Pointer
-    row_bytes: Int64
+    row_bytes: Int64  # a row's in the file
     blocks: Int64
     tile_bytes: Int64
 
@@ -229,7 +224,6 @@ def _emit_bytes(e: Emitter, at: Value, wanted: Origins) -> Value:
 
 
 def _spread(e: Emitter, loaded: Value, lanes: Sequence[int] | np.ndarray) -> Value:
-    """The given lanes of a vector."""
     chosen = [int(lane) for lane in lanes]
     return loaded if chosen == list(range(loaded.lanes)) else e.shuffle(loaded, loaded, chosen)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, are_matrices, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import (
@@ -15,23 +15,16 @@ from polarlm.engine.backends.native.kernels.linear.block_sums import (
     Outputs,
     add_block,
     ahead,
+    by_passes,
     number_sums,
-    passes,
 )
 from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import matrix_sums, runs
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
-from polarlm.engine.backends.native.kernels.prefetch import STEPS, Prefetch
 from polarlm.engine.backends.native.kernels.rows import gated
 from polarlm.engine.backends.native.tiles import layout
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.isa.levels import Level
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Int64, Pointer, read
-from polarlm.engine.jit.lang.values import F32, Value, vector
+from polarlm.engine.jit.lang import F32, Emitter, Int64, Kernel, Level, Pointer, Value, Values, Variable, read, vector
 from polarlm.engine.weight_formats import WeightFormat
-
-Size = TypeVar("Size", int, Value)
 
 _F16 = vector(F32, 16)
 
@@ -80,13 +73,10 @@ class ExpertRows(NamedTuple):
 
 
 class ProductArguments(NamedTuple):
-    """Arguments of `product`."""
-
     weights: Pointer
     x: Pointer
     y: Pointer
     bias: Pointer
-    hint: Pointer
     blocks: Int64
     tile_bytes: Int64
     x_stride: Int64
@@ -105,41 +95,33 @@ def product(spec: Product) -> Kernel[ProductArguments]:
 
     x: panels from `quantize_rows`, or from `interleave_rows` for inputs as float32; their first `rows` rows are read.
     x_stride: bytes of a panel. bias (outputs,). blocks: blocks of a row of weights, of `Product.block_inputs`. tiles:
-    tiles of the weights; with an activation, of the gate projection alone. hint: the prefetch hint
-    (`engine.backends.native.kernels.prefetch`), of which the product takes `prefetched_pieces`.
+    tiles of the weights; with an activation, of the gate projection alone.
 
-    With `by_expert`, each entry of chosen, an `ExpertRows`, has that many units. expert_bytes, bias_bytes: of the
-    weights and of the bias of an expert, of which `tiles` is the number.
+    With `by_expert`, each entry of chosen, an `ExpertRows`, has that many units. expert_bytes, bias_bytes: of an
+    expert's weights and bias. tiles: an expert's.
     """
 
     def emit(e: Emitter, args: ProductArguments, begin: Value, end: Value, scratch: Value) -> None:
         tiles = args.tiles
-        prefetch = Prefetch(e, args.hint) if _prefetches(spec, e.level) else None
-        parts, steps, wide = _parts(spec, e.level), _steps(spec, args.blocks), _tiles_of_unit(spec)
+        parts, wide = _parts(spec, e.level), _tiles_of_unit(spec)
 
         def tiles_of(of: _Operands) -> list[Value]:
-            """The tiles that a unit multiplies."""
             tile = of.unit * wide
             others = [tile + tiles] if spec.activation else [e.imin(tile + i, tiles - 1) for i in range(1, wide)]
             return [tile, *others]
 
-        def write(of: _Operands, sums: Sequence[Sequence[Value]], tile: Value, first: Value) -> None:
+        def write(of: _Operands, sums: Sequence[Values], tile: Value, first: Value) -> None:
             """Store the outputs of the rows from `first` on. sums: of each row, of gate and up with an activation."""
             for row, totals in enumerate(zip(*sums, strict=True)):
                 with e.when(first + row < of.rows) if spec.row_tile > 1 else nullcontext():
                     at = of.y + (first + row) * args.y_stride
                     _write(e, spec, totals, at, of.bias, (tile, tiles), args.outputs, scratch)
 
-        def finish(of: _Operands, sums: Sequence[Sequence[Value]], first: Value) -> None:
+        def finish(of: _Operands, sums: Sequence[Values], first: Value) -> None:
             """Store the outputs of a unit. sums: of each tile and row."""
             by_tile = [sums] if spec.activation else [[own] for own in sums]
             for number, own in enumerate(by_tile):
                 write(of, own, of.unit * wide + number, first)
-
-        def before(passed: Value, part: int, step: Value) -> None:
-            """passed: panels that were multiplied before. step: of a part of the tiles."""
-            if prefetch is not None:
-                prefetch.step((passed * parts + part) * steps + step)
 
         if are_matrices(e.level, spec.row_tile, spec.inputs):
             each = 1 if spec.activation is None else 2
@@ -158,13 +140,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             with e.loop(begin, end) as unit, nullcontext(_operands(e, spec, args, unit, wide)) as of:
                 starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
                 inputs, at_once = (of.x, args.x_stride, args.blocks, of.rows), len(starts) // parts
-                passed = unit * ((of.rows + spec.row_tile - 1) // spec.row_tile)
-
-                def before_panel(panel: Value, part: int, step: Value, passed: Value = passed) -> None:
-                    before(passed + panel, part, step)
-
-                given = starts, at_once, inputs, scratch + SUMS, before_panel
-                for first, sums in expanded_sums(e, spec.format, spec.tiling, *given):
+                for first, sums in expanded_sums(e, spec.format, spec.tiling, starts, at_once, inputs, scratch + SUMS):
                     finish(of, sums, first)
             return
         with (
@@ -173,15 +149,13 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             e.loop(0, of.rows, spec.row_tile) as first,
         ):
             starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
-            passed = unit * ((of.rows + spec.row_tile - 1) // spec.row_tile) + first // spec.row_tile
 
             def multiply(part: int) -> list[list[Value]]:
-                """The sums of each tile of part `part` and each row."""
                 own, inputs = starts[part::parts], (of.x, first, args.blocks, args.x_stride)
                 if not spec.inputs.are_words:
                     panel = of.x + first // spec.row_tile * args.x_stride
                     return number_sums(e, spec.format, own, panel, args.blocks, spec.row_tile)
-                return _packed(e, spec, own, *inputs, lambda step: before(passed, part, step))
+                return _packed(e, spec, own, *inputs)
 
             if parts == 1:
                 sums = multiply(0)
@@ -233,25 +207,6 @@ def _tiles_of_unit(spec: Product) -> int:
     return 1 if spec.activation is not None else spec.tiling.tiles
 
 
-def prefetched_pieces(spec: Product, level: Level, units: int, blocks: int, rows: int) -> int:
-    """Pieces that a product has the time to prefetch. units, blocks, rows: as in its launch."""
-    if not _prefetches(spec, level):
-        return 0
-    return units * -(-rows // spec.row_tile) * _parts(spec, level) * _steps(spec, blocks) // STEPS
-
-
-def _prefetches(spec: Product, level: Level) -> bool:
-    """Whether the product prefetches: if it is bound by arithmetic, with several rows and few bytes per weight. Where a
-    level keeps order, sums would go to the stack around the prefetch's branch."""
-    bound = spec.row_tile > 1 and spec.inputs.are_words and not spec.by_expert
-    return bound and not level.keeps_order and not are_matrices(level, spec.row_tile, spec.inputs)
-
-
-def _steps(spec: Product, blocks: Size) -> Size:
-    """Steps of the inner loop over a row's inputs, 32 each."""
-    return blocks * (spec.block_inputs // 32)
-
-
 def _parts(spec: Product, level: Level) -> int:
     """2 if gate and up projection are multiplied in turn, because registers have no room for the sums of both; or 1."""
     rows, tiles = level.code_tiles[-1]
@@ -262,7 +217,7 @@ def _parts(spec: Product, level: Level) -> int:
 def _write(
     e: Emitter,
     spec: Product,
-    totals: Sequence[Value],
+    totals: Values,
     row: Value,
     bias: Value,
     place: tuple[Value, Value],
@@ -278,7 +233,7 @@ def _write(
     y, left = row + tile * 64, outputs - tile * 16
     biases = [bias + (tile + distance * number) * 64 for number in range(len(totals))]
 
-    def finished(values: Sequence[Value], offset: Value) -> Value:
+    def finished(values: Values, offset: Value) -> Value:
         if spec.has_bias:
             values = [value + e.load(own + offset, value.type) for value, own in zip(values, biases, strict=True)]
         if spec.activation:
@@ -298,38 +253,27 @@ def _write(
 def _packed(
     e: Emitter,
     spec: Product,
-    tiles: Sequence[Value],
+    tiles: Values,
     x: Value,
     first: Value,
     blocks: Value,
     stride: Value,
-    before: Callable[[Value], None],
 ) -> list[list[Value]]:
-    """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`.
-
-    before: emits what precedes each 32 inputs, their number given.
-    """
-    format, place, rows = spec.format, layout(spec.format), range(spec.row_tile)
+    """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
+    format, place = spec.format, layout(spec.format)
     codes, distance = Codes(e, place, spec.row_tile), place.codes + ahead(e.level, spec.row_tile)
     panel = x + first // spec.row_tile * stride
-    found: list[list[list[Value]]] = [[[] for _ in rows] for _ in tiles]
-    for outputs in passes(e.level, spec.row_tile):
-        sums = [[e.variable(e.zero(vector(F32, outputs.size))) for _ in rows] for _ in tiles]
+
+    def add(outputs: Outputs, sums: Sequence[Sequence[Variable]]) -> None:
         with e.loop(0, blocks) as block:
             starts = [tile + block * place.nbytes for tile in tiles]
             inputs = panel + block * (format.values // GROUP * row_bytes(e.level) * spec.row_tile)
 
-            def before_part(
-                part: Value, outputs: Outputs = outputs, starts: Sequence[Value] = starts, block: Value = block
-            ) -> None:
+            def before_part(part: Value) -> None:
                 if outputs.first == 0:
-                    before(_steps(spec, block) + part)
                     for at in starts:
                         e.prefetch(at + part * place.part_bytes + distance, place.part_bytes)
 
-            own = [Block(e, place, at, outputs=outputs) for at in starts]
-            add_block(e, codes, own, inputs, sums, before_part)
-        for of_tile, totals in zip(found, sums, strict=True):
-            for parts, total in zip(of_tile, totals, strict=True):
-                parts.append(total.get())
-    return [[e.join(parts) for parts in of_tile] for of_tile in found]
+            add_block(e, codes, [Block(e, place, at, outputs=outputs) for at in starts], inputs, sums, before_part)
+
+    return by_passes(e, [[e.zero(_F16)] * spec.row_tile for _ in tiles], add)

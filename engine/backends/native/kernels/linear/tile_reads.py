@@ -6,8 +6,7 @@ lanes: 16 to read all rows of a tile, 0 to read one row.
 from __future__ import annotations
 
 from polarlm.engine.backends.native.tiles import ROWS, TileLayout
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I8, I16, I32, Type, Value, vector
+from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Type, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 
@@ -24,7 +23,6 @@ def read_plain(e: Emitter, at: Value, format: WeightFormat, lanes: int, offset: 
 
 
 def is_bfloat(format: WeightFormat) -> bool:
-    """Whether numbers of 16 bits are bfloat16."""
     return format.name == "bf16"
 
 
@@ -42,7 +40,7 @@ def widened(e: Emitter, bits: Value, *, is_bfloat: bool) -> Value:
 
 def read_subs(e: Emitter, layout: TileLayout, at: Value) -> Value:
     """The address that `sub_scale` and `sub_offset` of a layout are offsets from, for the block at `at`: its own, or
-    that of memory where they have become bytes. A few instructions unpack four numbers of each row."""
+    the address of memory where they have become bytes. A few instructions unpack four numbers of each row."""
     subs = layout.subs
     if subs is None:
         return at

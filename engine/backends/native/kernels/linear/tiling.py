@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs, are_matrices
-from polarlm.engine.jit.isa.levels import Level
+from polarlm.engine.jit.lang import Level
 
 _FEW = 2  # rows per expert, on average, from which panels of several rows are faster than panels of one
 _FEW_ROWS = 16  # up to which words in memory save nothing, where sums are in order
@@ -49,8 +49,8 @@ def tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
 
 
 def expert_tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
-    """The tiling for experts that have about `rows` rows each: for few the smaller panel, of which fewer rows are
-    empty. Of float32 an empty row costs as much as another: panels have about as many rows as experts."""
+    """The tiling for experts that have about `rows` rows each: for few the smaller panel, since fewer of its rows
+    are empty. Of float32 an empty row costs as much as another: panels have about as many rows as experts."""
     if rows < _FEW:
         return SINGLE
     if not inputs.are_words:

@@ -6,15 +6,91 @@ it, and rows that are computed one at a time leave the same state as rows that a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.multiply import pieces
-from polarlm.engine.backends.native.kernels.recurrent.delta_rows import Rows
-from polarlm.engine.backends.native.kernels.recurrent.delta_unit import Delta, DeltaArguments, Scratch, Unit
-from polarlm.engine.backends.native.kernels.recurrent.spans import by_blocks, kept_row, span_of
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, Value, vector
+from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
+from polarlm.engine.backends.native.kernels.recurrent import common
+from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Value, vector
+from polarlm.engine.jit.run.workers import SCRATCH
+
+_PREFETCHED = 256  # bytes at a time
+_LENGTH_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The properties that a kernel is specialized for.
+
+    shared: value heads of a key head. block: N. is_prompt: whether the launch has many rows, and slots advance.
+    """
+
+    key_heads: int
+    shared: int
+    key_dim: int
+    value_dim: int
+    block: int
+    width: int
+    tiled: bool
+    is_prompt: bool
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def value_heads(self) -> int:
+        return self.key_heads * self.shared
+
+    @property
+    def columns(self) -> int:
+        """Of a projected row: q, k, v, z, b, a."""
+        return self.channels + self.value_heads * (self.value_dim + 2)
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.key_heads}x{self.shared}_{self.key_dim}x{self.value_dim}_{self.block}_{self.width}"
+        return f"gated_delta_{sizes}{'_tiled' * self.tiled}{'_prompt' * self.is_prompt}"
+
+
+def _arrays(spec: Delta) -> list[int]:
+    """Offsets of a unit's arrays in scratch, float32, and their end. n: the rows of a block.
+
+    rows (2n, A): keys, then queries. scores (2n, N): products with the block's keys. weights (2n, N): of updates, in
+    later updates and in results. read (2n, D): what keys and queries read of M, then the results. scaled (N, D):
+    updates, decayed to the end of the block. beta, since (n,): σ(b), and how much M has decayed.
+    """
+    n, value_dim = spec.block, spec.value_dim
+    return offsets(2 * n * spec.key_dim, 2 * n * n, 2 * n * n, 2 * n * value_dim, n * value_dim, n, n)
+
+
+def supports(spec: Delta) -> bool:
+    """Whether scratch has room for a unit."""
+    return _arrays(spec)[-1] <= SCRATCH
+
+
+class DeltaArguments(NamedTuple):
+    """Arguments of `gated_delta`. kept (blocks,) int32: for the end of each block, its row of `end_matrices` and
+    `end_inputs`, or −1; for a prompt alone."""
+
+    projected: Pointer
+    out: Pointer
+    conv: Pointer
+    decay: Pointer
+    dt_bias: Pointer
+    norm: Pointer
+    matrices: Pointer
+    keys: Pointer
+    updates: Pointer
+    decays: Pointer
+    inputs: Pointer
+    spans: Pointer
+    kept: Pointer
+    end_matrices: Pointer
+    end_inputs: Pointer
+    eps: Float32
+    blocks: Int64
 
 
 @cache
@@ -23,32 +99,232 @@ def gated_delta(spec: Delta) -> Kernel[DeltaArguments]:
 
     def emit(e: Emitter, args: DeltaArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            head, span = unit % spec.key_heads, span_of(e, args.spans, unit // spec.key_heads)
+            head, span = unit % spec.key_heads, common.span_of(e, args.spans, unit // spec.key_heads)
             own = e, spec, args, scratch, span.slot, head
 
             def add(row: Value, count: Value, place: Value, number: Value) -> None:
-                Rows(*own).add(row, count, place)
+                _Unit(*own).add(row, count, place)
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
-                        _BlockEnd(*own).advance(number)
+                        _Unit(*own).advance(number)
 
-            by_blocks(e, spec.block, span, add)
+            common.by_blocks(e, spec.block, span, add)
 
-    return Kernel(spec.name, emit, DeltaArguments, scratch=Scratch(spec).end)
+    return Kernel(spec.name, emit, DeltaArguments, scratch=_arrays(spec)[-1])
 
 
-class _BlockEnd(Unit):
-    """Emits what a unit does at the end of a block."""
+class _Unit:
+    """Emits the work on one key head in one slot."""
+
+    def __init__(self, e: Emitter, spec: Delta, args: DeltaArguments, scratch: Value, slot: Value, head: Value) -> None:
+        self.e, self.spec, self.args, self.slot, self.head = e, spec, args, slot, head
+        self.rows, self.scores, self.weights, self.read, self.scaled, self.beta, self.since = (
+            scratch + at for at in _arrays(spec)[:-1]
+        )
+        self.keys = args.keys + (slot * spec.key_heads + head) * (4 * spec.key_dim * spec.block)
+        self.inputs = args.inputs + slot * (4 * spec.channels * (spec.width - 1 + spec.block))
+        self.tile = common.product_tile(e, spec.is_prompt)
+
+    def parts(self) -> list[tuple[Value, int]]:
+        """The first channel, and the number of channels, of this head's queries and keys."""
+        spec, own = self.spec, self.head * self.spec.key_dim
+        return [(own, spec.key_dim), (own + spec.key_heads * spec.key_dim, spec.key_dim)]
+
+    def value_head(self, member: Value) -> Value:
+        """The number of a value head that has this key."""
+        spec = self.spec
+        return self.head + member * spec.key_heads if spec.tiled else self.head * spec.shared + member
+
+    def value_channel(self, head: Value) -> Value:
+        return head * self.spec.value_dim + 2 * self.spec.key_heads * self.spec.key_dim
+
+    def matrix(self, head: Value) -> Value:
+        spec = self.spec
+        return self.args.matrices + (self.slot * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
+
+    def state(self, head: Value) -> common.Matrix:
+        spec, of_slot = self.spec, self.slot * self.spec.value_heads + head
+        return common.Matrix(
+            self.matrix(head),
+            self.keys,
+            self.args.updates + of_slot * (4 * spec.block * spec.value_dim),
+            self.args.decays + of_slot * (4 * spec.block),
+            spec.key_dim,
+            spec.value_dim,
+            spec.block,
+        )
+
+    def add(self, row: Value, count: Value, place: Value) -> None:
+        """Add `count` rows from `row` on, the first at this place in the block, and compute their results."""
+        e, spec = self.e, self.spec
+        if not spec.is_prompt:
+            self._prefetch()
+        key_row = 4 * spec.key_dim
+        (query, _), (key, _) = self.parts()
+        with e.loop(0, count) as i:
+            at, projected = place + i, self.args.projected + (row + i) * (4 * spec.columns)
+            own, other = self.rows + i * key_row, self.rows + (count + i) * key_row
+            self._normed(key, at, projected, own, 1.0)
+            self._normed(query, at, projected, other, spec.key_dim**-0.5)
+            with e.loop(0, spec.key_dim) as channel:
+                e.store(e.load(own + channel * 4, F32), self.keys + (channel * spec.block + at) * 4)
+        product(
+            e,
+            Left(self.rows, key_row, count * 2, e.i64(spec.key_dim)),
+            (self.keys, spec.block),
+            lambda i, first, lanes: e.zero(vector(F32, lanes)),
+            lambda i, first, value: e.store(value, self.scores + i * (4 * spec.block), 4 * first),
+            self.tile,
+            seen=place + count,
+        )
+        with e.loop(0, spec.shared) as member:
+            self._add_to(self.value_head(member), row, count, place)
+
+    def _prefetch(self) -> None:
+        """Prefetch the matrices, which a step reads once and which its other work leaves time for."""
+        e, spec = self.e, self.spec
+        size = 4 * spec.key_dim * spec.value_dim
+        with e.loop(0, spec.shared) as member:
+            matrix = self.matrix(self.value_head(member))
+            with e.loop(0, size // _PREFETCHED * _PREFETCHED, _PREFETCHED) as at:
+                e.prefetch(matrix + at, _PREFETCHED)
+
+    def _normed(self, channel: Value, at: Value, projected: Value, target: Value, length: float) -> None:
+        """Convolve a query or a key, the token of this place, into `target`, with this length."""
+        e = self.e
+        squares = e.variable(e.constant(F32, _LENGTH_EPS))
+        values = [
+            (first, self._convolved(channel, at, projected, first, lanes)) for first, lanes in pieces(self.spec.key_dim)
+        ]
+        for first, x in values:
+            squares.add(e.sum_lanes(x * x) if x.lanes > 1 else e.extract(x, 0) * e.extract(x, 0))
+            e.store(x, target, 4 * first)
+        factor = e.like(length, squares.get()) / e.sqrt(squares.get())
+        for first, x in values:
+            e.store(x * factor, target, 4 * first)
+
+    def _convolved(self, channel: Value, at: Value, projected: Value, first: int, lanes: int) -> Value:
+        """silu of the convolution of `lanes` channels from `channel` + first on; their newest inputs are kept."""
+        e, spec, kind = self.e, self.spec, vector(F32, lanes)
+        row_bytes, before = 4 * spec.channels, spec.width - 1
+        own = self.inputs + at * row_bytes + channel * 4
+        weights = self.args.conv + channel * 4
+        newest = e.load(projected + channel * 4, kind, 4 * first)
+        e.store(newest, own, 4 * first + before * row_bytes)
+        total = e.zero(kind)
+        for back in range(before):
+            x = e.load(own, kind, 4 * first + back * row_bytes)
+            total = e.fma(x, e.load(weights, kind, 4 * first + back * row_bytes), total)
+        total = e.fma(newest, e.load(weights, kind, 4 * first + before * row_bytes), total)
+        return common.silu(e, total)
+
+    def _add_to(self, head: Value, row: Value, count: Value, place: Value) -> None:
+        """Add rows to a value head, and compute its results; `rows` and `scores` are its key head's."""
+        e, spec, args = self.e, self.spec, self.args
+        state = self.state(head)
+        updates, decays = state.updates, state.decays
+        value_row, block_row = 4 * spec.value_dim, 4 * spec.block
+        read, weights = self.read, self.weights
+        self._gates(head, row, count, place, decays)
+        product(
+            e,
+            Left(self.rows, 4 * spec.key_dim, count * 2, e.i64(spec.key_dim)),
+            (state.matrix, spec.value_dim),
+            lambda i, first, lanes: e.zero(vector(F32, lanes)),
+            lambda i, first, value: e.store(value, read + i * value_row, 4 * first),
+            self.tile,
+        )
+        self._weigh(count, place, decays)
+        channel = self.value_channel(head)
+        with e.loop(0, count) as i:
+            at, projected = place + i, args.projected + (row + i) * (4 * spec.columns)
+            beta, since = (e.load(where + i * 4, F32) for where in (self.beta, self.since))
+            for first, lanes in pieces(spec.value_dim):
+                v = self._convolved(channel, at, projected, first, lanes)
+                known = e.load(read + i * value_row, v.type, 4 * first)
+                e.store((v - known * since) * beta, updates + at * value_row, 4 * first)
+                queried = read + (count + i) * value_row
+                e.store(e.load(queried, v.type, 4 * first) * since, queried, 4 * first)
+        with e.loop(0, count) as i:
+            at = place + i
+            product(
+                e,
+                Left(weights + i * block_row, block_row, e.i64(1), at),
+                (updates, spec.value_dim),
+                lambda _, first, lanes: e.load(updates + at * value_row, vector(F32, lanes), 4 * first),
+                lambda _, first, value: e.store(value, updates + at * value_row, 4 * first),
+                (1, self.tile[1]),
+            )
+        results = read + count * value_row
+        product(
+            e,
+            Left(weights + count * block_row, block_row, count, place + count),
+            (updates, spec.value_dim),
+            lambda i, first, lanes: e.load(results + i * value_row, vector(F32, lanes), 4 * first),
+            lambda i, first, value: e.store(value, results + i * value_row, 4 * first),
+            self.tile,
+        )
+        self._gate(head, row, count, results)
+
+    def _gates(self, head: Value, row: Value, count: Value, place: Value, decays: Value) -> None:
+        """Add the rows' decays, and compute `beta` and `since`."""
+        e, spec, args = self.e, self.spec, self.args
+        before = e.load(decays + e.imax(place - 1, 0) * 4, F32)
+        total = e.variable(e.select(place > 0, before, e.constant(F32, 0.0)))
+        rate, bias = e.load(args.decay + head * 4, F32), e.load(args.dt_bias + head * 4, F32)
+        with e.loop(0, count) as i:
+            own = args.projected + ((row + i) * spec.columns + head) * 4
+            offset = 4 * (spec.channels + spec.value_heads * spec.value_dim)
+            b, a = e.load(own, F32, offset), e.load(own, F32, offset + 4 * spec.value_heads)
+            total.add(rate * common.softplus(e, a + bias))
+            e.store(total.get(), decays + (place + i) * 4)
+            e.store(e.exp(total.get()), self.since + i * 4)
+            e.store(e.like(1.0, b) / (e.exp(-b) + 1.0), self.beta + i * 4)
+
+    def _weigh(self, count: Value, place: Value, decays: Value) -> None:
+        """`scores` → `weights`: what the updates of the block's tokens weigh in the rows' updates and results."""
+        e, block_row = self.e, 4 * self.spec.block
+        with e.loop(0, count) as i:
+            at = place + i
+            own, beta = e.load(decays + at * 4, F32), e.load(self.beta + i * 4, F32)
+            last = at.trunc(I32)
+            for first, lanes in pieces(self.spec.block):
+                numbers = e.constant(vector(I32, lanes), list(range(first, first + lanes)))
+                between = e.exp(-e.load(decays, vector(F32, lanes), 4 * first) + own)
+                zero, key, query = e.zero(between.type), i * block_row, (count + i) * block_row
+                known = between * e.load(self.scores + key, between.type, 4 * first) * -beta
+                e.store(e.select(numbers < last, known, zero), self.weights + key, 4 * first)
+                queried = between * e.load(self.scores + query, between.type, 4 * first)
+                e.store(e.select(numbers <= last, queried, zero), self.weights + query, 4 * first)
+
+    def _gate(self, head: Value, row: Value, count: Value, results: Value) -> None:
+        """RMSNorm(results) · common.silu(z) → out."""
+        e, spec, args = self.e, self.spec, self.args
+        with e.loop(0, count) as i:
+            own = results + i * (4 * spec.value_dim)
+            z = args.projected + ((row + i) * spec.columns + head * spec.value_dim) * 4
+            target = args.out + ((row + i) * spec.value_heads + head) * (4 * spec.value_dim)
+            squares = e.variable(e.constant(F32, 0.0))
+            parts = [(first, vector(F32, lanes)) for first, lanes in pieces(spec.value_dim)]
+            for first, kind in parts:
+                x = e.load(own, kind, 4 * first)
+                squares.add(e.sum_lanes(x * x))
+            mean = squares.get() * (1.0 / spec.value_dim) + args.eps
+            factor = e.like(1.0, mean) / e.sqrt(mean)
+            for first, kind in parts:
+                gate = common.silu(e, e.load(z, kind, 4 * (spec.channels + first)))
+                x = e.load(own, kind, 4 * first) * factor * e.load(args.norm, kind, 4 * first)
+                e.store(x * gate, target, 4 * first)
 
     def advance(self, number: Value) -> None:
         """Make the state at the end of the block that at the start of the next one, and keep it if it is asked for."""
         e, spec, args = self.e, self.spec, self.args
         before = 4 * spec.channels * (spec.width - 1)
-        kept = kept_row(e, args.kept, args.blocks, number)
+        kept = common.kept_row(e, args.kept, args.blocks, number)
         with e.loop(0, spec.shared) as member:
             head = self.value_head(member)
             target = args.end_matrices + (kept * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
-            self.state(head).advance(e, self.scaled, (self.tile, self.vectors), (kept >= 0, target))
+            self.state(head).advance(e, self.scaled, self.tile, (kept >= 0, target))
             self._advance_inputs(self.value_channel(head), spec.value_dim, kept, before)
         for channel, count in self.parts():
             self._advance_inputs(channel, count, kept, before)

@@ -1,26 +1,88 @@
 """Mamba 2: rows are added to slots, block by block; see `engine.backends.numpy.mamba2`.
 
 Four kernels follow each other: convolutions, of channels; keys, and their products with queries, of groups; results, of
-heads (`mamba2_rows.py`); and norms, of rows. Every sum of a row has its terms in the order of the tokens, as in
-`gated_delta`.
+heads; and norms, of rows. Every sum of a row has its terms in the order of the tokens, as in `gated_delta`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.multiply import Left, pieces, product
-from polarlm.engine.backends.native.kernels.recurrent.gates import silu
-from polarlm.engine.backends.native.kernels.recurrent.mamba2_unit import Mamba2, Mamba2Arguments
-from polarlm.engine.backends.native.kernels.recurrent.spans import by_blocks, kept_row, span_of
+from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
+from polarlm.engine.backends.native.kernels.recurrent import common
 from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Float32, Int64, Pointer
-from polarlm.engine.jit.lang.values import F32, Type, Value, vector
+from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
+from polarlm.engine.jit.run.workers import SCRATCH
 
 PART = 64  # channels of a unit of `convolve`
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """The properties that kernels are specialized for. is_prompt: whether slots advance at the ends of blocks."""
+
+    groups: int
+    shared: int  # heads of a group
+    size: int  # A, a state's
+    dim: int  # D, a head's
+    block: int
+    width: int
+    has_bias: bool
+    is_prompt: bool
+
+    @property
+    def heads(self) -> int:
+        return self.groups * self.shared
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x, B, C."""
+        return self.inner + 2 * self.groups * self.size
+
+    @property
+    def columns(self) -> int:
+        """Of a projected row: z, x, B, C, dt."""
+        return self.inner + self.channels + self.heads
+
+    def name(self, kernel: str) -> str:
+        sizes = f"{self.groups}x{self.shared}_{self.size}x{self.dim}_{self.block}_{self.width}"
+        return f"mamba2_{kernel}_{sizes}{'_bias' * self.has_bias}{'_prompt' * self.is_prompt}"
+
+
+class Mamba2Arguments(NamedTuple):
+    """Arguments of all kernels but `norm_parts`. T: rows; Q: groups.
+
+    convolved (T, C): x, B and C after the convolution. block_keys: the keys of each block of a prompt, (blocks, Q, A,
+    N). scores (T, Q, N): products of queries with the keys of the block. kept (blocks,) int32: for the end of each
+    block, its row of `end_matrices` and `end_inputs`, or −1. Steps have neither block_keys nor kept.
+    """
+
+    projected: Pointer
+    convolved: Pointer
+    block_keys: Pointer
+    scores: Pointer
+    out: Pointer
+    conv: Pointer
+    bias: Pointer
+    decay: Pointer
+    dt_bias: Pointer
+    skip: Pointer
+    matrices: Pointer
+    keys: Pointer
+    updates: Pointer
+    decays: Pointer
+    inputs: Pointer
+    spans: Pointer
+    kept: Pointer
+    end_matrices: Pointer
+    end_inputs: Pointer
+    blocks: Int64
 
 
 @cache
@@ -31,7 +93,7 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
     def emit(e: Emitter, args: Mamba2Arguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            span, channel = span_of(e, args.spans, unit // parts), unit % parts * PART
+            span, channel = common.span_of(e, args.spans, unit // parts), unit % parts * PART
             inputs = args.inputs + span.slot * (row_bytes * (before + spec.block)) + channel * 4
             columns = e.imin(-channel + spec.channels, PART)
 
@@ -50,12 +112,12 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
                             x = e.load(own + offset, kind, back * row_bytes)
                             total = e.fma(x, e.load(weights, kind, back * row_bytes), total)
                         total = e.fma(newest, e.load(weights, kind, before * row_bytes), total)
-                        e.store(silu(e, total), target + offset)
+                        e.store(common.silu(e, total), target + offset)
 
                     over_columns(e, columns, compute)
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
-                        end_block(kept_row(e, args.kept, args.blocks, number))
+                        end_block(common.kept_row(e, args.kept, args.blocks, number))
 
             def end_block(kept: Value) -> None:
                 target = args.end_inputs + kept * (before * row_bytes) + channel * 4
@@ -69,7 +131,7 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
                 over_columns(e, columns, repeat)
 
-            by_blocks(e, spec.block, span, add)
+            common.by_blocks(e, spec.block, span, add)
 
     return Kernel(spec.name("convolve"), emit, Mamba2Arguments)
 
@@ -77,11 +139,11 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 @cache
 def multiply_keys(spec: Mamba2) -> Kernel[Mamba2Arguments]:
     """Keys are added to their blocks, and multiplied with queries; one unit per span and group."""
-    key_bytes = 4 * spec.size * spec.block  # of a group in a block
+    key_bytes = 4 * spec.size * spec.block  # a group's in a block
 
     def emit(e: Emitter, args: Mamba2Arguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
-            span, group = span_of(e, args.spans, unit // spec.groups), unit % spec.groups
+            span, group = common.span_of(e, args.spans, unit // spec.groups), unit % spec.groups
             of_slot = args.keys + (span.slot * spec.groups + group) * key_bytes
 
             def copy(target: Value, source: Value) -> None:
@@ -107,25 +169,142 @@ def multiply_keys(spec: Mamba2) -> Kernel[Mamba2Arguments]:
                     (keys, spec.block),
                     lambda i, first, lanes: e.zero(vector(F32, lanes)),
                     lambda i, first, value: e.store(value, scores + i * (4 * spec.groups * spec.block), 4 * first),
-                    spec.tile(e),
+                    common.product_tile(e, spec.is_prompt),
                     seen=place + count,
                 )
                 if spec.is_prompt:
                     with e.when(place + count < spec.block):
                         copy(of_slot, keys)
 
-            by_blocks(e, spec.block, span, add)
+            common.by_blocks(e, spec.block, span, add)
 
     return Kernel(spec.name("multiply_keys"), emit, Mamba2Arguments)
 
 
-class PartArguments(NamedTuple):
-    """Arguments of `norm_parts`."""
+def _arrays(spec: Mamba2) -> list[int]:
+    """Offsets of a head's arrays in scratch, float32, and their end. n: the rows of a block.
 
+    weights (n, N): of updates in results. read (n, D): what queries read of the matrix. scaled (N, D): updates, decayed
+    to the end of the block. since, step (n,): how much the matrix has decayed, and dt.
+    """
+    n = spec.block
+    return offsets(n * n, n * spec.dim, n * spec.dim, n, n)
+
+
+def supports(spec: Mamba2) -> bool:
+    """Whether scratch has room for a head."""
+    return _arrays(spec)[-1] <= SCRATCH
+
+
+@cache
+def add_rows(spec: Mamba2) -> Kernel[Mamba2Arguments]:
+    """Rows are added to the states of heads, and their results computed, before norms; one unit per span and head."""
+
+    def emit(e: Emitter, args: Mamba2Arguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as unit:
+            head = _Head(e, spec, args, scratch, common.span_of(e, args.spans, unit // spec.heads), unit % spec.heads)
+            common.by_blocks(e, spec.block, head.span, head.add)
+
+    return Kernel(spec.name("add_rows"), emit, Mamba2Arguments, scratch=_arrays(spec)[-1])
+
+
+class _Head:
+    def __init__(
+        self, e: Emitter, spec: Mamba2, args: Mamba2Arguments, scratch: Value, span: common.Span, head: Value
+    ) -> None:
+        self.e, self.spec, self.args, self.span, self.head = e, spec, args, span, head
+        self.weights, self.read, self.scaled, self.since, self.step = (scratch + at for at in _arrays(spec)[:-1])
+        self.group, of_slot = head // spec.shared, span.slot * spec.heads + head
+        self.matrix = args.matrices + of_slot * (4 * spec.size * spec.dim)
+        self.updates = args.updates + of_slot * (4 * spec.block * spec.dim)
+        self.decays = args.decays + of_slot * (4 * spec.block)
+
+    def add(self, row: Value, count: Value, place: Value, number: Value) -> None:
+        e, spec, args = self.e, self.spec, self.args
+        row_bytes, block_row = 4 * spec.dim, 4 * spec.block
+        x = args.convolved + (row * spec.channels + self.head * spec.dim) * 4
+        query = args.convolved + (row * spec.channels + (self.group + spec.groups) * spec.size + spec.inner) * 4
+        self._steps(row, count, place)
+        with e.loop(0, count) as i:
+            step = e.load(self.step + i * 4, F32)
+            for first, lanes in pieces(spec.dim):
+                own = e.load(x + i * (4 * spec.channels), vector(F32, lanes), 4 * first)
+                e.store(own * step, self.updates + (place + i) * row_bytes, 4 * first)
+        product(
+            e,
+            Left(query, 4 * spec.channels, count, e.i64(spec.size)),
+            (self.matrix, spec.dim),
+            lambda i, first, lanes: e.zero(vector(F32, lanes)),
+            lambda i, first, value: e.store(
+                value * e.load(self.since + i * 4, F32), self.read + i * row_bytes, 4 * first
+            ),
+            common.product_tile(e, spec.is_prompt),
+        )
+        self._weigh(row, count, place)
+        skip = e.load(args.skip + self.head * 4, F32)
+
+        def finish(i: Value, first: int, value: Value) -> None:
+            own = e.load(x + i * (4 * spec.channels), value.type, 4 * first)
+            z = args.projected + ((row + i) * spec.columns + self.head * spec.dim) * 4
+            gate = common.silu(e, e.load(z, value.type, 4 * first))
+            target = args.out + ((row + i) * spec.inner + self.head * spec.dim) * 4
+            e.store(e.fma(own, skip, value) * gate, target, 4 * first)
+
+        product(
+            e,
+            Left(self.weights, block_row, count, place + count),
+            (self.updates, spec.dim),
+            lambda i, first, lanes: e.load(self.read + i * row_bytes, vector(F32, lanes), 4 * first),
+            finish,
+            common.product_tile(e, spec.is_prompt),
+        )
+        if spec.is_prompt:
+            with e.when(place + count >= spec.block):
+                self._end_block(number)
+
+    def _steps(self, row: Value, count: Value, place: Value) -> None:
+        """Add the rows' decays, and compute `step` and `since`."""
+        e, spec, args = self.e, self.spec, self.args
+        before = e.load(self.decays + e.imax(place - 1, 0) * 4, F32)
+        total = e.variable(e.select(place > 0, before, e.constant(F32, 0.0)))
+        rate, bias = e.load(args.decay + self.head * 4, F32), e.load(args.dt_bias + self.head * 4, F32)
+        with e.loop(0, count) as i:
+            given = args.projected + ((row + i) * spec.columns + self.head) * 4
+            step = common.softplus(e, e.load(given, F32, 4 * (spec.inner + spec.channels)) + bias)
+            total.add(rate * step)
+            e.store(total.get(), self.decays + (place + i) * 4)
+            e.store(e.exp(total.get()), self.since + i * 4)
+            e.store(step, self.step + i * 4)
+
+    def _weigh(self, row: Value, count: Value, place: Value) -> None:
+        """Compute `weights`: scores, times what is left of the updates of the block's tokens."""
+        e, spec = self.e, self.spec
+        with e.loop(0, count) as i:
+            at = place + i
+            own, last = e.load(self.decays + at * 4, F32), at.trunc(I32)
+            scores = self.args.scores + ((row + i) * spec.groups + self.group) * (4 * spec.block)
+            for first, lanes in pieces(spec.block):
+                numbers = e.constant(vector(I32, lanes), list(range(first, first + lanes)))
+                between = e.exp(-e.load(self.decays, vector(F32, lanes), 4 * first) + own)
+                weight = between * e.load(scores, between.type, 4 * first)
+                seen = e.select(numbers <= last, weight, e.zero(between.type))
+                e.store(seen, self.weights + i * (4 * spec.block), 4 * first)
+
+    def _end_block(self, number: Value) -> None:
+        e, spec, args = self.e, self.spec, self.args
+        size = 4 * spec.size * spec.dim
+        kept = common.kept_row(e, args.kept, args.blocks, number)
+        target = args.end_matrices + (kept * spec.heads + self.head) * size
+        keys = args.block_keys + (number * spec.groups + self.group) * (4 * spec.size * spec.block)
+        state = common.Matrix(self.matrix, keys, self.updates, self.decays, spec.size, spec.dim, spec.block)
+        state.advance(e, self.scaled, common.product_tile(e, spec.is_prompt), (kept >= 0, target))
+
+
+class PartArguments(NamedTuple):
     x: Pointer
     weight: Pointer
     parts: Int64
-    columns: Int64  # of a part
+    columns: Int64  # a part's
     eps: Float32
 
 

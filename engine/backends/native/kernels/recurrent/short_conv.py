@@ -6,15 +6,10 @@ from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.rows import over_columns
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Int64, Pointer
-from polarlm.engine.jit.lang.values import I32, I64, Type, Value
+from polarlm.engine.jit.lang import I32, I64, Emitter, Int64, Kernel, Pointer, Type, Value
 
 
 class ConvArguments(NamedTuple):
-    """Arguments of `short_conv`."""
-
     inputs: Pointer
     conv: Pointer
     bias: Pointer

@@ -1,17 +1,74 @@
-"""The end of a block: the state there becomes that at the start of the next block."""
+"""What kernels of gated delta rules and of Mamba 2 share: spans of rows, gates, and the end of a block, whose state
+becomes the state at the start of the next block."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import Left, pieces, product
 from polarlm.engine.backends.native.kernels.rows import over_columns
-from polarlm.engine.jit.compile.compiler import Kernel
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.records import Int64, Pointer
-from polarlm.engine.jit.lang.values import F32, I32, I64, Type, Value, vector
+from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Int64, Kernel, Pointer, Type, Value, vector
+
+_LOG_TERMS = 9  # terms of atanh(z) / z for z up to 1/3
+
+
+class Span(NamedTuple):
+    """See `engine.backends.delta.DeltaSpan`."""
+
+    slot: Value
+    first: Value  # row
+    rows: Value
+    place: Value  # the place of the first row's token in its block
+
+
+def span_of(e: Emitter, spans: Value, number: Value) -> Span:
+    """The span of this number among those at the address `spans`."""
+    at = spans + number * 16
+    return Span(*(e.load(at + 4 * field, I32).sext(I64) for field in range(4)))
+
+
+def by_blocks(e: Emitter, block: int, span: Span, body: Callable[[Value, Value, Value, Value], None]) -> None:
+    """Emit body(first row, rows, place, number of the block) for the rows of each block of a span."""
+    row, left, place, number = (e.variable(value) for value in (span.first, span.rows, span.place, e.i64(0)))
+    with e.repeat_while() as condition:
+        now = e.imin(left.get(), -place.get() + block)
+        body(row.get(), now, place.get(), number.get())
+        row.add(now)
+        left.add(-now)
+        place.set(e.i64(0))
+        number.add(1)
+        condition.append(left.get() > 0)
+
+
+def kept_row(e: Emitter, kept: Value, blocks: Value, number: Value) -> Value:
+    """The row in which the state after a block is kept, or −1. kept: the address of the rows of `blocks` blocks."""
+    row = e.variable(e.i64(-1))
+    with e.when(number < blocks):
+        row.set(e.load(kept + number * 4, I32).sext(I64))
+    return row.get()
+
+
+def product_tile(e: Emitter, is_prompt: bool) -> tuple[int, int]:
+    """Rows and vectors of the tiles of products, whose sums stay in registers."""
+    rows, vectors = e.level.float_tile
+    return (min(rows, 6), vectors) if is_prompt else (min(rows, 2), 2 * vectors)
+
+
+def silu(e: Emitter, x: Value) -> Value:
+    return x / (e.exp(-x) + 1.0)
+
+
+def softplus(e: Emitter, x: Value) -> Value:
+    """log(1 + e^x) of a float32: max(x, 0) + 2 atanh(y / (2 + y)) with y = e^−|x|."""
+    y = e.exp(-e.absolute(x))
+    z = y / (y + 2.0)
+    square, total = z * z, e.like(1.0 / (2 * _LOG_TERMS - 1), x)
+    for term in range(_LOG_TERMS - 2, -1, -1):
+        total = e.fma(total, square, e.like(1.0 / (2 * term + 1), x))
+    return e.fmax(x, 0.0) + z * total * 2.0
 
 
 @dataclass(frozen=True)
@@ -59,14 +116,12 @@ class Matrix:
 
 
 class AdvanceArguments(NamedTuple):
-    """Arguments of `advance`. slots: int32 (S,)."""
-
     matrices: Pointer
     keys: Pointer
     updates: Pointer
     decays: Pointer
     inputs: Pointer
-    slots: Pointer
+    slots: Pointer  # int32 (S,)
     channels: Int64
 
 

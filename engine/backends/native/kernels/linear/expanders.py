@@ -1,6 +1,4 @@
-"""Blocks of lattices (`engine.backends.native.tiles`) become codes of 8 bits. The points of an index are loaded one by
-one, since tables of 256 to 4096 points fit no register; the lanes that they are loaded to are the rows.
-"""
+"""Expanders: blocks of lattices and of digits (`engine.backends.native.tiles`) become codes of 8 bits."""
 
 from __future__ import annotations
 
@@ -8,20 +6,36 @@ import numpy as np
 
 from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD
 from polarlm.engine.backends.native.tiles import QUAD, ROWS, LatticeField, TileLayout, block_bytes, lattice_layout
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, F64, I8, I16, I32, I64, Value, vector
+from polarlm.engine.jit.lang import F32, F64, I8, I16, I32, I64, Emitter, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
 
 _WORDS, _BYTES, _ROW = vector(I32, ROWS), vector(I8, 4 * ROWS), 4 * ROWS
+_EVEN = 0x00FF00FF  # the even bytes of a word
+
+
+def has_expander(format: WeightFormat) -> bool:
+    return format.grid is not None or format.runs is not None
+
+
+def expander(e: Emitter, format: WeightFormat) -> LatticeExpander | TritExpander | None:
+    """The expander of a format whose blocks become codes of 8 bits; None for others.
+
+    layout: of expanded blocks. factor: what their scales are to be multiplied by. A call returns the expanded block of
+    the block at an address, valid until the next call.
+    """
+    if not has_expander(format):
+        return None
+    return TritExpander(e, format) if format.runs is not None else LatticeExpander(e, format)
 
 
 class LatticeExpander:
-    """An `Expander` of blocks of a lattice."""
+    """Expands blocks of a lattice. The points of an index are loaded one by one, since tables of 256 to 4096
+    points fit no register; the lanes that they are loaded to are the rows."""
 
     def __init__(self, e: Emitter, format: WeightFormat) -> None:
         assert format.grid is not None
         self._e, self._format, self._grid, self._fields = e, format, format.grid, lattice_layout(format)
-        self._cells = 32 // format.grid.cell  # of 32 inputs
+        self._cells = 32 // format.grid.cell  # cells of 32 inputs
         groups, parts = format.values // format.group, format.values // 32
         codes = 2 * ROWS + ROWS * groups
         size = codes + ROWS * format.values
@@ -33,7 +47,6 @@ class LatticeExpander:
         self._points = e.constant_bytes(np.ascontiguousarray(points[..., QUAD]).tobytes())
 
     def __call__(self, at: Value) -> Value:
-        """The expanded block of the block at an address: valid until the next."""
         e, out, format = self._e, self._out, self._format
         e.prefetch(at + AHEAD, block_bytes(format))
         e.store(e.load(at, vector(I16, ROWS), self._fields["scale"].start), out, self.layout.scale)
@@ -117,3 +130,39 @@ class LatticeExpander:
         if field.bits == 4:
             return loaded >> e.splat(((part & 1) << 2).trunc(I32), ROWS) & 15
         return loaded
+
+
+class TritExpander:
+    """Expands blocks of digits of base 3."""
+
+    factor = 1.0
+
+    def __init__(self, e: Emitter, format: WeightFormat) -> None:
+        assert format.runs is not None
+        self._e, self._format, self._runs = e, format, format.runs
+        codes = 2 * ROWS
+        size = codes + ROWS * format.values
+        self.layout = TileLayout(format, (8,), 0, None, None, None, None, codes, size, is_power=False)
+        self._out = e.stack(size)
+
+    def __call__(self, at: Value) -> Value:
+        e, out = self._e, self._out
+        e.prefetch(at + AHEAD, block_bytes(self._format))
+        e.store(e.load(at, vector(I16, ROWS)), out, self.layout.scale)
+        packed, codes = at + 2 * ROWS, out + self.layout.codes
+        for count, digits in self._runs:
+            with e.loop(0, count // 4) as number:  # four inputs of all rows
+                self._expand(packed + number * _ROW, codes + number * _ROW, count // 4, digits)
+            packed, codes = packed + ROWS * count, codes + ROWS * count * digits
+        return out
+
+    def _expand(self, at: Value, out: Value, step: int, digits: int) -> None:
+        """Write the codes of four bytes of each row; codes of the next digits follow after `step` others."""
+        e = self._e
+        packed = e.load(at, _WORDS)
+        halves = [packed & _EVEN, packed >> 8 & _EVEN]
+        for digit in range(digits):
+            tripled = [(half << 1) + half for half in halves]
+            even, odd = (half >> 8 & 0x00030003 for half in tripled)
+            e.store((even | odd << 8).bits(_BYTES) - 1, out, _ROW * step * digit)
+            halves = [half & _EVEN for half in tripled]

@@ -1,4 +1,4 @@
-"""Weights as words: codes, for products of many rows, and numbers of 16 bits (`number_words`).
+"""Weights as words in memory: codes, for products of many rows, and numbers of 16 bits.
 
 Where a level has few registers, a product of many rows would unpack its codes again for every few rows, and spend half
 of its time so. Words in memory are loaded, multiplied and added. For 32 inputs of 16 outputs there are
@@ -10,28 +10,45 @@ of its time so. Words in memory are loaded, multiplied and added. For 32 inputs 
 
 Two pairs x, y of inputs and their words v, w give vx + wy = (x + w)(y + v) − xy − vw (Winograd, A New Algorithm for
 Inner Product, 1968): one product of two sums instead of two products. The sum of the xy belongs to a row and comes with
-its panel, that of the vw belongs to an output. int32 wraps, so that the differences are exact. Each third row is
+its panel, the sum of the vw belongs to an output. int32 wraps, so that the differences are exact. Each third row is
 multiplied without that, in the pipes that sums leave free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import reduce
 
 from polarlm.engine.backends.native.kernels.linear.activations import CROSSED, GROUP, number_bytes, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes
-from polarlm.engine.backends.native.kernels.linear.tile_reads import times_sub
-from polarlm.engine.backends.native.tiles import ROWS
-from polarlm.engine.jit.lang.emit import Emitter
-from polarlm.engine.jit.lang.values import F32, I16, I32, Value, Variable, vector
+from polarlm.engine.backends.native.kernels.linear.expanders import expander
+from polarlm.engine.backends.native.kernels.linear.tile_reads import is_bfloat, read_plain, times_sub, widened
+from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
+from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Values, Variable, vector
+from polarlm.engine.weight_formats import WeightFormat
 
+INPUTS = 256  # inputs that become words at a time: the largest block's
+_NUMBER_BYTES = 2 * GROUP * ROWS  # bytes of 32 inputs of 16 outputs
+_SUM_BITS = 17
+_SHARE = 8  # the largest sum over the largest word: a word has 14 bits
+_CHAINS = 4  # sums that do not wait for each other
+_LEAST = 2.0**-60  # below which the power of two of a sum might not be an ordinary number
+_EXPONENT = 0x7F800000  # the bits of a float32's power of two
+_BIAS = 127
+_ROUNDING = 1.5 * 2.0**23  # the unit of its last bit is 1, and its lowest 16 bits are 0
 _F16, _I16, _WORDS = vector(F32, ROWS), vector(I32, ROWS), vector(I16, 2 * ROWS)
 _VECTOR = 4 * ROWS  # bytes of a pair, or of a scale, of 16 outputs
 _PAIRS = GROUP // 2
 
 
 class Words:
-    """Multiplies words."""
+    """Multiplies words.
+
+    Subclasses write them. blocks: blocks of a tile in `INPUTS` inputs. parts: 32 inputs each, of a block.
+    """
+
+    blocks: int
+    parts: int
 
     def __init__(self, e: Emitter, groups: int = 1, *, has_offset: bool = False) -> None:
         """groups: of 32 inputs, each with a scale of its own."""
@@ -53,27 +70,28 @@ class Words:
             total = e.level.dot2(e, total, *(e.load(at, _I16, _VECTOR * (pair + i)) for i in (0, 1)))
         return total
 
+    def write_blocks(self, tile: Value, first: Value, count: Value, out: Value) -> None:
+        """Write the words of `count` blocks of a tile, from number `first` on."""
+        raise NotImplementedError
+
     def add_products(
         self,
-        tiles: Sequence[Value],
+        tiles: Values,
         parts: Value,
         inputs: Value,
         next_inputs: Value,
         sums: Sequence[Sequence[Variable]],
-        before: Callable[[Value], None],
     ) -> None:
         """Add the products of a panel's rows with words to `sums`, of each tile and row.
 
         tiles: addresses of the words of `parts` times 32 inputs. inputs: address of the first ones in the panel.
         next_inputs: the next panel's inputs, which are prefetched: far apart, the hardware does not foresee them.
-        before: emits what precedes each 32 inputs, their number given.
         """
         e, row_tile, size = self._e, len(sums[0]), _PAIRS // self._groups
         with e.loop(0, parts) as part:
             own_inputs = inputs + part * (row_bytes(e.level) * row_tile)
             numbers = [own_inputs + (2 * GROUP * row_tile + number_bytes(e.level) * row) for row in range(row_tile)]
             at = [tile + part * self.nbytes for tile in tiles]
-            before(part)
             e.prefetch(next_inputs + part * (row_bytes(e.level) * row_tile), row_bytes(e.level) * row_tile)
             for group in range(self._groups):
                 dots = [[e.variable(start) for start in self._start(own, group, numbers)] for own in at]
@@ -83,7 +101,7 @@ class Words:
                 for own, of_tile, totals in zip(at, dots, sums, strict=True):
                     self._add_group(own, group, [dot.get() for dot in of_tile], numbers, totals)
 
-    def _start(self, at: Value, group: int, numbers: Sequence[Value]) -> list[Value]:
+    def _start(self, at: Value, group: int, numbers: Values) -> list[Value]:
         """What the dot products of a group start with, of each row."""
         e = self._e
         if not self._halves:
@@ -96,17 +114,17 @@ class Words:
             for row, own in enumerate(numbers)
         ]
 
-    def _products(self, at: Sequence[Value], inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
+    def _products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         """Add products of two pairs of inputs to the sums of each tile and row. at: addresses of the tiles' words."""
         e = self._e
-        for number in range(2):  # of more, LLVM multiplies row by row and keeps the words on the stack
+        for number in range(2):  # with more, LLVM multiplies row by row and keeps the words on the stack
             words = [e.load(own, _I16, _VECTOR * number) for own in at]
             for row in range(len(dots[0])):
                 given = e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number)
                 for own, of_tile in zip(words, dots, strict=True):
                     of_tile[row].set(e.level.dot2(e, of_tile[row].get(), own, given))
 
-    def _half_products(self, at: Sequence[Value], inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
+    def _half_products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         """The same with one product of sums, and the products of the two pairs of inputs and of words in addition: in
         all rows except `_whole_rows`."""
         e, whole = self._e, _whole_rows(len(dots[0]))
@@ -118,9 +136,7 @@ class Words:
                 for a, b in factors:
                     of_tile[row].set(e.level.dot2(e, of_tile[row].get(), a.bits(_I16), b.bits(_I16)))
 
-    def _add_group(
-        self, at: Value, group: int, dots: Sequence[Value], numbers: Sequence[Value], totals: Sequence[Variable]
-    ) -> None:
+    def _add_group(self, at: Value, group: int, dots: Values, numbers: Values, totals: Sequence[Variable]) -> None:
         """Add the dot products of a group, scaled. numbers: of each row, the address of its scale and sums."""
         e, place_of_sum = self._e, 4 if self._groups == 1 else 8 + 4 * group
         for own, dot, total in zip(numbers, dots, totals, strict=True):
@@ -139,22 +155,31 @@ def _whole_rows(row_tile: int) -> range:
 
 
 class CodeWords(Words):
-    """Writes blocks of a layout as words."""
+    """Writes blocks of codes as words."""
 
-    def __init__(self, e: Emitter, codes: Codes) -> None:
-        place = codes.place
-        super().__init__(e, GROUP // place.format.group, has_offset=place.offset is not None)
-        self._codes, self.parts = codes, place.format.values // GROUP
-        """32 inputs each, of a block."""
+    def __init__(self, e: Emitter, format: WeightFormat) -> None:
+        self._format, self._expander = format, expander(e, format)
+        self._layout = layout(format) if self._expander is None else self._expander.layout
+        self._codes = Codes(e, self._layout)
+        super().__init__(e, GROUP // format.group, has_offset=self._layout.offset is not None)
+        self.blocks, self.parts = INPUTS // format.values, format.values // GROUP
 
     def _word(self, at: Value, pair: int) -> Value:
         """A pair of codes of 16 outputs, as words. at: address of the codes of 32 inputs."""
         words = self._codes.pair(at, pair).bits(_WORDS)
         return words - self._codes.zero if self._codes.zero else words
 
-    def write(self, block: Block, out: Value) -> None:
+    def write_blocks(self, tile: Value, first: Value, count: Value, out: Value) -> None:
+        e, expand = self._e, self._expander
+        with e.loop(0, count) as number:
+            at, factor = tile + (first + number) * block_bytes(self._format), 1.0
+            if expand is not None:
+                at, factor = expand(at), expand.factor
+            self._write(Block(e, self._layout, at, factor), out + number * (self.parts * self.nbytes))
+
+    def _write(self, block: Block, out: Value) -> None:
         """Write the words and scales of a block to `out`."""
-        e, codes, place = self._e, self._codes, self._codes.place
+        e, codes, place = self._e, self._codes, self._layout
         with e.loop(0, self.parts) as part:
             at, own, sub = (
                 block.codes + part * place.part_bytes,
@@ -171,3 +196,57 @@ class CodeWords(Words):
                     offset = -times_sub(e, block.offset, sub, place.sub_offset, group)
                     e.store(offset, own, self._offsets + _VECTOR * group)
             self._write_starts(own)
+
+
+class NumberWords(Words):
+    """Writes numbers of 16 bits as words: integers, and a power of two for each output and 32 inputs.
+
+    A CPU multiplies twice as many words at a time as float32. Memory keeps the numbers of the file; they become words
+    as they are multiplied. The power of two is the smallest with which no sum of products with 32 inputs overflows an
+    int32: the magnitudes of 32 words add up to 2¹⁷, a word is at most 2¹⁴, and inputs are at most `Inputs.WORDS`. So a
+    float16 of at least half the mean magnitude of the 32, or a bfloat16 of at least a sixteenth of it, is an exact
+    word. Smaller ones are rounded to the unit that the exact ones have. If one of the 32 is more than an eighth of the
+    sum, it counts as the sum of eight of its kind.
+    """
+
+    blocks, parts = INPUTS // GROUP, 1
+
+    def __init__(self, e: Emitter, format: WeightFormat) -> None:
+        super().__init__(e)
+        self._format, self._is_bfloat = format, is_bfloat(format)
+
+    def write_blocks(self, tile: Value, first: Value, count: Value, out: Value) -> None:
+        with self._e.loop(0, count) as number:
+            self._write(tile + (first + number) * _NUMBER_BYTES, out + number * self.nbytes)
+
+    def _write(self, numbers: Value, out: Value) -> None:
+        """Write the words and scales of 32 inputs to `out`. numbers: address of (32, 16) float16 or bfloat16."""
+        e = self._e
+        e.prefetch(numbers + AHEAD, _NUMBER_BYTES)
+        bound = self._bound(numbers)
+        exponents = e.fmax(bound, _LEAST).bits(_I16) & _EXPONENT
+        power = (-exponents + (2 * _BIAS + _SUM_BITS - 1 << 23)).bits(_F16)
+        for pair in range(GROUP // 2):
+            low, high = (self._rounded(numbers, 2 * pair + i, power) for i in (0, 1))
+            e.store((high << 16) | (low & 0xFFFF), out, 4 * ROWS * pair)
+        scale = (exponents - (_SUM_BITS - 1 << 23)).bits(_F16)
+        e.store(scale + (bound - bound), out, self._scales)  # NaN if a number is NaN or infinite
+        self._write_starts(out)
+
+    def _rounded(self, numbers: Value, number: int, power: Value) -> Value:
+        """A row of numbers times `power`, to the nearest integer: the lowest 16 bits of int32 (16,)."""
+        e = self._e
+        row = read_plain(e, numbers, self._format, ROWS, 2 * ROWS * number)
+        return e.fma(row, power, e.like(_ROUNDING, row)).bits(_I16)
+
+    def _bound(self, numbers: Value) -> Value:
+        """Of each output, the sum of the 32 magnitudes, or eight times the largest if that is more: float32 (16,)."""
+        e, halves = self._e, vector(I16, ROWS)
+        bits = [e.load(numbers, halves, 2 * ROWS * number) & 0x7FFF for number in range(GROUP)]
+        largest = self._widened(reduce(e.imax, bits))
+        sums = [reduce(Value.__add__, map(self._widened, bits[i::_CHAINS])) for i in range(_CHAINS)]
+        total, most = reduce(Value.__add__, sums), largest * float(_SHARE)
+        return e.select(total > most, total, most)
+
+    def _widened(self, bits: Value) -> Value:
+        return widened(self._e, bits, is_bfloat=self._is_bfloat)
