@@ -43,13 +43,13 @@
 //   Decoder(codes, shared, lane), .next(t, a)   decodes tile t into registers; t is a constant after unrolling, and
 //                                               ascends from 0 unless RANDOM_ACCESS
 //   Decoder.pass(t)                             in place of next(t, a) for a tile that is not wanted
-//   norms(norm, record, part, lane, shared)     norm[2i + h] = norm of token 16i + 8h + g; ones unless NORMED
+//   norms(norm, record, part, lane, shared)     norm[2i + h] = norm of token 16i + 8h + g, if NORMED
 //   ROUNDED         whether encode_blocks.cu chooses codes among POINTS points of WIDTH values, at tables + POINTS_F32,
 //                   and stores them by `pack`; else `encode` chooses and stores them
 //   PATHS           if ROUNDED: whether the two lowest bits of the code before negate the values of a point, so that
 //                   codes are chosen by a search for the best path
 //   pack(record, codes, norms, tables, thread, threads)   codes [N][D / WIDTH] and norms [N] ≥ 0, in shared memory
-//   encode(record, x, scratch, tables, thread, threads)   x [N][D] in shared memory
+//   encode(record, x, tables, thread, threads)            x [N][D] in shared memory
 // PRECOND of all: records aligned to 128 bytes, tables to 16.
 
 constexpr int ROW_BYTES = 256;
@@ -158,6 +158,16 @@ __device__ __forceinline__ constexpr int f16_order(int i) { return i % 2 * 2 + i
 // A lane's 16 bytes of a tile.
 __device__ __forceinline__ uint4 f16_words(const unsigned (&a)[4]) { return make_uint4(a[0], a[2], a[1], a[3]); }
 
+// The number of the half of a full-precision record that has a token's channel.
+template <class L>
+__device__ __forceinline__ int full_index(int token, int channel) {
+    const int t = token % L::PART, tokens = t / 16, step = channel / 16, c = channel % 16;
+    const int tile = L::VALUES ? tokens * L::STEPS + step : step * L::PT + tokens;
+    const int g = L::VALUES ? c / 2 : t % 8, tg = L::VALUES ? t % 8 / 2 : c % 8 / 2;
+    const int r = L::VALUES ? c % 2 + t % 16 / 8 * 2 : t % 16 / 8 + c / 8 * 2, half = (L::VALUES ? t : c) % 2;
+    return ((token / L::PART * L::TILES + tile) * 32 + 4 * g + tg) * 8 + f16_order(r) * 2 + half;
+}
+
 // Loads a tile of f16, which is read once. p: the lane's 16 bytes.
 __device__ __forceinline__ void load_f16_tile(unsigned (&a)[4], const unsigned char *p) {
     unsigned words[4];
@@ -210,3 +220,10 @@ __device__ __forceinline__ float mean_scale(const unsigned char *record) {
     if constexpr (L::MEAN_BITS == 8) return __half2float(*reinterpret_cast<const __half *>(record + L::MEAN_SCALE));
     return 1.0f;
 }
+
+// The base of codecs without norms of tokens, which choose their codes by `encode`.
+template <class L>
+struct NormsInCodes {
+    static constexpr bool NORMED = false, ROUNDED = false;
+    static __device__ void norms(float (&)[2 * L::PT], const unsigned char *, int, int, const unsigned char *) {}
+};

@@ -23,7 +23,7 @@
 template <class F>
 struct PackedWeights {
     using Product = __half;
-    static constexpr bool PLAIN = false, PACKED = true;
+    static constexpr bool PACKED = true;
     static constexpr int VALUES = F::VALUES, NBYTES = F::NBYTES, BITS = F::BITS, GROUP = F::GROUP;
     static constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : 2, HIGH = BITS - LOW;  // bits of the planes
     static constexpr int PART_GROUPS = 32 / GROUP;
@@ -92,8 +92,8 @@ struct PackedWeights {
         return F::SUBS ? __hmul2(numbers, sub_products(f)) : numbers;
     }
 
-    // 8 neighbouring codes, numbers of the table in their place, in pairs: as halves, base(pair) + code. Those of a
-    // small base lie `raised` bits higher; a mask finds them there with few shifts before it.
+    // 8 neighbouring codes, numbers of the table in their place, in pairs: as halves, base(pair) + code. Codes with
+    // a small base lie `raised` bits higher; a mask finds them there with few shifts before it.
     struct Codes {
         unsigned pairs[4];
     };

@@ -10,8 +10,8 @@ template <class L>
 struct PairTable {
     static constexpr int ROWS = L::ROWS;
     static constexpr bool NORMED = true, QUANTIZED = true, RANDOM_ACCESS = false;
-    static constexpr bool PATHS = false;
-    static constexpr int ROUNDED = 1, WIDTH = L::WIDTH, POINTS = L::POINTS, POINTS_F32 = L::POINTS_F32;
+    static constexpr bool PATHS = false, ROUNDED = true;
+    static constexpr int WIDTH = L::WIDTH, POINTS = L::POINTS, POINTS_F32 = L::POINTS_F32;
 
     // Row `byte` has, in every lane's column, the point whose code is the upper BITS bits of that byte; with ten bits,
     // the positive one whose code has that low byte. The 256 norms follow, 32 per row.

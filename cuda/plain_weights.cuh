@@ -2,7 +2,6 @@
 // struct of the format that a kernel reads. Its members:
 //
 //   Product                     the type in which tensor cores multiply weights: __half or __nv_bfloat16
-//   PLAIN                       whether a matrix is an array of Product, so that no conversion is needed
 //   PACKED                      whether it is in tiles: then the members of packed_weights.cuh are there as well
 //   Eight                       8 neighbouring weights as they were loaded
 //   load8(matrix, row, in, k)   loads an Eight: weights k … k + 7 of a row of `in`, k % 8 == 0, evicted first
@@ -10,33 +9,21 @@
 //
 // A matrix (out, in) is `const unsigned char *`, aligned to 16 bytes; rows follow each other unless it is packed.
 
-// A format that is an array of T; P is its Product.
-template <class T, class P>
+// A format that is an array of T.
+template <class T>
 struct PlainWeights {
-    using Product = P;
-    static constexpr bool PLAIN = sizeof(T) == sizeof(P);
+    using Product = T;
+    using Eight = uint4;
     static constexpr bool PACKED = false;
-    static constexpr int LOADS = 8 * sizeof(T) / 16;
-    struct Eight {
-        uint4 words[LOADS];
-    };
 
     static __device__ __forceinline__ Eight load8(const unsigned char *matrix, int row, int in, int k) {
         const T *const weights = reinterpret_cast<const T *>(matrix) + row * (long long)in + k;
-        const uint4 *const from = reinterpret_cast<const uint4 *>(weights);
-        Eight eight;
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) eight.words[i] = __ldcs(from + i);
-        return eight;
+        return __ldcs(reinterpret_cast<const uint4 *>(weights));
     }
     static __device__ __forceinline__ void floats(float (&out)[8], const Eight &eight) {
-        constexpr int size = 16 / sizeof(T);
+        Chunk<T> chunk;
+        *reinterpret_cast<uint4 *>(&chunk) = eight;
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-            Chunk<T> chunk;
-            *reinterpret_cast<uint4 *>(&chunk) = eight.words[i];
-#pragma unroll
-            for (int j = 0; j < size; ++j) out[i * size + j] = to_float(chunk.at[j]);
-        }
+        for (int j = 0; j < 8; ++j) out[j] = to_float(chunk.at[j]);
     }
 };

@@ -1,9 +1,8 @@
 // Functions for all kernels. NVRTC compiles them, which has no standard headers. The tests' CPU emulator has its own
 // versions of everything between #ifndef POLAR_EMULATOR and #endif.
 //
-// Conventions: a block is a whole number of warps. ACT is the type of activations: float, __half or __nv_bfloat16.
-// WEIGHT is a weight format (plain_weights.cuh). All sums are float. T: rows (tokens); other letters are those of
-// engine/backends/ops.py.
+// A block is a whole number of warps. WEIGHT is a weight format (plain_weights.cuh). All sums are float. T: rows
+// (tokens); engine/backends/ops.py explains the other letters.
 
 #ifndef POLAR_EMULATOR
 #include <cuda_bf16.h>
@@ -52,7 +51,7 @@ __device__ __forceinline__ unsigned movmatrix_transposed(unsigned v) {
     return r;
 }
 
-// `value` of the lane that has the caller's bits in SAME and those of `from` in the others; called by all lanes.
+// `value` of the lane whose number has the caller's bits in SAME and the bits of `from` elsewhere; called by all lanes.
 template <int SAME>
 __device__ __forceinline__ unsigned shuffle_among(unsigned value, int from) {
     unsigned r;
@@ -178,7 +177,7 @@ struct Span {
     // The ids of the quantized blocks, in order.
     __device__ __forceinline__ const int *ids() const { return &next + 1; }
 
-    // With two kinds of blocks, `finer` of them have more bits: their places come first, then those of the others.
+    // With two kinds of blocks, `finer` of them have more bits: their places come first, then the other blocks'.
     __device__ __forceinline__ int finer() const { return ids()[0]; }
     __device__ __forceinline__ const int *places() const { return ids() + 1; }
 

@@ -146,7 +146,7 @@ def _seconds(torch: Any, calls: Calls, runs: int) -> tuple[float, str]:
             for call in calls:
                 call()
         work: Callable[[], object] = graph.replay
-    except Exception:  # the time then includes that of the host
+    except Exception:  # the time then includes the host's work
         torch.cuda.synchronize()
         note = "not recorded"
 

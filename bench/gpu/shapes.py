@@ -55,28 +55,16 @@ _MINILM_L6 = ModelConfig(
     *("bert", (_MINILM_LAYER,) * 6, 384, 30_522, 512, 1e-12), tied_head=True, positions=512, token_types=2
 )
 
-_QWEN3_30B_A3B_LAYER = Layer(
-    Attention(32, 4, 128, RopeConfig(theta=1e6), qk_norm="head"), Experts(128, 8, 768, renormalize=True)
-)
-QWEN3_30B_A3B = ModelConfig(
-    "qwen3_moe", (_QWEN3_30B_A3B_LAYER,) * 48, 2048, vocab_size=151_936, max_context=40_960, norm_eps=1e-6
-)
+_QWEN3_ATTENTION = Attention(32, 4, 128, RopeConfig(1e6), qk_norm="head")
+_QWEN3_LAYER = Layer(_QWEN3_ATTENTION, Experts(128, 8, 768, renormalize=True))
+QWEN3_30B_A3B = ModelConfig("qwen3_moe", (_QWEN3_LAYER,) * 48, 2048, 151_936, 40_960, 1e-6)
 
 _YARN = RopeConfig(theta=150_000.0, kind="yarn", factor=32.0, original_context=4096, truncate=False)
 _GPT_OSS_ATTENTION = Attention(64, 8, 64, _YARN, sink_scores=True, qkv_bias=True, out_bias=True)
 _GPT_OSS_EXPERTS = Experts(32, 4, 2880, "swiglu_clamped", bias=True, renormalize=True, router_bias=True)
-GPT_OSS_20B = ModelConfig(
-    "gpt_oss",
-    (
-        Layer(replace(_GPT_OSS_ATTENTION, window=128), _GPT_OSS_EXPERTS),
-        Layer(_GPT_OSS_ATTENTION, _GPT_OSS_EXPERTS),
-    )
-    * 12,
-    2880,
-    vocab_size=201_088,
-    max_context=131_072,
-    norm_eps=1e-5,
-)
+_GPT_OSS_WINDOWED = Layer(replace(_GPT_OSS_ATTENTION, window=128), _GPT_OSS_EXPERTS)
+_GPT_OSS_LAYERS = (_GPT_OSS_WINDOWED, Layer(_GPT_OSS_ATTENTION, _GPT_OSS_EXPERTS)) * 12
+GPT_OSS_20B = ModelConfig("gpt_oss", _GPT_OSS_LAYERS, 2880, 201_088, 131_072, 1e-5)
 
 
 def qwen3_5(layers: int, hidden_size: int, ffn_size: int, heads: int, kv_heads: int, value_heads: int) -> ModelConfig:

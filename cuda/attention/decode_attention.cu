@@ -1,36 +1,28 @@
-// The op `attention` for a step: softmax(scale · q·k) v of new tokens over their sequences, scaled and rotated back.
-// T rows: one new token of each of B sequences, or up to STEP_ROWS of each.
+// The op `attention` for a step: softmax(scale · q·k) v of new tokens over their sequences, scaled and rotated back. T
+// rows: one new token of each of B sequences, or up to STEP_ROWS of each.
 //
 // out (T, H, D): factors (H), or null for ones, times each head, then diag(before) · H/√ORDER · diag(after) as in
-// rotate.cu; with ORDER 1 there is no rotation, and the signs `before` and `after` (D) are not read. A row without
-// visible tokens gives 0.
-// acc, ml: scratch for 2 · cells + CTAs sums of sums.cuh, where cells is B · K · chunks. counts (cells · HEADS): zero
-// before the launch, and again after it.
+// rotate.cu; with ORDER 1 there is no rotation, and nothing reads the signs `before` and `after` (D). A row without
+// visible tokens gives 0. acc, ml: scratch for 2 · cells + CTAs sums of sums.cuh, where cells is B · K · chunks. counts
+// (cells · HEADS): zero before the launch, and again after it.
 // q (T, H, D): transformed as the keys are. keys, values (blocks, K, NBYTES), full_k, full_v (slots, K, …): records.
 // spans (B, span_stride): a Span for each sequence, whose `current` and `next` are in full_k and full_v; one of zeros
-// sees no token. window: tokens that a query sees, itself included; 0 for all. Behind the newest token a
-// full-precision record may hold anything, also NaN. sink_scores (H): read with SINK_SCORES, see attention.cuh.
+// sees no token. window: tokens that a query sees, itself included; 0 for all. After the newest token a full-precision
+// record may hold anything, also NaN. sink_scores (H): read with SINK_SCORES, see attention.cuh.
+// Grid (CTAs), best one per SM; block WARPS · 32, dynamic shared memory SHARED + 4 (2 B + 7 WARPS + 2) + 1024. chunks:
+// CHUNKS, or ceil(GROUP · rows / 8) for the most rows of a sequence. No part of the launch depends on lengths, so that
+// it can be recorded: every CTA computes from `spans` which units are its own (shares.cuh).
 // DEFINES: GROUP (H / K), WARPS, STEP_ROWS (1, or the most rows of a sequence), ORDER, SHARED (bytes of tables and
-// means, and then of sums), TO (of out; float if it is not defined; halves are clipped to ±65504, NaN stays), SOFTCAP
-// (or not defined) and SINK_SCORES (0 or 1, default 0) as in attention.cuh.
+// means, and then of sums), TO (type of out, default float; halves are clipped to ±65504, NaN stays), SOFTCAP (or not
+// defined) and SINK_SCORES (0 or 1, default 0) as in attention.cuh.
 // PRECOND: records aligned to 128 bytes, out, acc, tables, before and after to 16, ml and q to 8; STEP_ROWS <= N where
 // it is above 1; ORDER divides D, and is at most 32 or D % 32 == 0.
 //
-// Grid (CTAs), best one per SM; block WARPS · 32, dynamic shared memory SHARED + 4 (2 B + 7 WARPS + 2) + 1024.
-// chunks: CHUNKS, or ceil(GROUP · rows / 8) for the most rows of a sequence. No part of the launch depends on lengths,
-// so that it can be recorded: every CTA computes from `spans` which units are its own (shares.cuh).
-//
-// Both products are transposed: the cache is the operand of 16 rows, and up to 8 query heads, of one row or of several,
-// are the 8 columns of the other:
-//     Sᵀ (16 tokens, 8 heads)   += K  (16 tokens, 16 channels) · qᵀ (16 channels, 8 heads)
-//     Oᵀ (16 channels, 8 heads) += Vᵀ (16 channels, 16 tokens) · Pᵀ (16 tokens, 8 heads)
-// Codes are decoded in registers, once for all query heads of a KV head; norms of tokens multiply Sᵀ and Pᵀ.
-// While a warp decodes values, it loads the next keys' codes.
-//
-// A cell inside one CTA's share is finished there. Of any other, a warp of each CTA stores its sum of a head, and the
-// last one to do so, by `counts`, adds them up. Sums are added in the order of the row, so the result is the same in
-// every run. By rounding it depends on the number of CTAs and on the lengths of all sequences, which say where the row
-// is cut.
+// Both products are transposed: the cache is the operand of 16 rows, and up to 8 query heads are the 8 columns of the
+// other (docs/kernels.md, section 5). Codes are decoded in registers, once for all query heads of a KV head; norms of
+// tokens multiply Sᵀ and Pᵀ. While a warp decodes values, it loads the next keys' codes. One CTA finishes a cell inside
+// its share. In any other cell, a warp of each CTA stores its sum of a head, and the last one to do so, by `counts`,
+// adds them up in the order of the row: the result is the same in every run.
 // JOINS: last.cuh, attention.cuh, shares.cuh, decode_work.cuh, decode_state.cuh, decode_full.cuh, decode_quantized.cuh,
 // hadamard.cuh, sums.cuh.
 

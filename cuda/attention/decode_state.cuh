@@ -76,7 +76,7 @@ struct ColumnState {
     }
 };
 
-// Scores [i][·] are of tokens `start` + 16i + g and + 8: sets those of invisible tokens to −inf.
+// Scores [i][·] belong to tokens `start` + 16i + g and + 8: invisible tokens get −inf.
 template <int COUNT>
 __device__ __forceinline__ void mask_scores(float (&scores)[COUNT][4], int start, const Visible &visible, int lane) {
     if (start >= visible.oldest && start + 16 * COUNT - 1 <= visible.newest) return;

@@ -1,17 +1,14 @@
-// The op `attention` for a step, with two kinds of quantized blocks in one memory: decode_attention.cu for each kind,
-// whose text is read twice, in the namespaces `finer` and `coarser`. Arguments and results are the same.
+// The op `attention` for a step, with two kinds of quantized blocks in one memory: the text of decode_attention.cu for
+// each kind, in the namespaces `finer` and `coarser`. Arguments and results are the same.
 //
-// keys, values, key_tables, value_tables are of the coarser blocks; finer_… of those with more bits. Records of keys
-// and values lie in one memory, STRIDE bytes apart. Of a span's places, the first are of finer blocks (Span in
-// prelude.cuh).
-// acc, ml, counts have twice the size; after all counts come as many again as one kind has.
-//
+// keys, values and their tables belong to the coarser blocks, the arguments finer_… to blocks with more bits. Records
+// of keys and values lie in one memory, STRIDE bytes apart. The first places of a span are finer blocks (Span in
+// prelude.cuh). acc, ml, counts have twice the size; after all counts come as many again as one kind has.
 // A CTA reads blocks of one kind, so that it needs the tables of that kind alone: the first CTAs have the units of
-// finer blocks, the others all others. There are as many of the first as their share of all units says, one at least.
-// A head whose sequence has both is finished by the kind that comes last (sums.cuh).
-//
-// Grid (CTAs), two or more, best one per SM; block and dynamic shared memory as there, 4 bytes more. DEFINES: those of
-// decode_attention.cu; both kinds need the same SHARED.
+// finer blocks, as many as their share of all units says and at least one, the other CTAs have all else. The kind that
+// comes last finishes a head whose sequence has both (sums.cuh).
+// Grid (CTAs), two or more, best one per SM; block and dynamic shared memory as in decode_attention.cu, 4 bytes more.
+// DEFINES: as in decode_attention.cu; both kinds need the same SHARED.
 // PRECOND: as for decode_attention.cu; no window.
 // JOINS: decode_attention.cu.
 

@@ -59,7 +59,7 @@ struct Work {
     Visible visible;
     QuantizedBlocks quantized;
 
-    // Those of the warp's turn. Every call computes everything again, so that no registers hold it in between.
+    // The warp's turn. Every call computes everything again, so that no registers hold it in between.
     static __device__ __forceinline__ Work find(const Plan &plan, int chunks) {
         const Turn &turn = plan.turns[thread_read_anew() / 32];
         const CellColumns columns(plan, turn.sequence, turn.number, chunks);

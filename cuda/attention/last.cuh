@@ -1,5 +1,5 @@
-// Blocks of a launch that share a result, of which the last one finishes it: no block waits. Part of
-// decode_attention.cu and sample.cu.
+// Blocks of a launch that share a result, which the last one finishes: no block waits. Part of decode_attention.cu and
+// sample.cu.
 
 // Whether this is the last of `sharing` calls with `count`. Then its thread, and others after a barrier, may read what
 // the others have stored before a barrier and their call, and the count is zero again.

@@ -7,27 +7,25 @@
 // the sink's records; current_k, current_v (records, K, bytes): the records of the new rows. spans: one Span. A row at
 // position p sees tokens p − window + 1 … p, or 0 … p if window is 0. sink_scores (H): read with SINK_SCORES, see
 // attention.cuh.
-//
-// A CTA has WARPS · WARP_ROWS rows of scores: row r is token r / GROUP, query head r % GROUP of the KV head. It loops
-// over the parts of blocks (PART tokens) that are visible to any of its rows. Keys and values of a part are laid out in
-// shared memory as in a full-precision record: a tile, which is an A operand of 16 rows there, serves as the B operands
-// of two products, and a lane reads both at once. Registers 0, 2 are rows 0 … 7, and 1, 3 rows 8 … 15: tokens for keys;
-// even and odd channels for values. Full-precision parts are copied. Quantized parts are decoded once for all rows, and
-// each warp decodes some of their tiles. A part's values are loaded while its keys are used, the next part's keys while
-// its values are used. Half of the warps decode before they multiply, the others after, so that loads overlap with
-// computation.
-//
 // Grid (ceil(T · GROUP / (WARPS · WARP_ROWS)), K), block WARPS · 32. DEFINES: GROUP (H / K), WARPS, WARP_ROWS (16 or
 // 32), SHARED (bytes of dynamic shared memory): tables of both codecs, keys and values of a part, and the queries if
 // WARP_ROWS is 32 and DP > 64; SOFTCAP (or not defined) and SINK_SCORES (0 or 1, default 0) as in attention.cuh.
-// WARP_ROWS 32 reads shared memory half as often. Registers and 99 KB suffice for it up to DP 64, and up to DP 128 if
-// both sides are f16 without means. A sequence without quantized blocks takes that variant, whatever its cache type.
-// PRECOND: the new rows are in their records; out aligned to 16 bytes, q to 8, q_stride even. Behind the newest token
-// a full-precision record may hold anything, also NaN.
+// WARP_ROWS 32 reads shared memory half as often; registers and 99 KB suffice for it up to DP 64, and up to DP 128 if
+// both sides are f16 without means.
+// PRECOND: the new rows are in their records; out aligned to 16 bytes, q to 8, q_stride even. After the newest token a
+// full-precision record may hold anything, also NaN.
+//
+// A CTA has WARPS · WARP_ROWS rows of scores: row r is token r / GROUP, query head r % GROUP of the KV head. It loops
+// over the parts of blocks (PART tokens) that are visible to any of its rows. Keys and values of a part lie in shared
+// memory as in a full-precision record: a tile, an A operand of 16 rows there, serves as the B operands of two
+// products, and a lane reads both at once. Registers 0, 2 have rows 0 … 7, and 1, 3 rows 8 … 15: tokens for keys; even
+// and odd channels for values. Full-precision parts are copied; quantized parts are decoded once for all rows, some
+// tiles by each warp. A part's values are loaded while its keys are used, the next part's keys while its values are
+// used. Half of the warps decode before they multiply, the others after, so that loads overlap with computation.
 //
 // With two kinds of quantized blocks, TWO_KINDS, the parts below are read twice, in the namespaces `finer` and
-// `coarser`, and there are four arguments more. keys, values and their tables are of the coarser blocks. The parts of
-// finer blocks come first (Span in prelude.cuh); before the first one of the others, tables are replaced. There is no
+// `coarser`, and there are four arguments more. keys, values and their tables belong to the coarser blocks. The parts
+// of finer blocks come first (Span in prelude.cuh); before the first coarser one, tables are replaced. There is no
 // window.
 // JOINS: attention.cuh, visible_parts.cuh, decode_parts.cuh, prefill_parts.cuh, prefill_rows.cuh.
 

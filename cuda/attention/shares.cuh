@@ -1,10 +1,9 @@
 // How decode_attention.cu divides its work; tests/cuda/test_shares.py checks the shares.
 //
 // A cell is up to HEADS query vectors of one KV head of one sequence: column c of a KV head is head c % GROUP of its
-// group, of row c / GROUP. A unit is the part of a cell's work that a warp does at a time: a quantized block, or 16
-// tokens of a full-precision record, of about as many bytes. The units of all cells stand in one row: by sequence, KV
-// head, chunk of columns, and by token. Each CTA takes an equal share of that row, each of its warps an equal share of
-// the CTA's.
+// group, of row c / GROUP. A unit is what a warp does at a time: a quantized block, or 16 tokens of a full-precision
+// record, of about as many bytes. The units of all cells stand in one row: by sequence, KV head, chunk of columns, and
+// by token. Each CTA takes an equal share of that row, each of its warps an equal share of the CTA's.
 
 // HEADS: columns of a cell; the last one of a KV head may have fewer. CHUNKS: cells of a KV head, of one row.
 constexpr int CHUNKS = (GROUP + 7) / 8, HEADS = STEP_ROWS > 1 ? 8 : (GROUP + CHUNKS - 1) / CHUNKS;
@@ -71,7 +70,7 @@ struct QuantizedBlocks {
     __device__ __forceinline__ int units() const { return ALL_FULL ? count * SLICES : count; }
 };
 
-// The full-precision records with visible tokens, in slices of 16 tokens: the sink's, then those of `current` from
+// The full-precision records with visible tokens, in slices of 16 tokens: the sink's, then records from `current` and
 // position `start` on.
 struct FullBlocks {
     int sink, sink_slices;

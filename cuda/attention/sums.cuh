@@ -233,7 +233,7 @@ struct WarpSums {
 };
 
 #ifdef TWO_KINDS
-// Where both kinds of blocks have units of a cell, the sum of a head over one kind becomes that over both. Returns
+// Where both kinds of blocks have units of a cell, the sum of a head over one kind becomes the sum over both. Returns
 // whether it is complete: the CTA of the kind that comes last has it. Each kind's sum is stored where its cell has one
 // for a warp, which has been added by now. Memory for sums of finer blocks follows the memory of the others, and so do
 // counts; after these comes, for each head, a count of kinds that have come.

@@ -1,4 +1,4 @@
-// Part of kernels for sm_90a: products of a warpgroup, four warps in a row, the first of which is a multiple of four.
+// Part of kernels for sm_90a: products of a warpgroup, four warps in a row from a multiple of four on.
 // Operand B is in shared memory, and A and the sums in registers. A product runs beside its threads:
 //   wgmma_fence before the first product, and after each wait, once the registers of the next products are written
 //   wgmma_commit closes a group of products; wgmma_wait<n> waits for all groups but the n newest
@@ -66,7 +66,7 @@ __device__ __forceinline__ void wgmma_m64k16(float (&d)[64], const unsigned (&a)
 }
 #endif
 
-// A tile of B: columns of 64 halves, which are multiplied by those of a row of A; each has 128 bytes, and eight of them
+// A tile of B: columns of 64 halves, which are multiplied by a row of A; each has 128 bytes, and eight of them
 // are a pattern that begins at a multiple of 1,024 bytes. So that threads that access different columns at once meet
 // different banks, the number of a column in its pattern is added, by exclusive or, to the number of each of its 16
 // bytes: the 128-byte swizzle.

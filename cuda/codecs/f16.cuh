@@ -1,10 +1,8 @@
 // Half precision: a tile is stored as the registers of an A operand, in another order. Twin of engine/codecs/f16.py.
 
 template <class L>
-struct f16 {
+struct f16 : NormsInCodes<L> {
     static constexpr int ROWS = 0;
-    static constexpr bool NORMED = false;
-    static constexpr int ROUNDED = 0;
     static constexpr bool QUANTIZED = false, RANDOM_ACCESS = true;
 
     static __device__ __forceinline__ uint4 piece(const unsigned char *, int, int, int) { return uint4(); }
@@ -26,15 +24,9 @@ struct f16 {
         __device__ __forceinline__ void pass(int) {}
     };
 
-    static __device__ __forceinline__ void norms(float (&norm)[2 * L::PT], const unsigned char *, int, int,
-                                                 const unsigned char *) {
-#pragma unroll
-        for (int i = 0; i < 2 * L::PT; ++i) norm[i] = 1.0f;
-    }
-
     // x [N][D] in shared memory; values are clipped to ±65504.
-    static __device__ void encode(unsigned char *record, const float *x, unsigned char *, const unsigned char *,
-                                  int thread, int threads) {
+    static __device__ void encode(unsigned char *record, const float *x, const unsigned char *, int thread,
+                                  int threads) {
         for (int at = thread; at < L::PARTS * L::TILES * 128; at += threads) {
             const int r = f16_order(at % 4), lane = at / 4 % 32, tile = at / 128 % L::TILES, part = at / 128 / L::TILES;
             const int g = lane / 4, tg = lane % 4;

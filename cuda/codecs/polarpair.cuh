@@ -6,10 +6,8 @@
 // Each is [group][tg][s][h]: pair 8s + 4h + tg of a group of SCALED tokens, with s < STEPS rounded up to 4.
 // tables: half2 [2^BITS], the point of a code at step 1, or with RANGED 1 its direction; two floats at TANGENTS.
 template <class L>
-struct polarpair {
+struct polarpair : NormsInCodes<L> {
     static constexpr int ROWS = L::ROWS;
-    static constexpr bool NORMED = false;
-    static constexpr int ROUNDED = 0;
     static constexpr bool QUANTIZED = true, RANDOM_ACCESS = false;
 
     static constexpr int SCALES = L::RANGED == 2 ? 4 : L::RANGED + 1;
@@ -103,15 +101,9 @@ struct polarpair {
         }
     };
 
-    static __device__ __forceinline__ void norms(float (&norm)[2 * L::PT], const unsigned char *, int, int,
-                                                 const unsigned char *) {
-#pragma unroll
-        for (int i = 0; i < 2 * L::PT; ++i) norm[i] = 1.0f;
-    }
-
     // x [N][D] in shared memory. Called by all threads of the block: it has a barrier.
-    static __device__ void encode(unsigned char *record, const float *x, unsigned char *, const unsigned char *tables,
-                                  int thread, int threads) {
+    static __device__ void encode(unsigned char *record, const float *x, const unsigned char *tables, int thread,
+                                  int threads) {
         __half *scales = reinterpret_cast<__half *>(record + L::SCALES_AT);
         for (int at = thread; at < SECTION / 2; at += threads) {
             const int pair = at / 2 % WIDTH * 8 + at % 2 * 4 + at / 2 / WIDTH % 4, group = at / 2 / WIDTH / 4;

@@ -13,16 +13,14 @@
 //           g >> 2 (values), need the same words and store a quarter each: word t is word t / 4 of the (t % 4)th lane.
 //   RADII   halves, RADIUS_WORDS words per tile. Keys: tokens g and g + 8; with three levels, one word for each half.
 //           Values: word h has tokens 8h + 2tg + {0, 1}. Lanes share them likewise; with four levels, the eight lanes
-//           of equal tg share those of values: word n is word n / 8 of the (n % 8)th lane.
+//           of equal tg share a value tile's: word n is word n / 8 of the (n % 8)th lane.
 // tables: half2 [4][256], for each pair of a row the point of radius 1 by level 1 << 4 | four bits, which are level 2
 // << 2 | level 3 for pairs 0, 1 and level 3 << 2 | level 2 for pairs 2, 3; float [4] tan² of each level's first
-// threshold. Rows in shared memory: 256 of points, in each lane's column those of its own pair. A lane's pair in a row
+// threshold. Rows in shared memory: 256 of points, in each lane's column its own pair's. A lane's pair in a row
 // is the same in all tiles: tg for keys, g % 4 for values.
 template <class L>
-struct polarquant {
+struct polarquant : NormsInCodes<L> {
     static constexpr int ROWS = 256;
-    static constexpr bool NORMED = false;
-    static constexpr int ROUNDED = 0;
     static constexpr bool QUANTIZED = true, RANDOM_ACCESS = true;
 
     static constexpr int SHARERS = L::VALUES && L::LEVELS == 4 ? 8 : 4;  // lanes that share radii
@@ -125,15 +123,9 @@ struct polarquant {
         }
     };
 
-    static __device__ __forceinline__ void norms(float (&norm)[2 * L::PT], const unsigned char *, int, int,
-                                                 const unsigned char *) {
-#pragma unroll
-        for (int i = 0; i < 2 * L::PT; ++i) norm[i] = 1.0f;
-    }
-
     // x [N][D] in shared memory. Codes equal the Python twin's: no operations are fused.
-    static __device__ void encode(unsigned char *record, const float *x, unsigned char *, const unsigned char *tables,
-                                  int thread, int threads) {
+    static __device__ void encode(unsigned char *record, const float *x, const unsigned char *tables, int thread,
+                                  int threads) {
         Angles angles;
 #pragma unroll
         for (int level = 0; level < 4; ++level)

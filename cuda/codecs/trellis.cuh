@@ -1,10 +1,10 @@
 // Pairs of channels, rounded together as a path: the two lowest bits of a vector's code before negate the first and the
 // second value of a point. Twin of engine/codecs/trellis.py.
 //
-// Records are as ring's. The codes before a tile's, four to a word as well, are a neighbour's: for keys lane
-// tg - 1 has them, for values lane g - 1. Those of the first of these lanes are pairs 8s + 4h - 1 of keys and 8j - 1 of
-// values: the last lane has them, in this tile's word or in the word of tile (s - 1, i) or (u, j - 1). So the last lane
-// hands on bytes of two words, others their word, and one shuffle a tile brings all codes before.
+// Records are as ring's. The codes before a tile's, four to a word as well, are a neighbour's: lane tg - 1 has them for
+// keys, lane g - 1 for values. For the first of these lanes they are pairs 8s + 4h - 1 of keys and 8j - 1 of values:
+// the last lane has them, in this tile's word or in the word of tile (s - 1, i) or (u, j - 1). So the last lane hands
+// on bytes of two words, others their word, and one shuffle a tile brings all codes before.
 // With six bits, a code has two to spare in its byte, once the digits there have been collected: they choose among rows
 // with all signs of a point, and PAIRS has 256 points. Otherwise signs are added to what has been looked up.
 template <class L>

@@ -6,25 +6,24 @@
 // take longer where errors are fed back between tokens. The arrays of a side:
 //   quantized (blocks, K, NBYTES), full (slots, K, bytes)     pools of records
 //   tables                  the codec's
-//   candidates uint16                    for codes of pairs: made by engine/backends/cuda/kv/candidates.py
+//   candidates uint16       for codes of pairs: made by engine/backends/cuda/kv/candidates.py
 // The others are float32, from engine.quantization.metric, each null where the metric does not have it:
-//   feedback (K, D, D)      error feedback between channels, F transposed: row c has the weights with which the error
-//                           of channel c is added to the others. Null: without a metric. Then every pair takes the
-//                           nearest point and every norm is the rms, and none of the following is read
+//   feedback (K, D, D)      error feedback between channels, transposed: row c has the weights with which the error of
+//                           channel c is added to the others. Null without a metric: then every pair takes the nearest
+//                           point, every norm is the rms, and nothing reads the arrays below
 //   weights (K, PAIRS)      of pairs in the cost of a path; read for PATHS
 //   matrix (K, D, D)        M: an error e costs e·M·eᵀ, and norms are fitted to it; or, where norms are tilted, the
 //                           second moments of queries
 //   mean_query (K, D)       by which norms of keys are tilted
-//   token_feedback (N, N)   values only: error feedback between tokens, transposed: row i has the weights with which
-//                           the error of token i is added to the others; of PATHS, tokens are in the order of rounds
+//   token_feedback (N, N)   values only: error feedback between tokens, transposed as above; with PATHS, tokens are in
+//                           the order of rounds
 //
 // A lane has a token. Pair j (or value j) of token t depends on the token's pairs before j and, with feedback between
 // tokens, on pair j of the tokens before t. So the CTA rounds the cells (t, j) in wavefronts: front number j, or t + j
 // with feedback between tokens. One thread per token rounds; the other warps add up the feedback of earlier errors. x
-// in shared memory holds targets; those that have been rounded are replaced by their errors.
-// Codes that depend on the ones before are the best path's instead: paths.cuh.
-// Without a metric, codes, norms and means equal NumPy's to the bit: sums are in its order, multiplications not fused.
-//
+// in shared memory holds targets; errors replace the targets that have been rounded. Codes that depend on the ones
+// before are the best path's instead: paths.cuh. Without a metric, codes, norms and means equal NumPy's to the bit:
+// sums are in its order, multiplications not fused.
 // Grid (count, K), block WARPS · 32, dynamic shared memory RounderMemory::BYTES (x and mean for a codec that is not
 // ROUNDED).
 // DEFINES: TOKENS, tokens of a block that are in shared memory at once: a divisor of N, 16 or a multiple of 32; WARPS,
@@ -52,7 +51,7 @@ __device__ __forceinline__ void encode_block(const Move<L, Full> &move) {
             for (int i = threadIdx.x; i < L::N * L::D; i += THREADS) x[i] = __fsub_rn(x[i], mean[i % L::D]);
             __syncthreads();
         }
-        Codec::encode(move.record(), x, nullptr, move.side->tables, threadIdx.x, THREADS);
+        Codec::encode(move.record(), x, move.side->tables, threadIdx.x, THREADS);
     }
 }
 

@@ -64,10 +64,7 @@ __device__ void load_tokens(float *x, const unsigned char *full, int first, int 
 // One value of a full-precision record of the value side.
 template <class L>
 __device__ __forceinline__ float full_value(const unsigned char *full, int token, int channel) {
-    const int row = token % L::PART / 16, t = token % 16, c = channel % 16;
-    const int tile = token / L::PART * L::TILES + row * L::STEPS + channel / 16;
-    const int lane = c / 2 * 4 + t % 8 / 2, r = t / 8 * 2 + c % 2;
-    return to_float(reinterpret_cast<const __half *>(full)[(tile * 32 + lane) * 8 + f16_order(r) * 2 + t % 2]);
+    return to_float(reinterpret_cast<const __half *>(full)[full_index<L>(token, channel)]);
 }
 
 // Adds the tokens of x to sums (D), one after the other; `first` clears the sums before. x as in `load_tokens`.

@@ -1,12 +1,12 @@
 // The search for the best path of a token: `engine.codecs.parts.viterbi`. Part of encode_blocks.cu.
 //
 // Four neighbouring lanes share a token, one for the survivor of each state. A step extends each survivor to each
-// state, and three shuffles leave the best extension into a state with that state's lane. Known of a survivor's path
-// are its links: each one the state it comes from and a code. With a metric, targets of the next BATCH pairs are in
-// registers, and move from lane to lane with the path that they belong to. Before them a survivor goes back along its
-// links and adds the feedback of all errors so far, each of which it computes from its code.
+// state, and three shuffles leave the best extension into a state with that state's lane. A survivor is its links: each
+// one the state before and a code. With a metric, targets of the next BATCH pairs are in registers, and move from lane
+// to lane with their path. For errors before them a survivor goes back along its links, computes each error from its
+// code and adds its feedback.
 
-// A point, or a target, with the signs of a state: the code before, of which two bits count.
+// A point, or a target, with the signs of a state: the two lowest bits of the code before.
 __device__ __forceinline__ float2 flipped(float2 p, unsigned state) {
     return make_float2(__uint_as_float(__float_as_uint(p.x) ^ (state & 1) << 31),
                        __uint_as_float(__float_as_uint(p.y) ^ (state & 2) << 30));

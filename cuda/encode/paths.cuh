@@ -2,8 +2,8 @@
 // before: a token is rounded to its best path (path_search.cuh), all pairs together, and norms are fitted as for other
 // codecs. Part of encode_blocks.cu.
 //
-// Tokens of values are in the order of their rounds: with feedback between tokens, four rounds, of which each needs the
-// errors of those before it. x has those of one round, or as many as there is room for.
+// Tokens of values are in the order of their rounds: with feedback between tokens there are four, and each needs the
+// errors of earlier rounds. x has the tokens of one round, or as many as there is room for.
 template <class L, class Codec>
 struct PathRounder {
     using R = RounderMemory<L, Codec>;
@@ -21,7 +21,7 @@ struct PathRounder {
     unsigned short *codes;      // (N, PAIRS)
     unsigned short *new_codes;  // (PAIRS, CODE_STRIDE): codes of the tokens in x
     unsigned short *links;      // (PAIRS, TOKENS, 4): see PathSearch
-    const SideArrays *side;     // of which nothing is kept in registers while paths are searched for
+    const SideArrays *side;     // kept in no register while paths are searched for
 
     __device__ PathRounder(unsigned char *shared, const SideArrays *side)
         : x(area<float>(shared, 0)), partial(area<float>(shared, R::PARTIAL)), points(area<float2>(shared, R::POINTS)),

@@ -1,6 +1,6 @@
 // Chooses codes and norms of a block as `engine.quantization.encode` does: with a metric, by error feedback between
-// pairs and between tokens and with fitted or tilted norms, of which keys get the best of several; without, the nearest
-// points. Part of encode_blocks.cu.
+// pairs and between tokens and with fitted or tilted norms, keys with the best of several; without, the nearest points.
+// Part of encode_blocks.cu.
 template <class L, class Codec>
 struct Rounder {
     using R = RounderMemory<L, Codec>;

@@ -1,17 +1,17 @@
 // Products of each row with the matrices of the experts that were chosen for it. Part of gemv.cu and gemv_packed.cu.
 //
-// With EXPERTS, a launch has a grid of pairs in z, each a row and an expert, and more arguments: experts (pairs), the
-// numbers of these experts; `sharing`, how many neighbouring pairs have the same row of x; `bias_pitch`, numbers from
-// the bias of an expert to that of the next. A product is of one row, x[pair / sharing], and its result is row `pair`
-// of y. weight has the rows of all experts, the first expert's rows first.
+// With EXPERTS, a launch has a grid of pairs in z, each a row and an expert, and more arguments: experts (pairs), their
+// numbers; `sharing`, how many neighbouring pairs have the same row of x; `bias_pitch`, numbers from the bias of an
+// expert to the next expert's. Pair p multiplies x[p / sharing]; its result is row p of y. weight has the rows of all
+// experts, the first expert's rows first.
 #ifndef EXPERTS
 #define EXPERTS 0
 #endif
 #if EXPERTS
 #define EXPERT_ARGUMENTS , const int *experts, int sharing, int bias_pitch
 
-// Moves x, y and bias, which may be null, to the block's pair. Returns the number of the first row of weights
-// of its expert, which has `size` rows.
+// Moves x, y and bias, which may be null, to the block's pair. Returns the first row of its expert's `size` rows of
+// weights.
 template <class X, class Y>
 __device__ __forceinline__ int begin_pair(const X *&x, Y *&y, const float *&bias, const int *experts, int sharing,
                                           int bias_pitch, int in, int size, long long pitch) {

@@ -2,7 +2,7 @@
 //
 // With EXPERTS, a launch has a grid of groups in z, and more arguments: groups, as group_pairs.cu writes them;
 // `places_rows`, the row of x of each place, or null where x has a row for each place; `bias_pitch`, numbers from the
-// bias of an expert to that of the next. The product of a place is in that row of y. weight has the rows of all
+// bias of an expert to the next expert's. The product of a place is in that row of y. weight has the rows of all
 // experts, the first expert's rows first. The grid has one part in y.
 #ifndef EXPERTS
 #define EXPERTS 0

@@ -2,10 +2,8 @@
 //
 // ids, weights (T, TOP_K): experts with the largest scores, plus bias where there is one, and their scores without
 // bias, divided by their sum with RENORMALIZE, times scale, times the expert's factor. logits (T, COUNT). bias, factors
-// (COUNT) or null. Of equal scores,
-// the lowest number is chosen. A row whose logits are not finite has experts 0, 1, … and NaN for weights.
-//
-// A warp has a row; lane l has experts l, l + 32, ….
+// (COUNT) or null. Of equal scores, the lowest number is chosen. A row whose logits are not finite has experts 0, 1, …
+// and NaN for weights. A warp has a row; lane l has experts l, l + 32, ….
 // Grid (ceil(T / warps of a block)), block a multiple of 32. DEFINES: COUNT, TOP_K, SIGMOID (1: scores are σ of logits;
 // 0: their softmax), RENORMALIZE (0 or 1).
 // PRECOND: TOP_K <= COUNT.

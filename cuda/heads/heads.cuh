@@ -1,14 +1,12 @@
-// Transforms the vector of one head for the KV store: RMS norm, RoPE, scale, rotation. Part of
-// transform_heads.cu and place_kv.cu.
+// Transforms the vector of one head for the KV store: RMS norm, RoPE, scale, rotation. Part of transform_heads.cu and
+// place_kv.cu.
 //
-// qkv (T, H + 2K, D): the heads of queries, keys, values. cos, sin (T, D/2): RoPE rotates channel j with channel
-// j + D/2. With HEAD_NORMS, queries and keys are first x / rms(x) · norm, where norm is q_norm or k_norm (D); with
-// VALUE_EPS, values are first x / rms(x). scale
-// (H + 2K, D), or null for ones, multiplies queries and keys after RoPE, and values at once. Then one rotation is
-// applied to queries and keys, another to values: diag(before) · H/√ORDER · diag(after), where Hadamard's matrix of
-// that order repeats along the diagonal. The signs `before` and `after` (D) are ±1; with order 1 there is no rotation,
-// and they are not read.
-// A warp holds one vector: lane l has channels l, l + 32, ….
+// qkv (T, H + 2K, D): the heads of queries, keys, values. cos, sin (T, D/2): RoPE rotates channel j with channel j +
+// D/2. With HEAD_NORMS, queries and keys are first x / rms(x) · norm, where norm is q_norm or k_norm (D); with
+// VALUE_EPS, values are first x / rms(x). scale (H + 2K, D), or null for ones, multiplies queries and keys after RoPE,
+// and values at once. Then one rotation is applied to queries and keys, another to values: diag(before) · H/√ORDER ·
+// diag(after), where Hadamard's matrix of that order repeats along the diagonal. The signs `before` and `after` (D) are
+// ±1; order 1 has no rotation and reads no signs. A warp holds one vector: lane l has channels l, l + 32, ….
 constexpr int D = HEAD_DIM, HALF = D / 2, OWN = (D + 31) / 32;  // OWN: channels of a lane
 
 template <int ORDER>

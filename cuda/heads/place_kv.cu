@@ -12,17 +12,6 @@
 // PRECOND: HEAD_DIM % 2 == 0; an ORDER divides it, and is at most 32 or HEAD_DIM % 32 == 0.
 // JOINS: hadamard.cuh, heads.cuh.
 
-// Byte offset of a token's channel in a full-precision record.
-template <bool VALUES>
-__device__ __forceinline__ int full_offset(int token, int channel) {
-    using L = FullKeyLayout;
-    const int t = token % L::PART, tokens = t / 16, step = channel / 16, c = channel % 16;
-    const int tile = VALUES ? tokens * L::STEPS + step : step * L::PT + tokens;
-    const int g = VALUES ? c / 2 : t % 8, tg = VALUES ? t % 8 / 2 : c % 8 / 2;
-    const int r = VALUES ? c % 2 + t % 16 / 8 * 2 : t % 16 / 8 + c / 8 * 2;
-    return (token / L::PART * L::TILES + tile) * 512 + (4 * g + tg) * 16 + f16_order(r) * 4 + (VALUES ? t : c) % 2 * 2;
-}
-
 // The sequence of a row: the last one whose first row is not after it.
 __device__ __forceinline__ int sequence_of(int row, const int *spans, int span_stride, int spans_count) {
     int low = 0, high = min(row, spans_count - 1);
@@ -67,8 +56,8 @@ place_kv_kernel(float *q, unsigned char *current_k, unsigned char *current_v, co
         const __half2 pair = __floats2half2_rn(within<__half>(own[i]),
                                                within<__half>(__shfl_down_sync(0xffffffffu, own[i], 1)));
         if (channel >= L::STEPS * 16) continue;
-        if (!is_key) *reinterpret_cast<__half *>(at + full_offset<true>(token, channel)) = __low2half(pair);
+        if (!is_key) reinterpret_cast<__half *>(at)[full_index<FullValueLayout>(token, channel)] = __low2half(pair);
         else if (channel % 2 == 0)
-            *reinterpret_cast<unsigned *>(at + full_offset<false>(token, channel)) = as_bits(pair);
+            *reinterpret_cast<unsigned *>(at + 2 * full_index<FullKeyLayout>(token, channel)) = as_bits(pair);
     }
 }

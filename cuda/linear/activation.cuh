@@ -24,3 +24,8 @@ __device__ __forceinline__ float swiglu_clamped(float gate, float up) {
     up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
     return gate / (1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
 }
+
+// For elementwise.cu alone.
+__device__ __forceinline__ float gated(float x, float logit) { return x / (1.0f + __expf(-logit)); }
+__device__ __forceinline__ float scaled(float x, float factor) { return x * factor; }
+__device__ __forceinline__ float added(float x, float y) { return x + y; }

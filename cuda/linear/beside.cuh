@@ -2,8 +2,8 @@
 // gemm_packed.cu.
 //
 // With BESIDE, the second one's format, blocks from number `border` on multiply `beside` (beside_out, in), whose
-// results are the columns of y after the first `out`; bias has those of both. A block multiplies one of them, as it
-// does in a launch of that one alone. There is no activation, and there are no experts.
+// results are the columns of y after the first `out`; bias has both parts. A block multiplies one matrix, as in a
+// launch for that matrix alone. There is no activation, and there are no experts.
 // DEFINES: BESIDE (a packed format other than WEIGHT, or not defined), with BESIDE_UNIT, BESIDE_TILES, BESIDE_SLOTS.
 #ifdef BESIDE
 #define BESIDE_ARGUMENTS , const unsigned char *beside, int beside_out, int border

@@ -1,26 +1,24 @@
-// The op `linear` for 3 to 16 rows and packed weights on tensor cores, with the residual sum after it:
-// y = x @ weightᵀ + bias. gemv_packed takes fewer rows.
+// The op `linear` for 3 to 16 rows and packed weights on tensor cores, with the residual sum after it: y = x @ weightᵀ
+// + bias. gemv_packed takes fewer rows.
 //
 // y: rows of `out` numbers, `pitch` numbers apart; x (rows, in) in half precision, as `narrow` writes it; weight (out,
 // in), bias (out) float or null. Sums are float. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and
 // bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
-//
 // A block multiplies TILES tiles of 16 rows of weights; with GATED they are in turn one of gate and the matching one of
 // up. Of the inputs, its warps take turns at units of UNIT, and their sums are added in shared memory. A warp works
 // alone: it copies a unit of each tile, whole blocks of the format, which lie together, to SLOTS in shared memory, and
-// its lanes unpack from there the A operands of mma.m16n8k16 (packed_weights.cuh). The tiles share the B operands.
-// Columns of B after the last row repeat rows: their sums are not read.
-// With STAYS there are fewer blocks than sets of TILES tiles: block b multiplies every gridDim.x-th set, from set b on,
-// and while it multiplies and adds, the units of its next set are on their way.
+// its lanes unpack from there the A operands of mma.m16n8k16 (packed_weights.cuh). The tiles share the B operands,
+// whose columns after the last row of x repeat rows. With STAYS there are fewer blocks than sets of TILES tiles: block
+// b multiplies every gridDim.x-th set, from set b on, and while it multiplies and adds, the units of its next set are
+// on their way.
 // Grid (ceil(rows of weights / (16 · TILES)), with STAYS fewer), 32 · WARPS threads. With BESIDE it has more blocks and
 // arguments: beside.cuh.
-// DEFINES: ACT (of x: __half), WEIGHT (a packed format), ROWS (most rows: 4, 8, 16), UNIT (a multiple of VALUES), TILES
-// (even if GATED), SLOTS (more than TILES), WARPS, STAYS (0 or 1; 0 with BESIDE), SHARED (bytes of dynamic shared
-// memory), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (of y, see output_tile.cuh),
-// BESIDE.
+// DEFINES: WEIGHT (a packed format), ROWS (most rows: 4, 8, 16), UNIT (a multiple of VALUES), TILES (even if GATED),
+// SLOTS (more than TILES), WARPS, STAYS (0 or 1; 0 with BESIDE), SHARED (bytes of dynamic shared memory), ADD (0 or 1),
+// ACTIVATION (a function of activation.cuh, or not defined), TO (type of y, see output_tile.cuh), BESIDE.
 // JOINS: activation.cuh, output_tile.cuh, beside.cuh.
-// Cost: bytes of the weights, of which at least WARPS · (SLOTS − TILES) units per block are in flight; each block reads
-// all rows of x from L2 or L1 for each set, which for 16 rows is about the bytes of four tiles of 4-bit weights.
+// Cost: bytes of the weights; at least WARPS · (SLOTS − TILES) units per block are in flight. Each block reads all rows
+// of x from L2 or L1 for each set, which for 16 rows is about the bytes of four tiles of 4-bit weights.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x aligned to 16 bytes; out % 16 == 0 if GATED.
 
 constexpr int COLUMNS_N = ROWS > 8 ? ROWS / 8 : 1;  // tiles of 8 rows of x
@@ -33,7 +31,7 @@ struct Product {
     // In blocks that stay, slots are on their way while sums are added; others have them in the same place.
     static constexpr int JOINED_AT = STAYS ? COPIED_BYTES : 0, SUMMED_BYTES = JOINED_AT + JOINED_BYTES;
     static constexpr int ALL_BYTES = COPIED_BYTES > SUMMED_BYTES ? COPIED_BYTES : SUMMED_BYTES;
-    static constexpr bool CONSTANTS_KEPT = M <= 2 || W::HIGH == 0;  // in registers, of which more planes need more
+    static constexpr bool CONSTANTS_KEPT = M <= 2 || W::HIGH == 0;  // in registers: more planes need more
     static_assert(S > M && !(GATED && M % 2) && U % W::VALUES == 0, "as the head says");
 
     unsigned char *shared, *places;  // the block's, and this warp's slots
@@ -89,8 +87,8 @@ struct Product {
     }
 
     // Multiplies all rows of x and writes y.
-    __device__ __forceinline__ void run(TO *y, const ACT *x, const float *bias, int rows, long long pitch) {
-        const ACT *inputs[COLUMNS_N];  // the lane's first ones
+    __device__ __forceinline__ void run(TO *y, const __half *x, const float *bias, int rows, long long pitch) {
+        const __half *inputs[COLUMNS_N];  // the lane's first ones
 #pragma unroll
         for (int n = 0; n < COLUMNS_N; ++n)
             inputs[n] = x + min(n * 8 + lane / 4, rows - 1) * (long long)in + lane % 4 * 8;
@@ -156,7 +154,7 @@ static_assert(SHARED == Own::ALL_BYTES, "the slots, and then the sums, or both")
 #endif
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
-gemm_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, int rows, int in, int out,
+gemm_packed_kernel(TO *y, const __half *x, const unsigned char *weight, const float *bias, int rows, int in, int out,
                    long long pitch BESIDE_ARGUMENTS) {
     let_next_begin();
     DYNAMIC_SHARED(unsigned char, shared);

@@ -1,36 +1,33 @@
 // The op `linear` for up to 64 rows on tensor cores, with the residual sum after it: y = x @ weightᵀ + bias.
 //
 // y: rows of `out` numbers, `pitch` numbers apart; x (rows, in) of the format's Product, from `narrow`; weight (out,
-// in), bias (out) float or null. Weights of a format that is not plain are rounded to its Product (halves are clipped
-// to ±65504, except for packed weights); sums are float. With ADD, y += instead of y =. With an ACTIVATION
-// (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
-//
+// in), bias (out) float or null. Packed weights are rounded to half precision; sums are float. With ADD, y += instead
+// of y =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
 // A warp multiplies 32 rows of weights by all rows of x: the weights, read once, are the A operands of mma.m16n8k16, x
-// the B operands. The 32 rows are neighbours; with GATED they are 16 rows of gate and the 16 matching rows of up. The
-// sum over `in` may run in any order, so a lane takes 8 neighbouring inputs as its share of two products: 16 bytes of
-// a row of weights, copied to shared memory and read back by the same lane, and 16 bytes of x for each group of 8 rows.
-// From packed formats the warp copies codes and scales, and a lane makes these 16 bytes when it reads them.
-// Of the 8 warps, WARPS_OUT take different rows of weights and the others different inputs of a stage; their sums are
+// the B operands. The 32 rows are neighbours; with GATED 16 rows of gate and the 16 matching rows of up. The sum over
+// `in` may run in any order, so a lane takes 8 neighbouring inputs as its share of two products: 16 bytes of a row of
+// weights, copied to shared memory and read back by the same lane, and 16 bytes of x for each group of 8 rows. From
+// packed formats the warp copies codes and scales, and a lane makes these 16 bytes when it reads them. WARPS_OUT of the
+// 8 warps take different rows of weights, and warps with the same rows different inputs of a stage; their sums are
 // added in shared memory.
 // Grid (ceil(rows of weights / TILE), parts), 256 threads, TILE = 32 · WARPS_OUT. With parts > 1, blocks of equal
 // blockIdx.y take one part of `in` and write their sums to y (parts, rows, rows of weights), TO float;
 // gemm_small_sum_kernel adds the parts. With EXPERTS (0 or 1, default 0) the grid has groups of rows in z, and there
 // are more arguments: expert_group.cuh.
-// DEFINES: ACT (the format's Product), WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4, 8), SHARED
-// (bytes of dynamic shared memory, at most 96 KB), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not
-// defined), TO (of y, see output_tile.cuh).
+// DEFINES: WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4, 8), SHARED (bytes of dynamic shared memory,
+// at most 96 KB), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (type of y, see
+// output_tile.cuh).
 // JOINS: activation.cuh, output_tile.cuh, weight_stages.cuh, expert_group.cuh.
-// Cost: bytes of the weights, of which STAGES − 1 stages per block are in flight at any time, 64 KB of 16-bit weights;
-// each block reads its inputs of all rows from L2, which over all blocks is rows · sizeof(ACT) / (2 · TILE) times the
-// bytes of 16-bit weights.
-// PRECOND: 1 <= rows <= ROWS; ROWS % 8 == 0; ROWS · WARPS_K <= 128; in % 8 == 0; x, weight aligned to 16 bytes;
-// out % 16 == 0 if GATED or EXPERTS and the format is packed.
+// Cost: bytes of the weights; STAGES − 1 stages per block are in flight, 64 KB of 16-bit weights. Each block reads its
+// inputs of all rows from L2: over all blocks rows / TILE times the bytes of 16-bit weights.
+// PRECOND: 1 <= rows <= ROWS; ROWS % 8 == 0; ROWS · WARPS_K <= 128; in % 8 == 0; x, weight aligned to 16 bytes; out %
+// 16 == 0 if GATED or EXPERTS and the format is packed.
 
 // A thread's share of x, one stage ahead: loaded while the previous stage is multiplied, then stored as fragments.
 struct Inputs {
     uint4 eight[OWN];
 
-    __device__ __forceinline__ void load(const ACT *x, int stage, const Rows &rows, int in) {
+    __device__ __forceinline__ void load(const Product *x, int stage, const Rows &rows, int in) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
         for (int c = 0; c < OWN; ++c) {
@@ -82,8 +79,8 @@ __device__ __forceinline__ void store_sums(float *joined, const float (&sums)[2]
 }
 
 extern "C" __global__ void __launch_bounds__(256, ROWS > 32 ? 1 : 2)
-gemm_small_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, int rows_of_x, int in, int out,
-                  long long pitch GROUP_ARGUMENTS) {
+gemm_small_kernel(TO *y, const Product *x, const unsigned char *weight, const float *bias, int rows_of_x, int in,
+                  int out, long long pitch GROUP_ARGUMENTS) {
     let_next_begin();
     DYNAMIC_SHARED(uint4, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_k = warp / WARPS_OUT;

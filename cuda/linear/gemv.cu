@@ -3,30 +3,23 @@
 // x (rows, in), weight (out, in), bias (out) float or null; y: rows of `out` numbers, `pitch` numbers apart. With
 // NORMED, x is replaced by x / rms(x) · norm, norm (in) float: every block computes 1 / rms(x) while its first weights
 // are on their way. With ADD, y += instead of y =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out
-// rows, and y is ACTIVATION(gate, up).
-//
-// Where the weights' Product is half, x is rounded to halves, as `narrow` rounds it for products of more rows: so the
-// number of rows changes only the order of a sum. It is not rounded to bfloat16, whose 8 bits would lose more.
-//
-// SPLIT warps multiply OUTPUTS rows of weights by all rows of x, each warp over its own part of `in`. A warp reads each
-// of its weights once, 16 bytes per lane at a time, and keeps the next DEPTH · OUTPUTS loads in flight while it
-// multiplies. The rows are neighbours; with GATED, half of them are rows of gate, the others the matching rows of up.
-// Grid (ceil(rows of weights · SPLIT / (OUTPUTS · warps of a block))), block a multiple of 32 · SPLIT up to 256. With
-// EXPERTS (0 or 1, default 0) it has pairs in z, and more arguments: chosen_expert.cuh.
-// DEFINES: ACT, WEIGHT (a weight format), ROWS (most rows), OUTPUTS, NORMED (0 or 1), ADD (0 or 1, default 0),
-// SPLIT (1, 2, 4, 8, default 1), ACTIVATION (a function of activation.cuh, or not defined).
+// rows, and y is ACTIVATION(gate, up). Where the weights' Product is half, x is rounded to halves, as `narrow` rounds
+// it for more rows: so the number of rows changes only the order of a sum. It is not rounded to bfloat16, whose 8 bits
+// would lose more.
+// SPLIT warps multiply four rows of weights by all rows of x, each warp over its own part of `in`. A warp reads each of
+// its weights once, 16 bytes per lane at a time, and keeps the next 4 · DEPTH loads in flight while it multiplies. The
+// rows are neighbours; with GATED, two rows of gate and the matching rows of up.
+// Grid (ceil(rows of weights · SPLIT / 32)), block 256. With EXPERTS (0 or 1, default 0) it has pairs in z, and more
+// arguments: chosen_expert.cuh.
+// DEFINES: WEIGHT (a weight format), ROWS (most rows), NORMED (0 or 1), ADD (0 or 1), SPLIT (1, 2, 4, 8), ACTIVATION (a
+// function of activation.cuh, or not defined).
 // JOINS: activation.cuh, inverse_rms.cuh, chosen_expert.cuh.
-// Cost: bytes of the weights, of which 2 KB · DEPTH per warp are in flight at any time (OUTPUTS 4); 1 FMA per weight
-// and row. x is read from L1, one load for OUTPUTS weights.
-// PRECOND: 1 <= rows <= ROWS <= 4; in % 8 == 0; x, weight, norm aligned to 16 bytes; OUTPUTS % 2 == 0 if GATED.
-#ifndef ADD
-#define ADD 0
-#endif
-#ifndef SPLIT
-#define SPLIT 1
-#endif
-constexpr int DEPTH = sizeof(WEIGHT::Eight) > 16 ? 1 : ROWS > 1 ? 2 : EXPERTS ? 3 : 4;  // as registers allow
-constexpr int WARPS = 8, STEP = 32 * 8 * SPLIT;
+// Cost: bytes of the weights, 2 KB · DEPTH per warp in flight; 1 FMA per weight and row. x is read from L1, one load
+// for four weights.
+// PRECOND: 1 <= rows <= ROWS <= 4; in % 8 == 0; x, weight, norm aligned to 16 bytes.
+
+constexpr int DEPTH = ROWS > 1 ? 2 : EXPERTS ? 3 : 4;  // as registers allow
+constexpr int WARPS = 8, OUTPUTS = 4, STEP = 32 * 8 * SPLIT;
 constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;  // columns of y that a warp has
 
 // Rounds as tensor cores take their operands.
@@ -41,7 +34,7 @@ __device__ __forceinline__ void round_inputs(float (&v)[8], __half) {
 __device__ __forceinline__ void round_inputs(float (&)[8], __nv_bfloat16) {}
 
 // Adds the products of inputs i … i + 7 of every row with their weights. factors: 1 / rms of each row.
-__device__ __forceinline__ void add_products(float (&sums)[OUTPUTS][ROWS], const float (&w)[OUTPUTS][8], const ACT *x,
+__device__ __forceinline__ void add_products(float (&sums)[OUTPUTS][ROWS], const float (&w)[OUTPUTS][8], const float *x,
                                              const float *norm, const float (&factors)[ROWS], int rows, int in, int i) {
 #if NORMED
     float g[8];
@@ -70,12 +63,12 @@ __device__ __forceinline__ void add_products(float (&sums)[OUTPUTS][ROWS], const
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)
-gemv_kernel(ACT *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows, int in,
-            int out, long long pitch, float eps EXPERT_ARGUMENTS) {
+gemv_kernel(float *y, const float *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
+            int in, int out, long long pitch, float eps EXPERT_ARGUMENTS) {
     __shared__ float joined[WARPS][ROWS][OUTPUTS], partial[ROWS][32];
     let_next_begin();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first = (blockIdx.x * (blockDim.x / 32 / SPLIT) + warp / SPLIT) * COLUMNS;  // column of y
+    const int first = (blockIdx.x * (WARPS / SPLIT) + warp / SPLIT) * COLUMNS;  // column of y
     const int end = first < out ? in : 0;
     const auto row_of = [&](int o) { return min(first + o % COLUMNS, out - 1) + (o < COLUMNS ? 0 : out); };
 #if EXPERTS
@@ -134,7 +127,7 @@ gemv_kernel(ACT *y, const ACT *x, const unsigned char *weight, const float *bias
         };
         float total = product(o);
         if (GATED) total = ACTIVATION(total, product(o + COLUMNS));
-        ACT *const at = y + r * pitch + first + o;
-        *at = from_float<ACT>(ADD ? to_float(*at) + total : total);
+        float *const at = y + r * pitch + first + o;
+        *at = ADD ? *at + total : total;
     }
 }

@@ -5,34 +5,29 @@
 // rounded to half precision, clipped to ±65504; sums are float. With NORMED, x is replaced by x / rms(x) · norm, norm
 // (in) float: every block computes 1 / rms(x) while its first weights are on their way. With ADD, y += instead of y =.
 // With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
-//
 // Codes are multiplied as they are, as halves base + code, and the factors of a group of inputs with the group's sum:
 //     Σ w x = scale · (Σ (base + code) x − Σ (base + ZERO) x) + offset · Σ x
 // so that weights are not rounded, and a group costs as many instructions as eight weights. Tensor cores keep the sums
-// of 8 groups apart: in mma.m16n8k16, column n of B has the inputs of group n, and is zero while others are multiplied.
-// One product of those columns with a constant A gives all Σ (base + ZERO) x and Σ x.
-//
-// Blocks stay: block b multiplies every gridDim.x-th set of TILES tiles of 16 rows, from set b on; with GATED a set's
-// tiles are in turn one of gate and the matching one of up. Of the inputs, the WARPS warps of a block take turns at
-// units of UNIT, and their sums are added in shared memory. A warp works alone: it copies a unit of each tile, whole
-// blocks of the format, which lie together, to SLOTS in shared memory, those of the next set while it multiplies and
-// adds, and its lanes unpack from there the A operands (packed_weights.cuh).
+// of 8 groups apart: in mma.m16n8k16, column n of B has the inputs of group n, and is zero while other groups are
+// multiplied. One product of those columns with a constant A gives all Σ (base + ZERO) x and Σ x.
+// Blocks stay: block b multiplies every gridDim.x-th set of TILES tiles of 16 rows, from set b on; its warps share out
+// a set as in gemm_packed.cu, and copy the units of the next set while they multiply and add.
 // Grid (sets of tiles, or fewer), 32 · WARPS threads. With EXPERTS (0 or 1, default 0) it has pairs in z, and more
 // arguments: chosen_expert.cuh. With BESIDE it has more blocks and arguments: beside.cuh.
-// DEFINES: ACT (of x: float), WEIGHT (a packed format), ROWS (most rows: 1, 2), UNIT (128 or 256, a multiple of
-// VALUES), TILES (even if GATED), SLOTS (more than TILES), WARPS, RESIDENT (blocks of a multiprocessor), SHARED (bytes
-// of dynamic shared memory), NORMED (0 or 1), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined),
-// TO (of y, see output_tile.cuh), BESIDE.
+// DEFINES: WEIGHT (a packed format), ROWS (most rows: 1, 2), UNIT (128 or 256, a multiple of VALUES), TILES (even if
+// GATED), SLOTS (more than TILES), WARPS, RESIDENT (blocks of a multiprocessor), SHARED (bytes of dynamic shared
+// memory), NORMED (0 or 1), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (type of y, see
+// output_tile.cuh), BESIDE.
 // JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh, chosen_expert.cuh, beside.cuh.
-// Cost: bytes of the weights, of which at least WARPS · (SLOTS − TILES) units per block are in flight; each block reads
-// all rows of x from L2 or L1 for each set.
+// Cost: bytes of the weights; at least WARPS · (SLOTS − TILES) units per block are in flight. Each block reads all rows
+// of x from L2 or L1 for each set.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS.
 
 constexpr int THREADS = 32 * WARPS;
 
 // A row of x: lane l has inputs 8l … 8l + 7 of a unit, and zeros after it.
 struct Inputs {
-    const ACT *row;
+    const float *row;
     float factor;     // 1 / rms
     float values[8];  // x of the next unit
 
@@ -67,7 +62,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const unsigned (&w0)[4],
 template <class W, int U, int M, int S>
 struct Product {
     static constexpr int TILE = 16 * M;
-    static constexpr int BYTES = U / W::VALUES * W::BLOCK;               // of a unit of a tile
+    static constexpr int BYTES = U / W::VALUES * W::BLOCK;               // a unit of a tile has
     static constexpr int SPAN = 8 * W::GROUP < U ? 8 * W::GROUP : U;     // inputs of up to 8 groups
     static constexpr int UNROLLED = ROWS == 1 && M == 1 ? U / SPAN : 1;  // spans: more would need more registers
     static constexpr bool WHOLE = U == W::VALUES;                        // then the inputs are whole units
@@ -76,8 +71,8 @@ struct Product {
     static_assert(S > M && !(GATED && M % 2) && U % W::VALUES == 0 && U <= 256, "as the head says");
     static_assert(W::GROUP == 32 || W::GROUP == 16, "a step has one group or two");
 
-    // The lane's part of B for a span of a unit whose inputs the warp has in `octet`: in column n = lane / 4 those of
-    // group n, zeros elsewhere.
+    // The lane's part of B for a span of a unit whose inputs the warp has in `octet`: column n = lane / 4 has group
+    // n's inputs, and zeros elsewhere.
     static __device__ __forceinline__ uint4 columns_of(const uint4 &octet, int span) {
         if (W::GROUP == 32) return octet;
         const int lane = threadIdx.x % 32, from = span * 16 + lane / 8 * 4 + lane % 4;
@@ -99,7 +94,7 @@ struct Product {
     // Multiplies all rows of x and writes y. number: the block's, of the `blocks` that multiply the matrix. partial: of
     // shared memory, for 1 / rms. wait: for the launch before, while the first weights are on their way.
     template <class Wait>
-    static __device__ __forceinline__ void run(TO *y, const ACT *x, const unsigned char *weight, const float *bias,
+    static __device__ __forceinline__ void run(TO *y, const float *x, const unsigned char *weight, const float *bias,
                                                const float *norm, int rows, int in, int out, long long pitch, float eps,
                                                int first_tile, int number, int blocks, unsigned char *shared,
                                                float (*partial)[32], Wait wait) {
@@ -157,7 +152,7 @@ struct Product {
 #pragma unroll
         for (int m = 0; m < M; ++m) slots[m] = m * BYTES;
         float *joined = reinterpret_cast<float *>(shared + WARPS * S * BYTES);
-        int first = 0;  // of the threads that write y: others for the next set, whose sums have another place
+        int first = 0;  // the first thread that writes y: others do for the next set, whose sums have another place
         for (int set = number; set < sets; set += blocks) {
             float sums[M][ROWS][2] = {};  // for rows lane / 4 and lane / 4 + 8 of a tile, over the lane's groups
             for (int unit = warp; unit < units; unit += WARPS) {
@@ -252,7 +247,7 @@ static_assert(SHARED == Own::ALL_BYTES, "the slots of each warp, and the sums of
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-gemv_packed_kernel(TO *y, const ACT *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
+gemv_packed_kernel(TO *y, const float *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
                    int in, int out, long long pitch, float eps EXPERT_ARGUMENTS BESIDE_ARGUMENTS) {
     let_next_begin();
     DYNAMIC_SHARED(unsigned char, shared);

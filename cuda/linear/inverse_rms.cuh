@@ -4,7 +4,7 @@ constexpr int RMS_THREADS = 256;  // that add up squares, so that blocks of any 
 
 // x: n numbers, n % 8 == 0, aligned to 16 bytes. partial: as for block_sum, whose barrier ends all reads of x. The bits
 // are the same in blocks of at least min(n / 8, RMS_THREADS) threads.
-__device__ __forceinline__ float inverse_rms(const ACT *x, int n, float eps, float *partial) {
+__device__ __forceinline__ float inverse_rms(const float *x, int n, float eps, float *partial) {
     const int step = min(int(blockDim.x), RMS_THREADS) * 8;
     float squares = 0.0f;
     for (int i = threadIdx.x * 8; i < n && threadIdx.x < RMS_THREADS; i += step) {

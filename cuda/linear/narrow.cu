@@ -1,12 +1,12 @@
 // Converts x to a 16-bit type; with NORMED, y = x / rms(x) · norm.
 //
 // x, y (rows, n), norm (n) float. Halves are clipped to ±65504; NaN stays.
-// Grid (rows), block any. DEFINES: ACT, TO (type of y: __half or __nv_bfloat16), NORMED (0 or 1).
+// Grid (rows), block any. DEFINES: TO (type of y: __half or __nv_bfloat16), NORMED (0 or 1).
 // PRECOND: n % 8 == 0; x, y, norm aligned to 16 bytes.
 // JOINS: inverse_rms.cuh.
 
 extern "C" __global__ void __launch_bounds__(1024)
-narrow_kernel(TO *y, const ACT *x, const float *norm, int n, float eps) {
+narrow_kernel(TO *y, const float *x, const float *norm, int n, float eps) {
     let_next_begin();
     wait_for_previous();
     x += (long long)blockIdx.x * n;

@@ -18,7 +18,7 @@ struct Tile {
 constexpr int pitch_of(int tile) { return tile + 4; }
 
 // Adds the sums of COUNT warps, `joined` [COUNT][ROWS][pitch_of(TILE_ROWS)], and writes them to y. thread: the caller's
-// number, of the first of which some write.
+// number; the first threads write.
 template <int COUNT, int TILE_ROWS>
 __device__ __forceinline__ void store_tile(TO *y, const float *joined, const Tile &tile, const float *bias,
                                            int rows, long long pitch, int thread) {

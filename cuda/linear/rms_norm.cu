@@ -1,13 +1,13 @@
 // The op `rms_norm`: y = x / rms(x) · norm for every row; with ADD, y += x / rms(x) · norm.
 //
 // x, y: rows of n numbers, x_stride and y_stride numbers apart; y may be x. norm (n) float.
-// Grid (rows), block any. DEFINES: ACT, ADD (0 or 1).
+// Grid (rows), block any. DEFINES: ADD (0 or 1).
 // Cost: reads x twice, the second time from the cache.
 // PRECOND: n % 8 == 0, strides % 8 == 0; x, y, norm aligned to 16 bytes.
 // JOINS: inverse_rms.cuh.
 
 extern "C" __global__ void __launch_bounds__(1024)
-rms_norm_kernel(ACT *y, const ACT *x, const float *norm, int n, long long y_stride, long long x_stride, float eps) {
+rms_norm_kernel(float *y, const float *x, const float *norm, int n, long long y_stride, long long x_stride, float eps) {
     let_next_begin();
     wait_for_previous();
     __shared__ float partial[32];

@@ -28,20 +28,18 @@ struct Weights;
 // In formats whose rows are arrays, a lane copies and reads 16 bytes of each of its four rows, stage by stage.
 template <class W>
 struct Weights<W, false> {
-    const Product *plain[4];  // the four rows; read only where the format is plain
-    const unsigned char *matrix;
-    int rows[4];
+    const Product *rows[4];
     uint4 *stages;  // this warp's and lane's in [STAGES][WARPS][4][32]
     int input, in;  // the lane's first input of stage 0
 
     __device__ __forceinline__ Weights(const unsigned char *weight, int first_row, const Tile &tile, int column,
                                        int first_input, int in_, uint4 *shared)
-        : matrix(weight), stages(shared + threadIdx.x / 32 * 4 * 32 + threadIdx.x % 32),
-          input(first_input + threadIdx.x % 4 * 8), in(in_) {
+        : stages(shared + threadIdx.x / 32 * 4 * 32 + threadIdx.x % 32), input(first_input + threadIdx.x % 4 * 8),
+          in(in_) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            rows[i] = first_row + tile.row_of(column + 8 * i + threadIdx.x % 32 / 4);
-            plain[i] = reinterpret_cast<const Product *>(weight) + rows[i] * (long long)in;
+            const int row = first_row + tile.row_of(column + 8 * i + threadIdx.x % 32 / 4);
+            rows[i] = reinterpret_cast<const Product *>(weight) + row * (long long)in;
         }
     }
     __device__ __forceinline__ uint4 *piece(int stage, int i) const {
@@ -52,20 +50,10 @@ struct Weights<W, false> {
         const int k = stage * INPUTS + input;
 #pragma unroll
         for (int i = 0; stage < last && i < 4; ++i) {
-            if (k < in) fetch(piece(stage, i), i, k);
+            if (k < in) cp_async<16>(piece(stage, i), rows[i] + k);
             else *piece(stage, i) = make_uint4(0, 0, 0, 0);
         }
         cp_async_commit();
-    }
-    // Copies inputs k … k + 7 of the lane's row i, as Product.
-    __device__ __forceinline__ void fetch(uint4 *to, int i, int k) const {
-        if constexpr (W::PLAIN) {
-            cp_async<16>(to, plain[i] + k);
-        } else {
-            float values[8];
-            W::floats(values, W::load8(matrix, rows[i], in, k));
-            store_within(reinterpret_cast<Product *>(to), values);
-        }
     }
     __device__ __forceinline__ void read(uint4 (&w)[4], int stage) const {
 #pragma unroll

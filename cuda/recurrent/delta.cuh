@@ -83,8 +83,7 @@ __device__ __forceinline__ void add_decays(const float *known, int low, int high
     }
 }
 
-// The largest of the numbers of all threads of a block of WARPS warps, none of which is negative. partial may be reused
-// after the next barrier.
+// The largest number x >= 0 of all threads of a block of WARPS warps. partial may be reused after the next barrier.
 template <int WARPS>
 __device__ __forceinline__ float block_max(float x, float (&partial)[WARPS]) {
 #pragma unroll

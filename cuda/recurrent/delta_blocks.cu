@@ -3,14 +3,14 @@
 // With the matrix M of a head before a block, the updates u of its tokens i solve u_i + Σ_j<i L_ij u_j = b_i (v_i −
 // exp(g_i) Mᵀk_i), where L_ij = b_i exp(g_i − g_j) k_i·k_j (Yang et al., "Gated Delta Networks", 2024, §3.3). The
 // inverse of 1 + L is applied to both terms of the right side, so that u = news − reads M. Tokens that the slot has had
-// before keep the updates that it has.
+// before keep their updates.
 //
-// queries (blocks, Q, N, A), keys (blocks, Q, A, N); of value heads: faded (blocks, H, A, N): keys times exp(g_N −
+// queries (blocks, Q, N, A), keys (blocks, Q, A, N); for value heads: faded (blocks, H, A, N): keys times exp(g_N −
 // g_i), but keys alone of a block that is not complete; reads (blocks, H, N, A), news (blocks, H, N, D), weights
-// (blocks, H, N, N): of updates in results, exp(g_i − g_j) q_i·k_j; logs (blocks, H, N): g. Tokens that there are not
-// have 0 for all but g. projected: `rows` rows of the prompt, `pitch` numbers apart, the first of which has the place
-// `place` in its block. The slot: kept_keys (Q, A, N), kept_updates (H, N, D), kept_decays (H, N), kept_inputs (WIDTH −
-// 1 + N, C). conv (WIDTH, C), decay, dt_bias (H,).
+// (blocks, H, N, N): of updates in results, exp(g_i − g_j) q_i·k_j; logs (blocks, H, N): g. Missing tokens have 0 for
+// all but g. projected: `rows` rows of the prompt, `pitch` numbers apart; the first row's place in its block is
+// `place`. The slot: kept_keys (Q, A, N), kept_updates (H, N, D), kept_decays (H, N), kept_inputs (WIDTH − 1 + N, C).
+// conv (WIDTH, C), decay, dt_bias (H,).
 // Grid (blocks, Q), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, THREADS, SHARED.
 // JOINS: delta.cuh, delta_pairs.cuh.
 // PRECOND: THREADS >= (N / 4)².

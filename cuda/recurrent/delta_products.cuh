@@ -1,9 +1,7 @@
 // Products of float32 numbers on tensor cores, for delta_scan. Each number, times a power of two that is common to its
-// matrix, is the sum of two halves, high and low: to 2^-23 of itself, or to 2^-39 of the largest number. Of a product
-// two numbers the product of their low parts is left out.
-//
-// The left operand's rows are SLICE columns of a head's matrix, or of updates; the right one's columns are tokens or
-// keys, which warps share out in tiles of 8.
+// matrix, is the sum of two halves, high and low: to 2^-23 of itself, or to 2^-39 of the largest number. The product of
+// two low parts is left out. The left operand's rows are SLICE columns of a head's matrix, or of updates; the right
+// one's columns are tokens or keys, which warps share out in tiles of 8.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int COLUMN_TILES = SLICE / 16;
@@ -38,8 +36,8 @@ __device__ __forceinline__ void split(unsigned &high, unsigned &low, float x, fl
     low = as_bits(__floats2half2_rn(x * scale - __low2float(rounded), y * scale - __high2float(rounded)));
 }
 
-// Calls with(i, m, e, column, index) for each of the lane's numbers of the warp's tiles, of which all warps have ALL:
-// two neighbouring tokens or keys of each of two columns that are 8 apart, as m16n8k16 has its sums.
+// Calls with(i, m, e, column, index) for each of the lane's numbers of the warp's tiles (ALL: tiles of all warps): two
+// neighbouring tokens or keys of each of two columns that are 8 apart, as m16n8k16 has its sums.
 template <int ALL, class With>
 __device__ __forceinline__ void each_number(With with) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -113,7 +111,7 @@ struct LeftTiles {
                 ldmatrix_x4(parts[part][m], &left[part][16 * m + lane % 16][start + lane / 16 * 8]);
     }
 
-    // sums += the products with 16 terms, times `scale`, of the warp's tiles, of which all warps have ALL, from row
+    // sums += the products with 16 terms, times `scale`, of the warp's tiles (ALL: tiles of all warps), from row
     // `first` of the chunk.
     template <int ALL>
     __device__ __forceinline__ void multiply(Numbers (&sums)[own_tiles(ALL)], const float *chunk, int first, int term,

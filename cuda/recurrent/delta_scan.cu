@@ -2,24 +2,23 @@
 // delta_blocks or mamba2_blocks.
 //
 // With the matrix M of a head before a block, its updates are u = news − reads M, its results exp(g) M q and the sum of
-// u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i u_iᵀ of `faded` keys. With READS 0
-// the updates are `news`, there are no `reads`, and results are added to what y has.
+// u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i u_iᵀ of `faded` keys. With READS 0 the
+// updates are `news`, there are no `reads`, and results are added to what y has.
 //
 // y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N,
 // D), kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D):
-// those after block b are row kept[b], if that is not −1. largest (blocks, Q, 2), where READS is 0: of the magnitudes
-// of queries and keys; else queries have at most the length A^-½, and keys and reads 1. The other arrays are those of
-// delta_blocks.
-//
+// the matrices after block b are row kept[b], if that is not −1. largest (blocks, Q, 2), where READS is 0: largest
+// magnitudes of queries and keys; else queries have at most the length A^-½, and keys and reads 1. delta_blocks
+// explains the other arrays.
 // A block of threads has SLICE columns of a head's matrix, whose results depend on no other columns. The matrix stays
-// in registers in float32; its parts, and the updates' parts, are left operands of products on tensor cores. The
-// right operands, reads and queries, then weights and faded keys, are copied to shared memory CHUNK terms at a time:
-// while one chunk is multiplied, the next one is copied.
+// in registers in float32; its parts, and the updates' parts, are left operands of products on tensor cores. The right
+// operands, reads and queries, then weights and faded keys, are copied to shared memory CHUNK terms at a time: while
+// one chunk is multiplied, the next one is copied.
 // Grid (ceil(D / SLICE), H), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, SLICE (16, 32 or 64), CHUNK (16
 // or 32), READS, THREADS, SHARED.
 // JOINS: delta.cuh, delta_products.cuh.
 // PRECOND: KEY_DIM % 8 == BLOCK % 8 == 0.
-// Cost: for a block of a head (2 + READS) NAD + N²D FMA of float32, each of which is 3 on tensor cores, and N((2 +
+// Cost: for a block of a head (2 + READS) NAD + N²D FMA of float32, three times as many on tensor cores, and N((2 +
 // READS) A + N) numbers read for each slice.
 
 constexpr int QUERIES = READS ? BLOCK : 0;  // row of the first query in a chunk, after the reads

@@ -2,10 +2,9 @@
 //
 // ids (B): the token; -1 where the logits are not finite, NOTHING_LEFT where biases and mask leave no token. logits (B,
 // V), rows `stride` floats apart. draws: the table of adjust.cuh. scratch (B, blocks of a row, PART_WORDS): of 8 bytes.
-// counts (B): zero before the launch, and again after it.
-// Kernels in this order; the first and the last only where rows have lists, with `saved`, as many floats as the table
-// has words (null without lists), and newest (B), or null: the token after which each row's logits come, for lists
-// that do not know it.
+// counts (B): zero before the launch, and again after it. Kernels in this order; the first and the last only where rows
+// have lists, with `saved`, as many floats as the table has words (null without lists), and newest (B), or null: the
+// token after which each row's logits come, for lists that do not know it.
 //   sample_adjust   biases, penalties and DRY change logits in place
 //   sample          the token
 //   sample_restore  the logits as they were
@@ -14,11 +13,10 @@
 // to a last one, at which the count (top-k) or the mass (top-p, the draw) is reached. Masses are integers, in units of
 // 2^-44 of the best token's: sums do not depend on the order, so the same input gives the same token.
 // Every block reads its logits once. A warp lists its best tokens, down to the logit that a number of its lanes reach;
-// a block adds up its masses as they are beside its own best token. Then the last block of a row to be done, by
-// `counts`, has the row's best token: it scales the sums by what each block's best weighs beside that, takes the tokens
-// that are not below the end of any list, some hundred, sorts them and draws. If the last rank is not among them (flat
-// logits at high temperature), it reads V once for each 8 bits of a rank (whole_row.cuh), up to seven times for each
-// cut.
+// a block adds up its masses relative to its own best token. Then the last block of a row to be done, by `counts`, has
+// the row's best token: it scales the sums by what each block's best weighs beside that, takes the tokens that are not
+// below the end of any list, some hundred, sorts them and draws. If the last rank is not among them (flat logits at
+// high temperature), it reads V once for each 8 bits of a rank (whole_row.cuh), up to seven times for each cut.
 // Cost: V is read once; LISTED to PLACES ranks of each warp are written, and PLACES are read. A list of biases,
 // penalties or DRY costs two accesses to each of its logits; a mask V / 8 bytes.
 // Grid (ceil(V / PART), B) of sample, (B) of the others. Block THREADS. DEFINES: THREADS (256), PART (logits of a

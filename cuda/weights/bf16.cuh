@@ -1,2 +1,2 @@
 // Bfloat16.
-struct bf16 : PlainWeights<__nv_bfloat16, __nv_bfloat16> {};
+struct bf16 : PlainWeights<__nv_bfloat16> {};

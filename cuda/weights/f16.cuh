@@ -1,2 +1,2 @@
 // Half precision.
-struct f16 : PlainWeights<__half, __half> {};
+struct f16 : PlainWeights<__half> {};

@@ -35,7 +35,7 @@ class Layout:
     """The byte layout of records of a codec.
 
     mean_bits: bits per channel of the block mean, 8 or 16; 0 if vectors are not centred. stride: bytes from a record to
-    the next one in its pool; 0 for those of the record.
+    the next one in its pool; 0 for the record's.
     """
 
     schema: Schema
@@ -123,8 +123,8 @@ def record_of(codec: Codec, geometry: Geometry) -> Record | None:
     name = codecs.file_of(codec)
     if name not in _names():
         return None
-    found: Record | None = importlib.import_module(f"{__name__}.{name}").record(codec, geometry)
-    return found
+    record: Record | None = importlib.import_module(f"{__name__}.{name}").record(codec, geometry)
+    return record
 
 
 @cache

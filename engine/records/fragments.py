@@ -1,4 +1,4 @@
-"""Fragment order: the order of codes in a record, which is that of the registers that a CUDA kernel loads them into.
+"""Fragment order: codes in a record have the order of the registers that a CUDA kernel loads them into.
 
 A warp loads the codes of a record as A operands of the matrix instruction m16n8k16: the codes of each lane are
 contiguous, so that 16-byte loads of 32 lanes read 512 contiguous bytes. The top of `cuda/fragments.cuh` describes the
@@ -53,7 +53,7 @@ class Record(ABC):
     @property
     @abstractmethod
     def constants(self) -> dict[str, int]:
-        """Constants of the C++ struct, besides those of the geometry."""
+        """Constants of the C++ struct, besides the geometry's."""
 
     @property
     def tables(self) -> np.ndarray:
@@ -66,7 +66,7 @@ class Record(ABC):
         return Sections(self.sections, ALIGNMENT, ALIGNMENT).nbytes
 
     def from_streams(self, streams: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The streams of the codec → those of the sections."""
+        """The codec's streams → the sections' streams."""
         return streams
 
     def to_streams(self, stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -175,8 +175,8 @@ class Words:
         vectors = apart.reshape(*words.shape[:-1], self.count, LANES * 4)
         ends = np.cumsum([section.vectors for section in self.sections])[:-1]
         streams: dict[str, np.ndarray] = {}
-        for section, own in zip(self.sections, np.split(vectors, ends, axis=-2), strict=True):
-            streams |= section.unpack_vectors(own)
+        for section, part in zip(self.sections, np.split(vectors, ends, axis=-2), strict=True):
+            streams |= section.unpack_vectors(part)
         return streams
 
     @cached_property

@@ -24,7 +24,7 @@ class PairRecord(Record):
     """The record of pair codes and norms.
 
     points (P, width) float32: the value (width 1) or pair (width 2) of each code that the encoder chooses. pairs
-    (2^bits, 2) float32: the values of each pair code, or (256, 2), those of each byte: with ten bits, of a code without
+    (2^bits, 2) float32: the values of each pair code, or (256, 2): of each byte, which with ten bits is a code without
     its signs.
     """
 

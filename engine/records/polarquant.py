@@ -30,7 +30,7 @@ _POINT_BYTES = 4 * 256 * 4  # bytes of the points: two float16 for each pair of 
 
 
 class _Sharing(NamedTuple):
-    """32 lanes as an array (before, members, after), all members of which need the same words: each stores a share."""
+    """32 lanes as an array (before, members, after), whose members need the same words: each stores a share."""
 
     before: int
     members: int
@@ -122,7 +122,7 @@ def record(codec: PolarQuant, geometry: Geometry) -> PolarRecord:
 def _tables() -> np.ndarray:
     """Points for each pair of a half and each code of levels 1 to 3; then tan² of each level's first threshold."""
     four = np.arange(16, dtype=np.uint8)
-    # Codes of a half without level 4: level 3, second level 2, first level 2. A pair needs only its own level 2.
+    # Codes of a half without level 4: level 3, second level 2, first level 2. A pair needs only its level 2.
     upper = np.stack([(four & 3) << 4 | four >> 2] * 2 + [four << 2] * 2)
     factors = upper_table(3)[upper, [[0], [2], [4], [6]]]
     angles = np.array(CENTRES[1])

@@ -1,4 +1,4 @@
-"""Records of `trellis`: those of a table of pairs. Twin: `cuda/codecs/trellis.cuh`."""
+"""Records of `trellis`: pair codes index one table. Twin: `cuda/codecs/trellis.cuh`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from polarlm.engine.records.pair_table import PairRecord
 
 def record(codec: Trellis, geometry: Geometry) -> PairRecord:
     """The codec's record. Codes of six bits leave room for the state in a byte: then `pairs` has every state's points,
-    by 4 · code + state; otherwise those of the first code."""
+    by 4 · code + state; otherwise the first code's points."""
     points, bits = codec.points, codec.store.bits
     pairs = points
     if bits == 6:

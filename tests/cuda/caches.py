@@ -230,7 +230,7 @@ def _spans(rng: np.random.Generator, plans: list[_Plan], in_step: bool) -> np.nd
 
 
 def _spare(used: int) -> int:
-    """Size of a pool of which `used` records are in use."""
+    """Size of a pool with `used` records in use."""
     return used + 2
 
 

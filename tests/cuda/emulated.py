@@ -84,7 +84,7 @@ class EmulatedDevice:
     def memory_of(self, x: DeviceArray) -> np.ndarray:
         """The memory of an array, as the emulator takes it."""
         if not isinstance(x, DeviceArray):
-            raise TypeError(f"{type(x).__name__} in the place of an array of the device")
+            raise TypeError(f"{type(x).__name__} is no array of the device")
         assert x.device is self, "an array of another device"
         return x.memory
 
@@ -155,17 +155,17 @@ class EmulatedDevice:
         assert all(array.flags.c_contiguous for array in (y, *arrays))
         self.memory_of(y)[...] = work(*map(self.to_host, arrays))
 
-    def _given(self, x: np.ndarray | Carried | Moved) -> DeviceArray:
+    def _input(self, x: np.ndarray | Carried | Moved) -> DeviceArray:
         if not isinstance(x, Carried | Moved):
             return self.from_host(x)
-        given = self.from_host(x.filler) if isinstance(x, Carried) else self.zeros(x.shape, x.array.dtype)
-        given[: len(x.array)] = x.array if x.device is self else self.from_device(x.array, x.device)
-        return given
+        array = self.from_host(x.filler) if isinstance(x, Carried) else self.zeros(x.shape, x.array.dtype)
+        array[: len(x.array)] = x.array if x.device is self else self.from_device(x.array, x.device)
+        return array
 
     def run_graph(self, key: Hashable, work: Callable[..., Any], inputs: Sequence[np.ndarray | Carried | Moved]) -> Any:
         hash(key)
         before = len(self.launches)
-        result = work(*map(self._given, inputs))
+        result = work(*map(self._input, inputs))
         assert "gemm" not in self.launches[before:], "a library's product cannot be recorded"
         return result
 

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -211,7 +211,7 @@ def _program(text: str) -> Program:
 
 def _contiguous(x: Array) -> Array:
     if not isinstance(x, Array):
-        raise TypeError(f"{type(x).__name__} in the place of an array of CuPy")
+        raise TypeError(f"{type(x).__name__} is no array of CuPy")
     return np.ascontiguousarray(x).view(Array)
 
 
@@ -245,7 +245,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cupy.__version__ = "14.0"
     cupy.ascontiguousarray = _contiguous
     cupy.get_default_memory_pool = lambda: machine.common
-    cupy.RawModule = lambda **given: _module(machine, **given)
+    cupy.RawModule = partial(_module, machine)
     cupy.RawKernel = _Kernel
     core = ModuleType("cupy._core.core")
     core.assemble_cupy_compiler_options = lambda options: (*options, "-I/headers")
@@ -256,7 +256,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
 
 
 def _module(machine: Machine, code: str = "", options: tuple[str, ...] = (), path: str = "") -> SimpleNamespace:
-    """Of a text, or of a file of `_Nvrtc`: a text is its own binary."""
+    """The module of a text, or of a file of `_Nvrtc`: a text is its own binary."""
     text = code or Path(path).read_text()
 
     def get_function(name: str) -> _Kernel:
@@ -341,7 +341,7 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         memcpyDeviceToDevice=3,
         getDevice=lambda: machine.current,
         setDevice=machine.take,
-        deviceCanAccessPeer=lambda own, other: int(machine.can_reach),
+        deviceCanAccessPeer=lambda number, other: int(machine.can_reach),
         deviceEnablePeerAccess=let_reach,
         memcpyPeerAsync=copy_over,
         getDeviceCount=count,
@@ -351,8 +351,6 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         memcpyAsync=copy,
         memsetAsync=clear,
         deviceSynchronize=lambda: None,
-        profilerStart=lambda: None,
-        profilerStop=lambda: None,
         driverGetVersion=lambda: machine.cuda + 20,
         runtimeGetVersion=lambda: machine.cuda,
     )
@@ -481,12 +479,12 @@ class Driver:
         self._machine = machine
 
     def cuLaunchKernelEx(self, config: Any, function: Any, values: Any, extra: None) -> int:
-        given, kernel = config._obj, self._machine.functions[function.value]
-        assert given.stream == self._machine.stream.ptr
-        assert (given.count, given.attributes[0].id, given.attributes[0].is_allowed) == (1, 6, 1)
+        launch, kernel = config._obj, self._machine.functions[function.value]
+        assert launch.stream == self._machine.stream.ptr
+        assert (launch.count, launch.attributes[0].id, launch.attributes[0].is_allowed) == (1, 6, 1)
         codes = _program(kernel.text).signature(kernel.name)
         args = [self._value(code, value) for code, value in zip(codes, values, strict=True)]
-        kernel(tuple(given.grid), tuple(given.block), tuple(args), given.shared)
+        kernel(tuple(launch.grid), tuple(launch.block), tuple(args), launch.shared)
         self._machine.overlapped.append(kernel.name)
         return 0
 

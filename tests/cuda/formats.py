@@ -9,9 +9,6 @@ EPS32 = float(np.finfo(np.float32).eps)
 # CUDA type → distance of neighbouring numbers relative to them.
 STEP = {"float": EPS32, "__half": float(np.finfo(np.float16).eps), "__nv_bfloat16": 2.0**-7}
 
-# CUDA type → the weight format of such numbers.
-FORMATS = {"float": "f32", "__half": "f16", "__nv_bfloat16": "bf16"}
-
 # Two packed formats of q, k and v in one layer: the mixtures of llama.cpp, from two bits on; the formats that
 # replace them where rows are no whole blocks of 256; and the mixtures of eight experts, where k and v have q8_0.
 # The engine has q8_0 instead of formats that a GPU does not read.

@@ -32,4 +32,4 @@ def needs(nbytes: int, free: int) -> None:
     """Skip the calling test, saying why, unless `nbytes` and what a test always takes fit into so many free bytes."""
     if nbytes + _BESIDE > free:
         wanted, there = ((size / 2**30) for size in (nbytes + _BESIDE, free))
-        pytest.skip(f"needs {wanted:.1f} GiB of the GPU's memory, of which {there:.1f} GiB are free")
+        pytest.skip(f"needs {wanted:.1f} GiB of the GPU's memory, and {there:.1f} GiB are free")

@@ -15,7 +15,7 @@ Compile = Callable[[str, Sequence[str]], tuple[str, bytes]]
 def keeping(compile: Compile, folder: Path = COMPILED) -> Compile:
     """`compile`, which is `nvrtc.run_compiler`, with the results that are in the folder."""
 
-    def found(text: str, options: Sequence[str]) -> tuple[str, bytes]:
+    def compiled(text: str, options: Sequence[str]) -> tuple[str, bytes]:
         library, headers = nvrtc.compiler()
         files = [Path(library._name), headers / "cuda_fp16.h"]
         stamps = [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
@@ -27,4 +27,4 @@ def keeping(compile: Compile, folder: Path = COMPILED) -> Compile:
         message, _, binary = kept(made, text, *options, *stamps, folder=folder).partition(b"\0")
         return message.decode(), binary
 
-    return found
+    return compiled

@@ -24,7 +24,7 @@ _WINDOWED = "qwen2_mixed_windows", ("ring5", "ring4")
 
 
 class _NoPool:
-    """In the place of CuPy's pool of memory: every allocation is one of CUDA's."""
+    """Replaces CuPy's pool of memory: every allocation is one of CUDA's."""
 
     @staticmethod
     def malloc(size: int) -> Any:

@@ -32,9 +32,9 @@ def test_a_bucket_takes_the_kernels_of_its_batches() -> None:
             for out, width, machine in [(4096, 4096, (132, 228 << 10)), (640, 11008, (6, 100 << 10))]:
                 if part <= GEMV_ROWS:
                     made.append(launch_configs.gemv(part, out, width, machine[0]))
-                    made.append(packed.gemv_packed(part, out, *machine, 256, 148))
+                    made.append(packed.gemv_packed(part, *machine, [packed.PackedRows(out, 256, 148)]))
                 elif part <= GEMM_PACKED_ROWS:
-                    made.append(packed.gemm_packed(part, out, *machine, 256, 148))
+                    made.append(packed.gemm_packed(part, *machine, [packed.PackedRows(out, 256, 148)]))
                 made.append(launch_configs.gemm_small(part, out, width, *machine))
         return made
 
@@ -65,9 +65,9 @@ def run(ops: CudaOps, types: tuple[str, str], sampler_inputs: Sequence[Sequence[
         return fetch(chosen, logits, sampler_inputs)
 
     ops.fetch_tokens = watched  # type: ignore[method-assign]
-    for batch, given in zip([sequences, sequences[2:], sequences], sampler_inputs, strict=True):
+    for batch, row_inputs in zip([sequences, sequences[2:], sequences], sampler_inputs, strict=True):
         spans = [model.store.open_step(sequence) for sequence in batch]
-        seen.append(model.step(spans, rng.integers(5, vocabulary, len(batch)).tolist(), given[: len(batch)]))
+        seen.append(model.step(spans, rng.integers(5, vocabulary, len(batch)).tolist(), row_inputs[: len(batch)]))
         model.store.commit_steps(spans)
     for layer in range(len(model.config.layers)):
         cache = model.store.cache(layer)
@@ -99,9 +99,8 @@ def test_empty_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, types: tuple
         device.run_graph = noted  # type: ignore[method-assign]
         return CudaOps(device)
 
-    given = run(watched(), types, sampler_inputs)
+    padded = run(watched(), types, sampler_inputs)
     monkeypatch.setattr(batches, "bucket", lambda rows: rows)
     wanted = run(watched(), types, sampler_inputs)
     assert rows == [8, 4, 8, 5, 3, 5]
-    for one, other in zip(given, wanted, strict=True):
-        np.testing.assert_array_equal(one, other)
+    np.testing.assert_equal(padded, wanted)

@@ -64,25 +64,22 @@ def attention(kernel: str, keys: str, values: str, mean_bits: int = 8) -> Varian
 
 def product(kernel: str, rows: int, out: int, weight: str = "bf16", gated: bool = False) -> Variant:
     """A product on an H200 with weights (out, 4096), without its activation."""
-    format, sizes = get(weight), (132, 228 << 10)
+    sizes = 132, 228 << 10
     if kernel == "gemv":
         config, _ = launch_configs.gemv(rows, out, 4096, sizes[0])
     elif kernel == "gemm_small":
         config, *_ = launch_configs.gemm_small(rows, out, 4096, *sizes)
     else:
-        configured = getattr(packed, kernel)
-        config, _ = configured(rows, out, *sizes, format.values, packed.block_bytes(format), gated)
-    x: dict[str, Define] = {"ACT": "float", "NORMED": 1}
-    if rows > launch_configs.GEMV_ROWS:  # as `narrow` gives it
-        x = {"ACT": "__nv_bfloat16" if weight == "bf16" else "__half", "NORMED": 0}
-    return Variant(kernel, {**x, "WEIGHT": weight, "ADD": 0, **config.defines}, None, config.shared)
+        config, *_ = getattr(packed, kernel)(rows, *sizes, [packed.rows_of(get(weight), out)], gated)
+    normed = int(rows <= launch_configs.GEMV_ROWS)  # `narrow` normalises more
+    defines = {"NORMED": normed, "WEIGHT": weight, "ADD": 0, **config.defines}
+    return Variant(kernel, defines, None, config.shared)
 
 
 def grouped(pairs: int, weight: str) -> Variant:
     """A product of `pairs` pairs of a row and one of 128 experts, without its activation."""
     config, _, _ = launch_configs.gemm_groups(pairs, 128)
-    x: dict[str, Define] = {"ACT": "__nv_bfloat16" if weight == "bf16" else "__half", "NORMED": 0}
-    defines = {**x, "WEIGHT": weight, "ADD": 0, **config.defines, "EXPERTS": 1}
+    defines = {"NORMED": 0, "WEIGHT": weight, "ADD": 0, **config.defines, "EXPERTS": 1}
     return Variant("gemm_small", defines, None, config.shared)
 
 

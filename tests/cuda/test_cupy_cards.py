@@ -57,10 +57,10 @@ def test_rows_of_another_gpu_are_an_input_of_recorded_work(
         y[0] = shift
         return y
 
-    for given in (2, 4, 1, 3):
-        x, shift = rng.standard_normal((given, 6)).astype(np.float32), rng.standard_normal(6).astype(np.float32)
+    for rows in (2, 4, 1, 3):
+        x, shift = rng.standard_normal((rows, 6)).astype(np.float32), rng.standard_normal(6).astype(np.float32)
         result = second.to_host(second.run_graph("key", work, [Moved(first.from_host(x), first, 4), shift]))
-        np.testing.assert_array_equal(result[:given], [shift, *x[1:]])
+        np.testing.assert_array_equal(result[:rows], [shift, *x[1:]])
         assert np.isfinite(result).all()
     (recording,) = second._recordings._kept.values()
     assert len(recording.parts) == 1
@@ -79,9 +79,8 @@ def test_a_model_answers_the_same_recorded_on_each_gpu(
     _, module = fake
     wanted = talk(model_of(CudaOps(module.CupyDevice()), name, TYPES))
     devices = [module.CupyDevice(number) for number in range(2)]
-    found = talk(model_of(CardsOps([*map(CudaOps, devices)], counts), name, TYPES))
-    for given, one in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(given, one)
+    logits = talk(model_of(CardsOps([*map(CudaOps, devices)], counts), name, TYPES))
+    np.testing.assert_equal(logits, wanted)
     recorded = [sum(bool(one.parts) for one in device._recordings._kept.values()) for device in devices]
     assert recorded[0] == recorded[1] > 0
 

@@ -5,12 +5,8 @@ The reference is attention over what the codecs' own fields decode to; `tests.cu
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache as cached
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +17,7 @@ from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.launch import result_type
 from tests.cuda.caches import PagedCache, random_cache, score_defines
 from tests.cuda.formats import poisoned
-from tests.cuda.nvrtc import compile_text
 from tests.cuda.programs import Program
-from tests.cuda.variants import Cache, Variant
-from tests.cuda_emulator import EmulatorError
 
 SEEDS = [0, 1, 2]
 
@@ -69,13 +62,8 @@ def attend(
     sizes = [np.int32(x) for x in (len(cache.spans), cache.spans.shape[1], cache.kv_heads, chunks, window)]
     args = out, acc, ml, counts, q, *pools, cache.spans, *tables, factors, before, behind, *sizes
     scale = np.float32(1 / np.sqrt(dim))
-    block, shared = (
-        (config.threads,),
-        config.shared - launch_configs.SYSTEM_BYTES,
-    )  # the system has none on the emulator
-    compiled(text).launch(
-        "decode_attention_kernel", (ctas,), block, *args, scale, sink_scores, shared=shared, seed=seed
-    )
+    kernel, shared = "decode_attention_kernel", config.shared - launch_configs.SYSTEM_BYTES  # the emulator needs none
+    compiled(text).launch(kernel, (ctas,), (config.threads,), *args, scale, sink_scores, shared=shared, seed=seed)
     assert not counts.any()
     return out
 
@@ -115,25 +103,18 @@ CACHES = [
 ]
 
 
-every_cache = ("keys", "values", "dim", "group", "block", "mean_bits")
-
-
-@pytest.mark.parametrize(every_cache, [CACHES[2], CACHES[7], CACHES[14]])
-def test_sequences_attend(
-    rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
-) -> None:
-    check_lengths(rng, None, keys, values, dim, group, block, mean_bits)
-    check_lengths(rng, [5, 4, 1, 9, 5, 3], keys, values, dim, group, block, mean_bits)
+@pytest.mark.parametrize("case", [CACHES[2], CACHES[7], CACHES[14]], ids=str)
+def test_sequences_attend(rng: np.random.Generator, case: tuple) -> None:
+    check_lengths(rng, None, *case)
+    check_lengths(rng, [5, 4, 1, 9, 5, 3], *case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(every_cache, CACHES)
-def test_sequences_attend_with_every_codec(
-    rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
-) -> None:
+@pytest.mark.parametrize("case", CACHES, ids=str)
+def test_sequences_attend_with_every_codec(rng: np.random.Generator, case: tuple) -> None:
     """Each codec has a decoder of its own."""
-    check_lengths(rng, None, keys, values, dim, group, block, mean_bits)
-    check_lengths(rng, [5, 4, 1, 9, 5, 3], keys, values, dim, group, block, mean_bits)
+    check_lengths(rng, None, *case)
+    check_lengths(rng, [5, 4, 1, 9, 5, 3], *case)
 
 
 def check_lengths(
@@ -266,40 +247,3 @@ def test_large_scores_do_not_overflow(rng: np.random.Generator) -> None:
     cache = random_cache(rng, "ring4", "ring4", [200], **SMALL)
     q = 300 * queries(rng, cache, 2)
     cache.assert_attention(attend(cache, q, ctas=7, warps=2), q)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90, 120])
-def test_tables_are_at_the_shared_address_that_the_kernel_assumes(arch: int) -> None:
-    """If the compiler knows another address of shared memory, it reduces the kernel to a trap, with few registers."""
-    cache = Cache("ring4", "ring4", 64)
-    config = launch_configs.decode_attention(*cache.layouts(), 4)
-    (usage,) = compile_text(Variant("decode_attention", config.defines, cache).text(), arch)
-    assert usage.registers > 64  # codes alone take 32
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("POLARLM_TEST_GPU" in os.environ, reason="only the emulator sees races")
-@pytest.mark.parametrize("missing", ["release", "acquire", "stored", "may read"])
-def test_a_missing_order_between_ctas_is_found(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    """In the atomic, which releases and acquires, or among the warp's lanes on either side of it."""
-    cache = random_cache(rng, "f16", "f16", [100], **SMALL)
-
-    def without(source: Callable[..., str], *args: Any, **defines: Any) -> str:
-        text = source(*args, **defines)
-        atomic = "count_up(count, sharing - 1)"
-        relaxed = {
-            "release": "atomicInc(count, sharing - 1); __threadfence()",
-            "acquire": "(__threadfence(), atomicInc(count, sharing - 1))",
-        }
-        changed = re.sub(rf"__syncwarp\(\);(?=  // .*{missing})", "", text)
-        if missing in relaxed:
-            changed = text.replace(f"return {atomic}", f"const int before = {relaxed[missing]}; return before")
-        assert changed != text
-        return changed
-
-    monkeypatch.setitem(globals(), "source", partial(without, source))
-    with pytest.raises(EmulatorError, match="race between blocks: load of global memory"):
-        attend(cache, queries(rng, cache, 2), ctas=3, warps=2)

@@ -15,7 +15,6 @@ import pytest
 
 from polarlm.engine.backends.cuda.device import Addresses
 from polarlm.engine.backends.cuda.device.kernel_source import prelude, source
-from tests.cuda.emulated import EmulatedDevice
 from tests.cuda_emulator import EmulatorError, Program
 
 SEEDS = [0, 1, 2, 3]
@@ -71,9 +70,9 @@ REVERSE = """
 CHANGED = """
     __shared__ float s[64];
     s[threadIdx.x] = x[threadIdx.x];
-    {barrier};
-    const float v = s[{last} - threadIdx.x] + s[0];  // here
-    @|{barrier};@
+    __syncthreads();
+    const float v = s[63 - threadIdx.x] + s[0];  // here
+    @|__syncthreads();@
     s[threadIdx.x] += v;  // here
     y[threadIdx.x] = s[threadIdx.x];
 """
@@ -83,8 +82,8 @@ COPY = """
     if (threadIdx.x < 16) cp_async<16>(s + 4 * threadIdx.x, x + 4 * threadIdx.x);
     cp_async_commit();
     cp_async_commit();
-    cp_async_wait<{left}>();
-    {barrier}
+    cp_async_wait<@2|1@>();
+    __syncthreads();
     y[threadIdx.x] = s[threadIdx.x];  // here
     cp_async_wait<0>();
 """
@@ -124,24 +123,7 @@ FAULTS = {
     "a shuffle, which orders no memory": Fault(
         "race", REVERSE.format(barrier="@__shfl_sync(~0u, x[0], 0)|__syncwarp()@;", last=31), threads=32
     ),
-    "reuse of shared memory before a barrier": Fault(
-        "race: (load|store) of shared memory",
-        """
-    __shared__ float s[64];
-    for (int i = 0; i < 2; ++i) {
-        s[threadIdx.x] = x[threadIdx.x + i];  // here
-        __syncthreads();
-        y[threadIdx.x] = s[63 - threadIdx.x];  // here
-        @|__syncthreads();@
-    }
-    """,
-    ),
-    "a change of what others read": Fault(
-        "race: (load|store) of shared memory", CHANGED.format(barrier="__syncthreads()", last=63)
-    ),
-    "a change of what others of the warp read": Fault(
-        "race: (load|store) of shared memory", CHANGED.format(barrier="__syncwarp()", last=31), threads=32
-    ),
+    "a change of what others read": Fault("race: (load|store) of shared memory", CHANGED),
     "a race in global memory within a block": Fault(
         "race: (load|store|atomic) of global memory",
         """
@@ -158,32 +140,6 @@ FAULTS = {
     "the last block, without a barrier": last_block("barrier"),
     "the last block, without a fence before the atomic": last_block("release"),
     "the last block, without a fence after the atomic": last_block("acquire"),
-    "threads without fences of their own before the barrier": Fault(
-        BETWEEN,
-        """
-    y[64 * blockIdx.x + threadIdx.x] = x[threadIdx.x];  // here
-    @|__threadfence();@
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-    if (atomicAdd(count, 1) + 1 < gridDim.x) return;
-    __threadfence();
-    for (int i = 0; i < 64 * gridDim.x; ++i) total[0] += y[i];  // here
-    """,
-        blocks=3,
-        args=shared_sum,
-    ),
-    "a store after the fence": Fault(
-        BETWEEN,
-        """
-    if (threadIdx.x) return;
-    @__threadfence(); y[blockIdx.x] = x[blockIdx.x];|y[blockIdx.x] = x[blockIdx.x]; __threadfence();@
-    if (atomicAdd(count, 1) + 1 < gridDim.x) return;
-    __threadfence();
-    for (int b = 0; b < gridDim.x; ++b) total[0] += y[b];  // here
-    """,
-        blocks=3,
-        args=shared_sum,
-    ),
     "a misaligned load": Fault(
         "misaligned",
         """
@@ -222,12 +178,7 @@ FAULTS = {
     y[threadIdx.x] = s[threadIdx.x];  // here
     """,
     ),
-    "a copy that is not waited for": Fault(
-        "cp.async has not been waited for", COPY.format(left="@2|1@", barrier="__syncthreads();")
-    ),
-    "a copy without a barrier": Fault(
-        "race|has not been waited for|uninitialised", COPY.format(left=0, barrier="@|__syncthreads();@")
-    ),
+    "a copy that is not waited for": Fault("cp.async has not been waited for", COPY),
     "barriers in divergent code": Fault(
         "divergent barrier.* line [57], .* line [57]",
         """
@@ -265,20 +216,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", [*FAULTS][::5])
-def test_a_fault_is_caught_in_every_order_of_threads(name: str) -> None:
-    check(FAULTS[name])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_caught_in_every_order_of_threads(name: str) -> None:
     """Each is found by a check of its own. Slow because g++ compiles two texts for each."""
-    check(FAULTS[name])
-
-
-def check(fault: Fault) -> None:
-    pattern, arguments = re.compile(r"@([^@|]*)\|([^@]*)@"), ARGUMENTS[fault.args]
+    fault, pattern = FAULTS[name], re.compile(r"@([^@|]*)\|([^@]*)@")
+    arguments = ARGUMENTS[fault.args]
     wrong, right = (program(pattern.sub(rf"\{number}", fault.body), arguments) for number in (1, 2))
     lines = [number for number, line in enumerate(fault.body.splitlines(), 1) if "// here" in line]
     places = tuple(f"planted: cuda/planted.cu:{line}: " for line in lines)
@@ -290,38 +233,21 @@ def check(fault: Fault) -> None:
         assert str(caught.value).startswith(places), f"wanted {places}: {caught.value}"
 
 
-def test_the_last_block_adds_what_the_others_have_stored() -> None:
-    y, total, count, x = shared_sum()
-    program(LAST_BLOCK.format(**RIGHT), ARGUMENTS[shared_sum]).launch("planted", (3,), (64,), y, total, count, x)
-    np.testing.assert_array_equal(total, 3 * np.roll(x, -1))
-
-
 # -- what a launch may not be ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (
-            (np.zeros(4, np.float64), np.zeros(4, np.float32), np.int32(4)),
-            r"argument 0 is an array of float64.*float32",
-        ),
+        ((np.zeros(4), np.zeros(4, np.float32), np.int32(4)), "argument 0 is an array of float64.*float32"),
         ((np.zeros(4, np.float32), np.zeros(4, np.float32), 4), "argument 2 is a Python int.*NumPy scalar int32"),
-        ((np.zeros(4, np.float32), np.zeros(4, np.float32), np.int64(4)), "argument 2 is a NumPy scalar int64"),
         ((np.zeros(4, np.float32), np.float32(4), np.int32(4)), "argument 1 is a NumPy scalar.*pointer"),
-        ((np.zeros(4, np.float32), np.zeros(4, np.float32)), "takes 3 arguments, not 2"),
-        ((np.zeros((4, 4), np.float32).T, np.zeros(4, np.float32), np.int32(4)), "not next to each other"),
     ],
 )
 def test_arguments_that_do_not_fit_the_signature_are_refused(args: tuple[Any, ...], words: str) -> None:
     planted = program("y[0] = x[0];", "float *y, const float *x, int n")
     with pytest.raises(EmulatorError, match=words):
         planted.launch("planted", (1,), (1,), *args)
-
-
-def test_a_text_that_does_not_compile_is_an_error() -> None:
-    with pytest.raises(AssertionError, match=r"planted\.cu:1:.*nonsense"):
-        program("nonsense;")
 
 
 def test_more_threads_than_the_launch_bounds_are_refused() -> None:
@@ -373,8 +299,8 @@ def test_a_launch_whose_threads_all_end_without_waiting() -> None:
 def test_a_missing_barrier_in_a_kernel_of_the_engine_is_caught(number: int) -> None:
     """`logprobs` without one of its barriers."""
     text, barrier = source("logprobs"), "__syncthreads();"
-    own = text.index('"cuda/sampling/logprobs.cu"')
-    places = [place.start() for place in re.finditer(re.escape(barrier), text) if place.start() > own]
+    start = text.index('"cuda/sampling/logprobs.cu"')
+    places = [place.start() for place in re.finditer(re.escape(barrier), text) if place.start() > start]
     assert len(places) == 3
     broken = text[: places[number]] + text[places[number] + len(barrier) :]
     logits = np.random.default_rng(0).standard_normal((2, 300), np.float32)
@@ -388,28 +314,3 @@ def test_a_missing_barrier_in_a_kernel_of_the_engine_is_caught(number: int) -> N
     launch(text)
     with pytest.raises(EmulatorError, match=r"logprobs\.cu"):
         launch(broken)
-
-
-def test_arrays_of_the_host_and_of_the_device_are_not_mixed() -> None:
-    """What CuPy refuses."""
-    device, host = EmulatedDevice(), np.zeros((2, 2), np.float32)
-    uses: list[Callable[..., Any]] = [
-        lambda device, x, host: device.to_host(host),
-        lambda device, x, host: device.to_host_later(host),
-        lambda device, x, host: device.from_device(host, device),
-        lambda device, x, host: device.gemm(x, x, host, add=False),
-        lambda device, x, host: device.launch("kernel", "", (1,), (32,), (x, host)),
-        lambda device, x, host: device.launch("kernel", "", (1,), (32,), (Addresses([[x, host]], 1),)),
-        lambda device, x, host: device.launch("kernel", "", (1,), (32,), (x, 1)),
-        lambda device, x, host: np.asarray(x),
-        lambda device, x, host: np.ascontiguousarray(x),
-        lambda device, x, host: np.concatenate([x, host]),
-        lambda device, x, host: np.square(x),
-        lambda device, x, host: host + x,
-        lambda device, x, host: float(x[0, 0]),
-        lambda device, x, host: x.__setitem__(0, host[0]),
-        lambda device, x, host: host.__setitem__(0, x[0]),
-    ]
-    for use in uses:
-        with pytest.raises(TypeError):
-            use(device, device.zeros((2, 2), np.float32), host)

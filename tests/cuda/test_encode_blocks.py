@@ -203,10 +203,10 @@ def test_the_nearest_point_is_among_the_candidates_of_its_cell(rng: np.random.Ge
     x = x[(np.abs(x) < 4).all(1)]
     codes, _ = NearestPoint(points)(x)
     cells = (x * 8 + 32).astype(int)
-    found = candidates(points)[cells[:, 0], cells[:, 1]]
-    assert ((found == codes[:, None]).any(1) | (found[:, 0] == ALL)).all()
-    assert (found[:, 0] == ALL).mean() < 0.01
-    assert (np.diff(found.astype(int), axis=1)[:, 0] >= 0).all()
+    listed = candidates(points)[cells[:, 0], cells[:, 1]]
+    assert ((listed == codes[:, None]).any(1) | (listed[:, 0] == ALL)).all()
+    assert (listed[:, 0] == ALL).mean() < 0.01
+    assert (np.diff(listed.astype(int), axis=1)[:, 0] >= 0).all()
 
 
 # -- with a metric -----------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_layers_and_sequences_together_have_the_codes_of_each_alone(is_fed_back:
     metrics = [metrics_of(rng, *types) if is_fed_back else (None, None) for types in TYPES]
     device = CudaOps(open_device())
     together, alone = (blocks_of(store_of(device, 3, metrics), at_once) for at_once in (True, False))
-    for given, wanted in zip(together, alone, strict=True):
+    for fields, wanted in zip(together, alone, strict=True):
         for name, array in wanted.items():
-            np.testing.assert_array_equal(given[name], array)
+            np.testing.assert_array_equal(fields[name], array)
     assert not np.array_equal(together[0]["keys"], together[2]["keys"])

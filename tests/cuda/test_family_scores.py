@@ -1,7 +1,7 @@
 """Every family as a whole engine on the device: how far its log-probabilities are from NumPy's.
 
 The measure is how far NumPy with the roundings of the kernels is, in the median and at 95 % of a text's tokens; at 90 %
-where there are codes, a few of which flip. The largest difference is none: where a router's logits nearly tie, another
+where there are codes, since a few flip. The largest difference is none: where a router's logits nearly tie, another
 expert is chosen, which all later tokens see. So of three texts the middle one counts.
 """
 
@@ -45,12 +45,12 @@ def test_each_kind_of_layer_is_as_exact_as_its_roundings(
 
 
 def check(folder: Path, record_property: Callable[[str, object], None], fixture: str, types: str) -> None:
-    measure, found = differences(make_model(folder, fixture), types)
-    sides = (" / ".join(f"{part:.4f}" for part in side) for side in (measure, found))
+    measure, device = differences(make_model(folder, fixture), types)
+    sides = (" / ".join(f"{part:.4f}" for part in side) for side in (measure, device))
     record_property("off", f"{fixture}, {types}: {', '.join(sides)}")
     assert (measure[:2] > 0).all()
     most = MOST * measure[[0, 1, 0]]
-    assert (found <= most[: len(found)] + 1e-4).all(), f"off by {found}, allowed are {most}"
+    assert (device <= most[: len(device)] + 1e-4).all(), f"off by {device}, allowed are {most}"
 
 
 def differences(path: Path, types: str) -> np.ndarray:
@@ -61,14 +61,14 @@ def differences(path: Path, types: str) -> np.ndarray:
     with load_tiny(path, ops=device, cache_type=types, ctx_size=256) as engine:
         answers = [engine.generate(text, ANSWER) for text in TEXTS]
         steps = [[token.logprob for token in answer.logprobs] for answer in answers]
-        found = np.concatenate([[engine.score(text).logprobs for text in TEXTS], steps], axis=1)
+        device_scores = np.concatenate([[engine.score(text).logprobs for text in TEXTS], steps], axis=1)
     scores = []
     for ops in (SameWeights(device), Rounded(device)):
         with load_tiny(path, ops=ops, cache_type=types, ctx_size=256) as engine:
             wholes = ([*text, *answer.token_ids] for text, answer in zip(TEXTS, answers, strict=True))
             scores.append([engine.score(whole).logprobs for whole in wholes])
     exact, rounded = np.array(scores)
-    off = np.abs(np.array([rounded, found]) - exact)
+    off = np.abs(np.array([rounded, device_scores]) - exact)
     of_text, of_answers = off[..., : len(TEXTS[0]) - 1], off[..., len(TEXTS[0]) - 1 :]
     parts = [np.median(np.quantile(of_text, share, axis=-1), axis=-1) for share in (0.5, 0.95 if in_full else 0.9)]
     return np.stack([*parts, *([np.median(of_answers, axis=(1, 2))] if in_full else [])], axis=-1)

@@ -21,27 +21,20 @@ from polarlm.bench.gpu.attention import layer_format
 from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill, read_tokens
 from polarlm.bench.gpu.setup import CupyClock, Sizes
 from polarlm.bench.random_weights import RandomWeights
-from polarlm.engine import Engine, EngineError, SamplingParams, codecs
+from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.cards.ops import CardsOps
 from polarlm.engine.backends.cuda.kv.cache import HostTable
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import KVLocation, SpanView
-from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.weights import load_weights
-from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
-from polarlm.engine.state.layer_shapes import LayerShape
-from polarlm.engine.state.plan import plan_for_tokens
-from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.state.store import KVStore, SequenceKV
-from polarlm.model_loaders import ModelConfig, demo
-from polarlm.model_loaders import load_weights as open_weights
+from polarlm.engine.state.store import SequenceKV
+from polarlm.model_loaders import demo
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
-from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES
-from tests.cuda.test_model_emulated import model_of, talk
+from tests.cuda.test_model_emulated import model_from, model_of, talk
 from tests.cuda.test_packed_model import mixed_model
 from tests.shared_data import shared
 
@@ -53,8 +46,6 @@ GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 
 
 # -- recorded work -------------------------------------------------------------------------------------------------
-
-BLOCK = 16
 
 
 class Unrecorded(CudaOps):
@@ -69,29 +60,14 @@ class Unrecorded(CudaOps):
         return work(*map(there, inputs))
 
 
-def weights_of(ops: CudaOps, kind: str) -> tuple[ModelConfig, ModelWeights]:
-    """kind: name of a fixture; Q4_K_M or bf16 for random weights."""
-    if kind in ("Q4_K_M", "bf16"):
-        config, mixed = mixed_model()
-        return config, load_weights(ops, config, mixed if kind == "Q4_K_M" else RandomWeights(config, lambda _: kind))
-    config, source, _ = open_weights(FIXTURES / kind)
-    weights = load_weights(ops, config, source)
-    source.close()
-    return config, weights
-
-
 def small_model(ops: CudaOps, types: tuple[str, str], kind: str = "llama_gqa_llama3_tied") -> Transformer:
-    """With room for a few sequences."""
-    config, weights = weights_of(ops, kind)
-    k, v = (codecs.get(name) for name in types)
-    layers = tuple(
-        LayerShape(k, v, one.mixer.kv_heads, one.mixer.head_dim, 0 if types[0] == "f16" else 8, one.mixer.window)
-        for one in config.layers
-    )
-    shape = CacheShape(BLOCK, layers)
-    stored = Conditioning(k.rotation(config.attention.head_dim), v.rotation(config.attention.head_dim))
-    plan = plan_for_tokens(shape, 16 * (SIZES.prompt + SIZES.steps), 16)
-    return Transformer(ops, config, weights, KVStore(ops, plan, [stored] * len(config.layers)))
+    """kind: name of a fixture; Q4_K_M or bf16 for random weights."""
+    room = 16 * (SIZES.prompt + SIZES.steps), 16
+    if kind not in ("Q4_K_M", "bf16"):
+        return model_of(ops, kind, types, room=room)
+    config, mixed = mixed_model()
+    source = mixed if kind == "Q4_K_M" else RandomWeights(config, lambda _: kind)
+    return model_from(ops, config, source, types, room=room)
 
 
 def steps(model: Transformer, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -142,12 +118,12 @@ def test_replayed_steps_equal_launched_steps(types: tuple[str, str], kind: str, 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_tied", "nemotron_h_experts", "lfm2_tied"])
 def test_replayed_steps_of_recurrent_layers_equal_launched_steps(kind: str) -> None:
-    """Also steps of several rows, some of which are dropped."""
+    """Also steps of several rows, where some are dropped."""
     devices = (CudaOps(open_device()), Unrecorded(open_device()))
     recorded, plain = (talk(model_of(ops, kind, ("f16", "f16"))) for ops in devices)
-    for given, wanted in zip(recorded, plain, strict=True):
-        np.testing.assert_array_equal(given, wanted)
-        assert np.isfinite(given).all()
+    for logits, wanted in zip(recorded, plain, strict=True):
+        np.testing.assert_array_equal(logits, wanted)
+        assert np.isfinite(logits).all()
 
 
 # Copies inside of a GPU and between two, of hidden states alone and of a recurrent state beside them.
@@ -163,8 +139,7 @@ def test_devices_share_the_layers_of_a_model(kind: str, counts: tuple[int, int],
     if len({ops.name.split(" (cuda")[0] for ops in (first, *others)}) > 1:
         pytest.skip("the GPUs differ")
     wanted = talk(model_of(first, kind, ("ring4", "ring3.5")))
-    for given, one in zip(talk(model_of(CardsOps(others, counts), kind, ("ring4", "ring3.5"))), wanted, strict=True):
-        np.testing.assert_array_equal(given, one)
+    np.testing.assert_equal(talk(model_of(CardsOps(others, counts), kind, ("ring4", "ring3.5"))), wanted)
 
 
 @pytest.mark.parametrize("kept", [24, 2])
@@ -279,16 +254,16 @@ def test_the_text_equals_that_of_the_cpu(find: Callable[[], Path], prompt: str) 
     path = find()
     params = SamplingParams(max_tokens=ANSWER, temperature=0, repeat_penalty=1, ignore_eos=True)
     with Engine.load(path, device="cuda", cache_type="f16", ctx_size=CONTEXT) as engine:
-        given = engine.generate(prompt, params).token_ids
+        answer = engine.generate(prompt, params).token_ids
         bos = engine.model.tokenizer.bos_id
-        ids = [*([] if bos is None else [bos]), *engine.tokenize(prompt), *given]
+        ids = [*([] if bos is None else [bos]), *engine.tokenize(prompt), *answer]
         on_gpu = engine.score(ids, logits=True).logits
     with Engine.load(path, device="cpu", cache_type="f16", ctx_size=CONTEXT) as engine:
         on_cpu = engine.score(ids, logits=True).logits
-    assert len(given) == ANSWER
+    assert len(answer) == ANSWER
     assert (on_gpu.argmax(-1) == on_cpu.argmax(-1)).mean() >= 0.99
     # Steps chose the answer; scoring takes whole blocks at once.
-    assert (on_gpu[-ANSWER - 1 : -1].argmax(-1) == np.array(given)).mean() >= 0.99
+    assert (on_gpu[-ANSWER - 1 : -1].argmax(-1) == np.array(answer)).mean() >= 0.99
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

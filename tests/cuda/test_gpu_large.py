@@ -52,9 +52,9 @@ def give_back() -> None:
 
 
 def sizes() -> Sizes:
-    given = Sizes()
+    usual = Sizes()
     return replace(
-        given, config=replace(given.config, layers=given.config.layers[:1] * LAYERS), prompt=min(given.prompt, 1024)
+        usual, config=replace(usual.config, layers=usual.config.layers[:1] * LAYERS), prompt=min(usual.prompt, 1024)
     )
 
 
@@ -115,12 +115,12 @@ def test_products_with_large_matrices(format: str, name: str, rows: int) -> None
     needs(4 * shape[0] * shape[1], ops.free_memory())  # at most, with all rows dequantized
     (matrix,) = ops.load([RandomMatrix(format, *shape)])
     x = rng.standard_normal((rows, shape[1]), np.float32)
-    given = ops.to_host(ops.linear(ops.to_device(x), Linear((matrix,))))
-    assert given.shape == (rows, shape[0])
+    product = ops.to_host(ops.linear(ops.to_device(x), Linear((matrix,))))
+    assert product.shape == (rows, shape[0])
     outputs = np.unique([0, 1, shape[0] - 1, *rng.integers(shape[0], size=200)])
     weights = np.concatenate([ops.rows(matrix, slice(i, i + 1)) for i in outputs]).astype(np.float64)
     allowed = 2.0**-8 * np.linalg.norm(x, axis=1, keepdims=True) * np.abs(weights).max()
-    assert (np.abs(given[:, outputs] - x @ weights.T) <= allowed).all()
+    assert (np.abs(product[:, outputs] - x @ weights.T) <= allowed).all()
     # An output that another row of the matrix gave would be much farther off.
     assert np.abs(x @ weights.T).max() > 5 * allowed.max()
 

@@ -38,8 +38,8 @@ def on_host(monkeypatch: pytest.MonkeyPatch):
 
     def layers(count: int) -> None:
         def load(ops: Ops, *args: Any, **options: Any) -> Any:
-            own = count if ops.host is not None else 0
-            return model_weights.load_weights(ops, *args, **{**options, "on_host": own})
+            options["on_host"] = count if ops.host is not None else 0
+            return model_weights.load_weights(ops, *args, **options)
 
         monkeypatch.setattr(test_model_emulated, "load_weights", load)
 
@@ -80,14 +80,14 @@ def load(path: Path, ops: Ops, said: list[str] | None = None, **settings: Any) -
 
 def test_an_engine_says_where_its_experts_are(tmp_path: Path) -> None:
     path, answers = make_model(tmp_path, "qwen3_moe_normed"), []
-    for given in (None, "1", "2", "99"):
-        with load(path, CudaOps(EmulatedDevice(checked=False), NativeOps(1)), cpu_moe=given) as engine:
+    for asked in (None, "1", "2", "99"):
+        with load(path, CudaOps(EmulatedDevice(checked=False), NativeOps(1)), cpu_moe=asked) as engine:
             answers.append(engine.generate(PROMPT, SOME).token_ids)
             weights, line = engine._model.weights, engine.fit_line()
-            assert [layer.ffn.down.on_host for layer in weights.layers] == [n < int(given or 0) for n in range(2)]
-            assert (weights.host_bytes > 0) == (given is not None)
-            assert (f"experts of the first {min(2, int(given or 0))} layers in the computer's memory" in line) == bool(
-                given
+            assert [layer.ffn.down.on_host for layer in weights.layers] == [n < int(asked or 0) for n in range(2)]
+            assert (weights.host_bytes > 0) == (asked is not None)
+            assert (f"experts of the first {min(2, int(asked or 0))} layers in the computer's memory" in line) == bool(
+                asked
             )
             assert (engine.status().threads is not None) is True
     assert answers[1:] == answers[:1] * 3
@@ -102,7 +102,7 @@ def sizes_of(path: Path) -> Sizes:
 
 
 def test_auto_leaves_no_more_on_the_host_than_it_has_to(tmp_path: Path) -> None:
-    """As much free memory as a store of this context takes beside all weights but those of some layers' experts."""
+    """As much free memory as a store of this context takes beside all weights but some layers' experts."""
     path = make_model(tmp_path, "qwen3_moe_normed")
     whole, context = sizes_of(path), {"ctx_size": 64, "parallel": 1, "kept_sequences": 0}
     with load(path, CudaOps(Small(1 << 30), NativeOps(1)), cpu_moe="auto", **context) as engine:
@@ -125,10 +125,10 @@ def test_fit_says_what_stays_in_the_computer_s_memory(tmp_path: Path) -> None:
     source.close()
     free, config = 700 << 20, EngineConfig()
     ops = CudaOps(Small(free), NativeOps(1))
-    found = fit_weights(Wanted(config, model, whole), ops)
-    assert found.lacking == 0
-    assert found.cpu_experts == CpuExperts(1, 500 << 20, 400 << 20, 250 << 20)
-    advice = advise([DeviceFit("cuda", "a GPU", free, (found,))], config, model)
+    fit = fit_weights(Wanted(config, model, whole), ops)
+    assert fit.lacking == 0
+    assert fit.cpu_experts == CpuExperts(1, 500 << 20, 400 << 20, 250 << 20)
+    advice = advise([DeviceFit("cuda", "a GPU", free, (fit,))], config, model)
     assert advice.settings == {"cpu_moe": "1"}
     assert "a token reads 250.0 MiB: 5.2 ms at 50 GB/s" in advice.sentence
     alone = fit_weights(Wanted(config, model, whole), CudaOps(Small(free)))

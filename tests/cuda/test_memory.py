@@ -13,45 +13,37 @@ import numpy as np
 import pytest
 
 from polarlm.bench.gpu.shapes import LLAMA_8B, llama
+from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import Engine, EngineConfig, EngineError, codecs
 from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.cuda.warm_up import FirstRow
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.encoding import WHOLE
 from polarlm.engine.loading.placement.wanted import Sizes, Wanted
 from polarlm.engine.loading.sizes import cache_shape
-from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.layers.attention import AttentionWeights
-from polarlm.engine.model.layers.experts import ExpertsWeights
-from polarlm.engine.model.layers.gated_delta import GatedDeltaWeights
-from polarlm.engine.model.layers.gated_mlp import GatedMLPWeights
-from polarlm.engine.model.layers.kinds import MIXERS, LayerWeights
-from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
-from polarlm.engine.model.layers.mamba2 import Mamba2LayerWeights
-from polarlm.engine.model.layers.short_conv import ShortConvWeights
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.weights import load_weights
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.plan import plan_for_memory, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
-from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, get
 from polarlm.model_loaders.config import (
     Attention,
     Experts,
-    Ffn,
     GatedDelta,
     GatedMLP,
     Layer,
     Mamba2,
-    Mixer,
     ModelConfig,
     RopeConfig,
     ShortConv,
-    is_gated,
 )
+from tests.bare import shape_of
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 GB = 10**9
@@ -98,92 +90,20 @@ class Counting(TracingDevice):
 
 
 def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], tokens: int, sequences: int) -> Transformer:
-    """A model with uninitialised weights."""
-    ops, e = CudaOps(device), config.hidden_size
-    attention, after = config.attention, config.layers[0].norms == "both"
-    dim = attention.head_dim
-    queries, keys = attention.heads * dim, attention.kv_heads * dim
-
-    def vector(size: int) -> np.ndarray:
-        return np.empty(size, np.float32)
-
-    def matrix(*shape: int) -> Matrix:
-        return Matrix(get("f16"), np.empty((shape[0], 2 * shape[1]), np.uint8), shape)
-
-    def linear(*shape: int) -> Linear:
-        return Linear((matrix(*shape),))
-
-    def network(ffn: Ffn | None, post_norm: np.ndarray | None) -> GatedMLPWeights | ExpertsWeights | None:
-        if ffn is None:
-            return None
-        f, products = ffn.size, 2 if is_gated(ffn.activation) else 1
-        if isinstance(ffn, GatedMLP):
-            return GatedMLPWeights(vector(e), linear(products * f, e), linear(e, f), post_norm)
-        gate_up, down = ((matrix(ffn.count * out, width),) for out, width in ((products * f, e), (e, f)))
-        experts = ExpertLinear(ffn.count, gate_up), ExpertLinear(ffn.count, down)
-        shared = ffn.shared
-        beside = (
-            (None, None, None)
-            if shared is None
-            else (
-                linear(1, e) if ffn.shared_gate else None,
-                linear(products * shared.size, e),
-                linear(e, shared.size),
-            )
-        )
-        return ExpertsWeights(vector(e), linear(ffn.count, e), None, *experts, *beside, post_norm)
-
-    def mixer(of: Mixer) -> AttentionWeights | ShortConvWeights | GatedDeltaWeights | Mamba2LayerWeights:
-        if isinstance(of, Mamba2):
-            inner, heads = of.value_heads * of.value_dim, of.value_heads
-            conv, bias = vector(of.channels * of.width), vector(of.channels)
-            own = vector(heads), vector(heads), vector(heads), vector(inner)
-            return Mamba2LayerWeights(
-                vector(e), linear(inner + of.channels + heads, e), conv, bias, *own, linear(e, inner)
-            )
-        if isinstance(of, GatedDelta):
-            inner, heads = of.value_heads * of.value_dim, of.value_heads
-            inputs, conv = linear(of.channels + inner + 2 * heads, e), vector(of.channels * of.width)
-            own = vector(heads), vector(heads), vector(of.value_dim)
-            return GatedDeltaWeights(vector(e), inputs, conv, *own, linear(e, inner))
-        if isinstance(of, ShortConv):
-            return ShortConvWeights(vector(e), linear(3 * e, e), vector(e * of.width), None, linear(e, e))
-        assert isinstance(of, Attention)
-        return AttentionWeights(
-            norm=vector(e),
-            qkv=linear(queries + 2 * keys, e),
-            q_norm=None,
-            k_norm=None,
-            sink_scores=None,
-            out=linear(e, queries),
-            post_norm=vector(e) if after else None,
-            output_gate=linear(queries, e) if of.output_gate else None,
-        )
-
-    p = config.layer_embedding
-    layers = [
-        LayerWeights(
-            mixer(layer.mixer),
-            network(layer.ffn, vector(e) if after else None),
-            embedding=LayerEmbeddingWeights(linear(p, e), linear(e, p), vector(e)) if p else None,
-        )
-        for layer in config.layers
-    ]
-    all_inputs = p * len(config.layers)
-    inputs = TokenInputs(matrix(config.vocab_size, all_inputs), linear(all_inputs, e), vector(p)) if p else None
-    weights = ModelWeights(matrix(config.vocab_size, e), layers, vector(e), linear(config.vocab_size, e), 0, inputs)
+    """A model without values: one row of zeros is read for each matrix."""
+    ops = CudaOps(device)
+    load, load_experts = ops.load, ops.load_experts
+    ops.load = lambda matrices, kept: load([FirstRow(matrix) for matrix in matrices], kept)
+    ops.load_experts = lambda experts, kept: load_experts(
+        [[FirstRow(matrix) for matrix in one] for one in experts], kept
+    )
+    weights = load_weights(ops, config, RandomWeights(config, lambda _: "f16"))
     k, v = (codecs.get(name) for name in types)
-    own = LayerShape(k, v, attention.kv_heads, dim, 8)
-    kinds = [layer.mixer for layer in config.layers]
-    shape = CacheShape(
-        64, tuple(own if isinstance(one, Attention) else MIXERS[type(one)].state_shape(one) for one in kinds)
-    )
-    stored = Conditioning(k.rotation(dim), v.rotation(dim))
-    store = KVStore(
-        ops,
-        plan_for_tokens(shape, tokens, sequences),
-        [stored if isinstance(one, Attention) else Conditioning() for one in kinds],
-    )
+    shape = CacheShape(64, tuple(shape_of(layer.mixer, k, v, 8, 64) for layer in config.layers))
+    dim = config.attention.head_dim
+    rotated = Conditioning(k.rotation(dim), v.rotation(dim))
+    kinds = [rotated if isinstance(layer, LayerShape) else Conditioning() for layer in shape.layers]
+    store = KVStore(ops, plan_for_tokens(shape, tokens, sequences), kinds)
     return Transformer(ops, config, weights, store)
 
 
@@ -204,6 +124,7 @@ LLAMA = llama(layers=2)
 ODD = llama(layers=2, heads=6, kv_heads=2, head_dim=80, hidden_size=480, ffn_size=1000, vocab_size=32003)
 GEMMA = replace(
     LLAMA,
+    family="gemma3",
     hidden_size=2560,
     vocab_size=262_208,
     layers=tuple(
@@ -212,16 +133,20 @@ GEMMA = replace(
     ),
 )
 GATED = replace(
-    LLAMA, layers=(Layer(Attention(32, 2, 128, RopeConfig(), output_gate=True), GatedMLP(8192), "both"),) * 2
+    LLAMA,
+    family="muse_glimmer",
+    layers=(Layer(Attention(32, 2, 128, RopeConfig(), output_gate=True), GatedMLP(8192), "both"),) * 2,
 )
 SHARED = replace(
     LLAMA,
+    family="qwen2_moe",
     hidden_size=2048,
     layers=(Layer(Attention(16, 4, 128, RopeConfig()), Experts(128, 8, 768, shared=GatedMLP(5632), shared_gate=True)),)
     * 2,
 )
 CONVOLUTIONS = replace(
     LLAMA,
+    family="lfm2",
     hidden_size=2048,
     layers=(
         Layer(Attention(16, 4, 64, RopeConfig()), GatedMLP(1024)),
@@ -230,6 +155,7 @@ CONVOLUTIONS = replace(
 )
 DELTA_RULES = replace(
     LLAMA,
+    family="qwen3_5",
     hidden_size=2048,
     layers=(
         Layer(Attention(16, 2, 256, RopeConfig(), output_gate=True), GatedMLP(1024)),
@@ -239,6 +165,7 @@ DELTA_RULES = replace(
 NO_NETWORK = Layer(Mamba2(8, 64, 128, 64, 4), None)
 MAMBA2 = replace(
     LLAMA,
+    family="nemotron_h",
     hidden_size=2688,
     layers=(
         Layer(
@@ -249,16 +176,19 @@ MAMBA2 = replace(
         NO_NETWORK,
     ),
 )
-NO_GATES = replace(LLAMA, layers=(Layer(Attention(32, 8, 128, None), GatedMLP(21504, "relu_squared")), NO_NETWORK))
+NO_GATES = replace(
+    LLAMA, family="nemotron_h", layers=(Layer(Attention(32, 8, 128, None), GatedMLP(21504, "relu_squared")), NO_NETWORK)
+)
 WIDE = replace(
     LLAMA,
+    family="gemma4",
     hidden_size=2880,
     layers=(Layer(Attention(64, 8, 64, RopeConfig()), Experts(32, 4, 2880, "swiglu_clamped"), "both"),) * 2,
 )
 CONFIGS = {
     "8B": LLAMA,
     "gated": GATED,
-    "embeddings of layers": replace(GEMMA, layer_embedding=256),
+    "embeddings of layers": replace(GEMMA, family="gemma4", layer_embedding=256),
     "odd": ODD,
     "norms behind": GEMMA,
     "experts and a shared network": SHARED,

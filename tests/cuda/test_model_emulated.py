@@ -86,16 +86,24 @@ def _half(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).astype(np.float32)
 
 
-def model_of(ops: Ops, fixture: str, types: tuple[str, str], finer: FinerKind | None = None) -> Transformer:
+def model_of(ops: Ops, fixture: str, types: tuple[str, str], **more: Any) -> Transformer:
+    """See `model_from`."""
     config, source, _ = open_weights(FIXTURES / fixture)
-    model = model_from(ops, config, source, types, finer)
+    model = model_from(ops, config, source, types, **more)
     source.close()
     return model
 
 
 def model_from(
-    ops: Ops, config: ModelConfig, source: WeightSource, types: tuple[str, str], finer: FinerKind | None = None
+    ops: Ops,
+    config: ModelConfig,
+    source: WeightSource,
+    types: tuple[str, str],
+    *,
+    finer: FinerKind | None = None,
+    room: tuple[int, int] = (256, 4),
 ) -> Transformer:
+    """A model whose store has room for so many tokens and sequences, in blocks of N tokens."""
     weights = load_weights(ops, config, source)
     k, v = (codecs.get(name) for name in types)
     mean_bits = 0 if types[0] == "f16" else 8
@@ -112,7 +120,7 @@ def model_from(
         factors = np.exp2(np.arange(kv_heads, dtype=np.float32) - 2)
         scale = Scale(np.concatenate([halves, halves], axis=1), factors) if mean_bits else None
         conditioning.append(Conditioning(k.rotation(d), v.rotation(d), scale))
-    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), 256, 4, 16), conditioning)
+    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), *room, 16), conditioning)
     return Transformer(ops, config, weights, store)
 
 
@@ -184,12 +192,12 @@ def close(logits: list[np.ndarray], exact: list[np.ndarray], rounded: list[np.nd
     spread = max(wanted.max() - wanted.min() for wanted in exact)
     rounding = max(np.abs(half - wanted).max() for half, wanted in zip(rounded, exact, strict=True))
     allowed = 4 * max(rounding, 2.0**-11 * spread)
-    worst = [float(np.abs(given - wanted).max()) for given, wanted in zip(logits, exact, strict=True)]
+    worst = [float(np.abs(ours - wanted).max()) for ours, wanted in zip(logits, exact, strict=True)]
     assert max(worst) <= allowed, f"off by {worst}, allowed are {allowed}, of {spread}"
     assert allowed <= spread / 20, "the comparison says nothing"
 
 
-# Steps of several rows, some of which are dropped, and second turns; `test_family_scores` has every family.
+# Steps of several rows, where some are dropped, and second turns; `test_family_scores` has every family.
 CASES = [
     ("qwen2_mixed_windows", ("ring4", "ring3.5")),
     ("qwen3_qk_norm_tied", ("polarquant", "polarquant")),
@@ -235,8 +243,8 @@ def test_a_prompt_is_read_as_on_the_cpu(tiny_path: Path, monkeypatch: pytest.Mon
         with Engine.load(tiny_path, block_size=N, ctx_size=128, calibration=False) as engine:
             assert ops.name in engine.fit_line()
             vectors += [engine.embed(range(5, 60), pooling).vector for pooling in ("mean", "last")]
-            found = engine.generate(range(5, 60), SamplingParams(max_tokens=0, prompt_logprobs=2)).prompt_logprobs
-            logprobs.append([token.logprob for token in found])
+            tokens = engine.generate(range(5, 60), SamplingParams(max_tokens=0, prompt_logprobs=2)).prompt_logprobs
+            logprobs.append([token.logprob for token in tokens])
     for index in (0, 1):
         np.testing.assert_allclose(vectors[index], vectors[index + 2], atol=0.01)
     np.testing.assert_allclose(logprobs[0], logprobs[1], atol=0.05)
@@ -254,14 +262,14 @@ def test_rows_of_a_step_have_adapters_of_their_own(tmp_path: Path) -> None:
         if name:
             lora[name] = str(write_peft(tmp_path / name, changes, 2 * rank))
         with load_tiny(changed_model(tmp_path / f"changed{name}", base, changes, 2), ops=NumpyOps(), **kept) as engine:
-            found = engine.generate(prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=5))
-            wanted.append(found)
+            params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=5)
+            wanted.append(engine.generate(prompt, params))
     with load_tiny(base, ops=CudaOps(open_device()), lora=lora, **kept) as engine:
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=5)
         streams = [engine.stream(prompt, params, PromptOptions(lora=name)) for name in ("", *lora)]
-        found = [[] for _ in streams]
+        streamed = [[] for _ in streams]
         for _ in range(5):
             for number, stream in enumerate(streams):
-                found[number] += [one.logprob for one in getattr(next(stream, None), "logprobs", ())]
-    for logprobs, one in zip(found, wanted, strict=True):
+                streamed[number] += [one.logprob for one in getattr(next(stream, None), "logprobs", ())]
+    for logprobs, one in zip(streamed, wanted, strict=True):
         np.testing.assert_allclose(logprobs, [token.logprob for token in one.logprobs], atol=0.02)

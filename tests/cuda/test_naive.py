@@ -11,8 +11,8 @@ from scripts.run_naive import Setting, Stored, errors, launch, random_setting, s
 def faults(setting: Setting, stored: Stored, launched: Stored | None = None) -> list[str]:
     """The faults of the kernel's result for `launched`, by default `stored`."""
     out = launch(setting, launched or stored)
-    found = errors(out, setting, stored)
-    return [f"off by {error}, allowed {allowed}" for error, allowed, _ in found if not error <= allowed]
+    differences = errors(out, setting, stored)
+    return [f"off by {error}, allowed {allowed}" for error, allowed, _ in differences if not error <= allowed]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), [(4, 2, 64, 16), (2, 1, 64, 4)])

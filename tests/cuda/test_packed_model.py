@@ -23,7 +23,7 @@ from polarlm.engine.loading.placement.wanted import Sizes, Wanted
 from polarlm.engine.loading.sizes import warn_of_context
 from polarlm.engine.model.weights import weight_bytes
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, get
-from polarlm.model_loaders import ModelConfig, families, load_weights
+from polarlm.model_loaders import ModelConfig, load_weights
 from polarlm.model_loaders.config import Attention, GatedMLP, Layer
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice, open_device
@@ -55,27 +55,13 @@ def _half(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float16).astype(np.float32)
 
 
-def stored_type(name: str, layer_has_more: bool, tied: bool = False) -> str:
-    """The type that llama.cpp's Q4_K_M gives a matrix."""
-    more = name == ("model.embed_tokens.weight" if tied else "lm_head.weight") or (
-        layer_has_more and ("v_proj" in name or "down_proj" in name)
-    )
-    return "q6_k" if more else "q4_k"
-
-
 def mixed_model(tied: bool = False) -> tuple[ModelConfig, RandomWeights]:
     """A model of random blocks in the types of Q4_K_M: q, k and v are parts in two formats. tied: head and embedding
     are one matrix."""
     config = load_weights(FIXTURES / "llama_mha")[0]
     layer = Layer(Attention(4, 2, 64, config.attention.rope), GatedMLP(512))
-    config = replace(
-        config,
-        layers=(layer,) * 2,
-        hidden_size=256,
-        vocab_size=96,
-        tied_head=tied,
-    )
-    return config, RandomWeights(config, lambda name: stored_type(name, "layers.0" in name, tied))
+    config = replace(config, layers=(layer,) * 2, hidden_size=256, vocab_size=96, tied_head=tied)
+    return config, RandomWeights.of_kind(config, "q4_k")
 
 
 @pytest.mark.slow
@@ -106,40 +92,20 @@ def test_loading_and_prompts_need_a_bounded_part_of_a_matrix_beside_it(monkeypat
     assert device.peak - before <= y.nbytes + x.nbytes // 2 + (1 << 17)
 
 
-class Shapes:
-    """The matrices and vectors of a model, in the types of Q4_K_M; see `model_loaders.files.weights.WeightSource`."""
-
-    def __init__(self) -> None:
-        self._shapes = {spec.name: spec.shape for spec in families.tensors(LLAMA_8B).specs()}
-
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def stored_dtype(self, name: str) -> str:
-        if len(self._shapes[name]) == 1:
-            return "F32"
-        layer, count = int(name.split(".")[2]) if "layers." in name else 0, len(LLAMA_8B.layers)
-        eighth = count // 8
-        more = layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
-        return stored_type(name, more).upper()
-
-
 def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
     """With the default settings, on a GPU of 8 GB, which are 8188 MiB; driver and desktop take 600 MB."""
     memory = (8188 << 20) - 6 * GB // 10, 8188 << 20
     ops, said = CudaOps(TracingDevice(lambda launch: None, 24, 100 << 10, memory)), list[str]()
     config = EngineConfig(ctx_size=32768)
-    weights = weight_bytes(ops, Shapes())
+    shapes = RandomWeights.of_kind(LLAMA_8B, "q4_k")
+    weights = weight_bytes(ops, shapes)
     assert 4.9 * GB < weights < 5.1 * GB
     placement = place(Wanted(config, LLAMA_8B, Sizes(weights)), ops)
     warn_of_context(config, LLAMA_8B, placement.store_plan, said.append)
     assert placement.store_plan.tokens == 32768
     assert not said
     # The line takes no arrays from the parts.
-    source: Any = SimpleNamespace(name="llama-8b", weights=Shapes(), config=LLAMA_8B)
+    source: Any = SimpleNamespace(name="llama-8b", weights=shapes, config=LLAMA_8B)
     model: Any = SimpleNamespace(ops=ops, weights=SimpleNamespace(bytes=weights))
     line = assembly.fit_line(assembly.Parts(config, source, placement, model))
     assert line.startswith("llama-8b: Q4_K, Q6_K weights as stored, 4.7 GiB on the traced GPU; KV store ")

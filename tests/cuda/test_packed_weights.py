@@ -50,14 +50,11 @@ def allowed_of(raw: np.ndarray, name: str) -> np.ndarray:
     assert format.unpack
     grouped = format.unpack(raw)
     values = grouped.dequantize().astype(np.float64)
-    zero = np.zeros_like(values)
-    groups = (grouped.offset * 1.0 if grouped.sub_offset is None else None) if grouped.offset is not None else None
-    if grouped.offset is not None and grouped.sub_offset is not None:
-        wide = np.repeat(grouped.offset.astype(np.float64), format.values // format.group, axis=1)
-        groups = wide * grouped.sub_offset
-    offsets = (
-        zero if groups is None else np.repeat(groups.astype(np.float64), values.shape[1] // groups.shape[1], axis=1)
-    )
+    offsets = np.zeros_like(values)
+    if grouped.offset is not None:
+        offsets += np.repeat(grouped.offset.astype(np.float64), format.values, axis=1)
+    if grouped.sub_offset is not None:
+        offsets *= np.repeat(grouped.sub_offset, format.group, axis=1)
     codes = np.abs(grouped.codes.astype(np.float64) - format.zero) if grouped.table is None else 127.0
     return HALF / 2 * (np.abs(values - offsets) + np.abs(offsets) + np.abs(values)) + 2.0**-25 * (codes + 2)
 
@@ -144,9 +141,8 @@ def test_blocks_of_a_small_gpu_multiply_several_sets_of_tiles(
     """A GPU of one multiprocessor has fewer blocks than sets, whose last tiles are not all there, and many rows share x
     among four tiles. Warps take several units, and the last one is a part: slots of shared memory are used again."""
     monkeypatch.setattr(EmulatedDevice, "processors", 1)
-    block = get(name).values, packed.block_bytes(get(name))
     configured = packed.gemv_packed if rows <= GEMV_ROWS else packed.gemm_packed
-    config, blocks = configured(rows, 300, 1, 228 << 10, *block)
+    config, blocks, _ = configured(rows, 1, 228 << 10, [packed.rows_of(get(name), 300)])
     assert (3 * blocks < -(-300 // (16 * config.defines["TILES"]))) or config.defines["TILES"] == 4
     check_product(ops, rng, name, rows, 300, width_of(name, 11))
     check_product(ops, rng, name, rows, 70, 18 * 256 + get(name).values)
@@ -159,7 +155,7 @@ def test_more_rows_in_blocks_that_stay_are_those_of_a_block_for_each_set(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
     """To the bit, with and without an activation. The units of a warp end in the middle of its slots."""
-    format, width = get(name), width_of(name, 8 * 11)
+    width = width_of(name, 8 * 11)
     x, bias, norm = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, width), (352,), (width,)))
     file, results = StoredBytes(random_blocks(rng, name, 352, width), name), list[np.ndarray]()
     weights = Linear(ops.load([file]), ops.to_device(bias))
@@ -167,13 +163,11 @@ def test_more_rows_in_blocks_that_stay_are_those_of_a_block_for_each_set(
         monkeypatch.setattr(EmulatedDevice, "processors", processors)
         monkeypatch.setattr(EmulatedDevice, "shared_memory", 100 << 10)
         for gated in (False, True):
-            of_block = format.values, packed.block_bytes(format), gated
-            config, _ = packed.gemm_packed(rows, 352, processors, 100 << 10, *of_block)
+            config, *_ = packed.gemm_packed(rows, processors, 100 << 10, [packed.rows_of(get(name), 352)], gated)
             assert config.defines["STAYS"] == (processors == 2)
             more: dict[str, Any] = {"norm": (ops.to_device(norm), EPS), "activation": "silu" if gated else None}
             results.append(ops.to_host(ops.linear(ops.to_device(x), weights, **more)))
-    for staying, others in zip(results[:2], results[2:], strict=True):
-        np.testing.assert_array_equal(staying, others)
+    np.testing.assert_equal(results[:2], results[2:])
     exact = (x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + EPS) * norm) @ file.values.T + bias
     np.testing.assert_allclose(results[0], exact, atol=0.01 * np.abs(exact).max())
 
@@ -215,10 +209,10 @@ def test_an_activation_comes_in_the_type_of_the_next_product(
     gate_up, down = (Linear(ops.load([file])) for file in files)
     x = rng.standard_normal((rows, width)).astype(np.float32)
     x[0], x[1, 3] = 3e4, np.nan
-    given = ops.to_device(x)
-    plain = ops.linear(given, gate_up, activation="silu")
+    on_device = ops.to_device(x)
+    plain = ops.linear(on_device, gate_up, activation="silu")
     before = len(ops._device.launches) if isinstance(ops._device, EmulatedDevice) else 0
-    y = ops.linear(given, gate_up, activation="silu", then=down)
+    y = ops.linear(on_device, gate_up, activation="silu", then=down)
     assert y.dtype == (np.float32 if not rounded else np.uint16 if following == "bf16" else np.float16)
     out = ops.to_host(ops.linear(y, down))
     if isinstance(ops._device, EmulatedDevice):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.recurrent import ops as recurrent
 from polarlm.engine.backends.cuda.recurrent import sizes
-from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, Mamba2Weights
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, Mamba2Weights
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.sizes import check_layers
@@ -48,16 +49,8 @@ class OnDevice:
 
     def __init__(self) -> None:
         self._ops = CudaOps(open_device())
-
-    def gated_delta(
-        self, rows: np.ndarray, w: DeltaWeights, slots: DeltaSlots, spans: np.ndarray, ends: DeltaEnds | None = None
-    ) -> np.ndarray:
-        return self._add(self._ops.gated_delta, rows, w, slots, spans, ends)
-
-    def mamba2(
-        self, rows: np.ndarray, w: Mamba2Weights, slots: DeltaSlots, spans: np.ndarray, ends: DeltaEnds | None = None
-    ) -> np.ndarray:
-        return self._add(self._ops.mamba2, rows, w, slots, spans, ends)
+        self.gated_delta = partial(self._add, self._ops.gated_delta)
+        self.mamba2 = partial(self._add, self._ops.mamba2)
 
     def _add(
         self,
@@ -66,7 +59,7 @@ class OnDevice:
         w: bodies.Weights,
         slots: DeltaSlots,
         spans: np.ndarray,
-        ends: DeltaEnds | None,
+        ends: DeltaEnds | None = None,
     ) -> np.ndarray:
         to_device = self._ops.to_device
         weights = w._replace(**{name: to_device(x) for name, x in w._asdict().items() if isinstance(x, np.ndarray)})
@@ -81,12 +74,12 @@ class OnDevice:
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         held = [DeltaSlots(*map(self._ops.to_device, layer)) for layer in layers]
         self._ops.advance_delta(held, slots, tiled=tiled)
-        for layer, own in zip(layers, held, strict=True):
-            self._copy_back(layer, own)
+        for layer, slots_there in zip(layers, held, strict=True):
+            self._copy_back(layer, slots_there)
 
     def _copy_back(self, arrays: Sequence[np.ndarray], held: Sequence[np.ndarray]) -> None:
-        for to, given in zip(arrays, held, strict=True):
-            to[...] = self._ops.to_host(given)
+        for to, array in zip(arrays, held, strict=True):
+            to[...] = self._ops.to_host(array)
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +140,7 @@ def test_heads_of_the_size_that_models_have(shape: Recurrent) -> None:
 def test_numbers_of_any_size_are_multiplied_as_exactly(
     rng: np.random.Generator, shape: Recurrent, block: int, sizes: tuple[float, float, float]
 ) -> None:
-    """sizes: of values, keys and queries. Those of gated delta rules have a length of their own."""
+    """sizes: how large values, keys and queries are. Gated delta rules normalise keys and queries."""
     w, values, keys = make_weights(rng, shape), shape.value_heads * shape.value_dim, shape.key_dim
     rows = make_rows(rng, shape, 2 * block)
     if isinstance(w, Mamba2Weights):
@@ -159,8 +152,8 @@ def test_numbers_of_any_size_are_multiplied_as_exactly(
     wanted, matrices = recurrence(rows, w, shape)
     slots = make_slots(shape, 1, block)
     ends = DeltaEnds([1], np.empty_like(slots.matrices), np.empty((1, shape.width - 1, shape.channels), np.float32))
-    found = bodies.op_of(OnDevice(), w)(rows, w, slots, bodies.span(0, len(rows)), ends)
-    bodies.assert_close(found, wanted)
+    results = bodies.op_of(OnDevice(), w)(rows, w, slots, bodies.span(0, len(rows)), ends)
+    bodies.assert_close(results, wanted)
     bodies.assert_close(ends.matrices[0], matrices[-1])
 
 
@@ -195,9 +188,9 @@ def test_an_empty_row_changes_no_slot(rng: np.random.Generator, shape: Recurrent
     w, rows, slots = make_weights(rng, shape), make_rows(rng, shape, 2), make_slots(shape, 2, block)
     untouched = [array[0].copy() for array in slots]
     spans = np.array([DeltaSpan(1, 0, 1, 0), DeltaSpan(0, 0, 0, 0)], np.int32)
-    found = bodies.op_of(OnDevice(), w)(rows, w, slots, spans)
-    bodies.assert_close(found[:1], recurrence(rows[:1], w, shape)[0])
-    assert not found[1].any()
+    results = bodies.op_of(OnDevice(), w)(rows, w, slots, spans)
+    bodies.assert_close(results[:1], recurrence(rows[:1], w, shape)[0])
+    assert not results[1].any()
     for before, after in zip(untouched, slots, strict=True):
         np.testing.assert_array_equal(before, after[0])
 
@@ -232,11 +225,11 @@ def test_states_are_kept_as_the_codes_of_numpy(rng: np.random.Generator) -> None
         fetch = ops.keep_states(ends, codes)
         if codes == EXACT:
             ends.matrices[:] = 0
-        found = fetch()
-        assert found.keys() == wanted.keys()
+        fields = fetch()
+        assert fields.keys() == wanted.keys()
         for name, array in wanted.items():
-            assert found[name].dtype == array.dtype
-            np.testing.assert_array_equal(found[name], array)
+            assert fields[name].dtype == array.dtype
+            np.testing.assert_array_equal(fields[name], array)
         one = {name: array[1] for name, array in wanted.items()}
         np.testing.assert_array_equal(ops.to_host(ops.restore_states(one, codes)), host.restore_states(one, codes))
 
@@ -255,18 +248,18 @@ def test_an_engine_continues_with_what_it_has_of_earlier_prompts(
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
     def answer(engine: Engine, prompt: list[int]) -> tuple[tuple[int, ...], int]:
-        found = engine.generate(prompt, params)
-        return found.token_ids, found.usage.cached_tokens
+        completion = engine.generate(prompt, params)
+        return completion.token_ids, completion.usage.cached_tokens
 
     with Engine.load(path, **settings) as engine:
         first, cached = answer(engine, ids[:101])
         assert cached == 0
         turns = [[*ids[:101], *first, *ids[105:110]], [*ids[:96], *ids[110:130]], [*ids[:70], *ids[130:160]]]
-        found = [answer(engine, turn) for turn in turns]
-        assert [cached for _, cached in found] == [108, 96, 32]
+        answers = [answer(engine, turn) for turn in turns]
+        assert [cached for _, cached in answers] == [108, 96, 32]
         with ThreadPoolExecutor(2) as pool:
             together = list(pool.map(lambda prompt: answer(engine, prompt)[0], [turns[1], ids[160:190]]))
-    for turn, (tokens, _) in zip(turns, found, strict=True):
+    for turn, (tokens, _) in zip(turns, answers, strict=True):
         with Engine.load(path, **settings) as engine:
             assert answer(engine, turn)[0][:4] == tokens[:4]
     with Engine.load(path, **settings, state_cache="10M") as engine:
@@ -274,4 +267,4 @@ def test_an_engine_continues_with_what_it_has_of_earlier_prompts(
         chunks = [next(stream) for _ in range(5)]
         assert preempt(engine).saved is not None
         assert fold([*chunks, *stream]).token_ids == first
-    assert together[0][:4] == found[1][0][:4]
+    assert together[0][:4] == answers[1][0][:4]

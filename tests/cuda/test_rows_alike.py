@@ -36,16 +36,16 @@ def test_other_rows_change_only_the_order_of_sums(
     products = {
         rows: ops.to_host(ops.linear(ops.to_device(x[:rows]), w, norm=norm, activation=activation))[0] for rows in ROWS
     }
-    given = ops.rows(w).astype(np.float64)
+    weights = ops.rows(w).astype(np.float64)
     values = x[0].astype(np.float64)
     if normed:
         values *= ops.to_host(norm[0]) / np.sqrt((values**2).mean() + EPS)
-    root = np.sqrt(given**2 @ values**2)  # the root of the sum of squares of what is summed
+    root = np.sqrt(weights**2 @ values**2)  # the root of the sum of squares of what is summed
     alike = [products[rows] for rows in ROWS if rows > (GEMV_ROWS if weight != "f16" else 0)]
     order, rounding = 4 * EPS32 * np.sqrt(WIDTH) * root, STEP["__half"] / 4 * root
     assert (order < rounding / 4).all()
     if activation is not None:
-        gate, up = np.split(given @ values, 2)
+        gate, up = np.split(weights @ values, 2)
         (gate_order, up_order), silu = np.split(order, 2), gate / (1 + np.exp(-gate))
         order = 1.1 * gate_order * (np.abs(up) + up_order) + np.abs(silu) * up_order + 16 * EPS32 * np.abs(gate * up)
     for other in alike[1:]:

@@ -14,31 +14,20 @@ import pytest
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.sampling.sampler import sample as sample_on
-from polarlm.engine.limits import PENALTY_WINDOW
-from polarlm.engine.sampling.sample import NEWEST, SamplerInput, Sampling, _adjust, sample
+from polarlm.engine.sampling.sample import NEWEST, SamplerInput, Sampling, sample
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.programs import Program
 from tests.sampling.constrained import mask_of
 
 PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
-NO_TOKENS: list[int] = []
 
 
-def on_host(logits: np.ndarray, chain: Sampling, recent: Sequence[int], drawn: float) -> int:
-    """`sample`, but of values that are equal at the edge of top-k the first ids are kept, not any."""
-    recent = recent[-PENALTY_WINDOW:]
+def on_host(logits: np.ndarray, chain: Sampling, drawn: float) -> int:
+    """`sample`, but where values at the edge of top-k are equal, the first ids are kept."""
     logits = logits.copy()
     if chain.top_k > 1:
-        logits[np.argsort(-_adjust(logits, chain, recent), kind="stable")[chain.top_k :]] = -np.inf
-    return sample(logits, SamplerInput(chain, recent, drawn, len(logits)))
-
-
-def params(chain: Sampling, drawn: float) -> tuple[Sampling, float]:
-    return chain, drawn
-
-
-def window(recent: Sequence[int]) -> list[int]:
-    return list(recent)[-PENALTY_WINDOW:]
+        logits[np.argsort(-logits, kind="stable")[chain.top_k :]] = -np.inf
+    return sample(logits, SamplerInput(chain, [], drawn, len(logits)))
 
 
 class OrderedDevice(EmulatedDevice):
@@ -60,7 +49,7 @@ def program(text: str) -> Program:
 def launch(
     logits: np.ndarray,
     rows: Sequence[tuple[Sampling, float]],
-    recent: Sequence[Sequence[int]],
+    recent: Sequence[Sequence[int]] | None = None,
     seed: int = 2,
     newest: np.ndarray | None = None,
     allowed: np.ndarray | None = None,
@@ -72,11 +61,9 @@ def launch(
     batch, vocab = logits.shape
     held = np.full((batch, (vocab + 7) // 4 * 4), np.nan, np.float32)
     held[:, :vocab] = logits
+    both = zip(rows, recent or [[]] * batch, strict=True)
     sampler_inputs = pack_sampler_inputs(
-        [
-            SamplerInput(chain, last, drawn, vocab, allowed=allowed)
-            for (chain, drawn), last in zip(rows, recent, strict=True)
-        ]
+        [SamplerInput(chain, last, drawn, vocab, allowed=allowed) for (chain, drawn), last in both]
     )
     device: Any = OrderedDevice(seed)
     on_device, last = device.from_host(held), None if newest is None else device.from_host(newest)
@@ -85,11 +72,11 @@ def launch(
     return device.to_host(ids)
 
 
-def right_answers(logits: np.ndarray, chain: Sampling, recent: Sequence[int], drawn: float) -> set[int]:
+def right_answers(logits: np.ndarray, chain: Sampling, drawn: float) -> set[int]:
     """What `sample` says, and the tokens next to it where a cut or the draw is nearer to an edge than 1e-6."""
     slack = (-1e-6, 0.0, 1e-6)
     return {
-        on_host(logits, replace(chain, top_p=top_p, min_p=min_p), recent, min(max(drawn + moved, 0.0), 1 - 1e-9))
+        on_host(logits, replace(chain, top_p=top_p, min_p=min_p), min(max(drawn + moved, 0.0), 1 - 1e-9))
         for top_p in ([chain.top_p + by for by in slack] if chain.top_p < 1 else [chain.top_p])
         for min_p in [chain.min_p * (1 + by) for by in (slack if chain.min_p else (0.0,))]
         for moved in slack
@@ -121,9 +108,9 @@ def test_many_blocks_share_a_row(masked: bool, rng: np.random.Generator) -> None
         logits = (spread * rng.standard_normal((3, vocab)) - np.linspace(0, spread, vocab)).astype(np.float32)
         allowed = np.flatnonzero(rng.random(vocab) < 0.5) if masked else np.arange(vocab)
         mask = mask_of(allowed, vocab) if masked else None
-        ids = launch(logits, [params(chain, u) for u in drawn], [NO_TOKENS] * 3, allowed=mask)
+        ids = launch(logits, [(chain, u) for u in drawn], allowed=mask)
         for row, u, token in zip(logits, drawn, ids, strict=True):
-            assert token in {int(allowed[i]) for i in right_answers(row[allowed], chain, [], u)}
+            assert token in {int(allowed[i]) for i in right_answers(row[allowed], chain, u)}
 
 
 @pytest.mark.slow
@@ -132,27 +119,21 @@ def test_equal_logits_are_drawn_in_order_of_ids() -> None:
     vocab = 5000
     logits = np.full((4, vocab), 3.0, np.float32)
     drawn = [0.0, 0.2502, 0.5, 0.9999]
-    ids = launch(logits, [params(PLAIN, u) for u in drawn], [NO_TOKENS] * 4)
+    ids = launch(logits, [(PLAIN, u) for u in drawn])
     np.testing.assert_array_equal(ids, [int(np.float32(u) * vocab) for u in drawn])
     kept = replace(PLAIN, top_k=100)
-    ids = launch(logits, [params(kept, u) for u in drawn], [NO_TOKENS] * 4)
+    ids = launch(logits, [(kept, u) for u in drawn])
     np.testing.assert_array_equal(ids, [int(np.float32(u) * 100) for u in drawn])
 
 
 EXACT_CASES = [
     # two of four equal tokens have half of the mass, and the third draws from a quarter on
-    ([1.0] * 4, replace(PLAIN, top_p=0.5), [], 0.999, 1),
-    ([1.0] * 4, replace(PLAIN, top_p=0.75), [], 0.999, 2),
-    ([1.0] * 4, PLAIN, [], 0.75, 3),
+    ([1.0] * 4, replace(PLAIN, top_p=0.5), 0.999, 1),
+    ([1.0] * 4, replace(PLAIN, top_p=0.75), 0.999, 2),
+    ([1.0] * 4, PLAIN, 0.75, 3),
     # min_p 1 keeps what is as likely as the best
-    ([1.0, 2.0, 0.5, 2.0], replace(PLAIN, min_p=1.0), [], 0.25, 1),
-    ([1.0, 2.0, 0.5, 2.0], replace(PLAIN, min_p=1.0), [], 0.75, 3),
-    # the frequency penalty is for each time, presence for all of them together, repetition divides or multiplies once
-    ([1.0, 0.875, 0.0], replace(PLAIN, top_k=1, frequency_penalty=0.0625), [0, 0], 0.0, 0),
-    ([1.0, 0.875, 0.0], replace(PLAIN, top_k=1, frequency_penalty=0.0625), [0, 0, 0], 0.0, 1),
-    ([1.0, 0.875, 0.0], replace(PLAIN, top_k=1, presence_penalty=0.0625), [0, 0, 0], 0.0, 0),
-    ([4.0, 3.0, 1.5], replace(PLAIN, top_k=1, repeat_penalty=2.0), [0, 0, 1], 0.0, 0),
-    ([-1.0, -1.5, -3.0], replace(PLAIN, top_k=1, repeat_penalty=2.0), [0, 0], 0.0, 1),
+    ([1.0, 2.0, 0.5, 2.0], replace(PLAIN, min_p=1.0), 0.25, 1),
+    ([1.0, 2.0, 0.5, 2.0], replace(PLAIN, min_p=1.0), 0.75, 3),
 ]
 
 
@@ -163,30 +144,30 @@ def test_the_newest_token_may_come_from_the_device(rng: np.random.Generator) -> 
     best = logits.argmax(1).astype(np.int32)
     best[4] = -2
     known = [[], [3, 4], [int(best[2])], [int(best[3]), 7, int(best[3])], [3]]
-    given = launch(logits, [(chain, 0.5)] * 5, [[*tokens, NEWEST] for tokens in known], newest=best)
+    ids = launch(logits, [(chain, 0.5)] * 5, [[*tokens, NEWEST] for tokens in known], newest=best)
     whole = [[*tokens, int(token)] if token >= 0 else tokens for tokens, token in zip(known, best, strict=True)]
-    np.testing.assert_array_equal(given, launch(logits, [(chain, 0.5)] * 5, whole))
-    assert (given[:4] != best[:4]).any()
+    np.testing.assert_array_equal(ids, launch(logits, [(chain, 0.5)] * 5, whole))
+    assert (ids[:4] != best[:4]).any()
 
 
 def test_cases_without_rounding_give_the_expected_token() -> None:
-    for logits, chain, recent, drawn, expected in EXACT_CASES:
-        assert on_host(np.array(logits, np.float32), chain, recent, drawn) == expected
-        assert launch(np.array([logits], np.float32), [params(chain, drawn)], [window(recent)])[0] == expected
+    for logits, chain, drawn, expected in EXACT_CASES:
+        assert on_host(np.array(logits, np.float32), chain, drawn) == expected
+        assert launch(np.array([logits], np.float32), [(chain, drawn)])[0] == expected
 
 
 def test_zeros_of_both_signs_are_equal() -> None:
     logits = np.array([[-1.0, -0.0, 0.0, -0.0, -2.0]], np.float32)
-    assert launch(logits, [params(replace(PLAIN, temperature=0.0), 0.0)], [NO_TOKENS])[0] == 1
-    assert launch(logits, [params(replace(PLAIN, top_k=2), 0.75)], [NO_TOKENS])[0] == 2
+    assert launch(logits, [(replace(PLAIN, temperature=0.0), 0.0)])[0] == 1
+    assert launch(logits, [(replace(PLAIN, top_k=2), 0.75)])[0] == 2
 
 
 @pytest.mark.parametrize(("temperature", "value", "place"), [(0.0, np.nan, 0), (1.0, np.inf, 3), (1.0, np.nan, 299)])
 def test_an_output_that_is_not_finite_gives_no_token(value: float, place: int, temperature: float) -> None:
     logits = np.zeros((2, 300), np.float32)
     logits[0, place] = value
-    row = params(replace(PLAIN, temperature=temperature, presence_penalty=1.0), 0.5)
-    ids = launch(logits, [row, row], [window([place, 5])] * 2)
+    row = replace(PLAIN, temperature=temperature, presence_penalty=1.0), 0.5
+    ids = launch(logits, [row, row], [[place, 5]] * 2)
     assert ids[0] == -1
     assert ids[1] >= 0
 
@@ -195,13 +176,13 @@ def test_an_output_that_is_not_finite_gives_no_token(value: float, place: int, t
 def test_extreme_temperatures_give_a_right_token(temperature: float, rng: np.random.Generator) -> None:
     logits = (20 + rng.standard_normal((1, 90))).astype(np.float32)
     chain = replace(PLAIN, temperature=near(temperature), top_p=near(0.9))
-    id_ = launch(logits, [params(chain, 0.5)], [NO_TOKENS])[0]
-    assert id_ in right_answers(logits[0], chain, [], 0.5)
+    id_ = launch(logits, [(chain, 0.5)])[0]
+    assert id_ in right_answers(logits[0], chain, 0.5)
 
 
 def test_the_order_of_threads_changes_nothing(rng: np.random.Generator) -> None:
     logits = rng.standard_normal((1, 1500)).astype(np.float32)
     chains = [replace(PLAIN, top_p=near(0.9)), replace(PLAIN, top_k=700), replace(PLAIN, min_p=near(0.01))]
     for chain, drawn in itertools.product(chains, [0.1, 0.9]):
-        ids = {launch(logits, [params(chain, drawn)], [NO_TOKENS], seed)[0] for seed in range(3)}
+        ids = {launch(logits, [(chain, drawn)], seed=seed)[0] for seed in range(3)}
         assert len(ids) == 1

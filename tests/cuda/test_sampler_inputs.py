@@ -199,6 +199,18 @@ def test_banning_every_possible_token_is_not_reported_as_damage(ops: Ops) -> Non
     assert "constraint bans every token" in str(masked)
 
 
+@pytest.mark.parametrize("logprobs", [None, 3])
+def test_logits_that_are_not_finite_are_an_error_of_their_row_only(
+    ops: Ops, rng: np.random.Generator, logprobs: int | None
+) -> None:
+    logits = rng.standard_normal((3, V)).astype(np.float32)
+    logits[0, 5], logits[2, 6] = np.nan, np.inf
+    first, second, third = sampled(ops, logits, [replace(asking(temperature=0), recent=[], logprobs=logprobs)] * 3)
+    assert isinstance(first, EngineError)
+    assert (second.id if isinstance(second, TokenLogprob) else second) == logits[1].argmax()
+    assert isinstance(third, EngineError)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["NumPy", "device"])
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 30, 700]), st.sampled_from([0.0, 300.0, -3e4, 1e30]))

@@ -123,13 +123,9 @@ def compare_with_waiting(
                 engine._model.ops.fetch_later = None
             by_count(engine, monkeypatch)
             step = engine._model.step_ahead
-            monkeypatch.setattr(
-                engine._model, "step_ahead", lambda *given: begun.append(type(given[1])) or step(*given)
-            )
+            monkeypatch.setattr(engine._model, "step_ahead", lambda *args: begun.append(type(args[1])) or step(*args))
             rows = engine._model.rows_ahead
-            monkeypatch.setattr(
-                engine._model, "rows_ahead", lambda *given: begun.append(type(given[1])) or rows(*given)
-            )
+            monkeypatch.setattr(engine._model, "rows_ahead", lambda *args: begun.append(type(args[1])) or rows(*args))
             for number, outbox in enumerate(outboxes):
                 params = SamplingParams(temperature=0.9, seed=number, max_tokens=8 + 3 * number, ignore_eos=True)
                 params = replace(params, stop_token_ids=() if number else stop, repeat_penalty=1 + number / 2)

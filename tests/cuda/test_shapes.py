@@ -8,8 +8,9 @@ import pytest
 
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs, packed
-from polarlm.engine.backends.cuda.launch_configs import GEMM_PACKED_ROWS, GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
-from polarlm.engine.weight_formats import WeightFormat, available, get
+from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
+from polarlm.engine.weight_formats import available, get
+from tests.cuda.formats import BESIDE
 
 CODECS = ["f16", "ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo4", "polarquant"]
 WIDTHS = [8, 48, 576, 4096, 28672]
@@ -36,7 +37,7 @@ def test_products_cover_every_output(processors: int) -> None:
         for out in (1, 40, 4096, 151936):
             for rows in range(1, GEMV_ROWS + 1):
                 config, blocks = launch_configs.gemv(rows, out, width, processors)
-                columns = config.defines["OUTPUTS"] * config.threads // 32 // config.defines["SPLIT"]
+                columns = 32 // config.defines["SPLIT"]
                 assert config.defines["ROWS"] >= rows
                 assert (blocks - 1) * columns < out <= blocks * columns
             for rows in range(1, SMALL_ROWS + 1):
@@ -51,28 +52,34 @@ def test_products_cover_every_output(processors: int) -> None:
 
 # Multiprocessors, and bytes of shared memory of one ("Technical Specifications per Compute Capability" in the CUDA
 # programming guide).
-MACHINES = H100, A100, RTX_4090 = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10)
-PACKED = [get(name) for name in available() if packed.is_packed(get(name))]
+MACHINES = H100, A100, RTX_4090, SMALL = (132, 228 << 10), (108, 164 << 10), (128, 100 << 10), (24, 100 << 10)
+PACKED = [(name,) for name in available() if packed.is_packed(get(name))]
 
 
-@pytest.mark.parametrize("format", PACKED[::3], ids=lambda format: format.name)
-def test_packed_products_have_every_output_and_fit_their_multiprocessors(format: WeightFormat) -> None:
+@pytest.mark.parametrize("formats", [*PACKED[::3], *BESIDE[::7]], ids="/".join)
+def test_packed_products_have_every_output_and_fit_their_multiprocessors(formats: tuple[str, ...]) -> None:
     """Blocks that stay are as many as are resident; each has room for the next weights while it multiplies."""
-    block = format.values, packed.block_bytes(format)
-    cases = itertools.product(MACHINES, range(1, GEMM_PACKED_ROWS + 1), (32, 4096, 28672, 128256), (False, True))
-    for case in cases:
-        (processors, memory), rows, out, gated = case
+    outs = [(out,) for out in (32, 4096, 128256)]
+    if len(formats) == 2:
+        outs = [*itertools.product((32, 5120, 28672), (16, 1024, 8192))]
+    for (processors, memory), rows, out, gated in itertools.product(MACHINES, (1, 2, 3, 8, 16), outs, (False, True)):
+        case = processors, rows, out, gated
+        weights = [packed.rows_of(get(name), size) for name, size in zip(formats, out, strict=True)]
         configured = packed.gemv_packed if rows <= GEMV_ROWS else packed.gemm_packed
-        config, blocks = configured(rows, out, processors, memory, *block, gated)
-        tiles, slots = (config.defines[name] for name in ("TILES", "SLOTS"))
-        sets = -(-out // (16 * tiles))
-        assert rows <= config.defines["ROWS"] < 2 * rows, case
-        assert tiles >= 2 or not gated, case
-        assert slots > tiles, case
+        config, blocks, border = configured(rows, processors, memory, weights, gated)
+        defines = config.defines
+        tiles, slots = ([defines[f"{of}{name}"] for of in ("", "BESIDE_")[: len(out)]] for name in ("TILES", "SLOTS"))
+        sets = [-(-size // (16 * of)) for size, of in zip(out, tiles, strict=True)]
+        assert rows <= defines["ROWS"] < 2 * rows, case
+        assert min(tiles) >= 2 or not gated, case
+        assert all(count > of for count, of in zip(slots, tiles, strict=True)), case
         assert config.shared + 256 + 1024 <= min(memory, 100 << 10), case
+        if len(out) == 2:
+            assert 0 < border < blocks, case
+            assert border <= sets[0], case
+            assert blocks - border <= sets[1], case
         if rows <= GEMV_ROWS:
-            resident = config.defines["RESIDENT"]
-            assert blocks == min(sets, resident * processors), case
-            assert resident * (config.shared + 256 + 1024) <= memory, case
+            assert blocks == min(sum(sets), defines["RESIDENT"] * processors), case
+            assert defines["RESIDENT"] * (config.shared + 256 + 1024) <= memory, case
         else:
-            assert blocks == sets or (config.defines["STAYS"] and sets >= 1.5 * blocks), case
+            assert blocks == sum(sets) or (defines["STAYS"] and sets[0] >= 1.5 * blocks), case

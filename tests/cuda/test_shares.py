@@ -46,9 +46,9 @@ probe(int *shares, int *units, const int *spans, int span_stride, int sequences,
         const Turn &turn = plan.turns[warp];
         for (int i = 0; i < turn.units; ++i, ++unit) {
             const Cell cell = plan.cell(unit);
-            const int found[9] = {ctas.taker(unit), warps.taker(unit), cell.sequence, cell.number,    cell.start,
+            const int values[9] = {ctas.taker(unit), warps.taker(unit), cell.sequence, cell.number,    cell.start,
                                   cell.end,         turn.sequence,     turn.number,   turn.first + i};
-            if (lane < 9) units[9 * unit + lane] = found[lane];
+            if (lane < 9) units[9 * unit + lane] = values[lane];
         }
         if (unit != turn.next) return;
     }

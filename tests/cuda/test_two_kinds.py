@@ -43,24 +43,24 @@ class Shuffled(EmulatedDevice):
 class Plain(Fed):
     """A sequence without checks."""
 
-    def check(self, *given: Any) -> None:
+    def check(self, *args: Any) -> None:
         """Nothing."""
 
 
 def sequences(ops: Ops) -> list[Plain]:
     """Sequences without quantized blocks, of finer ones alone, of both kinds, and of the others alone."""
     store = make_store(ops, 800, COMPACT, BY_ROOM)
-    found = [Plain(store, seed) for seed in range(4)]
-    for fed, tokens in zip(found, (5, 4 * N, 9 * N + 3, 6 * N), strict=True):
+    kept = [Plain(store, seed) for seed in range(4)]
+    for fed, tokens in zip(kept, (5, 4 * N, 9 * N + 3, 6 * N), strict=True):
         fed.feed(tokens)
     places = store.finer.blocks.places
-    wanted = [*found[2].kv.tables[0].quantized[::2], *found[3].kv.tables[0].quantized]
+    wanted = [*kept[2].kv.tables[0].quantized[::2], *kept[3].kv.tables[0].quantized]
     for block in wanted:  # whatever their age
         places.begin(block)
         store.finer.code_again()
-    kinds = [{store.finer.is_finer(block) for block in fed.kv.tables[0].quantized} for fed in found]
+    kinds = [{store.finer.is_finer(block) for block in fed.kv.tables[0].quantized} for fed in kept]
     assert kinds == [set(), {True}, {True, False}, {False}]
-    return found
+    return kept
 
 
 @pytest.mark.parametrize(("processors", "rows"), [(1, 1), (40, 1), (6, 3)])
@@ -70,32 +70,32 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
     if isinstance(device, EmulatedDevice):
         device = Shuffled(processors)
     ops = CudaOps(device)
-    found = sequences(ops)
-    store, rng, results = found[0].store, np.random.default_rng(0), []
-    spans = [store.open_step(fed.kv, rows) for fed in found]
-    q, k, v = (rng.standard_normal((rows * len(found), heads, D), np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    kept = sequences(ops)
+    store, rng, results = kept[0].store, np.random.default_rng(0), []
+    spans = [store.open_step(fed.kv, rows) for fed in kept]
+    q, k, v = (rng.standard_normal((rows * len(kept), heads, D), np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
     k, v = (x.astype(np.float16).astype(np.float32) for x in (k, v))
     views = [
         store.view(0, span, slice(rows * number, rows * (number + 1)), span.start) for number, span in enumerate(spans)
     ]
     table = ops.spans(views, N)
     ops.append_kv(store.cache(0), table, ops.to_device(k), ops.to_device(v))
-    given = q
+    queries = q
     if rows == 1:
-        table, given = table.filled_up(len(found) + 1), np.concatenate([q, q[:1]])
+        table, queries = table.filled_up(len(kept) + 1), np.concatenate([q, q[:1]])
     for seed in (0, 1, 2):
         device.seed = seed
-        results.append(ops.to_host(ops.attention(ops.to_device(given), store.cache(0), table, 0.3, None)))
+        results.append(ops.to_host(ops.attention(ops.to_device(queries), store.cache(0), table, 0.3, None)))
         np.testing.assert_array_equal(results[-1], results[0])
-    for number, fed in enumerate(found):
-        own = slice(rows * number, rows * (number + 1))
-        seen_k, seen_v = (np.concatenate(pair).astype(np.float64) for pair in ((fed.k, k[own]), (fed.v, v[own])))
+    for number, fed in enumerate(kept):
+        mine = slice(rows * number, rows * (number + 1))
+        seen_k, seen_v = (np.concatenate(pair).astype(np.float64) for pair in ((fed.k, k[mine]), (fed.v, v[mine])))
         for at, block in enumerate(fed.kv.tables[0].quantized, 1):
             seen_k[at * N : (at + 1) * N], seen_v[at * N : (at + 1) * N] = contents(store, 0, block)
         # Queries, weights and what codes stand for are rounded to half precision.
-        expected = attention(q[own], seen_k, seen_v, fed.kv.length, 0.3, None)
-        np.testing.assert_allclose(results[0][own], expected, atol=0.005)
-    assert not results[0][rows * len(found) :].any()
+        expected = attention(q[mine], seen_k, seen_v, fed.kv.length, 0.3, None)
+        np.testing.assert_allclose(results[0][mine], expected, atol=0.005)
+    assert not results[0][rows * len(kept) :].any()
 
 
 def test_codes_are_those_of_numpy() -> None:
@@ -117,10 +117,10 @@ def test_codes_are_those_of_numpy() -> None:
             np.testing.assert_array_equal(array, fields_of(host, block)[name], err_msg=name)
     (keys, means), (values, _) = encode_centred(COMPACT[0], k, None, 8), encode_centred(COMPACT[1], v, None)
     sides = {"k": keys, "mean": means, "v": values}
-    again = {f"{side}.{name}": x.swapaxes(0, 1) for side, own in sides.items() for name, x in own.items()}
-    found = fields_of(device, first)
-    assert found.keys() == again.keys()
-    for name, array in found.items():
+    again = {f"{side}.{name}": x.swapaxes(0, 1) for side, fields in sides.items() for name, x in fields.items()}
+    stored = fields_of(device, first)
+    assert stored.keys() == again.keys()
+    for name, array in stored.items():
         np.testing.assert_array_equal(array, again[name], err_msg=name)
     cache = device.cache(1)
     raw = device.ops.read_blocks(cache, [device.finer.blocks.places[first].number])
@@ -131,8 +131,8 @@ def test_codes_are_those_of_numpy() -> None:
 def fields_of(store: KVStore, block: int) -> dict[str, np.ndarray]:
     """The fields of a block of the second layer."""
     place = store.finer.blocks.places[block]
-    own = store.cache(1).finer if place.is_finer else store.cache(1)
-    return converted(own.format, 1, store.ops.read_blocks(own, [place.number]), FIELDS)
+    cache = store.cache(1).finer if place.is_finer else store.cache(1)
+    return converted(cache.format, 1, store.ops.read_blocks(cache, [place.number]), FIELDS)
 
 
 FIXTURE = "qwen3_qk_norm_tied"
@@ -176,7 +176,7 @@ def test_logits_equal_those_of_numpy(is_by_age: bool) -> None:
     types, finer = (("ring3", "ring3"), "ring5/ring5") if is_by_age else (("ring3", "ring3.5"), "ring5/ring4")
     kind = FinerKind(*map(codecs.get, finer.split("/")), is_by_age=is_by_age)
     backends = device, SameWeights(device), Rounded(device)
-    close(*(talk(model_of(ops, FIXTURE, types, kind)) for ops in backends))
+    close(*(talk(model_of(ops, FIXTURE, types, finer=kind)) for ops in backends))
 
 
 GREEDY = SamplingParams(max_tokens=N + 5, temperature=0.0, ignore_eos=True, logprobs=2)

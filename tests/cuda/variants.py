@@ -74,8 +74,8 @@ class Variant:
         return " ".join(part for part in (self.kernel, str(self.cache or ""), values) if part)
 
 
-_TYPES = ("float", "__half", "__nv_bfloat16")
-_SHORT = _TYPES[1:]
+_SHORT = ("__half", "__nv_bfloat16")
+_RESULTS = ({}, *({"TO": to} for to in _SHORT))  # constants for a result in float32, and in each type it is rounded to
 _HEAD_DIMS = (64, 80, 96, 128, 256)
 # Every cache type that the kernels read.
 _CACHE_TYPES = [name for name in codecs.available() if records.record_of(codecs.get(name), Geometry(False, 64, 128))]
@@ -85,10 +85,6 @@ _MOST_SEQUENCES = 256  # most sequences of a step, for shared memory
 def _all(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
     """Every combination of the values of each constant."""
     return [Variant(kernel, dict(zip(choices, values, strict=True))) for values in itertools.product(*choices.values())]
-
-
-def _rotate() -> list[Variant]:
-    return [Variant("rotate", {**rotate_defines(d, d & -d), "ACT": act}) for act in _TYPES for d in _HEAD_DIMS]
 
 
 def _heads(kernel: str) -> list[Variant]:
@@ -141,15 +137,20 @@ def _decode_attention() -> list[Variant]:
     caches += [Cache("polarquant", "ring5", 128), Cache("ring4", "polarquant", 128), Cache("ring5", "polarquant", 128)]
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
     caches += _others(caches)
-    variants, results = [], itertools.cycle(_TYPES)
+    variants = _decode("decode_attention", caches)
+    return [*variants, *_of_other_scores(variants)]
+
+
+def _decode(kernel: str, caches: list[Cache]) -> list[Variant]:
+    """Steps of one row and of several, for groups of several sizes, with and without a rotation."""
+    variants, results = [], itertools.cycle(_RESULTS)
     for cache, group in zip(caches, itertools.cycle((4, 8, 1, 12)), strict=False):
+        layouts = cache.layouts() if cache.finer is None else (cache.layouts(), cache.finer_layouts())
         for rows in (1, STEP_ROWS):
             order = 1 if len(variants) % 4 == 3 else cache.head_dim & -cache.head_dim
-            config = launch_configs.decode_attention(*cache.layouts(), group, rows, _MOST_SEQUENCES, order)
-            to = next(results)
-            defines = {**config.defines, "TO": to} if to != "float" else config.defines
-            variants.append(Variant("decode_attention", defines, cache, config.shared))
-    return [*variants, *_of_other_scores(variants)]
+            config = getattr(launch_configs, kernel)(*layouts, group, rows, _MOST_SEQUENCES, order)
+            variants.append(Variant(kernel, {**config.defines, **next(results)}, cache, config.shared))
+    return variants
 
 
 # The types of blocks of two kinds in one memory: of the others, and of those with more bits.
@@ -157,27 +158,20 @@ _TWO_KINDS = [(kinds.coarser, kinds.finer) for kinds in TWO_KINDS.values()]
 
 
 def _decode_two_kinds() -> list[Variant]:
-    variants, groups, results = [], itertools.cycle((4, 8, 1, 12)), itertools.cycle(_TYPES)
-    for (types, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS):
-        cache, group = Cache(*types, d, finer=finer), next(groups)
-        for rows in (1, STEP_ROWS):
-            order = 1 if len(variants) % 4 == 3 else d & -d
-            kinds = cache.layouts(), cache.finer_layouts()
-            config = launch_configs.decode_two_kinds(*kinds, group, rows, _MOST_SEQUENCES, order)
-            to = next(results)
-            defines = {**config.defines, "TO": to} if to != "float" else config.defines
-            variants.append(Variant("decode_two_kinds", defines, cache, config.shared))
+    variants = _decode(
+        "decode_two_kinds", [Cache(*t, d, finer=f) for (t, f), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
+    )
     both: dict[str, Define] = {"SOFTCAP": 50.0, "SINK_SCORES": 1}
-    return [*variants, *(replace(one, defines={**one.defines, **both}) for one in variants[-2:])]
+    return [*variants, *(replace(variant, defines={**variant.defines, **both}) for variant in variants[-2:])]
 
 
 def _decode_blocks() -> list[Variant]:
-    caches = [Cache(*finer, d, finer=finer) for (_, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
-    configs = [launch_configs.decode_blocks(*cache.layouts()) for cache in caches]
-    return [
-        Variant("decode_blocks", config.defines, replace(cache, finer=None), config.shared)
-        for cache, config in zip(caches, configs, strict=True)
-    ]
+    variants = []
+    for (_, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS):
+        cache = Cache(*finer, d, finer=finer)
+        config = launch_configs.decode_blocks(*cache.layouts())
+        variants.append(Variant("decode_blocks", config.defines, replace(cache, finer=None), config.shared))
+    return variants
 
 
 def _prefill_attention() -> list[Variant]:
@@ -255,10 +249,9 @@ def _gemm_small() -> list[Variant]:
             continue
         config, _, _ = launch_configs.gemm_small(rows, out, 4096, 132, 228 << 10)
         constants = {name: (value,) for name, value in config.defines.items()}
-        act = "__nv_bfloat16" if weight == "bf16" else "__half"
         variants += [
             replace(variant, dynamic_shared=config.shared)
-            for variant in _linear("gemm_small", ACT=(act,), WEIGHT=(weight,), **constants)
+            for variant in _linear("gemm_small", WEIGHT=(weight,), **constants)
             if not variant.defines["NORMED"]
         ]
     return [*variants, *_rounded_results(variants), *_of_groups()]
@@ -269,16 +262,16 @@ def _of_groups() -> list[Variant]:
     variants = []
     for pairs, weight, activation in itertools.product((64, 4096), _READ, ("silu", "swiglu_clamped", None)):
         config, _, _ = launch_configs.gemm_groups(pairs, 64)
-        act = "__nv_bfloat16" if weight == "bf16" else "__half"
-        given = {"ACTIVATION": activation, "TO": act} if activation else {}
-        defines = {"ACT": act, "WEIGHT": weight, "NORMED": 0, "ADD": 0, **given, **config.defines, "EXPERTS": 1}
+        to = "__nv_bfloat16" if weight == "bf16" else "__half"
+        rounded = {"ACTIVATION": activation, "TO": to} if activation else {}
+        defines = {"WEIGHT": weight, "NORMED": 0, "ADD": 0, **rounded, **config.defines, "EXPERTS": 1}
         variants.append(Variant("gemm_small", defines, dynamic_shared=config.shared))
     return variants
 
 
 def _rounded_results(variants: list[Variant]) -> list[Variant]:
-    """Those with an activation and rounded x, for results in the type in which the next product takes them."""
-    rounded = [v for v in variants if "ACTIVATION" in v.defines and v.defines["ACT"] != "float"]
+    """The variants with an activation, for results in the type in which the next product takes them."""
+    rounded = [v for v in variants if "ACTIVATION" in v.defines]
     return [
         replace(v, defines={**v.defines, "TO": to}) for v, to in zip(rounded, itertools.cycle(_SHORT), strict=False)
     ]
@@ -289,21 +282,20 @@ def _packed() -> dict[str, list[Variant]]:
     variants: dict[str, list[Variant]] = {"gemv_packed": [], "gemm_packed": []}
     for weight, rows, out in itertools.product(_PACKED, (1, 2, 4, 8, 16), (256, 16384)):
         format = weight_formats.get(weight)
-        kernel, act = ("gemv_packed", "float") if rows <= launch_configs.GEMV_ROWS else ("gemm_packed", "__half")
+        kernel = "gemv_packed" if rows <= launch_configs.GEMV_ROWS else "gemm_packed"
         for memory, gated in itertools.product((100 << 10, 228 << 10), (False, True)):
-            configured = getattr(packed, kernel)
-            config, _ = configured(rows, out, 128, memory, format.values, packed.block_bytes(format), gated)
+            config, *_ = getattr(packed, kernel)(rows, 128, memory, [packed.rows_of(format, out)], gated)
             constants = {name: (value,) for name, value in config.defines.items()}
             variants[kernel] += [
                 replace(variant, dynamic_shared=config.shared)
-                for variant in _linear(kernel, ACT=(act,), WEIGHT=(weight,), **constants)
+                for variant in _linear(kernel, WEIGHT=(weight,), **constants)
                 if ("ACTIVATION" in variant.defines) == gated
-                if not (act == "__half" and variant.defines["NORMED"])
+                if not (kernel == "gemm_packed" and variant.defines["NORMED"])
             ]
-    both = {kernel: [*some, *_rounded_results(some)] for kernel, some in variants.items()}
+    of_experts, rounded = _of_experts(variants["gemv_packed"]), _rounded_results(variants["gemm_packed"])
+    more = {"gemv_packed": of_experts, "gemm_packed": rounded}
     beside = _beside()
-    more = {"gemv_packed": [*_of_experts(both["gemv_packed"]), *beside["gemv_packed"]]}
-    return {kernel: [*some, *more.get(kernel, beside[kernel])] for kernel, some in both.items()}
+    return {kernel: [*some, *more[kernel], *beside[kernel]] for kernel, some in variants.items()}
 
 
 def _beside() -> dict[str, list[Variant]]:
@@ -311,20 +303,17 @@ def _beside() -> dict[str, list[Variant]]:
     variants: dict[str, list[Variant]] = {"gemv_packed": [], "gemm_packed": []}
     cases = itertools.product(BESIDE, (1, 2, 8, 16), ((5120, 1024), (9216, 1024)), (100 << 10, 228 << 10))
     for (first, second), rows, sizes, memory in cases:
-        kernel, act = ("gemv_packed", "float") if rows <= launch_configs.GEMV_ROWS else ("gemm_packed", "__half")
-        given = [
-            packed.PackedRows(out, weight_formats.get(name).values, packed.block_bytes(weight_formats.get(name)))
-            for name, out in zip((first, second), sizes, strict=True)
-        ]
-        config, *_ = getattr(packed, f"{kernel}_beside")(rows, 128, memory, *given)
-        types: dict[str, Define] = {"ACT": act, "WEIGHT": first, "BESIDE": second, "NORMED": int(act == "float")}
-        variants[kernel].append(Variant(kernel, {**types, "ADD": 0, **config.defines}, dynamic_shared=config.shared))
+        kernel = "gemv_packed" if rows <= launch_configs.GEMV_ROWS else "gemm_packed"
+        both = [packed.rows_of(weight_formats.get(n), out) for n, out in zip((first, second), sizes, strict=True)]
+        config, *_ = getattr(packed, kernel)(rows, 128, memory, both)
+        formats: dict[str, Define] = {"WEIGHT": first, "BESIDE": second, "NORMED": int(kernel == "gemv_packed")}
+        variants[kernel].append(Variant(kernel, {**formats, "ADD": 0, **config.defines}, dynamic_shared=config.shared))
     return variants
 
 
 def _gemv() -> list[Variant]:
     formats = tuple(name for name in _READ if name not in _PACKED)
-    variants = _linear("gemv", ACT=("float",), WEIGHT=formats, OUTPUTS=(4,), ROWS=(1, 2), SPLIT=(1, 2, 4, 8))
+    variants = _linear("gemv", WEIGHT=formats, ROWS=(1, 2), SPLIT=(1, 2, 4, 8))
     return [*variants, *_of_experts(variants)]
 
 
@@ -333,33 +322,23 @@ _DELTA_SIZES = [DeltaSizes(128, 128, 64, 4), DeltaSizes(128, 128, 32, 4), DeltaS
 
 
 # The same of Mamba 2: of Granite 4 H and Nemotron 3 Nano, and of Nemotron-H 47B and 56B, first.
-_MAMBA2_SIZES = [Mamba2Sizes(128, 64, 64, 4), Mamba2Sizes(256, 64, 64, 4), Mamba2Sizes(128, 64, 32, 4)]
-_MAMBA2_SIZES += [Mamba2Sizes(64, 80, 64, 3)]
+_MAMBA2_SIZES = [Mamba2Sizes(*of) for of in ((128, 64, 64, 4), (256, 64, 64, 4), (128, 64, 32, 4), (64, 80, 64, 3))]
 
 
 def _delta() -> dict[str, list[Variant]]:
     """The kernels of gated delta rules and of Mamba 2."""
     variants: dict[str, list[Variant]] = {}
-    for sizes in _DELTA_SIZES:
+    for sizes in (*_DELTA_SIZES, *_MAMBA2_SIZES):
         sizes.check()
+        is_mamba2 = isinstance(sizes, Mamba2Sizes)
         configs = [
-            *(("gated_delta", sizes.step(rows)) for rows in (1, STEP_ROWS)),
+            *(("mamba2" if is_mamba2 else "gated_delta", sizes.step(rows)) for rows in (1, STEP_ROWS)),
             ("advance_delta", sizes.advance()),
-            ("delta_blocks", sizes.blocks()),
-            *(("delta_scan", sizes.scan(heads, 132, 228 << 10)) for heads in (16, 48)),
-            ("delta_results", sizes.finish()),
-            ("state_codes", state_codes(sizes.key_dim, sizes.value_dim)),
+            ("mamba2_blocks" if is_mamba2 else "delta_blocks", sizes.blocks()),
+            *(("delta_scan", sizes.scan(heads, 132, 228 << 10)) for heads in ((48, 128) if is_mamba2 else (16, 48))),
         ]
-        for kernel, config in configs:
-            variants.setdefault(kernel, []).append(Variant(kernel, config.defines, dynamic_shared=config.shared))
-    for of_mamba2 in _MAMBA2_SIZES:
-        of_mamba2.check()
-        configs = [
-            *(("mamba2", of_mamba2.step(rows)) for rows in (1, STEP_ROWS)),
-            ("advance_delta", of_mamba2.advance()),
-            ("mamba2_blocks", of_mamba2.blocks()),
-            *(("delta_scan", of_mamba2.scan(heads, 132, 228 << 10)) for heads in (48, 128)),
-        ]
+        if not is_mamba2:
+            configs += [("delta_results", sizes.finish()), ("state_codes", state_codes(sizes.key_dim, sizes.value_dim))]
         for kernel, config in configs:
             variants.setdefault(kernel, []).append(Variant(kernel, config.defines, dynamic_shared=config.shared))
     return variants
@@ -368,11 +347,10 @@ def _delta() -> dict[str, list[Variant]]:
 # File name in cuda/ → every variant.
 VARIANTS: dict[str, list[Variant]] = {
     "activate_mul": [
-        *_all("activate_mul", ACT=_TYPES, ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped")),
-        *_all("activate_mul", ACT=("float",), ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped"), TO=_SHORT),
+        *_all("activate_mul", ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped")),
+        *_all("activate_mul", ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped"), TO=_SHORT),
     ],
     **_delta(),
-    "add_bias": _all("add_bias", ACT=("float",)),
     "add_experts": _all("add_experts", ADD=(0, 1)),
     "group_pairs": _all("group_pairs", COUNT=(8, 128, 4096), ROWS=(16, 64)),
     "append_kv": _exact("append_kv"),
@@ -383,25 +361,26 @@ VARIANTS: dict[str, list[Variant]] = {
     "decode_blocks": _decode_blocks(),
     "decode_two_kinds": _decode_two_kinds(),
     "dequantize": _all("dequantize", WEIGHT=_PACKED),
-    "embed": _all("embed", ACT=_TYPES, WEIGHT=_READ),
+    "elementwise": [
+        *_all("elementwise", ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "added"), WHOLE=(0,)),
+        *_all("elementwise", ACTIVATION=("gated", "scaled"), WHOLE=(0, 1)),
+    ],
+    "embed": _all("embed", WEIGHT=_READ),
     "encode_blocks": _encode_blocks(),
     "gemm_small": _gemm_small(),
     "gemv": _gemv(),
     **_packed(),
     "naive": _all("naive", D=(64, 128, 256), BLOCK_SIZE=(64, 16), GROUP=(4, 1)),
-    "gate": _all("gate", ACT=("float",), WHOLE=(0, 1)),
     "logprobs": _all("logprobs"),
-    "narrow": _all("narrow", ACT=("float",), TO=_SHORT, NORMED=(0, 1)),
+    "narrow": _all("narrow", TO=_SHORT, NORMED=(0, 1)),
     "place_kv": _heads("place_kv"),
     "prefill_attention": _prefill_attention(),
     "repack": _all("repack", WEIGHT=_PACKED),
-    "rms_norm": _all("rms_norm", ACT=("float",), ADD=(0, 1)),
-    "rotate": _rotate(),
-    "softcap": _all("softcap", ACT=("float",)),
+    "rms_norm": _all("rms_norm", ADD=(0, 1)),
+    "rotate": [Variant("rotate", rotate_defines(d, d & -d)) for d in _HEAD_DIMS],
+    "softcap": _all("softcap"),
     "mamba2_results": _all("mamba2_results"),
     "short_conv": _all("short_conv", WIDTH=(3, 4)),
-    "scale": _all("scale", ACT=("float",)),
-    "activate": _all("activate", ACT=("float",), ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped", "relu_squared")),
     "route": [
         *_all("route", COUNT=(8, 64, 128, 256, 512), TOP_K=(8,), SIGMOID=(0, 1), RENORMALIZE=(0, 1)),
         *_all("route", COUNT=(2048,), TOP_K=(40,), SIGMOID=(0,), RENORMALIZE=(1,)),

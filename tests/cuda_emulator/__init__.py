@@ -1,6 +1,6 @@
 """Runs the text of `cuda/*.cu` on the CPU, so that kernels are proved on machines without a GPU.
 
-    program = Program(source("activate_mul", ACT="float", ACTIVATION="silu"))
+    program = Program(source("activate_mul", ACTIVATION="silu"))
     program.launch("activate_mul_kernel", (1, tokens), (256,), y, gate_up, np.int32(f), seed=2)
 
 With `device.h` and the files that it includes, g++ compiles CUDA C++, each text to a library; `matrix.h` replaces the

@@ -52,8 +52,8 @@ _BOUNDED_KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\(\s*(
 
 def kernel_names(text: str) -> dict[str, str]:
     """Kernels that a text defines, in order: name → the most threads of a block, an expression in C++."""
-    found = _BOUNDED_KERNEL.findall(re.sub(r"//[^\n]*", "", text))
-    return {name: bound or "1024" for bound, name in found}
+    kernels = _BOUNDED_KERNEL.findall(re.sub(r"//[^\n]*", "", text))
+    return {name: bound or "1024" for bound, name in kernels}
 
 
 def library(text: str, checked: bool, *, with_lines: bool = False) -> Path:
@@ -94,7 +94,7 @@ def _precompiled(flags: list[str]) -> Path:
 
 @cache
 def machine() -> Path:
-    """The shared library of the emulated machine itself, whose functions those of all kernels call."""
+    """The shared library of the emulated machine, whose functions all kernels' libraries call."""
     EMULATED.mkdir(mode=0o700, exist_ok=True)
     texts = [file.read_text() for file in [*_MACHINE, *_SHIM]]
     path = EMULATED / f"{_key(*texts, *_COMMON, *_MACHINE_FLAGS, *_LINK)}.machine.so"

@@ -8,7 +8,6 @@
 #define __global__ __attribute__((noinline))
 #define __device__
 #define __host__
-#define __constant__ static
 #define __shared__ static __attribute__((section("emulated_shared")))
 #define __forceinline__ inline  // as g++ likes: all inlined, a kernel takes twice as long to compile
 #define __noinline__ __attribute__((noinline))
@@ -21,8 +20,6 @@
 #define EMULATOR_UNCHECKED __attribute__((no_sanitize("thread", "undefined")))
 #define EMULATOR_PRIMITIVE EMULATOR_UNCHECKED __attribute__((noinline, unused))
 
-constexpr int warpSize = emulator::kLanes;
-
 namespace emulator {
 
 EMULATOR_PRIMITIVE static unsigned char *enter_dynamic_shared() {
@@ -30,9 +27,9 @@ EMULATOR_PRIMITIVE static unsigned char *enter_dynamic_shared() {
     return dynamic_shared();
 }
 
-EMULATOR_PRIMITIVE static BarrierVotes enter_barrier(int line, bool predicate) {
+EMULATOR_PRIMITIVE static void enter_barrier(int line) {
     EMULATOR_AT_CALLER();
-    return block_barrier(line, predicate);
+    block_barrier(line);
 }
 
 EMULATOR_PRIMITIVE static void enter_warp_barrier(int line, unsigned mask = 0xffffffffu) {
@@ -75,17 +72,15 @@ EMULATOR_PRIMITIVE static unsigned ballot(int line, const char *name, unsigned m
     return set;
 }
 
-template <class T, class Fold>
-EMULATOR_PRIMITIVE T reduce(int line, const char *name, unsigned mask, T value, Fold fold) {
+template <class T>
+EMULATOR_PRIMITIVE T sum(int line, unsigned mask, T value) {
     EMULATOR_AT_CALLER();
-    Slots slots = meet(mask, name, line, &value, sizeof value);
-    bool first = true;
+    Slots slots = meet(mask, "__reduce_add_sync", line, &value, sizeof value);
+    value = 0;
     for (int l = 0; l < kLanes; ++l) {
-        if (!(mask >> l & 1)) continue;
         T other;
         __builtin_memcpy(&other, slots[l], sizeof other);
-        value = first ? other : fold(value, other);
-        first = false;
+        if (mask >> l & 1) value += other;
     }
     return value;
 }
@@ -108,10 +103,7 @@ EMULATOR_PRIMITIVE static void enter_fence() {
 
 }  // namespace emulator
 
-#define __syncthreads() (void)emulator::enter_barrier(__LINE__, false)
-#define __syncthreads_count(p) (emulator::enter_barrier(__LINE__, p).count)
-#define __syncthreads_and(p) int(emulator::enter_barrier(__LINE__, p).all)
-#define __syncthreads_or(p) int(emulator::enter_barrier(__LINE__, p).any)
+#define __syncthreads() emulator::enter_barrier(__LINE__)
 #define __syncwarp(...) emulator::enter_warp_barrier(__LINE__ __VA_OPT__(, ) __VA_ARGS__)
 #define __shfl_sync(...) emulator::shuffle(__LINE__, emulator::Shuffle::kFrom, __VA_ARGS__)
 #define __shfl_xor_sync(...) emulator::shuffle(__LINE__, emulator::Shuffle::kXor, __VA_ARGS__)
@@ -120,12 +112,7 @@ EMULATOR_PRIMITIVE static void enter_fence() {
 #define __ballot_sync(mask, p) emulator::ballot(__LINE__, "__ballot_sync", mask, p)
 #define __any_sync(mask, p) int(emulator::ballot(__LINE__, "__any_sync", mask, p) != 0)
 #define __all_sync(mask, p) int(emulator::ballot(__LINE__, "__all_sync", mask, p) == (mask))
-#define EMULATOR_REDUCE(name, mask, v, expression) \
-    emulator::reduce(__LINE__, name, mask, v, [](auto a, auto b) { return expression; })
-#define __reduce_add_sync(mask, v) EMULATOR_REDUCE("__reduce_add_sync", mask, v, a + b)
-#define __reduce_min_sync(mask, v) EMULATOR_REDUCE("__reduce_min_sync", mask, v, b < a ? b : a)
-#define __reduce_max_sync(mask, v) EMULATOR_REDUCE("__reduce_max_sync", mask, v, a < b ? b : a)
-#define __reduce_or_sync(mask, v) EMULATOR_REDUCE("__reduce_or_sync", mask, v, a | b)
+#define __reduce_add_sync(mask, v) emulator::sum(__LINE__, mask, v)
 
 #define EMULATOR_ATOMIC(name, result)                                                   \
     template <class T>                                                                  \
@@ -133,14 +120,8 @@ EMULATOR_PRIMITIVE static void enter_fence() {
         return emulator::change(address, [value](T old) -> T { return result; });       \
     }
 EMULATOR_ATOMIC(atomicAdd, old + value)
-EMULATOR_ATOMIC(atomicMax, old < value ? value : old)
 EMULATOR_ATOMIC(atomicExch, ((void)old, value))
 EMULATOR_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
-
-template <class T>
-EMULATOR_INLINE T atomicCAS(T *address, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
-    return emulator::change(address, [=](T old) -> T { return old == expected ? value : old; });
-}
 
 EMULATOR_INLINE void __threadfence() { emulator::enter_fence(); }
 EMULATOR_INLINE int count_up(int *count, int last) {

@@ -18,7 +18,7 @@ using Shared = std::shared_ptr<const Ordered>;
 
 struct Fence {
     int thread;
-    uint32_t time;  // of the thread, after the fence
+    uint32_t time;  // the thread's, after the fence
     Shared ordered;
 };
 struct Acquired {
@@ -28,10 +28,10 @@ struct Acquired {
 };
 
 uint64_t block;                                     // that the members below belong to
-std::vector<Fence> fences;                          // of the running block
+std::vector<Fence> fences;                          // the running block's
 std::map<int, std::vector<Shared>> seen_atomically;  // by thread: released at an address, no fence since then
 std::vector<Acquired> acquired;
-std::map<const void *, std::vector<Shared>> released;  // of all blocks of the launch, by address
+std::map<const void *, std::vector<Shared>> released;  // all blocks', by address
 
 void enter_block() {
     if (block == running().block) return;

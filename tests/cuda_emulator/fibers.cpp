@@ -67,7 +67,7 @@ Fiber *next_ready() {
     __builtin_unreachable();
 }
 
-// Reports a deadlock; the error's place is that of the first waiting thread.
+// Reports a deadlock; the error's place is where the first waiting thread stands.
 [[noreturn]] void deadlock() {
     std::string text;
     int shown = 0;

@@ -16,10 +16,10 @@ namespace {
 
 constexpr size_t kGap = 64 << 10;  // between buffers, so that an index beyond one does not reach the next
 constexpr size_t kMostDynamic = 227 << 10;
-constexpr unsigned kDynamicAddress = 1024 + 128;  // of dynamic shared memory: behind the system's, aligned to 128 bytes
+constexpr unsigned kDynamicAddress = 1024 + 128;  // dynamic shared memory: behind the system's, aligned to 128 bytes
 
-// Accesses of one byte. Blocks have serial numbers, so that a record of an earlier block counts as none, and that of an
-// earlier launch in memory that is used again.
+// Accesses of one byte. Blocks have serial numbers, so that a record of an earlier block counts as none, as does one of
+// an earlier launch in memory that is used again.
 struct Record {
     uint32_t store_block, load_block;
     uint32_t store_time, load_time;
@@ -53,7 +53,7 @@ struct Copies {
     std::vector<Copy> pending;
 };
 
-// Of the n-th buffer of a launch, kept for the next: new pages would take longer than most launches.
+// Records of the accesses to a buffer, kept for the next launch: new pages would take longer than most launches.
 struct Records {
     Record *start = nullptr;
     size_t count = 0;

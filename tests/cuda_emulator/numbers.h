@@ -1,6 +1,6 @@
 // Types and arithmetic of CUDA C++: vectors, half, bfloat16, conversions, intrinsics. Results are rounded as on the
 // device where CUDA defines it (…_rn, half arithmetic). Elsewhere they are as wrong as they may be on a GPU: products
-// and sums are fused (build.py), except those of …_rn; float32 denormals are flushed (fibers.cpp); functions are off by
+// and sums are fused (build.py), except in …_rn; float32 denormals are flushed (fibers.cpp); functions are off by
 // the largest error that the CUDA C++ Programming Guide, "Mathematical Functions", and the PTX ISA, "ex2", state.
 #pragma once
 #include <cstdint>
@@ -16,28 +16,17 @@
 
 #define EMULATOR_INLINE static inline __attribute__((always_inline, unused))
 
-#define EMULATOR_VECTORS(type, name)                                                                              \
-    struct alignas(2 * sizeof(type)) name##2 {                                                                    \
-        type x, y;                                                                                                \
-    };                                                                                                            \
-    struct name##3 {                                                                                              \
-        type x, y, z;                                                                                             \
-    };                                                                                                            \
-    struct alignas(4 * sizeof(type) < 16 ? 4 * sizeof(type) : 16) name##4 {                                       \
-        type x, y, z, w;                                                                                          \
-    };                                                                                                            \
-    EMULATOR_INLINE name##2 make_##name##2(type x, type y) { return {x, y}; }                                     \
-    EMULATOR_INLINE name##3 make_##name##3(type x, type y, type z) { return {x, y, z}; }                          \
+#define EMULATOR_VECTORS(type, name)                                                              \
+    struct alignas(2 * sizeof(type)) name##2 {                                                    \
+        type x, y;                                                                                \
+    };                                                                                            \
+    struct alignas(4 * sizeof(type)) name##4 {                                                    \
+        type x, y, z, w;                                                                          \
+    };                                                                                            \
+    EMULATOR_INLINE name##2 make_##name##2(type x, type y) { return {x, y}; }                     \
     EMULATOR_INLINE name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
-#define uint3 emulator_uint3_of_vectors  // runtime.h has uint3 already
 EMULATOR_VECTORS(unsigned, uint)
-#undef uint3
 EMULATOR_VECTORS(float, float)
-EMULATOR_VECTORS(int, int)
-EMULATOR_VECTORS(signed char, char)
-EMULATOR_VECTORS(unsigned char, uchar)
-EMULATOR_VECTORS(short, short)
-EMULATOR_VECTORS(unsigned short, ushort)
 
 // Reinterprets the bits of a value as another type of the same size.
 template <class To, class From>
@@ -148,14 +137,6 @@ EMULATOR_INLINE int __float2int_rn(float x) { return emulator_to_int(std::nearby
 
 EMULATOR_INLINE int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 EMULATOR_INLINE int __ffs(int x) { return __builtin_ffs(x); }
-EMULATOR_INLINE unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
-    return unsigned((uint64_t(high) << 32 | low) >> (shift & 31));
-}
-EMULATOR_INLINE unsigned __brev(unsigned x) {
-    unsigned r = 0;
-    for (int i = 0; i < 32; ++i) r |= (x >> i & 1) << (31 - i);
-    return r;
-}
 // Selects four bytes of the eight of b:a, one for each nibble; the nibble's top bit replicates the byte's sign.
 EMULATOR_INLINE unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const uint64_t both = uint64_t(b) << 32 | a;

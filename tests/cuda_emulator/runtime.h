@@ -23,11 +23,6 @@ constexpr int kLanes = 32;
 constexpr int kSlotBytes = 64;  // the largest value of one lane in a warp operation
 using Slots = unsigned char (*)[kSlotBytes];
 
-struct BarrierVotes {
-    int count;     // threads whose predicate was true
-    bool all, any;
-};
-
 int lane();
 
 // Stops the launch with a message; its place is the line that called the current hook or primitive.
@@ -38,7 +33,7 @@ void at(void *return_address);
 #define EMULATOR_AT_CALLER() emulator::at(__builtin_return_address(0))
 
 // __syncthreads at a source line.
-BarrierVotes block_barrier(int line, bool predicate);
+void block_barrier(int line);
 
 // Waits until every lane of `mask` has arrived with `bytes` of `value`; returns their values, by lane. The last lane to
 // arrive runs `finish` over these slots first. Without bytes it is __syncwarp, which also orders memory accesses.
@@ -100,7 +95,7 @@ uint32_t known(int id);                 // the newest time of thread `id` that i
 uint32_t barriers();                    // block barriers of the running block so far
 bool on_a_stack(const void *address);
 uint64_t blocks_so_far();  // that have begun, of all launches: the serial number of the newest
-// Whether the running thread's accesses are ordered after those of `thread` of the block `from` up to `time`.
+// Whether the running thread's accesses are ordered after what `thread` of the block `from` did up to `time`.
 bool was_passed_on(uint64_t from, int thread, uint32_t time);
 
 // The part of a launch that memory.cpp does.
@@ -108,10 +103,10 @@ void begin_block_memory(size_t dynamic_bytes);
 
 // The library of a kernel.
 struct Library {
-    const char *start, *end;          // of all of it
-    char *shared_start, *shared_end;  // of its static __shared__ variables
+    const char *start, *end;          // the whole library
+    char *shared_start, *shared_end;  // its static __shared__ variables
     bool checked;                     // built with checks of every access
 };
-extern const Library *library;  // of the kernel that runs
+extern const Library *library;  // the running kernel's
 
 }  // namespace emulator

@@ -27,8 +27,8 @@ inline SmallFloat<FRACTION, BIAS> rounded(double x) {
 
 template <int FRACTION, int BIAS>
 inline float value(SmallFloat<FRACTION, BIAS> x) {
-    // As bits of a float the exponent is too small by the difference of the biases, which one product corrects. That of
-    // a denormal number would be one of a float, which are flushed.
+    // As bits of a float the exponent is too small by the difference of the biases, which one product corrects. A
+    // denormal number's bits would be a denormal float, which is flushed.
     constexpr unsigned infinity = (2u * BIAS + 1) << FRACTION, normal = 1u << FRACTION;
     const unsigned magnitude = x.bits & 0x7fffu, sign = unsigned(x.bits & 0x8000u) << 16;
     const unsigned wide = magnitude << (23 - FRACTION);
@@ -91,7 +91,6 @@ EMULATOR_SMALL(__nv_bfloat16, __nv_bfloat162, 7, 127, __float2bfloat16_rn, __flo
 EMULATOR_INLINE __half2 __float2half2_rn(float x) { return __floats2half2_rn(x, x); }
 EMULATOR_INLINE __half __low2half(__half2 v) { return v.x; }
 EMULATOR_INLINE __half __high2half(__half2 v) { return v.y; }
-EMULATOR_INLINE __half2 __halves2half2(__half x, __half y) { return {x, y}; }
 EMULATOR_INLINE __half2 __low2half2(__half2 v) { return {v.x, v.x}; }
 EMULATOR_INLINE __half2 __high2half2(__half2 v) { return {v.y, v.y}; }
 EMULATOR_INLINE __half __ushort_as_half(unsigned short x) { return {x}; }

@@ -41,7 +41,7 @@ struct Last {  // access of a thread
 
 bool counting, paused;
 uint64_t block;
-std::map<std::tuple<Place, int, int>, Request> requests;  // of the running block: place, warp, turn
+std::map<std::tuple<Place, int, int>, Request> requests;  // the running block's, by place, warp, turn
 Last last[1024];
 std::map<Place, Total> totals;
 

@@ -7,9 +7,8 @@
 namespace emulator {
 namespace {
 
-int waiting, barrier_line, true_votes;
+int waiting, barrier_line;
 uint32_t barrier_count;
-BarrierVotes votes;
 
 // All accesses of all threads so far are ordered before all later ones. All get one time, since some may have gone
 // ahead by fences of their own, and the loads of a warp are remembered with the newest time of its lanes.
@@ -48,7 +47,7 @@ uint32_t barriers() { return barrier_count; }
 
 void begin_block_waits() {
     barrier_count = 0;
-    waiting = true_votes = 0;
+    waiting = 0;
     warps.clear();
     warps.resize(size_t(threads + kLanes - 1) / kLanes);
 }
@@ -58,25 +57,22 @@ uint32_t known(int id) {
     return id / kLanes == me.warp ? warps[size_t(me.warp)].known[me.lane][id % kLanes] : fibers[id].barrier_time;
 }
 
-BarrierVotes block_barrier(int line, bool predicate) {
+void block_barrier(int line) {
     if (waiting && barrier_line != line)
         fail("divergent barrier: this thread is at the barrier in line %d, others wait at the one in line %d", line,
              barrier_line);
     if (alive != threads) fail("divergent barrier: %d threads of the block have returned", threads - alive);
     barrier_line = line;
-    true_votes += predicate;
     current->operation = "__syncthreads";
     current->line = line;
     current->state = State::kAtBarrier;
     if (++waiting < threads) {
         yield();
-        return votes;
+        return;
     }
-    votes = {true_votes, true_votes == threads, true_votes > 0};
-    waiting = true_votes = 0;
+    waiting = 0;
     order_block();
     for (int id = 0; id < threads; ++id) wake(fibers[id]);
-    return votes;
 }
 
 Slots meet(unsigned mask, const char *operation, int line, const void *value, size_t bytes, void (*finish)(Slots)) {

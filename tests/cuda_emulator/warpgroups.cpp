@@ -29,12 +29,12 @@ struct Product {
     Own own[kMembers];
     int started = 0;  // threads that have
 };
-struct Registers {  // of a thread, which a product has used
+struct Registers {  // a thread's, which a product has used
     void *start;
     size_t bytes;
     std::vector<unsigned char> at_fence;
 };
-struct Sums {  // of a thread, while products add to them
+struct Sums {  // a thread's, while products add to them
     float *d;
     std::vector<float> values;
 };
@@ -92,7 +92,7 @@ unsigned address_of(uint64_t descriptor, unsigned row, unsigned c) {
     if (descriptor >> 49 & 7) fail("a descriptor with a base offset, which the emulator does not know");
     const unsigned in_pattern = row % kPatternRows, patterns = row / kPatternRows * stride;
     if (mode == 0) return start + in_pattern * kAligned + patterns + c * leading;
-    const unsigned chunks = mode == 1 ? 8 : mode == 2 ? 4 : 2;  // of 16 bytes, in a row of the pattern
+    const unsigned chunks = mode == 1 ? 8 : mode == 2 ? 4 : 2;  // chunks of 16 bytes in a row of the pattern
     const unsigned plain = start + in_pattern * chunks * kAligned + patterns + c * kAligned;
     return plain ^ (plain >> 7 & (chunks - 1)) * kAligned;
 }

@@ -10,7 +10,7 @@ import pytest
 
 from polarlm.engine.jit import isa  # isort: skip
 from polarlm.engine.jit.compile import compiler
-from polarlm.engine.jit.isa.levels import LEVELS, found
+from polarlm.engine.jit.isa.levels import LEVELS, all_levels
 
 FILE = """
 from polarlm.engine.jit.lang import Level
@@ -27,7 +27,7 @@ def test_a_file_is_enough_for_a_level(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "a_machine.py").write_text(FILE)
     monkeypatch.setattr(isa, "__path__", [*isa.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, f"{isa.__name__}.a_machine", raising=False)
-    (generic, made_up, *others) = found()
+    (generic, made_up, *others) = all_levels()
     assert (generic, *others) == LEVELS
     assert (generic.name, made_up.name, made_up.features) == ("generic", "made-up", "+a feature")
 

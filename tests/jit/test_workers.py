@@ -28,7 +28,7 @@ from polarlm.engine.jit.run.workers import CommandBuffer, Launch, Workers, worke
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120  # seconds until a test that hangs fails
-POLLS = 20_000_000_000  # of a kernel that waits, half a minute or so: no failure hangs, and a busy machine has time
+POLLS = 20_000_000_000  # until a kernel gives up, half a minute or so: no failure hangs, and a busy machine has time
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
@@ -109,7 +109,7 @@ class Counted:
             (on or workers()).run(self.commands, threads)
 
     def check(self, times: int) -> None:
-        """Each unit has run `times` times, after those of all entries before it."""
+        """Each unit has run `times` times, after all units of the entries before it."""
         assert self.errors[0] == 0
         for counts in self.counts:
             np.testing.assert_array_equal(counts, times)
@@ -210,7 +210,7 @@ def test_a_suspended_thread_holds_up_only_the_units_it_has_taken(own: Workers) -
 
 
 def test_each_thread_begins_with_its_own_range_of_units(own: Workers) -> None:
-    """The first unit of each thread waits for that of the other one."""
+    """The first unit of each thread waits for the other thread's first unit."""
 
     def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:

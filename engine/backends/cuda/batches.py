@@ -26,9 +26,8 @@ def bucket(rows: int) -> int:
 
 def filled_up(inputs: Sequence[Any]) -> Sequence[Any]:
     """The inputs of `Ops.run_graph`, padded with empty rows to their bucket, but not if a sequence has several rows."""
-    given = inputs[0].shape[0]
-    rows = bucket(given)
-    if rows == given or any(isinstance(x, SpanTable) and x.most_rows > 1 for x in inputs):
+    rows = bucket(inputs[0].shape[0])
+    if rows == inputs[0].shape[0] or any(isinstance(x, SpanTable) and x.most_rows > 1 for x in inputs):
         return inputs
     return [_filled_up(x, rows) for x in inputs]
 

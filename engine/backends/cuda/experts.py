@@ -19,7 +19,6 @@ from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Launcher, Product, threads_for
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
 from polarlm.engine.backends.cuda.linear import LinearOps, gates, input_type
-from polarlm.engine.backends.cuda.rows import RowOps
 from polarlm.engine.backends.ops import KeptTiles, Ops, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, StoredMatrix, WeightFormat
@@ -65,17 +64,17 @@ class HostExperts:
         names, adds, eps = tuple(copied), residual is not None, norm and norm[1]
 
         def compute(*arrays: np.ndarray) -> np.ndarray:
-            given = dict(zip(names, arrays, strict=True))
-            rows = given["x"]
-            before = given.get("residual", rows)
+            copies = dict(zip(names, arrays, strict=True))
+            rows = copies["x"]
+            before = copies.get("residual", rows)
             result = np.empty((len(rows), down.shape[0]), np.float32)
-            own = None if eps is None else (given["norm"], eps)
+            host_norm = None if eps is None else (copies["norm"], eps)
             for first in range(0, len(rows), self._host.prefill_rows):
                 part = slice(first, first + self._host.prefill_rows)
-                chosen = Routing(given["ids"][part], given["weights"][part])
+                chosen = Routing(copies["ids"][part], copies["weights"][part])
                 into = before[part].copy() if adds else None
                 result[part] = self._host.experts(
-                    rows[part], chosen, gate_up, down, activation, norm=own, residual=into
+                    rows[part], chosen, gate_up, down, activation, norm=host_norm, residual=into
                 )
             return result
 
@@ -89,7 +88,6 @@ class ExpertOps:
     def __init__(self, device: Device, launch: Launcher, matrices: LinearOps, host: HostExperts | None = None):
         """host: computes those whose weights are in the computer's memory."""
         self._device, self._launch, self._matrices, self._host = device, launch, matrices, host
-        self._rows = RowOps(launch)
 
     def load_experts(
         self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
@@ -189,7 +187,7 @@ class ExpertOps:
         """
         if activation is not None and not is_gated(activation):
             y = self._product(multiply, x, pairs, w, norm, None, np.float32)
-            self._rows.activate(y, y, activation)
+            self._matrices.activate(y, y, activation)
             return y
         y = self._device.empty((pairs, w.shape[0] if activation is None else w.shape[0] // 2), dtype)
         if len(w.parts) == 1 and (activation is None or gates(w.parts[0].format, w.shape[0])):
@@ -201,7 +199,7 @@ class ExpertOps:
             bias = None if w.bias is None else w.bias[:, columns]
             multiply(whole[:, columns], x, Product(part, bias, norm, False, None))
         if activation is not None:
-            self._matrices.activate(y, whole, activation)
+            self._matrices.activate_mul(y, whole, activation)
         return y
 
     def _multiply_pairs(self, ids: Array, sharing: int, count: int, y: Array, x: Array, product: Product) -> None:
@@ -211,13 +209,13 @@ class ExpertOps:
         rows = weight.shape[0] // count
         norm_weight, eps = product.norm or (None, 0.0)
         if packed.is_packed(weight.format):
-            kernel, tiles = "gemv_packed", (weight.format.values, packed.block_bytes(weight.format))
-            machine, gated = (device.processors, device.shared_memory), product.activation is not None
-            config, blocks = packed.gemv_packed(1, rows, *machine, *tiles, gated)
+            kernel, gated = "gemv_packed", product.activation is not None
+            of_expert = [packed.rows_of(weight.format, rows)]
+            config, blocks, _ = packed.gemv_packed(1, device.processors, device.shared_memory, of_expert, gated)
         else:
             kernel = "gemv"
             config, blocks = launch_configs.gemv(1, rows, width, device.processors)
-        config = product.with_types(x, y, config._replace(defines={**config.defines, "EXPERTS": 1}))
+        config = product.with_types(y, config._replace(defines={**config.defines, "EXPERTS": 1}))
         operands, sizes = (y, x, weight.data, product.bias, norm_weight), (1, width, out, row_stride(y), float(eps))
         self._launch(kernel, (blocks, 1, pairs), config, *operands, *sizes, ids, sharing, _bias_pitch(product))
 
@@ -238,7 +236,7 @@ class ExpertOps:
         x, product, weight = self._matrices.narrowed(x, product), product._replace(norm=None), product.weight
         blocks = -(-weight.shape[0] // count // groups.tile), 1, len(groups.groups)
         defines = {**groups.config.defines, "EXPERTS": 1}
-        config = product.with_types(x, y, groups.config._replace(defines=defines))
+        config = product.with_types(y, groups.config._replace(defines=defines))
         operands, sizes = (y, x, weight.data, product.bias), (len(x), x.shape[1], y.shape[1], row_stride(y))
         self._launch("gemm_small", blocks, config, *operands, *sizes, groups.groups, rows, _bias_pitch(product))
 

@@ -108,6 +108,6 @@ class HeadOps:
         return y
 
 
-def rotate_defines(head_dim: int, order: int) -> dict[str, int | str]:
+def rotate_defines(head_dim: int, order: int) -> dict[str, int | float | str]:
     """The DEFINES of `cuda/heads/rotate.cu`."""
-    return {"ACT": "float", "D": head_dim, "ORDER": order, "VECTORS": _VECTORS}
+    return {"D": head_dim, "ORDER": order, "VECTORS": _VECTORS}

@@ -39,15 +39,15 @@ class Product(NamedTuple):
     activation: str | None
     beside: Matrix | None = None
 
-    def with_types(self, x: Any, y: Any, config: LaunchConfig) -> LaunchConfig:
-        """`config` of one of our own kernels with the DEFINES of this product with x into y."""
-        flags: dict[str, int | str] = {"NORMED": int(self.norm is not None), "ADD": int(self.add), **result_type(y)}
+    def with_types(self, y: Any, config: LaunchConfig) -> LaunchConfig:
+        """`config` of one of our own kernels with the DEFINES of this product into y."""
+        flags: dict[str, int | str] = {"WEIGHT": self.weight.format.name, **result_type(y)}
+        flags |= {"NORMED": int(self.norm is not None), "ADD": int(self.add)}
         if self.activation is not None:
             flags["ACTIVATION"] = self.activation
         if self.beside is not None:
             flags["BESIDE"] = self.beside.format.name
-        types = {"ACT": type_of(x), "WEIGHT": self.weight.format.name}
-        return config._replace(defines={**types, **flags, **config.defines})
+        return config._replace(defines={**flags, **config.defines})
 
 
 class Launcher:

@@ -1,7 +1,7 @@
 """Launch configurations of the larger kernels: DEFINES, threads and shared memory, as their heads require them.
 
 Bytes of shared memory decide how much of it a block gets, so they are computed here. Kernels get them as SHARED and do
-not compile where their own arrays take another number.
+not compile where their arrays take another number.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _ENCODE_WARPS = 12  # a CTA of encode_blocks has, at most: two of them fit a mul
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
 _GEMV_INPUTS = 256  # inputs that a warp of gemv loads at once
-_FEW_ROWS = 16  # of an expert in gemm_small: more take as many registers as its most rows
-_LEAST_STAGES = 8  # of a part in gemm_small: its start and end cost about five
+_FEW_ROWS = 16  # rows of an expert in gemm_small: more take as many registers as SMALL_ROWS
+_LEAST_STAGES = 8  # a part of gemm_small has: its start and end cost about five
 _REREAD_AT_MOST = 32 << 20  # weights of a matrix for whose product x is read twice as often instead of adding parts
 # Constants of the encoder, as in `engine.quantization.encode`.
 ROUNDING: dict[str, int | float | str] = {
@@ -60,8 +60,7 @@ def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig
     split = 1  # warps that share an output; doubled until every multiprocessor has enough loads in flight
     while split < 8 and out * split < _OUTPUTS * _GEMV_WARPS * processors and width >= 2 * _GEMV_INPUTS * split:
         split *= 2
-    defines = {"ROWS": 1 << (rows - 1).bit_length(), "OUTPUTS": _OUTPUTS, "SPLIT": split}
-    return LaunchConfig(defines, 256), -(-out * split // (_OUTPUTS * 8))
+    return LaunchConfig({"ROWS": 1 << (rows - 1).bit_length(), "SPLIT": split}, 256), -(-out * split // (_OUTPUTS * 8))
 
 
 def gemm_small(
@@ -107,7 +106,7 @@ def gemm_groups(pairs: int, experts: int) -> tuple[LaunchConfig, int, int]:
 
 
 def gemm_tile(most: int, deep: int, shared_memory: int) -> tuple[int, int, int]:
-    """Of gemm_small for `most` rows of x, with `deep` warps for the same outputs: rows of weights of a block, its bytes
+    """A block of gemm_small for `most` rows of x, with `deep` warps for the same outputs: its rows of weights, bytes
     of shared memory, and how many blocks a multiprocessor has at once."""
     tile = 32 * 8 // deep
     shared = max(5 * 16384 + 1024 * most * deep // 8, 4 * deep * most * (tile + 4))

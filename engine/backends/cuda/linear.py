@@ -25,35 +25,32 @@ from polarlm.engine.backends.cuda.launch import (
     type_of,
 )
 from polarlm.engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMM_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS
-from polarlm.engine.backends.cuda.rows import RowOps
 from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 from polarlm.model_loaders.config import is_gated
 
-# Of a file at a time. Norm weights come to lie in the memory of earlier uploads, so that those of larger parts would
-# leave more memory unused.
+# Bytes of a file that are uploaded at a time. Norm weights come to lie in the memory of earlier uploads, so that larger
+# parts would leave more memory unused.
 _UPLOAD_BYTES = 8 << 20
 _TILED_ROWS = 256  # a multiple of the rows of a tile of cuBLAS
-# Formats that `Device.gemm` multiplies, and their dtype. Products with other formats take x in half precision.
-_PLAIN: dict[str, type[np.generic]] = {"f16": np.float16, "bf16": np.uint16}
 
 
 class LinearOps:
-    """The ops with matrices: loading, reading rows, products; and RMS norm."""
+    """The ops with matrices: loading, reading rows, products; RMS norm, and ops on each number of a row."""
 
     def __init__(self, device: Device, launch: Launcher):
-        self._device, self._launch, self._rows = device, launch, RowOps(launch)
+        self._device, self._launch = device, launch
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
-        format = _on_device(format)
+        format = self.kept_as(format)
         return count // format.values * packed.block_bytes(format) if packed.is_packed(format) else format.size(count)
 
     def kept_as(self, format: WeightFormat) -> WeightFormat:
-        return _on_device(format)
+        return format if kernel_source.can_read(format.name) else get("f16")
 
     def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
-        together = itertools.groupby(matrices, key=lambda matrix: _on_device(matrix.format))
+        together = itertools.groupby(matrices, key=lambda matrix: self.kept_as(matrix.format))
         return tuple(self.stacked(format, list(parts)) for format, parts in together)
 
     def stacked(self, format: WeightFormat, matrices: Sequence[StoredMatrix]) -> Matrix:
@@ -111,7 +108,7 @@ class LinearOps:
     def embed(self, table: Matrix, ids: Array, scale: float = 1.0) -> Array:
         width = table.shape[1]
         x = self._device.empty((len(ids), width), np.float32)
-        config = LaunchConfig({"ACT": "float", "WEIGHT": table.format.name}, threads_for(width // 8))
+        config = LaunchConfig({"WEIGHT": table.format.name}, threads_for(width // 8))
         self._launch("embed", (len(ids),), config, x, table.data, ids, width, float(scale))
         return x
 
@@ -119,7 +116,7 @@ class LinearOps:
         (rows, n), (weight, eps), y = x.shape, norm, x if residual is None else residual
         _check_width(n)
         most = MOST_THREADS if rows <= SMALL_ROWS else 256  # as in `_narrow`
-        config = LaunchConfig({"ACT": "float", "ADD": int(residual is not None)}, threads_for(-(-n // 8), most))
+        config = LaunchConfig({"ADD": int(residual is not None)}, threads_for(-(-n // 8), most))
         self._launch("rms_norm", (rows,), config, y, x, weight, n, row_stride(y), row_stride(x), float(eps))
 
     def linear(
@@ -135,7 +132,7 @@ class LinearOps:
     ) -> Array:
         if activation is not None and not is_gated(activation):
             y = self.linear(x, w, norm=norm, recorded=recorded)
-            self._rows.activate(y, y, activation)
+            self.activate(y, y, activation)
             return y
         rows, out = len(x), w.shape[0] if activation is None else w.shape[0] // 2
         is_whole = rows <= SMALL_ROWS or not recorded  # all rows at once
@@ -157,14 +154,13 @@ class LinearOps:
             product = Product(matrix, bias, norm, residual is not None, None, beside)
             self._multiply(whole[:, columns], x, product, recorded)
         if activation is not None:
-            self.activate(y, whole, activation)
+            self.activate_mul(y, whole, activation)
         return y
 
     def _multiply(self, y: Array, x: Array, product: Product, recorded: bool) -> None:
         """`linear` with one matrix into y, which may be columns of a wider array."""
         rows = len(x)
-        format = product.weight.format
-        if rows > SMALL_ROWS and not recorded and (format.name in _PLAIN or packed.is_packed(format)):
+        if rows > SMALL_ROWS and not recorded:
             self._large(y, x, product)
             return
         for first in range(0, rows, SMALL_ROWS):
@@ -186,7 +182,7 @@ class LinearOps:
         norm_weight, eps = product.norm or (None, 0.0)
         config, blocks = launch_configs.gemv(rows, weight.shape[0], width, processors)
         sizes = rows, width, y.shape[1], row_stride(y)
-        config = product.with_types(x, y, config)
+        config = product.with_types(y, config)
         self._launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
 
     def _tensor_cores(self, y: Array, x: Array, product: Product) -> None:
@@ -197,14 +193,14 @@ class LinearOps:
         sizes = rows, width, out, row_stride(y)
         if parts == 1:
             operands = y, x, weight.data, product.bias
-            self._launch("gemm_small", (blocks, 1), product.with_types(x, y, config), *operands, *sizes)
+            self._launch("gemm_small", (blocks, 1), product.with_types(y, config), *operands, *sizes)
             return
         sums = device.empty((parts, rows, weight.shape[0]), np.float32)
         operands = sums, x, weight.data, None
-        self._launch("gemm_small", (blocks, parts), product.with_types(x, sums, config), *operands, *sizes)
+        self._launch("gemm_small", (blocks, parts), product.with_types(sums, config), *operands, *sizes)
         grid = (-(-rows * out // config.threads),)
         args = (y, sums, product.bias, parts, rows, out, row_stride(y))
-        config = product.with_types(x, y, config)._replace(shared=0)
+        config = product.with_types(y, config)._replace(shared=0)
         self._launch("gemm_small_sum", grid, config, *args, file="gemm_small")
 
     def _large(self, y: Array, x: Array, product: Product) -> None:
@@ -217,11 +213,9 @@ class LinearOps:
         else:
             self._device.gemm(whole, x, product.weight.data.view(x.dtype), add=product.add)
         if product.bias is not None:
-            config = LaunchConfig({"ACT": "float"}, threads_for(out))
-            grid = -(-out // config.threads), rows
-            self._launch("add_bias", grid, config, whole, product.bias, out, row_stride(whole))
+            self._elementwise("added", whole, product.bias)
         if product.activation is not None:
-            self.activate(y, whole, product.activation)
+            self.activate_mul(y, whole, product.activation)
 
     def _dequantized_product(self, y: Array, x: Array, weight: Matrix, add: bool) -> None:
         """y = x @ weightᵀ, or += with `add`, of a packed matrix: DEQUANTIZED_BYTES of it at a time."""
@@ -236,11 +230,31 @@ class LinearOps:
             self._launch("dequantize", (len(part),), config, part, weight.data, first, width)
             self._device.gemm(y[:, first : first + len(part)], x, part, add=add)
 
-    def activate(self, y: Array, gate_up: Array, activation: str) -> None:
+    def activate_mul(self, y: Array, gate_up: Array, activation: str) -> None:
         """y = activation(gate) * up of [gate | up]."""
         (rows, half), threads = y.shape, threads_for(-(-y.shape[1] // 8))
-        config = LaunchConfig({"ACT": "float", "ACTIVATION": activation, **result_type(y)}, threads)
+        config = LaunchConfig({"ACTIVATION": activation, **result_type(y)}, threads)
         self._launch("activate_mul", (-(-half // (8 * threads)), rows), config, y, gate_up, half)
+
+    def softcap(self, x: Array, cap: float) -> None:
+        (rows, n), threads = x.shape, threads_for(x.shape[1])
+        self._launch("softcap", (-(-n // threads), rows), LaunchConfig({}, threads), x, n, row_stride(x), float(cap))
+
+    def activate(self, x: Array, up: Array, activation: str) -> None:
+        self._elementwise(activation, x, up)
+
+    def scale(self, x: Array, factor: Array) -> None:
+        self._elementwise("scaled", x, factor, whole=True)
+
+    def gate(self, x: Array, logits: Array) -> None:
+        self._elementwise("gated", x, logits, whole=logits.shape[1] == 1)
+
+    def _elementwise(self, function: str, x: Array, other: Array, *, whole: bool = False) -> None:
+        """x = function(x, other), in place; see `elementwise.cu`. A vector `other` serves every row."""
+        (rows, n), threads = x.shape, threads_for(x.shape[1])
+        config = LaunchConfig({"ACTIVATION": function, "WHOLE": int(whole)}, threads)
+        pitch = row_stride(other) if other.ndim > 1 else np.int64(0)
+        self._launch("elementwise", (-(-n // threads), rows), config, x, other, n, row_stride(x), pitch)
 
     def narrowed(self, x: Array, product: Product) -> Array:
         """x (T, in), normalised if the product has a norm, in the type in which it takes x: x itself if it is of it."""
@@ -256,14 +270,14 @@ class LinearOps:
         rows, n = x.shape
         # Few rows leave most of the machine idle: each gets as many threads as a block may have.
         most = MOST_THREADS if rows <= SMALL_ROWS else 256
-        defines: dict[str, int | float | str] = {"ACT": "float", "TO": type_of(y), "NORMED": int(norm is not None)}
+        defines: dict[str, int | float | str] = {"TO": type_of(y), "NORMED": int(norm is not None)}
         config = LaunchConfig(defines, threads_for(-(-n // 8), most))
         self._launch("narrow", (rows,), config, y, x, norm_weight, n, float(eps))
 
 
 def _narrow_type(matrix: Matrix) -> type[np.generic]:
     """The dtype in which products of more than GEMV_ROWS rows with `matrix` take x."""
-    return _PLAIN.get(matrix.format.name, np.float16)
+    return np.uint16 if matrix.format.name == "bf16" else np.float16
 
 
 def input_type(w: Linear | None, rows: int) -> type[np.generic]:
@@ -277,12 +291,6 @@ def gates(format: WeightFormat, rows: int) -> bool:
     """Whether products with a matrix [gate | up] of `rows` rows apply the activation: in packed formats both must be
     whole tiles."""
     return not packed.is_packed(format) or rows % (2 * packed.ROWS) == 0
-
-
-def _on_device(format: WeightFormat) -> WeightFormat:
-    """The format on the device of a matrix that the file stores in `format`: f16 for f32, and for a format that kernels
-    cannot read; else the same."""
-    return get("f16") if format.name == "f32" or not kernel_source.can_read(format.name) else format
 
 
 def _slab_bytes(stored: WeightFormat, format: WeightFormat) -> int:

@@ -15,7 +15,7 @@ from polarlm.engine.backends.cuda.batches import bucket
 from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Device
 from polarlm.engine.backends.cuda.kv.cache import HEADER
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS, SMALL_ROWS
-from polarlm.engine.backends.cuda.recurrent.memory import delta_prompt_bytes, heads_width, projected_columns
+from polarlm.engine.backends.cuda.recurrent.sizes import delta_prompt_bytes, heads_width, projected_columns
 from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
 from polarlm.engine.backends.cuda.sampling.sampler import scratch_words
 from polarlm.engine.backends.kv import table_width
@@ -44,22 +44,17 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
     project = max(project, _conv_bytes(model), _delta_bytes(model))
-    scratch, states, kept = delta_prompt_bytes(_deltas(model), chunk, tokens, size)
+    scratch, states = delta_prompt_bytes(_deltas(model), chunk, tokens, size)
     gate = _gate_bytes(model)
     attend = _FLOAT * (heads + 2 * queries) + gate  # queries, and the result before and after its rotation
     post_norm = _post_norm_bytes(model)
-    forward = max(
-        _NARROW * e + sum(_products(model)) * _FLOAT * f,
-        (_FLOAT + _NARROW) * f + post_norm,
-        _NARROW * queries + post_norm,
-    )
+    forward = max(_NARROW * e + sum(_products(model)) * _FLOAT * f, (_FLOAT + _NARROW) * f + post_norm)
     attended = _FLOAT * (heads + queries)
     experts = chunk * (attended + post_norm) + _experts_bytes(model, chunk)
     logits = min(tokens, size) * (_FLOAT * model.vocab_size + _NARROW * e)  # scoring asks for all rows of a block
-    projected = chunk * (_FLOAT * inputs + _NARROW * e) if inputs else 0
     layer = max(chunk * max(project, attend, forward + attended), experts, logits)
-    layer = max(layer, chunk * _delta_bytes(model) + scratch, kept)
-    return whole + max(projected, buffer + states + spans + layer)
+    layer = max(layer, chunk * _delta_bytes(model) + scratch)
+    return whole + buffer + states + spans + layer
 
 
 def step_bytes(load: Load, device: Device) -> int:

@@ -23,7 +23,6 @@ from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from polarlm.engine.backends.cuda.linear import LinearOps
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.recurrent.ops import RecurrentOps
-from polarlm.engine.backends.cuda.rows import RowOps
 from polarlm.engine.backends.cuda.sampling import sampler
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
@@ -69,12 +68,10 @@ class CudaOps:
         self.rms_norm = matrices.rms_norm
         self.linear = matrices.linear
         self._matrices = matrices
-
-        rows = RowOps(launch)
-        self.softcap = rows.softcap
-        self.activate = rows.activate
-        self.scale = rows.scale
-        self.gate = rows.gate
+        self.softcap = matrices.softcap
+        self.activate = matrices.activate
+        self.scale = matrices.scale
+        self.gate = matrices.gate
 
         recurrent = RecurrentOps(device, launch)
         self.short_conv = recurrent.short_conv
@@ -131,7 +128,7 @@ class CudaOps:
             self.activate(x, x, activation)
             return x
         y = self.empty((len(x), x.shape[1] // 2))
-        self._matrices.activate(y, x, activation)
+        self._matrices.activate_mul(y, x, activation)
         return y
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
@@ -139,14 +136,13 @@ class CudaOps:
         rows, inputs = inputs[0].shape[0], filled_up(inputs)
 
         def on_device(*arrays: Array) -> Result:
-            given = [
+            tables = [
                 replace(host, copies={self._device: array}) if isinstance(host, HostTable) else array
                 for host, array in zip(inputs, arrays, strict=True)
             ]
-            return work(*given)
+            return work(*tables)
 
-        tables = [_on_host(x) for x in inputs]
-        result = self._device.run_graph((key, work), on_device, tables)
+        result = self._device.run_graph((key, work), on_device, [_on_host(x) for x in inputs])
         return result if rows == inputs[0].shape[0] else first_rows(result, rows)
 
     def _moved(self, x: FromCard) -> Moved:

@@ -1,13 +1,12 @@
-"""Packed weight formats on a GPU: the sizes of the tiles of `cuda/packed_weights.cuh`, and products of few rows with
-them, which `gemv_packed` and `gemm_packed` compute.
+"""Packed weight formats on a GPU: the sizes of the tiles of `cuda/packed_weights.cuh`, and products of few rows.
 
-Matrices of two formats, such as q and k in one and v in another, are multiplied by the same x in one launch."""
+One launch multiplies the same x by matrices of two formats, such as q and k in one and v in another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +20,7 @@ _GEMV_PACKED_STATIC_BYTES = 128 * GEMV_ROWS  # static shared memory of gemv_pack
 _PACKED_WARPS = 8  # a CTA of gemm_packed has
 _SIZES = ("TILES", "SLOTS", "UNIT")  # what differs between the formats of a launch of packed weights
 _GEMV_PACKED_COPIED = 4096  # bytes of a unit of gemv_packed, unless a block of the weights has more
-_SLOT_BYTES = 80 << 10  # of slots of gemm_packed, unless these are too few: the rest is left to the L1 cache, for x
+_SLOT_BYTES = 80 << 10  # for slots of gemm_packed, unless these are too few: the L1 cache has the rest, for x
 
 
 def is_packed(format: WeightFormat) -> bool:
@@ -54,40 +53,20 @@ class PackedRows(NamedTuple):
     nbytes: int
 
 
+def rows_of(format: WeightFormat, out: int) -> PackedRows:
+    return PackedRows(out, format.values, block_bytes(format))
+
+
 def gemv_packed(
-    rows: int, out: int, processors: int, shared_memory: int, values: int, nbytes: int, gated: bool = False
-) -> tuple[LaunchConfig, int]:
-    """The launch for x (rows ≤ GEMV_ROWS, in) and packed weights (out, in) → configuration, blocks.
-
-    values, nbytes: of a block of one row of the format on the device. gated: weights are [gate | up].
-    """
-    weights = PackedRows(out, values, nbytes)
-    config, (tiles,), most = _gemv_packed(rows, processors, shared_memory, [weights], gated)
-    return config, min(-(-out // (16 * tiles)), most)
-
-
-def gemv_packed_beside(
-    rows: int, processors: int, shared_memory: int, weights: PackedRows, beside: PackedRows
-) -> tuple[LaunchConfig, int, int]:
-    """The same for weights of two formats in one launch → configuration, blocks, and how many of them, dealt out by
-    bytes, multiply the first of the two."""
-    config, tiles, most = _gemv_packed(rows, processors, shared_memory, [weights, beside])
-    sets, others = (-(-one.out // (16 * of)) for one, of in zip((weights, beside), tiles, strict=True))
-    blocks = min(sets + others, most)
-    first, second = (one.out * one.nbytes / one.values for one in (weights, beside))
-    border = round(blocks * first / (first + second))
-    return config, blocks, max(1, blocks - others, min(border, sets, blocks - 1))
-
-
-def _gemv_packed(
     rows: int, processors: int, shared_memory: int, weights: Sequence[PackedRows], gated: bool = False
-) -> tuple[LaunchConfig, list[int], int]:
-    """The configuration of gemv_packed for weights of one format or of two, TILES of each, and most blocks."""
+) -> tuple[LaunchConfig, int, int]:
+    """The launch for x (rows ≤ GEMV_ROWS, in) and packed weights of one format or of two → configuration, blocks, and
+    how many of them multiply the first of two formats, dealt out by bytes. gated: weights are [gate | up]."""
     most = 1 << (rows - 1).bit_length()
     # Two tiles share a block's work on x; but with few blocks processors are idle.
     tiles = [2 if gated or one.out >= 32 * 2 * processors else 1 for one in weights]
     units = [256 if v == 256 or 16 * 256 * nbytes <= _GEMV_PACKED_COPIED * v else 128 for _, v, nbytes in weights]
-    copied = [16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]  # of a tile
+    copied = [16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]  # bytes a tile
     sums = [2 * 4 * most * (16 * of + 4) for of in tiles]  # bytes of a warp
     # As many warps of a multiprocessor as shared memory is enough for: 24, if they can do with so few registers.
     few = all(of == 1 or 8 * one.nbytes <= 5 * one.values for one, of in zip(weights, tiles, strict=True))
@@ -103,7 +82,13 @@ def _gemv_packed(
     shared = warps * max(a * b + c for a, b, c in zip(slots, copied, sums, strict=True))
     defines: dict[str, int | float | str] = {"ROWS": most, **_sizes(tiles, slots, units), "WARPS": warps}
     config = LaunchConfig({**defines, "RESIDENT": resident, "SHARED": shared}, 32 * warps, shared)
-    return config, tiles, resident * processors
+    sets = [-(-one.out // (16 * of)) for one, of in zip(weights, tiles, strict=True)]
+    blocks = min(sum(sets), resident * processors)
+    if len(weights) == 1:
+        return config, blocks, blocks
+    first, second = (one.out * one.nbytes / one.values for one in weights)
+    border = round(blocks * first / (first + second))
+    return config, blocks, max(1, blocks - sets[1], min(border, sets[0], blocks - 1))
 
 
 def _sizes(tiles: Sequence[int], slots: Sequence[int], units: Sequence[int]) -> dict[str, int]:
@@ -113,50 +98,29 @@ def _sizes(tiles: Sequence[int], slots: Sequence[int], units: Sequence[int]) -> 
 
 
 def gemm_packed(
-    rows: int, out: int, processors: int, shared_memory: int, values: int, nbytes: int, gated: bool = False
-) -> tuple[LaunchConfig, int]:
+    rows: int, processors: int, shared_memory: int, weights: Sequence[PackedRows], gated: bool = False
+) -> tuple[LaunchConfig, int, int]:
     """The same for GEMV_ROWS < rows ≤ GEMM_PACKED_ROWS.
 
-    A block for each set of tiles; but blocks of the first wave stay, where they have half a set more on average, and as
-    many fit with memory of their own for sums.
+    A block for each set of tiles; but of one format, blocks of the first wave stay, where they have half a set more on
+    average, and as many fit with memory of their own for sums.
     """
-    config, (sets,), resident = _gemm_packed(rows, processors, shared_memory, [PackedRows(out, values, nbytes)], gated)
-    if 2 * sets < 3 * resident * processors:
-        return config, sets
-    tiles, unit = int(config.defines["TILES"]), int(config.defines["UNIT"])
-    copied, sums = 16 * nbytes * unit // values, 4 * int(config.defines["ROWS"]) * (16 * tiles + 4)  # of a warp
-    slots, staying = _gemm_packed_slots(shared_memory, tiles, copied, sums)
-    if staying < max(1, resident):
-        return config, sets
-    shared = _PACKED_WARPS * (slots * copied + sums)
-    defines = {**config.defines, "SLOTS": slots, "STAYS": 1, "SHARED": shared}
-    return LaunchConfig(defines, config.threads, shared), staying * processors
-
-
-def gemm_packed_beside(
-    rows: int, processors: int, shared_memory: int, weights: PackedRows, beside: PackedRows
-) -> tuple[LaunchConfig, int, int]:
-    """The same for weights of two formats in one launch, as `gemv_packed_beside` gives it."""
-    config, blocks, _ = _gemm_packed(rows, processors, shared_memory, [weights, beside])
-    return config, sum(blocks), blocks[0]
-
-
-def _gemm_packed(
-    rows: int, processors: int, shared_memory: int, weights: Sequence[PackedRows], gated: bool = False
-) -> tuple[LaunchConfig, list[int], int]:
-    """The configuration of gemm_packed for weights of one format or of two, a block for each set of tiles: the sets of
-    each, and how many blocks a multiprocessor has at once, of the format that needs more memory."""
     most, warps = 1 << (rows - 1).bit_length(), _PACKED_WARPS
-    machine = processors, shared_memory
-    sizes = [_gemm_packed_sizes(most, *machine, one, gated) for one in weights]
-    tiles, slots, units, resident = zip(*sizes, strict=True)
-    copied = [warps * 16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]
+    sizes = [_gemm_packed_sizes(most, processors, shared_memory, one, gated) for one in weights]
+    tiles, slots, units, residents = zip(*sizes, strict=True)
+    copied = [16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]  # bytes a warp
+    sums = [4 * most * (16 * of + 4) for of in tiles]
     places = max(count * nbytes for count, nbytes in zip(slots, copied, strict=True))
-    slots = tuple(places // nbytes for nbytes in copied)  # of another format, as many as that one has bytes for
-    shared = max(places, *(warps * 4 * most * (16 * of + 4) for of in tiles))
-    defines: dict[str, int | float | str] = {"ROWS": most, **_sizes(tiles, slots, units), "WARPS": warps, "STAYS": 0}
-    sets = [-(-one.out // (16 * of)) for one, of in zip(weights, tiles, strict=True)]
-    return LaunchConfig({**defines, "SHARED": shared}, 32 * warps, shared), sets, min(resident)
+    slots = tuple(places // nbytes for nbytes in copied)  # both formats take the same memory
+    sets, resident = [-(-one.out // (16 * of)) for one, of in zip(weights, tiles, strict=True)], min(residents)
+    shared, stays, blocks = warps * max(places, *sums), 0, sum(sets)
+    if len(weights) == 1 and 2 * blocks >= 3 * resident * processors:
+        more, staying = _gemm_packed_slots(shared_memory, tiles[0], copied[0], sums[0])
+        if staying >= max(1, resident):
+            slots, shared = (more,), warps * (more * copied[0] + sums[0])
+            stays, blocks = 1, staying * processors
+    defines: dict[str, int | float | str] = {"ROWS": most, **_sizes(tiles, slots, units), "WARPS": warps}
+    return LaunchConfig({**defines, "STAYS": stays, "SHARED": shared}, 32 * warps, shared), blocks, sets[0]
 
 
 def _gemm_packed_sizes(
@@ -164,14 +128,14 @@ def _gemm_packed_sizes(
 ) -> tuple[int, int, int, int]:
     """TILES, SLOTS and UNIT of gemm_packed, and blocks of a multiprocessor."""
     out, values, nbytes = weights
-    # Tiles share a block's reads of x, which are worth it from 9 rows on: with fewer rows, measured on an H100, blocks
-    # of one tile are 1 to 9 % faster. With few blocks, processors are idle.
+    # Tiles share a block's reads of x, which pays from 9 rows on: with fewer, blocks with one tile are 1 to 9 % faster
+    # on an H100. With few blocks, processors are idle.
     blocks, shares, warps = processors * 7 // 8, most > 8, _PACKED_WARPS
     tiles = 2 if gated or (shares and out >= 32 * blocks) else 1
     unit = max(128, values)
     copied = 16 * nbytes * unit // values  # bytes of a unit of a tile
-    # Of so many rows, blocks read more bytes of x from the L2 cache than weights: four tiles share them, where two
-    # blocks of so many slots are resident.
+    # Blocks with so many rows read more bytes of x from the L2 cache than of weights: four tiles share them, where two
+    # blocks with so many slots are resident.
     beside = SYSTEM_BYTES
     if shares and out >= 64 * 2 * blocks and warps * 5 * copied + beside <= min(SHARED_BYTES, shared_memory // 2):
         tiles = 4
@@ -199,24 +163,17 @@ def joins(weight: Matrix, beside: Matrix, rows: int) -> bool:
 def multiply(device: Device, launch: Launcher, y: Array, x: Array, product: Product) -> None:
     """`linear` of at most GEMM_PACKED_ROWS rows into y; more than GEMV_ROWS come normalised in half precision."""
     (rows, width), (weight, beside) = x.shape, (product.weight, product.beside)
-    machine, few = (device.processors, device.shared_memory), rows <= GEMV_ROWS
-    own, more = _rows_of(weight), tuple[Any, ...]()
-    if beside is None:
-        configured = gemv_packed if few else gemm_packed
-        config, blocks = configured(rows, own.out, *machine, own.values, own.nbytes, product.activation is not None)
-    else:
-        both = gemv_packed_beside if few else gemm_packed_beside
-        config, blocks, border = both(rows, *machine, own, _rows_of(beside))
-        more = beside.data, beside.shape[0], border
+    few, matrices = rows <= GEMV_ROWS, [weight] if beside is None else [weight, beside]
+    configured = gemv_packed if few else gemm_packed
+    weights = [rows_of(matrix.format, matrix.shape[0]) for matrix in matrices]
+    gated = product.activation is not None
+    config, blocks, border = configured(rows, device.processors, device.shared_memory, weights, gated)
     out = y.shape[1] - (0 if beside is None else beside.shape[0])
+    more = () if beside is None else (beside.data, beside.shape[0], border)
     operands, sizes = (y, x, weight.data, product.bias), (rows, width, out, row_stride(y))
+    config = product.with_types(y, config)
     if not few:
-        launch("gemm_packed", (blocks,), product.with_types(x, y, config), *operands, *sizes, *more)
+        launch("gemm_packed", (blocks,), config, *operands, *sizes, *more)
         return
     norm_weight, eps = product.norm or (None, 0.0)
-    config = product.with_types(x, y, config)
     launch("gemv_packed", (blocks,), config, *operands, norm_weight, *sizes, float(eps), *more)
-
-
-def _rows_of(matrix: Matrix) -> PackedRows:
-    return PackedRows(matrix.shape[0], matrix.format.values, block_bytes(matrix.format))

@@ -58,11 +58,11 @@ def _asked_of_linux(name: str) -> bool:
 
 def _asked_of_macos(name: str) -> bool:
     """The same of macOS, which does not know the names of features that are newer than itself."""
-    found, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    flag, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     read = ctypes.CDLL(None).sysctlbyname
     read.argtypes = [ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_size_t]
-    failed = read(_OF_ARM[name][2].encode(), ctypes.byref(found), ctypes.byref(size), None, 0)
-    return not failed and found.value == 1
+    failed = read(_OF_ARM[name][2].encode(), ctypes.byref(flag), ctypes.byref(size), None, 0)
+    return not failed and flag.value == 1
 
 
 def _listed_by_linux() -> list[str] | None:

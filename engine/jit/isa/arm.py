@@ -71,15 +71,15 @@ class Neon(ConvertsHalves):
 
         def find(index: Value) -> Value:
             parts = [e.part(index, lane, 16) for lane in range(0, index.lanes, 16)]
-            found: list[Value | None] = [None for _ in parts]
+            results: list[Value | None] = [None for _ in parts]
             for first in range(0, entries, _LOOKED_UP):
                 lines, at = few, pointer if few else e.unknown(pointer)
                 if not few:
                     e.keep_order()
                     lines = [e.load(at, _BYTES, line) for line in range(first, min(entries, first + _LOOKED_UP), 16)]
                 parts = [e.unknown(part) - _LOOKED_UP if first else part for part in parts]
-                found = [_found(e, lines, part, own) for part, own in zip(parts, found, strict=True)]
-            return e.join([own for own in found if own is not None])
+                results = [_found(e, lines, part, own) for part, own in zip(parts, results, strict=True)]
+            return e.join([own for own in results if own is not None])
 
         def by_registers(index: Value) -> Value:
             if index.lanes >= 16:

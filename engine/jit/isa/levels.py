@@ -9,7 +9,7 @@ from polarlm.engine.jit import isa
 from polarlm.engine.jit.lang import Level
 
 
-def found() -> tuple[Level, ...]:
+def all_levels() -> tuple[Level, ...]:
     """The `LEVELS` of all files: `generic` first, then other machines', each in ascending order."""
     stems = {info.name for info in pkgutil.iter_modules(isa.__path__)} - {"levels"}
     in_order = sorted(stems, key=lambda stem: (stem != "generic", stem))
@@ -17,4 +17,4 @@ def found() -> tuple[Level, ...]:
     return tuple(level for module in modules for level in module.LEVELS)
 
 
-LEVELS = found()
+LEVELS = all_levels()

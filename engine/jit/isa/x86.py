@@ -169,13 +169,13 @@ def _shuffled(e: Emitter, tables: Sequence[Values], pieces: Values) -> list[list
                 entry = _shuffle_bytes(e, table[first + number], piece)
                 before = totals.get((place, first, i))
                 totals[place, first, i] = entry if before is None else before ^ entry
-    found = []
+    looked_up = []
     for place in range(len(tables)):
         own = [totals[place, 0, i] for i in range(len(pieces))]
         if len(halves) > 1:
             own = [e.select(piece < 0, totals[place, _PARTS, i], own[i]) for i, piece in enumerate(pieces)]
-        found.append(own)
-    return found
+        looked_up.append(own)
+    return looked_up
 
 
 class _Vnni(Avx2):

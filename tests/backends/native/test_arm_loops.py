@@ -28,10 +28,10 @@ from tests.pairs import in_turn
 every_arm_level = in_turn("level", ARM)
 
 
-# Of bytes with int16: of 4 high and of 4 low bytes in two instructions, or of 8 of both in one; of int16, or of int32
-# that LLVM makes of them.
+# Products of bytes with int16: of 4 high and of 4 low bytes in two instructions, or of 8 of both in one; of int16,
+# or of int32 that LLVM makes of them.
 OF_WEIGHTS = {"neon": "smlal2?|smull2?|mla|mul", "neon-dot": "sdot", "neon-i8mm": "smmla"}
-PRODUCTS = {"neon": 128, "neon-dot": 64, "neon-i8mm": 32}  # of them for 16 outputs and 32 inputs
+PRODUCTS = {"neon": 128, "neon-dot": 64, "neon-i8mm": 32}  # how many for 16 outputs and 32 inputs
 
 
 def keys(name: str) -> Kernel:
@@ -79,7 +79,7 @@ def test_tables_and_bytes(level: Level) -> None:
     found is multiplied by each query as signed bytes. The tables would take all registers: they are read again, 64
     entries for four registers of codes."""
     loop = Loop(keys("ring4"), level)
-    lookups, products = 2 * 4, 3 * 2 * 4  # of four registers of codes
+    lookups, products = 2 * 4, 3 * 2 * 4  # for four registers of codes
     assert loop.count("tbl") == lookups
     assert loop.count("tbx") == 3 * lookups
     assert loop.count("smull2?|sdot") == products * (2 if level.name == "neon" else 1)

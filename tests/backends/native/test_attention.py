@@ -59,7 +59,7 @@ def test_attention_at_every_level(level: Level, window: int | None, sequences: l
 
 
 def sink_scores(heads: int) -> np.ndarray:
-    """Scores below, among and above those of tokens, one for each head."""
+    """Scores below, among and above the scores of tokens, one for each head."""
     return np.linspace(-20, 12, heads).astype(np.float32)
 
 
@@ -126,10 +126,10 @@ def test_a_sequence_finds_the_same_alone() -> None:
 
 
 def check_over_codes(case: Step, level: Level, window: int | None, **rule: Any) -> None:
-    """Queries are bytes: a query's error is its largest channel / 127 / √12 for each channel, and so is, about, that of
-    a table's points. Keys have channels of about unit variance around their mean, so a score is off by √2 times that,
-    times √D and the scale of scores: for 64 normal channels, of which the largest is near 2.6, by .02. A weight is off
-    by that factor, by its own for each token, and so is what the weights sum up to. The bytes of weights and of the
+    """Queries are bytes: a query's error is its largest channel / 127 / √12 for each channel, and so is, about, the
+    error of a table's points. Keys have channels of about unit variance around their mean, so a score is off by √2
+    times that, times √D and the scale of scores: for 64 normal channels, whose largest is near 2.6, by .02. A weight is
+    off by that factor, by its own for each token, and so is what the weights sum up to. The bytes of weights and of the
     values' points add less than .01."""
     largest = np.abs(case.q).max(-1) / 127
     most = 0.01 + SCALE * np.sqrt(2 * case.q.shape[-1] / 12) * np.sqrt((largest**2).mean())

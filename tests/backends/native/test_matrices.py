@@ -1,4 +1,4 @@
-"""Products at a level that multiplies matrices: the same as those of few rows, to the bit."""
+"""Products at a level that multiplies matrices: the same as products of few rows, to the bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ with_matrices = in_turn("level", [level for level in levels() if level.matrix_ro
 def multiplied(
     format: WeightFormat, packed: np.ndarray, x: np.ndarray, sizes: Tiling, level: Level, activation: str | None = None
 ) -> np.ndarray:
-    """x times the weights of all tiles, with a bias; with an activation, half of the tiles are those of the gate."""
+    """x times the weights of all tiles, with a bias; with an activation, half of the tiles are the gate's."""
     count, (panels, *_) = len(packed) // (1 if activation is None else 2), quantized(x, sizes.rows, level)
     y, bias = np.full((len(x), 16 * count), 3, np.float32), np.arange(16 * len(packed), dtype=np.float32)
     spec = Product(format, sizes, adds=activation is None, has_bias=True, activation=activation)

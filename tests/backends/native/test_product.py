@@ -268,6 +268,6 @@ def test_tiles_take_the_bytes_that_are_planned(name: str) -> None:
     rng = np.random.default_rng(3)
     format, packed, _ = stored(rng, name, 36, 256)
     assert packed.nbytes == tiles.tile_bytes(format, 36, 256)
-    if format.unpack is not None:  # those of the file; an exponent becomes a scale, a sign a bit of four indices
+    if format.unpack is not None:  # the file's bytes; an exponent becomes a scale, a sign a bit of four indices
         more = {"mxfp4": 1, "iq1_s": 4, "iq1_m": 2}.get(name, 0)
         assert tiles.block_bytes(format) == tiles.ROWS * (format.nbytes + more)

@@ -31,8 +31,8 @@ class CardsOps(CudaOps):
         self.name = " and ".join(card.name for card in cards)
         self.prefill_rows = min(card.prefill_rows for card in cards)
         devices = [card._device for card in cards]
-        sizes = [(one.processors, one.shared_memory, one.overlaps) for one in devices]
-        self._alike = [one for one, own in zip(devices, sizes, strict=True) if own == sizes[-1]]
+        sizes = [(device.processors, device.shared_memory, device.overlaps) for device in devices]
+        self._alike = [device for device, size in zip(devices, sizes, strict=True) if size == sizes[-1]]
         self._ends = [*itertools.accumulate(counts)]
         self._by_device: dict[Device, CudaOps] = {card._device: card for card in cards}
         self.buffer = self._buffer
@@ -66,11 +66,11 @@ class CardsOps(CudaOps):
         return getattr(self._by_device[cache.device], op)(cache, *args)
 
     def _buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> CardBuffers:
-        own = {device: card.buffer(format, rows, as_slots=as_slots) for device, card in self._by_device.items()}
-        return CardBuffers({device: one for device, one in own.items() if isinstance(one, Buffer)})
+        buffers = {device: card.buffer(format, rows, as_slots=as_slots) for device, card in self._by_device.items()}
+        return CardBuffers({device: pools for device, pools in buffers.items() if isinstance(pools, Buffer)})
 
     def _encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         for device, card in self._by_device.items():
-            own = [one._replace(caches=[cache for cache in one.caches if cache.device is device]) for one in filled]
-            if any(one.caches for one in own):
-                card.encode_blocks([one for one in own if one.caches])
+            on_card = [f._replace(caches=[c for c in f.caches if c.device is device]) for f in filled]
+            if any(blocks.caches for blocks in on_card):
+                card.encode_blocks([blocks for blocks in on_card if blocks.caches])

@@ -16,16 +16,7 @@ import cupy
 import numpy as np
 from cupy_backends.cuda.libs import cublas
 
-from polarlm.engine.backends.cuda.device import (
-    Addresses,
-    Carried,
-    Device,
-    Moved,
-    Result,
-    overlap,
-    peers,
-    row_stride,
-)
+from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, overlap, row_stride
 from polarlm.engine.backends.cuda.device.cupy_compiler import Kernel, compile_module
 from polarlm.engine.backends.cuda.device.cupy_recording import HostCall, Recordings, memory_errors, pinned
 from polarlm.engine.backends.cuda.device.kernel_source import source, waits
@@ -39,6 +30,7 @@ _STAGED_BYTES = 1 << 20  # for larger arrays a copy to pinned memory does not pa
 # Device attributes: compute capability, and shared memory per multiprocessor.
 _MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 81
 _NO_DEVICE, _OLD_DRIVER = 100, 35  # cudaErrorNoDevice, cudaErrorInsufficientDriver
+_HAS_ACCESS = 704  # cudaErrorPeerAccessAlreadyEnabled
 _LEAST_CAPABILITY = 8, 0  # cp.async and bfloat16 in the matrix instructions
 
 _ARGUMENTS = (cupy.ndarray, np.int32, np.int64, np.float32)
@@ -76,9 +68,7 @@ def open_device(number: int = 0) -> CupyDevice:
     try:  # a missing compiler, header or cuBLAS is noticed only when it is used
         gate_up = device.from_host(np.zeros((1, 16), np.float32))
         args = (device.empty((1, 8), np.float32), gate_up, np.int32(8))
-        device.launch(
-            "activate_mul_kernel", source("activate_mul", ACT="float", ACTIVATION="silu"), (1, 1), (32,), args
-        )
+        device.launch("activate_mul_kernel", source("activate_mul", ACTIVATION="silu"), (1, 1), (32,), args)
         half = device.from_host(np.zeros((8, 8), np.float16))
         device.gemm(device.empty((8, 8), np.float32), half, half, add=False)
         device.to_host(gate_up)
@@ -225,7 +215,7 @@ class CupyDevice:
         self.use()
         if device._number not in self._reached:
             self._reached.add(device._number)
-            peers.reach(_runtime, self._number, device._number)
+            _reach(self._number, device._number)
         self._stream.wait_event(ready)
         _runtime.memcpyPeerAsync(y.data.ptr, self._number, x.data.ptr, device._number, x.nbytes, self._stream.ptr)
         device._stream.wait_event(self._stream.record(cupy.cuda.Event(disable_timing=True)))
@@ -254,12 +244,12 @@ class CupyDevice:
             function = self._modules.get(text).get_function(kernel)
             compiled = self._kernels[kernel, text] = Kernel(function, waits(text, kernel))
         compiled.allow(shared)
-        given = [self._upload_addresses(arg) if isinstance(arg, Addresses) else _argument(arg) for arg in args]
+        arguments = [self._upload_addresses(arg) if isinstance(arg, Addresses) else _argument(arg) for arg in args]
         # Outside of a recording the host is slower than short kernels, and these launches cost it more than CuPy's.
         if self._overlapped is None or not compiled.waits or not self._recordings.under_way:
-            compiled.function(tuple(grid), tuple(block), tuple(given), shared_mem=shared)
+            compiled.function(tuple(grid), tuple(block), tuple(arguments), shared_mem=shared)
             return
-        values = [_c_value(arg) for arg in given]
+        values = [_c_value(arg) for arg in arguments]
         status = self._overlapped(compiled.function.kernel.ptr, self._stream.ptr, grid, block, values, shared)
         if status:
             raise cupy.cuda.driver.CUDADriverError(status)
@@ -312,6 +302,18 @@ class CupyDevice:
     ) -> Result:
         self.use()
         return self._recordings.run_graph(key, work, inputs)
+
+
+def _reach(number: int, other: int) -> None:
+    """Allow the current GPU, `number`, to read the memory of GPU `other`, if it can: GPUs without NVLink or a common
+    PCIe switch often cannot, and GeForce cards cannot."""
+    if number == other or not _runtime.deviceCanAccessPeer(number, other):
+        return
+    try:
+        _runtime.deviceEnablePeerAccess(other)
+    except _runtime.CUDARuntimeError as error:
+        if error.status != _HAS_ACCESS:
+            raise
 
 
 def _argument(arg: Any) -> Any:

@@ -124,9 +124,9 @@ class _Recording:
         size, target, source = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, self._stream.ptr)
         self._copied.record(self._stream)
-        for to, given in zip(self.inputs, inputs, strict=True):
-            if isinstance(given, Carried | Moved):
-                self._copy(to, given.array, given.device)
+        for to, x in zip(self.inputs, inputs, strict=True):
+            if isinstance(x, Carried | Moved):
+                self._copy(to, x.array, x.device)
 
     def record(self, work: Callable[..., Any]) -> None:
         """Capture work(*self.inputs) as graphs without running it."""

@@ -76,8 +76,8 @@ def source(
 
 def joined(text: str) -> list[str]:
     """The names of the files that a kernel of this text JOINS."""
-    found = _JOINS.search(text)
-    return re.split(r",\s(?:// )?", found[1]) if found else []
+    match = _JOINS.search(text)
+    return re.split(r",\s(?:// )?", match[1]) if match else []
 
 
 def with_readers(
@@ -139,8 +139,8 @@ def waits(text: str, kernel: str) -> bool:
 
 def target(text: str) -> str:
     """The one architecture that a text can be compiled for, such as "sm_90a"; empty where it is any."""
-    found = _TARGET.search(text)
-    return found[1] if found else ""
+    match = _TARGET.search(text)
+    return match[1] if match else ""
 
 
 def prelude() -> str:

@@ -115,8 +115,8 @@ class TracingDevice:
     def run_graph(
         self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried | Moved]
     ) -> Result:
-        given = (x.filler if isinstance(x, Carried) else x for x in inputs)
-        return work(*(self.empty(x.shape, x.array.dtype if isinstance(x, Moved) else x.dtype) for x in given))
+        hosts = (x.filler if isinstance(x, Carried) else x for x in inputs)
+        return work(*(self.empty(x.shape, x.array.dtype if isinstance(x, Moved) else x.dtype) for x in hosts))
 
     def set_aside(self, size: int) -> None:
         """There is no memory."""

@@ -54,31 +54,16 @@ class CardBuffers(NamedTuple):
 
 class SideArrays(NamedTuple):
     """The arrays with which a kernel encodes keys or values of one layer, in the order of SideArrays in
-    `cuda/encode/full_block.cuh`. None where the codec or the metric has no such array.
+    `cuda/encode/full_block.cuh`; None where the codec or the metric has no such array.
+
+    quantized: the pool of quantized blocks, a part of `LayerCache.blocks` if there is one. full: the pool of
+    full-precision records to encode, which each launch sets. tables: the layout's. candidates: see `candidates`. The
+    other arrays are a `Metric`'s: both kinds of feedback are transposed, mean_query is its tilt_mean; weights only for
+    a codec whose codes are chosen as paths.
     """
 
     quantized: Array
-    full: Array
-    tables: Array | None
-    candidates: Array | None
-    feedback: Array | None
-    weights: Array | None
-    matrix: Array | None
-    mean_query: Array | None
-    token_feedback: Array | None
-
-
-@dataclass(frozen=True)
-class Side:
-    """Keys or values of one layer. Arrays are None where the codec or the metric has no such array.
-
-    quantized: the pool of quantized blocks, a part of `LayerCache.blocks` if there is one. tables: the layout's tables.
-    candidates: of the codec's points, see `candidates`. The other arrays are a `Metric`'s: both kinds of feedback are
-    transposed, mean_query is its tilt_mean; weights only of a codec whose codes are chosen as paths.
-    """
-
-    layout: Layout
-    quantized: Array
+    full: Array | None
     tables: Array | None
     candidates: Array | None
     feedback: Array | None = None
@@ -87,10 +72,21 @@ class Side:
     mean_query: Array | None = None
     token_feedback: Array | None = None
 
-    def arrays(self, full: Array) -> SideArrays:
-        """The arrays for encoding into this side. full: the pool of full-precision records to encode."""
-        costs = self.feedback, self.weights, self.matrix, self.mean_query, self.token_feedback
-        return SideArrays(self.quantized, full, self.tables, self.candidates, *costs)
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values of one layer."""
+
+    layout: Layout
+    arrays: SideArrays
+
+    @property
+    def quantized(self) -> Array:
+        return self.arrays.quantized
+
+    @property
+    def tables(self) -> Array | None:
+        return self.arrays.tables
 
 
 @dataclass(frozen=True)
@@ -98,8 +94,7 @@ class LayerCache:
     """The stored K/V of one layer, on `device`. full: the full-precision slots, for sink blocks and current blocks.
 
     blocks: the records of keys and values together (blocks, K, bytes), if the layer has two kinds of blocks in one
-    memory. Then finer is, in the cache of the others, that of blocks with more bits, and move(target, source) copies a
-    block.
+    memory. Then finer is the cache of the blocks with more bits, and move(target, source) copies a block.
     """
 
     device: Device
@@ -159,7 +154,7 @@ class SpanTable(HostTable):
     """The spans of B sequences.
 
     table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks. Of two kinds, it is how many are
-    finer, the ids of these, and those of the others. most_rows: rows of the longest span. buffer: receives the new
+    finer, their ids, then the other blocks' ids. most_rows: rows of the longest span. buffer: receives the new
     tokens of a prompt; None in a step, whose tokens go to full-precision slots.
     """
 
@@ -182,7 +177,7 @@ def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
     assert all(len(span.following) <= 1 for span in spans)
     ids = [_ids(span) for span in spans]
     table = np.zeros((len(spans), HEADER + table_width(max(map(len, ids)))), np.int32)
-    for row, span, own in zip(table, spans, ids, strict=True):
+    for row, span, blocks in zip(table, spans, ids, strict=True):
         # The blocks of a buffer are consecutive; in a step the next block is any slot.
         following = span.following[0] if span.following else span.current.block + 1
         row[:HEADER] = SpanHeader(
@@ -196,7 +191,7 @@ def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
             current_block=span.current_start // block_size,
             next=following,
         )
-        row[HEADER : HEADER + len(own)] = own
+        row[HEADER : HEADER + len(blocks)] = blocks
     counts = table[:, SpanHeader._fields.index("rows")]
     return SpanTable(table, int(counts.max()), spans[0].current.buffer)
 

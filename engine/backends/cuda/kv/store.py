@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps, Norms, Rope
-from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, Layouts, Side, SpanTable, pack_spans
+from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, Layouts, Side, SideArrays, SpanTable, pack_spans
 from polarlm.engine.backends.cuda.kv.candidates import candidates, path_candidates
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.rotation import DeviceTransform
@@ -114,25 +113,21 @@ class CacheOps:
     def _side(self, layout: Layout, format: CacheFormat, metric: Metric | None, pool: Array, like: Side | None) -> Side:
         """A side with `pool`; the codec's tables are shared with `like` (same layout) if given."""
         if like is None:
-            tables, nearest = (
-                self._upload(layout.tables if layout.tables.size else None),
-                self._upload(_nearest(layout)),
-            )
+            tables, nearest = layout.tables if layout.tables.size else None, _nearest(layout)
+            arrays = SideArrays(pool, None, self._upload(tables), self._upload(nearest))
         else:
-            tables, nearest = like.tables, like.candidates
-        side = Side(layout, pool, tables, nearest)
+            arrays = SideArrays(pool, None, like.arrays.tables, like.arrays.candidates)
         if metric is None:
-            return side
-
+            return Side(layout, arrays)
         tokens, block_size = metric.token_feedback, format.block_size
-        return replace(
-            side,
+        arrays = arrays._replace(
             feedback=self._upload(metric.feedback.swapaxes(1, 2)),
             weights=self._upload(metric.weights if layout.record.searches_paths else None),
             matrix=self._upload(metric.matrix),
             mean_query=self._upload(metric.tilt_mean),
             token_feedback=self._upload(None if tokens is None else tokens[0].reshape(block_size, block_size).T),
         )
+        return Side(layout, arrays)
 
     def _upload(self, x: np.ndarray | None) -> Array | None:
         return None if x is None else self._device.from_host(np.ascontiguousarray(x))
@@ -202,8 +197,8 @@ class CacheOps:
                 layer = cache, cache.pools(sources[0].buffer), moves
                 alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(layer)
         for (layouts, heads), layers in alike.items():
-            rows = [cache.values.arrays(full.v) for cache, full, _ in layers]
-            rows += [cache.keys.arrays(full.k) for cache, full, _ in layers]
+            rows = [cache.values.arrays._replace(full=full.v) for cache, full, _ in layers]
+            rows += [cache.keys.arrays._replace(full=full.k) for cache, full, _ in layers]
             pairs = 2 * [moves for _, _, moves in layers]  # for slots and for blocks of each row
             numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
             jobs = np.column_stack([numbers, np.concatenate(pairs)])
@@ -240,12 +235,12 @@ class CacheOps:
         return self._device.to_host(gathered)
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        given = transfer.converted(cache.format, len(blocks), arrays, transfer.RECORDS)
-        pools = [(cache.keys.quantized, given["keys"]), (cache.values.quantized, given["values"])]
+        stored = transfer.converted(cache.format, len(blocks), arrays, transfer.RECORDS)
+        pools = [(cache.keys.quantized, stored["keys"]), (cache.values.quantized, stored["values"])]
         if cache.blocks is not None:
-            pools = [(cache.blocks, np.concatenate([given["keys"], given["values"]], axis=-1))]
-        for pool, own in pools:
-            self._copy_records(pool, self._upload(own), np.arange(len(blocks)), np.asarray(blocks))
+            pools = [(cache.blocks, np.concatenate([stored["keys"], stored["values"]], axis=-1))]
+        for pool, raw in pools:
+            self._copy_records(pool, self._upload(raw), np.arange(len(blocks)), np.asarray(blocks))
 
     def read_full(self, cache: LayerCache, slot: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         k, v = (
@@ -257,9 +252,9 @@ class CacheOps:
     def write_full(self, cache: LayerCache, slot: int, k: np.ndarray, v: np.ndarray) -> None:
         format = cache.format
         tokens = transfer.full_tokens(format, k, v)
-        for pool, layout, given in zip(cache.full, cache.full_layouts, (k, v), strict=True):
+        for pool, layout, x in zip(cache.full, cache.full_layouts, (k, v), strict=True):
             block = np.zeros((format.kv_heads, format.block_size, format.head_dim), np.float32)
-            block[:, :tokens] = given
+            block[:, :tokens] = x
             record = layout.pack(codecs.get(codecs.FULL).encode(block))
             self._copy_records(pool, self._upload(record), np.zeros(1), np.full(1, slot))
 

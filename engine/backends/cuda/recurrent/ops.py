@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +29,17 @@ from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
 from polarlm.model_loaders.config import Recurrent
 
-# Adds rows to one slot, from a place in its block. The last argument: see `kept` in `delta_scan.cu`.
-_AddRows = Callable[[slice, DeltaSlots, int, np.ndarray], None]
+
+class _Part(NamedTuple):
+    """Rows of a prompt that are added to a slot at once, from a place in its block, and their results y. kept: see
+    `delta_scan.cu`."""
+
+    y: Array
+    projected: Array
+    slot: DeltaSlots
+    ends: DeltaEnds
+    place: int
+    kept: np.ndarray
 
 
 class RecurrentOps:
@@ -56,7 +64,8 @@ class RecurrentOps:
         key_heads, (_, heads, _, dim) = slots.keys.shape[1], slots.updates.shape
         y = self._device.empty((len(projected), heads * dim), np.float32)
         if ends is not None:
-            self._prompt(slots, spans, ends, partial(self._add_delta_rows, y, projected, w, ends))
+            for part in _parts(y, projected, slots, spans, ends):
+                self._add_delta_rows(part, w)
             return y
         weights, numbers = (w.conv, w.decay, w.dt_bias, w.norm), (key_heads, int(w.tiled), float(w.eps))
         args = y, *_step_state(slots), projected, *weights, spans, row_stride(projected), *numbers
@@ -74,106 +83,58 @@ class RecurrentOps:
             args = y, *_step_state(slots), projected, *weights, w.skip, spans, pitch, groups
             self._launch("mamba2", (len(w.skip), len(spans)), config, *args)
         else:
-            self._prompt(slots, spans, ends, partial(self._add_mamba2_rows, y, projected, w, ends))
+            for part in _parts(y, projected, slots, spans, ends):
+                self._add_mamba2_rows(part, w)
         of_results = y, projected, w.norm, pitch, size, float(w.eps)
         self._launch("mamba2_results", (groups, rows), mamba2_results(size, rows), *of_results)
         return y
 
-    def _prompt(self, slots: DeltaSlots, spans: Array, ends: DeltaEnds, add: _AddRows) -> None:
-        """Add the rows of each span, PROMPT_ROWS at most at a time, which end with a block."""
-        block = slots.keys.shape[3]
-        for span in map(DeltaSpan._make, spans.tolist()):
-            slot = DeltaSlots(*(array[span.slot] for array in slots))
-            first, last, place, number = span.first, span.first + span.rows, span.place, 0
-            while first < last:
-                end = min(last, first + PROMPT_ROWS // block * block - place)
-                blocks = -(-(place + end - first) // block)
-                kept = np.full(blocks, -1, np.int32)
-                for row, wanted in enumerate(ends.numbers):
-                    if number <= wanted < number + blocks:
-                        kept[wanted - number] = row
-                add(slice(first, end), slot, place, kept)
-                number, place, first = number + blocks, (place + end - first) % block, end
-
-    def _add_delta_rows(
-        self,
-        y: Array,
-        projected: Array,
-        w: DeltaWeights,
-        ends: DeltaEnds,
-        part: slice,
-        slot: DeltaSlots,
-        place: int,
-        kept: np.ndarray,
-    ) -> None:
-        (key_heads, _, _), (heads, _, _), y, projected = slot.keys.shape, slot.updates.shape, y[part], projected[part]
+    def _add_delta_rows(self, part: _Part, w: DeltaWeights) -> None:
+        y, projected, slot, _, place, _ = part
         sizes, pitch, rows = DeltaSizes.of(slot), row_stride(projected), len(projected)
-        arrays = self._scratch(sizes, slot, kept)
+        key_heads, heads, arrays = len(slot.keys), len(slot.updates), self._scratch(sizes, part)
         numbers = key_heads, heads, int(w.tiled), rows, place
         args = *arrays, projected, *_known(slot), slot.inputs, w.conv, w.decay, w.dt_bias, pitch, *numbers
-        self._launch("delta_blocks", (len(kept), key_heads), sizes.blocks(), *args)
-        on_device = self._device.from_host(kept)
-        queries, _, *others = arrays
-        self._scan(sizes, y, slot, ends, [queries, *others, None], on_device, w.tiled, rows, place)
+        self._launch("delta_blocks", (len(part.kept), key_heads), sizes.blocks(), *args)
+        kept, (queries, _, *others) = self._device.from_host(part.kept), arrays
+        self._scan(sizes, part, [queries, *others, None], kept, w.tiled)
         config = sizes.finish()
         grid = (-(-rows * heads * WARP // config.threads),)
         of_results = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
         self._launch("delta_results", grid, config, *of_results)
-        self._keep_inputs(sizes, slot, ends, projected, on_device, place)
+        self._keep_inputs(sizes, part, projected, kept)
 
-    def _add_mamba2_rows(
-        self,
-        y: Array,
-        projected: Array,
-        w: Mamba2Weights,
-        ends: DeltaEnds,
-        part: slice,
-        slot: DeltaSlots,
-        place: int,
-        kept: np.ndarray,
-    ) -> None:
-        (groups, _, _), (heads, _, _), y, projected = slot.keys.shape, slot.updates.shape, y[part], projected[part]
-        sizes, rows = Mamba2Sizes.of(slot), len(projected)
-        arrays, config = self._scratch(sizes, slot, kept), sizes.blocks()
+    def _add_mamba2_rows(self, part: _Part, w: Mamba2Weights) -> None:
+        y, projected, slot, _, place, _ = part
+        sizes, groups, heads = Mamba2Sizes.of(slot), len(slot.keys), len(slot.updates)
+        arrays, config = self._scratch(sizes, part), sizes.blocks()
         weights = w.conv, w.bias, w.decay, w.dt_bias, w.skip
-        numbers = row_stride(projected), groups, heads, rows, place
+        numbers = row_stride(projected), groups, heads, len(projected), place
         args = y, *arrays, projected, *_known(slot), slot.inputs, *weights, *numbers
-        grid = len(kept), groups, -(-heads // groups // int(config.defines["MEMBERS"]))
+        grid = len(part.kept), groups, -(-heads // groups // int(config.defines["MEMBERS"]))
         self._launch("mamba2_blocks", grid, config, *args)
-        on_device, (queries, largest, faded, *others) = self._device.from_host(kept), arrays
-        self._scan(sizes, y, slot, ends, [queries, faded, None, *others, largest], on_device, False, rows, place)
-        self._keep_inputs(sizes, slot, ends, projected[:, y.shape[1] :], on_device, place)
+        kept, (queries, largest, faded, *others) = self._device.from_host(part.kept), arrays
+        self._scan(sizes, part, [queries, faded, None, *others, largest], kept, False)
+        self._keep_inputs(sizes, part, projected[:, y.shape[1] :], kept)
 
-    def _scratch(self, sizes: DeltaSizes, slot: DeltaSlots, kept: np.ndarray) -> list[Array]:
-        shapes = sizes.scratch(len(slot.keys), len(slot.updates), len(kept))
+    def _scratch(self, sizes: DeltaSizes, part: _Part) -> list[Array]:
+        shapes = sizes.scratch(len(part.slot.keys), len(part.slot.updates), len(part.kept))
         return [self._device.empty(shape, np.float32) for shape in shapes]
 
-    def _scan(
-        self,
-        sizes: DeltaSizes,
-        y: Array,
-        slot: DeltaSlots,
-        ends: DeltaEnds,
-        arrays: Sequence[Array | None],
-        kept: Array,
-        tiled: bool,
-        rows: int,
-        place: int,
-    ) -> None:
+    def _scan(self, sizes: DeltaSizes, part: _Part, arrays: Sequence[Array | None], kept: Array, tiled: bool) -> None:
         """arrays: queries, faded, reads or None, news, weights, logs, largest or None: see `delta_scan.cu`."""
-        heads, _, dim = slot.updates.shape
+        slot, (heads, _, dim) = part.slot, part.slot.updates.shape
         config = sizes.scan(heads, self._device.processors, self._device.shared_memory)
         grid = -(-dim // int(config.defines["SLICE"])), heads
-        written, numbers = (y, slot.matrices, *_known(slot), ends.matrices), (len(slot.keys), int(tiled), rows, place)
-        self._launch("delta_scan", grid, config, *written, *arrays, kept, *numbers)
+        written, numbers = (part.y, slot.matrices, *_known(slot), part.ends.matrices), (len(part.y), part.place)
+        self._launch("delta_scan", grid, config, *written, *arrays, kept, len(slot.keys), int(tiled), *numbers)
 
-    def _keep_inputs(
-        self, sizes: DeltaSizes, slot: DeltaSlots, ends: DeltaEnds, convolved: Array, kept: Array, place: int
-    ) -> None:
+    def _keep_inputs(self, sizes: DeltaSizes, part: _Part, convolved: Array, kept: Array) -> None:
         """convolved: rows that begin with what is convolved."""
-        channels, config = slot.inputs.shape[1], sizes.finish()
-        args = slot.inputs, ends.inputs, convolved, kept, row_stride(convolved), channels, len(convolved), place
-        self._launch("delta_inputs", (-(-channels // config.threads),), config, *args, file="delta_results")
+        inputs, config = part.slot.inputs, sizes.finish()
+        numbers = row_stride(convolved), inputs.shape[1], len(convolved), part.place
+        args = inputs, part.ends.inputs, convolved, kept, *numbers
+        self._launch("delta_inputs", (-(-inputs.shape[1] // config.threads),), config, *args, file="delta_results")
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         key_heads, heads = layers[0].keys.shape[1], layers[0].updates.shape[1]
@@ -209,6 +170,23 @@ class RecurrentOps:
         matrices, config = self._device.empty((heads, key_dim, dim), np.float32), state_codes(key_dim, dim)
         self._launch("state_matrices", (heads,), config, matrices, *fields, file="state_codes")
         return matrices
+
+
+def _parts(y: Array, projected: Array, slots: DeltaSlots, spans: Array, ends: DeltaEnds) -> Iterator[_Part]:
+    """The rows of each span, PROMPT_ROWS at most at a time, which end with a block."""
+    block = slots.keys.shape[3]
+    for span in map(DeltaSpan._make, spans.tolist()):
+        slot = DeltaSlots(*(array[span.slot] for array in slots))
+        first, last, place, number = span.first, span.first + span.rows, span.place, 0
+        while first < last:
+            end = min(last, first + PROMPT_ROWS // block * block - place)
+            blocks = -(-(place + end - first) // block)
+            kept = np.full(blocks, -1, np.int32)
+            for row, wanted in enumerate(ends.numbers):
+                if number <= wanted < number + blocks:
+                    kept[wanted - number] = row
+            yield _Part(y[first:end], projected[first:end], slot, ends, place, kept)
+            number, place, first = number + blocks, (place + end - first) % block, end
 
 
 def _span_rows(spans: Array, y: Array) -> int:

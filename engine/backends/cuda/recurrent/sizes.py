@@ -5,6 +5,8 @@ Letters as in `engine.backends.delta`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,11 +22,12 @@ _SCAN_THREADS = 256
 _HELD = 8  # rows of a matrix that a thread of a step holds
 _SLICES = (64, 32, 16)  # columns of a matrix of a block of delta_scan
 _CHUNKS = (32, 16)  # terms of a product of delta_scan that are copied at a time
-_SLOW_BYTES = 100 << 10  # of shared memory: with so few, tensor cores add float32 at half their speed
+_SLOW_BYTES = 100 << 10  # shared memory of GPUs whose tensor cores add float32 at half their speed
 _MEMBERS = 8  # heads of a block of mamba2_blocks
-_CHANNELS = 128  # of its queries and keys, at a time
+_CHANNELS = 128  # channels of queries and keys at a time
+_STEP = 4  # between the ends of blocks whose states are kept: see `state.recurrent.delta.ends_to_keep`
 _LARGEST_BLOCK = 64  # tokens whose products the threads of a block can share out
-PROMPT_ROWS = 1024  # of a prompt that are computed at a time: more of them need more memory
+PROMPT_ROWS = 1024  # a prompt's rows that are computed at a time: more need more memory
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class DeltaSizes:
         rows, threads = step_rows(most_rows), self._matrix_threads()
         columns, tokens = self.value_dim // 4, self.block // 4
         groups, key_groups = (min(threads // width, self.key_dim) for width in (columns, tokens))
-        products = 1 + self.reads  # of a query, and of a key
+        products = 1 + self.reads  # a query's, and a key's
         sums = products * max(groups * self.value_dim, key_groups * self.block)
         of_row = 2 * self.key_dim + 2 * self.value_dim + 1
         shared = _FLOAT * (sums + rows * of_row + (products + 1) * self.block)
@@ -104,8 +107,8 @@ class DeltaSizes:
         columns = next((one for one in fitting if heads * -(-self.value_dim // one) >= least), fitting[-1])
         shared = {chunk: self._scan_shared(columns, chunk) for chunk in _CHUNKS}
         chunk = next((chunk for chunk in _CHUNKS if shared[chunk] <= SHARED_BYTES), _CHUNKS[-1])
-        own = {"SLICE": columns, "CHUNK": chunk, "READS": int(self.reads)}
-        defines = {**self.defines, **own, "THREADS": _SCAN_THREADS, "SHARED": shared[chunk]}
+        shares = {"SLICE": columns, "CHUNK": chunk, "READS": int(self.reads)}
+        defines = {**self.defines, **shares, "THREADS": _SCAN_THREADS, "SHARED": shared[chunk]}
         return LaunchConfig(defines, _SCAN_THREADS, shared[chunk])
 
     def _scan_shared(self, columns: int, chunk: int) -> int:
@@ -128,7 +131,7 @@ class DeltaSizes:
 
 
 class Mamba2Sizes(DeltaSizes):
-    """Those of the kernels of Mamba 2."""
+    """The sizes of Mamba 2's kernels."""
 
     name = "Mamba 2"
     reads = False
@@ -138,14 +141,39 @@ class Mamba2Sizes(DeltaSizes):
         threads = _whole_warps((self.block // 4) ** 2)
         channels = min(self.key_dim, _CHANNELS)
         shared = _FLOAT * (self.block * (2 * (channels + 4) + 3 * _MEMBERS) + 2 * threads // WARP)
-        own = {"CHANNELS": channels, "MEMBERS": _MEMBERS, "THREADS": threads, "SHARED": shared}
-        return LaunchConfig({**self.defines, **own}, threads, shared)
+        shares = {"CHANNELS": channels, "MEMBERS": _MEMBERS, "THREADS": threads, "SHARED": shared}
+        return LaunchConfig({**self.defines, **shares}, threads, shared)
 
 
 def sizes_of(mixer: Recurrent, block: int) -> DeltaSizes:
     """The sizes of a layer, for blocks of `block` tokens."""
     kind = Mamba2Sizes if isinstance(mixer, Mamba2) else DeltaSizes
     return kind(mixer.key_dim, mixer.value_dim, block, mixer.width)
+
+
+def heads_width(mixer: Recurrent) -> int:
+    """H·D."""
+    return mixer.value_heads * mixer.value_dim
+
+
+def projected_columns(mixer: Recurrent) -> int:
+    """Columns of a projected row, at most: q, k, v, z, b, a; or z, x, B, C, dt."""
+    return mixer.channels + heads_width(mixer) + 2 * mixer.value_heads
+
+
+def delta_prompt_bytes(mixers: Collection[Recurrent], chunk: int, tokens: int, block_size: int) -> tuple[int, int]:
+    """Bytes of what the kernels of one part of a prompt write for each other, and of the states computed at a time."""
+    blocks = tokens // block_size
+    ends = 2 + sum(_STEP**power < blocks for power in range(1, 16)) if blocks else 0
+    parts, states = [0], 0
+    for mixer in mixers:
+        count = min(-(-chunk // block_size) + 1, PROMPT_ROWS // block_size)
+        shapes = sizes_of(mixer, block_size).scratch(mixer.key_heads, mixer.value_heads, count)
+        parts.append(sum(map(math.prod, shapes)))
+        matrices, before = mixer.value_heads * mixer.key_dim * mixer.value_dim, (mixer.width - 1) * mixer.channels
+        of_tokens = mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 1) + mixer.channels
+        states += (1 + ends) * (matrices + before) + block_size * of_tokens
+    return _FLOAT * max(parts), _FLOAT * states
 
 
 def mamba2_results(size: int, rows: int) -> LaunchConfig:

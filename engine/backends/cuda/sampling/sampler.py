@@ -100,13 +100,13 @@ def _logprobs(
 def _token_logprob(words: np.ndarray, token: int, count: int) -> TokenLogprob:
     """The log-probabilities in words (4 + 2·most,) int32, the result of `cuda/sampling/logprobs.cu` for one row."""
     total = float(words[:2].view(np.uint64)[0]) * _UNIT
-    best, own = words[2:_SUMS].view(np.float32).astype(np.float64)
+    best, logit = words[2:_SUMS].view(np.float32).astype(np.float64)
     pairs = words[_SUMS : _SUMS + 2 * count].reshape(-1, 2)
     ids, logits = pairs[:, 0], pairs[:, 1].copy().view(np.float32).astype(np.float64)
     kept = (ids >= 0) & np.isfinite(logits)
     logprobs = logits[kept] - best - np.log(total)
     top = zip(ids[kept].tolist(), logprobs.tolist(), strict=True)
-    return TokenLogprob(token, float(own - best - np.log(total)), tuple(top))
+    return TokenLogprob(token, float(logit - best - np.log(total)), tuple(top))
 
 
 def _aligned(device: Device, logits: Array) -> Array:

@@ -97,7 +97,7 @@ def decoded(
     mean: np.ndarray | None = None,
     mean_scale: np.ndarray | None = None,
 ) -> DecodeArguments:
-    """Tiles of keys and of values (K, blocks, nbytes), the blocks `ids` of which are decoded to out (2, K, B, N, D)."""
+    """Tiles of keys and of values (K, blocks, nbytes), whose blocks `ids` are decoded to out (2, K, B, N, D)."""
     (keys, values), (k, v) = memory, out
     return DecodeArguments(
         keys=keys,

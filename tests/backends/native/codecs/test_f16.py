@@ -17,7 +17,7 @@ SIZES = [(64, 64, 3), (128, 16, 4), (80, 128, 1), (8, 64, 2), (20, 48, 2)]  # he
 @some_levels
 @pytest.mark.parametrize(("d", "n", "heads"), SIZES)
 def test_scores(d: int, n: int, heads: int, level: Level) -> None:
-    """The errors are those of D products and sums in float32."""
+    """The errors of D products and sums in float32."""
     fields, queries, got = attend.scored(CODEC, level, n, d, heads)
     keys = fields["values"].astype(np.float64)
     size = np.einsum("hd,bnd->bhn", np.abs(queries), np.abs(keys))

@@ -101,7 +101,7 @@ def test_mix(level: Level, size: tuple[int, int, int]) -> None:
     largest_weight = np.einsum("bhn,bn->bhn", weights, sizes).max(-1)  # (blocks, H)
     step = np.einsum("bh,bp->bhp", largest_weight, largest_radius) * np.prod(cosines) / 255
     part = np.einsum("bhn,bnp->bhnp", weights, pairs.radius)
-    share = part / np.maximum(step * 255 / np.prod(cosines), 1e-30)[:, :, None]  # of the largest weight times radius
+    share = part / np.maximum(step * 255 / np.prod(cosines), 1e-30)[:, :, None]  # the largest weight times radius is 1
     of_byte = step[:, :, None] * (0.5 + 0.5 * share + 0.05)
     of_direction = 0.14 / 60  # their distance from whole 60ths
     bound = np.einsum("bhnp,bnpc->hpc", of_byte, np.abs(pairs.direction) + of_direction)

@@ -18,7 +18,7 @@ from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 from polarlm.engine.jit.lang import Level
 
 NAMES = (*TABLED, "ring4+norm16")
-# A level looks up tables of 64, 128, 256 and four times 256 entries in its own ways, and those of up to 16 in one.
+# A level looks up tables of 64, 128, 256 and four times 256 entries in its own ways, and tables of up to 16 in one.
 levels_and_codecs = in_turn("level name", each(SOME, NAMES))
 
 
@@ -77,7 +77,7 @@ def test_mix(name: str, level: Level) -> None:
     table, limit = table_of(codec), 255
     bytes_, norms = bytes_and_norms(codec, fields)
     scaled = weights * norms[:, None]
-    top = scaled.reshape(3, heads, -1, 2).sum(-1).max(-1, keepdims=True)  # of two neighbours
+    top = scaled.reshape(3, heads, -1, 2).sum(-1).max(-1, keepdims=True)  # two neighbours' largest sum
     step = top / limit
     # Float32's own products decide which way a weight close to a half goes, so the model has an error of a few steps.
     rounded = np.rint(scaled / np.where(top > 0, step, 1))

@@ -39,8 +39,8 @@ class CodeTable:
     @cached_property
     def codes(self) -> np.ndarray:
         """The code of each number, (2^bits,). See `_mirrored`, or, where points have no mirror images, their order."""
-        found = _mirrored(self.by_code) if self.width == 2 and self.bits <= 8 and not self.flips else None
-        order = np.arange(1 << self.bits) if found is None else found
+        mirrored = _mirrored(self.by_code) if self.width == 2 and self.bits <= 8 and not self.flips else None
+        order = np.arange(1 << self.bits) if mirrored is None else mirrored
         return order.astype(np.uint8 if self.bits <= 8 else np.uint16)
 
     @cached_property
@@ -76,12 +76,12 @@ class CodeTable:
         table = _table(e, entries)
 
         def lookup(code: list[Value], channels: Sequence[int] = range(self.width)) -> Iterator[Value]:
-            for channel, found in zip(channels, table(code[0], channels), strict=True):
+            for channel, value in zip(channels, table(code[0], channels), strict=True):
                 if len(code) == 1:
-                    yield found
+                    yield value
                 else:
                     is_negative = (code[1] & (1 << channel)).equals(1 << channel)
-                    yield e.select(is_negative, -found, found)
+                    yield e.select(is_negative, -value, value)
 
         return lookup
 

@@ -137,14 +137,14 @@ class PolarTiles(Tiles):
             group = unit * (self.tokens // 16) + token // 16
             own, rows = self.places(token % 16)
             for half in range(halves):
-                found = []
+                points = []
                 for place, shift in own[half]:
                     code = (e.load(block + group * 64 + place, I8).zext(I32) >> shift & 15).zext(I64)
-                    found.append(e.load(directions + code * 8, vector(F32, 2)))
+                    points.append(e.load(directions + code * 8, vector(F32, 2)))
                 row = e.load(block + group * 32 + rows[half], I8, self.rows_at).zext(I64)
                 at = block + ((unit * self.radii + half % self.radii) * self.tokens + token) * 2
                 radius = e.half_to_float(e.load(at, I16, self.radii_at))
-                value = e.join(found) * e.load(factors + row * 32, vector(F32, 8)) * radius
+                value = e.join(points) * e.load(factors + row * 32, vector(F32, 8)) * radius
                 e.store(value, out + token * (4 * self.head_dim) + unit * 64, 32 * half)
 
         with e.loop(0, self.tokens) as token:
@@ -184,8 +184,8 @@ def _quantize(e: Emitter, x: Values, levels: int) -> tuple[list[Value], list[Val
     squares = [channel * channel for channel in x]
     codes: dict[int, list[Value]] = {}
     for level in range(1, levels + 1):
-        found = [_quarter(e, a, b, level) for a, b in zip(squares[::2], squares[1::2], strict=True)]
-        codes[level], squares = [code for code, _ in found], [total for _, total in found]
+        quarters = [_quarter(e, a, b, level) for a, b in zip(squares[::2], squares[1::2], strict=True)]
+        codes[level], squares = [code for code, _ in quarters], [total for _, total in quarters]
     directions = []
     for code, a, b in zip(codes[1], x[::2], x[1::2], strict=True):
         flipped = e.select(a < 0.0, code ^ 7, code)

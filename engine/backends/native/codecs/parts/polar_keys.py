@@ -147,12 +147,12 @@ class _SumsOfHalves:
 
     def sums(self, query: Value) -> list[Value]:
         """For each radius of the unit the sums, int32 (16,). query: address of the unit's products."""
-        e, found = self._e, [self._e.zero(_I16) for _ in range(self._radii)]
+        e, totals = self._e, [self._e.zero(_I16) for _ in range(self._radii)]
         for half in (0, 1):
             products = e.level.table(e, query + 64 * half, 64)(self._pairs[half])
             number = half % self._radii
-            found[number] = e.level.dot4(e, found[number], self._factors[half], products.bits(_I16))
-        return found
+            totals[number] = e.level.dot4(e, totals[number], self._factors[half], products.bits(_I16))
+        return totals
 
 
 class _SumsOfPairs:

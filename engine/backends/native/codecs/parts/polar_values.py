@@ -95,7 +95,7 @@ class PolarValues(PolarTiles, ValueTiles):
             radii = block + unit * (2 * self.tokens * self.radii) + self.radii_at
             inverse = e.load(inverses + unit * 4, F32)
             self._scale(e, radii, rows, inverse, of_tokens + 4 * self.tokens, weights, scaled, factors)
-            found = []
+            by_part = []
             for first in range(0, 64, size):
                 totals = [[e.variable(e.zero(kind)) for _ in directions] for _ in weights]
                 with e.loop(0, groups) as group:
@@ -115,9 +115,9 @@ class PolarValues(PolarTiles, ValueTiles):
                             bytes_ = e.level.join_words(e, products[0], products[1]).bits(kind)
                             for channel, value in zip(total, values, strict=True):
                                 channel.set(e.level.dot4(e, channel.get(), bytes_, value, fits=True))
-                found.append([[channel.get() for channel in total] for total in totals])
+                by_part.append([[channel.get() for channel in total] for total in totals])
             for number, (top, target) in enumerate(zip(tops, sums, strict=True)):
-                cosines, sines = (e.join([part[number][axis] for part in found]) for axis in (0, 1))
+                cosines, sines = (e.join([part[number][axis] for part in by_part]) for axis in (0, 1))
                 parts = [e.shuffle(cosines, sines, [lane + four for lane in _CHANNELS]) for four in (0, 1)]
                 own_sums, factor = target + unit * 64, top * step * e.load(largest_radii + unit * 4, F32)
                 e.store(e.fma((parts[0] + parts[1]).to_float(), factor, e.load(own_sums, _F16)), own_sums)
@@ -224,8 +224,8 @@ class _Factors:
         own = e.constant(wide.type, [0 if pair > 1 else 0x03 for pair in pairs])  # level 2 of the first two pairs
         if self.has_level4:
             flips = e.constant(wide.type, [(0, 3, 12, 15)[pair] for pair in pairs])
-            found = self._look_up((shifted & ~own | wide & own) ^ flips)
+            factors = self._look_up((shifted & ~own | wide & own) ^ flips)
         else:
             rest = e.constant(wide.type, [0x0F if pair > 1 else 0x0C for pair in pairs])
-            found = e.level.lookup_in_lanes(e, self._tables[first // size], shifted & rest | wide & own)
-        return [word.bits(vector(I16, size // 2)) for word in interleaved(e, found, e.zero(found.type))]
+            factors = e.level.lookup_in_lanes(e, self._tables[first // size], shifted & rest | wide & own)
+        return [word.bits(vector(I16, size // 2)) for word in interleaved(e, factors, e.zero(factors.type))]

@@ -83,12 +83,12 @@ def emit_products(
                 word = code[0].bits(_I16)
                 before = e.same("fshl", word, previous[group].get(), 8).bits(BYTES)  # each byte is the one before it
                 previous[group].set(word)
-            for channel, found in enumerate(lookup(code)):
-                found = found ^ flip(before, channel) if flip else found
+            for channel, value in enumerate(lookup(code)):
+                value = value ^ flip(before, channel) if flip else value
                 for query, total in zip(own[group // each], totals[group], strict=True):
                     e.keep_order()
                     factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
-                    total.set(multiply(e, total.get(), found.bits(_I16), factor))
+                    total.set(multiply(e, total.get(), value.bits(_I16), factor))
 
     code_tile = math.lcm(packing.run, groups)
     together = sum_tile(e, len(prepared[0]), groups) if e.level.keeps_order else groups

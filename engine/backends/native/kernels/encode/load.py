@@ -15,12 +15,12 @@ _F8, _F16, _I16 = vector(F32, 8), vector(F32, LANES), vector(I32, LANES)
 
 def load(unit: Unit, limit: float) -> Value:
     """The block's x, centred and clipped to ±limit → `unit.x` (D, N). Returns a byte: 1 if it is not finite."""
-    e, stride, given = unit.e, unit.dim * 4, _as_floats(unit)
+    e, stride, floats = unit.e, unit.dim * 4, _as_floats(unit)
     if unit.encoding.mean_bits:
-        _centre(unit, given)
+        _centre(unit, floats)
     bad = e.variable(e.zero(_I16))
     with e.loop(0, unit.dim, 8) as channel, unit.vectors() as offset:
-        source = given + channel * 4 + (offset >> 2) * stride
+        source = floats + channel * 4 + (offset >> 2) * stride
         halves = []
         for _ in range(LANES):
             halves.append(e.load(source, _F8))
@@ -38,10 +38,10 @@ def load(unit: Unit, limit: float) -> Value:
 
 def load_halves(unit: Unit, out: Value) -> Value:
     """The block's x → (N, D rounded up to 16) float16 at `out`. Returns a byte: 1 if it is not finite."""
-    e, given = unit.e, _as_floats(unit)
+    e, floats = unit.e, _as_floats(unit)
     bad = e.variable(e.zero(vector(I32, 8)))
     with e.loop(0, unit.tokens) as token, e.loop(0, unit.dim, 8) as channel:
-        value = e.load(given + (token * unit.dim + channel) * 4, _F8)
+        value = e.load(floats + (token * unit.dim + channel) * 4, _F8)
         half = e.float_to_half(_clipped(e, value, float(HALF_MAX), bad))
         e.store(half, out + (token * ((unit.dim + 15) & -16) + channel) * 2)
     return _any_byte(e, bad)

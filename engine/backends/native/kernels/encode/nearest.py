@@ -111,12 +111,12 @@ class NearestOfRings:
             return e.select(phase < 0, e.zero(_I16), e.select(phase < count, phase, count - 1))
         return e.select(phase < 0, phase + count, e.select(phase < count, phase, phase - count))
 
-    def _with_signs(self, x: Values, image: Values, found: Found, score: Value) -> Found:
-        """What is found for the pair if `found`, with `score`, is the nearest to its image in the quadrant.
+    def _with_signs(self, x: Values, image: Values, nearest: Found, score: Value) -> Found:
+        """The nearest to the pair if `nearest`, with `score`, is the nearest to its image in the quadrant.
 
         Among equal scores the lowest code wins, so a coordinate is negative only if that makes the score less.
         """
-        e, (p, q) = self._e, found.points
+        e, (p, q) = self._e, nearest.points
         rest, across = (p * p + q * q) * 0.5, image[1] * q
         is_low = (x[1] < 0.0) & (rest - image[0] * p + across > score)
         across = e.select((x[1] < 0.0) & ~is_low, -across, across)
@@ -124,7 +124,7 @@ class NearestOfRings:
         signs = e.select(is_left, e.constant(_I16, 256), e.zero(_I16)) | e.select(
             is_low, e.constant(_I16, 512), e.zero(_I16)
         )
-        return Found(found.codes | signs, [e.select(is_left, -p, p), e.select(is_low, -q, q)])
+        return Found(nearest.codes | signs, [e.select(is_left, -p, p), e.select(is_low, -q, q)])
 
     def _better(self, x: Values, code: Value, best: Found | None, score: Value) -> tuple[Found, Value]:
         """The better of a candidate and the best so far, and its score; the lower code wins a tie."""

@@ -83,12 +83,12 @@ class _Search:
             if unit.encoding.has_metric:
                 feedback = self._feedback(pair, origin.get(), [error.get() for error in latest])
                 targets = [own + total for own, total in zip(here, feedback, strict=True)]
-            found, code, points = self._step(pair, targets, cost)
-            origin.set(found)
+            source, code, points = self._step(pair, targets, cost)
+            origin.set(source)
             for axis, (own, point, error) in enumerate(zip(here, points, latest, strict=True)):
                 error.set(own - point)
                 e.store(error.get(), self.history + pair * (8 * LANES), 4 * LANES * axis)
-            e.store((found << 8) | code, self.links + pair * (4 * LANES))
+            e.store((source << 8) | code, self.links + pair * (4 * LANES))
         self._trace(cost.get(), unit.codes + offset)
 
     def _unit(self, row: Value, inverse: Value) -> Value:
@@ -186,9 +186,9 @@ def round_to_paths(unit: Unit) -> None:
     search = _Search(unit, tables, unit.block.paths)
     if not encoding.has_metric:
         _limit_norms(unit)
-    given = left = unit.x
+    originals = left = unit.x
     if encoding.rounds > 1:
-        given, unit.x, left = (_by_round(unit, unit.x, unit.dim) for _ in range(3))
+        originals, unit.x, left = (_by_round(unit, unit.x, unit.dim) for _ in range(3))
         unit.norms, unit.inverses = (_by_round(unit, numbers, 1) for numbers in (unit.norms, unit.inverses))
     size = unit.row // encoding.rounds  # bytes
     for number in range(encoding.rounds):
@@ -197,7 +197,7 @@ def round_to_paths(unit: Unit) -> None:
         with unit.e.loop(number * size, (number + 1) * size, 4 * TOGETHER) as offset:
             search.run(offset)
             if encoding.has_metric:
-                _write_errors(unit, search.at["points"], given, left, offset)
+                _write_errors(unit, search.at["points"], originals, left, offset)
 
 
 def in_order(unit: Unit) -> tuple[Value, Value]:
@@ -251,16 +251,16 @@ def _feed_back(unit: Unit, left: Value, number: int) -> None:
             e.store(e.load(at, kind, unit.row * row) + total.get(), at, unit.row * row)
 
 
-def _write_errors(unit: Unit, points: Value, given: Value, left: Value, offset: Value) -> None:
-    """The errors of four tokens: against their targets → `errors`; against what was given → `left`, with rounds."""
+def _write_errors(unit: Unit, points: Value, originals: Value, left: Value, offset: Value) -> None:
+    """The errors of four tokens: against their targets → `errors`; against what the block has → `left`, with rounds."""
     e, kind = unit.e, vector(F32, TOGETHER)
     state, norm = e.variable(e.zero(vector(I32, TOGETHER))), e.load(unit.norms + offset, kind)
     with e.loop(0, unit.pairs) as pair:
         code = e.load(unit.codes + pair * unit.row + offset, vector(I32, TOGETHER))
-        found = gather_pairs(e, points, (state.get() << unit.encoding.bits) | code)
+        point_pairs = gather_pairs(e, points, (state.get() << unit.encoding.bits) | code)
         state.set(code & (STATES - 1))
-        for axis, point in enumerate(found):
+        for axis, point in enumerate(point_pairs):
             at, decoded = pair * unit.row_of_pairs + axis * unit.row + offset, point * norm
             e.store(e.load(unit.x + at, kind) - decoded, unit.errors + at)
             if unit.encoding.rounds > 1:
-                e.store(e.load(given + at, kind) - decoded, left + at)
+                e.store(e.load(originals + at, kind) - decoded, left + at)

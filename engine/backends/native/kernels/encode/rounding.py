@@ -64,9 +64,9 @@ def round_all_tokens(unit: Unit) -> None:
             offsets = [offset + row * unit.row for row in range(width)]
             aims = [e.load(unit.target_of_pair + at, _F16) for at in offsets]
             norm, inverse = e.load(unit.norms + offset, _F16), e.load(unit.inverses + offset, _F16)
-            found = search([aim * inverse for aim in aims])
-            e.store(found.codes, unit.codes + pair * unit.row + offset)
-            points = [point * norm for point in found.points]
+            nearest = search([aim * inverse for aim in aims])
+            e.store(nearest.codes, unit.codes + pair * unit.row + offset)
+            points = [point * norm for point in nearest.points]
             for at, point in zip(offsets, points, strict=True):
                 e.store(e.load(unit.x + here + at, _F16) - point, unit.errors + here + at)
 
@@ -83,8 +83,8 @@ def round_alone(unit: Unit) -> None:
         divisor = e.select(norm > 0.0, norm, e.constant(_F16, 1.0))
         with e.loop(0, unit.pairs) as pair:
             source = unit.x + pair * unit.row_of_pairs + offset
-            found = search([e.load(source, _F16, axis * unit.row) / divisor for axis in range(unit.width)])
-            e.store(found.codes, unit.codes + pair * unit.row + offset)
+            nearest = search([e.load(source, _F16, axis * unit.row) / divisor for axis in range(unit.width)])
+            e.store(nearest.codes, unit.codes + pair * unit.row + offset)
 
 
 def round_skewed(unit: Unit) -> None:
@@ -115,11 +115,11 @@ def round_skewed(unit: Unit) -> None:
             from_pairs = _from_pairs(unit, target_errors + at, row, pair)
             own = (-token + (ROW_PAD + unit.tokens - 1)) * 4
             inverse, norm = e.load(inverses + own, _F16), e.load(norms + own, _F16)
-            found = search([(x + total) * inverse for x, total in zip(own_targets, from_pairs, strict=True)])
-            e.store(found.codes, unit.codes + unit.row_of_lanes * row + pair * 4)
+            nearest = search([(x + total) * inverse for x, total in zip(own_targets, from_pairs, strict=True)])
+            e.store(nearest.codes, unit.codes + unit.row_of_lanes * row + pair * 4)
             lane = e.splat(token.trunc(I32), LANES) - e.constant(_I16, tuple(range(LANES)))
             exists = (lane >= 0) & (lane < unit.tokens)
-            for place, x, target, point in zip(places, xs, own_targets, found.points, strict=True):
+            for place, x, target, point in zip(places, xs, own_targets, nearest.points, strict=True):
                 for array, error in ((errors, x - point * norm), (target_errors, target - point * norm)):
                     e.store(e.select(exists, error, e.zero(_F16)), array + place)
                 e.store(target, targets + place)

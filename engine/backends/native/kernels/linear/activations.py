@@ -155,11 +155,11 @@ def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
     if crossed:  # in the even lanes; the odd ones hold the same again
         fours = e.level.dot2(e, zero, words, e.shuffle(words, words, [lane ^ 1 for lane in range(16)]))
     even, odd = range(0, 32, 2), range(1, 16, 2)
-    found = e.shuffle(pairs, fours, even) + e.shuffle(pairs, zero, [*odd, *range(16, 24)])
+    sums = e.shuffle(pairs, fours, even) + e.shuffle(pairs, zero, [*odd, *range(16, 24)])
     for step in (2, 1):  # the sum of each four lanes: of both halves of the words, and of both of products
-        found = found + e.shuffle(found, found, [lane ^ step for lane in range(16)])
-    both = found + e.shuffle(found, found, [lane ^ 4 for lane in range(16)])
-    return -e.shuffle(both, found, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
+        sums = sums + e.shuffle(sums, sums, [lane ^ step for lane in range(16)])
+    both = sums + e.shuffle(sums, sums, [lane ^ 4 for lane in range(16)])
+    return -e.shuffle(both, sums, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
 
 
 def _split(e: Emitter, integers: Value) -> Value:

@@ -77,8 +77,8 @@ def _dequantize_lane(
                     values = codes.sext(I32).to_float()
                     values = values if place.planes == (8,) else values - float(format.zero)
                 else:
-                    found = [e.load(table + e.extract(codes, i).zext(I64) * 4, F32) for i in range(2)]
-                    values = e.collect(found)
+                    entries = [e.load(table + e.extract(codes, i).zext(I64) * 4, F32) for i in range(2)]
+                    values = e.collect(entries)
                 values = values * times_sub(e, scale, sub_at, place.sub_scale, group, signed=True)
                 if offset is not None:
                     values = values + times_sub(e, offset, sub_at, place.sub_offset, group)

@@ -98,14 +98,14 @@ class LatticeExpander:
     def _quads(self, at: Value, part: Value, cell: int) -> list[Value]:
         """The points of a cell as int32 (16,), four values each."""
         e, size = self._e, self._grid.cell
-        found = []
+        loaded = []
         for row in range(ROWS):
             if self._indices is None:
                 index = e.load(self._low(at, part), I8, _ROW * (cell // 4) + 4 * row + cell % 4)
             else:
                 index = e.load(self._indices + part * (2 * ROWS * self._cells), I16, 2 * (ROWS * cell + row))
-            found.append(e.load(self._points + index.zext(I64) * size, {4: F32, 8: F64}[size]))
-        points = e.collect(found)
+            loaded.append(e.load(self._points + index.zext(I64) * size, {4: F32, 8: F64}[size]))
+        points = e.collect(loaded)
         if size == 4:
             return [points.bits(_WORDS)]
         both = points.bits(vector(I32, 2 * ROWS))

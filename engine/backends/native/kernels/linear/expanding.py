@@ -23,13 +23,13 @@ SUMS = 128  # the offset of the sums in the scratch memory
 _ROW = 4 * ROWS
 
 
-def is_expanded(format: WeightFormat, given: Inputs, size: Tiling, level: Level) -> bool:
-    """Whether blocks of a format are expanded before they are multiplied. given: how inputs are read."""
-    if given is Inputs.CODES:
+def is_expanded(format: WeightFormat, inputs: Inputs, size: Tiling, level: Level) -> bool:
+    """Whether blocks of a format are expanded before they are multiplied. inputs: how inputs are read."""
+    if inputs is Inputs.CODES:
         if has_expander(format):
             return True
         return become_words(size, level) and not (size.unpacks_again and _are_simple(format))
-    return given is Inputs.WORDS
+    return inputs is Inputs.WORDS
 
 
 def _are_simple(format: WeightFormat) -> bool:
@@ -117,8 +117,8 @@ class _Bytes:
             blocks = [Block(e, expand.layout, at, expand.factor, outputs) for at in self._expanded]
             add_block(e, self._codes, blocks, inputs, own)
 
-        found = by_passes(e, [[total.get() for total in totals] for totals in sums], add)
-        for total, value in zip(chain(*sums), chain(*found), strict=True):
+        results = by_passes(e, [[total.get() for total in totals] for totals in sums], add)
+        for total, value in zip(chain(*sums), chain(*results), strict=True):
             total.set(value)
 
 

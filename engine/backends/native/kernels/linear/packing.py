@@ -53,17 +53,17 @@ class Origins:
     def moves(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """The same as moves of whole bytes: (shift, bytes, masks). Byte i of the field has the bits masks[i] of the
         stored byte bytes[i], shifted right by `shift`, from each move; bytes[i] is -1 where masks[i] is 0."""
-        found: list[tuple[int, np.ndarray, np.ndarray]] = []
+        moves: list[tuple[int, np.ndarray, np.ndarray]] = []
         for place, bit in np.argwhere(self.bits >= 0):
             byte, shift = int(self.bits[place, bit]) // 8, int(self.bits[place, bit]) % 8 - int(bit)
-            for move in found:
+            for move in moves:
                 if move[0] == shift and move[1][place] in (-1, byte):
                     break
             else:
-                found.append(move := (shift, np.full(len(self.bits), -1), np.zeros(len(self.bits), np.uint8)))
+                moves.append(move := (shift, np.full(len(self.bits), -1), np.zeros(len(self.bits), np.uint8)))
             move[1][place] = byte
             move[2][place] |= np.uint8(1 << int(bit))
-        return found
+        return moves
 
 
 @cache
@@ -76,25 +76,25 @@ def origins(format: WeightFormat) -> dict[str, Origins]:
     single = np.packbits(np.eye(8 * format.nbytes, dtype=np.uint8), axis=1, bitorder="little")
     blocks = np.concatenate([np.zeros((1, format.nbytes), np.uint8), single])
     fields = _fields(format, blocks) if format.grid is None else lattice_fields(format, blocks)
-    found = {}
+    by_field = {}
     for name, content in fields.items():
         changes = np.unpackbits(content[1:] ^ content[0], axis=1, bitorder="little")
         if (changes.sum(axis=0) > 1).any():
             raise ValueError(f"{format.name}: a bit of {name} depends on several stored bits.")
         bits = np.where(changes.any(axis=0), changes.argmax(axis=0), -1).astype(np.int32)
-        found[name] = Origins(bits.reshape(-1, 8), content[0])
-    return found
+        by_field[name] = Origins(bits.reshape(-1, 8), content[0])
+    return by_field
 
 
 def _fields(format: WeightFormat, blocks: np.ndarray) -> dict[str, np.ndarray]:
     """Field of `Grouped` → its bytes, uint8 (blocks, n)."""
     assert format.unpack is not None
-    grouped, found = format.unpack(blocks), {}
+    grouped, by_field = format.unpack(blocks), {}
     for name in ("codes", "scale", "sub_scale", "offset", "sub_offset"):
         field = getattr(grouped, name)
         if field is not None and not (name == "scale" and layout(format).is_power):
-            found[name] = np.ascontiguousarray(field).view(np.uint8).reshape(len(field), -1)
-    return found
+            by_field[name] = np.ascontiguousarray(field).view(np.uint8).reshape(len(field), -1)
+    return by_field
 
 
 @cache

@@ -132,8 +132,8 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                 tile = of.weights + of.unit * args.tile_bytes
                 weights, panels = (tile, args.tile_bytes, tiles), (of.x, args.x_stride, args.blocks, of.rows)
                 y = of.y + of.unit * 64, args.y_stride
-                found = matrix_sums(e, spec.format, weights, (count, each), panels, y, scratch + SUMS)
-                for number, first, sums in found:
+                rows = matrix_sums(e, spec.format, weights, (count, each), panels, y, scratch + SUMS)
+                for number, first, sums in rows:
                     finish(of._replace(unit=of.unit + number), sums, first)
             return
         if is_expanded(spec.format, spec.inputs, spec.tiling, e.level):

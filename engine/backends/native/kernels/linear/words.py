@@ -120,9 +120,9 @@ class Words:
         for number in range(2):  # with more, LLVM multiplies row by row and keeps the words on the stack
             words = [e.load(own, _I16, _VECTOR * number) for own in at]
             for row in range(len(dots[0])):
-                given = e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number)
+                pair = e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number)
                 for own, of_tile in zip(words, dots, strict=True):
-                    of_tile[row].set(e.level.dot2(e, of_tile[row].get(), own, given))
+                    of_tile[row].set(e.level.dot2(e, of_tile[row].get(), own, pair))
 
     def _half_products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         """The same with one product of sums, and the products of the two pairs of inputs and of words in addition: in

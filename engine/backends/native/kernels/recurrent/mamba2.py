@@ -100,11 +100,11 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
             def add(row: Value, count: Value, place: Value, number: Value) -> None:
                 with e.loop(0, count) as i:
                     own = inputs + (place + i) * row_bytes
-                    given = args.projected + ((row + i) * spec.columns + channel + spec.inner) * 4
+                    source = args.projected + ((row + i) * spec.columns + channel + spec.inner) * 4
                     target = args.convolved + ((row + i) * spec.channels + channel) * 4
 
                     def compute(offset: Value, kind: Type) -> None:
-                        newest = e.load(given + offset, kind)
+                        newest = e.load(source + offset, kind)
                         e.store(newest, own + offset, before * row_bytes)
                         total = e.load(args.bias + channel * 4 + offset, kind) if spec.has_bias else e.zero(kind)
                         weights = args.conv + channel * 4 + offset
@@ -269,8 +269,8 @@ class _Head:
         total = e.variable(e.select(place > 0, before, e.constant(F32, 0.0)))
         rate, bias = e.load(args.decay + self.head * 4, F32), e.load(args.dt_bias + self.head * 4, F32)
         with e.loop(0, count) as i:
-            given = args.projected + ((row + i) * spec.columns + self.head) * 4
-            step = common.softplus(e, e.load(given, F32, 4 * (spec.inner + spec.channels)) + bias)
+            source = args.projected + ((row + i) * spec.columns + self.head) * 4
+            step = common.softplus(e, e.load(source, F32, 4 * (spec.inner + spec.channels)) + bias)
             total.add(rate * step)
             e.store(total.get(), self.decays + (place + i) * 4)
             e.store(e.exp(total.get()), self.since + i * 4)
