@@ -45,7 +45,7 @@ def bare_model(
     """A model with its own store; models may share weights."""
     k, v = (codecs.get(name) for name in types)
     mean_bits = 16 if centred and types[0] != "f16" else 0
-    layers = tuple(shape_of(layer.mixer, k, v, mean_bits, block_size) for layer in config.layers)
+    layers = tuple(shape_of(layer.mixer, k, v, mean_bits) for layer in config.layers)
     plan = plan_for_tokens(CacheShape(block_size, layers), tokens, 4, step_rows)
     plan = replace(plan, quantized_blocks=tuple(4 * count for count in plan.quantized_blocks))  # for each sequence
     ops = ops or NumpyOps()
@@ -58,7 +58,7 @@ def bare_model(
     return Transformer(ops, config, weights, KVStore(ops, plan, conditioning))
 
 
-def shape_of(mixer: Mixer, k: Codec, v: Codec, mean_bits: int, block_size: int) -> Any:
+def shape_of(mixer: Mixer, k: Codec, v: Codec, mean_bits: int) -> Any:
     """The shape of a layer's state."""
     if not isinstance(mixer, Attention):
         return MIXERS[type(mixer)].state_shape(mixer)

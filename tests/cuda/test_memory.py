@@ -99,7 +99,7 @@ def model_of(device: Counting, config: ModelConfig, types: tuple[str, str], toke
     )
     weights = load_weights(ops, config, RandomWeights(config, lambda _: "f16"))
     k, v = (codecs.get(name) for name in types)
-    shape = CacheShape(64, tuple(shape_of(layer.mixer, k, v, 8, 64) for layer in config.layers))
+    shape = CacheShape(64, tuple(shape_of(layer.mixer, k, v, 8) for layer in config.layers))
     dim = config.attention.head_dim
     rotated = Conditioning(k.rotation(dim), v.rotation(dim))
     kinds = [rotated if isinstance(layer, LayerShape) else Conditioning() for layer in shape.layers]

@@ -107,7 +107,7 @@ def model_from(
     weights = load_weights(ops, config, source)
     k, v = (codecs.get(name) for name in types)
     mean_bits = 0 if types[0] == "f16" else 8
-    layers = tuple(shape_of(layer.mixer, k, v, mean_bits, N) for layer in config.layers)
+    layers = tuple(shape_of(layer.mixer, k, v, mean_bits) for layer in config.layers)
     if finer is not None:
         layers = tuple(replace(layer, finer=finer) for layer in layers)
     conditioning = []
