@@ -92,8 +92,8 @@ def _known_to_llvm() -> frozenset[str]:
 
 def levels() -> list[Level]:
     """The levels that this machine can run, in ascending order."""
-    own = [level for level in LEVELS if level.machine in ("", machine())]
-    able = [level for level in own if host_features().issuperset(level.needs)]
+    possible = [level for level in LEVELS if level.machine in ("", machine())]
+    able = [level for level in possible if host_features().issuperset(level.needs)]
     return [level for level in able if "amx-tile" not in level.needs or _may_use_tiles()]
 
 

@@ -62,7 +62,7 @@ class Neon(ConvertsHalves):
         return e.by_parts(8, partial(e.intrinsic, "llvm.aarch64.neon.sqrdmulh.v8i16", _WORDS), a, b)
 
     def lookup_in_lanes(self, e: Emitter, table: Value, index: Value) -> Value:
-        return e.by_parts(16, lambda own, at: _found(e, [own], at), table, index)
+        return e.by_parts(16, lambda line, at: _found(e, [line], at), table, index)
 
     def table(self, e: Emitter, pointer: Value, entries: int) -> Callable[[Value], Value]:
         """A lookup among four registers, and another one for each further four, which leaves the bytes found before.
@@ -78,8 +78,8 @@ class Neon(ConvertsHalves):
                     e.keep_order()
                     lines = [e.load(at, _BYTES, line) for line in range(first, min(entries, first + _LOOKED_UP), 16)]
                 parts = [e.unknown(part) - _LOOKED_UP if first else part for part in parts]
-                results = [_found(e, lines, part, own) for part, own in zip(parts, results, strict=True)]
-            return e.join([own for own in results if own is not None])
+                results = [_found(e, lines, part, result) for part, result in zip(parts, results, strict=True)]
+            return e.join([result for result in results if result is not None])
 
         def by_registers(index: Value) -> Value:
             if index.lanes >= 16:
@@ -140,8 +140,8 @@ class NeonI8mm(NeonDot):
         even, odd = codes
         both = e.shuffle(even, odd, [i for lane in range(even.lanes) for i in (lane, lane + even.lanes)])
 
-        def add(total: Value, own: Value) -> Value:
-            return _dot(e, "smmla", total, own.bits(_BYTES), words)
+        def add(total: Value, pairs: Value) -> Value:
+            return _dot(e, "smmla", total, pairs.bits(_BYTES), words)
 
         return [e.by_parts(4, add, *sums, both)]
 

@@ -125,7 +125,7 @@ class Avx2(ConvertsHalves):
         """
         half = len(first) // 2
         last = bytes(a ^ b for a, b in zip(first[half - _LINE : half], first[-_LINE:], strict=True))
-        tables = [self._parts(e, e.constant_bytes(own), half) for own in (first[half:], second[:half])]
+        tables = [self._parts(e, e.constant_bytes(table), half) for table in (first[half:], second[:half])]
         (change,) = self._parts(e, e.constant_bytes(last), _LINE)
 
         def find(index: Value) -> tuple[Value, Value]:
@@ -134,8 +134,8 @@ class Avx2(ConvertsHalves):
             a, b = _shuffled(e, tables, low)
             for i, (piece, slot) in enumerate(zip(pieces, low, strict=True)):
                 is_image = piece + (128 - half) if half < 128 else piece  # its highest bit
-                own = _shuffle_bytes(e, change, (slot - (half - _LINE)) | is_image)  # in the last part, and no image
-                a[i] = a[i] ^ own
+                byte = _shuffle_bytes(e, change, (slot - (half - _LINE)) | is_image)  # in the last part, and no image
+                a[i] = a[i] ^ byte
                 sign = is_image if half < 128 else is_image | 1  # not 0
                 b[i] = e.intrinsic("llvm.x86.avx2.psign.b", piece.type, b[i], sign)
             return e.join(a), e.join(b)
@@ -163,18 +163,18 @@ def _shuffled(e: Emitter, tables: Sequence[Values], pieces: Values) -> list[list
     low = [piece & 127 for piece in pieces] if len(halves) > 1 else pieces
     totals: dict[tuple[int, int, int], Value] = {}
     for number in range(min(_PARTS, len(tables[0]))):
-        own = [piece - 16 * number for piece in low] if number else low
+        indices = [piece - 16 * number for piece in low] if number else low
         for (place, table), first in product(enumerate(tables), halves):
-            for i, piece in enumerate(own):
+            for i, piece in enumerate(indices):
                 entry = _shuffle_bytes(e, table[first + number], piece)
                 before = totals.get((place, first, i))
                 totals[place, first, i] = entry if before is None else before ^ entry
     looked_up = []
     for place in range(len(tables)):
-        own = [totals[place, 0, i] for i in range(len(pieces))]
+        entries = [totals[place, 0, i] for i in range(len(pieces))]
         if len(halves) > 1:
-            own = [e.select(piece < 0, totals[place, _PARTS, i], own[i]) for i, piece in enumerate(pieces)]
-        looked_up.append(own)
+            entries = [e.select(piece < 0, totals[place, _PARTS, i], entries[i]) for i, piece in enumerate(pieces)]
+        looked_up.append(entries)
     return looked_up
 
 
@@ -188,8 +188,8 @@ class _Vnni(Avx2):
         return self._dot(e, "vpdpwssd", total, a, b)
 
     def _dot(self, e: Emitter, name: str, *operands: Value) -> Value:
-        def add(width: int, *own: Value) -> Value:
-            return e.intrinsic(f"llvm.x86.avx512.{name}.{8 * width}", own[0].type, *own)
+        def add(width: int, *registers: Value) -> Value:
+            return e.intrinsic(f"llvm.x86.avx512.{name}.{8 * width}", registers[0].type, *registers)
 
         return self.by_registers(e, add, *operands)
 
@@ -318,9 +318,9 @@ class Avx512Amx(Avx512Vbmi):
         e.intrinsic("llvm.x86.tileloadd64", None, factor, right, stride)
         e.intrinsic("llvm.x86.tilezero", None, total)
         for tile, at in zip(_LEFT, left, strict=False):
-            own = e.constant(I8, tile)
-            e.intrinsic("llvm.x86.tileloadd64", None, own, at, stride)
-            e.intrinsic("llvm.x86.tdpbf16ps", None, total, own, factor)
+            number = e.constant(I8, tile)
+            e.intrinsic("llvm.x86.tileloadd64", None, number, at, stride)
+            e.intrinsic("llvm.x86.tdpbf16ps", None, total, number, factor)
         e.intrinsic("llvm.x86.tilestored64", None, total, out, stride)
 
 

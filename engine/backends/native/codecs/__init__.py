@@ -128,5 +128,5 @@ def _made(side: str, codec: Codec, block_size: int, head_dim: int) -> Any:
 
 @cache
 def _module(name: str) -> ModuleType:
-    own = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
-    return importlib.import_module(f"{__name__}.{name if name in own else 'parts.tables'}")
+    modules = {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
+    return importlib.import_module(f"{__name__}.{name if name in modules else 'parts.tables'}")

@@ -56,9 +56,9 @@ def _multiply(
             if not first:
                 e.prefetch(after + offset, 2 * columns * unrolled)
             at = block + offset
-            own = [factor + row * 4 for factor in factors]
+            row_factors = [factor + row * 4 for factor in factors]
             for step in range(unrolled):
-                wide = [e.broadcast(factor, F32, 16, 4 * step) for factor in own]
+                wide = [e.broadcast(factor, F32, 16, 4 * step) for factor in row_factors]
                 for number in range(together):
                     value = e.half_to_float(e.load(at, _I16, 2 * columns * step + 32 * (first + number)))
                     for factor, total in zip(wide, totals, strict=True):
@@ -97,13 +97,13 @@ class HalfKeys(KeyTiles):
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         for channel in range(0, self._head_dim, 16):
-            own = range(channel, min(channel + 16, self._head_dim))
+            channels = range(channel, min(channel + 16, self._head_dim))
             with e.loop(0, self._tokens, 16) as token:
                 at, target = block + token * 2, out + token * (4 * self._head_dim)
-                rows = [e.half_to_float(e.load(at, _I16, 2 * self._tokens * i)) for i in own]
+                rows = [e.half_to_float(e.load(at, _I16, 2 * self._tokens * i)) for i in channels]
                 square = e.transposed(rows + rows[-1:] * (16 - len(rows)))
                 for number, row in enumerate(square):
-                    e.store(e.part(row, 0, len(own)), target, 4 * (self._head_dim * number + channel))
+                    e.store(e.part(row, 0, len(channels)), target, 4 * (self._head_dim * number + channel))
 
 
 class HalfValues(ValueTiles):

@@ -96,8 +96,8 @@ class _GroupedTiles(Tiles):
         scales_at = block + self._scales_at
         scales = [self._scales(e, scales_at + 2 * self._tokens * group) for group in range(self._groups)]
         points = np.arange(1 << self._packing.bits)[:, None] - self._zero
-        own = self._codes.places.reshape(self._tokens, self._head_dim)
-        emit_points(e, block, self._packing, own, points, scales, out, scratch)
+        places = self._codes.places.reshape(self._tokens, self._head_dim)
+        emit_points(e, block, self._packing, places, points, scales, out, scratch)
 
     def _dot(self, e: Emitter, total: Value, code: list[Value], signed: Value) -> Value:
         codes = code[0].bits(_I16)
@@ -199,7 +199,7 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
                 e.prefetch(after + offset, nbytes)
             at = block + offset
             scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
-            own = [query + group * _GROUP for query in queries]
+            group_queries = [query + group * _GROUP for query in queries]
             steps = [query + group * 4 + self._head_dim for query in queries]
             for chunk in chunks:
                 starts = [e.broadcast(step, I32, 16, 4 * self._groups) for step in steps]
@@ -209,7 +209,7 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
                         start = at + self._packing.nbytes(8 * part + first)
                         e.keep_order()
                         for place, code in enumerate(self._packing.emit(e, start, run), first):
-                            for head, query in enumerate(own):
+                            for head, query in enumerate(group_queries):
                                 e.keep_order()
                                 factor = e.broadcast(query, I32, 16, 4 * place)
                                 sums[head] = self._dot(e, sums[head], code, factor)
@@ -268,10 +268,10 @@ class GroupedValues(_GroupedTiles, ValueTiles):
                 totals = {(half, head): e.variable(start) for half in together for head, start in enumerate(starts)}
                 code_tile = max(run, 4)
                 with e.loop(0, fours, code_tile) as first:
-                    own = at + (first // run) * self._packing.nbytes(run)
+                    tile = at + (first // run) * self._packing.nbytes(run)
                     for place in range(0, code_tile, run):
                         codes = {
-                            half: self._packing.emit(e, own + (half * half_bytes + self._packing.nbytes(place)), run)
+                            half: self._packing.emit(e, tile + (half * half_bytes + self._packing.nbytes(place)), run)
                             for half in together
                         }
                         for i in range(run):

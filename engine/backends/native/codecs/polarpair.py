@@ -53,9 +53,9 @@ class PolarPairKeys(KeyTiles):
     def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
         factor_at = -(-self._head_dim // 16) * 16
         prepared = [[e.stack(factor_at + 8) for _ in queries] for _ in range(self._spans)]
-        for span, own in enumerate(prepared):
+        for span, targets in enumerate(prepared):
             steps = [self._steps(e, block, span, first) for first in range(0, self._head_dim, 16)]
-            for query, target in zip(queries, own, strict=True):
+            for query, target in zip(queries, targets, strict=True):
                 parts = [e.load(query, _F16, 64 * i) * step for i, step in enumerate(steps)]
                 store_query(e, parts, self._table, target)
         totals = emit_products(e, self._table, block, after, self._tokens, self._head_dim, prepared)
@@ -82,5 +82,5 @@ class PolarPairKeys(KeyTiles):
     def _steps(self, e: Emitter, block: Value, span: int, first: int) -> Value:
         """The steps (16,) of channels from `first` on, in the order of a prepared query; finite numbers beyond D."""
         pairs = min(8, (self._head_dim - first) // 2)
-        own = e.half_to_float(e.load(block, vector(I16, pairs), self._steps_at + span * self._head_dim + first))
-        return e.shuffle(own, own, [(4 * (lane // 8) + lane % 4) % pairs for lane in range(16)])
+        steps = e.half_to_float(e.load(block, vector(I16, pairs), self._steps_at + span * self._head_dim + first))
+        return e.shuffle(steps, steps, [(4 * (lane // 8) + lane % 4) % pairs for lane in range(16)])

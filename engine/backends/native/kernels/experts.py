@@ -110,7 +110,7 @@ class ArrangeArguments(NamedTuple):
     weights: Pointer
     chosen: Pointer
     sources: Pointer
-    own: Pointer
+    panel_places: Pointer
     places: Pointer
     pairs: Int64
     top_k: Int64
@@ -126,8 +126,8 @@ def arrange(row_tile: int) -> Kernel[ArrangeArguments]:
     A single unit. ids (pairs,) int32: the experts of pairs of a row and one of its `top_k` experts. Those with a weight
     of 0, weights (pairs,) float32, are left out: they have no place. chosen (slots,):
     `ExpertRows` of the experts that were chosen, ascending; further entries have no rows. places (pairs,) int32: the
-    place of each pair, a row of the panels. sources and own (most,) int32: for each place the row of its pair, and its
-    own number; −1 where there is no pair.
+    place of each pair, a row of the panels. sources and panel_places (most,) int32: for each place the row of its pair,
+    and the place's number; −1 where there is no pair.
     """
 
     def emit(e: Emitter, args: ArrangeArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -135,7 +135,7 @@ def arrange(row_tile: int) -> Kernel[ArrangeArguments]:
         with e.loop(0, args.count) as expert:
             e.store(e.i64(0), counters + expert * 8)
         with e.loop(0, args.most) as place:
-            for at in (args.sources, args.own):
+            for at in (args.sources, args.panel_places):
                 e.store(e.constant(I32, -1), at + place * 4)
         with e.loop(0, args.slots) as slot, e.loop(0, len(ExpertRows._fields)) as field:
             e.store(e.i64(0), args.chosen + slot * _RECORD + field * 8)
@@ -157,7 +157,7 @@ def arrange(row_tile: int) -> Kernel[ArrangeArguments]:
             e.store(place + 1, counter)
             e.store(place.trunc(I32), args.places + pair * 4)
             e.store((pair // args.top_k).trunc(I32), args.sources + place * 4)
-            e.store(place.trunc(I32), args.own + place * 4)
+            e.store(place.trunc(I32), args.panel_places + place * 4)
 
     return Kernel(f"arrange_{row_tile}", emit, ArrangeArguments, scratch=8 * MOST_EXPERTS)
 

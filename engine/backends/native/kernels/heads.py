@@ -109,8 +109,8 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
                     rotate(e, scratch, target_of(i), args.key_rotation, dim, order)
             if order == 0:
                 with e.loop(0, last + 1, _TOGETHER) as first:
-                    own = scratch + first * row_bytes
-                    for offset, vectors in rotate_dense(e, own, args.key_rotation, dim, _TOGETHER):
+                    vectors_at = scratch + first * row_bytes
+                    for offset, vectors in rotate_dense(e, vectors_at, args.key_rotation, dim, _TOGETHER):
                         for member, value in enumerate(vectors):
                             with e.when(first + member <= last):
                                 e.store(value, target_of(first + member), offset)
@@ -170,8 +170,8 @@ def to_slot(dim: int) -> Kernel[SlotArguments]:
     def emit(e: Emitter, args: SlotArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as head, e.loop(0, args.tokens) as token:
             for source, target in ((args.from_k, args.to_k), (args.from_v, args.to_v)):
-                own, place = source + head * args.from_stride, target + head * args.to_stride
-                _put(e, own + token * (4 * dim), place + token * (2 * dim), dim)
+                rows, place = source + head * args.from_stride, target + head * args.to_stride
+                _put(e, rows + token * (4 * dim), place + token * (2 * dim), dim)
 
     return Kernel(f"to_slot_{dim}", emit, SlotArguments)
 
@@ -180,7 +180,7 @@ def _put(e: Emitter, x: Value, target: Value, dim: int) -> None:
     """x (D,) float32 → target (D,) float16, rounded for full-precision slots as `numpy.attention.rounded` does."""
     limit = float(HALF_MAX)
     for first, lanes in pieces(dim):
-        own = e.load(x, vector(F32, lanes), 4 * first)
-        clipped = e.select(own > limit, e.like(limit, own), e.select(own < -limit, e.like(-limit, own), own))
-        half, is_finite = e.float_to_half(clipped), (own.bits(vector(I32, lanes)) & 0x7FFFFFFF) < 0x7F800000
+        value = e.load(x, vector(F32, lanes), 4 * first)
+        clipped = e.select(value > limit, e.like(limit, value), e.select(value < -limit, e.like(-limit, value), value))
+        half, is_finite = e.float_to_half(clipped), (value.bits(vector(I32, lanes)) & 0x7FFFFFFF) < 0x7F800000
         e.store(e.select(is_finite, half, e.like(0x7E00, half)), target, 2 * first)

@@ -33,7 +33,7 @@ def multiply(
     lanes = [value.lanes for value in start[0]]
     with e.loop(0, size) as i:
         at = right + i * right_stride
-        parts = [e.load(at, vector(F32, own), 4 * sum(lanes[:number])) for number, own in enumerate(lanes)]
+        parts = [e.load(at, vector(F32, count), 4 * sum(lanes[:number])) for number, count in enumerate(lanes)]
         for row, totals in enumerate(sums):
             factor = e.load(left + i * 4, F32, left_stride * row)
             for part, total in zip(parts, totals, strict=True):
@@ -79,11 +79,11 @@ def product(
     whole = left.rows // height * height
 
     def compute(row: Value, height: int, group: Sequence[tuple[int, int]]) -> None:
-        own, column = [row + i for i in range(height)], group[0][0]
-        begin = [[start(i, first, lanes) for first, lanes in group] for i in own]
+        rows, column = [row + i for i in range(height)], group[0][0]
+        begin = [[start(i, first, lanes) for first, lanes in group] for i in rows]
         at = left.address + row * left.stride
         sums = multiply(e, at, left.stride, matrix + 4 * column, 4 * columns, left.size, begin)
-        for i, totals in zip(own, sums, strict=True):
+        for i, totals in zip(rows, sums, strict=True):
             for (first, _), total in zip(group, totals, strict=True):
                 finish(i, first, total)
 
@@ -118,10 +118,10 @@ def rotate_dense(e: Emitter, x: Value, matrix: Value, dim: int, rows: int) -> It
     part_tile = max(4, e.level.lanes // 4) if rows == 1 else max(1, e.level.lanes // 4)
     parts = list(pieces(dim))
     for number in range(0, len(parts), part_tile):
-        own = parts[number : number + part_tile]
-        start = [[e.zero(vector(F32, lanes)) for _, lanes in own] for _ in range(rows)]
-        sums = multiply(e, x, 4 * dim, matrix + 4 * own[0][0], 4 * dim, e.i64(dim), start)
-        for (first, _), values in zip(own, zip(*sums, strict=True), strict=True):
+        group = parts[number : number + part_tile]
+        start = [[e.zero(vector(F32, lanes)) for _, lanes in group] for _ in range(rows)]
+        sums = multiply(e, x, 4 * dim, matrix + 4 * group[0][0], 4 * dim, e.i64(dim), start)
+        for (first, _), values in zip(group, zip(*sums, strict=True), strict=True):
             yield 4 * first, list(values)
 
 

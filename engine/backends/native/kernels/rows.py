@@ -89,26 +89,26 @@ def layer_norm_rows() -> Kernel[LayerNormArguments]:
 
     def emit(e: Emitter, args: LayerNormArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
-            own = args.x + row * args.stride
+            x_row = args.x + row * args.stride
             total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
 
             def add(offset: Value, kind: Type) -> None:
                 into = total if kind == _F16 else rest
-                into.set(into.get() + e.load(own + offset, kind))
+                into.set(into.get() + e.load(x_row + offset, kind))
 
             over_columns(e, args.columns, add)
             mean = (e.sum_lanes(total.get()) + rest.get()) / args.columns.trunc(I32).to_float()
 
             def centre(offset: Value, kind: Type) -> None:
-                value = e.load(own + offset, kind)
-                e.store(value - e.like(mean, value), own + offset)
+                value = e.load(x_row + offset, kind)
+                e.store(value - e.like(mean, value), x_row + offset)
 
             over_columns(e, args.columns, centre)
-            factor = inverse_rms(e, own, args.columns, args.eps)
+            factor = inverse_rms(e, x_row, args.columns, args.eps)
 
             def write(offset: Value, kind: Type) -> None:
-                value = e.load(own + offset, kind) * factor * e.load(args.weight + offset, kind)
-                e.store(value + e.load(args.bias + offset, kind), own + offset)
+                value = e.load(x_row + offset, kind) * factor * e.load(args.weight + offset, kind)
+                e.store(value + e.load(args.bias + offset, kind), x_row + offset)
 
             over_columns(e, args.columns, write)
 
@@ -198,12 +198,12 @@ def gate_rows(*, by_row: bool) -> Kernel[RowGateArguments]:
 
     def emit(e: Emitter, args: RowGateArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
-            own, logits = args.x + row * args.x_stride, args.logits + row * args.stride
+            x_row, logits = args.x + row * args.x_stride, args.logits + row * args.stride
 
             def write(offset: Value, kind: Type) -> None:
-                x = e.load(own + offset, kind)
+                x = e.load(x_row + offset, kind)
                 logit = e.like(e.load(logits, F32), x) if by_row else e.load(logits + offset, kind)
-                e.store(x / (e.exp(-logit) + 1.0), own + offset)
+                e.store(x / (e.exp(-logit) + 1.0), x_row + offset)
 
             over_columns(e, args.columns, write)
 
@@ -307,10 +307,10 @@ def best(e: Emitter, x: Value, columns: Value) -> Value:
 
     def see(number: int, column: Value) -> None:
         value = e.load(x + column * 4, floats[number], 4 * _LANES * number if widths[number] else 0)
-        own = e.like(column.trunc(I32), columns_of[number].get())
+        columns_here = e.like(column.trunc(I32), columns_of[number].get())
         better = value > tops[number].get()
         tops[number].set(e.select(better, value, tops[number].get()))
-        columns_of[number].set(e.select(better, own, columns_of[number].get()))
+        columns_of[number].set(e.select(better, columns_here, columns_of[number].get()))
         infinite[number].set(e.fma(value, e.like(0.0, value), infinite[number].get()))
 
     with e.loop(0, whole, step) as column:
@@ -325,13 +325,13 @@ def best(e: Emitter, x: Value, columns: Value) -> Value:
             highest = e.fmax(highest, e.fmax_lanes(value))
         return highest
 
-    top = over_lanes([own.get() for own in tops])
+    top = over_lanes([top_of.get() for top_of in tops])
     places = []
-    for number, (own, column_of, lanes) in enumerate(zip(tops, columns_of, widths, strict=True)):
+    for number, (top_of, column_of, lanes) in enumerate(zip(tops, columns_of, widths, strict=True)):
         first = tuple(range(_LANES * number, _LANES * (number + 1))) if lanes else 0
         place = (column_of.get() + e.constant(integers[number], first)).to_float()
-        places.append(e.select(own.get().equals(top), -place, e.like(LOWEST, place)))
+        places.append(e.select(top_of.get().equals(top), -place, e.like(LOWEST, place)))
     total = infinite[-1].get()
-    for own in infinite[:-1]:
-        total = total + e.sum_lanes(own.get())
+    for zeros in infinite[:-1]:
+        total = total + e.sum_lanes(zeros.get())
     return e.select(total.equals(0.0), (-over_lanes(places)).to_int(), e.constant(I32, NONE))

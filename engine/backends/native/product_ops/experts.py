@@ -136,7 +136,7 @@ class ExpertOps(KernelOps):
             weights=routing.weights,
             chosen=order.chosen,
             sources=order.sources,
-            own=order.panel_places,
+            panel_places=order.panel_places,
             places=order.places,
             pairs=pairs,
             top_k=top_k,

@@ -58,8 +58,8 @@ def emit_points(
     code_tile = math.gcd(group_codes, 4)
     emit_codes(e, packing, block, planes // 64, scratch)
     norms_at = scratch + 2 * planes
-    for row, own in enumerate(norms):
-        for number, part in enumerate(own):
+    for row, parts in enumerate(norms):
+        for number, part in enumerate(parts):
             e.store(part, norms_at, 4 * tokens * row + 64 * number)
     if flips:
         points = np.concatenate([flip(points, state) for state in range(len(SIGNS))])  # by state, then by code

@@ -135,10 +135,10 @@ class PolarTiles(Tiles):
 
         def write(token: Value, unit: Value, halves: int) -> None:
             group = unit * (self.tokens // 16) + token // 16
-            own, rows = self.places(token % 16)
+            directions_at, rows = self.places(token % 16)
             for half in range(halves):
                 points = []
-                for place, shift in own[half]:
+                for place, shift in directions_at[half]:
                     code = (e.load(block + group * 64 + place, I8).zext(I32) >> shift & 15).zext(I64)
                     points.append(e.load(directions + code * 8, vector(F32, 2)))
                 row = e.load(block + group * 32 + rows[half], I8, self.rows_at).zext(I64)
@@ -158,7 +158,7 @@ def emit_cosines(e: Emitter, rows: Value, lanes: Sequence[int], one: float) -> V
     """32 rows → cosines of level 4 times `one`, int16 (32,). lanes: the row that each result comes from."""
     words = np.resize(np.rint(COSINES[4] * one).astype("<i2"), 16).view(np.uint8).reshape(16, 2)
     index = ((rows.bits(vector(I32, 8)) >> 6) & 0x03030303).bits(rows.type)
-    low, high = (e.level.lookup_in_lanes(e, by_lane(e, [own], 32), index) for own in words.T)
+    low, high = (e.level.lookup_in_lanes(e, by_lane(e, [table], 32), index) for table in words.T)
     both = e.shuffle(low, high, [place for lane in lanes for place in (lane, 32 + lane)])
     return both.bits(vector(I16, 32))
 

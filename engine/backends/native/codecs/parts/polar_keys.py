@@ -102,8 +102,8 @@ class PolarKeys(PolarTiles, KeyTiles):
                     at = block + unit * (64 * groups)
                     directions = e.load(at, _I16, 64 * place)
                     rows = e.load(block + unit * (32 * groups), vector(I8, 32), self.rows_at + 32 * place)
-                    own = (self.radii_at + 32 * place + 2 * self.tokens * i for i in range(self.radii))
-                    scales = [e.half_to_float(e.load(radii, vector(I16, 16), offset)) for offset in own]
+                    offsets = (self.radii_at + 32 * place + 2 * self.tokens * i for i in range(self.radii))
+                    scales = [e.half_to_float(e.load(radii, vector(I16, 16), offset)) for offset in offsets]
                     sums.read(directions, rows)
                     for table, total in zip(tables, totals, strict=True):
                         for dots, scale in zip(sums.sums(table), scales, strict=True):

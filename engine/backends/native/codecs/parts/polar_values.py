@@ -108,9 +108,12 @@ class PolarValues(PolarTiles, ValueTiles):
                             e.keep_order()
                             sets = (2 * self.tokens * i + 16 * eight for i in range(factors.sets))
                             at_eight = head + group * 32
-                            own = [e.shuffle(x := e.load(at_eight, vector(I16, 8), place), x, lanes) for place in sets]
+                            head_weights = [
+                                e.shuffle(x := e.load(at_eight, vector(I16, 8), place), x, lanes) for place in sets
+                            ]
                             products = [
-                                e.level.scaled_product(e, own[i % len(own)], word) for i, word in enumerate(words)
+                                e.level.scaled_product(e, head_weights[i % len(head_weights)], word)
+                                for i, word in enumerate(words)
                             ]
                             bytes_ = e.level.join_words(e, products[0], products[1]).bits(kind)
                             for channel, value in zip(total, values, strict=True):
@@ -175,9 +178,9 @@ class PolarValues(PolarTiles, ValueTiles):
         together = 32 if self.tokens % 32 == 0 else 16
         for first in range(0, self.tokens, together):
             places = [2 * (first + self.tokens * i) for i in range(self.radii)]
-            own = [e.half_to_float(e.load(radii, vector(I16, together), place)) for place in places]
+            unit_radii = [e.half_to_float(e.load(radii, vector(I16, together), place)) for place in places]
             words_of = e.load(of_tokens, vector(F32, together), 4 * first)
-            words = [e.round(radius * inverse * words_of).trunc(I16) for radius in own]
+            words = [e.round(radius * inverse * words_of).trunc(I16) for radius in unit_radii]
             if factors.has_level4 < (self.levels == 4):
                 groups = range(first // 16, (first + together) // 16)
                 lanes = [16 * (token // 8) + 8 * half + token % 8 for half in (0, 1) for token in range(16)]
@@ -211,7 +214,7 @@ class _Factors:
             entries = np.rint(np.outer(COSINES[4], pairs[0]).ravel() * (_FACTOR / self.largest))
             self._look_up = e.level.table(e, e.constant_bytes(entries.astype(np.uint8).tobytes()), 64)
         else:
-            tables = [np.rint(own * (_FACTOR / largest)) for own in pairs]
+            tables = [np.rint(pair * (_FACTOR / largest)) for pair in pairs]
             self._tables = [by_lane(e, tables[i : i + size // 16], size) for i in range(0, 4, size // 16)]
 
     def read(self, rows: Value, first: int) -> list[Value]:
@@ -221,11 +224,11 @@ class _Factors:
         wide = e.shuffle(rows, rows, [lane % 16 for lane in range(size)])
         shifted = (wide.bits(vector(I32, size // 4)) >> 2).bits(wide.type)
         pairs = [(first + byte) // 16 for byte in range(size)]
-        own = e.constant(wide.type, [0 if pair > 1 else 0x03 for pair in pairs])  # level 2 of the first two pairs
+        level2 = e.constant(wide.type, [0 if pair > 1 else 0x03 for pair in pairs])  # level 2 of the first two pairs
         if self.has_level4:
             flips = e.constant(wide.type, [(0, 3, 12, 15)[pair] for pair in pairs])
-            factors = self._look_up((shifted & ~own | wide & own) ^ flips)
+            factors = self._look_up((shifted & ~level2 | wide & level2) ^ flips)
         else:
             rest = e.constant(wide.type, [0x0F if pair > 1 else 0x0C for pair in pairs])
-            factors = e.level.lookup_in_lanes(e, self._tables[first // size], shifted & rest | wide & own)
+            factors = e.level.lookup_in_lanes(e, self._tables[first // size], shifted & rest | wide & level2)
         return [word.bits(vector(I16, size // 2)) for word in interleaved(e, factors, e.zero(factors.type))]

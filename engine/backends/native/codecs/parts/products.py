@@ -72,8 +72,8 @@ def emit_products(
     flip = table.emit_flips(e) if table.flips else None
     previous: dict[int, Variable] = {}  # the last code vector of each group
 
-    def add(at: Value, own: Sequence[Values], count: int, chosen: Sequence[int]) -> None:
-        """Add the products of `count` code vectors at `at` with the queries at `own`, of the chosen groups."""
+    def add(at: Value, part_queries: Sequence[Values], count: int, chosen: Sequence[int]) -> None:
+        """Add the products of `count` code vectors at `at` with the queries at `part_queries`, of the chosen groups."""
         for number, code in enumerate(read_codes(e, packing, at, count)):
             quad, group = divmod(number, groups)
             if group not in chosen:
@@ -85,7 +85,7 @@ def emit_products(
                 previous[group].set(word)
             for channel, value in enumerate(lookup(code)):
                 value = value ^ flip(before, channel) if flip else value
-                for query, total in zip(own[group // each], totals[group], strict=True):
+                for query, total in zip(part_queries[group // each], totals[group], strict=True):
                     e.keep_order()
                     factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
                     total.set(multiply(e, total.get(), value.bits(_I16), factor))
@@ -104,10 +104,10 @@ def emit_products(
         nbytes = packing.nbytes(code_tile)
         with e.loop(0, vectors // code_tile) as part:
             offset = part * (code_tile // groups * 4 * width)
-            own = [[query + offset for query in queries] for queries in prepared]
+            part_queries = [[query + offset for query in queries] for queries in prepared]
             if not first:
                 e.prefetch(after + part * nbytes, nbytes)
-            add(block + part * nbytes, own, code_tile, chosen)
+            add(block + part * nbytes, part_queries, code_tile, chosen)
     return [[total.get() for total in column] for column in zip(*totals, strict=True)]
 
 

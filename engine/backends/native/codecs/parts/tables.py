@@ -203,10 +203,10 @@ class TableValues(_TableTiles, ValueTiles):
         flip = self._table.emit_flips(e) if self._table.flips else None
         totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
 
-        def add(code: list[Value], last: Value | None, own: Values, place: int, channels: Sequence[int]) -> None:
-            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `own`. last:
+        def add(code: list[Value], last: Value | None, at: Values, place: int, channels: Sequence[int]) -> None:
+            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `at`. last:
             with flips, the same tokens' codes before these."""
-            fours = [self._weights(e, weight, place) for weight in own]
+            fours = [self._weights(e, weight, place) for weight in at]
             before = None if last is None else self._shifted(e, code[0], last)
             for channel, values in zip(channels, lookup(code, channels), strict=True):
                 if flip and before is not None:
@@ -218,10 +218,10 @@ class TableValues(_TableTiles, ValueTiles):
         def finish(offset: Value | int) -> None:
             """Add a chunk's totals to the sums at this offset, and reset them to zero."""
             for total, factor, target, more in zip(totals, factors, sums, extra, strict=True):
-                own = [self._folded(e, channel.get()).to_float() for channel in total]
+                channels = [self._folded(e, channel.get()).to_float() for channel in total]
                 if flip:
-                    own = [channel + more for channel in own]
-                self._add_to_sums(e, own, factor, target + offset)
+                    channels = [channel + more for channel in channels]
+                self._add_to_sums(e, channels, factor, target + offset)
                 for channel in total:
                     channel.set(e.zero(_I16))
 
@@ -244,13 +244,13 @@ class TableValues(_TableTiles, ValueTiles):
             earlier = e.select(chunk > 0, block + (start - self._packing.nbytes(along)), none)
             for channels in turns:
                 with e.loop(0, along // code_tile) as part:
-                    own = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
+                    at = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
                     offset = start + part * nbytes
                     if channels[0] == 0:
                         e.prefetch(after + offset, nbytes)
                     earlier_codes = read_low(e, self._packing, earlier + part * nbytes, code_tile if flip else 0)
                     for place, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
-                        add(code, next(earlier_codes, None), own, place, channels)
+                        add(code, next(earlier_codes, None), at, place, channels)
             finish(chunk * (4 * self._lanes * width))
 
     def _shifted(self, e: Emitter, code: Value, last: Value) -> Value:
@@ -264,8 +264,8 @@ class TableValues(_TableTiles, ValueTiles):
         fours = 16 // self._lanes
         if fours == 1:
             return e.broadcast(weights, I32, 16, 4 * place)
-        own = e.load(weights, vector(I32, fours), 4 * fours * place)
-        return e.shuffle(own, own, [lane // self._lanes for lane in range(16)])
+        words = e.load(weights, vector(I32, fours), 4 * fours * place)
+        return e.shuffle(words, words, [lane // self._lanes for lane in range(16)])
 
     def _folded(self, e: Emitter, total: Value) -> Value:
         """The sums over the lanes of the same code: (p,)."""

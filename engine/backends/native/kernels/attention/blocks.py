@@ -130,7 +130,7 @@ def full_scores(
             for first in range(0, dim, lanes):
                 halves = e.load(keys + (token * dim + channel) * 2, vector(I16, lanes), 2 * first)
                 e.store(e.half_to_float(halves), widened + channel * 4, 4 * first)
-        with e.loop(0, queries * stride, stride) as own:
+        with e.loop(0, queries * stride, stride) as query_offset:
             parts = []  # partial sums of a dot product: as many at every level, so that all levels add in one order
             for part in range(0, sums, lanes):
                 dots = []
@@ -140,13 +140,13 @@ def full_scores(
                     dot = e.zero(kind)
                     for offset in range(4 * part, 4 * dim, 4 * sums):
                         key = e.load(widened, kind, 4 * dim * number + offset)
-                        dot = e.fma(key, e.load(query + own, kind, offset), dot)
+                        dot = e.fma(key, e.load(query + query_offset, kind, offset), dot)
                     dots.append(dot)
                 parts.append(_sums(e, dots))
             ahead.set(ahead.get() + 64 * lines)
             while len(parts) > 1:
                 parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-            e.store(parts[0], out + own + token * 4)
+            e.store(parts[0], out + query_offset + token * 4)
 
 
 def add_full_values(
@@ -167,13 +167,13 @@ def add_full_values(
                 place = e.select(is_own, ahead, ahead - count) * (2 * dim)
                 e.prefetch(e.select(is_own, values, after) + place, 2 * dim)
             halves = [e.load(values + token * (2 * dim), vector(I16, lanes), 2 * channel) for channel in channels]
-            row = [e.half_to_float(own) for own in halves]
-            for at, own in zip(weights, totals, strict=True):
+            row = [e.half_to_float(half) for half in halves]
+            for at, row_totals in zip(weights, totals, strict=True):
                 weight = e.broadcast(at + token * 4, F32, lanes)
-                for value, total in zip(row, own, strict=True):
+                for value, total in zip(row, row_totals, strict=True):
                     total.set(e.fma(value, weight, total.get()))
-        for at, own in zip(sums, totals, strict=True):
-            for channel, total in zip(channels, own, strict=True):
+        for at, row_totals in zip(sums, totals, strict=True):
+            for channel, total in zip(channels, row_totals, strict=True):
                 e.store(total.get(), at, 4 * channel)
 
 

@@ -93,16 +93,16 @@ def merge(head_dim: int, order: int, *, is_scaled: bool, has_sink_scores: bool) 
         with e.loop(begin, end) as unit:
             sequence = e.load(args.row_sequences + (unit // args.heads) * 8, I64)
             chunks = read(e, SpanHeader, args.headers, sequence).chunks
-            own = args.parts + unit * args.most_chunks * size
+            partials = args.parts + unit * args.most_chunks * size
             at = args.sink_scores + (unit % args.heads) * 4
             score = e.load(at, F32) if has_sink_scores else e.constant(F32, LOWEST)
             row_max = e.variable(score)
             with e.loop(0, chunks) as chunk:
-                row_max.set(e.fmax(row_max.get(), e.load(own + chunk * size, F32)))
+                row_max.set(e.fmax(row_max.get(), e.load(partials + chunk * size, F32)))
             row_sum = e.variable(e.exp(score - row_max.get()) if has_sink_scores else e.zero(F32))
             sums = [e.variable(e.zero(_F16)) for _ in offsets]
             with e.loop(0, chunks) as chunk:
-                part = own + chunk * size
+                part = partials + chunk * size
                 rescale = e.exp(e.load(part, F32) - row_max.get())
                 row_sum.set(e.fma(rescale, e.load(part, F32, 4), row_sum.get()))
                 for offset, weighted in zip(offsets, sums, strict=True):

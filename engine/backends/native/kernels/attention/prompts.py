@@ -143,23 +143,23 @@ def attend_to_texts(dim: int) -> Kernel[TextArguments]:
         # Rows have positions `reach` after the keys that they see, so that the last key seen is their own.
         window = reach * 2 + 1
         with e.loop(begin, end) as unit:
-            head, own = unit % kv_heads, read(e, TextRows, args.texts, unit // kv_heads)
-            queries, first_position = own.rows * group, own.row - own.first + reach
+            head, text = unit % kv_heads, read(e, TextRows, args.texts, unit // kv_heads)
+            queries, first_position = text.rows * group, text.row - text.first + reach
 
-            with e.loop(0, own.rows) as row, e.loop(0, group) as member:
-                query = args.q + (own.row + row) * args.q_stride + (head * group + member) * row_bytes
+            with e.loop(0, text.rows) as row, e.loop(0, group) as member:
+                query = args.q + (text.row + row) * args.q_stride + (head * group + member) * row_bytes
                 state.open(row * group + member, first_position + row, query, args.scale)
-            state.fill_up(queries, first_position + own.rows - 1)
+            state.fill_up(queries, first_position + text.rows - 1)
             from_key = e.imax(first_position - window + 1, 0) // KEYS * KEYS
-            to_key = e.imin(own.length, first_position + own.rows)
+            to_key = e.imin(text.length, first_position + text.rows)
             with e.loop(from_key, to_key, KEYS) as key:
-                at = head * args.head_stride + (own.first + key) * args.row_stride
-                left = e.imin(own.length - key, KEYS)
+                at = head * args.head_stride + (text.first + key) * args.row_stride
+                left = e.imin(text.length - key, KEYS)
                 for below, most in zip((0, *_TEXT_SIZES), _TEXT_SIZES, strict=False):
                     with e.when((left > below) & (left <= most)):
                         state.attend(args.k + at, args.v + at, key, left, queries, window, most)
-            with e.loop(0, own.rows) as row, e.loop(0, group) as member:
-                number = ((own.row + row) * kv_heads + head) * group + member
+            with e.loop(0, text.rows) as row, e.loop(0, group) as member:
+                number = ((text.row + row) * kv_heads + head) * group + member
                 state.finish(row * group + member, args.out + number * row_bytes)
 
     return Kernel(f"text_attention_{dim}", emit, TextArguments, scratch=arrays(dim)[-1])
@@ -214,9 +214,9 @@ def decode(spec: Decoding) -> Kernel[DecodeArguments]:
             tile = args.keys + (head * args.key_stride + block * args.key_bytes)
             spec.keys.emit_decode(e, tile, key, scratch)
             if spec.mean_bits:
-                own = head * args.blocks + block
-                mean = args.mean + own * (dim * spec.mean_bits // 8)
-                _mean(e, spec, mean, args.mean_scale + own * 2, scratch)
+                number = head * args.blocks + block
+                mean = args.mean + number * (dim * spec.mean_bits // 8)
+                _mean(e, spec, mean, args.mean_scale + number * 2, scratch)
                 with e.loop(0, n) as token:
                     row = key + token * (4 * dim)
                     for first, lanes in pieces(dim):

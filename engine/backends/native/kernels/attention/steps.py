@@ -156,8 +156,8 @@ class _Body:
             if spec.head_dim % 16:
                 e.store(e.zero(_F16), query.vector, size - 64)
             for channel, lanes in pieces(spec.head_dim):
-                own = e.load(source, vector(F32, lanes), 4 * channel)
-                e.store(own * self.args.scale, query.vector, 4 * channel)
+                x = e.load(source, vector(F32, lanes), 4 * channel)
+                e.store(x * self.args.scale, query.vector, 4 * channel)
         return queries
 
     @property
@@ -168,10 +168,10 @@ class _Body:
     def _place(self, first: Value, number: int) -> tuple[Value, Value]:
         """For query `number` of the pass that starts at query `first`: its row in the sequence, its index in (T, H)."""
         e, spec = self.e, self.spec
-        own = e.imin(first + number, self.header.rows * spec.group - 1) if number else first
-        row = own // spec.group
+        query = e.imin(first + number, self.header.rows * spec.group - 1) if number else first
+        row = query // spec.group
         heads = self.args.kv_heads * spec.group
-        return row, (self.header.first_row + row) * heads + self.head * spec.group + own % spec.group
+        return row, (self.header.first_row + row) * heads + self.head * spec.group + query % spec.group
 
     def _write(self, queries: Sequence[Query], first: Value, chunk: Value) -> None:
         e, args, size = self.e, self.args, partial_bytes(self.spec.head_dim)
@@ -215,14 +215,14 @@ class _Body:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 weights = [query.scores + offset for query in queries]
                 after = e.load(table + e.imin(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
-                own, ahead = values + block * args.value_bytes, values + after * args.value_bytes
-                spec.values.emit_values(e, own, ahead, weights, [query.weighted for query in queries])
+                tile, ahead = values + block * args.value_bytes, values + after * args.value_bytes
+                spec.values.emit_values(e, tile, ahead, weights, [query.weighted for query in queries])
 
     def _block_scores(self, queries: Sequence[Query], keys: Value, block: Value, after: Value, scores: Values) -> None:
         """Scores q·k + q·μ of each query with the keys of a block, whose mean is μ → N float32 at each of `scores`."""
         e, spec = self.e, self.spec
-        own, ahead = keys + block * self.args.key_bytes, keys + after * self.args.key_bytes
-        spec.keys.emit_scores(e, own, ahead, [query.prepared for query in queries], scores)
+        tile, ahead = keys + block * self.args.key_bytes, keys + after * self.args.key_bytes
+        spec.keys.emit_scores(e, tile, ahead, [query.prepared for query in queries], scores)
         if not spec.mean_bits:
             return
         added = self._mean_scores(queries, self.head * self.args.blocks + block)
@@ -241,11 +241,11 @@ class _Body:
             else:
                 mean = e.half_to_float(e.load(at, vector(I16, lanes), 2 * channel))
             for number, query in enumerate(queries):
-                own = e.load(query.vector, vector(F32, lanes), 4 * channel)
+                x = e.load(query.vector, vector(F32, lanes), 4 * channel)
                 if lanes == 16:
-                    wide[number] = e.fma(own, mean, wide[number])
+                    wide[number] = e.fma(x, mean, wide[number])
                 else:
-                    sums[number] = sums[number] + e.sum_lanes(own * mean)
+                    sums[number] = sums[number] + e.sum_lanes(x * mean)
         if dim >= 16:
             sums = [total + e.sum_lanes(lanes) for total, lanes in zip(sums, wide, strict=True)]
         if bits == 8:

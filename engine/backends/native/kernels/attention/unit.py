@@ -192,7 +192,7 @@ class Unit:
             before = e.load(own_row_max, F32)
             row_max = e.fmax(e.fmax_lanes(_reduced(scores, e.fmax)), before)
             weights = [
-                e.select(own, e.exp(score - row_max), e.zero(_F16)) for own, score in zip(seen, scores, strict=True)
+                e.select(mask, e.exp(score - row_max), e.zero(_F16)) for mask, score in zip(seen, scores, strict=True)
             ]
             for number, weight in enumerate(weights):
                 e.store(weight, at, 64 * number)
@@ -215,8 +215,8 @@ class Unit:
             rescale, at = e.load(self._rescale, F32, 4 * row), row_bytes * row
             start.append([e.load(weighted, vector(F32, lanes), at + 4 * first) * rescale for first, lanes in part])
         sums = multiply(e, self._weights, 4 * KEYS, v + 4 * part[0][0], self._row_stride, seen, start)
-        for row, own in enumerate(sums):
-            for (channel, _), value in zip(part, own, strict=True):
+        for row, values in enumerate(sums):
+            for (channel, _), value in zip(part, values, strict=True):
                 e.store(value, weighted, row_bytes * row + 4 * channel)
 
 

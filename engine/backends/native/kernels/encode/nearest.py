@@ -131,12 +131,12 @@ class NearestOfRings:
         e = self._e
         points = gather_pairs(e, self._points, code)
         (a, b), (p, q) = x, points
-        own = (p * p + q * q) * 0.5 - a * p - b * q
+        candidate_score = (p * p + q * q) * 0.5 - a * p - b * q
         if best is None:
-            return Found(code, points), own
-        better = (own < score) | (own.equals(score) & (code < best.codes))
+            return Found(code, points), candidate_score
+        better = (candidate_score < score) | (candidate_score.equals(score) & (code < best.codes))
         chosen = [e.select(better, new, old) for new, old in zip(points, best.points, strict=True)]
-        return Found(e.select(better, code, best.codes), chosen), e.select(better, own, score)
+        return Found(e.select(better, code, best.codes), chosen), e.select(better, candidate_score, score)
 
     def _turn(self, a: Value, b: Value) -> Value:
         """The angle of (a, b) in turns, from 0 to 1; of a pair in the quadrant, in quarters of a turn."""

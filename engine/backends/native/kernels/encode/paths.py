@@ -66,8 +66,8 @@ class _Search:
 
     def tokens(self, row: Value) -> Value:
         """Four neighbours of a row, each in the lanes of its survivors."""
-        own = self.e.load(row, vector(F32, TOGETHER))
-        return self.e.shuffle(own, own, [lane // STATES for lane in range(LANES)])
+        four = self.e.load(row, vector(F32, TOGETHER))
+        return self.e.shuffle(four, four, [lane // STATES for lane in range(LANES)])
 
     def run(self, offset: Value) -> None:
         """Round four tokens, at `offset` in their rows → `codes`."""
@@ -82,18 +82,18 @@ class _Search:
             targets = here
             if unit.encoding.has_metric:
                 feedback = self._feedback(pair, origin.get(), [error.get() for error in latest])
-                targets = [own + total for own, total in zip(here, feedback, strict=True)]
+                targets = [x + total for x, total in zip(here, feedback, strict=True)]
             source, code, points = self._step(pair, targets, cost)
             origin.set(source)
-            for axis, (own, point, error) in enumerate(zip(here, points, latest, strict=True)):
-                error.set(own - point)
+            for axis, (x, point, error) in enumerate(zip(here, points, latest, strict=True)):
+                error.set(x - point)
                 e.store(error.get(), self.history + pair * (8 * LANES), 4 * LANES * axis)
             e.store((source << 8) | code, self.links + pair * (4 * LANES))
         self._trace(cost.get(), unit.codes + offset)
 
     def _unit(self, row: Value, inverse: Value) -> Value:
-        e, own = self.e, self.tokens(row)
-        scaled = own * inverse if self.unit.encoding.has_metric else own / inverse
+        e, x = self.e, self.tokens(row)
+        scaled = x * inverse if self.unit.encoding.has_metric else x / inverse
         return e.fmin(e.fmax(scaled, -float(CLIP)), float(CLIP))
 
     def _feedback(self, pair: Value, origin: Value, latest: Values) -> list[Value]:
@@ -123,7 +123,7 @@ class _Search:
         its point. Replaces their costs."""
         e = self.e
         x, y = ((target.bits(_I16) ^ sign).bits(_F16) for target, sign in zip(targets, self.signs, strict=True))
-        cells = [e.fmin(e.fmax(own * float(PER_UNIT) + CELLS / 2, 0.0), CELLS - 1.0).to_int() for own in (x, y)]
+        cells = [e.fmin(e.fmax(place * float(PER_UNIT) + CELLS / 2, 0.0), CELLS - 1.0).to_int() for place in (x, y)]
         quadruple = gather(e, self.at["cells"], cells[0] * CELLS + cells[1], I16).zext(I32)
         weight = None
         if self.unit.encoding.has_metric:
@@ -167,9 +167,9 @@ class _Search:
             first = STATES * token
             best, state = e.load(costs, F32, 4 * first), e.i64(0)
             for other in range(1, STATES):
-                own = e.load(costs, F32, 4 * (first + other))
-                better = own < best
-                best, state = e.select(better, own, best), e.select(better, e.i64(other), state)
+                other_cost = e.load(costs, F32, 4 * (first + other))
+                better = other_cost < best
+                best, state = e.select(better, other_cost, best), e.select(better, e.i64(other), state)
             survivor = e.variable(state)
             with e.loop(0, unit.pairs) as number:
                 pair = unit.pairs - 1 - number

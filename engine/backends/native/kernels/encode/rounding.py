@@ -113,8 +113,8 @@ def round_skewed(unit: Unit) -> None:
             from_tokens = _from_tokens(unit, errors + at, token)
             own_targets = [x + total for x, total in zip(xs, from_tokens, strict=True)]
             from_pairs = _from_pairs(unit, target_errors + at, row, pair)
-            own = (-token + (ROW_PAD + unit.tokens - 1)) * 4
-            inverse, norm = e.load(inverses + own, _F16), e.load(norms + own, _F16)
+            token_at = (-token + (ROW_PAD + unit.tokens - 1)) * 4
+            inverse, norm = e.load(inverses + token_at, _F16), e.load(norms + token_at, _F16)
             nearest = search([(x + total) * inverse for x, total in zip(own_targets, from_pairs, strict=True)])
             e.store(nearest.codes, unit.codes + unit.row_of_lanes * row + pair * 4)
             lane = e.splat(token.trunc(I32), LANES) - e.constant(_I16, tuple(range(LANES)))
@@ -166,8 +166,8 @@ def _from_pairs(unit: Unit, errors: Value, row: Value, pair: Value) -> list[Valu
             factors = coefficients + diagonal * (width * width) * (lag + step)
             for axis in range(width):
                 error = e.load(source + diagonal * axis, _F16)
-                for own, chains in enumerate(sums):
-                    factor = e.load(factors + diagonal * (own * width + axis), _F16)
+                for target_axis, chains in enumerate(sums):
+                    factor = e.load(factors + diagonal * (target_axis * width + axis), _F16)
                     chain = chains[2 * axis + step] if width > 1 else chains[step]
                     chain.set(e.fma(factor, error, chain.get()))
     return [add_chains(chains) for chains in sums]
@@ -222,7 +222,7 @@ def write_norms(unit: Unit) -> None:
                 if tilted
                 else []
             )
-            for number, own in enumerate(by_vector):
+            for number, cost_sums in enumerate(by_vector):
                 xs, ys = (
                     [e.load(sources[place] + channel * unit.row, _F16, row * unit.row) for row in (0, 1)]
                     for place in (number, number + vector_tile)
@@ -231,12 +231,12 @@ def write_norms(unit: Unit) -> None:
                 own_x[1] = e.fma(between, xs[0], own_x[1])
                 own_y[1] = e.fma(between, ys[0], own_y[1])
                 for row in (0, 1):
-                    own.add(diagonal[row], xs[row], ys[row], own_x[row], own_y[row])
+                    cost_sums.add(diagonal[row], xs[row], ys[row], own_x[row], own_y[row])
                     if tilted:
-                        own.add_mean(means[row], xs[row], ys[row])
-        for number, own in enumerate(by_vector):
+                        cost_sums.add_mean(means[row], xs[row], ys[row])
+        for number, cost_sums in enumerate(by_vector):
             place = offset + 64 * number
-            ratio, cost = own.tilted(unit.dim) if tilted else (own.fitted(), None)
+            ratio, cost = cost_sums.tilted(unit.dim) if tilted else (cost_sums.fitted(), None)
             if unit.encoding.tries_norms:
                 assert cost is not None
                 e.store(cost, unit.costs + place)

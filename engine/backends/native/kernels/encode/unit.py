@@ -127,14 +127,14 @@ class PackedTiles(Protocol):
 def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     """Bytes of scratch that a unit needs."""
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
-    own = (2 * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
+    nbytes = (2 * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
     if encoding.rounds:
         of_rounds = (3 * head_dim + 3) * row if encoding.rounds > 1 else 0
-        own += (head_dim + pairs) * 4 * LANES + of_rounds
+        nbytes += (head_dim + pairs) * 4 * LANES + of_rounds
     if not encoding.along_tokens:
-        return own + pairs * row + (4 + pairs) * row * encoding.tries_norms
+        return nbytes + pairs * row + (4 + pairs) * row * encoding.tries_norms
     rows = encoding.rows(pairs) * (3 * encoding.width + 1) + 3 * (encoding.width + 1)
-    return own + rows * (-(-pairs // LANES) * 4 * LANES) + 2 * (row + 8 * ROW_PAD)
+    return nbytes + rows * (-(-pairs // LANES) * 4 * LANES) + 2 * (row + 8 * ROW_PAD)
 
 
 def by_rounding(format: CacheFormat, side: int) -> Encoding | None:

@@ -121,16 +121,16 @@ def add_block(
                 own_offset = block.offset
                 if own_offset is not None:
                     own_offset = -times_sub(e, own_offset, block.subs + sub, place.sub_offset, group)
-                for own, dot, x_less, total in zip(numbers, own_dots, less, totals, strict=True):
+                for at_numbers, dot, x_less, total in zip(numbers, own_dots, less, totals, strict=True):
                     value = dot.to_float() * own_scale
                     if own_offset is not None:
                         value = e.fma(x_less.to_float(), own_offset, value)
-                    total.set(e.fma(value, e.broadcast(own, F32, outputs), total.get()))
+                    total.set(e.fma(value, e.broadcast(at_numbers, F32, outputs), total.get()))
 
 
 def _less(e: Emitter, numbers: Values, place: int, outputs: int) -> list[Value]:
     """Of each row the sum of its inputs, negative, int32 (outputs,). place: its offset among the numbers of a row."""
-    return [e.broadcast(own, I32, outputs, place) for own in numbers]
+    return [e.broadcast(at_numbers, I32, outputs, place) for at_numbers in numbers]
 
 
 def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
@@ -146,14 +146,14 @@ def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less:
     has_room = len(less) == 1 or (e.level.has_room and len(less) * len(at) <= _FEW_SUMS)
     # Where order is kept, LLVM would still add the products to one of the two as it likes.
     chains = 2 if has_room and not e.level.keeps_order else 1
-    first = [own * codes.zero if codes.zero else zero for own in less]
-    sums = [[[own, *[zero] * (chains - 1)] for own in first] for _ in at]
+    first = [x_less * codes.zero if codes.zero else zero for x_less in less]
+    sums = [[[start, *[zero] * (chains - 1)] for start in first] for _ in at]
     # Pairs that share vectors of codes are multiplied in succession, so that few registers hold codes.
     pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)
     for number, pair in enumerate(pairs):
         if not number or not codes.shares_bytes(pair, pairs[number - 1]):
             e.keep_order()
-        own_codes, chain = [codes.pair(own, pair, outputs) for own in at], number % chains
+        own_codes, chain = [codes.pair(address, pair, outputs) for address in at], number % chains
         for row in rows:
             words = e.broadcast(inputs, I32, outputs, 2 * GROUP * row + 4 * pair)
             for dots, code in zip(sums, own_codes, strict=True):
@@ -165,11 +165,11 @@ def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less:
 def _dots_of_bytes(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
     """The same with inputs that are split into bytes."""
     count, outputs = codes.place.format.group // 4, less[0].lanes
-    sums = [[e.level.split_start(e, own * codes.zero) for own in less] for _ in at]
+    sums = [[e.level.split_start(e, x_less * codes.zero) for x_less in less] for _ in at]
     # Quads that share vectors of codes are multiplied in succession, as pairs above.
     for quad in sorted(range(group * count, (group + 1) * count, 2), key=codes.vector_of_quad):
         e.keep_order()
-        own_codes = [[codes.quad(own, quad + i, outputs) for i in (0, 1)] for own in at]
+        own_codes = [[codes.quad(address, quad + i, outputs) for i in (0, 1)] for address in at]
         for row in range(len(less)):
             words = e.load(inputs, vector(I8, 16), 2 * GROUP * row + 8 * quad)
             for dots, both in zip(sums, own_codes, strict=True):
@@ -183,9 +183,9 @@ def _dots_of_unsigned(
     """The same with unsigned codes: none becomes a word."""
     count, outputs = codes.place.format.group // 4, less[0].lanes
     zero = e.zero(less[0].type)
-    sums = [[[zero, own * codes.zero if codes.zero else zero] for own in less] for _ in at]  # high and low bytes
+    sums = [[[zero, x_less * codes.zero if codes.zero else zero] for x_less in less] for _ in at]  # high and low bytes
     for quad in sorted(range(group * count, (group + 1) * count), key=codes.vector_of_quad):
-        own_codes = [codes.quad(own, quad, outputs) for own in at]
+        own_codes = [codes.quad(address, quad, outputs) for address in at]
         for row in range(len(less)):
             for half in (0, 1):
                 place = 2 * GROUP * row + 16 * (quad // 2) + 8 * half + 4 * (quad % 2)

@@ -70,9 +70,9 @@ class LatticeExpander:
         e, high_bits = self._e, self._format.bits - 8
         high, low = self._field(at, part, self._fields["high"]), self._low(at, part)
         for cell in range(self._cells):
-            own = e.load(low, _WORDS, _ROW * (cell // 4)) >> 8 * (cell % 4) & 255
+            lower = e.load(low, _WORDS, _ROW * (cell // 4)) >> 8 * (cell % 4) & 255
             upper = (high >> high_bits * cell & (1 << high_bits) - 1) << 8
-            e.store((own | upper).trunc(I16), out, 2 * ROWS * cell)
+            e.store((lower | upper).trunc(I16), out, 2 * ROWS * cell)
 
     def _expand_scales(self, at: Value, part: Value) -> Value | None:
         """Write the scales of the groups of 32 inputs → their signs, int32 (16,), if signs are stored."""
@@ -113,8 +113,8 @@ class LatticeExpander:
 
     def _signed(self, values: Value, signs: Value, number: int) -> Value:
         """Four values of each row, in quad `number`, int8 (64,), with their signs."""
-        e, own = self._e, signs.bits(_BYTES)
-        spread = e.shuffle(own, own, [lane & ~3 | number // 2 for lane in range(_BYTES.count)])
+        e, sign_bytes = self._e, signs.bits(_BYTES)
+        spread = e.shuffle(sign_bytes, sign_bytes, [lane & ~3 | number // 2 for lane in range(_BYTES.count)])
         mask = [1 << 4 * (number % 2) + place for place in QUAD] * ROWS
         return e.select((spread & e.constant(_BYTES, mask)).equals(0), values, -values)
 

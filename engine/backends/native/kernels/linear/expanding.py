@@ -73,7 +73,8 @@ def expanded_sums(
                 with e.loop(0, count) as panel:
                     places = [[_place(number, row, row_tile) for row in range(row_tile)] for number in together]
                     totals = [
-                        [e.variable(e.load(kept + panel * size, zero.type, place)) for place in own] for own in places
+                        [e.variable(e.load(kept + panel * size, zero.type, place)) for place in tile_places]
+                        for tile_places in places
                     ]
                     number, step = begin // row_tile + panel, block * (max(format.values, GROUP) // GROUP)
                     inputs = x + number * stride + step * (row_bytes(e.level) * row_tile)
@@ -101,7 +102,7 @@ class _Bytes:
 
     def __init__(self, e: Emitter, format: WeightFormat, tiles: int, row_tile: int) -> None:
         self._e, self._format = e, format
-        self._expanders = [own for _ in range(tiles) if (own := expander(e, format)) is not None]
+        self._expanders = [expand for _ in range(tiles) if (expand := expander(e, format)) is not None]
         self._codes = Codes(e, self._expanders[0].layout, row_tile)
         self._expanded: list[Value] = []
 
@@ -113,9 +114,9 @@ class _Bytes:
         """Add the products with the inputs of a panel to `sums`, of each tile and row."""
         e, expand = self._e, self._expanders[0]
 
-        def add(outputs: Outputs, own: Sequence[Sequence[Variable]]) -> None:
+        def add(outputs: Outputs, totals: Sequence[Sequence[Variable]]) -> None:
             blocks = [Block(e, expand.layout, at, expand.factor, outputs) for at in self._expanded]
-            add_block(e, self._codes, blocks, inputs, own)
+            add_block(e, self._codes, blocks, inputs, totals)
 
         results = by_passes(e, [[total.get() for total in totals] for totals in sums], add)
         for total, value in zip(chain(*sums), chain(*results), strict=True):

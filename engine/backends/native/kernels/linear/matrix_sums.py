@@ -47,9 +47,9 @@ def runs(
     first = e.variable(begin)
     e.level.begin_tiles(e, format.group // 2)
     with e.when(begin < end), e.repeat_while() as again:
-        own = first.get()
-        count = e.imin(e.imin(end - own, _TILES // tiles), of_matrix - own % of_matrix)
-        yield own, count
+        unit = first.get()
+        count = e.imin(e.imin(end - unit, _TILES // tiles), of_matrix - unit % of_matrix)
+        yield unit, count
         first.add(count)
         again.append(first.get() < end)
     e.level.end_tiles(e)
@@ -97,9 +97,9 @@ def matrix_sums(
                     with e.when(is_last):
                         for row in range(ROWS):
                             e.prefetch(out + (y[1] * row + number // tiles * _ROW), _ROW, level=2)
-                    own, following = of_tiles + number * size, inputs + stride + number * _AHEAD
+                    tile_words, following = of_tiles + number * size, inputs + stride + number * _AHEAD
                     total = own_sums + number * _MATRIX
-                    words.add_matrices(own, own_blocks * words.parts, inputs, following, products, total)
+                    words.add_matrices(tile_words, own_blocks * words.parts, inputs, following, products, total)
                 with e.when(is_last), e.loop(0, ROWS) as place, e.loop(0, count) as unit:
                     at = own_sums + unit * (tiles * _MATRIX) + place * _ROW
                     yield unit, first + place, [[e.load(at, _F16, _MATRIX * which)] for which in range(tiles)]
@@ -153,8 +153,8 @@ class _Words(CodeWords):
                     right = own_words + number * self.nbytes + _MATRIX // groups * group
                     high = own_inputs + number * _PANEL + 2 * GROUP // groups * group
                     out, left = products + number * step + each * _MATRIX * group, [high, high + _MATRIX]
-                    for place, own in enumerate([left] if self._is_whole else [[part] for part in left]):
-                        e.level.multiply_tiles(e, own, right, out + _MATRIX * place)
+                    for place, matrices in enumerate([left] if self._is_whole else [[part] for part in left]):
+                        e.level.multiply_tiles(e, matrices, right, out + _MATRIX * place)
             totals = [e.variable(e.load(sums, _F16, _ROW * row)) for row in range(ROWS)]
             with e.loop(0, count) as number:
                 e.prefetch(following + (first + number) * _PANEL, _AHEAD + 32, level=2)

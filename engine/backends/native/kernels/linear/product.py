@@ -119,9 +119,9 @@ def product(spec: Product) -> Kernel[ProductArguments]:
 
         def finish(of: _Operands, sums: Sequence[Values], first: Value) -> None:
             """Store the outputs of a unit. sums: of each tile and row."""
-            by_tile = [sums] if spec.activation else [[own] for own in sums]
-            for number, own in enumerate(by_tile):
-                write(of, own, of.unit * wide + number, first)
+            by_tile = [sums] if spec.activation else [[tile_sums] for tile_sums in sums]
+            for number, tile_sums in enumerate(by_tile):
+                write(of, tile_sums, of.unit * wide + number, first)
 
         if are_matrices(e.level, spec.row_tile, spec.inputs):
             each = 1 if spec.activation is None else 2
@@ -151,11 +151,11 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
 
             def multiply(part: int) -> list[list[Value]]:
-                own, inputs = starts[part::parts], (of.x, first, args.blocks, args.x_stride)
+                part_tiles, inputs = starts[part::parts], (of.x, first, args.blocks, args.x_stride)
                 if not spec.inputs.are_words:
                     panel = of.x + first // spec.row_tile * args.x_stride
-                    return number_sums(e, spec.format, own, panel, args.blocks, spec.row_tile)
-                return _packed(e, spec, own, *inputs)
+                    return number_sums(e, spec.format, part_tiles, panel, args.blocks, spec.row_tile)
+                return _packed(e, spec, part_tiles, *inputs)
 
             if parts == 1:
                 sums = multiply(0)
@@ -235,7 +235,7 @@ def _write(
 
     def finished(values: Values, offset: Value) -> Value:
         if spec.has_bias:
-            values = [value + e.load(own + offset, value.type) for value, own in zip(values, biases, strict=True)]
+            values = [value + e.load(at + offset, value.type) for value, at in zip(values, biases, strict=True)]
         if spec.activation:
             return gated(e, spec.activation, *values)
         return values[0] + e.load(y + offset, values[0].type) if spec.adds else values[0]

@@ -36,7 +36,7 @@ def tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
     """
     if level.sums_in_order and inputs.are_words and rows <= _FEW_ROWS:
         # Unpacking a tile of codes, and scaling its sums, take about as long as a row.
-        size = Tiling(min(range(1, 1 + _MOST_IN_ORDER), key=lambda own: -(-rows // own) * (own + 1)), 1)
+        size = Tiling(min(range(1, 1 + _MOST_IN_ORDER), key=lambda row_tile: -(-rows // row_tile) * (row_tile + 1)), 1)
         return size._replace(unpacks_again=become_words(size, level))
     few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, inputs)
     if are_matrices(level, most.rows, inputs):

@@ -94,12 +94,12 @@ class Words:
             at = [tile + part * self.nbytes for tile in tiles]
             e.prefetch(next_inputs + part * (row_bytes(e.level) * row_tile), row_bytes(e.level) * row_tile)
             for group in range(self._groups):
-                dots = [[e.variable(start) for start in self._start(own, group, numbers)] for own in at]
+                dots = [[e.variable(start) for start in self._start(address, group, numbers)] for address in at]
                 multiply = self._half_products if self._halves else self._products
                 with e.loop(group * size, (group + 1) * size, 2) as pair:
-                    multiply([own + pair * _VECTOR for own in at], own_inputs + pair * 4, dots)
-                for own, of_tile, totals in zip(at, dots, sums, strict=True):
-                    self._add_group(own, group, [dot.get() for dot in of_tile], numbers, totals)
+                    multiply([address + pair * _VECTOR for address in at], own_inputs + pair * 4, dots)
+                for address, of_tile, totals in zip(at, dots, sums, strict=True):
+                    self._add_group(address, group, [dot.get() for dot in of_tile], numbers, totals)
 
     def _start(self, at: Value, group: int, numbers: Values) -> list[Value]:
         """What the dot products of a group start with, of each row."""
@@ -110,25 +110,25 @@ class Words:
         place = CROSSED if self._groups == 1 else CROSSED + 4 + 4 * group
         whole = _whole_rows(len(numbers))
         return [
-            e.zero(_I16) if row in whole else of_words + e.broadcast(own, I32, ROWS, place)
-            for row, own in enumerate(numbers)
+            e.zero(_I16) if row in whole else of_words + e.broadcast(at_numbers, I32, ROWS, place)
+            for row, at_numbers in enumerate(numbers)
         ]
 
     def _products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         """Add products of two pairs of inputs to the sums of each tile and row. at: addresses of the tiles' words."""
         e = self._e
         for number in range(2):  # with more, LLVM multiplies row by row and keeps the words on the stack
-            words = [e.load(own, _I16, _VECTOR * number) for own in at]
+            words = [e.load(address, _I16, _VECTOR * number) for address in at]
             for row in range(len(dots[0])):
                 pair = e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number)
-                for own, of_tile in zip(words, dots, strict=True):
-                    of_tile[row].set(e.level.dot2(e, of_tile[row].get(), own, pair))
+                for word, of_tile in zip(words, dots, strict=True):
+                    of_tile[row].set(e.level.dot2(e, of_tile[row].get(), word, pair))
 
     def _half_products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         """The same with one product of sums, and the products of the two pairs of inputs and of words in addition: in
         all rows except `_whole_rows`."""
         e, whole = self._e, _whole_rows(len(dots[0]))
-        words = [[e.load(own, _WORDS, _VECTOR * number) for number in range(2)] for own in at]
+        words = [[e.load(address, _WORDS, _VECTOR * number) for number in range(2)] for address in at]
         for row in range(len(dots[0])):
             x, y = (e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number).bits(_WORDS) for number in range(2))
             for (v, w), of_tile in zip(words, dots, strict=True):
@@ -139,12 +139,12 @@ class Words:
     def _add_group(self, at: Value, group: int, dots: Values, numbers: Values, totals: Sequence[Variable]) -> None:
         """Add the dot products of a group, scaled. numbers: of each row, the address of its scale and sums."""
         e, place_of_sum = self._e, 4 if self._groups == 1 else 8 + 4 * group
-        for own, dot, total in zip(numbers, dots, totals, strict=True):
+        for at_numbers, dot, total in zip(numbers, dots, totals, strict=True):
             value = dot.to_float() * e.load(at, _F16, self._scales + _VECTOR * group)
             if self._offsets is not None:
-                less = e.broadcast(own, I32, ROWS, place_of_sum).to_float()
+                less = e.broadcast(at_numbers, I32, ROWS, place_of_sum).to_float()
                 value = e.fma(less, e.load(at, _F16, self._offsets + _VECTOR * group), value)
-            total.set(e.fma(value, e.broadcast(own, F32, ROWS), total.get()))
+            total.set(e.fma(value, e.broadcast(at_numbers, F32, ROWS), total.get()))
 
 
 def _whole_rows(row_tile: int) -> range:
@@ -181,21 +181,21 @@ class CodeWords(Words):
         """Write the words and scales of a block to `out`."""
         e, codes, place = self._e, self._codes, self._layout
         with e.loop(0, self.parts) as part:
-            at, own, sub = (
+            at, target, sub = (
                 block.codes + part * place.part_bytes,
                 out + part * self.nbytes,
                 block.subs + part * ROWS * self._groups,
             )
             e.prefetch(at + AHEAD, place.part_bytes)
             for pair in sorted(range(_PAIRS), key=codes.vector):
-                e.store(self._word(at, pair), own, _VECTOR * pair)
+                e.store(self._word(at, pair), target, _VECTOR * pair)
             for group in range(self._groups):
                 scale = times_sub(e, block.scale, sub, place.sub_scale, group, signed=True)
-                e.store(scale, own, self._scales + _VECTOR * group)
+                e.store(scale, target, self._scales + _VECTOR * group)
                 if block.offset is not None and self._offsets is not None:
                     offset = -times_sub(e, block.offset, sub, place.sub_offset, group)
-                    e.store(offset, own, self._offsets + _VECTOR * group)
-            self._write_starts(own)
+                    e.store(offset, target, self._offsets + _VECTOR * group)
+            self._write_starts(target)
 
 
 class NumberWords(Words):

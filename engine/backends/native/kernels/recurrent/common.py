@@ -135,12 +135,12 @@ def advance(
     def emit(e: Emitter, args: AdvanceArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             slot, head = e.load(args.slots + unit // heads * 4, I32).sext(I64), unit % heads
-            own, key = slot * heads + head, head % key_heads if tiled else head // shared
+            state, key = slot * heads + head, head % key_heads if tiled else head // shared
             Matrix(
-                args.matrices + own * (4 * key_dim * value_dim),
+                args.matrices + state * (4 * key_dim * value_dim),
                 args.keys + (slot * key_heads + key) * (4 * key_dim * block),
-                args.updates + own * (4 * block * value_dim),
-                args.decays + own * (4 * block),
+                args.updates + state * (4 * block * value_dim),
+                args.decays + state * (4 * block),
                 key_dim,
                 value_dim,
                 block,

@@ -100,13 +100,13 @@ def gated_delta(spec: Delta) -> Kernel[DeltaArguments]:
     def emit(e: Emitter, args: DeltaArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             head, span = unit % spec.key_heads, common.span_of(e, args.spans, unit // spec.key_heads)
-            own = e, spec, args, scratch, span.slot, head
+            arguments = e, spec, args, scratch, span.slot, head
 
             def add(row: Value, count: Value, place: Value, number: Value) -> None:
-                _Unit(*own).add(row, count, place)
+                _Unit(*arguments).add(row, count, place)
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
-                        _Unit(*own).advance(number)
+                        _Unit(*arguments).advance(number)
 
             common.by_blocks(e, spec.block, span, add)
 
@@ -127,8 +127,8 @@ class _Unit:
 
     def parts(self) -> list[tuple[Value, int]]:
         """The first channel, and the number of channels, of this head's queries and keys."""
-        spec, own = self.spec, self.head * self.spec.key_dim
-        return [(own, spec.key_dim), (own + spec.key_heads * spec.key_dim, spec.key_dim)]
+        spec, first = self.spec, self.head * self.spec.key_dim
+        return [(first, spec.key_dim), (first + spec.key_heads * spec.key_dim, spec.key_dim)]
 
     def value_head(self, member: Value) -> Value:
         """The number of a value head that has this key."""
@@ -163,11 +163,11 @@ class _Unit:
         (query, _), (key, _) = self.parts()
         with e.loop(0, count) as i:
             at, projected = place + i, self.args.projected + (row + i) * (4 * spec.columns)
-            own, other = self.rows + i * key_row, self.rows + (count + i) * key_row
-            self._normed(key, at, projected, own, 1.0)
+            key_at, other = self.rows + i * key_row, self.rows + (count + i) * key_row
+            self._normed(key, at, projected, key_at, 1.0)
             self._normed(query, at, projected, other, spec.key_dim**-0.5)
             with e.loop(0, spec.key_dim) as channel:
-                e.store(e.load(own + channel * 4, F32), self.keys + (channel * spec.block + at) * 4)
+                e.store(e.load(key_at + channel * 4, F32), self.keys + (channel * spec.block + at) * 4)
         product(
             e,
             Left(self.rows, key_row, count * 2, e.i64(spec.key_dim)),
@@ -207,13 +207,13 @@ class _Unit:
         """silu of the convolution of `lanes` channels from `channel` + first on; their newest inputs are kept."""
         e, spec, kind = self.e, self.spec, vector(F32, lanes)
         row_bytes, before = 4 * spec.channels, spec.width - 1
-        own = self.inputs + at * row_bytes + channel * 4
+        inputs = self.inputs + at * row_bytes + channel * 4
         weights = self.args.conv + channel * 4
         newest = e.load(projected + channel * 4, kind, 4 * first)
-        e.store(newest, own, 4 * first + before * row_bytes)
+        e.store(newest, inputs, 4 * first + before * row_bytes)
         total = e.zero(kind)
         for back in range(before):
-            x = e.load(own, kind, 4 * first + back * row_bytes)
+            x = e.load(inputs, kind, 4 * first + back * row_bytes)
             total = e.fma(x, e.load(weights, kind, 4 * first + back * row_bytes), total)
         total = e.fma(newest, e.load(weights, kind, 4 * first + before * row_bytes), total)
         return common.silu(e, total)
@@ -273,9 +273,9 @@ class _Unit:
         total = e.variable(e.select(place > 0, before, e.constant(F32, 0.0)))
         rate, bias = e.load(args.decay + head * 4, F32), e.load(args.dt_bias + head * 4, F32)
         with e.loop(0, count) as i:
-            own = args.projected + ((row + i) * spec.columns + head) * 4
+            logits = args.projected + ((row + i) * spec.columns + head) * 4
             offset = 4 * (spec.channels + spec.value_heads * spec.value_dim)
-            b, a = e.load(own, F32, offset), e.load(own, F32, offset + 4 * spec.value_heads)
+            b, a = e.load(logits, F32, offset), e.load(logits, F32, offset + 4 * spec.value_heads)
             total.add(rate * common.softplus(e, a + bias))
             e.store(total.get(), decays + (place + i) * 4)
             e.store(e.exp(total.get()), self.since + i * 4)
@@ -286,11 +286,11 @@ class _Unit:
         e, block_row = self.e, 4 * self.spec.block
         with e.loop(0, count) as i:
             at = place + i
-            own, beta = e.load(decays + at * 4, F32), e.load(self.beta + i * 4, F32)
+            decay, beta = e.load(decays + at * 4, F32), e.load(self.beta + i * 4, F32)
             last = at.trunc(I32)
             for first, lanes in pieces(self.spec.block):
                 numbers = e.constant(vector(I32, lanes), list(range(first, first + lanes)))
-                between = e.exp(-e.load(decays, vector(F32, lanes), 4 * first) + own)
+                between = e.exp(-e.load(decays, vector(F32, lanes), 4 * first) + decay)
                 zero, key, query = e.zero(between.type), i * block_row, (count + i) * block_row
                 known = between * e.load(self.scores + key, between.type, 4 * first) * -beta
                 e.store(e.select(numbers < last, known, zero), self.weights + key, 4 * first)
@@ -301,19 +301,19 @@ class _Unit:
         """RMSNorm(results) · common.silu(z) → out."""
         e, spec, args = self.e, self.spec, self.args
         with e.loop(0, count) as i:
-            own = results + i * (4 * spec.value_dim)
+            result = results + i * (4 * spec.value_dim)
             z = args.projected + ((row + i) * spec.columns + head * spec.value_dim) * 4
             target = args.out + ((row + i) * spec.value_heads + head) * (4 * spec.value_dim)
             squares = e.variable(e.constant(F32, 0.0))
             parts = [(first, vector(F32, lanes)) for first, lanes in pieces(spec.value_dim)]
             for first, kind in parts:
-                x = e.load(own, kind, 4 * first)
+                x = e.load(result, kind, 4 * first)
                 squares.add(e.sum_lanes(x * x))
             mean = squares.get() * (1.0 / spec.value_dim) + args.eps
             factor = e.like(1.0, mean) / e.sqrt(mean)
             for first, kind in parts:
                 gate = common.silu(e, e.load(z, kind, 4 * (spec.channels + first)))
-                x = e.load(own, kind, 4 * first) * factor * e.load(args.norm, kind, 4 * first)
+                x = e.load(result, kind, 4 * first) * factor * e.load(args.norm, kind, 4 * first)
                 e.store(x * gate, target, 4 * first)
 
     def advance(self, number: Value) -> None:

@@ -99,17 +99,17 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
             def add(row: Value, count: Value, place: Value, number: Value) -> None:
                 with e.loop(0, count) as i:
-                    own = inputs + (place + i) * row_bytes
+                    input_row = inputs + (place + i) * row_bytes
                     source = args.projected + ((row + i) * spec.columns + channel + spec.inner) * 4
                     target = args.convolved + ((row + i) * spec.channels + channel) * 4
 
                     def compute(offset: Value, kind: Type) -> None:
                         newest = e.load(source + offset, kind)
-                        e.store(newest, own + offset, before * row_bytes)
+                        e.store(newest, input_row + offset, before * row_bytes)
                         total = e.load(args.bias + channel * 4 + offset, kind) if spec.has_bias else e.zero(kind)
                         weights = args.conv + channel * 4 + offset
                         for back in range(before):
-                            x = e.load(own + offset, kind, back * row_bytes)
+                            x = e.load(input_row + offset, kind, back * row_bytes)
                             total = e.fma(x, e.load(weights, kind, back * row_bytes), total)
                         total = e.fma(newest, e.load(weights, kind, before * row_bytes), total)
                         e.store(common.silu(e, total), target + offset)
@@ -228,8 +228,8 @@ class _Head:
         with e.loop(0, count) as i:
             step = e.load(self.step + i * 4, F32)
             for first, lanes in pieces(spec.dim):
-                own = e.load(x + i * (4 * spec.channels), vector(F32, lanes), 4 * first)
-                e.store(own * step, self.updates + (place + i) * row_bytes, 4 * first)
+                values = e.load(x + i * (4 * spec.channels), vector(F32, lanes), 4 * first)
+                e.store(values * step, self.updates + (place + i) * row_bytes, 4 * first)
         product(
             e,
             Left(query, 4 * spec.channels, count, e.i64(spec.size)),
@@ -244,11 +244,11 @@ class _Head:
         skip = e.load(args.skip + self.head * 4, F32)
 
         def finish(i: Value, first: int, value: Value) -> None:
-            own = e.load(x + i * (4 * spec.channels), value.type, 4 * first)
+            inputs = e.load(x + i * (4 * spec.channels), value.type, 4 * first)
             z = args.projected + ((row + i) * spec.columns + self.head * spec.dim) * 4
             gate = common.silu(e, e.load(z, value.type, 4 * first))
             target = args.out + ((row + i) * spec.inner + self.head * spec.dim) * 4
-            e.store(e.fma(own, skip, value) * gate, target, 4 * first)
+            e.store(e.fma(inputs, skip, value) * gate, target, 4 * first)
 
         product(
             e,
@@ -281,11 +281,11 @@ class _Head:
         e, spec = self.e, self.spec
         with e.loop(0, count) as i:
             at = place + i
-            own, last = e.load(self.decays + at * 4, F32), at.trunc(I32)
+            decay, last = e.load(self.decays + at * 4, F32), at.trunc(I32)
             scores = self.args.scores + ((row + i) * spec.groups + self.group) * (4 * spec.block)
             for first, lanes in pieces(spec.block):
                 numbers = e.constant(vector(I32, lanes), list(range(first, first + lanes)))
-                between = e.exp(-e.load(self.decays, vector(F32, lanes), 4 * first) + own)
+                between = e.exp(-e.load(self.decays, vector(F32, lanes), 4 * first) + decay)
                 weight = between * e.load(scores, between.type, 4 * first)
                 seen = e.select(numbers <= last, weight, e.zero(between.type))
                 e.store(seen, self.weights + i * (4 * spec.block), 4 * first)

@@ -34,7 +34,7 @@ def short_conv(width: int, *, has_bias: bool) -> Kernel[ConvArguments]:
             )
             slot, following = slot - 1, following - 1
             inputs, y = args.inputs + row * stride * 3, args.y + row * stride
-            own = args.slots + (slot * args.slot_rows + place + before) * stride
+            slot_row = args.slots + (slot * args.slot_rows + place + before) * stride
             repeats = place - (args.slot_rows - 2 * before)
             again = args.slots + (following * args.slot_rows + repeats) * stride
 
@@ -46,7 +46,7 @@ def short_conv(width: int, *, has_bias: bool) -> Kernel[ConvArguments]:
             def compute(offset: Value, kind: Type) -> None:
                 newest = new(offset, kind, 0)
                 with e.when(slot >= 0):
-                    e.store(newest, own + offset)
+                    e.store(newest, slot_row + offset)
                     with e.when((following >= 0) & (repeats >= 0)):
                         e.store(newest, again + offset)
                 total = e.variable(newest * e.load(args.conv + (stride * before + offset), kind))
@@ -57,7 +57,7 @@ def short_conv(width: int, *, has_bias: bool) -> Kernel[ConvArguments]:
                     with e.when(back >= rows_back):
                         total.add(weight * new(offset, kind, rows_back))
                     with e.when((back < rows_back) & (slot >= 0)):
-                        total.add(weight * e.load(own + (offset - stride * rows_back), kind))
+                        total.add(weight * e.load(slot_row + (offset - stride * rows_back), kind))
                 e.store(e.load(inputs + stride + offset, kind) * total.get(), y + offset)
 
             over_columns(e, args.channels, compute)
