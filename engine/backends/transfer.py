@@ -47,10 +47,10 @@ def fields(format: CacheFormat) -> dict[str, dict[str, Field]]:
 def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | None:
     """The tiles of keys and of values; None if no compiled kernel reads them. Raises ValueError without llvmlite."""
     try:
-        from polarlm.engine.backends.native.kv import cache_tiles
+        from polarlm.engine.backends.native import codecs
     except ImportError as error:
         raise ValueError(f"tiles of a CPU cannot be read here: {error}") from None
-    both = cache_tiles.tiles(format)
+    both = codecs.tiles(format)
     return None if isinstance(both, str) else both
 
 

@@ -65,8 +65,7 @@ class Recording:
         self._parts: list[HostCall | _Commands] | None = None
 
     def replay(self, address: Callable[[Kernel], int], run: Callable[[CommandBuffer], None]) -> None:
-        """Make all launches and calls in order. address: kernel → its compiled function. run: makes a command buffer's
-        launches."""
+        """Make all launches and calls in order. address: of a kernel's function. run: launches a command buffer."""
         if self._parts is None:
             self._parts = self._split(address)
         for part in self._parts:
@@ -87,8 +86,6 @@ class Recording:
 
 
 class _Commands:
-    """Consecutive launches."""
-
     def __init__(self, launches: Sequence[Recorded], address: Callable[[Kernel], int]) -> None:
         calls = [
             Launch(
@@ -151,7 +148,6 @@ class Launcher:
             self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, overlaps))
 
     def _run(self, kernel: Kernel, arguments: np.ndarray, count: int, grain: int) -> None:
-        """Run the kernel on `count` units now."""
         if count:
             call = Launch(self.library.address(kernel), arguments.ctypes.data, count, grain)
             self._workers.run(CommandBuffer([call]), self.threads)

@@ -51,8 +51,7 @@ def check(level: Level) -> None:
     dots = np.zeros((2, 16), np.int32)
     looked_up = np.zeros(64, np.uint8)
     table = (91 * np.arange(256) + 17).astype(np.uint8)  # a permutation
-    small, any_ = unsigned
-    launch(_BYTES, 1, _Arguments(small=small, any=any_, b=bytes_[2], table=table, dots=dots, looked_up=looked_up))
+    launch(_BYTES, 1, _Arguments(*unsigned, b=bytes_[2], table=table, dots=dots, looked_up=looked_up))
     wanted = [(a.astype(np.int32) * bytes_[2]).reshape(16, 4).sum(axis=1) for a in unsigned]
     is_right = np.array_equal(dots, wanted) and np.array_equal(looked_up, table[bytes_[2].view(np.uint8)])
 
@@ -89,8 +88,7 @@ class _Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, blocks = self.blocks.shape
-        return rows, blocks * self.format.values
+        return len(self.blocks), self.blocks.shape[1] * self.format.values
 
     def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
         rows = len(self.blocks)
@@ -102,8 +100,6 @@ class _Matrix:
 
 
 class _Arguments(NamedTuple):
-    """Arguments of `_BYTES`."""
-
     small: Pointer
     any: Pointer
     b: Pointer

@@ -101,8 +101,7 @@ def object_cache(level: Level, sources: Sequence[Path] = ()) -> ObjectCache | No
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Whether only this user can have written a file or folder; always True on Windows, where the folder is the user's
-    own."""
+    """Whether only this user can have written a file or folder; True on Windows, where the folder is the user's."""
     return not hasattr(os, "getuid") or (
         status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     )

@@ -151,8 +151,7 @@ class Level:
         return e.shuffle(low.bits(bytes_), high.bits(bytes_), lanes)
 
     def lookup_in_lanes(self, e: Any, table: Value, index: Value) -> Value:
-        """In each 128-bit lane, the entries of `table`'s lane at the indices (< 16) of `index`'s lane: 32 or 64
-        bytes."""
+        """In each lane of 128 bits, the entries of `table` at the indices (< 16) in `index`: 32 or 64 bytes."""
         entries, places = e.stack(64), e.stack(64)
         e.store(table, entries)
         e.store(index, places)

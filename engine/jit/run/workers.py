@@ -365,7 +365,6 @@ class Workers:
         self._run(records.pack(run), 0, 0, scratch)
 
     def _scratch_of_caller(self) -> int:
-        """The address of the calling thread's own scratch memory."""
         try:
             memory: np.ndarray = self._local.scratch
         except AttributeError:

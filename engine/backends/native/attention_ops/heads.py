@@ -50,8 +50,6 @@ class PreparedTransform(HeadTransform):
 
 
 class HeadOps(KernelOps):
-    """The ops `prepare`, `transform_heads`, `place_kv` and `copy_full`."""
-
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
         made: dict[tuple[int, bool], Rotation] = {}
 

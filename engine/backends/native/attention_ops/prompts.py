@@ -72,8 +72,7 @@ class PromptOps(KernelOps):
         transform: PreparedTransform | None,
     ) -> None:
         """Attention of the rows q (T, H, D) of one sequence → out (T, H, D) float32."""
-        window = rule.window or NO_WINDOW
-        oldest = max(0, span.position - window + 1)
+        oldest = max(0, span.position - (rule.window or NO_WINDOW) + 1)
         segments = list(_full(cache, span, oldest, span.position + len(q)))
         parts = _parts(cache, span, oldest)
         attend_to = self._launcher(q, out, cache.format.kv_heads, span.position, scale, rule, transform)

@@ -171,5 +171,4 @@ def _most_full(block_size: int) -> int:
 
 
 def _least_blocks(block_size: int) -> int:
-    """The least number of quantized blocks of a chunk."""
     return max(1, CHUNK_TOKENS // block_size)

@@ -24,6 +24,7 @@ import numpy as np
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.kv import CacheFormat
+from polarlm.engine.backends.native.kernels.attention.unit import supports
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.schema.planes import Planes
@@ -109,6 +110,22 @@ def codes_section(
     """A section of codes in the order of `arrange`: vectors of 64 in bit planes, or bytes if `planes` is None."""
     width = 64 if planes else math.prod(math.prod(pieces) for pieces in cuts)
     return Section(name, stream, arrange(numbered(*stream.shape), cuts, order).reshape(1, -1, width), planes)
+
+
+def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | str:
+    """The tiles of a layer's keys and values, or the reason why no kernel attends over them."""
+    n, dim = format.block_size, format.head_dim
+    if n % 16:
+        return f"kernels read blocks of a multiple of 16 tokens, not of {n}"
+    if dim % 8:
+        return f"kernels read heads of a multiple of 8 channels, not of {dim}"
+    if not supports(dim):
+        return f"kernels have no room for heads of {dim} channels"
+    k, v = keys(format.codec_k, n, dim), values(format.codec_v, n, dim)
+    if k is None or v is None:
+        lacking = [codec.name for codec, side in ((format.codec_k, k), (format.codec_v, v)) if side is None]
+        return f"no kernel reads {' and '.join(dict.fromkeys(lacking))}"
+    return k, v
 
 
 def keys(codec: Codec, block_size: int, head_dim: int) -> KeyTiles | None:

@@ -63,8 +63,7 @@ class _GroupedTiles(Tiles):
             scales = unit.take(unit.dim // _GROUP * unit.row)
             with e.loop(0, unit.dim // _GROUP) as group, unit.vectors() as offset:
                 first = group * (_GROUP * unit.row) + offset
-                scale = choose(unit, unit.x + first, unit.codes + first)
-                e.store(scale, scales + group * unit.row + offset)
+                e.store(choose(unit, unit.x + first, unit.codes + first), scales + group * unit.row + offset)
             codes = unit.codes
             if self.by_token:
                 write_codes(unit, unit.errors)
@@ -146,8 +145,7 @@ def _round_to_nibbles(unit: Unit, x: Value, codes: Value) -> Value:
     scale = farthest.get() / -8.0
     inverse = _inverse(e, scale)
     with e.loop(0, _GROUP * unit.row, unit.row) as row:
-        code = e.fmin(e.load(x + row, _F16) * inverse + 8.5, 15.0)
-        e.store(code.to_int(), codes + row)
+        e.store(e.fmin(e.load(x + row, _F16) * inverse + 8.5, 15.0).to_int(), codes + row)
     return scale
 
 

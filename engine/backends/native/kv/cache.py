@@ -10,8 +10,7 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
-from polarlm.engine.backends.native.kv.cache_tiles import tiles
+from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, tiles
 from polarlm.engine.backends.native.kv.encoders import Encoder, encoder
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides
 from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
@@ -62,9 +61,8 @@ class TileCache(LayerCache):
     def strides(self) -> dict[str, int]:
         """The arguments of kernels that say where blocks lie in `memory`, and how many means a head has."""
         keys, values = self.memory
-        means = self.mean.get("mean", keys)
         return {
-            "blocks": means.shape[1],
+            "blocks": self.mean.get("mean", keys).shape[1],
             "key_stride": keys.strides[0],
             "value_stride": values.strides[0],
             "key_bytes": keys.strides[1],

@@ -54,7 +54,6 @@ def by_head(array: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _arrays(metric: Metric) -> dict[str, np.ndarray]:
-    """The arrays of a metric by field of `Block`."""
     arrays = {"feedback": metric.feedback, "matrix": metric.matrix, "weights": metric.weights}
     if metric.tilt_mean is not None:
         arrays["mean_query"] = metric.tilt_mean

@@ -45,8 +45,7 @@ class CachedTiles:
                     matrix.expect()
 
     def batches(self, experts: Sequence[int]) -> Iterator[list[int]]:
-        """Indices into `experts`, at most `slots` at a time; experts in memory come first: later batches may evict
-        them."""
+        """Indices into `experts`, at most `slots` at a time; experts in memory first: later batches may evict them."""
         order = sorted(range(len(experts)), key=lambda index: experts[index] not in self._held)
         for first in range(0, len(order), self.slots):
             yield order[first : first + self.slots]
@@ -78,7 +77,6 @@ class CachedTiles:
         return [self._held[expert] for expert in experts]
 
     def _read(self, expert: int) -> int:
-        """Read an expert into a slot, which is returned."""
         if not self._free:
             self._free.append(self._held.popitem(last=False)[1])
         slot = self._free[-1]

@@ -47,8 +47,6 @@ class _Order(NamedTuple):
 
 
 class ExpertOps(KernelOps):
-    """The ops `route`, `experts` and `gate`."""
-
     def route(
         self, logits: np.ndarray, rule: Experts, bias: np.ndarray | None = None, factors: np.ndarray | None = None
     ) -> Routing:

@@ -77,7 +77,6 @@ class LoadOps(KernelOps):
         return Matrix(format, Tiles(memory.reshape(shape)), (len(groups) * rows, columns))
 
     def _pack_group(self, group: Sequence[StoredMatrix], target: np.ndarray) -> None:
-        """Pack matrices that are packed as one into the first tiles of `target`."""
         for first, raw in _slabs(group):
             self._pack(raw, group[0].format, target[first:])
 
@@ -125,7 +124,6 @@ def _groups(matrices: Sequence[Sequence[AnyMatrix]]) -> list[list[Sequence[AnyMa
 
 
 def _joined(matrices: Sequence[AnyMatrix]) -> list[list[AnyMatrix]]:
-    """The groups of matrices."""
     together: list[list[AnyMatrix]] = []
     for matrix in matrices:
         last = together[-1][-1] if together else None
@@ -153,5 +151,4 @@ def _tile_bytes(matrices: Sequence[StoredMatrix]) -> int:
 
 
 def _size(matrices: Sequence[StoredMatrix]) -> tuple[WeightFormat, int, int]:
-    """Format, rows and columns of matrices that are packed as one."""
     return matrices[0].format, sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]

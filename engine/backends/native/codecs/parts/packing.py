@@ -67,7 +67,6 @@ def side_by_side(codes: list[Value]) -> Value:
 
 
 def _moved(word: Value, bits: int) -> Value:
-    """word shifted left by `bits`, or right by -bits."""
     return word << bits if bits > 0 else word >> -bits if bits else word
 
 

@@ -159,8 +159,7 @@ def emit_cosines(e: Emitter, rows: Value, lanes: Sequence[int], one: float) -> V
     words = np.resize(np.rint(COSINES[4] * one).astype("<i2"), 16).view(np.uint8).reshape(16, 2)
     index = ((rows.bits(vector(I32, 8)) >> 6) & 0x03030303).bits(rows.type)
     low, high = (e.level.lookup_in_lanes(e, by_lane(e, [table], 32), index) for table in words.T)
-    both = e.shuffle(low, high, [place for lane in lanes for place in (lane, 32 + lane)])
-    return both.bits(vector(I16, 32))
+    return e.shuffle(low, high, [place for lane in lanes for place in (lane, 32 + lane)]).bits(vector(I16, 32))
 
 
 def by_lane(e: Emitter, tables: Sequence[np.ndarray], width: int) -> Value:

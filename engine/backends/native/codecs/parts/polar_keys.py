@@ -99,8 +99,7 @@ class PolarKeys(PolarTiles, KeyTiles):
                 radii = block + unit * (2 * self.tokens * self.radii)
                 for number in range(together):
                     place = first + number
-                    at = block + unit * (64 * groups)
-                    directions = e.load(at, _I16, 64 * place)
+                    directions = e.load(block + unit * (64 * groups), _I16, 64 * place)
                     rows = e.load(block + unit * (32 * groups), vector(I8, 32), self.rows_at + 32 * place)
                     offsets = (self.radii_at + 32 * place + 2 * self.tokens * i for i in range(self.radii))
                     scales = [e.half_to_float(e.load(radii, vector(I16, 16), offset)) for offset in offsets]

@@ -19,8 +19,7 @@ PAIR_LANES = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in r
 
 
 def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[list[Value]]:
-    """Yields the codes of `count` vectors, from the beginning of a run. Each run is loaded only when it is needed, so
-    that its registers are free until then."""
+    """Yields the codes of `count` vectors, from the beginning of a run. A run takes registers only when needed."""
     dirty = e.level.wide_tables  # their lookups ignore unused high bits
     for first in range(0, count, packing.run):
         start, run = at + packing.nbytes(first) if first else at, min(packing.run, count - first)

@@ -110,8 +110,7 @@ class _TableTiles(Tiles):
             vectors = [numbered(self._emit_vector(e, codes, e.i64(whole * run + i))) for i in range(rest)]
             self._packing.emit_pack(e, vectors, tile + self._packing.nbytes(whole * run))
         with e.loop(0, 4 * self._tokens, 64) as offset:
-            norm = e.fmin(e.load(norms + offset, _F16), self._largest)
-            e.store(norm, norms + offset)
+            e.store(e.fmin(e.load(norms + offset, _F16), self._largest), norms + offset)
         emit_pack_norms(e, norms, self._tokens, self._norm, tile + self._norms_at)
 
     @abstractmethod

@@ -117,8 +117,7 @@ def full_scores(
     """The scores of the first `count` tokens, rounded up to whole vectors, with each of the queries (D,) → `out`.
 
     after: the keys that are read next: their first tokens are prefetched while the last ones of this block are read.
-    stride: bytes from query to query, and from scores to scores. widened: scratch for the keys of a vector of tokens as
-    float32.
+    stride: bytes from query to query, and from scores to scores. widened: scratch, float32 keys of a vector of tokens.
     """
     lanes, sums = _lanes(e, dim), min(16, dim & -dim)
     kind = vector(F32, lanes)

@@ -85,8 +85,7 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
             with e.loop(0, args.count) as index:
                 k, v, head_stride, start, tokens = read(e, Segment, args.segments, index)
                 from_key = e.imax(first_position - args.window + 1 - start, 0) // KEYS * KEYS
-                to_key = e.imin(tokens, last_position + 1 - start)
-                with e.loop(from_key, to_key, KEYS) as first:
+                with e.loop(from_key, e.imin(tokens, last_position + 1 - start), KEYS) as first:
                     at = head * head_stride + first * row_bytes
                     left = e.imin(tokens - first, KEYS)
                     state.attend(k + at, v + at, start + first, left, queries, args.window)
@@ -132,8 +131,7 @@ def attend_to_texts(dim: int) -> Kernel[TextArguments]:
     texts, each a `TextRows`, whose rows times `group` are at most MOST_QUERIES.
 
     A row sees those that are at most `reach` away. group: H / K. q_stride: bytes from row to row of q, whose heads lie
-    together. row_stride, head_stride: bytes from row to row and from head to head of k and v. scale: multiplies the
-    scores.
+    together. row_stride, head_stride: of k and v, bytes from row to row and from head to head. scale: of scores.
     """
     row_bytes = 4 * dim
 
@@ -151,8 +149,7 @@ def attend_to_texts(dim: int) -> Kernel[TextArguments]:
                 state.open(row * group + member, first_position + row, query, args.scale)
             state.fill_up(queries, first_position + text.rows - 1)
             from_key = e.imax(first_position - window + 1, 0) // KEYS * KEYS
-            to_key = e.imin(text.length, first_position + text.rows)
-            with e.loop(from_key, to_key, KEYS) as key:
+            with e.loop(from_key, e.imin(text.length, first_position + text.rows), KEYS) as key:
                 at = head * args.head_stride + (text.first + key) * args.row_stride
                 left = e.imin(text.length - key, KEYS)
                 for below, most in zip((0, *_TEXT_SIZES), _TEXT_SIZES, strict=False):

@@ -165,8 +165,7 @@ class Unit:
             target = self._keys + first * 4
             whole = self._dim // 16 * 16
             with e.loop(0, whole, 16) as channel:
-                square = e.transposed([e.load(row + channel * 4, _F16) for row in rows])
-                for number, column in enumerate(square):
+                for number, column in enumerate(e.transposed([e.load(row + channel * 4, _F16) for row in rows])):
                     e.store(column, target + channel * (4 * KEYS), 4 * KEYS * number)
             for rest in range(whole, self._dim):
                 e.store(e.collect([e.load(row, F32, 4 * rest) for row in rows]), target, 4 * KEYS * rest)

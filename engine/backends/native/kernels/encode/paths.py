@@ -45,9 +45,7 @@ class PathTables:
         self.content = np.frombuffer(content, np.uint8)
 
 
-@cache
-def path_tables(bits: int) -> PathTables:
-    return PathTables(bits)
+path_tables = cache(PathTables)
 
 
 class _Search:
@@ -119,8 +117,7 @@ class _Search:
         return [add_chains(chains) for chains in sums]
 
     def _step(self, pair: Value, targets: Values, cost: Variable) -> tuple[Value, Value, list[Value]]:
-        """Extend survivors by a pair, from each state to each → the state that each new one comes from, its code and
-        its point. Replaces their costs."""
+        """Extend survivors by a pair, and their costs → the state that each new one comes from, its code, its point."""
         e = self.e
         x, y = ((target.bits(_I16) ^ sign).bits(_F16) for target, sign in zip(targets, self.signs, strict=True))
         cells = [e.fmin(e.fmax(place * float(PER_UNIT) + CELLS / 2, 0.0), CELLS - 1.0).to_int() for place in (x, y)]
@@ -182,8 +179,7 @@ def round_to_paths(unit: Unit) -> None:
     """Round round by round → `codes`, in rows of tokens in the order of rounds; and so `norms`, `x`, which gets targets
     with the feedback along tokens, and their `errors`."""
     encoding = unit.encoding
-    tables = path_tables(encoding.bits)
-    search = _Search(unit, tables, unit.block.paths)
+    search = _Search(unit, path_tables(encoding.bits), unit.block.paths)
     if not encoding.has_metric:
         _limit_norms(unit)
     originals = left = unit.x

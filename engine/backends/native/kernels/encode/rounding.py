@@ -55,8 +55,7 @@ def round_all_tokens(unit: Unit) -> None:
         here = pair * unit.row_of_pairs
         with e.loop(0, unit.row, 64 * vector_tile) as offset:
             sources = [unit.errors + offset + 64 * number for number in range(vector_tile)]
-            sums = unit.products(rows, sources, before)
-            for row, by_source in enumerate(sums):
+            for row, by_source in enumerate(unit.products(rows, sources, before)):
                 for number, total in enumerate(by_source):
                     place = offset + (row * unit.row + 64 * number)
                     e.store(e.load(unit.x + here + place, _F16) + total, unit.target_of_pair + place)
@@ -181,8 +180,7 @@ def _skew(unit: Unit, source: Value, target: Value, *, back: bool = False) -> No
             plain = pair * unit.row_of_pairs + token * 4 + axis * unit.row
             skewed = step * (pair + token) + pair * 4 + unit.row_of_lanes * axis
             for _ in range(LANES):
-                value = e.load(source + (skewed if back else plain), F32)
-                e.store(value, target + (plain if back else skewed))
+                e.store(e.load(source + (skewed if back else plain), F32), target + (plain if back else skewed))
                 plain, skewed = plain + 4, skewed + step
 
 
@@ -240,8 +238,7 @@ def write_norms(unit: Unit) -> None:
             if unit.encoding.tries_norms:
                 assert cost is not None
                 e.store(cost, unit.costs + place)
-            norm = ratio * e.load(unit.norms + place, _F16)
-            e.store(e.fmax(norm, 0.0), unit.norms + place)
+            e.store(e.fmax(ratio * e.load(unit.norms + place, _F16), 0.0), unit.norms + place)
 
 
 def _decode(unit: Unit, sources: Values) -> None:
@@ -307,6 +304,5 @@ class _Sums:
         return ratio, rest * (rest * xx + ratio * (xe + xe)) + ratio * ratio * ee + lean * lean
 
     def _ratio(self, numerator: Value, denominator: Value) -> Value:
-        """numerator / denominator, or 1 where the denominator is 0."""
         e = self.e
         return e.select(denominator > 0.0, numerator / denominator, e.constant(_F16, 1.0))

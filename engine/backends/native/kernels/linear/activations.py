@@ -143,13 +143,11 @@ def quantize_rows(
                 e.store(sums if of_sums == I32 else sums.to_float(), numbers, 4)
 
     for_words = "_words" * (inputs is Inputs.WORDS)
-    name = f"quantize{for_words}{'_normed' * normed}{'_picked' * picks}_{row_tile}"
-    return Kernel(name, emit, RowArguments)
+    return Kernel(f"quantize{for_words}{'_normed' * normed}{'_picked' * picks}_{row_tile}", emit, RowArguments)
 
 
 def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
-    """The sums in the numbers of a row, int32 (3,), or with sums of products (6,). words: the row's 32 int16 as pairs,
-    int32 (16,)."""
+    """The sums in a row's numbers, int32 (3,), or with sums of products (6,). words (16,) int32: its pairs of int16."""
     zero, ones = e.zero(words.type), e.constant(words.type, [0x10001] * 16)
     pairs, fours = e.level.dot2(e, zero, words, ones), zero
     if crossed:  # in the even lanes; the odd ones hold the same again
@@ -199,8 +197,7 @@ def interleave_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kern
 
             over_columns(e, args.columns, write)
 
-    name = f"interleave{'_normed' * normed}{'_picked' * picks}_{row_tile}"
-    return Kernel(name, emit, RowArguments)
+    return Kernel(f"interleave{'_normed' * normed}{'_picked' * picks}_{row_tile}", emit, RowArguments)
 
 
 @contextmanager

@@ -99,8 +99,7 @@ def add_block(
     """Add the products of the rows of a panel and of blocks with the same inputs to `sums`, of each block and row. All
     blocks are of the same outputs.
 
-    inputs: address of the block's first inputs in the panel. before: emits what precedes each 32 inputs, their number
-    in the block given.
+    inputs: address of the block's first inputs in the panel. before: emits what precedes part `part` of 32 inputs.
     """
     place, row_tile, outputs = codes.place, len(sums[0]), blocks[0].outputs
     format = place.format
@@ -137,8 +136,7 @@ def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less:
     """For each tile and row, the dot products (outputs,) int32 of the row's inputs with the codes of a group, less the
     zero point.
 
-    at: addresses of each tile's codes of 32 inputs. less: of each row the sum of its inputs, negative, int32
-    (outputs,).
+    at: addresses of each tile's codes of 32 inputs. less: see `_less`.
     """
     size, rows, outputs = codes.place.format.group // 2, range(len(less)), less[0].lanes
     zero = e.zero(less[0].type)

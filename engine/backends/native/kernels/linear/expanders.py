@@ -133,8 +133,6 @@ class LatticeExpander:
 
 
 class TritExpander:
-    """Expands blocks of digits of base 3."""
-
     factor = 1.0
 
     def __init__(self, e: Emitter, format: WeightFormat) -> None:

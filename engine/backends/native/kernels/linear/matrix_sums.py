@@ -32,8 +32,7 @@ _F16, _I16 = vector(F32, ROWS), vector(I32, ROWS)
 
 
 def together(units: int, tiles: int, threads: int) -> int:
-    """The units that a thread takes at a time, so that many share inputs in the cache, and no thread has none. tiles:
-    of a unit."""
+    """Units that a thread takes at a time: many share inputs in the cache, and no thread has none. tiles: of a unit."""
     return max(1, min(_TILES // tiles, units // threads))
 
 

@@ -132,8 +132,7 @@ class Words:
         for row in range(len(dots[0])):
             x, y = (e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number).bits(_WORDS) for number in range(2))
             for (v, w), of_tile in zip(words, dots, strict=True):
-                factors = ((x, v), (y, w)) if row in whole else ((x + w, y + v),)
-                for a, b in factors:
+                for a, b in ((x, v), (y, w)) if row in whole else ((x + w, y + v),):
                     of_tile[row].set(e.level.dot2(e, of_tile[row].get(), a.bits(_I16), b.bits(_I16)))
 
     def _add_group(self, at: Value, group: int, dots: Values, numbers: Values, totals: Sequence[Variable]) -> None:
@@ -155,8 +154,6 @@ def _whole_rows(row_tile: int) -> range:
 
 
 class CodeWords(Words):
-    """Writes blocks of codes as words."""
-
     def __init__(self, e: Emitter, format: WeightFormat) -> None:
         self._format, self._expander = format, expander(e, format)
         self._layout = layout(format) if self._expander is None else self._expander.layout
@@ -178,7 +175,6 @@ class CodeWords(Words):
             self._write(Block(e, self._layout, at, factor), out + number * (self.parts * self.nbytes))
 
     def _write(self, block: Block, out: Value) -> None:
-        """Write the words and scales of a block to `out`."""
         e, codes, place = self._e, self._codes, self._layout
         with e.loop(0, self.parts) as part:
             at, target, sub = (
