@@ -41,9 +41,9 @@ from tests.server.models.household import (
     TOKENS,
     Household,
     begun,
+    cached_from,
     events,
     everyone,
-    found,
     make_household,
     resident,
     same,
@@ -169,7 +169,7 @@ class Soak:
         return True
 
     def _find(self, model: str) -> bool:
-        found(self.house, model)
+        cached_from(self.house, model)
         return True
 
     def _read(self, rng: random.Random, model: str) -> bool:
@@ -178,7 +178,7 @@ class Soak:
         return True
 
     def _session(self, model: str) -> bool:
-        found(self.house, model)
+        cached_from(self.house, model)
         body = {"model": model, "name": "talk"}
         answers = [self.house.http.get("/sessions", params={"model": model})]
         answers.append(self.house.http.post("/sessions/save", json=body | {"prompt": "once there was a ship"}))

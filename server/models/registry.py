@@ -55,14 +55,14 @@ class Registry:
         self._folder = place if place is not None and place.is_dir() else None
         self._pinned: set[str] = set()
         self._fixed: dict[str, NamedModel] = {}
-        self._found: dict[str, NamedModel] = {}
+        self._folder_models: dict[str, NamedModel] = {}
         if place is not None and self._folder is None:
             for written in _written(place, common):
                 self.add(written)
         for name in names:
             self.add(self.on_hub(name))
         models = self.models()
-        if self._folder is not None and not self._found:
+        if self._folder is not None and not self._folder_models:
             raise FlagError(f"--models {place}: there is no .gguf file and no folder of a model in it")
         for name in pinned:
             model = self.find(name)
@@ -73,7 +73,7 @@ class Registry:
     def models(self) -> list[NamedModel]:
         """All models: files of the folder, by name, then tables of the TOML file, then models of the hub."""
         if self._folder is not None:
-            self._found = {model.name: model for model in _in_folder(self._folder, self._common)}
+            self._folder_models = {model.name: model for model in _in_folder(self._folder, self._common)}
         return self._known()
 
     def find(self, name: str) -> NamedModel | None:
@@ -82,7 +82,7 @@ class Registry:
         return _named(name, self._known()) or _named(name, self.models())
 
     def _known(self) -> list[NamedModel]:
-        every = {**self._found, **self._fixed}
+        every = {**self._folder_models, **self._fixed}
         return [replace(one, pinned=True) if one.name in self._pinned else one for one in every.values()]
 
     def on_hub(self, name: str) -> NamedModel:

@@ -62,7 +62,7 @@ class Neon(ConvertsHalves):
         return e.by_parts(8, partial(e.intrinsic, "llvm.aarch64.neon.sqrdmulh.v8i16", _WORDS), a, b)
 
     def lookup_in_lanes(self, e: Emitter, table: Value, index: Value) -> Value:
-        return e.by_parts(16, lambda line, at: _found(e, [line], at), table, index)
+        return e.by_parts(16, lambda line, at: _lookup(e, [line], at), table, index)
 
     def table(self, e: Emitter, pointer: Value, entries: int) -> Callable[[Value], Value]:
         """A lookup among four registers, and another one for each further four, which leaves the bytes found before.
@@ -78,7 +78,7 @@ class Neon(ConvertsHalves):
                     e.keep_order()
                     lines = [e.load(at, _BYTES, line) for line in range(first, min(entries, first + _LOOKED_UP), 16)]
                 parts = [e.unknown(part) - _LOOKED_UP if first else part for part in parts]
-                results = [_found(e, lines, part, result) for part, result in zip(parts, results, strict=True)]
+                results = [_lookup(e, lines, part, result) for part, result in zip(parts, results, strict=True)]
             return e.join([result for result in results if result is not None])
 
         def by_registers(index: Value) -> Value:
@@ -90,7 +90,7 @@ class Neon(ConvertsHalves):
         return by_registers
 
 
-def _found(e: Emitter, lines: Values, index: Value, before: Value | None = None) -> Value:
+def _lookup(e: Emitter, lines: Values, index: Value, before: Value | None = None) -> Value:
     """The bytes of up to four registers at the indices of a register; where one is beyond them, `before`, or 0."""
     name = f"llvm.aarch64.neon.tb{'l' if before is None else 'x'}{len(lines)}.v16i8"
     return e.intrinsic(name, _BYTES, *([] if before is None else [before]), *lines, index)

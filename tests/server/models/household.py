@@ -168,7 +168,7 @@ def starts(house: Household) -> dict[str, int]:
     return {name: int(float(count)) for name, count in told}
 
 
-def found(house: Household, model: str) -> dict[str, int]:
+def cached_from(house: Household, model: str) -> dict[str, int]:
     """How many tokens of a long prompt were found, by the place where they were."""
     usage = house.post("/v1/completions", model=model, prompt=PROMPT, max_tokens=1)["usage"]
     return usage["prompt_tokens_details"].get("cached_from", {})

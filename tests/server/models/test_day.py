@@ -17,10 +17,10 @@ from tests.server.models.household import (
     STORE,
     Household,
     begun,
+    cached_from,
     different,
     events,
     everyone,
-    found,
     make_household,
     resident,
     starts,
@@ -43,7 +43,7 @@ def test_a_day_with_a_kill_and_two_restarts(tmp_path: Path) -> None:
         first = everyone(house)
         assert_memory(house)
         for model in CHATTING:
-            assert found(house, model).get("disk", 0) == 0
+            assert cached_from(house, model).get("disk", 0) == 0
         session = house.post("/sessions/save", model="mixture", name="talk", prompt=PROMPT)["tokens"]
         assert session > 128
         revision = say(house, 0, "in the morning")
@@ -78,7 +78,7 @@ def test_a_day_with_a_kill_and_two_restarts(tmp_path: Path) -> None:
     with Household(models, tmp_path, *kept, "--models-memory", str(most)) as house:
         assert different(first, everyone(house)) == set()
         for model in CHATTING:
-            assert found(house, model)["disk"] >= 128
+            assert cached_from(house, model)["disk"] >= 128
             assert sum(entry.get("memory", 0) for entry in house.models().values()) <= most
             assert_memory(house)
         assert "makes room for" in house.errors.read_text()
@@ -94,7 +94,7 @@ def test_a_day_with_a_kill_and_two_restarts(tmp_path: Path) -> None:
 
     with Household(models, tmp_path, *kept) as house:
         assert different(first, everyone(house)) == set()
-        assert found(house, "mixture")["disk"] >= 128
+        assert cached_from(house, "mixture")["disk"] >= 128
         assert said(house) == {MESSAGE: "in the evening"}
         house.signal(signal.SIGTERM)
         assert house.process.wait(PATIENCE) == 0
