@@ -77,7 +77,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Leave modules and cases out of later collections of garbage, dozens of which would take half a second each."""
+    """Leave modules and cases out of later garbage collections: dozens of collections would take half a second each."""
     gc.collect()
     gc.freeze()
 

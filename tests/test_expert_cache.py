@@ -66,7 +66,6 @@ def of(path: Path) -> Sizes:
 
 
 def expert_parts(engine: Engine) -> list[Matrix]:
-    """The matrices of all experts."""
     layers = engine._model.weights.layers
     return [part for layer in layers for part in layer.ffn.gate_up.parts + layer.ffn.down.parts]
 
@@ -92,7 +91,6 @@ def test_a_cache_changes_no_answer(name: str, count: int, chosen: int, tmp_path:
 
 
 def together_ids(rounds: list[tuple[Any, ...]]) -> list[list[int]]:
-    """The tokens of each of several streams."""
     return [[token for chunk in chunks if chunk for token in chunk.token_ids] for chunks in zip(*rounds, strict=True)]
 
 

@@ -43,7 +43,6 @@ class Instruction:
 
     @property
     def is_multiplication(self) -> bool:
-        """Whether it multiplies and adds float32."""
         return self.name in ("FFMA", "FFMA2")
 
     @property

@@ -35,14 +35,12 @@ def server(engine: Engine) -> Iterator[Serving]:
 
 
 def rule_of_the_answer(engine: Engine) -> str:
-    """A grammar of ANSWER alone."""
     ids = engine.model.tokenizer.tokenize(ANSWER, control=True)
     return "%llguidance {}\nstart: " + " ".join(f"<[{token}]>" for token in ids[:-1])
 
 
 @pytest.fixture(autouse=True)
 def answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every answer is ANSWER, unless it has a constraint."""
     rule = rule_of_the_answer(engine)
     submit = engine.submit
 
