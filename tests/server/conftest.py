@@ -105,6 +105,12 @@ def hermes_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with tool_engine(tmp_path_factory.mktemp("model"), call_templates.QWEN3) as engine, serving(engine) as running:
+        yield running
+
+
 @pytest.fixture
 def hermes(hermes_engine: Engine) -> Iterator[Serving]:
     with serving(hermes_engine) as running:
