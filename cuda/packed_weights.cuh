@@ -8,8 +8,8 @@
 // then, with SUBS, for each group of GROUP inputs of each row in turn:
 //   sub_scale    signed byte with 128 added; with OFFSETS followed by
 //   sub_offset   byte
-// and then the codes of 32 inputs at a time, in planes of 8, 4, 2 or 1 bits, low bits first. In a plane, lane 4 · r + t
-// of a warp has the inputs 8t … 8t + 7 of row r and then of row r + 8, as the A operands of products take them. The
+// and then the codes of 32 inputs at a time, in planes of 8, 4, 2 or 1 bits, low bits first. In a plane, a warp's lane
+// 4 · r + t has the inputs 8t … 8t + 7 of row r and then of row r + 8, as the A operands of products take them. The
 // even ones of 8 codes lie in the low half of the bits and the odd ones in the high half, so that a shift and a mask
 // give a pair of neighbours, each in its 16 bits; in codes of 8 bits, two pairs have a word.
 //

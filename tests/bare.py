@@ -59,7 +59,6 @@ def bare_model(
 
 
 def shape_of(mixer: Mixer, k: Codec, v: Codec, mean_bits: int) -> Any:
-    """The shape of a layer's state."""
     if not isinstance(mixer, Attention):
         return MIXERS[type(mixer)].state_shape(mixer)
     if mixer.shares_kv:

@@ -1,6 +1,11 @@
-"""Short chat templates that write calls of tools as the families of models do whose templates are too long to copy."""
+"""Chat templates of models, and short ones that write calls of tools as whole families of models do."""
 
 from __future__ import annotations
+
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent / "fixtures" / "templates"
+QWEN3, GPT_OSS = ((_FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("qwen3", "gpt-oss"))
 
 MISTRAL = (  # a list behind a control token; ids of 9 letters, which past calls show behind their arguments
     "{% set ns = namespace(user=true) %}{% for m in messages if m.role != 'tool' and not m.tool_calls is defined %}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import io
 import os
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from hypothesis import settings
+from tqdm import tqdm
 
 from polarlm.engine import Engine
+from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.loading import assembly, kept_arrays
 from polarlm.engine.storage.tiers import opening
 from polarlm.model_loaders.demo import demo_model
@@ -77,7 +81,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Leave modules and cases out of later collections of garbage, dozens of which would take half a second each."""
+    """Leave modules and cases out of later garbage collections: dozens of collections would take half a second each."""
     gc.collect()
     gc.freeze()
 
@@ -172,6 +176,33 @@ def tiny(tiny_path: Path) -> Iterator[Engine]:
         yield engine
         if not engine._closed:
             assert_idle(engine)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A function that sets the bytes of memory that the CPU has available."""
+
+    def have(size: int) -> None:
+        monkeypatch.setattr(host_memory, "available", lambda: size)
+        monkeypatch.setattr(host_memory, "most", lambda: size)
+
+    return have
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A list that gets every progress bar, which is drawn as if in a terminal."""
+    drawn: list[Any] = []
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            self.settings = settings
+            super().__init__(*args, **{**settings, "disable": False, "file": io.StringIO()})
+            drawn.append(self)
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    return drawn
 
 
 @pytest.fixture(scope="session")

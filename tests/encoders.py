@@ -34,7 +34,6 @@ def pieces() -> list[str]:
 
 
 def tokenizer_json() -> str:
-    """BERT's tokenizer, as its files describe it."""
     vocabulary = {piece: i for i, piece in enumerate(pieces())}
     library = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     library.normalizer = normalizers.BertNormalizer(lowercase=True)

@@ -65,7 +65,6 @@ def write_in_parts(path: Path, whole: Path, tensors: int) -> Path:
 
 
 def _copy_fields(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, *others: str) -> None:
-    """Copy all fields but these."""
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name not in others:
             writer.add_key_value(

@@ -41,7 +41,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(base: Path) -> dict[str, Path]:
-    """The folders of ADAPTERS."""
     found = {}
     for seed, (name, (rank, modules, alpha, is_root)) in enumerate(ADAPTERS.items()):
         changes = random_changes(base, rank, seed, modules)

@@ -51,7 +51,7 @@ def test_older_blocks_are_coded_again_in_every_phase(path: Path) -> None:
         answer = engine.generate(prompt(7), GREEDY)
         tokens = continued(engine, 7, answer).usage
         assert tokens.cached_tokens > len(prompt(7))
-        assert 0 < types(engine)[0] <= NEWEST * 8  # of eight sequences
+        assert 0 < types(engine)[0] <= NEWEST * 8  # in eight sequences
         assert types(engine)[1] > 0
         assert_idle(engine)
 

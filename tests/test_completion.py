@@ -19,7 +19,6 @@ PATIENCE = 60.0  # seconds for a shell that has other work to do
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a script for each shell."""
     folder = tmp_path_factory.mktemp("scripts")
     for shell in ("bash", "zsh", "fish"):
         (folder / shell).write_text(script(shell), encoding="utf-8")
@@ -57,7 +56,6 @@ def test_a_shell_that_is_missing_or_unknown_is_named(argv: list[str], capsys: py
 
 
 def offered_by_bash(scripts: Path, *words: str) -> set[str]:
-    """What bash offers for the last word."""
     program = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_polarlm; '
     program += 'printf "%s\\n" "${COMPREPLY[@]}"'
     command = [path_of("bash"), "--norc", "-c", program, "bash", str(scripts / "bash"), *words]

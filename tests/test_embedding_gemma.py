@@ -18,7 +18,7 @@ from tests.server.http_server import serving
 # The texts of the fixture, the longest of 64 tokens with windows of 12, and what sentence-transformers makes of them.
 REFERENCE = np.load(ENCODERS / "embedding_gemma" / "reference.npz")
 TEXTS = [(REFERENCE[f"ids{i}"].tolist(), REFERENCE[f"vector{i}"]) for i in range(4)]
-CLOSE = 2e-5  # of a vector of length 1, of weights in float32: see tests/model/test_encoder.py
+CLOSE = 2e-5  # for vectors of length 1 and weights in float32: see tests/model/test_encoder.py
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from polarlm.bench.gpu.shapes import SHAPES
 from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams, codecs
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
-from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import assembly
@@ -66,7 +65,6 @@ def of(path: Path) -> Sizes:
 
 
 def expert_parts(engine: Engine) -> list[Matrix]:
-    """The matrices of all experts."""
     layers = engine._model.weights.layers
     return [part for layer in layers for part in layer.ffn.gate_up.parts + layer.ffn.down.parts]
 
@@ -92,7 +90,6 @@ def test_a_cache_changes_no_answer(name: str, count: int, chosen: int, tmp_path:
 
 
 def together_ids(rounds: list[tuple[Any, ...]]) -> list[list[int]]:
-    """The tokens of each of several streams."""
     return [[token for chunk in chunks if chunk for token in chunk.token_ids] for chunks in zip(*rounds, strict=True)]
 
 
@@ -105,17 +102,6 @@ def test_the_memory_is_what_was_given(tmp_path: Path) -> None:
         assert all(part.data.slots == 4 for part in parts)
         assert engine._model.weights.bytes == whole.weights - whole.experts // 2
         assert "at a time, read from the file as they are chosen" in engine.fit_line()
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """A function that sets the bytes of memory that the CPU has available."""
-
-    def have(size: int) -> None:
-        monkeypatch.setattr(host_memory, "available", lambda: size)
-        monkeypatch.setattr(host_memory, "most", lambda: size)
-
-    return have
 
 
 def plan_for(path: Path, whole: Sizes, **settings: Any) -> ExpertPlan | None:
@@ -131,7 +117,7 @@ def plan_for(path: Path, whole: Sizes, **settings: Any) -> ExpertPlan | None:
     [
         (11 * GIB, {}, None),
         (10 * GIB + (64 << 10), {"calibration": False}, 7),  # all weights would fit, but not with 4,096 tokens
-        (8 * GIB, {"calibration": False}, 5),  # of 8: 6 GiB are left beside the other weights
+        (8 * GIB, {"calibration": False}, 5),  # 5 experts of 8: 6 GiB are left beside the other weights
         (8 * GIB, {}, 4),  # fitting the cache takes memory for a moment
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from polarlm import model_loaders
 from polarlm.engine import Engine, EngineConfig, EngineError
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
 from polarlm.engine.config import AS_STORED
@@ -46,21 +44,6 @@ from tests.model_loaders.checkpoints import quantized_model
 from tests.tiny import make_model
 
 MIB = 1 << 20
-
-
-def available(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """A function that sets the bytes of memory that the CPU has available."""
-
-    def have(size: int) -> None:
-        monkeypatch.setattr(host_memory, "available", lambda: size)
-        monkeypatch.setattr(host_memory, "most", lambda: size)
-
-    return have
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    return available(monkeypatch)
 
 
 def fits(path: Path, ops: Ops, contexts=(), **settings) -> DeviceFit:
@@ -301,11 +284,11 @@ def test_the_least_that_a_model_needs_is_the_least_that_it_fits_into(tiny_path: 
     assert (tight.bytes, tight.tokens) == (least.bytes, 256)
 
 
-def test_memory_that_others_will_take_is_left_to_them(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_others_will_take_is_left_to_them(tiny_path: Path, memory) -> None:
     """As everywhere on a CPU, the store may have half of what the weights, and the others, leave."""
     config = settle(tiny_path, None, {"device": "cpu"})
     whole, free = need(config), 1 << 20
-    available(monkeypatch)(free)
+    memory(free)
     weights = whole.bytes - whole.store - PROCESS_BYTES
     reserved = free - weights - 2 * whole.store
     assert need(config, {"cpu": reserved, "another": 1 << 60}).store == whole.store

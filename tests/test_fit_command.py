@@ -15,17 +15,14 @@ from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.state.cache_types import PRESETS
 from tests.adapters import random_changes, write_peft
 from tests.model_loaders.hub_server import Hub, Repository
-from tests.test_fit import available
 
 GIB = 1 << 30
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """As in `test_fit`; 4 GiB at first."""
-    have = available(monkeypatch)
-    have(4 * GIB)
-    return have
+def memory(memory: Callable[[int], None]) -> Callable[[int], None]:
+    memory(4 * GIB)
+    return memory
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

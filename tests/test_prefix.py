@@ -112,14 +112,10 @@ def test_running_requests_share_the_blocks_of_a_system_prompt(engine: Engine, fr
         assert_agrees(answer.token_ids, alone, prompt, fresh)
 
 
-def _cached(engine: Engine, prompt: list[int]) -> int:
-    return engine.generate(prompt, SamplingParams(max_tokens=0)).usage.cached_tokens
-
-
 def test_an_engine_without_kept_sequences_hits_nothing(fresh: Engine) -> None:
     fresh.generate(ids(1, 20), GREEDY)
     assert held(fresh) == [(0, 0)]
-    assert _cached(fresh, ids(1, 20)) == 0
+    assert fresh.generate(ids(1, 20), SamplingParams(max_tokens=0)).usage.cached_tokens == 0
 
 
 def test_kept_blocks_never_block_a_request(engine: Engine, fresh: Engine) -> None:

@@ -32,7 +32,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(checkout: Path, folder: Path, *words: str) -> str:
-    """The output of Python in `folder`."""
     paths = {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, env={**os.environ, **paths}, capture_output=True, text=True, timeout=300

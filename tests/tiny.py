@@ -83,7 +83,6 @@ def forget(engine: Engine) -> None:
 
 
 def runs_nothing(engine: Engine) -> bool:
-    """Whether no request runs or waits."""
     status = engine.status()
     return status.running + status.waiting == 0
 

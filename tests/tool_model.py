@@ -32,6 +32,5 @@ def tool_model(folder: Path, template: str, text: Collection[str] = ()) -> Path:
 
 
 def tool_engine(folder: Path, template: str, text: Collection[str] = (), **settings: Any) -> Engine:
-    """An engine with such a model."""
     plain: dict[str, Any] = {"device": "cpu", "cache_type": "f16", "calibration": False, "ctx_size": 8192}
     return Engine.load(tool_model(folder, template, text), **plain | settings)

@@ -44,7 +44,6 @@ class StoredBytes:
 
     @property
     def values(self) -> np.ndarray:
-        """The values, float32."""
         out = np.empty(self.shape, np.float32)
         self.dequantize(out)
         return out

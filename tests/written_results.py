@@ -26,8 +26,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Writer:
-    """Writes the results of all processes."""
-
     def __init__(self, path: Path):
         self._path = path
         self._told: list[str] = []
@@ -42,7 +40,6 @@ class _Writer:
             write(self._path, result)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """What tests have recorded."""
         for line in sorted(self._told):
             terminalreporter.write_line(line)
 

@@ -97,16 +97,15 @@ def attention_error(
 
 def read_tokens(device: Device, cache: Any, side: str, blocks: int, sequence: StoredSequence, head: int) -> np.ndarray:
     """Keys or values (context, D) of one KV head of a sequence, float64."""
-    stored = getattr(cache, side)
+    stored, layout = getattr(cache, side), cache.layouts[("keys", "values").index(side)]
     codec = cache.format.codec_k if side == "keys" else cache.format.codec_v
     full = cache.full.k if side == "keys" else cache.full.v
     parts = []
-    layout = stored.layout.full
     for slot in (sequence.sink, sequence.current):
-        fields, _ = layout.unpack(device.to_host(full[slot])[head])
+        fields, _ = layout.full.unpack(device.to_host(full[slot])[head])
         parts.append(codecs.get(codecs.FULL).decode(fields).astype(np.float64))
     if sequence.quantized:
-        fields, mean = stored.layout.unpack(device.to_host(stored.quantized[:blocks])[:, head])
+        fields, mean = layout.unpack(device.to_host(stored.quantized[:blocks])[:, head])
         decoded = codec.decode(fields).astype(np.float64)
         if mean:
             decoded += read_mean(mean)[..., None, :]

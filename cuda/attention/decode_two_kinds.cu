@@ -1,8 +1,8 @@
 // The op `attention` for a step, with two kinds of quantized blocks in one memory: the text of decode_attention.cu for
 // each kind, in the namespaces `finer` and `coarser`. Arguments and results are the same.
 //
-// keys, values and their tables belong to the coarser blocks, the arguments finer_… to blocks with more bits. Records
-// of keys and values lie in one memory, STRIDE bytes apart. The first places of a span are finer blocks (Span in
+// keys, values and their tables belong to the coarser blocks, the arguments finer_… to blocks with more bits. All
+// records lie in one memory, STRIDE bytes apart. The first places of a span are finer blocks (Span in
 // prelude.cuh). acc, ml, counts have twice the size; after all counts come as many again as one kind has.
 // A CTA reads blocks of one kind, so that it needs the tables of that kind alone: the first CTAs have the units of
 // finer blocks, as many as their share of all units says and at least one, the other CTAs have all else. The kind that

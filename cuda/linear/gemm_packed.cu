@@ -17,8 +17,8 @@
 // SLOTS (more than TILES), WARPS, STAYS (0 or 1; 0 with BESIDE), SHARED (bytes of dynamic shared memory), ADD (0 or 1),
 // ACTIVATION (a function of activation.cuh, or not defined), TO (type of y, see output_tile.cuh), BESIDE.
 // JOINS: activation.cuh, output_tile.cuh, beside.cuh.
-// Cost: bytes of the weights; at least WARPS · (SLOTS − TILES) units per block are in flight. Each block reads all rows
-// of x from L2 or L1 for each set, which for 16 rows is about the bytes of four tiles of 4-bit weights.
+// Cost: bytes of the weights; at least WARPS · (SLOTS − TILES) units per block are in flight. Each block reads x
+// from L2 or L1 for each set: 16 rows of x have about as many bytes as four tiles of 4-bit weights.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x aligned to 16 bytes; out % 16 == 0 if GATED.
 
 constexpr int COLUMNS_N = ROWS > 8 ? ROWS / 8 : 1;  // tiles of 8 rows of x

@@ -1,8 +1,8 @@
 // The op `linear` for up to 64 rows on tensor cores, with the residual sum after it: y = x @ weightᵀ + bias.
 //
 // y: rows of `out` numbers, `pitch` numbers apart; x (rows, in) of the format's Product, from `narrow`; weight (out,
-// in), bias (out) float or null. Packed weights are rounded to half precision; sums are float. With ADD, y += instead
-// of y =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
+// in), bias (out) float or null. Packed weights are rounded to half precision; sums are float. With ADD, y += and
+// not y =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
 // A warp multiplies 32 rows of weights by all rows of x: the weights, read once, are the A operands of mma.m16n8k16, x
 // the B operands. The 32 rows are neighbours; with GATED 16 rows of gate and the 16 matching rows of up. The sum over
 // `in` may run in any order, so a lane takes 8 neighbouring inputs as its share of two products: 16 bytes of a row of

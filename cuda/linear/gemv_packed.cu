@@ -7,8 +7,8 @@
 // With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
 // Codes are multiplied as they are, as halves base + code, and the factors of a group of inputs with the group's sum:
 //     Σ w x = scale · (Σ (base + code) x − Σ (base + ZERO) x) + offset · Σ x
-// so that weights are not rounded, and a group costs as many instructions as eight weights. Tensor cores keep the sums
-// of 8 groups apart: in mma.m16n8k16, column n of B has the inputs of group n, and is zero while other groups are
+// so that weights are not rounded, and a group costs as many instructions as eight weights. Tensor cores keep 8
+// groups' sums apart: in mma.m16n8k16, column n of B has the inputs of group n, and is zero while other groups are
 // multiplied. One product of those columns with a constant A gives all Σ (base + ZERO) x and Σ x.
 // Blocks stay: block b multiplies every gridDim.x-th set of TILES tiles of 16 rows, from set b on; its warps share out
 // a set as in gemm_packed.cu, and copy the units of the next set while they multiply and add.
@@ -19,8 +19,8 @@
 // memory), NORMED (0 or 1), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (type of y, see
 // output_tile.cuh), BESIDE.
 // JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh, chosen_expert.cuh, beside.cuh.
-// Cost: bytes of the weights; at least WARPS · (SLOTS − TILES) units per block are in flight. Each block reads all rows
-// of x from L2 or L1 for each set.
+// Cost: bytes of the weights; at least WARPS · (SLOTS − TILES) units per block are in flight. Each block reads x
+// from L2 or L1 for each set.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS.
 
 constexpr int THREADS = 32 * WARPS;

@@ -48,8 +48,8 @@ __device__ __forceinline__ void add_row_decays(float *decays, float *kept, float
     }
 }
 
-// The products of row r's query, with COUNT 2 of its key and of its query, with the block's keys, of which `place` are
-// in the slot and the others among the rows; each group of threads adds up its channels. sums (KEY_GROUPS, COUNT, N).
+// Multiplies row r's query, with COUNT 2 its key and its query, by the block's keys: `place` keys are in the slot, the
+// others are among the rows; each group of threads adds up its channels. sums (KEY_GROUPS, COUNT, N).
 template <int COUNT>
 __device__ __forceinline__ void multiply_keys(float *sums, const StepRows &of, const float *keys, int r, int place) {
     const int first = threadIdx.x % TOKENS * 4, group = threadIdx.x / TOKENS;

@@ -1,7 +1,7 @@
 // The op `gated_delta` in a step: rows are added to the current blocks of slots, and their results are computed.
 //
-// y (T, H, D). slots: keys (S, Q, A, N), updates (S, H, N, D), decays (S, H, N), inputs (S, WIDTH − 1 + N, C) get those
-// of the rows; matrices (S, H, A, D). projected: rows [q | k | v | z | b | a], `pitch` numbers apart; conv (WIDTH, C),
+// y (T, H, D). slots: keys (S, Q, A, N), updates (S, H, N, D), decays (S, H, N), inputs (S, WIDTH − 1 + N, C) get the
+// new rows; matrices (S, H, A, D). projected: rows [q | k | v | z | b | a], `pitch` numbers apart; conv (WIDTH, C),
 // decay, dt_bias (H,), norm (D,). spans int32 (spans, 4): slot, first row, rows, place of the first in its block.
 //
 // A block of threads has a value head of a span. It brings the matrix, which is most of its bytes, and what it needs of

@@ -65,7 +65,7 @@ def block_arrays(format: CacheFormat, stored_as: str) -> dict[str, Field]:
     if stored_as == RECORDS:
         return {name: Field((of.nbytes,), _BYTES) for name, of in zip(("keys", "values"), layouts(format), strict=True)}
     if stored_as not in REPRESENTATIONS:
-        raise ValueError(f"blocks as {stored_as} are those of another version")
+        raise ValueError(f"blocks as {stored_as} belong to another version")
     sides = fields(format)
     if stored_as == TILES and (both := tiles(format)) is not None:
         sides |= {side: {"tiles": Field((of.nbytes,), _BYTES)} for side, of in zip("kv", both, strict=True)}

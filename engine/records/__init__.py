@@ -44,18 +44,8 @@ class Layout:
     stride: int = 0
 
     @property
-    def codec(self) -> str:
-        """The name of `cuda/codecs/<codec>.cuh` and of the struct template in it."""
-        return self.record.codec
-
-    @property
     def is_quantized(self) -> bool:
-        return self.codec != codecs.FULL
-
-    @property
-    def tables(self) -> np.ndarray:
-        """The tables that kernels read in addition to records, (bytes,) uint8, a multiple of 16 bytes."""
-        return self.record.tables
+        return self.record.codec != codecs.FULL
 
     @property
     def nbytes(self) -> int:
@@ -115,6 +105,9 @@ class Layout:
         return sections if self.mean_bits == 8 else sections[:1]
 
 
+Layouts = tuple[Layout, Layout]  # keys, values
+
+
 def record_of(codec: Codec, geometry: Geometry) -> Record | None:
     """The record of a codec, from the module here with the name of the codec's module in `engine.codecs`.
 
@@ -158,7 +151,7 @@ def layout(codec: Codec, values: bool, block_size: int, head_dim: int, mean_bits
 
 
 @cache
-def together(keys: Layout, values: Layout) -> tuple[Layout, Layout]:
+def together(keys: Layout, values: Layout) -> Layouts:
     """The layouts where one pool has the records of both sides, of a block and KV head one after the other."""
     stride = keys.nbytes + values.nbytes
     return replace(keys, stride=stride), replace(values, stride=stride)

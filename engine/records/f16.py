@@ -32,5 +32,4 @@ class HalfRecord(Record):
 
 
 def record(codec: Codec, geometry: Geometry) -> HalfRecord:
-    """The codec's record for a block of keys or values."""
     return HalfRecord(geometry, codec.schema(geometry.block_size, geometry.head_dim)["values"])

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from polarlm.engine.codecs.schema.planes import Planes
-from polarlm.engine.codecs.schema.sections import Section, Sections, Stored, arrange, numbered
+from polarlm.engine.codecs.schema.sections import Section, Stored, arrange, numbered
 from polarlm.engine.codecs.schema.streams import Stream
 
 LANES = 32
@@ -59,11 +59,6 @@ class Record(ABC):
     def tables(self) -> np.ndarray:
         """Tables in global memory, (bytes,) uint8, a multiple of 16 bytes; `constants` has offsets into them."""
         return np.zeros(0, np.uint8)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sections, a multiple of 16."""
-        return Sections(self.sections, ALIGNMENT, ALIGNMENT).nbytes
 
     def from_streams(self, streams: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The codec's streams → the sections' streams."""

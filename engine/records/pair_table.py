@@ -16,8 +16,6 @@ from polarlm.engine.codecs.parts.pair_codec import PairCodec, PairStore, pair_po
 from polarlm.engine.codecs.schema.sections import Section, numbered
 from polarlm.engine.records.fragments import Geometry, Record, Words
 
-_FLOAT = np.dtype(np.float32)
-
 
 @dataclass(frozen=True, eq=False)
 class PairRecord(Record):
@@ -78,7 +76,7 @@ class PairRecord(Record):
         """Name of the constant with a table's offset → the table, a multiple of 16 bytes."""
         tables: dict[str, np.ndarray] = {
             "PAIRS": self.pairs.astype(np.float16).reshape(-1),
-            "POINTS_F32": self.points.astype(_FLOAT).reshape(-1),
+            "POINTS_F32": self.points.astype(np.float32).reshape(-1),
         }
         if isinstance(self.store.norms, ByteNorm):
             tables["NORM_TABLE"] = self.store.norms.unpack(np.arange(256))

@@ -12,8 +12,6 @@ from polarlm.engine.codecs.schema.arrays import SATURATION
 from polarlm.engine.codecs.schema.sections import Section, Stored
 from polarlm.engine.records.fragments import Geometry, Record, Words
 
-_HALF = np.dtype(np.float16)
-
 
 @dataclass(frozen=True, eq=False)
 class PolarPairRecord(Record):
@@ -31,14 +29,9 @@ class PolarPairRecord(Record):
         return self.quantizer.group or self.geometry.block_size
 
     @property
-    def scales(self) -> tuple[str, ...]:
-        """The streams of scales, (N/G, D/2) float16 each."""
-        return self.quantizer.scales
-
-    @property
     def rows(self) -> int:
         """A row for each byte; no rows if every group has its own angles."""
-        return 256 if len(self.scales) < 4 else 0
+        return 256 if len(self.quantizer.scales) < 4 else 0
 
     @property
     def constants(self) -> dict[str, int]:
@@ -47,7 +40,7 @@ class PolarPairRecord(Record):
             "PAIR_WORDS": self._words.count,
             "WORDS": self._words.count + self._width,  # registers that codes and scales take
             "SCALED": self.group,
-            "RANGED": len(self.scales) // 2,
+            "RANGED": len(self.quantizer.scales) // 2,
             "SCALES_AT": self._words.nbytes,
             "TANGENTS": 4 * 2**self.quantizer.bits,
             "SATURATION": int(SATURATION),
@@ -58,16 +51,17 @@ class PolarPairRecord(Record):
         """Two float16 for each code, then two tangents as float32, and eight bytes of padding."""
         codes = np.arange(2**self.quantizer.bits)
         points = np.stack([COSINES, SINES], -1)[codes & 15]
-        if len(self.scales) == 1:
+        if len(self.quantizer.scales) == 1:
             points = points * (codes >> 4)[:, None]
         tangents = np.append(TANGENTS, np.zeros(2)).astype(np.float32)
-        return np.concatenate([points.astype(_HALF).reshape(-1).view(np.uint8), tangents.view(np.uint8)])
+        return np.concatenate([points.astype(np.float16).reshape(-1).view(np.uint8), tangents.view(np.uint8)])
 
     @property
     def sections(self) -> tuple[Stored, ...]:
         schema = self.quantizer.schema(self.geometry.block_size, self.geometry.head_dim)
         cuts = (self.geometry.block_size // self.group,), (self._width, 2, 4)
-        return self._words, *(Section.numbers(name, schema[name], cuts, (0, 3, 1, 2)) for name in self.scales)
+        names = self.quantizer.scales  # of streams (N/G, D/2) float16
+        return self._words, *(Section.numbers(name, schema[name], cuts, (0, 3, 1, 2)) for name in names)
 
     @cached_property
     def _words(self) -> Words:

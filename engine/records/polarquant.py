@@ -114,7 +114,6 @@ class PolarRecord(Record):
 
 
 def record(codec: PolarQuant, geometry: Geometry) -> PolarRecord:
-    """The codec's record."""
     return PolarRecord(geometry)
 
 

@@ -27,8 +27,6 @@ QUICKLY = ["--minutes", "0.02"]
 
 
 class Page(HTMLParser):
-    """The tags of a page, and its text."""
-
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -70,7 +68,6 @@ class Clock:
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A text in the current folder."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "text.txt"
     file.write_text(TEXT, encoding="utf-8")

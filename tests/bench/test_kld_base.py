@@ -66,7 +66,6 @@ def _recorded_weights(model: Path) -> None:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with the text."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_bytes((RECORDED / "text.txt").read_bytes())
     monkeypatch.setattr(cache_cost, "Speeds", FakeSpeeds)

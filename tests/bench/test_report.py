@@ -13,7 +13,6 @@ from polarlm.engine.cli.flags import FlagError
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of published figures."""
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(report, "LOCAL", tmp_path / "results" / "local")
     (tmp_path / "results").mkdir()

@@ -124,8 +124,6 @@ class Stand:
 
 
 class Local:
-    """A `Child` in this process."""
-
     pid = os.getpid()
     ours: type = Stand
     peer: type = Stand

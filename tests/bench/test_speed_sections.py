@@ -20,7 +20,6 @@ GIB = 1 << 30
 
 
 def measured(tmp_path: Path, weights: Path, *flags: str) -> dict[str, Any]:
-    """What the command writes for a section."""
     output = tmp_path / "result.json"
     assert main(["--weights", str(weights), "--output", str(output), *flags]) == 0
     result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))

@@ -41,8 +41,6 @@ def chat(engine, capsys, monkeypatch):
 
 
 def fails(error):
-    """A `load` that raises."""
-
     def load(*_args, **_settings):
         raise error
 

@@ -78,7 +78,6 @@ class Terminal:
         return data != b""
 
     def flags(self) -> int:
-        """The local modes of the terminal."""
         return int(termios.tcgetattr(self._own)[3])
 
     def close(self) -> None:

@@ -28,7 +28,6 @@ def by_comparison(points: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def corners(bits: int) -> np.ndarray:
-    """Corners of a grid of 1/32."""
     axis = np.arange(-4.0625, 4.0626, 1 / 32, dtype=np.float32)
     grid = np.stack(np.meshgrid(axis, axis), -1).reshape(-1, 2)
     return grid[::7] if bits == 10 else grid

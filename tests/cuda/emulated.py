@@ -82,7 +82,6 @@ class EmulatedDevice:
         return 1 << 30, 2 << 30
 
     def memory_of(self, x: DeviceArray) -> np.ndarray:
-        """The memory of an array, as the emulator takes it."""
         if not isinstance(x, DeviceArray):
             raise TypeError(f"{type(x).__name__} is no array of the device")
         assert x.device is self, "an array of another device"
@@ -132,7 +131,6 @@ class EmulatedDevice:
         return arg if arg is None or isinstance(arg, np.int32 | np.int64 | np.float32) else self.memory_of(arg)
 
     def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
-        """Run a kernel on arguments of the emulator."""
         _program(text, self._checked).launch(kernel, grid, block, *args, shared=shared)
 
     def expect(self, text: str) -> None:
@@ -174,7 +172,6 @@ class EmulatedDevice:
 
 
 def open_device(*, checked: bool = True) -> Device:
-    """The device under test."""
     if os.environ.get("POLARLM_TEST_GPU"):
         from polarlm.engine.backends.cuda.device.cupy_device import open_device as open_gpu
 

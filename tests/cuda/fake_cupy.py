@@ -65,8 +65,6 @@ class Array(np.ndarray):
 
 
 class _Held:
-    """Bytes for NumPy, and their owner."""
-
     def __init__(self, owner: object, raw: Any):
         self._owner, self._raw = owner, raw
         self.__array_interface__ = {
@@ -117,7 +115,6 @@ class Machine:
 
     @property
     def current(self) -> int:
-        """The number of the current GPU of this thread."""
         return self._thread.current
 
     @property
@@ -449,7 +446,6 @@ class _Kernel:
 
     @property
     def kernel(self) -> Any:
-        """The function of the driver."""
         self.machine.functions[id(self)] = self
         return SimpleNamespace(ptr=id(self))
 

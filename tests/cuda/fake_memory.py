@@ -69,8 +69,6 @@ class Pools:
 
 
 class _Piece:
-    """Memory allocated from a pool."""
-
     def __init__(self, ptr: int, size: int):
         self.ptr, self.size = ptr, size
 

@@ -36,7 +36,6 @@ def read(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 def poisoned(shape: tuple[int, ...], kind: str) -> np.ndarray:
-    """An array of NaN."""
     if kind == "__nv_bfloat16":
         return np.full(shape, 0xFFFF, np.uint16)
     return np.full(shape, np.nan, np.float16 if kind == "__half" else np.float32)

@@ -19,7 +19,6 @@ def _device() -> Device:
 
 
 def capability() -> tuple[int, int]:
-    """The compute capability of the GPU."""
     from polarlm.engine.backends.cuda.device.cupy_device import _capability
 
     return _capability()

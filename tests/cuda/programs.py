@@ -12,7 +12,6 @@ else:
     from tests.cuda_emulator import Program
 
     def capability() -> tuple[int, int]:
-        """The compute capability of the GPU."""
         raise AssertionError("the emulator has none")
 
 

@@ -36,17 +36,13 @@ class Instruction:
         """The opcode without modifiers: "LDG" of "LDG.E.128"."""
         return self.opcode.split(".")[0]
 
-    @property
     def is_product(self) -> bool:
         """Whether tensor cores compute it: 16 × 8 × 16 numbers of a warp."""
         return self.name == "HMMA"
 
-    @property
     def is_multiplication(self) -> bool:
-        """Whether it multiplies and adds float32."""
         return self.name in ("FFMA", "FFMA2")
 
-    @property
     def is_wide_load(self) -> bool:
         """Whether it loads 16 bytes per lane from global memory."""
         return self.name == "LDG" and ".128" in self.opcode
@@ -78,20 +74,12 @@ class Kernel:
 
         Raises AssertionError if there is no such loop.
         """
-        for is_work in works or (_product, _wide_load):
+        for is_work in works or (Instruction.is_product, Instruction.is_wide_load):
             working = [loop for loop in self.loops() if count(loop, is_work)]
             inner = [a for a in working if not any(_within(b, a) for b in working)]
             if inner:
                 return max(inner, key=lambda loop: (count(loop, is_work), len(loop)))
         raise AssertionError(f"{self.name} has no loop over loads or products: its instructions cannot be counted")
-
-
-def _product(instruction: Instruction) -> bool:
-    return instruction.is_product
-
-
-def _wide_load(instruction: Instruction) -> bool:
-    return instruction.is_wide_load
 
 
 def _within(inner: Loop, outer: Loop) -> bool:

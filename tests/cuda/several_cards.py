@@ -22,8 +22,6 @@ class Traffic:
 
 
 class Card(EmulatedDevice):
-    """A GPU that has `room` bytes."""
-
     def __init__(self, number: int, room: int = 1 << 30, processors: int = 6):
         super().__init__(checked=False)
         self.name = f"emulated GPU (cuda:{number})"

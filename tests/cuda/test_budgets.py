@@ -36,16 +36,14 @@ class Budget:
     def units(self, loop: Loop) -> float:
         if self.kernel == "gemv":
             rows, normed = int(self.variant.defines["ROWS"]), int(self.variant.defines["NORMED"])
-            return 32 * 8 * 4 * count(loop, _loads_wide) / (4 + 2 * rows + 2 * normed)  # 4 outputs share the loads of x
+            loads = count(loop, Instruction.is_wide_load)
+            return 32 * 8 * 4 * loads / (4 + 2 * rows + 2 * normed)  # 4 outputs share the loads of x
+        products = count(loop, Instruction.is_product)
         if self.kernel == "gemv_packed":
             steps = int(self.variant.defines["TILES"]) * _packed_steps(self.variant)
-            return 16 * 16 * count(loop, _product) * steps / (steps + 1)
+            return 16 * 16 * products * steps / (steps + 1)
         columns = max(1, int(self.variant.defines.get("ROWS", 8)) // 8)  # tiles of 8 rows of x share weights
-        return 16 * 16 * count(loop, _product) / columns  # numbers of the operand that is read: keys, values, weights
-
-
-def _loads_wide(instruction: Instruction) -> bool:
-    return instruction.is_wide_load
+        return 16 * 16 * products / columns  # numbers of the operand that is read: keys, values, weights
 
 
 def _packed_steps(variant: Variant) -> int:
@@ -148,13 +146,9 @@ def test_instructions_and_registers_stay_within_3_percent_of_their_budgets(budge
     assert registers == pytest.approx(budget.registers, rel=0.03)
     assert instructions == pytest.approx(budget.instructions, rel=0.03)
     if budget.variant == POLARQUANT:  # one lookup for each pair of values; a product takes four registers of a lane
-        assert count(loop, "LDS") <= min(300, 2 + 4 * count(loop, _product))
+        assert count(loop, "LDS") <= min(300, 2 + 4 * count(loop, Instruction.is_product))
     if budget.variant == PREFILL:  # no copies: the words of a tile are stored in the order of its two operands
-        assert count(loop, _moves) < count(loop, _product) / 8
-
-
-def _product(instruction: Instruction) -> bool:
-    return instruction.is_product
+        assert count(loop, _moves) < count(loop, Instruction.is_product) / 8
 
 
 def _moves(instruction: Instruction) -> bool:
@@ -192,15 +186,12 @@ def test_recurrent_layers_stay_within_3_percent_of_their_budgets(
     assert used == pytest.approx(registers, rel=0.03)
     if instructions is None:
         return
-    is_product = _product if kernel == "delta_scan" else _multiplies  # delta_scan has tensor cores multiply
+    by_tensor_cores = kernel == "delta_scan"
+    is_product = Instruction.is_product if by_tensor_cores else Instruction.is_multiplication
     loop = instructions_of_kernel.hot_loop(is_product)
     per_product = len(loop) / count(loop, is_product)
     print(f"{kernel}: {per_product:.3f} instructions")
     assert per_product == pytest.approx(instructions, rel=0.03)
-
-
-def _multiplies(instruction: Instruction) -> bool:
-    return instruction.is_multiplication
 
 
 def test_log_probabilities_have_no_doubles() -> None:

@@ -49,7 +49,6 @@ def _needs_a_compiler() -> None:
 
 
 def faults(variant: Variant, usage: Usage) -> list[str]:
-    """The faults of a compiled kernel, a sentence each."""
     shared = usage.static_shared + variant.dynamic_shared
     limit = SHARED_LIMIT[usage.arch]
     kinds = {

@@ -21,13 +21,11 @@ SEEDS = [0, 1, 2, 3]
 
 
 def program(body: str, arguments: str = "float *y, const float *x", defines: str = "") -> Program:
-    """A kernel `planted` with this body."""
     kernel = f'extern "C" __global__ void planted({arguments}) {{{body}}}'
     return Program(f'{defines}{prelude()}\n#line 1 "cuda/planted.cu"\n{kernel}\n')
 
 
 def arrays() -> tuple[np.ndarray, ...]:
-    """y (64,), x (128,) float32."""
     return np.zeros(64, np.float32), np.arange(128, dtype=np.float32)
 
 

@@ -10,7 +10,6 @@ from tests.cuda_emulator import Program
 
 
 def run(body: str, arguments: str, *args: np.ndarray, threads: int = 32, seed: int = 0) -> None:
-    """Run a kernel with this body in one block."""
     text = f'{prelude()}\nextern "C" __global__ void tried({arguments}) {{ const int t = threadIdx.x;\n{body}}}\n'
     Program(text).launch("tried", (1,), (threads,), *args, seed=seed)
 

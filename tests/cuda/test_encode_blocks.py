@@ -91,7 +91,7 @@ def near(name: str) -> np.ndarray | None:
 
 def arrays(side: Side, metric: Metric | None, quantized: np.ndarray, full: np.ndarray) -> SideArrays:
     """The row of a side in the kernel's table."""
-    beside = quantized, full, side.layout.tables if side.layout.tables.size else None, near(side.name)
+    beside = quantized, full, side.layout.record.tables if side.layout.record.tables.size else None, near(side.name)
     if metric is None:
         return SideArrays(*beside, *5 * [None])
     feedback, fed = np.ascontiguousarray(metric.feedback.swapaxes(1, 2)), metric.token_feedback

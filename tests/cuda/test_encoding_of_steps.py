@@ -38,8 +38,6 @@ def store_of(ops: Ops, sequences: int, metrics: Sequence[Any] | None = None) -> 
 
 
 class CountingDevice(TracingDevice):
-    """Counts launches and uploads."""
-
     def __init__(self) -> None:
         super().__init__(lambda launch: self.launches.append(launch.kernel), 6, 228 << 10)
         self.launches: list[str] = []

@@ -44,7 +44,6 @@ def _one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def give_back() -> None:
-    """The memory of models that are gone."""
     import cupy
 
     gc.collect()

@@ -87,7 +87,6 @@ def _half(x: np.ndarray) -> np.ndarray:
 
 
 def model_of(ops: Ops, fixture: str, types: tuple[str, str], **more: Any) -> Transformer:
-    """See `model_from`."""
     config, source, _ = open_weights(FIXTURES / fixture)
     model = model_from(ops, config, source, types, **more)
     source.close()

@@ -45,7 +45,6 @@ def ops() -> CudaOps:
 
 
 def vector(ops: CudaOps, rng: np.random.Generator, size: int) -> tuple[Any, np.ndarray]:
-    """On the device and on the host."""
     host = normal(rng, size)
     return ops.to_device(host), host
 
@@ -375,7 +374,6 @@ def test_stores_of_two_block_sizes_may_share_the_ops(ops: CudaOps) -> None:
 def store_of(
     ops: Ops, types: tuple[str, str], windows: Sequence[int | None], metrics: Sequence | None = None
 ) -> KVStore:
-    """A layer for each window."""
     k, v = (codecs.get(name) for name in types)
     layers = tuple(LayerShape(k, v, KV_HEADS, D, 0 if types[0] == "f16" else 8, window) for window in windows)
     plan = plan_for_tokens(CacheShape(N, layers), 200, 4, 16)

@@ -45,7 +45,7 @@ def attend(
     config, block_rows = blocks(keys, values, group)
     out = np.full((rows, heads, dim), np.nan, np.float32)
     pools = paged.keys, paged.values, paged.full_keys, paged.full_values, paged.now_keys, paged.now_values
-    tables = (layout.tables if layout.tables.size else None for layout in (keys, values))
+    tables = (layout.record.tables if layout.record.tables.size else None for layout in (keys, values))
     counts = np.int32(paged.spans.shape[1]), np.int32(paged.kv_heads), np.int32(heads), np.int64(q[0].size)
     defines = {**config.defines, **score_defines(softcap, sink_scores)}
     _program(source("prefill_attention", keys, values, **defines)).launch(

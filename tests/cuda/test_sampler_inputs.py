@@ -40,8 +40,6 @@ def near(value: float) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of logits and what its token is drawn with."""
-
     logits: list[float]
     values: Mapping[str, Any]
     recent: list[int]
@@ -262,8 +260,6 @@ def test_tables_with_lists_have_few_sizes() -> None:
 
 
 class Counting(EmulatedDevice):
-    """Counts the bytes copied to the host."""
-
     back = 0
 
     def to_host(self, x: DeviceArray) -> np.ndarray:

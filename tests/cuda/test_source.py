@@ -88,17 +88,14 @@ def test_every_kernel_says_what_it_needs() -> None:
 def test_a_kernel_is_joined_by_the_parts_that_its_head_names() -> None:
     parts = kernel_source.joined(kernel_source._text("decode_attention.cu"))
     assert (parts[0], parts[-1], len(parts)) == ("last.cuh", "sums.cuh", 9)  # on two lines
-    named = {part for file in SOURCES if file.suffix == ".cu" for part in _joined(file)}
+    texts = [file.read_text(encoding="utf-8") for file in SOURCES if file.suffix == ".cu"]
+    named = {part for text in texts for part in kernel_source.joined(text)}
     named.remove("decode_attention.cu")  # which another kernel calls
     readers = {file.name for file in SOURCES if file.parent.name in {"cuda", *TWINS}}
     assert named == {file.name for file in SOURCES if file.suffix == ".cuh"} - readers - {
         "wgmma.cuh"
     }  # no kernel has it yet
     assert set(parts) <= named
-
-
-def _joined(file: Path) -> list[str]:
-    return kernel_source.joined(file.read_text(encoding="utf-8"))
 
 
 def test_a_span_is_the_same_on_both_sides() -> None:

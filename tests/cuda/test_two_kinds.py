@@ -129,7 +129,6 @@ def test_codes_are_those_of_numpy() -> None:
 
 
 def fields_of(store: KVStore, block: int) -> dict[str, np.ndarray]:
-    """The fields of a block of the second layer."""
     place = store.finer.blocks.places[block]
     cache = store.cache(1).finer if place.is_finer else store.cache(1)
     return converted(cache.format, 1, store.ops.read_blocks(cache, [place.number]), FIELDS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tqdm import tqdm
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL_ROWS
@@ -189,17 +186,9 @@ def test_what_weights_need_is_expected_before_they_are_read(tiny_path: Path, mon
         assert "repack" in device.expected[0]
 
 
-def test_a_bar_shows_the_kernels_that_are_waited_for(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bars: list[Any] = []
-
-    class Bar(tqdm):  # type: ignore[type-arg]
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            self.settings = settings
-            super().__init__(*args, **{**settings, "disable": False, "file": io.StringIO()})
-            bars.append(self)
-
-    monkeypatch.setattr("tqdm.tqdm", Bar)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+def test_a_bar_shows_the_kernels_that_are_waited_for(
+    tiny_path: Path, bars: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = Watched()
     monkeypatch.setattr(assembly, "select", lambda *args: (CudaOps(device), ""))
     with Engine.load(tiny_path, verbose=print, **SETTINGS):

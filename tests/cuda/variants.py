@@ -35,7 +35,6 @@ class Cache:
     finer: tuple[str, str] | None = None
 
     def layouts(self) -> tuple[Layout, Layout]:
-        """The layouts of keys and of values."""
         keys, values = codecs.get(self.keys), codecs.get(self.values)
         both = (
             records.layout(keys, False, self.block_size, self.head_dim, self.mean_bits),

@@ -56,7 +56,6 @@ def loaded(kernel: Kernel, level: Level) -> Loaded:
 
 @cache
 def declared(pointers: str = "", integers: str = "") -> Any:
-    """Arguments with these names."""
     pairs = [(name, kind) for names, kind in ((pointers, Pointer), (integers, Int64)) for name in names.split()]
     return NamedTuple("Arguments", pairs)
 

@@ -41,8 +41,6 @@ needs_users = pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have n
 
 
 def number_kernel(number: int) -> Kernel:
-    """A kernel that stores a number."""
-
     def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         e.store(e.constant(I64, number), args.out)
 
@@ -50,7 +48,6 @@ def number_kernel(number: int) -> Kernel:
 
 
 def stored_by(address: int) -> int:
-    """The number that such a kernel stores."""
     out = np.zeros(1, np.int64)
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)(address)
     kernel = number_kernel(0)
@@ -61,7 +58,6 @@ def stored_by(address: int) -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache folder."""
     monkeypatch.setattr(cache_module, "cache_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
@@ -282,7 +278,6 @@ def test_the_sets_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def four_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only four sets are kept."""
     monkeypatch.setattr(cache_module, "_SETS", 4)
 
 

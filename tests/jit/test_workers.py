@@ -133,7 +133,6 @@ class Meeting:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until condition() is true."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "it does not come true"
@@ -141,12 +140,10 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def field(on: Workers, offset: int) -> int:
-    """A field of the state."""
     return int(on._state[offset : offset + 8].view(np.int64)[0])
 
 
 def sleeping(on: Workers) -> list[int]:
-    """Numbers of the workers that sleep."""
     flags = on._state[module._ASLEEP :].view(np.int64).copy()  # workers change the array meanwhile
     return np.flatnonzero(flags).tolist()
 

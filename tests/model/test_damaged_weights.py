@@ -189,7 +189,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(params=["NumPy", "compiled"])
 def backend(request: pytest.FixtureRequest) -> Callable[[], Ops]:
-    """Makes the ops of a backend of a CPU."""
     if request.param == "NumPy":
         return lambda: NumpyOps(1)
     pytest.importorskip("llvmlite")

@@ -21,7 +21,6 @@ NAMES = sorted(folder.name for folder in MODELS.iterdir())
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a model."""
     return {spec.name: spec.shape for spec in families.tensors(config).specs()}
 
 

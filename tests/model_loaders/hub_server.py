@@ -30,7 +30,6 @@ class Repository:
     private: bool = False
 
     def revision(self, name: str) -> str | None:
-        """The commit that a revision is at."""
         commits = {"main": self.commit, **self.tags}
         return commits.get(name, name if name in commits.values() else None)
 

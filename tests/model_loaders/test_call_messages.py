@@ -16,9 +16,8 @@ from polarlm.model_loaders.tokenizers import Tokenizer, load_for_gguf
 from tests import call_templates
 from tests.tool_model import tool_model
 
-QWEN3 = (Path(__file__).resolve().parents[1] / "fixtures" / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
 FAMILIES = {
-    "qwen3": QWEN3,
+    "qwen3": call_templates.QWEN3,
     **{name: getattr(call_templates, name) for name in ("LLAMA", "MISTRAL", "MISTRAL_IDS", "NO_TOOLS", "GEMMA")},
 }
 

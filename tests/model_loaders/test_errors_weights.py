@@ -24,7 +24,6 @@ from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, read, read_
 
 
 def refused(path: Path | str) -> str:
-    """The message of the LoadError of `path`."""
     with pytest.raises(LoadError) as caught:
         load_weights(path)
     message = str(caught.value)

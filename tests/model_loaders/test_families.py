@@ -363,7 +363,6 @@ SOME = ("llama_mqa_yarn", "gemma4_shared_kv", "phi3_longrope_partial", "gpt_oss_
 
 
 def architecture(config: ModelConfig) -> str:
-    """The architecture in GGUF files of the family."""
     names = {family: layout.architecture for family, layout in gguf_layouts().values()}
     return "llama" if config.family in IN_LLAMA else names[config.family]
 

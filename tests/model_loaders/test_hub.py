@@ -471,8 +471,6 @@ def test_without_the_package_it_is_told_what_to_install(hub: Hub, monkeypatch: p
 
 @pytest.fixture(params=["no connection", "offline mode"])
 def cut_off(request: pytest.FixtureRequest, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A function that cuts the connection."""
-
     def cut() -> None:
         if request.param == "offline mode":
             monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -60,7 +60,6 @@ def _from_data(name: str) -> tuple[Tokenizer, ChatTemplate]:
 
 @pytest.fixture(params=MODELS, scope="module")
 def model(request: pytest.FixtureRequest) -> tuple[Tokenizer, ChatTemplate]:
-    """A real tokenizer with a template."""
     if request.param == "smollm2":
         return _demo(request.getfixturevalue("demo_path"))
     return _from_data(request.param)

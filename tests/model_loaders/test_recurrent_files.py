@@ -31,7 +31,6 @@ Tensors = Iterator[tuple[str, np.ndarray]]
 
 
 def stored(name: str) -> dict[str, np.ndarray]:
-    """The tensors of a fixture, float32."""
     return read_all(open_safetensors(FIXTURES / name))
 
 

@@ -66,9 +66,8 @@ def test_sections_and_tables_are_aligned(name: str) -> None:
             continue
         layout = records.layout(codec, False, block_size, head_dim, 8)
         assert layout.nbytes % 128 == 0
-        assert layout.record.nbytes % 16 == 0
-        assert layout.tables.dtype == np.uint8
-        assert layout.tables.nbytes % 16 == 0
+        assert layout.record.tables.dtype == np.uint8
+        assert layout.record.tables.nbytes % 16 == 0
 
 
 # Name → checksum of the fields that random bytes of keys and of values stand for, in five shapes. Session files hold

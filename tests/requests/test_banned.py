@@ -32,7 +32,6 @@ def banning(folder: Path, **bans: object) -> Engine:
 
 
 def answer(engine: Engine, drafts: Sequence[int] = (), **more: Any) -> tuple[int, ...]:
-    """An answer, for which `drafts` are drafted."""
     guesses = Unpaced(Known([*PROMPT, *drafts], 1.0, VOCABULARY), lambda: 4) if drafts else None
     drafting(engine, lambda ids: guesses)
     forget(engine)

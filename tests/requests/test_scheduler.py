@@ -17,7 +17,6 @@ def sequences(count: int) -> list[TokenSequence]:
 
 
 def running(scheduler: Scheduler, count: int) -> list[TokenSequence]:
-    """`count` sequences that are running."""
     new = sequences(count)
     for sequence in new:
         scheduler.submit(sequence)

@@ -68,7 +68,6 @@ def by_definition(ids: Sequence[int], s: Sampling) -> dict[int, float]:
 
 
 def breaker_ends_in(ids: Sequence[int], s: Sampling) -> bool:
-    """Whether a breaker ends in the last of `ids`."""
     text, before = b"".join(WORDS[i] for i in ids), len(b"".join(WORDS[i] for i in ids[:-1]))
     encoded = [breaker.encode() for breaker in s.dry_sequence_breakers]
     return any(text[:end].endswith(breaker) for breaker in encoded for end in range(before + 1, len(text) + 1))

@@ -52,7 +52,6 @@ class API:
     calls_tools: bool = False  # whether a request may demand a call
 
     def prompt(self, question: str) -> Any:
-        """What the engine gets for a question."""
         return question if self.is_raw else [{"role": "user", "content": question}]
 
     def body(self, question: Any, *, stream: bool = False, max_tokens: int = 12, **more: Any) -> Body:

@@ -75,7 +75,6 @@ def start(engine: Engine) -> Iterator[Callable[..., Serving]]:
 
 @pytest.fixture
 def socket_server(start: Callable[..., Serving]) -> Serving:
-    """A server with the usual settings."""
     return start()
 
 
@@ -88,14 +87,12 @@ def server(tiny: Engine) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def shared(tiny_path: Path) -> Iterator[Serving]:
-    """Serves it to all tests of a file."""
     with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def filling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """Serves a model that has tokens for filling in."""
     folder = with_fills(tmp_path_factory.mktemp("filling"))
     with load_tiny(folder, device="cpu", cache_type="f16", block_size=8) as engine, serving(engine) as running:
         yield running
@@ -108,8 +105,13 @@ def hermes_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with tool_engine(tmp_path_factory.mktemp("model"), call_templates.QWEN3) as engine, serving(engine) as running:
+        yield running
+
+
 @pytest.fixture
 def hermes(hermes_engine: Engine) -> Iterator[Serving]:
-    """Serves that model."""
     with serving(hermes_engine) as running:
         yield running

@@ -77,8 +77,6 @@ class Gate:
 
 @dataclass
 class Serving:
-    """A running server, and clients for it."""
-
     engine: Engine
     driver: Driver
     gate: Gate
@@ -105,7 +103,6 @@ class Serving:
 
     @property
     def busy(self) -> bool:
-        """Whether the engine has a request."""
         status = self.engine.status()
         return bool(status.running or status.waiting)
 

@@ -101,7 +101,6 @@ class Process:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of the HTTP API."""
         host, _, port = self.url.removeprefix("http://").rpartition(":")
         return host, int(port)
 
@@ -127,7 +126,6 @@ class Process:
         return blocks, blocks - int(self.metric("kv_blocks_used"))
 
     def resident(self) -> int:
-        """Bytes of memory that the process has."""
         told = subprocess.run(["ps", "-o", "rss=", "-p", str(self.process.pid)], capture_output=True, check=True)
         return int(told.stdout) * 1024
 

@@ -21,7 +21,6 @@ N, HEADS, KV_HEADS, D = 8, 4, 2, 16
 def make_store(
     codec_k="f16", codec_v="f16", mean_bits=8, windows=(None,), tokens=256, sequences=4, step_rows=1
 ) -> KVStore:
-    """A store with one layer per window."""
     k, v = codecs.get(codec_k), codecs.get(codec_v)
     layers = tuple(LayerShape(k, v, KV_HEADS, D, mean_bits, window) for window in windows)
     plan = plan_for_tokens(CacheShape(N, layers), tokens, sequences, step_rows)

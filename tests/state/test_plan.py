@@ -46,10 +46,6 @@ def shapes(draw, windows=windows) -> CacheShape:
     )
 
 
-def with_few_heads(shape: CacheShape) -> CacheShape:
-    return replace(shape, layers=tuple(replace(layer, kv_heads=1, head_dim=8) for layer in shape.layers))
-
-
 def sequences_of(plan: StorePlan) -> int:
     """The number of sequences that a plan has full-precision slots for."""
     return next(n for n in range(1, 100) if plan_for_tokens(plan.shape, 0, n).full_slots == plan.full_slots)
@@ -117,7 +113,7 @@ def test_bytes_are_those_of_the_arrays(shape, tokens, sequences) -> None:
 @given(shapes(), st.integers(1, 400), st.integers(1, 4))
 def test_a_plan_for_sequences_holds_all_of_them_at_once(shape, tokens, count) -> None:
     """Prompts in two parts, one after the other, then a step of all."""
-    few_heads = with_few_heads(shape)
+    few_heads = replace(shape, layers=tuple(replace(layer, kv_heads=1, head_dim=8) for layer in shape.layers))
     plan = plan_for_sequences(few_heads, tokens, count)
     assert plan.sequences(tokens) == count
     store = KVStore(NumpyOps(1), plan, [Conditioning()] * len(few_heads.layers))

@@ -63,7 +63,6 @@ class CachedSequence(Fed):
         return self
 
     def step(self, *ids: int) -> CachedSequence:
-        """Feed `ids` in steps of one token."""
         for token in ids:
             self.ids.append(token)
             self.feed(1, step=True)
@@ -82,8 +81,6 @@ class CachedSequence(Fed):
 
 
 class CachedStore:
-    """A store with its prefix cache."""
-
     def __init__(self, codec: str = "f16", windows=(None,), identity: bytes = b"", **more):
         self.store = make_store(codec, codec, windows=windows, **more)
         self.prefixes = PrefixCache(self.store, identity)

@@ -57,7 +57,6 @@ def next_turn(engine: Engine, first: Completion) -> Completion:
 
 
 def kv_of(engine: Engine, tokens: Sequence[int]) -> dict[tuple[int, int, str], np.ndarray]:
-    """All K/V that the store has of a sequence."""
     with engine._exclusive():
         kv = engine._prefixes.match_prefix(tokens)
         arrays = stored(engine._store, kv)

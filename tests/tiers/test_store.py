@@ -50,8 +50,6 @@ class AtOnce(Writer):
 
 
 class Kept(CachedStore):
-    """A store whose blocks are kept in memory."""
-
     def __init__(self, *arguments, size: int = 1 << 24, **more):
         super().__init__(*arguments, **more)
         names = Names(b"root", b"weights")

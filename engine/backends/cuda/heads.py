@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Array, Device
-from polarlm.engine.backends.cuda.kv.cache import Layouts
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
-from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform, prepare
-from polarlm.engine.backends.kv import HeadTransform
+from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
+from polarlm.engine.records import Layouts
 
 _WARPS = 4  # warps per block; a warp has one vector
 _VECTORS = 4  # vectors per block of rotate_dense
@@ -21,13 +19,10 @@ Norms = tuple[Array, Array, float] | None  # weights for queries and for keys, e
 
 
 class HeadOps:
-    """The ops `prepare` and `transform_heads`, and rotations."""
+    """The op `transform_heads`, and rotations."""
 
     def __init__(self, device: Device, launch: Launcher):
         self._device, self._launch = device, launch
-
-    def prepare(self, transforms: Sequence[HeadTransform]) -> list[DeviceTransform]:
-        return prepare(self._device, transforms)
 
     def transform_heads(
         self, qkv: Array, rope: Rope, transform: DeviceTransform, norms: Norms = None

@@ -16,9 +16,6 @@ from polarlm.engine.weight_formats import Matrix
 WARP = 32
 MOST_THREADS = 1024
 
-# dtype of an array → CUDA type of its elements. NumPy has no bfloat16, so its bits are stored as uint16.
-CUDA_TYPES = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}
-
 
 class LaunchConfig(NamedTuple):
     """The constants (DEFINES) that a kernel is compiled with, threads per block, bytes of dynamic shared memory."""
@@ -95,8 +92,8 @@ def _number(arg: Any) -> Any:
 
 
 def type_of(x: Any) -> str:
-    """The CUDA type of an array's elements."""
-    return CUDA_TYPES[x.dtype.name]
+    """The CUDA type of an array's elements. NumPy has no bfloat16, so its bits are stored as uint16."""
+    return {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}[x.dtype.name]
 
 
 def result_type(y: Any) -> dict[str, str]:

@@ -6,10 +6,10 @@ not compile where their arrays take another number.
 
 from __future__ import annotations
 
-from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig
+from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, threads_for
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.quantization import encode
-from polarlm.engine.records import Layout, table_bytes
+from polarlm.engine.records import Layout, Layouts, table_bytes
 
 # Bytes of shared memory that a block can have on every supported GPU: compute capability 8.6, 8.9 and 12.0 have least.
 SHARED_BYTES = 99 << 10
@@ -32,8 +32,6 @@ ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 48, 64)
 # Bytes of a packed matrix that are dequantized at a time for a product of many rows.
 DEQUANTIZED_BYTES = 64 << 20
 
-Layouts = tuple[Layout, Layout]  # keys, values
-
 _TILE_BYTES = 512
 SYSTEM_BYTES = 1024  # at the start of a block's shared memory; decode_attention relies on them
 _DECODE_WARPS = 8  # a CTA of decode_blocks has
@@ -53,6 +51,11 @@ ROUNDING: dict[str, int | float | str] = {
     "PATH_NORMS": len(encode.PATH_NORM_FACTORS),
 }
 DECODE_HEADS = 8  # query heads, times rows, of a cell of decode_attention: at most
+
+
+def row_threads(rows: int, work: int) -> int:
+    """Threads for `work` of one row: of few rows, which leave most of the machine idle, as many as a block may have."""
+    return threads_for(work, MOST_THREADS if rows <= SMALL_ROWS else 256)
 
 
 def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig, int]:

@@ -1,9 +1,8 @@
 """Matrices on a GPU, and products with them: launches of the kernels in `cuda/linear/`.
 
 Activations, norm weights and biases are float32. Matrices keep the format of the file if `cuda/weights/` has a struct
-of it; float32 and all others become half precision. Products convert x to the matrix's type, half precision for packed
-formats, and accumulate in float32. Products of few rows are memory-bound on the weights and take our own kernels; those
-of many rows take cuBLAS, for which packed matrices are dequantized a slab of rows at a time.
+for it, otherwise they become half precision. Products convert x to the matrix's type, half precision for packed
+formats, and add in float32. Few rows take our own kernels, many rows take cuBLAS.
 """
 
 from __future__ import annotations
@@ -15,15 +14,7 @@ import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs, packed
 from polarlm.engine.backends.cuda.device import Array, Device, kernel_source, row_stride
-from polarlm.engine.backends.cuda.launch import (
-    MOST_THREADS,
-    LaunchConfig,
-    Launcher,
-    Product,
-    result_type,
-    threads_for,
-    type_of,
-)
+from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, Product, result_type, threads_for, type_of
 from polarlm.engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMM_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS
 from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.errors import EngineError
@@ -55,28 +46,26 @@ class LinearOps:
 
     def stacked(self, format: WeightFormat, matrices: Sequence[StoredMatrix]) -> Matrix:
         """`matrices` stacked. Only the rows of one upload exist twice."""
-        rows, width = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
+        count, width = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         _check_width(width)
         is_packed, end = packed.is_packed(format), 0
         if is_packed:  # no file has all rows of the last tile
-            data = self._device.zeros(packed.tiles(format, rows, width), np.uint8)
+            data = self._device.zeros(packed.tiles(format, count, width), np.uint8)
         else:
-            data = self._device.empty((rows, format.size(width)), np.uint8)
+            data = self._device.empty((count, format.size(width)), np.uint8)
         for matrix in matrices:
-            for part, raw in matrix.slabs(_slab_bytes(matrix.format, format)):
+            is_kept = matrix.format is format
+            for part, raw in matrix.slabs(_UPLOAD_BYTES if is_kept else matrix.format.size(_UPLOAD_BYTES // 4)):
+                values = np.ascontiguousarray(raw) if is_kept else _widened(matrix.format, raw, width)
+                rows = slice(end + part.start, end + part.stop)
                 if is_packed:
-                    self._repack(
-                        format, data, self._device.from_host(np.ascontiguousarray(raw)), end + part.start, width
-                    )
-                    continue
-                to = data[end + part.start : end + part.stop]
-                if matrix.format is format:
-                    to[...] = self._device.from_host(np.ascontiguousarray(raw))
+                    self._repack(format, data, self._device.from_host(values), rows.start, width)
+                elif is_kept:
+                    data[rows] = self._device.from_host(values)
                 else:
-                    values = self._device.from_host(_widened(matrix.format, raw, width))
-                    self._narrow(to.view(np.float16), values)
+                    self._narrow(data[rows].view(np.float16), self._device.from_host(values))
             end += matrix.shape[0]
-        return Matrix(format, data, (rows, width))
+        return Matrix(format, data, (count, width))
 
     def _repack(self, format: WeightFormat, data: Array, raw: Array, first: int, width: int) -> None:
         """Rows of a file, raw (rows, bytes of a row), as rows `first` … of a packed matrix."""
@@ -115,8 +104,7 @@ class LinearOps:
     def rms_norm(self, x: Array, norm: tuple[Array, float], residual: Array | None = None) -> None:
         (rows, n), (weight, eps), y = x.shape, norm, x if residual is None else residual
         _check_width(n)
-        most = MOST_THREADS if rows <= SMALL_ROWS else 256  # as in `_narrow`
-        config = LaunchConfig({"ADD": int(residual is not None)}, threads_for(-(-n // 8), most))
+        config = LaunchConfig({"ADD": int(residual is not None)}, launch_configs.row_threads(rows, -(-n // 8)))
         self._launch("rms_norm", (rows,), config, y, x, weight, n, row_stride(y), row_stride(x), float(eps))
 
     def linear(
@@ -268,10 +256,8 @@ class LinearOps:
         """y = x (T, n) in y's type; with a norm, x normalised."""
         norm_weight, eps = norm or (None, 0.0)
         rows, n = x.shape
-        # Few rows leave most of the machine idle: each gets as many threads as a block may have.
-        most = MOST_THREADS if rows <= SMALL_ROWS else 256
         defines: dict[str, int | float | str] = {"TO": type_of(y), "NORMED": int(norm is not None)}
-        config = LaunchConfig(defines, threads_for(-(-n // 8), most))
+        config = LaunchConfig(defines, launch_configs.row_threads(rows, -(-n // 8)))
         self._launch("narrow", (rows,), config, y, x, norm_weight, n, float(eps))
 
 
@@ -291,11 +277,6 @@ def gates(format: WeightFormat, rows: int) -> bool:
     """Whether products with a matrix [gate | up] of `rows` rows apply the activation: in packed formats both must be
     whole tiles."""
     return not packed.is_packed(format) or rows % (2 * packed.ROWS) == 0
-
-
-def _slab_bytes(stored: WeightFormat, format: WeightFormat) -> int:
-    """Bytes of a matrix stored in one format that are read at a time, for a device that has it in `format`."""
-    return _UPLOAD_BYTES if stored is format else stored.size(_UPLOAD_BYTES // 4)
 
 
 def _widened(format: WeightFormat, raw: np.ndarray, width: int) -> np.ndarray:

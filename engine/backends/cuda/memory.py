@@ -76,7 +76,8 @@ def step_bytes(load: Load, device: Device) -> int:
     experts = rows * _post_norm_bytes(model) + _experts_bytes(model, rows)
     attend = 3 * _FLOAT * queries + _gate_bytes(model)
     layer = max(rows * max(project, attend, forward), experts) + max(_sum_bytes(load, device), parts)
-    head = _logits_bytes(model, rows) + rows * _NARROW * e + parts
+    logits = model.vocab_size + (model.vocab_size + 3 if model.vocab_size % 4 else 0)  # and a copy in aligned rows
+    head = rows * (_FLOAT * logits + _NARROW * e) + parts
     lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # and the logits that they change
     sampling = 8 * rows * scratch_words(model.vocab_size)
     of_layers = 2 * len(model.layers) * model.layer_embedding  # and the projections that are added to them
@@ -108,13 +109,11 @@ def _ffn_size(ffn: Ffn | None) -> int:
 
 def _experts_bytes(model: ModelConfig, rows: int) -> int:
     """Bytes of what chooses the experts of `rows` rows, and of the results of the rows that are computed at a time."""
-    experts = {layer.ffn for layer in model.layers if isinstance(layer.ffn, Experts)}
-    return max((rows * _chosen_bytes(ffn) + _pairs_bytes(ffn, model.hidden_size, rows) for ffn in experts), default=0)
-
-
-def _chosen_bytes(ffn: Experts) -> int:
-    """Bytes of a row's logits, experts and weights, and of its shared network's result."""
-    return _FLOAT * (ffn.count + 2 * ffn.top_k + _ffn_size(ffn))
+    most = 0
+    for ffn in {layer.ffn for layer in model.layers if isinstance(layer.ffn, Experts)}:
+        chosen = ffn.count + 2 * ffn.top_k + _ffn_size(ffn)  # logits, experts and weights, the shared network's result
+        most = max(most, rows * _FLOAT * chosen + _pairs_bytes(ffn, model.hidden_size, rows))
+    return most
 
 
 def _pairs_bytes(ffn: Experts, e: int, rows: int) -> int:
@@ -164,11 +163,6 @@ def _ropes(model: ModelConfig) -> int:
 def _groups(model: ModelConfig) -> int:
     mixers = model.attentions.values()
     return len({(mixer.window, mixer.kv_heads, mixer.head_dim) for mixer in mixers})
-
-
-def _logits_bytes(model: ModelConfig, rows: int) -> int:
-    """Bytes of logits, and of their copy in rows aligned to 16 bytes where V is no multiple of 4."""
-    return _FLOAT * rows * (model.vocab_size + (model.vocab_size + 3 if model.vocab_size % 4 else 0))
 
 
 def _sum_bytes(load: Load, device: Device) -> int:

@@ -16,13 +16,14 @@ from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.experts import ExpertOps, HostExperts
 from polarlm.engine.backends.cuda.heads import HeadOps
-from polarlm.engine.backends.cuda.kv.cache import Buffer, CardBuffers, HostTable
+from polarlm.engine.backends.cuda.kv.cache import Buffer, CardBuffers, HostTable, pack_spans
 from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from polarlm.engine.backends.cuda.linear import LinearOps
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.recurrent.ops import RecurrentOps
+from polarlm.engine.backends.cuda.rotation import prepare
 from polarlm.engine.backends.cuda.sampling import sampler
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
@@ -90,14 +91,14 @@ class CudaOps:
         self.experts = self._experts.experts
 
         heads = HeadOps(device, launch)
-        self.prepare = heads.prepare
+        self.prepare = partial(prepare, device)
         self.transform_heads = heads.transform_heads
 
         store = CacheOps(device, launch, heads)
         self.cache_bytes = store.cache_bytes
         self.cache = store.cache
         self.buffer: Callable[..., Buffer | CardBuffers] = store.buffer
-        self.spans = store.spans
+        self.spans = pack_spans
         self.append_kv = store.append_kv
         self.place_kv = store.place_kv
         self.copy_full = store.copy_full

@@ -45,29 +45,27 @@ def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceT
             return NO_ROTATION
         key = id(matrix), inverse
         if key not in uploaded:
-            uploaded[key] = _upload(device, matrix.T if inverse else matrix)
+            turned = matrix.T if inverse else matrix
+            signs = hadamard_signs(turned)
+            if signs is None:
+                uploaded[key] = DeviceRotation(0, array(turned), None, None)
+            else:
+                before, after = device.from_host(signs.before), device.from_host(signs.after)
+                uploaded[key] = DeviceRotation(signs.order, None, before, after)
         return uploaded[key]
 
-    def scale(x: np.ndarray | None) -> Array | None:
+    def array(x: np.ndarray | None) -> Array | None:
         return None if x is None else device.from_host(np.ascontiguousarray(x, np.float32))
 
     return [
         DeviceTransform(
             transform.kv_heads,
-            scale(transform.scale),
+            array(transform.scale),
             rotation(transform.key_rotation),
             rotation(transform.value_rotation),
             rotation(transform.value_rotation, inverse=True),
-            scale(transform.scale_back),
+            array(transform.scale_back),
             transform.value_eps,
         )
         for transform in transforms
     ]
-
-
-def _upload(device: Device, rotation: np.ndarray) -> DeviceRotation:
-    """`rotation` (D, D) float32 on the device: signs if it is a signed Hadamard matrix, else the matrix."""
-    signs = hadamard_signs(rotation)
-    if signs is None:
-        return DeviceRotation(0, device.from_host(np.ascontiguousarray(rotation, np.float32)), None, None)
-    return DeviceRotation(signs.order, None, device.from_host(signs.before), device.from_host(signs.after))

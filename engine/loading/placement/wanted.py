@@ -114,7 +114,7 @@ class Wanted:
         return plan.bytes + self.work(ops, plan.shape, plan.tokens) + self.more(plan.tokens)
 
     def plan(self, ops: Ops, shape: CacheShape, room: int) -> StorePlan:
-        """Return the plan of the KV store: for kv_memory, all of which it takes, or else for the context, or the
+        """Return the plan of the KV store: one that takes all of kv_memory, or else one for the context, or the
         longest one that fits into `room` bytes together with the work on a prompt of its length and with `more`. Raises
         EngineError ("out_of_memory") if nothing fits."""
 

@@ -40,8 +40,6 @@ class Step(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The sizes of a layer."""
-
     kv_heads: int = 2
     group: int = 3
     dim: int = 64
@@ -157,7 +155,6 @@ def attended(
     softcap: float | None = None,
     sink_scores: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Attention by the kernels of a level."""
     ops = AttentionOps(launcher(level, threads))
     table = ops.spans(case.views, case.cache.format.block_size)
     return ops.attention(case.q, case.cache, table, SCALE, window, transform, softcap=softcap, sink_scores=sink_scores)

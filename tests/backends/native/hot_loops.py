@@ -83,7 +83,6 @@ class Loop:
 
 
 def _lines(kernel: Kernel, level: Level) -> list[str]:
-    """The lines of its assembly, without comments."""
     text = assembly(kernel, level).replace("{vex}", "")
     return [line.split(_SYNTAX[level.machine].comment)[0].strip() for line in text.splitlines()]
 

@@ -11,5 +11,4 @@ from polarlm.engine.jit.lang import Level
 
 
 def launcher(level: Level, threads: int = 1) -> Launcher:
-    """A launcher of kernels that are compiled for this level."""
     return Launcher(threads, level)

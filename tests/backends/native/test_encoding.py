@@ -100,7 +100,6 @@ def in_buffer(k: np.ndarray, v: np.ndarray) -> list[KVLocation]:
 
 
 def stored(cache: LayerCache) -> Sides:
-    """The fields of all blocks."""
     return cache.read(np.arange(len(cache.full_k)))
 
 
@@ -112,7 +111,6 @@ def points(cache: LayerCache, side: int) -> np.ndarray:
 
 
 def arrays(cache: LayerCache) -> dict[str, np.ndarray]:
-    """All that is stored of quantized blocks."""
     return {f"{side}.{name}": x for side, fields in stored(cache)._asdict().items() for name, x in fields.items()}
 
 

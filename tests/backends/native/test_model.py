@@ -95,7 +95,6 @@ def chunk_logits(model: Transformer, ids: Sequence[int], prompt: int) -> np.ndar
 
 
 def _prefilled(model: Transformer, ids: Sequence[int]) -> SequenceKV:
-    """A sequence whose prompt `ids` is prefilled."""
     sequence = model.store.new_sequence()
     span = model.store.open(sequence, len(ids))
     model.forward([span], ids)

@@ -115,7 +115,6 @@ def joined(split: np.ndarray) -> np.ndarray:
 
 
 def interleaved(x: np.ndarray, row_tile: int, level: Level) -> np.ndarray:
-    """x in panels of `interleave_rows`."""
     count, columns = x.shape
     out = np.full((-(-count // row_tile), columns, row_tile), 9, np.float32)
     run(interleave_rows(False, row_tile), level, count, _rows(x, out))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tqdm import tqdm
 
 pytest.importorskip("llvmlite")
 
@@ -186,18 +183,8 @@ def test_an_engine_is_loaded_when_the_kernels_of_a_first_answer_are_compiled(
 
 
 def test_a_bar_shows_the_kernels_that_are_waited_for(
-    tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None], monkeypatch: pytest.MonkeyPatch
+    tiny_path: Path, compiles: Callable[[Callable[[str], bool]], None], bars: list[Any]
 ) -> None:
-    bars: list[Any] = []
-
-    class Bar(tqdm):  # type: ignore[type-arg]
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            self.settings = settings
-            super().__init__(*args, **{**settings, "disable": False, "file": io.StringIO()})
-            bars.append(self)
-
-    monkeypatch.setattr("tqdm.tqdm", Bar)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     compiles(lambda name: True)
     with Engine.load(tiny_path, device="cpu", verbose=print, **SETTINGS):
         loading, compiling = bars

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ import pytest
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession
+from tests.call_templates import GPT_OSS
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
-TEMPLATE = Path(__file__).resolve().parents[2] / "fixtures" / "templates" / "gpt-oss.jinja"
 MESSAGES: list[Any] = [{"role": "user", "content": "How is it?"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "time"}}]
 ANSWER = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>So.<|return|>"
@@ -24,7 +23,7 @@ ANSWER = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>fi
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    with tool_engine(tmp_path_factory.mktemp("model"), TEMPLATE.read_text(encoding="utf-8")) as engine:
+    with tool_engine(tmp_path_factory.mktemp("model"), GPT_OSS) as engine:
         yield engine
 
 
@@ -35,14 +34,12 @@ def server(engine: Engine) -> Iterator[Serving]:
 
 
 def rule_of_the_answer(engine: Engine) -> str:
-    """A grammar of ANSWER alone."""
     ids = engine.model.tokenizer.tokenize(ANSWER, control=True)
     return "%llguidance {}\nstart: " + " ".join(f"<[{token}]>" for token in ids[:-1])
 
 
 @pytest.fixture(autouse=True)
 def answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every answer is ANSWER, unless it has a constraint."""
     rule = rule_of_the_answer(engine)
     submit = engine.submit
 

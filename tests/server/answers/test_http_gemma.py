@@ -39,7 +39,6 @@ def server(engine: Engine) -> Iterator[Serving]:
 
 
 def rule_of(engine: Engine, answer: str) -> str:
-    """A grammar of one answer alone."""
     ids = engine.model.tokenizer.tokenize(answer, control=True)
     return "%llguidance {}\nstart: " + " ".join(f"<[{token}]>" for token in ids)
 

@@ -18,8 +18,6 @@ from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
 NAMES = ("HERMES", "LLAMA", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "GEMMA")
-TEMPLATES = Path(__file__).resolve().parents[2] / "fixtures" / "templates"
-QWEN3, GPT_OSS = ((TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") for name in ("qwen3", "gpt-oss"))
 TURNS = 20
 MESSAGES = [{"role": "user", "content": "How is the weather?"}]
 DAYS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4}
@@ -27,7 +25,7 @@ CITY = {"enum": ["Rome", "Oslo"]}
 PARAMETERS = {"type": "object", "properties": {"days": DAYS, "city": CITY}, "required": ["city", "days"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 FAMILIES = {
-    "qwen3": QWEN3,
+    "qwen3": call_templates.QWEN3,
     **{name: getattr(call_templates, name) for name in NAMES},
     "NO_TOOLS": call_templates.NO_TOOLS,
 }
@@ -90,8 +88,8 @@ def test_a_conversation_with_tools_finds_its_stored_tokens(server: Serving) -> N
 @pytest.mark.parametrize(
     ("template", "bias"),
     [
-        (QWEN3, {"<think>": 50, "th": 100, "</think>": 100}),
-        (GPT_OSS, {"a": 50, "c": 50, "th": 100, "<|end|>": 100}),
+        (call_templates.QWEN3, {"<think>": 50, "th": 100, "</think>": 100}),
+        (call_templates.GPT_OSS, {"a": 50, "c": 50, "th": 100, "<|end|>": 100}),
         (call_templates.GEMMA, {"<|channel>": 50, "<|tool_call>": 50, "th": 100, "<channel|>": 100}),
     ],
     ids=["qwen3", "gpt-oss", "GEMMA"],

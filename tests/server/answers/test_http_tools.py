@@ -19,14 +19,11 @@ from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
 NAMES = ("HERMES", "LLAMA", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "GEMMA", "GEMMA_OF_APRIL")
-TEMPLATES = Path(__file__).resolve().parents[2] / "fixtures" / "templates"
-QWEN3 = (TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8")
-GPT_OSS = (TEMPLATES / "gpt-oss.jinja").read_text(encoding="utf-8")
 FAMILIES = {
-    "qwen3": QWEN3,
+    "qwen3": call_templates.QWEN3,
     **{name: getattr(call_templates, name) for name in NAMES},
     "NO_TOOLS": call_templates.NO_TOOLS,
-    "gpt-oss": GPT_OSS,
+    "gpt-oss": call_templates.GPT_OSS,
 }
 WEATHER = {
     "type": "object",
@@ -203,12 +200,6 @@ def test_no_call_where_none_is_wanted(hermes: Serving) -> None:
 
 
 # -- reasoning ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with tool_engine(tmp_path_factory.mktemp("model"), QWEN3) as engine, serving(engine) as server:
-        yield server
 
 
 def thoughts(engine: Engine, text: str) -> dict[str, Any]:

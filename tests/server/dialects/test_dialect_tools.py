@@ -6,7 +6,6 @@ The model is random: a call is asked for by `tool_choice`, so that a grammar mak
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -15,9 +14,8 @@ import pytest
 
 from polarlm.engine import Engine
 from tests.lazily import anthropic
-from tests.server.answers.test_http_tools import QWEN3, WEATHER
-from tests.server.http_server import Serving, serving
-from tests.tool_model import tool_engine
+from tests.server.answers.test_http_tools import WEATHER
+from tests.server.http_server import Serving
 
 QUESTION = "How is it?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -159,12 +157,6 @@ def test_pydantic_ai_calls_tools_and_has_structured_output(hermes: Serving, numb
 
 
 # -- reasoning ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with tool_engine(tmp_path_factory.mktemp("model"), QWEN3) as engine, serving(engine) as server:
-        yield server
 
 
 def test_reasoning_is_turned_on_and_off(thinking: Serving) -> None:

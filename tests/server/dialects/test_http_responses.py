@@ -21,12 +21,10 @@ MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
 def arguments(**more: Any) -> dict[str, Any]:
-    """A request for an answer of 24 tokens."""
     return {"model": "any", "input": QUESTION, "temperature": 0, "max_output_tokens": 24, **more}
 
 
 def endless(**more: Any) -> dict[str, Any]:
-    """A request whose answer has all of its tokens."""
     return arguments(extra_body={"ignore_eos": True}, **more)
 
 

@@ -17,8 +17,6 @@ MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 
 
 class Weather(BaseModel):
-    """The weather somewhere."""
-
     city: Literal["Paris", "London"]
     degrees: Literal[10, 20, 30]
     rain: bool

@@ -25,7 +25,6 @@ BLOCK = 8  # tokens, in the tiny model's engine
 
 
 def policy(response: httpx.Response) -> dict[str, str]:
-    """The directives of a Content-Security-Policy."""
     directives = [directive.partition(" ") for directive in response.headers["content-security-policy"].split("; ")]
     return {name: value for name, _, value in directives}
 

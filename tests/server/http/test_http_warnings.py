@@ -12,6 +12,7 @@ import pytest
 from starlette.responses import Response
 
 from polarlm.engine import Engine
+from polarlm.server.http.app import create_app
 from polarlm.server.http.warnings import HEADER, warn
 from polarlm.server.running import journal
 from tests.lazily import anthropic, openai
@@ -120,18 +121,13 @@ CLIENTS: dict[str, Callable[[], set[str]]] = {  # OpenAI's older endpoints: test
 @pytest.mark.parametrize("path", CLIENTS)
 def test_what_the_makers_own_clients_send_is_known(server: Serving, path: str) -> None:
     """A field without an effect here is no slip of the pen."""
-    app_routes = {route.path: route.endpoint for route in _routes(server)}
+    app = create_app(server.driver, server.driver.config)
+    app_routes = {route.path: route.endpoint for route in app.routes if hasattr(route, "endpoint")}
     serve = app_routes[path].__self__
     endpoint = getattr(serve, "_endpoint", None) or serve.endpoint
     assert endpoint.warnings(dict.fromkeys(CLIENTS[path]() - {"tools", "options"}, 1)) == []
     options = dict.fromkeys(ollama.Options.model_fields, 1)
     assert endpoint.warnings({"options": options} if path.startswith("/api/") else {}) == []
-
-
-def _routes(server: Serving) -> list[Any]:
-    from polarlm.server.http.app import create_app
-
-    return [route for route in create_app(server.driver, server.driver.config).routes if hasattr(route, "endpoint")]
 
 
 _LATE = [QUESTION, {"role": "assistant", "content": "so"}, {"role": "system", "content": "be brief"}, QUESTION]

@@ -119,7 +119,6 @@ def until_closed(client: socket.socket) -> bytes:
 
 
 def error_in(received: bytes) -> dict[str, Any]:
-    """The error of the one answer that came."""
     head, _, body = received.partition(b"\r\n\r\n")
     assert head.count(b"HTTP/1.1 ") == 1
     assert b"content-type: application/json" in head.lower()

@@ -46,7 +46,6 @@ def call(server: Serving, tool: str, name: str = "tools", **arguments: Any) -> h
 
 
 def text(server: Serving, tool: str, name: str = "tools", **arguments: Any) -> str:
-    """What a call that succeeds returns."""
     answer = call(server, tool, name, **arguments)
     assert answer.status_code == 200, answer.text
     assert not answer.json()["is_error"], answer.text

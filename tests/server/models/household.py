@@ -90,7 +90,6 @@ class Household:
     # -- what there is ----------------------------------------------------------------------------------------------
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """What the server says about each model."""
         return {entry["id"]: entry for entry in self.http.get("/models").json()["data"]}
 
     def loaded(self) -> set[str]:
@@ -109,8 +108,6 @@ class Household:
         return named
 
     def left(self) -> list[psutil.Process]:
-        """Remembered processes that run."""
-
         def runs(process: psutil.Process) -> bool:
             try:
                 return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -50,8 +50,6 @@ def two_models(folder: Path) -> Path:
 
 @dataclass
 class Front:
-    """A running server, and a client for it."""
-
     supervisor: Supervisor
     proxy: Proxy
     http: httpx.Client

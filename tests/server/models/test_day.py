@@ -115,7 +115,6 @@ def assert_memory(house: Household) -> None:
 
 
 def assert_nothing_is_left(house: Household) -> None:
-    """No process and no temporary file."""
     assert house.left() == []
     assert list(house.temporary.iterdir()) == []
 
@@ -130,6 +129,5 @@ def say(house: Household, base: int, text: str) -> int:
 
 
 def said(house: Household) -> dict[str, str]:
-    """The texts of the only conversation."""
     kept = house.http.get("/conversations").json()["conversations"]
     return {name: message["text"] for name, message in kept[TALK]["messages"].items()}

@@ -48,7 +48,6 @@ def asking() -> Iterator[ThreadPoolExecutor]:
 
 
 def models(folder: Path) -> Path:
-    """Two models on the disk, and one on the hub."""
     two_models(folder)
     written = "".join(f"[{name}]\npath = '{folder / name}'\n" for name in ("big", "small"))
     (folder / "models.toml").write_text(f"{written}[far]\nhf = '{FAR}'\n")

@@ -62,8 +62,6 @@ def test_few_models_are_pulled_at_a_time_and_who_leaves_makes_room(monkeypatch: 
     running: list[str] = []
 
     class Download:
-        """As `ModelProcess`."""
-
         fetching = (1, 2)
 
         def __init__(self, model: Any) -> None:

@@ -40,8 +40,6 @@ class Machine:
 
 
 class FakeProcess:
-    """As `ModelProcess`."""
-
     pid = 0  # no process has it
 
     fetching = None

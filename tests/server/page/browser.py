@@ -81,7 +81,6 @@ class Browser:
         self._call(f"/element/{self._element(selector)}/value", text=text)
 
     def press(self, key: str) -> None:
-        """A key, wherever the focus is."""
         strokes = [{"type": "keyDown", "value": key}, {"type": "keyUp", "value": key}]
         self._call("/actions", actions=[{"type": "key", "id": "keyboard", "actions": strokes}])
 

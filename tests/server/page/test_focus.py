@@ -13,7 +13,6 @@ SLOW = ["half", {"held": True}, " an answer"]
 
 
 def two_chats(page: Page) -> None:
-    """The second one is shown."""
     page.talk("one")
     page.click("#new")
     page.send_and_wait("second")

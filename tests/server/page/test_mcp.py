@@ -27,7 +27,6 @@ ADD = call(0, "tools_add", '{"a": 2,', '"b": 3}')
 
 @pytest.fixture(scope="module")
 def keeper(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """A server with MCP servers."""
     folder = tmp_path_factory.mktemp("mcp")
     with over_http() as web, Process(tiny_path, folder, "--mcp-config", str(mcp_file(folder, web))) as process:
         yield process
@@ -62,7 +61,6 @@ def asks(page: Page) -> str:
 
 
 def results(page: Page, which: int = -1) -> list[str]:
-    """What a request has as results of tools."""
     return [each["content"] for each in page.asked(which)["messages"] if each["role"] == "tool"]
 
 

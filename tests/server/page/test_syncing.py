@@ -35,13 +35,11 @@ def page(visit: Callable[[Process], Page], keeper: Process) -> Iterator[Page]:
 
 
 def at_server(keeper: Process) -> dict[str, Any]:
-    """The conversations that the server has, by id."""
     told = json.loads(keeper.get("/conversations"))["conversations"]
     return {name: change for name, change in told.items() if change["head"] is not None}
 
 
 def texts(keeper: Process) -> list[str]:
-    """The texts of all messages that the server has."""
     chats = at_server(keeper).values()
     return sorted(message.get("text", "") for chat in chats for message in chat["messages"].values())
 

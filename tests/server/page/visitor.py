@@ -72,7 +72,6 @@ class Page(Browser):
         self.press_button(button)
 
     def rename(self, name: str) -> None:
-        """Types a name for the conversation."""
         self.click("[data-does=rename]")
         self.until(lambda: self.run("return document.activeElement.tagName") == "INPUT")
         self.type("#list input", name)
@@ -89,7 +88,6 @@ class Page(Browser):
         self.run(script, title)
 
     def export(self) -> dict[str, Any]:
-        """The file of all conversations."""
         self.run(
             """
             window.exported = null;
@@ -126,23 +124,19 @@ class Page(Browser):
         return self.run("const at = document.activeElement; return at.id || at.ariaLabel || at.textContent")
 
     def text_of(self, which: int = -1) -> str:
-        """The text of an answer, as it came."""
         script = "return rows.filter(({message}) => message.role === 'assistant').at(arguments[0])?.message.text ?? ''"
         return self.run(script, which)
 
     def answer(self, which: int = -1) -> str:
-        """What an answer looks like."""
         return self.run("return [...document.querySelectorAll('.answer')].at(arguments[0])?.innerText ?? ''", which)
 
     def roles(self) -> list[str]:
         return self.run("return rows.map((row) => row.message.role)")
 
     def texts(self) -> list[str]:
-        """The texts of the messages that are shown."""
         return self.run("return rows.map(({message}) => message.text)")
 
     def titles(self) -> list[str]:
-        """The names in the list of conversations."""
         return self.run("return [...document.querySelectorAll('button.chat')].map((made) => made.textContent)")
 
     def kept(self) -> list[dict[str, Any]]:
@@ -179,11 +173,9 @@ class Page(Browser):
         self.until(self.done)
 
     def asked(self, which: int = -1) -> dict[str, Any]:
-        """The body of a request to `says`."""
         return self.run("return asked.at(arguments[0])", which)
 
     def contents(self, which: int = -1) -> list[str]:
-        """The contents of a request's messages."""
         return [message["content"] for message in self.asked(which)["messages"]]
 
 
@@ -231,7 +223,6 @@ window.fetch = async (path, options) => {
 
 
 def call(index: int, name: str, *arguments: str) -> list[Piece]:
-    """The pieces of a call of a tool."""
     first = {"index": index, "id": f"call-{index}", "function": {"name": name, "arguments": ""}}
     more = [{"index": index, "function": {"arguments": piece}} for piece in arguments]
     return [{"tool_calls": [delta]} for delta in (first, *more)]

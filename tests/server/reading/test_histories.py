@@ -171,7 +171,6 @@ APIS: dict[str, tuple[dict[str, Piece], Callable[[list[Any]], Any]]] = {
 
 
 def read(api: str, history: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages, and what is warned of."""
     told: list[tuple[str, str]] = []
     messages = read_messages(APIS[api][1](history), told)
     return messages, [sentence for _, sentence in told]

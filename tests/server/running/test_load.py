@@ -116,8 +116,6 @@ async def ask(http: httpx.AsyncClient, prompt: list[int], tokens: int = TOKENS) 
 
 @dataclass
 class Seen:
-    """What became of a load."""
-
     requests: int = 0
     cached: int = 0  # tokens of prompts
     least_free: int = 1 << 30  # blocks

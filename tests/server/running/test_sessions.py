@@ -93,7 +93,6 @@ def ask(process: Process, path: str, method: str = "POST", **body: Any) -> tuple
 
 
 def turn(process: Process, messages: list[dict[str, str]], **params: Any) -> tuple[str, dict[str, Any]]:
-    """The text of an answer, and its usage."""
     status, answer = ask(process, "/v1/chat/completions", messages=messages, **{**GREEDY, **params})
     assert status == 200
     return answer["choices"][0]["message"]["content"], answer["usage"]
@@ -106,7 +105,6 @@ def letters(process: Process) -> dict[str, Any]:
 
 
 def saved(process: Process, name: str = "talk") -> Path:
-    """A session that has been saved."""
     turn(process, [USER])
     assert ask(process, "/sessions/save", name=name, messages=[USER])[0] == 200
     return process.sessions / f"{name}.session"
@@ -127,7 +125,6 @@ def save_that_waits(process: Process, go: Path) -> tuple[threading.Thread, list[
 
 
 def message(status_and_body: tuple[int, dict[str, Any]], status: int, code: str) -> str:
-    """The sentence of an error."""
     assert status_and_body[0] == status, status_and_body
     error = status_and_body[1]["error"]
     assert error["code"] == code

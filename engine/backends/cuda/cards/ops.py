@@ -67,7 +67,7 @@ class CardsOps(CudaOps):
 
     def _buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> CardBuffers:
         buffers = {device: card.buffer(format, rows, as_slots=as_slots) for device, card in self._by_device.items()}
-        return CardBuffers({device: pools for device, pools in buffers.items() if isinstance(pools, Buffer)})
+        return {device: pools for device, pools in buffers.items() if isinstance(pools, Buffer)}
 
     def _encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         for device, card in self._by_device.items():

@@ -56,17 +56,10 @@ class Moved(NamedTuple):
 class Device(Protocol):
     """One GPU, or a stand-in for it. Work runs in the order of the calls."""
 
-    name: str
-    """The device's name for messages, such as "NVIDIA H200"."""
-
-    processors: int
-    """The number of multiprocessors."""
-
-    shared_memory: int
-    """Bytes of shared memory of a multiprocessor, shared by its resident blocks."""
-
-    overlaps: bool
-    """Whether recorded kernels that wait for their predecessor by themselves are launched before it has ended."""
+    name: str  # for messages, such as "NVIDIA H200"
+    processors: int  # multiprocessors
+    shared_memory: int  # bytes of a multiprocessor, shared by its resident blocks
+    overlaps: bool  # recorded kernels that wait for their predecessor by themselves are launched before it has ended
 
     def use(self) -> None:
         """Prepare this thread for assignments between arrays of the device: they are work of its own."""

@@ -29,20 +29,15 @@ def binary_file(text: str, architecture: str) -> Path:
     nvrtc = cupy.cuda.nvrtc
     options = (*core.assemble_cupy_compiler_options(OPTIONS), *OF_CUPY, f"--gpu-architecture={architecture}")
     key = "\0".join((text, *options, str(nvrtc.getVersion())))
-    path = _folder() / f"polarlm-{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")  # CuPy's own
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"polarlm-{hashlib.sha256(key.encode()).hexdigest()}.cubin"
     if not path.exists():
         binary = _compiled(nvrtc, text, options)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             file.write(binary)
         os.replace(file.name, path)
     return path
-
-
-def _folder() -> Path:
-    """Where CuPy keeps its compiled kernels."""
-    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _compiled(nvrtc: Any, text: str, options: tuple[str, ...]) -> bytes:

@@ -27,8 +27,7 @@ class Recordings:
     """The recordings of a device, see `Device.run_graph`. Callers select the stream first."""
 
     def __init__(self, stream: cupy.cuda.Stream, copy: _Copy):
-        self.under_way = False
-        """Whether work is being recorded."""
+        self.under_way = False  # whether work is being recorded
         self._stream, self._copy = stream, copy
         self._kept: dict[Hashable, _Recording] = {}  # least recently used first
         # A graph keeps the addresses that it was recorded with, so recordings allocate from their own pool. They share
@@ -208,11 +207,7 @@ def memory_errors() -> Iterator[None]:
     """Turns out-of-memory errors of the runtime, the driver and cuBLAS into MemoryError."""
     try:
         yield
-    except cublas.CUBLASError as error:
-        if error.status != _CUBLAS_OUT_OF_MEMORY:
-            raise
-        raise MemoryError(str(error)) from error
-    except (_runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
-        if error.status != _OUT_OF_MEMORY:
+    except (cublas.CUBLASError, _runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        if error.status != (_CUBLAS_OUT_OF_MEMORY if isinstance(error, cublas.CUBLASError) else _OUT_OF_MEMORY):
             raise
         raise MemoryError(str(error)) from error

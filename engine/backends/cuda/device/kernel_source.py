@@ -112,7 +112,7 @@ def _weights(*names: object) -> str:
 
 def _structs(layouts: Iterable[Layout | None]) -> str:
     """The text of the structs that read records of these layouts."""
-    codecs = {layout.codec for layout in layouts if layout}
+    codecs = {layout.record.codec for layout in layouts if layout}
     names = sorted({FULL} | codecs) if codecs else []
     texts = ("fragments.cuh", "pair_table.cuh", *(f"codecs/{name}.cuh" for name in names))
     return "".join(map(_text, texts)) if codecs else ""
@@ -124,7 +124,7 @@ def _layouts(sides: Mapping[str, Layout | None]) -> str:
     texts = ['#line 1 "cuda/layouts.cuh"\n'] if layouts else []  # a name for compiler messages: no such file exists
     for side, layout in layouts.items():
         texts += [layout.text(f"{side}Layout"), layout.full.text(f"Full{side}Layout")]
-        texts.append(f"using {side}Codec = {layout.codec}<{side}Layout>;\n")
+        texts.append(f"using {side}Codec = {layout.record.codec}<{side}Layout>;\n")
         texts.append(f"using Full{side}s = f16<Full{side}Layout>;\n")
     return "".join(texts)
 

@@ -74,8 +74,8 @@ class OverlappedLaunch:
     ) -> int:
         """Launch a kernel and return the driver's status, 0 for success. function, stream: handles; args: arguments."""
         config = _Config(
-            (ctypes.c_uint * 3)(*_three(grid)),
-            (ctypes.c_uint * 3)(*_three(block)),
+            (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3]),
+            (ctypes.c_uint * 3)(*(*block, 1, 1)[:3]),
             shared,
             stream,
             ctypes.pointer(self._attribute),
@@ -88,7 +88,3 @@ class OverlappedLaunch:
 def load_driver() -> ctypes.CDLL:
     """The library of the NVIDIA driver. Raises OSError."""
     return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-
-
-def _three(sizes: Sequence[int]) -> tuple[int, ...]:
-    return (*sizes, *(1,) * (3 - len(sizes)))

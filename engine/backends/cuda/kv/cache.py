@@ -13,9 +13,7 @@ import numpy as np
 
 from polarlm.engine.backends.cuda.device import Array, Device
 from polarlm.engine.backends.kv import CacheFormat, SpanView, table_width
-from polarlm.engine.records import Layout
-
-Layouts = tuple[Layout, Layout]  # keys, values
+from polarlm.engine.records import Layouts
 
 
 class SpanHeader(NamedTuple):
@@ -46,10 +44,7 @@ class Buffer(NamedTuple):
     v: Array
 
 
-class CardBuffers(NamedTuple):
-    """A buffer on each of several cards, for layers that are on all of them."""
-
-    of: Mapping[Device, Buffer]
+CardBuffers = Mapping[Device, Buffer]  # a buffer on each of several cards, for layers that are on all of them
 
 
 class SideArrays(NamedTuple):
@@ -74,22 +69,6 @@ class SideArrays(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Side:
-    """Keys or values of one layer."""
-
-    layout: Layout
-    arrays: SideArrays
-
-    @property
-    def quantized(self) -> Array:
-        return self.arrays.quantized
-
-    @property
-    def tables(self) -> Array | None:
-        return self.arrays.tables
-
-
-@dataclass(frozen=True)
 class LayerCache:
     """The stored K/V of one layer, on `device`. full: the full-precision slots, for sink blocks and current blocks.
 
@@ -99,8 +78,9 @@ class LayerCache:
 
     device: Device
     format: CacheFormat
-    keys: Side
-    values: Side
+    layouts: Layouts
+    keys: SideArrays
+    values: SideArrays
     full: Buffer
     full_layouts: Layouts
     blocks: Array | None = None
@@ -113,19 +93,15 @@ class LayerCache:
         return sum(layout.nbytes for layout in self.layouts)
 
     @property
-    def layouts(self) -> Layouts:
-        return self.keys.layout, self.values.layout
-
-    @property
     def padded(self) -> int:
         """DP, which is D rounded up to a multiple of 16."""
-        return self.keys.layout.record.geometry.padded
+        return self.layouts[0].record.geometry.padded
 
     def pools(self, buffer: Buffer | CardBuffers | None) -> Buffer:
         """`buffer`, on the layer's card, or the full-precision slots if it is None."""
         if buffer is None:
             return self.full
-        return buffer.of[self.device] if isinstance(buffer, CardBuffers) else buffer
+        return buffer if isinstance(buffer, Buffer) else buffer[self.device]
 
 
 @dataclass

@@ -12,16 +12,15 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps, Norms, Rope
-from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, Layouts, Side, SideArrays, SpanTable, pack_spans
+from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, SideArrays, SpanTable
 from polarlm.engine.backends.cuda.kv.candidates import candidates, path_candidates
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.rotation import DeviceTransform
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, SpanView
-from polarlm.engine.codecs import Codec
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.quantization.metric import Metric
-from polarlm.engine.records import Layout
+from polarlm.engine.records import Layout, Layouts
 
 _COPY_THREADS = 256  # a CTA has
 
@@ -33,24 +32,20 @@ class CacheOps:
         self._device, self._launch, self._heads = device, launch, heads
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
-        keys, values = self._layouts_of(format)
+        keys, values = _layouts(format)
         for kind in (format, format.finer):
             if kind is not None:
-                launch_configs.encode_blocks(*self._layouts_of(kind))
-        full = sum(layout.nbytes for layout in self._full_layouts(format))
+                launch_configs.encode_blocks(*_layouts(kind))
+        full = sum(layout.nbytes for layout in _full_layouts(format))
         return format.kv_heads * (keys.nbytes + values.nbytes), format.kv_heads * full
-
-    def _layouts_of(self, format: CacheFormat) -> Layouts:
-        return _layout(format, format.codec_k, False, format.mean_bits), _layout(format, format.codec_v, True)
-
-    def _full_layouts(self, format: CacheFormat) -> Layouts:
-        return _layout(format, codecs.get(codecs.FULL), False), _layout(format, codecs.get(codecs.FULL), True)
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         on_card = [other for other in beside if other.device is self._device]
         kinds = [*on_card, *(other.finer for other in on_card if other.finer is not None)]
-        known = {side.layout: side for other in kinds for side in (other.keys, other.values)}
-        layouts = self._layouts_of(format)
+        known = {
+            layout: side for kind in kinds for layout, side in zip(kind.layouts, (kind.keys, kind.values), strict=True)
+        }
+        layouts = _layouts(format)
         try:
             if format.finer is not None:
                 return self._two_kinds(format, format.finer, quantized, full, known)
@@ -59,7 +54,7 @@ class CacheOps:
             pools = [self._device.zeros(shape, np.uint8) for shape in shapes]
             keys, values = self._sides(layouts, format, pools, known)
             slots = self._pools(format, full)
-            return LayerCache(self._device, format, keys, values, slots, self._full_layouts(format))
+            return LayerCache(self._device, format, layouts, keys, values, slots, _full_layouts(format))
         except MemoryError:
             left = self._device.memory()[0] / 2**30
             raise EngineError(
@@ -70,21 +65,21 @@ class CacheOps:
             ) from None
 
     def _two_kinds(
-        self, format: CacheFormat, finer: CacheFormat, quantized: int, full: int, known: Mapping[Layout, Side]
+        self, format: CacheFormat, finer: CacheFormat, quantized: int, full: int, known: Mapping[Layout, SideArrays]
     ) -> LayerCache:
         """A cache for `quantized` blocks, with one of finer blocks in the same memory."""
-        size = format.kv_heads * sum(layout.nbytes for layout in self._layouts_of(format))
+        size = format.kv_heads * sum(layout.nbytes for layout in _layouts(format))
         memory, slots = self._device.zeros((quantized * size,), np.uint8), self._pools(format, full)
 
         def in_memory(kind: CacheFormat, finer: LayerCache | None) -> LayerCache:
-            layouts = records.together(*self._layouts_of(kind))
+            layouts = records.together(*_layouts(kind))
             each, of_keys = kind.kv_heads * layouts[0].stride, layouts[0].nbytes
             count = quantized * size // each
             blocks = memory[: count * each].reshape(count, kind.kv_heads, layouts[0].stride)
             pools = blocks[..., :of_keys], blocks[..., of_keys:]
             keys, values = self._sides(layouts, kind, pools, known)
-            move, full_layouts = functools.partial(self._move, blocks), self._full_layouts(kind)
-            return LayerCache(self._device, kind, keys, values, slots, full_layouts, blocks, move, finer)
+            move, full_layouts = functools.partial(self._move, blocks), _full_layouts(kind)
+            return LayerCache(self._device, kind, layouts, keys, values, slots, full_layouts, blocks, move, finer)
 
         return in_memory(format, in_memory(finer, None))
 
@@ -96,44 +91,35 @@ class CacheOps:
 
     def _pools(self, format: CacheFormat, count: int) -> Buffer:
         """Uninitialised pools of `count` full-precision records."""
-        keys, values = self._full_layouts(format)
-        shapes = [(count, format.kv_heads, layout.nbytes) for layout in (keys, values)]
+        shapes = [(count, format.kv_heads, layout.nbytes) for layout in _full_layouts(format)]
         return Buffer(*(self._device.empty(shape, np.uint8) for shape in shapes))
 
     def _sides(
-        self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], known: Mapping[Layout, Side]
-    ) -> tuple[Side, Side]:
+        self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], known: Mapping[Layout, SideArrays]
+    ) -> list[SideArrays]:
         """Keys and values, with pools of their records. known: sides, by layout, whose codecs' tables they may have."""
-        (keys, values), (of_keys, of_values) = layouts, pools
-        return (
-            self._side(keys, format, format.metric_k, of_keys, known.get(keys)),
-            self._side(values, format, format.metric_v, of_values, known.get(values)),
-        )
+        sides = zip(pools, layouts, (format.metric_k, format.metric_v), strict=True)
+        return [self._side(pool, layout, metric, known.get(layout)) for pool, layout, metric in sides]
 
-    def _side(self, layout: Layout, format: CacheFormat, metric: Metric | None, pool: Array, like: Side | None) -> Side:
+    def _side(self, pool: Array, layout: Layout, metric: Metric | None, like: SideArrays | None) -> SideArrays:
         """A side with `pool`; the codec's tables are shared with `like` (same layout) if given."""
         if like is None:
-            tables, nearest = layout.tables if layout.tables.size else None, _nearest(layout)
-            arrays = SideArrays(pool, None, self._upload(tables), self._upload(nearest))
-        else:
-            arrays = SideArrays(pool, None, like.arrays.tables, like.arrays.candidates)
+            tables = layout.record.tables
+            like = SideArrays(pool, None, self._upload(tables if tables.size else None), self._upload(_nearest(layout)))
+        arrays = SideArrays(pool, None, like.tables, like.candidates)
         if metric is None:
-            return Side(layout, arrays)
-        tokens, block_size = metric.token_feedback, format.block_size
-        arrays = arrays._replace(
+            return arrays
+        tokens, block_size = metric.token_feedback, layout.record.geometry.block_size
+        return arrays._replace(
             feedback=self._upload(metric.feedback.swapaxes(1, 2)),
             weights=self._upload(metric.weights if layout.record.searches_paths else None),
             matrix=self._upload(metric.matrix),
             mean_query=self._upload(metric.tilt_mean),
             token_feedback=self._upload(None if tokens is None else tokens[0].reshape(block_size, block_size).T),
         )
-        return Side(layout, arrays)
 
     def _upload(self, x: np.ndarray | None) -> Array | None:
         return None if x is None else self._device.from_host(np.ascontiguousarray(x))
-
-    def spans(self, spans: Sequence[SpanView], block_size: int) -> SpanTable:
-        return pack_spans(spans, block_size)
 
     def append_kv(self, cache: LayerCache, spans: SpanTable, k: Array, v: Array) -> None:
         (count, width), groups = spans.table.shape, -(-(spans.most_rows + 15) // 16)
@@ -197,8 +183,8 @@ class CacheOps:
                 layer = cache, cache.pools(sources[0].buffer), moves
                 alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(layer)
         for (layouts, heads), layers in alike.items():
-            rows = [cache.values.arrays._replace(full=full.v) for cache, full, _ in layers]
-            rows += [cache.keys.arrays._replace(full=full.k) for cache, full, _ in layers]
+            rows = [cache.values._replace(full=full.v) for cache, full, _ in layers]
+            rows += [cache.keys._replace(full=full.k) for cache, full, _ in layers]
             pairs = 2 * [moves for _, _, moves in layers]  # for slots and for blocks of each row
             numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
             jobs = np.column_stack([numbers, np.concatenate(pairs)])
@@ -221,8 +207,8 @@ class CacheOps:
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         if cache.blocks is not None:
-            both, keys = self._read(cache.blocks, blocks), cache.keys.layout
-            arrays = {"keys": both[..., : keys.nbytes], "values": both[..., keys.nbytes :]}
+            both, of_keys = self._read(cache.blocks, blocks), cache.layouts[0].nbytes
+            arrays = {"keys": both[..., :of_keys], "values": both[..., of_keys:]}
             # What lies in the memory between the fields may have been a block of the other kind.
             sides = zip(arrays.items(), cache.layouts, strict=True)
             return {name: layout.without_padding(array) for (name, array), layout in sides}
@@ -274,5 +260,11 @@ def _nearest(layout: Layout) -> np.ndarray | None:
     return path_candidates(points) if layout.record.searches_paths else candidates(points)
 
 
-def _layout(format: CacheFormat, codec: Codec, values: bool, mean_bits: int = 0) -> Layout:
-    return records.layout(codec, values, format.block_size, format.head_dim, mean_bits)
+def _layouts(format: CacheFormat) -> Layouts:
+    keys = records.layout(format.codec_k, False, format.block_size, format.head_dim, format.mean_bits)
+    return keys, records.layout(format.codec_v, True, format.block_size, format.head_dim)
+
+
+def _full_layouts(format: CacheFormat) -> Layouts:
+    keys, values = _layouts(format)
+    return keys.full, values.full

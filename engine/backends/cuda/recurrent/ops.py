@@ -9,22 +9,9 @@ import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
-from polarlm.engine.backends.cuda.recurrent.sizes import (
-    PROMPT_ROWS,
-    DeltaSizes,
-    Mamba2Sizes,
-    mamba2_results,
-    sizes_of,
-    state_codes,
-)
-from polarlm.engine.backends.delta import (
-    DeltaEnds,
-    DeltaSlots,
-    DeltaSpan,
-    DeltaWeights,
-    FetchStates,
-    Mamba2Weights,
-)
+from polarlm.engine.backends.cuda.launch_configs import row_threads
+from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, DeltaSizes, Mamba2Sizes, sizes_of, state_codes
+from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, FetchStates, Mamba2Weights
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, SnapshotCodes
 from polarlm.model_loaders.config import Recurrent
@@ -85,8 +72,8 @@ class RecurrentOps:
         else:
             for part in _parts(y, projected, slots, spans, ends):
                 self._add_mamba2_rows(part, w)
-        of_results = y, projected, w.norm, pitch, size, float(w.eps)
-        self._launch("mamba2_results", (groups, rows), mamba2_results(size, rows), *of_results)
+        config = LaunchConfig({}, row_threads(rows, size))
+        self._launch("mamba2_results", (groups, rows), config, y, projected, w.norm, pitch, size, float(w.eps))
         return y
 
     def _add_delta_rows(self, part: _Part, w: DeltaWeights) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
-from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, threads_for
-from polarlm.engine.backends.cuda.launch_configs import SHARED_BYTES, SMALL_ROWS, step_rows
+from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, threads_for
+from polarlm.engine.backends.cuda.launch_configs import SHARED_BYTES, step_rows
 from polarlm.engine.backends.delta import DeltaSlots
 from polarlm.engine.quantization.snapshot_codes import LARGEST, LEAST
 from polarlm.model_loaders.config import Mamba2, Recurrent
@@ -73,7 +73,7 @@ class DeltaSizes:
     def _matrix_threads(self) -> int:
         """Threads that share out a matrix; each has 4 columns and at most 8 rows, if there are enough."""
         columns = self.value_dim // 4
-        return min(_STEP_THREADS, _whole_warps(max(columns * -(-self.key_dim // _HELD), self.block // 4)))
+        return threads_for(max(columns * -(-self.key_dim // _HELD), self.block // 4), _STEP_THREADS)
 
     def step(self, most_rows: int) -> LaunchConfig:
         """The launch of gated_delta, or of mamba2, for at most `most_rows` rows of a sequence."""
@@ -93,7 +93,7 @@ class DeltaSizes:
 
     def blocks(self) -> LaunchConfig:
         """The launch of delta_blocks."""
-        threads = _whole_warps((self.block // 4) ** 2)
+        threads = threads_for((self.block // 4) ** 2)
         rows = max(2 * (self.key_dim + 4), threads)
         shared = _FLOAT * self.block * (rows + self.block + 3)
         return LaunchConfig({**self.defines, "THREADS": threads, "SHARED": shared}, threads, shared)
@@ -138,7 +138,7 @@ class Mamba2Sizes(DeltaSizes):
 
     def blocks(self) -> LaunchConfig:
         """The launch of mamba2_blocks."""
-        threads = _whole_warps((self.block // 4) ** 2)
+        threads = threads_for((self.block // 4) ** 2)
         channels = min(self.key_dim, _CHANNELS)
         shared = _FLOAT * (self.block * (2 * (channels + 4) + 3 * _MEMBERS) + 2 * threads // WARP)
         shares = {"CHANNELS": channels, "MEMBERS": _MEMBERS, "THREADS": threads, "SHARED": shared}
@@ -176,17 +176,7 @@ def delta_prompt_bytes(mixers: Collection[Recurrent], chunk: int, tokens: int, b
     return _FLOAT * max(parts), _FLOAT * states
 
 
-def mamba2_results(size: int, rows: int) -> LaunchConfig:
-    """The launch of mamba2_results for rows whose parts have `size` numbers."""
-    most = MOST_THREADS if rows <= SMALL_ROWS else 256  # few rows leave most of the machine idle
-    return LaunchConfig({}, threads_for(size, most))
-
-
 def state_codes(key_dim: int, value_dim: int) -> LaunchConfig:
     """The launches of state_codes and state_matrices."""
     defines = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "LARGEST": float(LARGEST), "LEAST": LEAST}
     return LaunchConfig(defines, threads_for(value_dim))
-
-
-def _whole_warps(threads: int) -> int:
-    return -(-threads // WARP) * WARP

@@ -22,12 +22,10 @@ class SamplerInputs(HostTable):
 
     table: int32 (B, 16) if no row has a list, else (16·B + room for lists,): 16 parameters for each row, then the lists
     of all rows. `cuda/sampling/adjust.cuh` defines the parameters. The room for lists is a power of two, so that steps
-    are recorded for few lengths of lists.
-    rows: B. vocabulary: V.
+    are recorded for few lengths of lists. rows: B. vocabulary: V.
 
     Bytes uploaded per row: 64, and for lists 8 per token with a bias, 4 per recent token if penalties are on, 12 per
-    token that DRY penalises, V / 8 for a mask. Rounding up the room at most doubles the bytes of the lists, or makes
-    them 1 KiB.
+    token that DRY penalises, V / 8 for a mask.
     """
 
     rows: int
@@ -51,10 +49,8 @@ def pack_sampler_inputs(sampler_inputs: Sequence[SamplerInput]) -> SamplerInputs
     (vocabulary,) = {sampler_input.vocabulary for sampler_input in sampler_inputs}
     rows = np.zeros((len(sampler_inputs), ROW_WORDS), np.int32)
     rows[:, :6] = np.array([_params(sampler_input) for sampler_input in sampler_inputs], np.float32).view(np.int32)
-    penalties = [
-        (sampler_input.sampling.presence_penalty, sampler_input.sampling.frequency_penalty)
-        for sampler_input in sampler_inputs
-    ]
+    chains = [sampler_input.sampling for sampler_input in sampler_inputs]
+    penalties = [(chain.presence_penalty, chain.frequency_penalty) for chain in chains]
     rows[:, 12:] = np.array(penalties, np.float64).view(np.int32)
     pieces: list[np.ndarray] = []
     end = rows.size

@@ -28,16 +28,20 @@ def sample(
     device: Device, launch: Launcher, logits: Array, sampler_inputs: SamplerInputs, newest: Array | None = None
 ) -> Array:
     """logits (B, V) → token ids (B,) int32 on the device; negative where no token can be sampled."""
-    rows, ids = _aligned(device, logits), device.empty((len(logits),), np.int32)
+    (count, width), rows = logits.shape, logits
+    if width % 4:  # rows must be aligned to 16 bytes
+        rows = device.empty((count, -(-width // 4) * 4), np.float32)
+        rows[:, :width] = logits
+    ids = device.empty((count,), np.int32)
     table, vocabulary, stride = sampler_inputs.on(device), sampler_inputs.vocabulary, np.int64(rows.shape[1])
-    scratch = device.empty((len(logits), scratch_words(vocabulary)), np.uint64)
+    scratch = device.empty((count, scratch_words(vocabulary)), np.uint64)
     saved = device.empty(sampler_inputs.table.shape, np.float32) if sampler_inputs.has_lists else None
     if saved is not None:
-        launch("sample_adjust", (len(logits),), SAMPLE, rows, saved, table, newest, stride, file="sample")
-    args = ids, scratch, launch.counts(len(logits)), rows, table, saved, vocabulary, stride
-    launch("sample", (-(-vocabulary // _PART), len(logits)), SAMPLE, *args)
+        launch("sample_adjust", (count,), SAMPLE, rows, saved, table, newest, stride, file="sample")
+    args = ids, scratch, launch.counts(count), rows, table, saved, vocabulary, stride
+    launch("sample", (-(-vocabulary // _PART), count), SAMPLE, *args)
     if saved is not None:
-        launch("sample_restore", (len(logits),), SAMPLE, rows, saved, table, newest, stride, file="sample")
+        launch("sample_restore", (count,), SAMPLE, rows, saved, table, newest, stride, file="sample")
     return ids
 
 
@@ -69,10 +73,7 @@ def fetch_later(device: Device, ids: Array, sampler_inputs: Sequence[SamplerInpu
     copy, wait = device.to_host_later(ids)
 
     def tokens() -> list[Sampled]:
-        return [
-            _token_or_error(token, sampler_input)
-            for token, sampler_input in zip(wait().tolist(), sampler_inputs, strict=True)
-        ]
+        return [_token_or_error(*row) for row in zip(wait().tolist(), sampler_inputs, strict=True)]
 
     return Fetch(Carried(np.zeros(len(ids), np.int32), copy, device), tokens)
 
@@ -107,13 +108,3 @@ def _token_logprob(words: np.ndarray, token: int, count: int) -> TokenLogprob:
     logprobs = logits[kept] - best - np.log(total)
     top = zip(ids[kept].tolist(), logprobs.tolist(), strict=True)
     return TokenLogprob(token, float(logit - best - np.log(total)), tuple(top))
-
-
-def _aligned(device: Device, logits: Array) -> Array:
-    """logits (B, V) with rows aligned to 16 bytes: unchanged if V is a multiple of 4, else a padded copy."""
-    count, width = logits.shape
-    if width % 4 == 0:
-        return logits
-    rows = device.empty((count, -(-width // 4) * 4), np.float32)
-    rows[:, :width] = logits
-    return rows
