@@ -109,7 +109,7 @@ again.close()
 third = Engine.load(model, **{**settings, "cache_disk": None, "cache_disk_folder": None})
 print(len(third.load_session(folder / "a session").token_ids) == saved)
 third.close()
-import polarlm.server.running.driver, polarlm.server.running.listening, polarlm.server.socket.socket_server
+import polarlm.server.running.driver, polarlm.server.running.listening, polarlm.server.socket.connection
 """
 
 
