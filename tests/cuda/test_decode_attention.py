@@ -58,7 +58,7 @@ def attend(
     ml = np.full((2 * cells + ctas, columns, 2), np.nan, np.float32)
     counts = np.zeros(cells * columns, np.int32)
     pools = cache.keys, cache.values, cache.full_keys, cache.full_values
-    tables = cache.key_layout.tables, cache.value_layout.tables
+    tables = cache.key_layout.record.tables, cache.value_layout.record.tables
     sizes = [np.int32(x) for x in (len(cache.spans), cache.spans.shape[1], cache.kv_heads, chunks, window)]
     args = out, acc, ml, counts, q, *pools, cache.spans, *tables, factors, before, behind, *sizes
     scale = np.float32(1 / np.sqrt(dim))
