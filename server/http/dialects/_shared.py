@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -85,9 +86,11 @@ def located(field: str, value: Any) -> list[dict[str, Any]]:
 
 
 def arguments_of(written: str) -> dict[str, Any] | None:
-    """The arguments of a call; None for a call that is cut off."""
+    """The arguments of a call; None for a call that is cut off. A number past every float, such as 1e999, becomes the
+    largest: written as infinity, it would be no JSON."""
+    most = sys.float_info.max
     try:
-        arguments = json.loads(written)
+        arguments = json.loads(written, parse_float=lambda text: max(-most, min(float(text), most)))
     except ValueError:
         return None
     return arguments if isinstance(arguments, dict) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from starlette.routing import Route
 
 from polarlm.engine import Usage
 from polarlm.server.answers.pieces import Answer, Piece
-from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, arguments_of, items, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Counting, Endpoint, Generation, Writer
 from polarlm.server.http.streams import NAMED, Event
@@ -288,5 +287,4 @@ def begun(text: str) -> dict[str, Any]:
         elif part[0] != '"' and not _SCALAR.fullmatch(part):
             break
         sign, end, rest = "", at, closers
-    object: dict[str, Any] = json.loads(text[:end] + rest)
-    return object
+    return arguments_of(text[:end] + rest) or {}

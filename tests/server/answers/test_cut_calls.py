@@ -60,13 +60,14 @@ def body_of(api: API, **more: Any) -> dict[str, Any]:
 
 def whole_body(api: API, about: About, answer: list[Piece]) -> dict[str, Any]:
     _, writer = api.endpoint.read(body_of(api), about)
-    return json.loads(json.dumps(writer.whole([fold(answer)])))
+    return json.loads(json.dumps(writer.whole([fold(answer)]), allow_nan=False))
 
 
 def streamed_events(api: API, about: About, answer: list[Piece]) -> list[Any]:
     _, writer = api.endpoint.read(body_of(api, stream=True), about)
     events = [event for i, piece in enumerate(answer) for event in writer.events(0, piece, first=not i)]
-    return [event for event in json.loads(json.dumps(events + list(writer.ending([USAGE])))) if event is not None]
+    events = json.loads(json.dumps([*events, *writer.ending([USAGE])], allow_nan=False))
+    return [event for event in events if event is not None]
 
 
 @EACH
@@ -83,6 +84,14 @@ def test_an_answer_that_is_cut_anywhere_is_the_same_streamed_and_whole_and_is_ta
         asked: ParsedRequest = api.endpoint.read(api.body(history, tools=[TOOL]), about)[0]
         assert is_chat(asked.prompt)
         assert hermes_engine.prompt_ids(asked.prompt, asked.options), text[:end]
+
+
+@EACH
+def test_a_number_past_every_float_is_written_as_json(api: API, hermes_engine: Engine, about: About) -> None:
+    shown = hermes_engine.model.template.calls.shown([("time", '{"far": [1e999, -1e999]}', "")])
+    answer = pieces(hermes_engine, [shown])
+    assert api.whole(whole_body(api, about, answer)).calls
+    assert streamed_events(api, about, answer)
 
 
 @pytest.mark.parametrize("ended", ["length", "stop"])
