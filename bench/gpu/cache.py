@@ -49,7 +49,7 @@ def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
         ops.encode_blocks([FilledBlocks([cache], numbers, [KVLocation(buffer, i) for i in numbers])])
     for pool in (cache.keys.quantized, cache.values.quantized):
         _repeat(clock, pool, min(blocks, quantized))
-    for pool, source in zip(cache.full, buffer, strict=True):
+    for pool, source in zip(cache.full, cache.pools(buffer), strict=True):
         count = min(blocks, len(pool))
         clock.copy(pool[:count], source[:count])
         _repeat(clock, pool, count)

@@ -1,11 +1,12 @@
-// The op `copy_full`: copies the first tokens of a full-precision block, keys and values of all KV heads, from one pool
-// to another.
+// The op `copy_full`: copies the first tokens of full-precision blocks, keys and values of all KV heads, from one pool
+// to another, in several layers.
 //
-// Pools (records, K, bytes) of full-precision records: record from_index of from_k and from_v is copied to record
-// to_index of to_k and to_v. Tokens from number `tokens` on are zero in the copy: attention multiplies them by 0, so
-// they must be finite.
-// Grid (K, 2): keys, values. Block: whole warps. DEFINES: none.
-// PRECOND: 0 <= tokens <= N; the two records are not the same one.
+// layers (layers, 4): for each layer the addresses of to_k, to_v, from_k, from_v, pools (records, K, bytes) of
+// full-precision records. moves int32 (count, 3): in all layers, record moves[i][1] of from_k and from_v is copied to
+// record moves[i][0] of to_k and to_v. Tokens from number moves[i][2] on are zero in the copy: attention multiplies them
+// by 0, so they must be finite.
+// Grid (layers · count, K, 2): keys, values. Block: whole warps. DEFINES: none.
+// PRECOND: 0 <= moves[i][2] <= N; no record is written twice, or read and written.
 
 // A mask of a register whose halves belong to tokens `low` and `high`: it keeps those before `tokens`.
 __device__ __forceinline__ unsigned kept_halves(int low, int high, int tokens) {
@@ -13,16 +14,15 @@ __device__ __forceinline__ unsigned kept_halves(int low, int high, int tokens) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-copy_full_kernel(unsigned char *to_k, unsigned char *to_v, const unsigned char *from_k, const unsigned char *from_v,
-                 int to_index, int from_index, int tokens, int kv_heads) {
+copy_full_kernel(const unsigned long long *layers, const int *moves, int count, int kv_heads) {
     using Layout = FullKeyLayout;
-    const bool is_key = blockIdx.y == 0;
-    const long long to_record = (long long)to_index * kv_heads + blockIdx.x;
-    const long long from_record = (long long)from_index * kv_heads + blockIdx.x;
-    unsigned char *const target = (is_key ? to_k : to_v) + to_record * Layout::NBYTES;
-    const unsigned char *const origin = (is_key ? from_k : from_v) + from_record * Layout::NBYTES;
-    uint4 *const to = reinterpret_cast<uint4 *>(target);
-    const uint4 *const from = reinterpret_cast<const uint4 *>(origin);
+    const bool is_key = blockIdx.z == 0;
+    const int *move = moves + 3 * (blockIdx.x % count), tokens = move[2];
+    const unsigned long long *pools = layers + 4 * (blockIdx.x / count) + blockIdx.z;
+    const auto record = [&](int index) { return (index * (long long)kv_heads + blockIdx.y) * Layout::NBYTES; };
+    uint4 *const to = reinterpret_cast<uint4 *>(reinterpret_cast<unsigned char *>(pools[0]) + record(move[0]));
+    const uint4 *const from =
+        reinterpret_cast<const uint4 *>(reinterpret_cast<const unsigned char *>(pools[2]) + record(move[1]));
     for (int i = threadIdx.x; i < Layout::PARTS * Layout::TILES * 32; i += blockDim.x) {
         const int part = i / (Layout::TILES * 32), tile = i / 32 % Layout::TILES, g = i % 32 / 4, tg = i % 4;
         const int row = part * Layout::PART + (is_key ? tile % Layout::PT : tile / Layout::STEPS) * 16;

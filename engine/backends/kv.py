@@ -17,7 +17,7 @@ from polarlm.engine.weight_formats import Linear
 
 Array = Any
 Cache = Any  # the K/V of one layer
-Buffer = Any  # a prompt's full-precision K/V of one layer
+Buffer = Any  # a prompt's full-precision K/V of one layer, or of each of the layers that are sealed together
 Spans = Any  # a list of `SpanView`
 PreparedTransform = Any  # a `HeadTransform` on the device
 
@@ -54,7 +54,15 @@ class FilledBlocks(NamedTuple):
 
     caches: Sequence[Cache]
     blocks: Sequence[int]
-    sources: Sequence[KVLocation]  # either full-precision slots, or consecutive blocks in the buffer of one cache
+    sources: Sequence[KVLocation]  # either full-precision slots, or consecutive blocks in a buffer of these caches
+
+
+class Move(NamedTuple):
+    """The first `tokens` ≤ N tokens of `source`, to be copied to `target`."""
+
+    target: KVLocation
+    source: KVLocation
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -102,8 +110,18 @@ def table_width(blocks: int) -> int:
     return max(16, 1 << max(0, blocks - 1).bit_length())
 
 
+def layers_together(encoded_at_once: int, kv_heads: int, blocks: int) -> int:
+    """The number of layers of a prompt with `blocks` blocks whose K/V are encoded together: as many as have
+    `KVOps.encoded_at_once` blocks of a KV head."""
+    return -(-encoded_at_once // (kv_heads * max(1, blocks)))
+
+
 class KVOps(Protocol):
     """The part of `Ops` that reads and writes K/V."""
+
+    encoded_at_once: int
+    """Blocks of a KV head from which on encoding more of them takes longer: four for each multiprocessor of a GPU, 1 on
+    a CPU."""
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         """Bytes of a quantized block (not of the finer kind), and of a full-precision slot, all KV heads.
@@ -112,7 +130,8 @@ class KVOps(Protocol):
         """
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[Cache] = ()) -> Cache:
-        """Memory for one layer: `quantized` blocks, `full` slots. beside: caches whose codec tables it may share.
+        """Memory for one layer: `quantized` blocks, `full` slots. beside: the caches of the layers before, whose codec
+        tables it may share.
 
         If the format has a finer one, the cache's attribute `finer` is a cache of that format with the same slots. Its
         blocks are in the same memory, from the beginning on: blocks in use of both kinds must not overlap. A
@@ -126,9 +145,10 @@ class KVOps(Protocol):
         Empty if kernels compute all of it, or if NumPy is the whole backend.
         """
 
-    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
+    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Buffer:
         """Memory for `rows` tokens' K/V of one layer in full precision: float16 on a GPU; on the CPU float32, or
-        float16 with `as_slots`."""
+        float16 with `as_slots`. layers: on a GPU, the number of layers with K/V, one after another on each card, that
+        have memory of their own."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
         """`spans` as the argument of the ops below: one span of a prompt, or the spans of a step, by rows.
@@ -184,8 +204,9 @@ class KVOps(Protocol):
     def decode_blocks(self, cache: Cache, blocks: Sequence[int]) -> Buffer:
         """A buffer, as a prompt has, of what quantized blocks decode to, in order."""
 
-    def copy_full(self, cache: Cache, target: KVLocation, source: KVLocation, tokens: int) -> None:
-        """Copy the first `tokens` ≤ N tokens of `source` to `target`."""
+    def copy_full(self, caches: Sequence[Cache], moves: Sequence[Move]) -> None:
+        """Copy tokens in each of `caches`, whose heads have one shape. All targets are slots, or all are in one buffer;
+        so are all sources. What is copied to is no source."""
 
     def round_trip(self, cache: Cache, place: KVLocation, tokens: int) -> None:
         """Replace the first `tokens` ≤ N tokens at `place` by what a block of them, padded with their mean, decodes

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, Spans, SpanView
+from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, Move, Spans, SpanView
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.errors import EngineError
@@ -58,10 +58,10 @@ class KVBlocks(TableGroup):
         try:
             format = self._shape.format(self.layers[0])
             key = format.kv_heads, format.head_dim, self.layers if self._is_shared else ()
-            if key not in buffers:
+            if key not in buffers.by_shape:
                 rows = start % self.block_size + count
-                buffers[key] = self._ops.buffer(format, rows, as_slots=as_steps)
-            growth.buffer = buffers[key]
+                buffers.by_shape[key] = self._ops.buffer(format, rows, as_slots=as_steps, layers=buffers.layers)
+            growth.buffer = buffers.by_shape[key]
         except BaseException:  # there is no memory for the buffer
             self.abort(growth)
             raise
@@ -88,26 +88,31 @@ class KVBlocks(TableGroup):
     def spans(self, views: Sequence[SpanView]) -> Spans:
         return self._ops.spans(views, self.block_size)
 
-    def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
+    def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
         """Copy the current block's earlier tokens to the growth's buffer, if it has one."""
         filled = start % self.block_size
         if growth.buffer is not None and filled:
             assert table.current is not None
-            self._ops.copy_full(
-                self._caches[layer], KVLocation(growth.buffer, 0), KVLocation(None, table.current), filled
-            )
+            self._copy(layers, [Move(KVLocation(growth.buffer, 0), KVLocation(None, table.current), filled)])
 
-    def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
+    def seal(self, layers: Sequence[int], growth: Growth, start: int, count: int) -> list[FilledBlocks]:
+        """Copy the tokens that stay in slots, and return the blocks to encode."""
         if growth.buffer is None:
-            return
-        n, cache, buffer = self.block_size, self._caches[layer], growth.buffer
-        base = start // n  # number of the buffer's first block
-        if growth.quantized:
-            sources = [KVLocation(buffer, number - base) for number in growth.quantized]
-            encode(self._ops, self._filled([layer], list(growth.quantized.values()), sources))
+            return []
+        n, buffer = self.block_size, growth.buffer
+        base, moves = start // n, list[Move]()  # base: number of the buffer's first block
         for number, slot in growth.slots.items():
             tokens = min(n, start + count - number * n)
-            self._ops.copy_full(cache, KVLocation(None, slot), KVLocation(buffer, number - base), tokens)
+            moves.append(Move(KVLocation(None, slot), KVLocation(buffer, number - base), tokens))
+        self._copy(layers, moves)
+        if not growth.quantized:
+            return []
+        sources = [KVLocation(buffer, number - base) for number in growth.quantized]
+        return self._filled(layers, list(growth.quantized.values()), sources)
+
+    def _copy(self, layers: Iterable[int], moves: Sequence[Move]) -> None:
+        if moves:
+            self._ops.copy_full([self._caches[layer] for layer in layers], moves)
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         if start >= self.block_size:  # a sequence's first block is never encoded
@@ -134,8 +139,7 @@ class KVBlocks(TableGroup):
         ]
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:
-        for cache in self._caches.values():
-            self._ops.copy_full(cache, KVLocation(None, target), KVLocation(None, source), tokens)
+        self._copy(self.layers, [Move(KVLocation(None, target), KVLocation(None, source), tokens)])
 
     # -- blocks on the host ------------------------------------------------------------------------------------
 

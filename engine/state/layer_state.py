@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,8 +13,15 @@ from polarlm.engine.backends.kv import Buffer, Cache, FilledBlocks
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.tables import BlockTable, Growth
 
-# A span's buffers by (KV heads, head dim, layers): groups of one shape share one for no layers, unless others read it.
-Buffers = dict[tuple[int, int, tuple[int, ...]], Buffer]
+
+@dataclass
+class Buffers:
+    """The buffers of a prompt's span, each for `layers` layers with K/V, which are sealed together."""
+
+    layers: int = 1
+    # By (KV heads, head dim, layers): groups of one shape share one for no layers, unless others read it.
+    by_shape: dict[tuple[int, int, tuple[int, ...]], Buffer] = field(default_factory=dict)
+
 
 BlockArrays = Mapping[tuple[int, str], np.ndarray]  # by layer and name
 
@@ -25,7 +33,7 @@ class LayerState(Protocol):
     computed, `quantized` for complete blocks as they are stored. New tokens are added by a growth:
 
         growth = state.open(table, start, count, …)      or open_step: reserves blocks, or raises OutOfBlocks
-        state.begin_layer, …, state.seal                 for every layer of a prompt
+        state.begin, …, state.seal                       for all layers of a prompt, one by one or some together
         state.commit(table, growth, length)              or state.abort(growth), which leaves the table as it was
     """
 
@@ -58,11 +66,11 @@ class LayerState(Protocol):
     def cache(self, layer: int) -> Cache:
         """Return what the ops of one layer read and write."""
 
-    def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
-        """Prepare a prompt's growth for a layer's rows."""
+    def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
+        """Prepare a prompt's growth for the rows of layers that are sealed together: one, unless they have K/V."""
 
-    def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
-        """Keep what a layer of a prompt has appended. Raises EngineError ("model_damaged") if it is not finite."""
+    def seal(self, layers: Sequence[int], growth: Growth, start: int, count: int) -> Sequence[FilledBlocks]:
+        """Keep what these layers of a prompt have appended, and return the blocks to encode."""
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
         """Encode and decode, in place, what a sealed layer attends to."""

@@ -2,12 +2,13 @@
 
 A sequence is split into blocks of N tokens. Its first block (the sink) and the block that is being filled (the current
 block) stay in full precision, in *full-precision slots*; every complete block between them is encoded. New tokens enter
-the store through a `Span`. The span of a prompt has a buffer for the new K/V of one layer, until that layer is sealed:
+the store through a `Span`. The span of a prompt has buffers for the new K/V of `together` layers, one on a CPU:
 
     span = store.open(sequence, count)      reserves blocks, or raises OutOfBlocks and changes nothing
     for every layer:                        begin_layer, append and attend in any number of chunks; after the last one
-        store.seal(layer, span)             encodes complete blocks and copies the rest to the current block
-    store.commit(span)                      the sequence is `count` tokens longer       (or store.abort(span))
+        store.seal(layer, span)             complete blocks are encoded, and the rest is copied to the current block:
+    store.commit(span)                          as soon as `together` layers have come, or here
+                                            the sequence is `count` tokens longer       (or store.abort(span))
 
 The rows of a step are appended to the slots of their blocks. They stay in full precision until the number of rows to
 keep is known:
@@ -21,14 +22,15 @@ Layers with the same window share block tables. Blocks that no later token of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, FilledBlocks, Spans, SpanView
+from polarlm.engine.backends.kv import Cache, FilledBlocks, Spans, SpanView, layers_together
 from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -70,8 +72,12 @@ class SequenceKV:
 
 @dataclass
 class Span:
-    """`count` new tokens of a sequence, from position `start`, or rows of a step. growth: the reserved blocks, for each
-    group; empty after commit or abort. round_trip: whether attention reads the K/V encoded and decoded."""
+    """`count` new tokens of a sequence, from position `start`, or rows of a step.
+
+    growth: the reserved blocks, for each group; empty after commit or abort. round_trip: whether attention reads the
+    K/V encoded and decoded. together: the layers with K/V that are sealed together. unsealed: the layers whose rows are
+    complete, and whose K/V are still in their buffers.
+    """
 
     sequence: SequenceKV
     start: int
@@ -79,6 +85,8 @@ class Span:
     growth: list[Growth]
     is_step: bool = False
     round_trip: bool = False
+    together: int = 1
+    unsealed: list[int] = field(default_factory=list)
 
 
 def positions(spans: Sequence[Span]) -> np.ndarray:
@@ -104,23 +112,23 @@ class KVStore:
         self.ops, self.plan, self.shape = ops, plan, plan.shape
         self._source = [plan.shape.source(layer) for layer in range(len(plan.shape.layers))]
         self.conditioning = [conditioning[source] for source in self._source]
+        self._group_of = {layer: index for index, (_, layers) in enumerate(plan.shape.groups) for layer in layers}
+        firsts = [plan.shape.layers[layers[0]] for _, layers in plan.shape.groups]
+        slots = [first.slots(plan.full_slots, plan.more_slots) for first in firsts]
+        sizes, caches = [*zip(plan.quantized_blocks, slots, strict=True)], dict[int, Cache]()
+        for layer in plan.shape.kv_layers:
+            format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
+            blocks = sizes[self._group_of[layer]]
+            caches[layer] = ops.of_layer(layer).cache(format, *blocks, [*caches.values()])
         self.groups: list[LayerState] = []
-        self._group_of: dict[int, int] = {}
-        caches: list[Cache] = []
-        for (_, layers), quantized in zip(plan.shape.groups, plan.quantized_blocks, strict=True):
-            self._group_of |= dict.fromkeys(layers, len(self.groups))
+        for (_, layers), shape, blocks in zip(plan.shape.groups, firsts, sizes, strict=True):
             layers = tuple(layer for layer in layers if self._source[layer] == layer)
-            shape = plan.shape.layers[layers[0]]
-            blocks = quantized, shape.slots(plan.full_slots, plan.more_slots)
-            if not isinstance(shape, LayerShape):
+            if isinstance(shape, LayerShape):
+                kind = KVBlocks if shape.finer is None else FinerBlocks
+                self.groups.append(kind(ops, plan.shape, layers, [caches[layer] for layer in layers], blocks))
+            else:
                 assert isinstance(shape, OwnShape)
                 self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))
-                continue
-            for layer in layers:
-                format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
-                caches.append(ops.of_layer(layer).cache(format, *blocks, caches[:]))
-            kind = KVBlocks if shape.finer is None else FinerBlocks
-            self.groups.append(kind(ops, plan.shape, layers, caches[-len(layers) :], blocks))
         # The group with two kinds of blocks, if there is one.
         self.finer = next((group for group in self.groups if isinstance(group, FinerBlocks)), None)
 
@@ -170,11 +178,18 @@ class KVStore:
         precision of slots, as steps do.
         """
         start = sequence.length
-        buffers: Buffers = {}
+        buffers = Buffers(1 if round_trip else self._together(start % self.shape.block_size + count))
         growth = self._reserve(
             sequence, lambda group, table: group.open(table, start, count, buffers, as_steps=as_steps)
         )
-        return Span(sequence, start, count, growth, round_trip=round_trip)
+        return Span(sequence, start, count, growth, round_trip=round_trip, together=buffers.layers)
+
+    def _together(self, rows: int) -> int:
+        """Return how many layers a prompt with buffers of `rows` rows seals together."""
+        layers = self.shape.kv_layers
+        of_a_card = max(Counter(map(self.ops.of_layer, layers)).values(), default=1)
+        heads = max((shape.kv_heads for shape in layers.values()), default=1)
+        return min(of_a_card, layers_together(self.ops.encoded_at_once, heads, rows // self.shape.block_size))
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
         """Open a span of `count` ≤ STEP_ROWS rows of a step, or `rows_of_block` if a group is sparse. If it raises
@@ -225,17 +240,39 @@ class KVStore:
         return group.view(layer, table, growth, span.start, rows, position)
 
     def begin_layer(self, layer: int, span: Span) -> None:
-        """Prepare the span of a prompt for a layer's rows."""
-        group, table, growth = self._of(layer, span)
-        if self._source[layer] == layer:
-            group.begin_layer(layer, table, growth, span.start)
+        """Prepare the span of a prompt for a layer's rows, and for the layers that are sealed with it."""
+        with_kv, layers = self.shape.kv_layers, [layer]
+        if layer in with_kv:
+            layers = [] if span.unsealed else [number for number in with_kv if number >= layer][: span.together]
+        for group, table, growth, in_group in self._in_groups(span, layers):
+            group.begin(in_group, table, growth, span.start)
 
     def seal(self, layer: int, span: Span) -> None:
-        """Keep the K/V of a prompt's layer, whose rows have all been appended: complete blocks are encoded. Raises
-        EngineError ("model_damaged") if one holds NaN or infinity and the device detects it."""
-        group, _, growth = self._of(layer, span)
-        if self._source[layer] == layer:
-            group.seal(layer, growth, span.start, span.count)
+        """Keep the K/V of a prompt's layer, whose rows have all been appended: the last of `span.together` layers has
+        the blocks of all encoded. Raises EngineError ("model_damaged") if one holds NaN or infinity and the device
+        detects it."""
+        if layer not in self.shape.kv_layers:
+            self._seal(span, [layer])
+            return
+        span.unsealed.append(layer)
+        if len(span.unsealed) == span.together:
+            self._seal(span, span.unsealed)
+
+    def _seal(self, span: Span, layers: list[int]) -> None:
+        filled: list[FilledBlocks] = []
+        for group, _, growth, in_group in self._in_groups(span, layers):
+            filled += group.seal(in_group, growth, span.start, span.count)
+        if filled:
+            encode(self.ops, filled)
+        layers.clear()
+
+    def _in_groups(
+        self, span: Span, layers: Sequence[int]
+    ) -> Iterator[tuple[LayerState, BlockTable, Growth, Sequence[int]]]:
+        """Yield each group that has a state of `layers`, with the span's part of it and these layers."""
+        for group, table, growth in zip(self.groups, span.sequence.tables, span.growth, strict=True):
+            if in_group := [layer for layer in layers if layer in group.layers]:
+                yield group, table, growth, in_group
 
     def round_trip(self, layer: int, span: Span) -> None:
         """Encode and decode, in place, the K/V that a sealed span attends to. Raises EngineError as `seal` does."""
@@ -264,6 +301,8 @@ class KVStore:
             count = span.count if count is None else count
             assert (0 if span.is_step else span.count) <= count <= span.count
             lengths.append(span.start + count)
+            if span.unsealed:
+                self._seal(span, span.unsealed)
         steps = [*zip(range(len(spans)), spans, lengths, strict=True)]
         damaged = self._encode_filled([step for step in steps if step[1].is_step])
         for _, span, length in steps:

@@ -234,7 +234,9 @@ def check_prompt(config: ModelConfig, types: tuple[str, str], tokens: int) -> No
     before = device.begin()
     prompt(model, tokens)
     model.logits(device.empty((64, config.hidden_size), np.float32))
-    counted = prompt_bytes(load, model.ops.cache_bytes(load.format)[1], model.ops.prefill_rows)
+    counted = prompt_bytes(
+        load, model.ops.cache_bytes(load.format)[1], model.ops.prefill_rows, model.ops.encoded_at_once
+    )
     assert 2 / 3 * counted <= device.peak - before <= counted
 
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.layer_state import BlockArrays
+from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.recurrent.conv_inputs import ConvShape
 from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaTable, ends_to_keep
 from polarlm.engine.state.recurrent.slots import add_rows
@@ -101,16 +101,16 @@ class Schedules(RuleBasedStateMachine):
         begin, table = len(sequence.rows), sequence.table
         rows = np.concatenate([sequence.rows, self.new_rows(count)])
         try:
-            growth = self.state.open(table, begin, count, {}, as_steps=False)
+            growth = self.state.open(table, begin, count, Buffers(), as_steps=False)
         except OutOfBlocks:
             return
         for layer in self.weights:
-            self.state.begin_layer(layer, table, growth, begin)
+            self.state.begin([layer], table, growth, begin)
             for first in range(0, count, unit):
                 size = min(unit, count - first)
                 view = self.state.view(layer, table, growth, begin, slice(0, size), begin + first)
                 self.add(sequence, view, rows[: begin + first + size], size, layer)
-            self.state.seal(layer, growth, begin, count)
+            self.state.seal([layer], growth, begin, count)
         if aborts:
             self.state.abort(growth)
             return

@@ -18,7 +18,7 @@ from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS, SMALL_ROWS
 from polarlm.engine.backends.cuda.recurrent.sizes import delta_prompt_bytes, heads_width, projected_columns
 from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
 from polarlm.engine.backends.cuda.sampling.sampler import scratch_words
-from polarlm.engine.backends.kv import table_width
+from polarlm.engine.backends.kv import layers_together, table_width
 from polarlm.engine.backends.ops import Load
 from polarlm.model_loaders.config import Experts, Ffn, ModelConfig, Recurrent, ShortConv, is_gated
 
@@ -27,10 +27,10 @@ _CONV_WORDS, _DELTA_WORDS = 4, 4  # inputs of a row of a step; see `Ops.short_co
 _GROUP = 12  # bytes of a group of pairs of a row and an expert
 
 
-def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
+def prompt_bytes(load: Load, full_bytes: int, chunk: int, encoded_at_once: int) -> int:
     """Peak bytes of the longest prompt, computed in chunks of `chunk` rows.
 
-    full_bytes: bytes of a full-precision block, all KV heads, of the widest layer.
+    full_bytes: bytes of a full-precision block, all KV heads, of the widest layer. encoded_at_once: see `KVOps`.
     """
     model, tokens, size = load.model, load.tokens, load.format.block_size
     e, f, queries, heads = _widths(model)
@@ -40,7 +40,9 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     mixers = model.attentions.values()
     shared = {mixer.window for mixer in mixers if mixer.shares_kv}  # other windows have other buffers
     shapes = {(mixer.kv_heads, mixer.head_dim, mixer.window if mixer.window in shared else 0) for mixer in mixers}
-    buffer = len(shapes) * full_bytes * (tokens // size + 2)
+    counts = range(tokens // size + 2)  # of blocks: a shorter prompt has buffers of more layers
+    together = (layers_together(encoded_at_once, max(mixer.kv_heads for mixer in mixers), count) for count in counts)
+    blocks = len(shapes) * max(min(len(mixers), layers) * (count + 1) for count, layers in enumerate(together))
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
     project = max(project, _conv_bytes(model), _delta_bytes(model))
@@ -54,7 +56,7 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int) -> int:
     logits = min(tokens, size) * (_FLOAT * model.vocab_size + _NARROW * e)  # scoring asks for all rows of a block
     layer = max(chunk * max(project, attend, forward + attended), experts, logits)
     layer = max(layer, chunk * _delta_bytes(model) + scratch)
-    return whole + buffer + states + spans + layer
+    return whole + full_bytes * blocks + states + spans + layer
 
 
 def step_bytes(load: Load, device: Device) -> int:

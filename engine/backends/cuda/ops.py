@@ -16,7 +16,7 @@ from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.experts import ExpertOps, HostExperts
 from polarlm.engine.backends.cuda.heads import HeadOps
-from polarlm.engine.backends.cuda.kv.cache import Buffer, CardBuffers, HostTable, pack_spans
+from polarlm.engine.backends.cuda.kv.cache import CardBuffers, HostTable, PromptBuffer, pack_spans
 from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
@@ -58,6 +58,7 @@ class CudaOps:
         self._alike = [device]  # devices that get the same kernels
         self.others: Callable[[], Sequence[CudaOps]] = tuple  # the ops of the other GPUs of this process
         self.prefill_rows = _MANY_ROWS if device.memory()[1] >= _LARGE_MEMORY else _ROWS
+        self.encoded_at_once = 4 * device.processors
         launch = Launcher(device)
 
         matrices = LinearOps(device, launch)
@@ -97,7 +98,7 @@ class CudaOps:
         store = CacheOps(device, launch, heads)
         self.cache_bytes = store.cache_bytes
         self.cache = store.cache
-        self.buffer: Callable[..., Buffer | CardBuffers] = store.buffer
+        self.buffer: Callable[..., PromptBuffer | CardBuffers] = store.buffer
         self.spans = pack_spans
         self.append_kv = store.append_kv
         self.place_kv = store.place_kv
@@ -183,7 +184,9 @@ class CudaOps:
         return max(0, free - uncounted - weights)
 
     def work_bytes(self, load: Load) -> int:
-        return prompt_bytes(load, self.cache_bytes(load.format)[1], self.prefill_rows) + step_bytes(load, self._device)
+        full_bytes = self.cache_bytes(load.format)[1]
+        of_prompt = prompt_bytes(load, full_bytes, self.prefill_rows, self.encoded_at_once)
+        return of_prompt + step_bytes(load, self._device)
 
     def set_aside(self, load: Load) -> None:
         self._device.set_aside(step_bytes(load, self._device))

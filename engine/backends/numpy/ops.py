@@ -16,6 +16,7 @@ from polarlm.engine.backends.kv import (
     FilledBlocks,
     HeadTransform,
     KVLocation,
+    Move,
     PreparedTransform,
     Spans,
     SpanView,
@@ -48,6 +49,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     keeps_tiles = False
     cache_experts: Callable[[Sequence[Sequence[RereadMatrix]], ExpertCache], tuple[Matrix, ...]] | None = None
     prefill_rows = 512  # the feed-forward activations about fit the cache
+    encoded_at_once = 1
     fetch_later = None
 
     def __init__(self, threads: int = 0):
@@ -225,7 +227,8 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def in_numpy(self, cache: LayerCache) -> dict[str, str]:
         return {}
 
-    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
+    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Buffer:
+        assert layers == 1
         k, v = np.empty((2, format.kv_heads, rows, format.head_dim), np.float16 if as_slots else np.float32)
         return k, v
 
@@ -300,7 +303,12 @@ class NumpyOps(ExpertOps, RecurrentOps):
                 heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)
                 cache.write(blocks, Sides(*({name: x[heads] for name, x in side.items()} for side in (k, v, mean))))
 
-    def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
+    def copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
+        for cache in caches:
+            for move in moves:
+                self._copy(cache, *move)
+
+    def _copy(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
         k, v = cache.full(source)
         cache.store(target, (k[:, :tokens], v[:, :tokens]))
 

@@ -127,9 +127,10 @@ class ConvInputs(RecurrentState):
     def _of_step(self, views: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate([np.empty((0, 4), np.int32), *views])
 
-    def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
+    def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
         if growth.buffer is None:
             return
+        (layer,) = layers
         (number, filled), slots = divmod(start, self.block_size), self.cache(layer)
         if filled:
             assert table.current is not None
@@ -143,8 +144,9 @@ class ConvInputs(RecurrentState):
         ops.assign(growth.buffer[ops].last, last)
         growth.buffer[ops].targets = targets
 
-    def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
+    def seal(self, layers: Sequence[int], growth: Growth, start: int, count: int) -> tuple[()]:
         """Nothing: what blocks keep is written as it is computed."""
+        return ()
 
     def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
         if growth.buffer is None:

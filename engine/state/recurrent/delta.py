@@ -202,9 +202,10 @@ class DeltaState(RecurrentState):
     def _of_step(self, views: Sequence[DeltaSpan]) -> np.ndarray:
         return np.array(views, np.int32).reshape(-1, len(DeltaSpan._fields))
 
-    def begin_layer(self, layer: int, table: BlockTable, growth: Growth, start: int) -> None:
+    def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
         if growth.buffer is None:
             return
+        (layer,) = layers
         ops, place = self._ops.of_layer(layer), start % self.block_size
         slot = first_tokens(growth.buffer[ops].slot, 0, self._specs(place))
         if table.current is None:
@@ -212,10 +213,11 @@ class DeltaState(RecurrentState):
         else:
             assign_each(ops, slot, self._slot(layer, table.current, place))
 
-    def seal(self, layer: int, growth: Growth, start: int, count: int) -> None:
+    def seal(self, layers: Sequence[int], growth: Growth, start: int, count: int) -> tuple[()]:
         """Copy the state after a prompt to the growth's slot, and begin to copy its snapshots to the host."""
         if growth.buffer is None:
-            return
+            return ()
+        (layer,) = layers
         ops, place = self._ops.of_layer(layer), (start + count) % self.block_size
         prompt: _Prompt = growth.buffer[ops]
         (target,) = growth.slots.values()
@@ -223,6 +225,7 @@ class DeltaState(RecurrentState):
         assign_each(ops, self._slot(layer, target, place), computed)
         if growth.quantized:
             prompt.kept[layer] = ops.keep_states(prompt.ends, self._shape.codes)
+        return ()
 
     def _write(self, kept: Mapping[int, FetchStates], blocks: Collection[int]) -> None:
         """Write snapshots of all layers, in the order of `blocks`."""

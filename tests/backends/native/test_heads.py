@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
+from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, Move, SpanView
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.numpy.rows import apply_rope, rms_norm, rotate
 from polarlm.engine.codecs import get
@@ -162,14 +162,14 @@ def test_tokens_of_a_prompt_go_to_a_slot_as_the_halves_of_the_reference(level: L
     compiled, plain = (NumpyOps(1).cache(format, 0, 2) for _ in range(2))
     buffer = tuple(np.resize(NUMBERS[i:], (3, 40, 24)) for i in (0, 1))
     for ops, cache in (HeadOps(launcher(level)), compiled), (NumpyOps(1), plain):
-        ops.copy_full(cache, KVLocation(None, 1), KVLocation(buffer, 2), 7)
-        ops.copy_full(cache, KVLocation(None, 0), KVLocation(None, 1), 5)
+        ops.copy_full([cache], [Move(KVLocation(None, 1), KVLocation(buffer, 2), 7)])
+        ops.copy_full([cache], [Move(KVLocation(None, 0), KVLocation(None, 1), 5)])
     assert np.isnan(plain.full_k[1, 2, :7]).any()
     for found, wanted in (compiled.full_k, plain.full_k), (compiled.full_v, plain.full_v):
         np.testing.assert_array_equal(found, wanted)
         assert not found[1, :, 7:].any()
     again = NumpyOps(1).buffer(format, 16)
-    HeadOps(launcher(level)).copy_full(compiled, KVLocation(again, 0), KVLocation(None, 1), 7)
+    HeadOps(launcher(level)).copy_full([compiled], [Move(KVLocation(again, 0), KVLocation(None, 1), 7)])
     np.testing.assert_array_equal(again[0][:, :7], compiled.full_k[1, :, :7])
 
 

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams, codecs
-from polarlm.engine.backends.kv import CacheFormat, KVLocation
+from polarlm.engine.backends.kv import CacheFormat, KVLocation, Move
 from polarlm.engine.backends.native import launch as launch_module
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
 from polarlm.engine.backends.native.ops import NativeOps
@@ -249,7 +249,7 @@ def test_a_warm_up_writes_to_no_slot() -> None:
     format = CacheFormat(f16, f16, None, None, mean_bits=0, block_size=4, kv_heads=2, head_dim=8)
     cache = ops.cache(format, 2, 2)
     source = np.ones((2, 4, 8), np.float32), np.ones((2, 4, 8), np.float32)
-    ops.warm_up().ops.copy_full(cache, KVLocation(None, 1), KVLocation(source, 0), 4)
+    ops.warm_up().ops.copy_full([cache], [Move(KVLocation(None, 1), KVLocation(source, 0), 4)])
     assert not cache.full_k.any()
-    ops.copy_full(cache, KVLocation(None, 1), KVLocation(source, 0), 4)
+    ops.copy_full([cache], [Move(KVLocation(None, 1), KVLocation(source, 0), 4)])
     assert cache.full_k[1].all()

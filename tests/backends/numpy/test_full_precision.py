@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.kv import KVLocation, SpanView
+from polarlm.engine.backends.kv import KVLocation, Move, SpanView
 from tests.state.fed import KV_HEADS, D, N, make_store
 
 NEW, STORED = np.zeros((KV_HEADS, N, D), np.float32), np.zeros((KV_HEADS, N, D), np.float16)
@@ -21,7 +21,7 @@ def test_what_a_slot_stores(way: str) -> None:
     if way == "session":
         ops.write_full(cache, 1, NEW, NEW)
     elif way == "prompt":
-        ops.copy_full(cache, KVLocation(None, 1), KVLocation((NEW, NEW), 0), N)
+        ops.copy_full([cache], [Move(KVLocation(None, 1), KVLocation((NEW, NEW), 0), N)])
     else:
         slots = (1,) if way == "step" else (1, 2)
         span = SpanView(slice(0, N * len(slots)), N, KVLocation(None, 1), N, 0, (), N, slots[1:])
@@ -39,7 +39,7 @@ def test_a_prompt_keeps_its_own_keys_and_values_in_32_bits() -> None:
     span = SpanView(slice(0, N), 0, KVLocation(buffer, 0), 0, None, (), N)
     ops.append_kv(cache, [span], NEW.swapaxes(0, 1), NEW.swapaxes(0, 1))
     ops.write_full(cache, 1, STORED, STORED)
-    ops.copy_full(cache, KVLocation(buffer, 1), KVLocation(None, 1), N)
+    ops.copy_full([cache], [Move(KVLocation(buffer, 1), KVLocation(None, 1), N)])
     for side in buffer:
         assert side.dtype == np.float32
         np.testing.assert_array_equal(side[:, :N], NEW)

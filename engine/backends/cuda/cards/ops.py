@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from polarlm.engine.backends.cuda.device import Device
-from polarlm.engine.backends.cuda.kv.cache import Buffer, CardBuffers, LayerCache
+from polarlm.engine.backends.cuda.kv.cache import CardBuffers, LayerCache
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Move
 from polarlm.engine.backends.ops import Load
 
-_OF_ONE_CACHE = ("copy_full", "round_trip", "decode_blocks", "read_blocks", "write_blocks", "read_full", "write_full")
+_OF_ONE_CACHE = ("round_trip", "decode_blocks", "read_blocks", "write_blocks", "read_full", "write_full")
 
 
 class CardsOps(CudaOps):
@@ -36,6 +36,7 @@ class CardsOps(CudaOps):
         self._ends = [*itertools.accumulate(counts)]
         self._by_device: dict[Device, CudaOps] = {card._device: card for card in cards}
         self.buffer = self._buffer
+        self.copy_full = self._copy_full
         self.encode_blocks = self._encode_blocks
         for name in _OF_ONE_CACHE:
             setattr(self, name, partial(self._where_cache_is, name))
@@ -65,9 +66,14 @@ class CardsOps(CudaOps):
     def _where_cache_is(self, op: str, cache: LayerCache, *args: Any) -> Any:
         return getattr(self._by_device[cache.device], op)(cache, *args)
 
-    def _buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> CardBuffers:
-        buffers = {device: card.buffer(format, rows, as_slots=as_slots) for device, card in self._by_device.items()}
-        return {device: pools for device, pools in buffers.items() if isinstance(pools, Buffer)}
+    def _buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> CardBuffers:
+        buffers = {device: card.buffer(format, rows, layers=layers) for device, card in self._by_device.items()}
+        return {device: parts for device, parts in buffers.items() if not isinstance(parts, Mapping)}
+
+    def _copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
+        for device, card in self._by_device.items():
+            if on_card := [cache for cache in caches if cache.device is device]:
+                card.copy_full(on_card, moves)
 
     def _encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         for device, card in self._by_device.items():

@@ -44,7 +44,8 @@ class Buffer(NamedTuple):
     v: Array
 
 
-CardBuffers = Mapping[Device, Buffer]  # a buffer on each of several cards, for layers that are on all of them
+PromptBuffer = Sequence[Buffer]  # for each of the layers that are sealed together
+CardBuffers = Mapping[Device, PromptBuffer]  # on each of several cards, for layers that are on all of them
 
 
 class SideArrays(NamedTuple):
@@ -73,7 +74,8 @@ class LayerCache:
     """The stored K/V of one layer, on `device`. full: the full-precision slots, for sink blocks and current blocks.
 
     blocks: the records of keys and values together (blocks, K, bytes), if the layer has two kinds of blocks in one
-    memory. Then finer is the cache of the blocks with more bits, and move(target, source) copies a block.
+    memory. Then finer is the cache of the blocks with more bits, and move(target, source) copies a block. number: of
+    the layer among the layers with K/V on the device; layers one after another take the buffers of a prompt in turn.
     """
 
     device: Device
@@ -86,6 +88,7 @@ class LayerCache:
     blocks: Array | None = None
     move: Callable[[int, int], None] | None = None
     finer: LayerCache | None = None
+    number: int = 0
 
     @property
     def code_bytes(self) -> int:
@@ -97,11 +100,12 @@ class LayerCache:
         """DP, which is D rounded up to a multiple of 16."""
         return self.layouts[0].record.geometry.padded
 
-    def pools(self, buffer: Buffer | CardBuffers | None) -> Buffer:
-        """`buffer`, on the layer's card, or the full-precision slots if it is None."""
+    def pools(self, buffer: PromptBuffer | CardBuffers | None) -> Buffer:
+        """The layer's part of `buffer`, or the full-precision slots if it is None."""
         if buffer is None:
             return self.full
-        return buffer if isinstance(buffer, Buffer) else buffer[self.device]
+        on_card = buffer[self.device] if isinstance(buffer, Mapping) else buffer
+        return on_card[self.number % len(on_card)]
 
 
 @dataclass
@@ -135,7 +139,7 @@ class SpanTable(HostTable):
     """
 
     most_rows: int
-    buffer: Buffer | CardBuffers | None
+    buffer: PromptBuffer | CardBuffers | None
 
     def header(self, index: int) -> SpanHeader:
         return SpanHeader(*self.table[index, :HEADER].tolist())

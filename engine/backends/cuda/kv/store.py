@@ -12,11 +12,11 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps, Norms, Rope
-from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, SideArrays, SpanTable
+from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, PromptBuffer, SideArrays, SpanTable
 from polarlm.engine.backends.cuda.kv.candidates import candidates, path_candidates
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.rotation import DeviceTransform
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.quantization.metric import Metric
@@ -40,21 +40,16 @@ class CacheOps:
         return format.kv_heads * (keys.nbytes + values.nbytes), format.kv_heads * full
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
-        on_card = [other for other in beside if other.device is self._device]
-        kinds = [*on_card, *(other.finer for other in on_card if other.finer is not None)]
-        known = {
-            layout: side for kind in kinds for layout, side in zip(kind.layouts, (kind.keys, kind.values), strict=True)
-        }
-        layouts = _layouts(format)
+        layouts, on_card = _layouts(format), [other for other in beside if other.device is self._device]
         try:
             if format.finer is not None:
-                return self._two_kinds(format, format.finer, quantized, full, known)
+                return self._two_kinds(format, format.finer, quantized, full, on_card)
             # Kernels write only the fields of a record; the padding stays zero, also in session files.
             shapes = [(quantized, format.kv_heads, layout.nbytes) for layout in layouts]
             pools = [self._device.zeros(shape, np.uint8) for shape in shapes]
-            keys, values = self._sides(layouts, format, pools, known)
-            slots = self._pools(format, full)
-            return LayerCache(self._device, format, layouts, keys, values, slots, _full_layouts(format))
+            keys, values = self._sides(layouts, format, pools, on_card)
+            slots, number = self._pools(format, full), len(on_card)
+            return LayerCache(self._device, format, layouts, keys, values, slots, _full_layouts(format), number=number)
         except MemoryError:
             left = self._device.memory()[0] / 2**30
             raise EngineError(
@@ -65,7 +60,7 @@ class CacheOps:
             ) from None
 
     def _two_kinds(
-        self, format: CacheFormat, finer: CacheFormat, quantized: int, full: int, known: Mapping[Layout, SideArrays]
+        self, format: CacheFormat, finer: CacheFormat, quantized: int, full: int, on_card: Sequence[LayerCache]
     ) -> LayerCache:
         """A cache for `quantized` blocks, with one of finer blocks in the same memory."""
         size = format.kv_heads * sum(layout.nbytes for layout in _layouts(format))
@@ -77,17 +72,20 @@ class CacheOps:
             count = quantized * size // each
             blocks = memory[: count * each].reshape(count, kind.kv_heads, layouts[0].stride)
             pools = blocks[..., :of_keys], blocks[..., of_keys:]
-            keys, values = self._sides(layouts, kind, pools, known)
-            move, full_layouts = functools.partial(self._move, blocks), _full_layouts(kind)
-            return LayerCache(self._device, kind, layouts, keys, values, slots, full_layouts, blocks, move, finer)
+            keys, values = self._sides(layouts, kind, pools, on_card)
+            of_both = slots, _full_layouts(kind), blocks, functools.partial(self._move, blocks)
+            return LayerCache(self._device, kind, layouts, keys, values, *of_both, finer, len(on_card))
 
         return in_memory(format, in_memory(finer, None))
 
     def _move(self, blocks: Array, target: int, source: int) -> None:
         self._copy_records(blocks, blocks, np.array([source]), np.array([target]))
 
-    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False) -> Buffer:
-        return self._pools(format, -(-rows // format.block_size))
+    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> PromptBuffer:
+        count = -(-rows // format.block_size)
+        k, v = self._pools(format, layers * count)
+        parts = (slice(first, first + count) for first in range(0, layers * count, count))
+        return [Buffer(k[part], v[part]) for part in parts]
 
     def _pools(self, format: CacheFormat, count: int) -> Buffer:
         """Uninitialised pools of `count` full-precision records."""
@@ -95,9 +93,13 @@ class CacheOps:
         return Buffer(*(self._device.empty(shape, np.uint8) for shape in shapes))
 
     def _sides(
-        self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], known: Mapping[Layout, SideArrays]
+        self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], beside: Sequence[LayerCache]
     ) -> list[SideArrays]:
-        """Keys and values, with pools of their records. known: sides, by layout, whose codecs' tables they may have."""
+        """Keys and values, with pools of their records. beside: caches whose codecs' tables they may have."""
+        kinds = [*beside, *(other.finer for other in beside if other.finer is not None)]
+        known = {
+            layout: side for kind in kinds for layout, side in zip(kind.layouts, (kind.keys, kind.values), strict=True)
+        }
         sides = zip(pools, layouts, (format.metric_k, format.metric_v), strict=True)
         return [self._side(pool, layout, metric, known.get(layout)) for pool, layout, metric in sides]
 
@@ -155,11 +157,13 @@ class CacheOps:
         self._heads.launch("place_kv", outputs, *inputs, *span_args, layouts=cache.full_layouts, rows=at_most)
         return q
 
-    def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
-        pools = (*cache.pools(target.buffer), *cache.pools(source.buffer))
-        sizes = (target.block, source.block, tokens, cache.format.kv_heads)
-        grid = (cache.format.kv_heads, 2)
-        self._launch("copy_full", grid, LaunchConfig({}, _COPY_THREADS), *pools, *sizes, layouts=cache.full_layouts)
+    def copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
+        to, of, one = moves[0].target.buffer, moves[0].source.buffer, caches[0]
+        pools = Addresses([(*cache.pools(to), *cache.pools(of)) for cache in caches], written=2)
+        blocks = [(target.block, source.block, tokens) for target, source, tokens in moves]
+        args = pools, self._upload(np.array(blocks, np.int32)), len(moves), one.format.kv_heads
+        grid = len(caches) * len(moves), one.format.kv_heads, 2
+        self._launch("copy_full", grid, LaunchConfig({}, _COPY_THREADS), *args, layouts=one.full_layouts)
 
     def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
         """Encoded and decoded on the host: only `Engine.score` with every token coded uses it."""
@@ -173,7 +177,7 @@ class CacheOps:
         halves[0, :, :tokens] = read_back(format.codec_k, k, format.metric_k, format.block_size, format.mean_bits)
         halves[1, :, :tokens] = read_back(format.codec_v, v, format.metric_v, format.block_size)
         quantized = (self._upload(layout.pack({"values": x})[None]) for layout, x in zip(layouts, halves, strict=True))
-        self.copy_full(cache, place, KVLocation(Buffer(*quantized), 0), tokens)
+        self.copy_full([cache], [Move(place, KVLocation([Buffer(*quantized)], 0), tokens)])
 
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         alike: dict[tuple[Layouts, int], list[tuple[LayerCache, Buffer, np.ndarray]]] = {}
@@ -192,7 +196,7 @@ class CacheOps:
             config = launch_configs.encode_blocks(*layouts)
             self._launch("encode_blocks", (len(jobs), heads), config, *args, layouts=layouts)
 
-    def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
+    def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> PromptBuffer:
         format, layouts = cache.format, cache.layouts
         buffer, ids = self._pools(format, len(blocks)), self._upload(np.asarray(blocks, np.int32))
         self._launch(
@@ -203,7 +207,7 @@ class CacheOps:
             *(cache.keys.tables, cache.values.tables, format.kv_heads),
             layouts=layouts,
         )
-        return buffer
+        return [buffer]
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         if cache.blocks is not None:

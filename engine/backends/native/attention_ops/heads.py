@@ -94,11 +94,11 @@ class HeadOps(KernelOps):
         targets = k[:, first:].swapaxes(0, 1), v[:, first:].swapaxes(0, 1)
         return self.transform_into(qkv, rope, transform, norms, targets)
 
-    def copy_full(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
+    def _copy(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
         """By NumPy, except where a prompt's float32 is rounded into a slot: NumPy is many times slower at that."""
         (k, v), (to_k, to_v) = cache.full(source), cache.full(target)
         if k.dtype == to_k.dtype or to_k.dtype != np.float16:
-            super().copy_full(cache, target, source, tokens)
+            super()._copy(cache, target, source, tokens)
             return
         strides = {"from_stride": k.strides[0], "to_stride": to_k.strides[0]}
         arguments = SlotArguments(from_k=k, from_v=v, to_k=to_k, to_v=to_v, tokens=tokens, **strides)
