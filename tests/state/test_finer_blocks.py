@@ -59,7 +59,7 @@ def decode(store: KVStore, layer: int, block: int) -> list[np.ndarray]:
     buffer = ops.decode_blocks(cache, [store.finer.blocks.places[block].number])
     if not isinstance(ops, CudaOps):
         return [side.copy() for side in buffer]
-    sides = zip(cache.full_layouts, map(ops._device.to_host, buffer), strict=True)
+    sides = zip(cache.full_layouts, map(ops._device.to_host, cache.pools(buffer)), strict=True)
     return [layout.unpack(records[0])[0]["values"].astype(np.float32) for layout, records in sides]
 
 
