@@ -3,8 +3,8 @@
 //
 // layers (layers, 4): for each layer the addresses of to_k, to_v, from_k, from_v, pools (records, K, bytes) of
 // full-precision records. moves int32 (count, 3): in all layers, record moves[i][1] of from_k and from_v is copied to
-// record moves[i][0] of to_k and to_v. Tokens from number moves[i][2] on are zero in the copy: attention multiplies them
-// by 0, so they must be finite.
+// record moves[i][0] of to_k and to_v. Tokens from number moves[i][2] on are zero in the copy: attention multiplies
+// them by 0, so they must be finite.
 // Grid (layers · count, K, 2): keys, values. Block: whole warps. DEFINES: none.
 // PRECOND: 0 <= moves[i][2] <= N; no record is written twice, or read and written.
 

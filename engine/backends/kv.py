@@ -58,7 +58,7 @@ class FilledBlocks(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The first `tokens` ≤ N tokens of `source`, to be copied to `target`."""
+    """Where to copy the first `tokens` ≤ N tokens of `source`."""
 
     target: KVLocation
     source: KVLocation
@@ -110,18 +110,16 @@ def table_width(blocks: int) -> int:
     return max(16, 1 << max(0, blocks - 1).bit_length())
 
 
-def layers_together(encoded_at_once: int, kv_heads: int, blocks: int) -> int:
-    """The number of layers of a prompt with `blocks` blocks whose K/V are encoded together: as many as have
-    `KVOps.encoded_at_once` blocks of a KV head."""
-    return -(-encoded_at_once // (kv_heads * max(1, blocks)))
+def layers_together(encoded_at_once: int, kv_heads: Sequence[int], blocks: int) -> int:
+    """How many layers of a prompt with `blocks` blocks are sealed together. kv_heads: K of each layer that has K/V."""
+    return min(len(kv_heads), -(-encoded_at_once // (max(kv_heads, default=1) * max(1, blocks))))
 
 
 class KVOps(Protocol):
     """The part of `Ops` that reads and writes K/V."""
 
+    # Blocks of a KV head that are worth a launch of the encoder: four for each multiprocessor of a GPU, 1 on a CPU.
     encoded_at_once: int
-    """Blocks of a KV head from which on encoding more of them takes longer: four for each multiprocessor of a GPU, 1 on
-    a CPU."""
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         """Bytes of a quantized block (not of the finer kind), and of a full-precision slot, all KV heads.

@@ -60,7 +60,7 @@ class KVBlocks(TableGroup):
             key = format.kv_heads, format.head_dim, self.layers if self._is_shared else ()
             if key not in buffers.by_shape:
                 rows = start % self.block_size + count
-                buffers.by_shape[key] = self._ops.buffer(format, rows, as_slots=as_steps, layers=buffers.layers)
+                buffers.by_shape[key] = self._ops.buffer(format, rows, as_slots=as_steps, layers=buffers.together)
             growth.buffer = buffers.by_shape[key]
         except BaseException:  # there is no memory for the buffer
             self.abort(growth)

@@ -16,10 +16,10 @@ from polarlm.engine.state.tables import BlockTable, Growth
 
 @dataclass
 class Buffers:
-    """The buffers of a prompt's span, each for `layers` layers with K/V, which are sealed together."""
+    """A span's buffers by (KV heads, head dim, layers): groups of one shape share one for no layers, unless others read
+    it. together: the layers that are sealed together, which have memory of their own in each buffer."""
 
-    layers: int = 1
-    # By (KV heads, head dim, layers): groups of one shape share one for no layers, unless others read it.
+    together: int = 1
     by_shape: dict[tuple[int, int, tuple[int, ...]], Buffer] = field(default_factory=dict)
 
 

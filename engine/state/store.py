@@ -2,13 +2,12 @@
 
 A sequence is split into blocks of N tokens. Its first block (the sink) and the block that is being filled (the current
 block) stay in full precision, in *full-precision slots*; every complete block between them is encoded. New tokens enter
-the store through a `Span`. The span of a prompt has buffers for the new K/V of `together` layers, one on a CPU:
+the store through a `Span`. The span of a prompt has buffers for the new K/V of the layers that are sealed together:
 
     span = store.open(sequence, count)      reserves blocks, or raises OutOfBlocks and changes nothing
     for every layer:                        begin_layer, append and attend in any number of chunks; after the last one
-        store.seal(layer, span)             complete blocks are encoded, and the rest is copied to the current block:
-    store.commit(span)                          as soon as `together` layers have come, or here
-                                            the sequence is `count` tokens longer       (or store.abort(span))
+        store.seal(layer, span)             encodes complete blocks and copies the rest to the current block
+    store.commit(span)                      the sequence is `count` tokens longer       (or store.abort(span))
 
 The rows of a step are appended to the slots of their blocks. They stay in full precision until the number of rows to
 keep is known:
@@ -22,7 +21,6 @@ Layers with the same window share block tables. Blocks that no later token of a 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,12 +70,8 @@ class SequenceKV:
 
 @dataclass
 class Span:
-    """`count` new tokens of a sequence, from position `start`, or rows of a step.
-
-    growth: the reserved blocks, for each group; empty after commit or abort. round_trip: whether attention reads the
-    K/V encoded and decoded. together: the layers with K/V that are sealed together. unsealed: the layers whose rows are
-    complete, and whose K/V are still in their buffers.
-    """
+    """`count` new tokens of a sequence, from position `start`, or rows of a step. growth: the reserved blocks, for each
+    group; empty after commit or abort. round_trip: whether attention reads the K/V encoded and decoded."""
 
     sequence: SequenceKV
     start: int
@@ -85,8 +79,8 @@ class Span:
     growth: list[Growth]
     is_step: bool = False
     round_trip: bool = False
-    together: int = 1
-    unsealed: list[int] = field(default_factory=list)
+    together: int = 1  # layers with K/V that are sealed together
+    unsealed: list[int] = field(default_factory=list)  # layers that wait for the others of these
 
 
 def positions(spans: Sequence[Span]) -> np.ndarray:
@@ -177,19 +171,14 @@ class KVStore:
         round_trip: see `Span`; the new tokens must then fit into the current block. as_steps: keep the new K/V in the
         precision of slots, as steps do.
         """
-        start = sequence.length
-        buffers = Buffers(1 if round_trip else self._together(start % self.shape.block_size + count))
+        start, n = sequence.length, self.shape.block_size
+        kv_heads, blocks = [shape.kv_heads for shape in self.shape.kv_layers.values()], (start % n + count) // n
+        # A round trip changes the K/V of its layer before the next one comes.
+        buffers = Buffers(1 if round_trip else layers_together(self.ops.encoded_at_once, kv_heads, blocks))
         growth = self._reserve(
             sequence, lambda group, table: group.open(table, start, count, buffers, as_steps=as_steps)
         )
-        return Span(sequence, start, count, growth, round_trip=round_trip, together=buffers.layers)
-
-    def _together(self, rows: int) -> int:
-        """Return how many layers a prompt with buffers of `rows` rows seals together."""
-        layers = self.shape.kv_layers
-        of_a_card = max(Counter(map(self.ops.of_layer, layers)).values(), default=1)
-        heads = max((shape.kv_heads for shape in layers.values()), default=1)
-        return min(of_a_card, layers_together(self.ops.encoded_at_once, heads, rows // self.shape.block_size))
+        return Span(sequence, start, count, growth, round_trip=round_trip, together=buffers.together)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
         """Open a span of `count` ≤ STEP_ROWS rows of a step, or `rows_of_block` if a group is sparse. If it raises
@@ -248,9 +237,9 @@ class KVStore:
             group.begin(in_group, table, growth, span.start)
 
     def seal(self, layer: int, span: Span) -> None:
-        """Keep the K/V of a prompt's layer, whose rows have all been appended: the last of `span.together` layers has
-        the blocks of all encoded. Raises EngineError ("model_damaged") if one holds NaN or infinity and the device
-        detects it."""
+        """Keep the K/V of a prompt's layer, whose rows have all been appended: `span.together` layers at once, the last
+        ones at commit, encode their complete blocks. Raises EngineError ("model_damaged") if one holds NaN or infinity
+        and the device detects it."""
         if layer not in self.shape.kv_layers:
             self._seal(span, [layer])
             return
@@ -268,7 +257,7 @@ class KVStore:
 
     def _in_groups(
         self, span: Span, layers: Sequence[int]
-    ) -> Iterator[tuple[LayerState, BlockTable, Growth, Sequence[int]]]:
+    ) -> Iterator[tuple[LayerState, BlockTable, Growth, list[int]]]:
         """Yield each group that has a state of `layers`, with the span's part of it and these layers."""
         for group, table, growth in zip(self.groups, span.sequence.tables, span.growth, strict=True):
             if in_group := [layer for layer in layers if layer in group.layers]:

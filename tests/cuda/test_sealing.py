@@ -52,5 +52,11 @@ def test_layers_together_are_those_of_each_alone(fixture: str, copies: list[int]
 
 def test_shorter_prompts_have_more_layers_together() -> None:
     """On an H200, with 8 KV heads; blocks of one layer of a CPU are more than it encodes at once."""
-    assert [layers_together(4 * 132, 8, tokens // 64) for tokens in (64, 512, 2048, 8192)] == [66, 9, 3, 1]
-    assert [layers_together(1, 8, blocks) for blocks in (0, 100)] == [1, 1]
+    assert [layers_together(4 * 132, [8] * 32, tokens // 64) for tokens in (0, 256, 512, 2048, 8192)] == [
+        32,
+        17,
+        9,
+        3,
+        1,
+    ]
+    assert [layers_together(1, [8] * 32, blocks) for blocks in (0, 100)] == [1, 1]

@@ -40,9 +40,8 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int, encoded_at_once: int) 
     mixers = model.attentions.values()
     shared = {mixer.window for mixer in mixers if mixer.shares_kv}  # other windows have other buffers
     shapes = {(mixer.kv_heads, mixer.head_dim, mixer.window if mixer.window in shared else 0) for mixer in mixers}
-    counts = range(tokens // size + 2)  # of blocks: a shorter prompt has buffers of more layers
-    together = (layers_together(encoded_at_once, max(mixer.kv_heads for mixer in mixers), count) for count in counts)
-    blocks = len(shapes) * max(min(len(mixers), layers) * (count + 1) for count, layers in enumerate(together))
+    kv_heads, counts = [mixer.kv_heads for mixer in mixers], range(tokens // size + 2)  # shorter: more layers together
+    blocks = len(shapes) * max(layers_together(encoded_at_once, kv_heads, count) * (count + 1) for count in counts)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
     project = max(project, _conv_bytes(model), _delta_bytes(model))

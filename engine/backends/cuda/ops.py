@@ -16,7 +16,7 @@ from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.experts import ExpertOps, HostExperts
 from polarlm.engine.backends.cuda.heads import HeadOps
-from polarlm.engine.backends.cuda.kv.cache import CardBuffers, HostTable, PromptBuffer, pack_spans
+from polarlm.engine.backends.cuda.kv.cache import HostTable, pack_spans
 from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
@@ -98,7 +98,7 @@ class CudaOps:
         store = CacheOps(device, launch, heads)
         self.cache_bytes = store.cache_bytes
         self.cache = store.cache
-        self.buffer: Callable[..., PromptBuffer | CardBuffers] = store.buffer
+        self.buffer: Callable[..., Any] = store.buffer  # of several cards, on each of them
         self.spans = pack_spans
         self.append_kv = store.append_kv
         self.place_kv = store.place_kv
@@ -184,9 +184,8 @@ class CudaOps:
         return max(0, free - uncounted - weights)
 
     def work_bytes(self, load: Load) -> int:
-        full_bytes = self.cache_bytes(load.format)[1]
-        of_prompt = prompt_bytes(load, full_bytes, self.prefill_rows, self.encoded_at_once)
-        return of_prompt + step_bytes(load, self._device)
+        sizes = self.cache_bytes(load.format)[1], self.prefill_rows, self.encoded_at_once
+        return prompt_bytes(load, *sizes) + step_bytes(load, self._device)
 
     def set_aside(self, load: Load) -> None:
         self._device.set_aside(step_bytes(load, self._device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -67,8 +67,7 @@ class CardsOps(CudaOps):
         return getattr(self._by_device[cache.device], op)(cache, *args)
 
     def _buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> CardBuffers:
-        buffers = {device: card.buffer(format, rows, layers=layers) for device, card in self._by_device.items()}
-        return {device: parts for device, parts in buffers.items() if not isinstance(parts, Mapping)}
+        return {device: card.buffer(format, rows, layers=layers) for device, card in self._by_device.items()}
 
     def _copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
         for device, card in self._by_device.items():
