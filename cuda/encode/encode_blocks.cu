@@ -1,9 +1,9 @@
 // The op `encode_blocks`: quantizes complete blocks. Full-precision records become records of codes, which are chosen
 // as engine/quantization/encode.py and `Codec.encode` choose them.
 //
-// sides (rows, 9): addresses, a SideArrays in each row. The first `values` rows are values of a layer, the others keys.
-// jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. Values come first: they
-// take longer where errors are fed back between tokens. The arrays of a side:
+// sides (rows, 9): addresses, a SideArrays in each row. The first `keys` rows are keys of a layer, the others values.
+// jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. Keys come first: rounded
+// with several norms they have the most fronts, and what takes longest should not begin last. The arrays of a side:
 //   quantized (blocks, K, NBYTES), full (slots, K, bytes)     pools of records
 //   tables                  the codec's
 //   candidates uint16       for codes of pairs: made by engine/backends/cuda/kv/candidates.py
@@ -56,11 +56,11 @@ __device__ __forceinline__ void encode_block(const Move<L, Full> &move) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, WARPS > 12 ? 1 : 2)
-encode_blocks_kernel(const unsigned long long *sides, const int *jobs, int values, int kv_heads) {
+encode_blocks_kernel(const unsigned long long *sides, const int *jobs, int keys, int kv_heads) {
     const int *job = jobs + 3 * blockIdx.x;
     const SideArrays *side = reinterpret_cast<const SideArrays *>(sides) + job[0];
-    if (job[0] < values)
-        encode_block<ValueCodec>(Move<ValueLayout, FullValueLayout>{side, job, kv_heads});
-    else
+    if (job[0] < keys)
         encode_block<KeyCodec>(Move<KeyLayout, FullKeyLayout>{side, job, kv_heads});
+    else
+        encode_block<ValueCodec>(Move<ValueLayout, FullValueLayout>{side, job, kv_heads});
 }

@@ -145,8 +145,7 @@ class KVOps(Protocol):
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Buffer:
         """Memory for `rows` tokens' K/V of one layer in full precision: float16 on a GPU; on the CPU float32, or
-        float16 with `as_slots`. layers: on a GPU, the number of layers with K/V, one after another on each card, that
-        have memory of their own."""
+        float16 with `as_slots`. layers: so many layers with K/V, one after another, have memory of their own."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
         """`spans` as the argument of the ops below: one span of a prompt, or the spans of a step, by rows.
@@ -203,8 +202,8 @@ class KVOps(Protocol):
         """A buffer, as a prompt has, of what quantized blocks decode to, in order."""
 
     def copy_full(self, caches: Sequence[Cache], moves: Sequence[Move]) -> None:
-        """Copy tokens in each of `caches`, whose heads have one shape. All targets are slots, or all are in one buffer;
-        so are all sources. What is copied to is no source."""
+        """Copy tokens in each of `caches`, whose heads have one shape. All targets are in one buffer, or all are slots;
+        so are all sources."""
 
     def round_trip(self, cache: Cache, place: KVLocation, tokens: int) -> None:
         """Replace the first `tokens` ≤ N tokens at `place` by what a block of them, padded with their mean, decodes

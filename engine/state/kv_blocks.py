@@ -105,10 +105,8 @@ class KVBlocks(TableGroup):
             tokens = min(n, start + count - number * n)
             moves.append(Move(KVLocation(None, slot), KVLocation(buffer, number - base), tokens))
         self._copy(layers, moves)
-        if not growth.quantized:
-            return []
-        sources = [KVLocation(buffer, number - base) for number in growth.quantized]
-        return self._filled(layers, list(growth.quantized.values()), sources)
+        pairs = [(block, KVLocation(buffer, number - base)) for number, block in growth.quantized.items()]
+        return self._filled(layers, pairs)
 
     def _copy(self, layers: Iterable[int], moves: Sequence[Move]) -> None:
         if moves:
@@ -125,17 +123,15 @@ class KVBlocks(TableGroup):
         return self._caches[layer]
 
     def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> list[FilledBlocks]:
-        pairs = [pair for growth, length in growths for pair in self.filled(growth, length)]
-        if not pairs:
-            return []
-        return self._filled(self.layers, [block for block, _ in pairs], [KVLocation(None, slot) for _, slot in pairs])
+        slots = [pair for growth, length in growths for pair in self.filled(growth, length)]
+        return self._filled(self.layers, [(block, KVLocation(None, slot)) for block, slot in slots])
 
-    def _filled(
-        self, layers: Sequence[int], blocks: Sequence[int], sources: Sequence[KVLocation]
-    ) -> list[FilledBlocks]:
+    def _filled(self, layers: Sequence[int], pairs: Sequence[tuple[int, KVLocation]]) -> list[FilledBlocks]:
+        """Return the blocks to encode in `layers`. pairs: quantized blocks, and where their tokens are."""
         return [
-            FilledBlocks([kind.caches[layer] for layer in layers], kind.numbers, [sources[i] for i in kind.indices])
-            for kind in self._by_kind(blocks)
+            FilledBlocks([kind.caches[layer] for layer in layers], kind.numbers, [pairs[i][1] for i in kind.indices])
+            for kind in self._by_kind([block for block, _ in pairs])
+            if kind.numbers
         ]
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:

@@ -233,7 +233,7 @@ class KVStore:
         with_kv, layers = self.shape.kv_layers, [layer]
         if layer in with_kv:
             layers = [] if span.unsealed else [number for number in with_kv if number >= layer][: span.together]
-        for group, table, growth, in_group in self._in_groups(span, layers):
+        for group, table, growth, in_group in self._parts(span, layers):
             group.begin(in_group, table, growth, span.start)
 
     def seal(self, layer: int, span: Span) -> None:
@@ -249,15 +249,13 @@ class KVStore:
 
     def _seal(self, span: Span, layers: list[int]) -> None:
         filled: list[FilledBlocks] = []
-        for group, _, growth, in_group in self._in_groups(span, layers):
+        for group, _, growth, in_group in self._parts(span, layers):
             filled += group.seal(in_group, growth, span.start, span.count)
         if filled:
             encode(self.ops, filled)
         layers.clear()
 
-    def _in_groups(
-        self, span: Span, layers: Sequence[int]
-    ) -> Iterator[tuple[LayerState, BlockTable, Growth, list[int]]]:
+    def _parts(self, span: Span, layers: Sequence[int]) -> Iterator[tuple[LayerState, BlockTable, Growth, list[int]]]:
         """Yield each group that has a state of `layers`, with the span's part of it and these layers."""
         for group, table, growth in zip(self.groups, span.sequence.tables, span.growth, strict=True):
             if in_group := [layer for layer in layers if layer in group.layers]:

@@ -110,7 +110,7 @@ def encoded(side: Side, x: np.ndarray, metric: Metric | None, seed: int = 0) -> 
     out = np.full((blocks + 2, heads, layout.nbytes), 0xA5, np.uint8)
     jobs = np.stack([np.zeros(blocks), slots, ids], axis=1).astype(np.int32)
     table = Addresses([arrays(side, metric, out, exact)], written=1)
-    args: list[Any] = [table, jobs, np.int32(side.values), np.int32(heads)]
+    args: list[Any] = [table, jobs, np.int32(not side.values), np.int32(heads)]
     shape, kernel = side.shape, "encode_blocks_kernel"
     shared = launch_configs.encode_bytes(layout, shape.tokens, shape.warps)
     program(side.name, shape).launch(kernel, (blocks, heads), (32 * shape.warps,), *args, shared=shared, seed=seed)

@@ -5,6 +5,7 @@ All is float32; BLAS computes products. Loops are over sequences and tiles that 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -228,7 +229,6 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return {}
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Buffer:
-        assert layers == 1
         k, v = np.empty((2, format.kv_heads, rows, format.head_dim), np.float16 if as_slots else np.float32)
         return k, v
 
@@ -304,13 +304,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
                 cache.write(blocks, Sides(*({name: x[heads] for name, x in side.items()} for side in (k, v, mean))))
 
     def copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
-        for cache in caches:
-            for move in moves:
-                self._copy(cache, *move)
-
-    def _copy(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
-        k, v = cache.full(source)
-        cache.store(target, (k[:, :tokens], v[:, :tokens]))
+        for cache, (target, source, tokens) in itertools.product(caches, moves):
+            k, v = cache.full(source)
+            cache.store(target, (k[:, :tokens], v[:, :tokens]))
 
     @quiet
     def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:

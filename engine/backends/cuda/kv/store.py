@@ -187,8 +187,8 @@ class CacheOps:
                 layer = cache, cache.pools(sources[0].buffer), moves
                 alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(layer)
         for (layouts, heads), layers in alike.items():
-            rows = [cache.values._replace(full=full.v) for cache, full, _ in layers]
-            rows += [cache.keys._replace(full=full.k) for cache, full, _ in layers]
+            rows = [cache.keys._replace(full=full.k) for cache, full, _ in layers]
+            rows += [cache.values._replace(full=full.v) for cache, full, _ in layers]
             pairs = 2 * [moves for _, _, moves in layers]  # for slots and for blocks of each row
             numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
             jobs = np.column_stack([numbers, np.concatenate(pairs)])

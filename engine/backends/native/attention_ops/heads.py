@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from polarlm.engine.backends.hadamard import hadamard_signs
-from polarlm.engine.backends.kv import HeadTransform, KVLocation, SpanView
+from polarlm.engine.backends.kv import HeadTransform, Move, SpanView
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.native.kernels.heads import HeadArguments, Heads, SlotArguments, to_slot, transform
 from polarlm.engine.backends.native.launch import KernelOps
@@ -94,15 +95,16 @@ class HeadOps(KernelOps):
         targets = k[:, first:].swapaxes(0, 1), v[:, first:].swapaxes(0, 1)
         return self.transform_into(qkv, rope, transform, norms, targets)
 
-    def _copy(self, cache: LayerCache, target: KVLocation, source: KVLocation, tokens: int) -> None:
+    def copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
         """By NumPy, except where a prompt's float32 is rounded into a slot: NumPy is many times slower at that."""
-        (k, v), (to_k, to_v) = cache.full(source), cache.full(target)
-        if k.dtype == to_k.dtype or to_k.dtype != np.float16:
-            super()._copy(cache, target, source, tokens)
-            return
-        strides = {"from_stride": k.strides[0], "to_stride": to_k.strides[0]}
-        arguments = SlotArguments(from_k=k, from_v=v, to_k=to_k, to_v=to_v, tokens=tokens, **strides)
-        self._launch(to_slot(cache.format.head_dim), len(k), arguments)
+        for cache, move in itertools.product(caches, moves):
+            (k, v), (to_k, to_v) = cache.full(move.source), cache.full(move.target)
+            if k.dtype == to_k.dtype or to_k.dtype != np.float16:
+                super().copy_full([cache], [move])
+                continue
+            strides = {"from_stride": k.strides[0], "to_stride": to_k.strides[0]}
+            arguments = SlotArguments(from_k=k, from_v=v, to_k=to_k, to_v=to_v, tokens=move.tokens, **strides)
+            self._launch(to_slot(cache.format.head_dim), len(k), arguments)
 
     def transform_into(
         self,
