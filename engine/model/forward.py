@@ -102,7 +102,7 @@ class Transformer:
         layer, or several layers if there are fewer rows; with `by_layer`, never more than one layer. It seals all
         layers; the caller commits. Several spans must belong to one step.
         Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
-        and one layer's K/V. Raises EngineError for an id without a row.
+        and the K/V of layers that are sealed together. Raises EngineError for an id without a row.
         """
         rows = rows_of(self.weights.embedding, ids)
         x, inputs = self._embed(self._stages[0].ops.to_device(rows))
