@@ -1,4 +1,4 @@
-"""PyTorch's attention over an fp16 cache, timed like ours: recorded, over more bytes than caches hold.
+"""PyTorch's kernels, timed like ours: recorded, over more bytes than caches hold. Attention over an fp16 cache.
 
 PyTorch is no dependency: if it is missing or a kernel of it does not work, its row says so.
 """
@@ -21,11 +21,10 @@ from polarlm.model_loaders.config import ModelConfig
 _BACKENDS = {"flash": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
 _LAYOUTS = ("enable_gqa", "group as rows")
 NAMES = tuple(f"torch {backend}, {layout}" for backend in _BACKENDS for layout in _LAYOUTS)
-PROMPT_NAMES = tuple(f"torch {backend}" for backend in _BACKENDS)
 _MOST_SETS = 256
 
 Calls = list[Callable[[], object]]
-Make = Callable[["_Shape"], Calls]
+Make = Callable[[Any], Calls]  # from PyTorch to the calls of one graph
 
 
 @dataclass(frozen=True)
@@ -39,37 +38,18 @@ class PeerTime:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class PromptPeerTime:
-    """Seconds of causal attention over one prompt in half precision; None if it failed. note: as in `PeerTime`."""
-
-    name: str
-    tokens: int
-    seconds: float | None
-    flops: float
-    note: str = ""
-
-
 def half_attention(config: ModelConfig, context: int, batch: int, rotated: int, runs: int) -> list[PeerTime]:
     """The times of every peer at one shape. rotated: the least bytes that are read before any are read again."""
+
+    def make(backend: str, layout: str, torch: Any) -> Calls:
+        return _step(backend, layout, _Shape(torch, config, context, batch, rotated))
+
     kinds = itertools.product(_BACKENDS.values(), _LAYOUTS)
-    makers = {name: partial(_step, *kind) for name, kind in zip(NAMES, kinds, strict=True)}
-    timed = _timed(makers, config, context, batch, rotated, runs)
-    return [PeerTime(name, context, batch, *result) for name, result in timed.items()]
+    makers = {name: partial(make, *kind) for name, kind in zip(NAMES, kinds, strict=True)}
+    return [PeerTime(name, context, batch, *result) for name, result in timed(makers, runs).items()]
 
 
-def prompt_attention(config: ModelConfig, tokens: int, runs: int) -> list[PromptPeerTime]:
-    """The times of every peer for one prompt, whose data may fit into caches."""
-    makers = {name: partial(_prompt, kind) for name, kind in zip(PROMPT_NAMES, _BACKENDS.values(), strict=True)}
-    timed = _timed(makers, config, tokens, 1, 1, runs)
-    # Two products; each row attends to itself and all earlier rows.
-    flops = 4.0 * config.attention.heads * config.attention.head_dim * tokens * (tokens + 1) / 2
-    return [PromptPeerTime(name, tokens, seconds, flops, note) for name, (seconds, note) in timed.items()]
-
-
-def _timed(
-    makers: Mapping[str, Make], config: ModelConfig, context: int, batch: int, rotated: int, runs: int
-) -> dict[str, tuple[float | None, str]]:
+def timed(makers: Mapping[str, Make], runs: int) -> dict[str, tuple[float | None, str]]:
     """Name → the seconds of a call, or None and the reason."""
     try:
         torch = importlib.import_module("torch")
@@ -79,11 +59,10 @@ def _timed(
         return dict.fromkeys(makers, (None, "PyTorch is not installed"))
     except Exception as error:  # its libraries may not work on this machine
         return dict.fromkeys(makers, (None, _short(error)))
-    shape = _Shape(torch, config, context, batch, rotated)
     times: dict[str, tuple[float | None, str]] = {}
     for name, make in makers.items():
         try:
-            times[name] = _seconds(torch, make(shape), runs)
+            times[name] = _seconds(torch, make(torch), runs)
         except Exception as error:
             times[name] = None, _short(error)
         torch.cuda.empty_cache()
@@ -125,13 +104,6 @@ def _step(backend: str, layout: str, shape: _Shape) -> Calls:
     options = {"enable_gqa": True} if is_grouped else {}
     sets = [(shape.random(*size), shape.random(*size)) for _ in range(shape.sets)]
     return [partial(shape.attention, backend, q, *kv, **options) for kv in sets]
-
-
-def _prompt(backend: str, shape: _Shape) -> Calls:
-    """A call for all tokens of a prompt."""
-    c = shape.config.attention
-    q, k, v = (shape.random(1, heads, shape.context, c.head_dim) for heads in (c.heads, c.kv_heads, c.kv_heads))
-    return [partial(shape.attention, backend, q, k, v, is_causal=True, enable_gqa=True)]
 
 
 def _seconds(torch: Any, calls: Calls, runs: int) -> tuple[float, str]:

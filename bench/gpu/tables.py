@@ -1,4 +1,4 @@
-"""Results of measurements on a GPU as JSON and as tables, in which times are compared with limits and with PyTorch."""
+"""Results of measurements on a GPU as JSON, and tables of that, in which times are compared with limits and peers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from polarlm.bench import report
-from polarlm.bench.gpu.attention import AttentionTime, EncodeTime
-from polarlm.bench.gpu.peer import PeerTime, PromptPeerTime
-from polarlm.bench.gpu.steps import MatrixTime, PrefillTime, StepTime
+from polarlm.bench.gpu.attention import ALLOWED_ERROR, AttentionTime, EncodeTime
+from polarlm.bench.gpu.families import FamilyError
+from polarlm.bench.gpu.peer import PeerTime
+from polarlm.bench.gpu.products import MatrixTime
+from polarlm.bench.gpu.requests import PromptTime, SequencesTime, ServerTimes
 
-_NONE = "—"
+NOTHING = "—"
+Measured = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,153 +25,162 @@ class Limits:
     gemm: float
 
 
-Row = AttentionTime | PeerTime | MatrixTime | StepTime | PrefillTime | PromptPeerTime | EncodeTime | Limits
+Row = (
+    PromptTime | SequencesTime | ServerTimes | FamilyError | Limits | AttentionTime | PeerTime | MatrixTime | EncodeTime
+)
 
 # Fields of a file of results and the rows that each of them lists.
 _KINDS: Mapping[str, type[Row]] = {
+    "prompts": PromptTime,
+    "sequences": SequencesTime,
+    "server": ServerTimes,
+    "families": FamilyError,
     "limits": Limits,
     "attention": AttentionTime,
     "attention_peers": PeerTime,
-    "steps": StepTime,
     "matrices": MatrixTime,
-    "prefill": PrefillTime,
-    "prompt_peers": PromptPeerTime,
     "encoding": EncodeTime,
 }
 
 
 @dataclass
 class Results:
-    """Rows in the order of measurement, and the missing measurements with their reasons. model: the model's shape
-    (`bench.gpu.shapes.shape_of`)."""
+    """Rows in the order of measurement, and the missing measurements with their reasons. model: its name."""
 
     rows: list[Row] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)
-    model: Mapping[str, int] = field(default_factory=dict)
-
-    def rows_of(self, kind: type) -> list[Any]:
-        return [row for row in self.rows if isinstance(row, kind)]
-
-    @property
-    def limits(self) -> Limits | None:
-        """The best of all measurements: clocks may be lower at the beginning or at the end."""
-        rows = self.rows_of(Limits)
-        return Limits(max(row.copy for row in rows), max(row.gemm for row in rows)) if rows else None
-
-    def best_half(self, context: int, batch: int) -> tuple[float, str] | None:
-        """Seconds and name of the fastest attention over an fp16 cache, our own included."""
-        ours = [(row, "f16") for row in self.rows_of(AttentionTime) if row.cache_type == "f16" and row.right]
-        named = [*((row, row.name) for row in self.rows_of(PeerTime)), *ours]
-        times = [(row.seconds, name) for row, name in named if row.seconds and _at(row, context, batch)]
-        return min(times, default=None)
+    model: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        rows = {name: [asdict(row) for row in self.rows_of(kind)] for name, kind in _KINDS.items()}
+        rows = {name: [asdict(row) for row in self.rows if isinstance(row, kind)] for name, kind in _KINDS.items()}
         missing = [{"what": what, "why": why} for what, why in self.missing]
-        return {"model": dict(self.model), **rows, "not_measured": missing}
+        return {"model": self.model, **rows, "not_measured": missing}
 
 
-def _at(row: AttentionTime | PeerTime, context: int, batch: int) -> bool:
-    return (row.context, row.batch) == (context, batch)
-
-
-def format_tables(results: Results) -> str:
+def format_tables(measured: Measured) -> str:
     """The text of every table that has rows, then a line for each missing measurement."""
-    parts = [_limits(results), _attention(results), _steps(results), _prefill(results), _prompt_peers(results)]
-    parts += [
-        _matrices(results),
-        _encoding(results),
-        "\n".join(f"Not measured: {what}: {why}." for what, why in results.missing),
+    parts = [
+        _titled("Prompts up to the first token; device: if all is launched before it begins", prompts_table(measured)),
+        _titled("Sequences that are asked at the same time", sequences_table(measured)),
+        *map(server_in_words, measured["server"]),
+        _titled("Log-probabilities: how far from NumPy's by the kernels' roundings, and here", _families(measured)),
+        _titled("The device alone", _limits(measured)),
+        _titled("Attention of one token per sequence; × fp16: the best fp16 kernel's over this", _attention(measured)),
+        _titled("Products with weights, µs by rows", _matrices(measured)),
+        _titled("Encoding, with metrics", _encoding(measured)),
+        "\n".join(f"Not measured: {one['what']}: {one['why']}." for one in measured["not_measured"]),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def _table(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    rows = list(rows)
-    return f"{title}\n\n{report.table(header, rows)}" if rows else ""
+def _titled(title: str, table: str) -> str:
+    return table and f"{title}\n\n{table}"
 
 
-def _limits(results: Results) -> str:
-    rows = [(f"{row.copy / 1e9:,.0f}", f"{row.gemm / 1e12:,.0f}") for row in results.rows_of(Limits)]
-    return _table("The device alone", ("copy GB/s, read + written", "bf16 product TFLOP/s"), rows)
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(row) for row in rows]
+    return report.table(list(header), lines) if lines else ""
 
 
-def _share_of_copy(results: Results, rate: float) -> str:
-    return f"{100 * rate / results.limits.copy:.0f} %" if results.limits else _NONE
+def prompts_table(measured: Measured) -> str:
+    """A line for each length of a prompt: milliseconds with and without the host for each cache type."""
+    rows = {(row["tokens"], row["cache_type"]): row for row in measured["prompts"]}
+    types, lengths = (list(dict.fromkeys(key[part] for key in rows)) for part in (1, 0))
+    header = [f"{name}, {what}" for name in types for what in ("ms", "device", "tokens/s")]
+
+    def cells(row: Mapping[str, Any] | None) -> Iterable[str]:
+        if row is None:
+            return [NOTHING] * 3
+        times = (f"{1e3 * row[part]:,.1f}" for part in ("seconds", "device"))
+        return *times, f"{row['tokens'] / row['seconds']:,.0f}"
+
+    lines = [[f"{n:,}", *(cell for name in types for cell in cells(rows.get((n, name))))] for n in lengths]
+    return _table(["prompt", *header], lines)
 
 
-def _attention(results: Results) -> str:
+def sequences_table(measured: Measured) -> str:
+    """A line for each number of sequences and engine: tokens/s of prompts, of answers, all included, and of steps."""
+    lines = []
+    for row in sorted(measured["sequences"], key=lambda row: row["sequences"]):
+        count, step = row["sequences"], row["step"]
+        rates = count * row["prompt"] / row["first"], count * row["answer"] / row["seconds"]
+        steps = (f"{count / step:,.0f}", f"{1e3 * step:.2f}") if step else (NOTHING, NOTHING)
+        name = row["engine"], row["cache_type"]
+        lines.append([str(count), " ".join(name), *(f"{rate:,.0f}" for rate in rates), *steps])
+    return _table(("sequences", "", "prompts, tokens/s", "answers, tokens/s", "steps, tokens/s", "ms a step"), lines)
+
+
+def server_in_words(row: Mapping[str, Any]) -> str:
+    """A sentence about a server under load."""
+    first, gap = (f"{row[name][0]:.3g} s ({row[name][1]:.3g} s at 95 %)" for name in ("first_token", "between_tokens"))
+    return (
+        f"A server with {row['clients']} clients, prompts of {row['prompt']} and answers of {row['answer']} tokens: "
+        f"{row['tokens_per_second']:,.0f} tokens/s; the first token after {first}, the next ones each after {gap}."
+    )
+
+
+def _families(measured: Measured) -> str:
+    lines = []
+    for row in measured["families"]:
+        sides = [f"{part:.4f}" for side in ("rounded", "device") for part in row[side]]
+        lines.append([row["family"], row["cache_type"], *sides])
+    shares = "median", "at 95 %, with codes 90 %"
+    return _table(("model", "cache", *(f"{side}: {share}" for side in ("roundings", "GPU") for share in shares)), lines)
+
+
+def _limits(measured: Measured) -> str:
+    rows = [(f"{row['copy'] / 1e9:,.0f}", f"{row['gemm'] / 1e12:,.0f}") for row in measured["limits"]]
+    return _table(("copy GB/s, read + written", "bf16 product TFLOP/s"), rows)
+
+
+def _share_of_copy(measured: Measured, rate: float) -> str:
+    best = max((row["copy"] for row in measured["limits"]), default=None)
+    return f"{100 * rate / best:.0f} %" if best else NOTHING
+
+
+def best_half(measured: Measured, context: int, batch: int, *, peers_alone: bool = False) -> float | None:
+    """Seconds of the fastest attention over an fp16 cache, our own included unless of peers alone."""
+    ours = [row for row in measured["attention"] if row["cache_type"] == "f16" and row["error"] <= ALLOWED_ERROR]
+    rows = [*measured["attention_peers"], *([] if peers_alone else ours)]
+    return min((row["seconds"] for row in rows if row["seconds"] and _at(row, context, batch)), default=None)
+
+
+def _at(row: Mapping[str, Any], context: int, batch: int) -> bool:
+    return bool((row["context"], row["batch"]) == (context, batch))
+
+
+def _attention(measured: Measured) -> str:
     """The table of attention, by context and batch, with PyTorch's fp16 kernels first."""
-    rows, measured = [], [*results.rows_of(PeerTime), *results.rows_of(AttentionTime)]
-    for context, batch in dict.fromkeys((row.context, row.batch) for row in measured):
-        best = results.best_half(context, batch)
-        for row in (row for row in measured if _at(row, context, batch)):
-            place = f"{context:,}", str(batch)
-            is_peer = isinstance(row, PeerTime)
-            ratio = f"{best[0] / row.seconds:.2f}" if best and row.seconds and (is_peer or row.right) else _NONE
+    lines, rows = [], [*measured["attention_peers"], *measured["attention"]]
+    for context, batch in dict.fromkeys((row["context"], row["batch"]) for row in rows):
+        best = best_half(measured, context, batch)
+        for row in (row for row in rows if _at(row, context, batch)):
+            seconds, is_peer = row["seconds"], "name" in row
+            is_right = is_peer or row["error"] <= ALLOWED_ERROR  # False for NaN
+            ratio = f"{best / seconds:.2f}" if best and seconds and is_right else NOTHING
+            time = f"{1e6 * seconds:,.1f}" if seconds else row["note"]
             if is_peer:
-                time = f"{1e6 * row.seconds:,.1f}" if row.seconds else row.note
-                rows.append((row.name, *place, time, _NONE, _NONE, ratio, row.note if row.seconds else _NONE))
+                more = NOTHING, NOTHING, ratio, row["note"] if seconds else NOTHING
             else:
-                rate, error = row.bytes / row.seconds, f"{'' if row.right else 'WRONG '}{row.error:.1e}"
-                figures = f"{1e6 * row.seconds:,.1f}", f"{rate / 1e9:,.0f}", _share_of_copy(results, rate), ratio, error
-                rows.append((row.cache_type, *place, *figures))
-    title = "Attention of one token per sequence; × fp16: the best fp16 kernel's time over this one"
-    return _table(title, ("cache", "context", "batch", "µs", "GB/s", "of copy", "× fp16", "error"), rows)
+                rate, error = row["bytes"] / seconds, f"{'' if is_right else 'WRONG '}{row['error']:.1e}"
+                more = f"{rate / 1e9:,.0f}", _share_of_copy(measured, rate), ratio, error
+            lines.append((row["name" if is_peer else "cache_type"], f"{context:,}", str(batch), time, *more))
+    return _table(("cache", "context", "batch", "µs", "GB/s", "of copy", "× fp16", "error"), lines)
 
 
-def _steps(results: Results) -> str:
-    rows = []
-    for row in results.rows_of(StepTime):
-        floor = row.bytes / results.limits.copy if results.limits else None
-        rows.append(
-            (
-                row.weights,
-                "overlapped" if row.overlapped else "in turn",
-                f"{row.context:,}" + (f", others {row.shortest:,}" if row.shortest < row.context else ""),
-                str(row.batch),
-                *(f"{1e3 * seconds:.2f}" for seconds in (row.seconds, row.median, row.ahead, row.device)),
-                f"{1e3 * floor:.2f}" if floor else _NONE,
-                f"{100 * floor / row.seconds:.0f} %" if floor else _NONE,
-                f"{row.batch / row.ahead:,.0f}",
-            )
-        )
-    times = "ms a step", "median", "ahead", "device alone", "floor", "floor / step"
-    title = "Whole steps; floor: the bytes of weights and K/V at the speed of a copy; tokens/s: if steps begin ahead"
-    return _table(title, ("weights", "launches", "context", "batch", *times, "tokens/s"), rows)
+def _matrices(measured: Measured) -> str:
+    """A line for each matrix and format, with the times by rows."""
+    rows = {(row["name"], row["weights"], row["rows"]): row for row in measured["matrices"]}
+    counts = list(dict.fromkeys(count for _, _, count in rows))
+    lines = []
+    for name, weights in dict.fromkeys(key[:2] for key in rows):
+        lines.append([name, weights])
+        for count in counts:
+            row = rows.get((name, weights, count), {"seconds": None, "note": NOTHING})
+            lines[-1].append(f"{1e6 * row['seconds']:,.1f}" if row["seconds"] else row["note"])
+    return _table(("matrix", "weights", *map(str, counts)), lines)
 
 
-def _matrices(results: Results) -> str:
-    rows = []
-    for row in results.rows_of(MatrixTime):
-        rate = row.bytes / row.seconds
-        share = _share_of_copy(results, rate)
-        rows.append((row.weights, row.name, str(row.rows), f"{1e6 * row.seconds:,.1f}", f"{rate / 1e9:,.0f}", share))
-    return _table("Products with weights", ("weights", "matrix", "rows", "µs", "GB/s", "of copy"), rows)
-
-
-def _prefill(results: Results) -> str:
-    rows = []
-    for row in results.rows_of(PrefillTime):
-        rate = row.matrix_flops / row.seconds
-        share = f"{100 * rate / results.limits.gemm:.0f} %" if results.limits else _NONE
-        attention = row.attention_flops / row.attention_seconds / 1e12
-        rates = f"{row.tokens / row.seconds:,.0f}", share, f"{attention:,.0f}"
-        rows.append((row.weights, f"{row.tokens:,}", f"{1e3 * row.seconds:,.1f}", *rates))
-    header = ("weights", "tokens", "ms", "tokens/s", "of bf16 product", "attention TFLOP/s")
-    return _table("Prefill of a prompt", header, rows)
-
-
-def _prompt_peers(results: Results) -> str:
-    rows = []
-    for row in results.rows_of(PromptPeerTime):
-        time = f"{1e3 * row.seconds:,.2f}" if row.seconds else row.note
-        rate = f"{row.flops / row.seconds / 1e12:,.0f}" if row.seconds else _NONE
-        rows.append((row.name, f"{row.tokens:,}", time, rate, row.note if row.seconds else _NONE))
-    title = "Causal attention of a prompt by PyTorch in half precision; compare with attention TFLOP/s of prefill"
-    return _table(title, ("kernel", "tokens", "ms a layer", "TFLOP/s", "note"), rows)
-
-
-def _encoding(results: Results) -> str:
-    rows = [(row.cache_type, str(row.blocks), f"{1e6 * row.seconds:,.1f}") for row in results.rows_of(EncodeTime)]
-    return _table("Encoding, with metrics", ("cache", "blocks at once", "µs a block"), rows)
+def _encoding(measured: Measured) -> str:
+    rows = [(row["cache_type"], str(row["blocks"]), f"{1e6 * row['seconds']:,.1f}") for row in measured["encoding"]]
+    return _table(("cache", "blocks at once", "µs a block"), rows)
