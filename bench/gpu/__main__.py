@@ -12,15 +12,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from polarlm.bench import report
 from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, at_least, cache_types, model_named, numbers
-from polarlm.bench.gpu.peer import half_attention
-from polarlm.bench.gpu.plan import SHARES, Peers, Plan
+from polarlm.bench.gpu.plan import SHARES, Plan
 from polarlm.bench.gpu.setup import Gpu, Sizes, open_gpu
 from polarlm.bench.gpu.tables import Results, Row, format_tables
 from polarlm.bench.report import Output
+from polarlm.bench.speed.options import file_names
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse
@@ -41,30 +40,22 @@ class Options:
         "balanced,f16,compact,polarquant,turbo4",
         "--types",
         metavar="TYPES",
-        help=f"{TYPES_HELP}. The first runs sequences, the first two run prompts and rates, all of them attention",
+        help=f"{TYPES_HELP}. The first runs sequences, the first two run prompts and rates, and all of them attention",
     )
-    llama_bench: str | None = setting(
-        None,
-        "--llama-bench",
-        metavar="PATH",
-        help="llama.cpp's llama-bench to compare with, and llama-batched-bench beside it",
+    llama_cpp: str | None = setting(
+        None, "--llama-cpp", metavar="FOLDER", help="where llama.cpp's llama-bench and llama-batched-bench are"
     )
     contexts: str = setting("2048,32768,131072", "--contexts", metavar="N,N", help="tokens that attention sees")
     batches: str = setting("1,16", "--batches", metavar="N,N", help="sequences of attention; the first matter most")
     budget: int = setting(540, "--budget", metavar="SECONDS", help="begin nothing new after so many seconds")
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    gpu: Gpu | None = None,
-    sizes: Sizes | None = None,
-    peers: Peers = half_attention,
-) -> int:
+def main(argv: Sequence[str] | None = None, gpu: Gpu | None = None, sizes: Sizes | None = None) -> int:
     """Measures, writes the JSON, prints the tables; returns the exit code. gpu: None for the machine's own."""
-    return run(lambda flags: _measure_and_report(flags, gpu, sizes or Sizes(), peers), argv)
+    return run(lambda flags: _measure_and_report(flags, gpu, sizes or Sizes()), argv)
 
 
-def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peers: Peers) -> None:
+def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes) -> None:
     started = time.monotonic()
     options, destination = parse(
         argv,
@@ -82,11 +73,10 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes, peer
     batches = numbers("--batches", options.batches, 1)
     model = model_named(options.weights, options.hf_repo)
     gpu = gpu or open_gpu()
-    output = destination.path("gpu", gpu.about["name"])
-    rates = ["--publish"] if destination.publish else ["--output", str(output.with_name(f"speed-{output.name}"))]
-    plan = Plan(gpu, sizes, peers, types, contexts, batches, model, options.llama_bench, rates)
+    output = destination.path("gpu", f"{gpu.about['name']} {file_names(model)}")
+    plan = Plan(gpu, sizes, types, contexts, batches, model, options.llama_cpp)
     note(f"Takes {report.duration(options.budget)} at most, plus the rest of the last measurement")
-    results = Results(model=Path(model).stem if model else "demo")
+    results = Results(model=file_names(model))
 
     def write(complete: bool) -> None:
         report.write(output, "gpu", argv, results.as_json(), gpu=gpu.about, complete=complete)
@@ -105,17 +95,20 @@ def _measure(
     plan: Plan, sections: Sequence[str], results: Results, started: float, budget: float, write: Callable[[], None]
 ) -> None:
     """Run the tasks of all sections, as far as there is time."""
-    shares, end = sum(SHARES[name] for name in sections), started
+    shares, plan.end = sum(SHARES[name] for name in sections), started
     for section in (name for name in SHARES if name in sections):
-        end += budget * SHARES[section] / shares
-        plan.end = end
-        for name, work in plan.sections[section]():
-            if time.monotonic() > end:
-                results.missing.append((name, _OVER))
-                continue
-            note(f"{time.monotonic() - started:6.1f} s  {name}")
-            _do(name, work, results)
-            write()
+        plan.end += budget * SHARES[section] / shares
+        try:
+            for name, work in plan.section(section):
+                if time.monotonic() > plan.end:
+                    results.missing.append((name, _OVER))
+                    continue
+                note(f"{time.monotonic() - started:6.1f} s  {name}")
+                plan.gpu.clock.free()  # the memory of earlier measurements
+                _do(name, work, results)
+                write()
+        except EngineError as error:
+            results.missing.append((section, str(error).rstrip(".")))
     plan.unload()
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill
+from polarlm.bench.gpu.cache import Content, StoredSequence, attention_error, fill
 from polarlm.bench.gpu.setup import Gpu, Sizes
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.device import Array
@@ -33,7 +33,7 @@ _NOTHING = np.zeros(1, np.int32)  # a graph needs an input
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Seconds of one call, the bytes that it reads, and its error (`bench.gpu.cache`)."""
+    """Seconds of one call, the bytes that it reads, and its error: above `ALLOWED_ERROR` the time is meaningless."""
 
     cache_type: str
     context: int
@@ -41,11 +41,6 @@ class AttentionTime:
     seconds: float
     bytes: int
     error: float
-
-    @property
-    def right(self) -> bool:
-        """Whether the result is correct; if not, the time is meaningless."""
-        return self.error <= ALLOWED_ERROR  # False for NaN
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ def layer_format(sizes: Sizes, cache_type: CacheType, metric_k: Metric | None, m
 
 def measure_attention(
     gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType, context: int, batch: int
-) -> AttentionTime:
+) -> list[AttentionTime]:
     """Check the result, then measure the time. Raises EngineError if there is no kernel or too little memory."""
     ops, device = gpu.open()
     format, attention = layer_format(sizes, cache_type, None, None), sizes.config.attention
@@ -95,7 +90,7 @@ def measure_attention(
         return result
 
     seconds = gpu.clock.seconds(lambda: ops.run_graph("attention", all_calls, [_NOTHING]), sizes.runs)
-    return AttentionTime(cache_type.pair, context, batch, seconds / calls, size, error)
+    return [AttentionTime(cache_type.pair, context, batch, seconds / calls, size, error)]
 
 
 def _quantized(format: CacheFormat, context: int) -> int:

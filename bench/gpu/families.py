@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from polarlm.bench.gpu.setup import open_gpu
 from polarlm.engine.errors import EngineError
-
-_PROCESSES = 8  # most of the time goes into compiling kernels
 
 
 @dataclass(frozen=True)
@@ -31,11 +27,6 @@ class FamilyError:
 def every() -> list[tuple[str, str]]:
     """Every model of the tests with each cache type. Raises EngineError without a checkout."""
     return list(_of_tests("tests.cuda.family_scores").ALL)
-
-
-def processes() -> ProcessPoolExecutor:
-    """Processes in each of which a GPU is opened anew."""
-    return ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"))
 
 
 def measure_family(family: str, types: str, ops: Any = None, **more: Any) -> FamilyError:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +17,34 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import families
 from polarlm.bench.gpu.attention import measure_attention, measure_encoding
 from polarlm.bench.gpu.cache import Content
-from polarlm.bench.gpu.peer import PeerTime
+from polarlm.bench.gpu.peer import half_attention
 from polarlm.bench.gpu.products import FORMATS, MATRICES, measure_products, torch_products
-from polarlm.bench.gpu.requests import LLAMA_CPP, Asked, ServerTimes, batched_bench, server_times
+from polarlm.bench.gpu.requests import Asked, batched_bench, llama_bench, serve
 from polarlm.bench.gpu.setup import Gpu, Sizes
 from polarlm.bench.gpu.tables import Limits, Row
 from polarlm.bench.random_weights import RandomMatrix
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.errors import EngineError
-from polarlm.model_loaders.config import ModelConfig
 
-Peers = Callable[[ModelConfig, int, int, int, int], "list[PeerTime]"]
-Task = tuple[str, Callable[[], Sequence[Row]]]
+Work = Callable[[], Sequence[Row]]
+Task = tuple[str, Work]
 
+_PROCESSES = 8  # for families, whose time goes into compiling kernels
 # Section → its share of the budget; the most wanted comes first. What one leaves goes to the next.
-SHARES = {"prompts": 60, "sequences": 90, "rates": 150, "server": 50, "families": 50, "kernels": 140}
-_LAST_SECONDS = 30.0  # for another command to write what it has, once it is stopped
+SHARES = {"prompts": 80, "rates": 90, "sequences": 90, "server": 60, "families": 60, "kernels": 160}
 
 
 @dataclass
 class Plan:
-    """The tasks of every section. model: a path; None for the demonstration model. llama_bench: the program's path.
-
-    rates_output: the flags that say where the rates' own file goes.
-    """
+    """The tasks of every section. model: a path; None for the demonstration model. llama_cpp: a folder of programs."""
 
     gpu: Gpu
     sizes: Sizes
-    peers: Peers
     types: Sequence[CacheType]
     contexts: Sequence[int]
     batches: Sequence[int]
     model: str | None
-    llama_bench: str | None
-    rates_output: Sequence[str]
+    llama_cpp: str | None
     end: float = 0.0  # when the section that is measured has to end, by `time.monotonic`
 
     def __post_init__(self) -> None:
@@ -61,20 +52,15 @@ class Plan:
         self._content = Content.random(self.sizes.blocks, self.sizes.block_size, attention.kv_heads, attention.head_dim)
         self._asked: Asked | EngineError | None = None  # or why there is none
         self._of_model = self.types[:2]
-        self.sections: Mapping[str, Callable[[], Iterator[Task]]] = {
-            "prompts": self._prompts,
-            "sequences": self._sequences,
-            "rates": self._rates,
-            "server": self._server,
-            "families": self._families,
-            "kernels": self._kernels,
-        }
+
+    def section(self, name: str) -> Iterator[Task]:
+        """The tasks of a section of SHARES. Raises EngineError."""
+        return iter(getattr(self, f"_{name}")())
 
     # -- a model ---------------------------------------------------------------------------------------------------
 
     def _loaded(self) -> Asked:
         if self._asked is None:
-            self.gpu.clock.free()
             try:
                 self._asked = Asked(self.model, self.sizes, self.types[0])
             except EngineError as error:
@@ -88,67 +74,34 @@ class Plan:
         if isinstance(self._asked, Asked):
             self._asked.close()
         self._asked = None
-        self.gpu.clock.free()
 
     def _prompts(self) -> Iterator[Task]:
         for types in self._of_model:
             for tokens in self.sizes.prompts:
+                yield f"prompt of {tokens}, {types.label}", self._asking("prompt", self.gpu, types, tokens)
 
-                def measure(types: CacheType = types, tokens: int = tokens) -> Sequence[Row]:
-                    return [self._loaded().prompt(self.gpu, types, tokens)]
-
-                yield f"prompt of {tokens}, {types.label}", measure
+    def _rates(self) -> Iterator[Task]:
+        for types in self._of_model:
+            for depth in self.sizes.depths:
+                yield f"generation at {depth}, {types.label}", self._asking("generation", types, depth)
+        yield from self._beside("llama-bench", llama_bench)
 
     def _sequences(self) -> Iterator[Task]:
         for count in self.sizes.sequences:
+            yield f"{count} sequences", self._asking("sequences", self.types[0], count)
+        yield from self._beside("llama-batched-bench", batched_bench)
 
-            def measure(count: int = count) -> Sequence[Row]:
-                return [self._loaded().sequences(self.types[0], count)]
+    def _asking(self, name: str, *arguments: Any) -> Work:
+        return lambda: [getattr(self._loaded(), name)(*arguments)]
 
-            yield f"{count} sequences", measure
-        if self.llama_bench and self.model:
-            program = Path(self.llama_bench).with_name("llama-batched-bench")
-            yield "sequences, llama.cpp", lambda: batched_bench(str(program), str(self.model), self.sizes, self._left())
-
-    def _rates(self) -> Iterator[Task]:
-        flags = ["--device", "cuda", "--only", "rates", "--types", ",".join(types.label for types in self._of_model)]
-        flags += ["--peer-types", "f16", "--peer", f"{LLAMA_CPP}={self.llama_bench}"] if self.llama_bench else []
-        flags += [] if self.llama_bench else ["--peer-types", "none"]
-        flags += ["--prompt", "64,512,2048", "--depth", "2048,32768", "--repeat", "2", *self.rates_output]
-        yield "rates, by polarlm speed", lambda: self._other("speed", flags)
+    def _beside(self, program: str, measure: Callable[..., Iterable[Row]]) -> Iterator[Task]:
+        if self.llama_cpp and self.model:
+            path, model = Path(self.llama_cpp) / program, self.model
+            yield program, lambda: list(measure(path, model, self.sizes, self._left()))
 
     def _server(self) -> Iterator[Task]:
-        clients, (prompt, answer) = self.sizes.clients, self.sizes.of_client
-
-        def measure() -> Sequence[ServerTimes]:
-            with tempfile.TemporaryDirectory() as folder:
-                output = Path(folder) / "serving.json"
-                flags = ["--clients", str(clients), "--requests", str(3 * clients), "--rate", "500", "--seconds", "30"]
-                flags += ["--prompt-tokens", str(prompt), "--shared-prefix", "0", "--max-tokens", str(answer)]
-                self._other("serving", [*flags, "--output", str(output)])
-                return [server_times(json.loads(output.read_text(encoding="utf-8")))]
-
-        yield f"server of {clients} clients", measure
-
-    def _other(self, kind: str, flags: Sequence[str]) -> Sequence[Row]:
-        """Run another measurement of the same model in a process of its own. Raises EngineError."""
         self.unload()
-        weights = [] if self.model is None else ["--weights", self.model]
-        process = subprocess.Popen([sys.executable, "-m", f"polarlm.bench.{kind}", *weights, *flags])
-        try:
-            code = process.wait(self._left())
-        except subprocess.TimeoutExpired:
-            raise EngineError("was not finished in its time; its file has what was measured") from None
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(_LAST_SECONDS)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-        if code:
-            raise EngineError(f"polarlm.bench.{kind} ended with exit code {code}")
-        return []
+        yield f"server of {self.sizes.clients} clients", lambda: [serve(self.model, self.sizes)]
 
     def _left(self) -> float:
         return max(1.0, self.end - time.monotonic())
@@ -157,15 +110,10 @@ class Plan:
 
     def _families(self) -> Iterator[Task]:
         self.unload()
-        try:
-            every = families.every()
-        except EngineError as error:
-            yield "families", partial(_raise, error)
-            return
-        pool = families.processes()
+        every, pool = families.every(), ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"))
         running = [(one, pool.submit(families.measure_family, *one)) for one in every]
         for (family, types), future in running:
-            yield f"{family}, {types}", lambda future=future: [future.result(self._left())]
+            yield f"{family}, {types}", partial(lambda one: [one.result(self._left())], future)
         pool.shutdown(wait=False, cancel_futures=True)
 
     def _kernels(self) -> Iterator[Task]:
@@ -174,18 +122,12 @@ class Plan:
         yield from self._attention(self.batches[0])
         for weights in FORMATS:
             for name in MATRICES:
-                work = partial(measure_products, self.gpu, self.sizes, weights, name)
-                yield f"{name}, {weights}", partial(self._afresh, work)
+                yield f"{name}, {weights}", partial(measure_products, self.gpu, self.sizes, weights, name)
         for name in MATRICES:
             yield f"{name}, PyTorch", partial(torch_products, self.sizes, name)
-        yield "encoding", self._encoding
+        yield "encoding", partial(measure_encoding, self.gpu, self.sizes, self._content, self.types[0])
         for batch in self.batches[1:]:
             yield from self._attention(batch)
-
-    def _afresh(self, work: Callable[[], Sequence[Row]]) -> Sequence[Row]:
-        """The result of `work`, after the memory of earlier measurements has been freed."""
-        self.gpu.clock.free()
-        return work()
 
     def _limits(self) -> list[Row]:
         _, device = self.gpu.open()
@@ -205,17 +147,7 @@ class Plan:
         sizes = self.sizes
         for context in self.contexts:
             shape = sizes.config, context, batch, sizes.rotated, sizes.runs
-            yield f"fp16 kernels of PyTorch, {context} × {batch}", partial(self.peers, *shape)
+            yield f"fp16 kernels of PyTorch, {context} × {batch}", partial(half_attention, *shape)
             for types in self.types:
-
-                def measure(types: CacheType = types, context: int = context) -> Sequence[Row]:
-                    return [measure_attention(self.gpu, sizes, self._content, types, context, batch)]
-
-                yield f"attention, {types.label}, {context} × {batch}", partial(self._afresh, measure)
-
-    def _encoding(self) -> Sequence[Row]:
-        return measure_encoding(self.gpu, self.sizes, self._content, self.types[0])
-
-
-def _raise(error: Exception) -> Any:
-    raise error
+                work = partial(measure_attention, self.gpu, sizes, self._content, types, context, batch)
+                yield f"attention, {types.label}, {context} × {batch}", work

@@ -1,23 +1,29 @@
-"""What a model's requests take on a GPU: prompts with and without the host, and many sequences at the same time."""
+"""What a model's requests take on a GPU, beside llama.cpp's programs: prompts with and without the host, generation,
+many sequences at the same time, a server."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.setup import Gpu, Sizes
+from polarlm.bench.report import Output
+from polarlm.bench.serving.options import LoadOptions, Options
 from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.ours import Ours
 from polarlm.engine.errors import EngineError
 
 LLAMA_CPP = "llama.cpp"
+PROMPT, GENERATION = "prompt", "generation"
+_ON_GPU = "-ngl", "99", "-fa", "1"  # llama.cpp's layers, and its flash attention
 
 
 @dataclass(frozen=True)
@@ -31,12 +37,23 @@ class PromptTime:
 
 
 @dataclass(frozen=True)
+class Rate:
+    """Tokens per second of each run: of a PROMPT of so many tokens, or of GENERATION after them.
+
+    engine: OURS or LLAMA_CPP.
+    """
+
+    engine: str
+    cache_type: str
+    kind: str
+    tokens: int
+    runs: list[float]
+
+
+@dataclass(frozen=True)
 class SequencesTime:
     """Seconds of `sequences` prompts that are asked at the same time: until all have their first token, until all have
-    ended, and the median of a step of all; None if they did not run together.
-
-    engine: OURS or LLAMA_CPP. prompt, answer: tokens of each.
-    """
+    ended, and the median of a step of all; None if they did not run together. prompt, answer: tokens of each."""
 
     engine: str
     cache_type: str
@@ -61,37 +78,21 @@ class ServerTimes:
     between_tokens: tuple[float, float]
 
 
-def server_times(measured: Mapping[str, Any]) -> ServerTimes:
-    """What a measurement of `bench.serving` says."""
-
-    def at(name: str) -> tuple[float, float]:
-        percentiles = measured["latencies"][f"{name}_seconds"]["percentiles"]
-        return percentiles[50], percentiles[95]
-
-    load = measured["load"]
-    return ServerTimes(
-        *(load["clients"], load["prompt_tokens"], load["max_tokens"], measured["tokens_per_second"]),
-        *(at("first_token"), at("between_tokens")),
-    )
-
-
 class Asked:
-    """A model on the GPU with a cache type at a time."""
+    """A model on the GPU with one cache type at a time."""
 
     def __init__(self, path: str | None, sizes: Sizes, types: CacheType) -> None:
-        """Raises EngineError."""
+        """path: None for the demonstration model. Raises EngineError."""
         self._sizes, most = sizes, max(sizes.sequences)
-        self._answer = sizes.asked[1] + 2 * most  # tokens with which all run together for a while
-        context = max(max(sizes.prompts) + sizes.asked[1], most * (sizes.asked[0] + self._answer))
+        context = max(*sizes.prompts, *sizes.depths, most * (sum(sizes.asked) + 2 * most)) + 2 * sizes.steps
         settings = {"device": "cuda", "parallel": most, "kept_sequences": most, **types.settings()}
         self._ours, self._type = Ours(path, context, 0, settings), types
         self._rng = np.random.default_rng(0)
-        self.about: dict[str, Any] = self._ours.about()
 
-    def use(self, types: CacheType) -> None:
-        """Have a cache of another type. Raises EngineError."""
+    def _use(self, types: CacheType) -> Ours:
         if types != self._type:
             self._ours, self._type = self._ours.with_settings(types.settings()), types
+        return self._ours
 
     def close(self) -> None:
         """Free the memory."""
@@ -103,48 +104,78 @@ class Asked:
 
     def prompt(self, gpu: Gpu, types: CacheType, tokens: int) -> PromptTime:
         """The times of prompts of `tokens` tokens. Raises EngineError."""
-        self.use(types)
-        ids, runs = self._ids(tokens), self._sizes.runs
-        device = gpu.clock.held(lambda: self._ours.prompt_rate(ids), runs)
-        seconds = statistics.median(tokens / self._ours.prompt_rate(ids) for _ in range(runs))
-        return PromptTime(types.label, tokens, seconds, device)
+        ours, ids, runs = self._use(types), self._ids(tokens), self._sizes.runs
+        device = gpu.clock.held(lambda: ours.prompt_rate(ids), runs)
+        rate = statistics.median(ours.prompt_rate(ids) for _ in range(runs))
+        return PromptTime(types.label, tokens, tokens / rate, device)
+
+    def generation(self, types: CacheType, depth: int) -> Rate:
+        """The rates of steps after `depth` tokens. Raises EngineError."""
+        ours, ids, following = self._use(types), self._ids(depth), self._ids(self._sizes.steps + 1)
+        _, *runs = [ours.generation_rate(ids, following) for _ in range(1 + self._sizes.runs)]  # the first compiles
+        return Rate(OURS, types.label, GENERATION, depth, runs)
 
     def sequences(self, types: CacheType, count: int) -> SequencesTime:
         """The times of `count` sequences: of whole answers, then of longer ones, whose prompts are not computed again.
 
         Raises EngineError.
         """
-        self.use(types)
-        prompt, answer = self._sizes.asked
+        ours, (prompt, answer) = self._use(types), self._sizes.asked
         prompts = [self._ids(prompt) for _ in range(count)]
-        self._ours.together([self._ids(prompt) for _ in range(count)], 2)  # compiles
-        whole = self._ours.together(prompts, answer)
-        steps = self._ours.together(prompts, answer + 2 * count, cached=True)["steps"]
+        ours.together([self._ids(prompt) for _ in range(count)], 2)  # compiles
+        whole = ours.together(prompts, answer)
+        steps = ours.together(prompts, answer + 2 * count, True)["steps"]  # long enough for all to run together
         step = statistics.median(steps) if steps else None
         return SequencesTime(OURS, types.label, count, prompt, answer, whole["first"], whole["seconds"], step)
 
 
-def batched_bench(program: str, path: str, sizes: Sizes, timeout: float) -> Sequence[SequencesTime]:
-    """The same by llama.cpp's `llama-batched-bench`, whose prompts are random, too; nothing is sampled.
+def serve(path: str | None, sizes: Sizes) -> ServerTimes:
+    """A server of the model under load (`bench.serving`), which it starts. Raises EngineError."""
+    from polarlm.bench.serving.load import run  # needs httpx
 
-    Raises EngineError.
-    """
+    prompt, answer = sizes.of_client
+    load = LoadOptions(sizes.clients, rate=500, requests=3 * sizes.clients, prompt_tokens=prompt, shared_prefix=0)
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "serving.json"
+        run(Options(max_tokens=answer), load, path, Output(str(output)), [])
+        measured = json.loads(output.read_text(encoding="utf-8"))
+
+    def at(name: str) -> tuple[float, float]:
+        percentiles = measured["latencies"][f"{name}_seconds"]["percentiles"]
+        return percentiles[50], percentiles[95]
+
+    rate = measured["tokens_per_second"]
+    return ServerTimes(sizes.clients, prompt, answer, rate, at("first_token"), at("between_tokens"))
+
+
+# -- llama.cpp's programs, whose tokens are random, too; nothing is sampled ----------------------------------------
+
+
+def llama_bench(program: Path, path: str, sizes: Sizes, seconds: float) -> Iterator[Rate]:
+    """The same prompts and steps by `llama-bench`. Raises EngineError."""
+    prompts, depths = (",".join(map(str, counts)) for counts in (sizes.prompts, sizes.depths))
+    for flags in (("-p", prompts, "-n", "0"), ("-p", "0", "-n", str(sizes.steps), "-d", depths)):
+        printed = _printed([str(program), "-m", path, *_ON_GPU, "-r", "3", "-o", "json", *flags], seconds)
+        for row in json.loads(printed):
+            kind, tokens = (PROMPT, row["n_prompt"]) if row["n_prompt"] else (GENERATION, row["n_depth"])
+            yield Rate(LLAMA_CPP, "f16", kind, tokens, row["samples_ts"])
+
+
+def batched_bench(program: Path, path: str, sizes: Sizes, seconds: float) -> Iterator[SequencesTime]:
+    """The same sequences by `llama-batched-bench`. Raises EngineError."""
     prompt, answer = sizes.asked
-    context = max(sizes.sequences) * (prompt + answer)
-    command = [program, "-m", path, "-c", str(context), "-npp", str(prompt), "-ntg", str(answer)]
-    command += ["-npl", ",".join(map(str, sizes.sequences)), "-ngl", "99", "-fa", "1", "--output-format", "jsonl"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise EngineError(f"{program} has no figures: {error}") from None
-    return list(_rows(done.stdout))
-
-
-def _rows(printed: str) -> Iterator[SequencesTime]:
-    for line in printed.splitlines():
+    counts, context = ",".join(map(str, sizes.sequences)), max(sizes.sequences) * (prompt + answer)
+    flags = ["-c", str(context), "-npp", str(prompt), "-ntg", str(answer), "-npl", counts, "--output-format", "jsonl"]
+    for line in _printed([str(program), "-m", path, *_ON_GPU, *flags], seconds).splitlines():
         if line.startswith("{"):
             row = json.loads(line)
             first, steps = row["t_pp"], row["t_tg"]
-            yield SequencesTime(
-                LLAMA_CPP, "f16", row["pl"], row["pp"], row["tg"], first, first + steps, steps / row["tg"]
-            )
+            tokens = row["pp"], row["tg"]
+            yield SequencesTime(LLAMA_CPP, "f16", row["pl"], *tokens, first, first + steps, steps / row["tg"])
+
+
+def _printed(command: Sequence[str], seconds: float) -> str:
+    try:
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EngineError(f"{command[0]} has no figures: {error}") from None

@@ -30,11 +30,13 @@ class Sizes:
     gemm: int = 8192  # rows and columns
     rows: tuple[int, ...] = (1, 3, 8, 16, 32, 64, 128, 256)  # of products
     prompts: tuple[int, ...] = (16, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens
+    depths: tuple[int, ...] = (8, 2048, 32768)  # tokens before generation
+    steps: int = 56  # of generation
     sequences: tuple[int, ...] = (1, 4, 16, 64)  # asked at the same time
     asked: tuple[int, int] = (128, 64)  # tokens of the prompt of each, and of its answer
     clients: int = 32  # of a server
     of_client: tuple[int, int] = (512, 128)
-    runs: int = 10  # runs of each measurement, whose median is taken
+    runs: int = 7  # runs of each measurement, whose median is taken
 
 
 WARM_SECONDS = 0.05  # seconds of work before a measurement: an idle GPU lowers its clocks

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from polarlm.bench import report
-from polarlm.bench.gpu.attention import ALLOWED_ERROR, AttentionTime, EncodeTime
+from polarlm.bench.gpu.attention import AttentionTime, EncodeTime
+from polarlm.bench.gpu.cache import ALLOWED_ERROR
 from polarlm.bench.gpu.families import FamilyError
 from polarlm.bench.gpu.peer import PeerTime
 from polarlm.bench.gpu.products import MatrixTime
-from polarlm.bench.gpu.requests import PromptTime, SequencesTime, ServerTimes
+from polarlm.bench.gpu.requests import GENERATION, PROMPT, PromptTime, Rate, SequencesTime, ServerTimes
+from polarlm.bench.speed.contestants import OURS
+from polarlm.engine import EngineConfig
 
 NOTHING = "—"
+_LARGE = 0.1  # a spread, as a share of the median
 Measured = Mapping[str, Any]
 
 
@@ -25,13 +30,13 @@ class Limits:
     gemm: float
 
 
-Row = (
-    PromptTime | SequencesTime | ServerTimes | FamilyError | Limits | AttentionTime | PeerTime | MatrixTime | EncodeTime
-)
+_OfModel = PromptTime | Rate | SequencesTime | ServerTimes | FamilyError
+Row = _OfModel | Limits | AttentionTime | PeerTime | MatrixTime | EncodeTime
 
 # Fields of a file of results and the rows that each of them lists.
 _KINDS: Mapping[str, type[Row]] = {
     "prompts": PromptTime,
+    "rates": Rate,
     "sequences": SequencesTime,
     "server": ServerTimes,
     "families": FamilyError,
@@ -60,7 +65,8 @@ class Results:
 def format_tables(measured: Measured) -> str:
     """The text of every table that has rows, then a line for each missing measurement."""
     parts = [
-        _titled("Prompts up to the first token; device: if all is launched before it begins", prompts_table(measured)),
+        _titled("Tokens/s", rates_table(measured)),
+        _titled("Prompts, ms to the first token; device: if all is launched before it begins", prompts_table(measured)),
         _titled("Sequences that are asked at the same time", sequences_table(measured)),
         *map(server_in_words, measured["server"]),
         _titled("Log-probabilities: how far from NumPy's by the kernels' roundings, and here", _families(measured)),
@@ -82,20 +88,48 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return report.table(list(header), lines) if lines else ""
 
 
+def rates_table(measured: Measured) -> str:
+    """A line for each depth and prompt, a column for each cache type; ours with the ratio to the peer."""
+    runs = {(row["kind"], row["tokens"], row["engine"], row["cache_type"]): row["runs"] for row in measured["rates"]}
+    for row in measured.get("prompts", ()):
+        if row["seconds"]:
+            runs.setdefault((PROMPT, row["tokens"], OURS, row["cache_type"]), [row["tokens"] / row["seconds"]])
+    columns = sorted({key[2:] for key in runs}, key=lambda column: (column[0] != OURS, *column))
+    lines = []
+    beside = [key for key in runs if key[2] != OURS] or runs  # prompts that the peer has not read are another table's
+    for kind, tokens in sorted({key[:2] for key in beside}):
+        peer = next((runs[key] for key in runs if key[:2] == (kind, tokens) and key[2] != OURS), None)
+        cells = (_rate(runs.get((kind, tokens, *column)), peer if column[0] == OURS else None) for column in columns)
+        lines.append([f"{kind} {'at' if kind == GENERATION else 'of'} {tokens:,}", *cells])
+    bold = {EngineConfig.cache_type: f"**{EngineConfig.cache_type}**"}
+    names = (bold.get(cache, cache) if engine == OURS else f"{engine} {cache}" for engine, cache in columns)
+    return _table(("", *names), lines)
+
+
+def _rate(runs: Sequence[float] | None, peer: Sequence[float] | None) -> str:
+    """Tokens/s, with half the spread if that is large, and the ratio to the peer's, which is bold if we are slower."""
+    if not runs:
+        return NOTHING
+    rate, half = statistics.median(runs), (max(runs) - min(runs)) / 2
+    text = f"{rate:,.0f}" + (f" ± {half:,.0f}" if half > _LARGE * rate else "")
+    if peer is None:
+        return text
+    ratio = rate / statistics.median(peer)
+    return f"{text} ({ratio:.2f}×)" if ratio >= 1 else f"{text} (**{ratio:.2f}×**)"
+
+
 def prompts_table(measured: Measured) -> str:
     """A line for each length of a prompt: milliseconds with and without the host for each cache type."""
     rows = {(row["tokens"], row["cache_type"]): row for row in measured["prompts"]}
-    types, lengths = (list(dict.fromkeys(key[part] for key in rows)) for part in (1, 0))
-    header = [f"{name}, {what}" for name in types for what in ("ms", "device", "tokens/s")]
-
-    def cells(row: Mapping[str, Any] | None) -> Iterable[str]:
-        if row is None:
-            return [NOTHING] * 3
-        times = (f"{1e3 * row[part]:,.1f}" for part in ("seconds", "device"))
-        return *times, f"{row['tokens'] / row['seconds']:,.0f}"
-
-    lines = [[f"{n:,}", *(cell for name in types for cell in cells(rows.get((n, name))))] for n in lengths]
-    return _table(["prompt", *header], lines)
+    types = list(dict.fromkeys(name for _, name in rows))
+    lines = []
+    for tokens in dict.fromkeys(tokens for tokens, _ in rows):
+        lines.append([f"{tokens:,}"])
+        for name in types:
+            row = rows.get((tokens, name), {})
+            times = (row.get(part) for part in ("seconds", "device"))
+            lines[-1] += [f"{1e3 * time:,.1f}" if time else NOTHING for time in times]
+    return _table(("tokens", *(f"{name}{part}" for name in types for part in ("", ", device"))), lines)
 
 
 def sequences_table(measured: Measured) -> str:
@@ -103,19 +137,23 @@ def sequences_table(measured: Measured) -> str:
     lines = []
     for row in sorted(measured["sequences"], key=lambda row: row["sequences"]):
         count, step = row["sequences"], row["step"]
-        rates = count * row["prompt"] / row["first"], count * row["answer"] / row["seconds"]
-        steps = (f"{count / step:,.0f}", f"{1e3 * step:.2f}") if step else (NOTHING, NOTHING)
-        name = row["engine"], row["cache_type"]
-        lines.append([str(count), " ".join(name), *(f"{rate:,.0f}" for rate in rates), *steps])
+        tokens = (row["prompt"], row["first"]), (row["answer"], row["seconds"]), (1, step)
+        rates = [f"{count * each / seconds:,.0f}" if seconds else NOTHING for each, seconds in tokens]
+        lines.append([str(count), _engine(row), *rates, f"{1e3 * step:.2f}" if step else NOTHING])
     return _table(("sequences", "", "prompts, tokens/s", "answers, tokens/s", "steps, tokens/s", "ms a step"), lines)
+
+
+def _engine(row: Mapping[str, Any]) -> str:
+    return f"{'here' if row['engine'] == OURS else row['engine']} {row['cache_type']}"
 
 
 def server_in_words(row: Mapping[str, Any]) -> str:
     """A sentence about a server under load."""
-    first, gap = (f"{row[name][0]:.3g} s ({row[name][1]:.3g} s at 95 %)" for name in ("first_token", "between_tokens"))
+    first, gap = ([f"{1e3 * seconds:,.0f}" for seconds in row[name]] for name in ("first_token", "between_tokens"))
     return (
-        f"A server with {row['clients']} clients, prompts of {row['prompt']} and answers of {row['answer']} tokens: "
-        f"{row['tokens_per_second']:,.0f} tokens/s; the first token after {first}, the next ones each after {gap}."
+        f"A server with {row['clients']} clients, {row['prompt']} tokens in and {row['answer']} out: "
+        f"{row['tokens_per_second']:,.0f} tokens/s, {first[0]} ms to the first token ({first[1]} at 95 %), {gap[0]} ms "
+        f"between two ({gap[1]} at 95 %)."
     )
 
 
@@ -138,10 +176,10 @@ def _share_of_copy(measured: Measured, rate: float) -> str:
     return f"{100 * rate / best:.0f} %" if best else NOTHING
 
 
-def best_half(measured: Measured, context: int, batch: int, *, peers_alone: bool = False) -> float | None:
-    """Seconds of the fastest attention over an fp16 cache, our own included unless of peers alone."""
+def best_half(measured: Measured, context: int, batch: int, *, peers: bool = False) -> float | None:
+    """Seconds of the fastest attention over an fp16 cache; ours is included unless it is the best of peers."""
     ours = [row for row in measured["attention"] if row["cache_type"] == "f16" and row["error"] <= ALLOWED_ERROR]
-    rows = [*measured["attention_peers"], *([] if peers_alone else ours)]
+    rows = [*measured["attention_peers"], *([] if peers else ours)]
     return min((row["seconds"] for row in rows if row["seconds"] and _at(row, context, batch)), default=None)
 
 

@@ -122,8 +122,8 @@ def _peer_caches(text: str | None, names: Sequence[str]) -> dict[str, list[str]]
 def _ask_peer(name: str, speed: Speed, subject: Subject, caches: Sequence[str]) -> None:
     """Add a peer's version, contestants and notes to `speed`, or the reason why there are none."""
     version, built_with = "", ""
-    if subject.device != (device := peers.every()[name].device):
-        version = f"on the {'CPU' if device == 'cpu' else 'GPU'} only"
+    if subject.device != "cpu":
+        version = "on the CPU only"
     elif not subject.path.is_file():
         version = "needs a .gguf file"
     elif not caches:

@@ -415,7 +415,7 @@ def test_on_a_gpu_there_are_no_threads_and_no_peer(
     [
         (["--types", "int3"], "--types int3: There is no cache type 'int3'"),
         (["--peer-types", "f16,q5_0"], "--peer-types f16,q5_0: 'q5_0' is not among f16, q8_0, q4_0; none leaves all"),
-        (["--peer", "vllm"], "--peer vllm: 'vllm' is not among llama-cpp-python, ik_llama.cpp, llama.cpp, openvino-g"),
+        (["--peer", "vllm"], "--peer vllm: 'vllm' is not among llama-cpp-python, ik_llama.cpp, openvino-genai, xlla"),
         (["--peer-types", "f16", "--repeat", "1"], "--repeat 1: a peer's figure counts if two runs agree"),
         (["--threads", "two"], "--threads takes numbers from 1 up, separated by commas, not 'two'"),
         (["--prompt", "5000"], "--prompt: the model's context of 512 tokens is too short for a prompt of 5,000"),

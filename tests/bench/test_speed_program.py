@@ -1,4 +1,4 @@
-"""Peers that are measured by their llama-bench: how the program is run, and what is made of what it prints.
+"""ik_llama.cpp as a peer of the speed measurement: how its program is run, and what is made of what it prints.
 
 What is printed in tests/fixtures/peers was printed by the real program, of the version that it names.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from polarlm.bench.speed.child import Child
-from polarlm.bench.speed.peers import NoPeer, ik_llama_cpp, llama_cpp
+from polarlm.bench.speed.peers import NoPeer, ik_llama_cpp
 from tests.conftest import FIXTURES
 
 pytestmark = pytest.mark.skipif(
@@ -64,21 +64,6 @@ def test_llama_bench_is_run_for_each_figure(program: str) -> None:
 def test_llama_bench_says_what_it_was_built_with(program: str) -> None:
     about = ik_llama_cpp.start("model.gguf", 64, 2, "f16", program).about()
     assert about == {"version": "8337e4cd3 (build 4840)", "built_with": "AVX2 kernels; -fa 1 -rtr 1"}
-
-
-def test_llama_bench_of_llama_cpp_has_flags_of_its_own(tmp_path: Path) -> None:
-    """Steps after a depth, all layers on the GPU, and the backends that it was built with."""
-    path, calls = tmp_path / "llama-bench", tmp_path / "calls"
-    row = {"build_commit": "ab12", "build_number": 7, "backends": "CUDA", "samples_ts": [270.5]}
-    path.write_text(f"#!/bin/sh\necho \"$@\" >> {calls}\necho '[{json.dumps(row)}\n]'\n", encoding="utf-8")
-    path.chmod(0o755)
-    other = llama_cpp.start("model.gguf", 4096, 1, "f16", str(path))
-    assert other.about() == {"version": "ab12 (build 7)", "built_with": "CUDA; -ngl 99 -fa 1"}
-    assert other.generation_rate([5] * 100, [6] * 17) == 270.5
-    same = "-m model.gguf -t 1 -ctk f16 -ctv f16 -ngl 99 -fa 1 -o json"
-    tried, steps = calls.read_text(encoding="utf-8").splitlines()
-    assert tried == f"{same} -p 1 -n 0 -r 1 --no-warmup -v"
-    assert steps == f"{same} -p 0 -n 16 -d 101 -r 1"
 
 
 def test_what_llama_bench_cannot_do_is_named(program: str, tmp_path: Path) -> None:

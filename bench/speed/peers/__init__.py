@@ -3,7 +3,7 @@
 A file has NAME; LABEL, its name in tables; CACHES, its cache types with the bits of a value (None where nobody says
 them); and NOTES, sentences about what it cannot measure or measures otherwise. Without PROGRAM it is a package, and the
 file runs in the Python that has it, so that it imports only that package and the standard library. PROGRAM is the name
-of a command line that runs once for every figure; the file runs in this Python. DEVICE is "cuda" for one of a GPU.
+of a command line that runs once for every figure; the file runs in this Python.
 
 Its `start(path, context, threads, cache)`, for a program also with the program's path, is a contestant:
 
@@ -42,7 +42,6 @@ class Peer:
     caches: Mapping[str, float | None]  # name → bits per value; None where nobody says them
     notes: Sequence[str]  # sentences
     program: str  # the name of its command line; empty for a package
-    device: str  # "cpu" or "cuda"
     module: str
 
 
@@ -50,8 +49,7 @@ class Peer:
 def every() -> Mapping[str, Peer]:
     """Name → peer, the default peer first."""
     modules = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
-    more = (("PROGRAM", ""), ("DEVICE", "cpu"))
-    peers = [Peer(m.NAME, m.LABEL, m.CACHES, m.NOTES, *(getattr(m, *one) for one in more), m.__name__) for m in modules]
+    peers = [Peer(m.NAME, m.LABEL, m.CACHES, m.NOTES, getattr(m, "PROGRAM", ""), m.__name__) for m in modules]
     return {peer.name: peer for peer in sorted(peers, key=lambda peer: (peer.name != DEFAULT, peer.name))}
 
 
