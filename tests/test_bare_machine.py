@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -78,6 +80,22 @@ def test_without_a_gpu_or_packages_there_is_a_sentence(
     monkeypatch.setitem(sys.modules, "hypothesis", None)
     assert gpu_test.main([]) == 2
     assert capsys.readouterr().err == "error: The tests need the Python packages hypothesis\n"
+
+
+def test_files_of_tests_beyond_the_budget_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = SimpleNamespace(name="Some GPU", free_memory=lambda: 1 << 30)
+    monkeypatch.setattr(gpu_test, "select", lambda *_: (gpu, ""))
+    monkeypatch.setattr(gpu_test, "_runs", lambda: [(Path(name), "", {}) for name in ("test_one.py", "test_two.py")])
+    monkeypatch.setattr(gpu_test, "_run", lambda *arguments: limits.append(arguments[4]) or time.sleep(0.02) or 0)
+    limits: list[float] = []
+    assert gpu_test.main(["--budget", "0.01", "--results", str(tmp_path / "results.jsonl")]) == 0
+    assert len(limits) == 1
+    assert limits[0] <= 0.01
+    *_, left_out, last = read(tmp_path / "results.jsonl")
+    assert (left_out["file"], left_out["result"], last["finished"]) == ("test_two", "left out", False)
+    assert "left out: test_two" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # kernels are emulated

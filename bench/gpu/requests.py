@@ -122,7 +122,7 @@ class Asked:
         """
         ours, (prompt, answer) = self._use(types), self._sizes.asked
         prompts = [self._ids(prompt) for _ in range(count)]
-        ours.together([self._ids(prompt) for _ in range(count)], 2)  # compiles
+        ours.together([self._ids(prompt) for _ in range(count)], answer)  # compiles, and records steps
         whole = ours.together(prompts, answer)
         steps = ours.together(prompts, answer + 2 * count, True)["steps"]  # long enough for all to run together
         step = statistics.median(steps) if steps else None
