@@ -84,7 +84,7 @@ class Asked:
     def __init__(self, path: str | None, sizes: Sizes, types: CacheType) -> None:
         """path: None for the demonstration model. Raises EngineError."""
         self._sizes, most = sizes, max(sizes.sequences)
-        context = max(*sizes.prompts, *sizes.depths, most * (sum(sizes.asked) + 2 * most)) + 2 * sizes.steps
+        context = max(*sizes.prompts, *sizes.depths, most * (sum(sizes.asked) + 4 * most)) + 2 * sizes.steps
         settings = {"device": "cuda", "parallel": most, "kept_sequences": most, **types.settings()}
         self._ours, self._type = Ours(path, context, 0, settings), types
         self._rng = np.random.default_rng(0)
@@ -124,7 +124,7 @@ class Asked:
         prompts = [self._ids(prompt) for _ in range(count)]
         ours.together([self._ids(prompt) for _ in range(count)], answer)  # compiles, and records steps
         whole = ours.together(prompts, answer)
-        steps = ours.together(prompts, answer + 2 * count, True)["steps"]  # long enough for all to run together
+        steps = ours.together(prompts, answer + 4 * count, True)["steps"]  # long enough for all to run together
         step = statistics.median(steps) if steps else None
         return SequencesTime(OURS, types.label, count, prompt, answer, whole["first"], whole["seconds"], step)
 

@@ -44,7 +44,7 @@ CONFIG = replace(
     llama(layers=1, hidden_size=256, ffn_size=256, heads=16, kv_heads=2, head_dim=16, vocab_size=64), max_context=128
 )
 SMALL = {"block_size": 16, "blocks": 3, "rotated": 1 << 13, "copied": 1 << 12, "gemm": 32, "rows": (1, 65)}
-ASKED = {"prompts": (4,), "depths": (8,), "steps": 2, "sequences": (2,), "asked": (4, 2)}
+ASKED = {"prompts": (4,), "depths": (8,), "steps": 2, "sequences": (1,), "asked": (4, 2)}
 SIZES = Sizes(CONFIG, **SMALL, **ASKED, runs=1)
 DEVICE, *OTHERS = (
     f"polarlm.engine.backends.cuda.device.{name}" for name in ("cupy_device", "cupy_recording", "cupy_compiler")
@@ -150,13 +150,13 @@ def test_every_section_is_measured_in_the_order_of_its_importance(
     assert not results["not_measured"], results["not_measured"]
     assert results["complete"]
     parts = [line.split("s  ", 1)[1].split(",")[0].split(" × ")[0] for line in printed.err.splitlines()[1:-1]]
-    requested = ["prompt of 4", "generation at 8", "llama-bench", "2 sequences", "llama-batched-bench"]
+    requested = ["prompt of 4", "generation at 8", "llama-bench", "1 sequences", "llama-batched-bench"]
     kernels = ["limits of the device", "fp16 kernels of PyTorch", "attention", *4 * ["out"], "encoding"]
     assert parts == [*requested, "server of 32 clients", "llama_gqa_linear", *kernels]
 
     (prompt,), (here, there) = results["prompts"], results["sequences"]
     assert (prompt["cache_type"], prompt["tokens"], prompt["device"]) == ("ring4/ring3.5", 4, 1e-3)
-    assert (here["engine"], here["sequences"]) == ("polarlm", 2)
+    assert (here["engine"], here["sequences"]) == ("polarlm", 1)
     assert 0 < here["first"] < here["seconds"]
     assert here["step"] > 0
     assert (there["engine"], there["sequences"], there["seconds"], there["step"]) == ("llama.cpp", 2, 1.5, 0.25)
