@@ -42,4 +42,4 @@ def _of_tests(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise EngineError(f"its models are those of a checkout's tests ({error})") from None
+        raise EngineError(f"the models lie among a checkout's tests ({error})") from None

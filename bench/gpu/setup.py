@@ -28,14 +28,14 @@ class Sizes:
     rotated: int = 1 << 30  # least bytes that are read before any are read again: far more than a GPU's caches hold
     copied: int = 1 << 30  # bytes of the copy that measures bandwidth
     gemm: int = 8192  # rows and columns
-    rows: tuple[int, ...] = (1, 3, 8, 16, 32, 64, 128, 256)  # of products
+    rows: tuple[int, ...] = (1, 3, 8, 16, 32, 64, 128, 256)  # rows of a product
     prompts: tuple[int, ...] = (16, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens
     depths: tuple[int, ...] = (8, 2048, 32768)  # tokens before generation
-    steps: int = 56  # of generation
+    steps: int = 56  # steps of generation
     sequences: tuple[int, ...] = (1, 4, 16, 64)  # asked at the same time
     asked: tuple[int, int] = (128, 64)  # tokens of the prompt of each, and of its answer
-    clients: int = 32  # of a server
-    of_client: tuple[int, int] = (512, 128)
+    clients: int = 32  # clients of a server
+    of_client: tuple[int, int] = (512, 128)  # tokens of the prompt of each client, and of its answer
     runs: int = 7  # runs of each measurement, whose median is taken
 
 
@@ -99,7 +99,7 @@ class CupyClock:
     def held(self, work: Callable[[], object], runs: int) -> float:
         cuda, times = self._cupy.cuda, []
         work()  # compiles
-        stream = cuda.get_current_stream()  # of the device that has worked last
+        stream = cuda.get_current_stream()  # the stream of the device that has worked last
         for _ in range(runs):
             first, second = cuda.Event(), cuda.Event()
             stream.launch_host_func(lambda _: time.sleep(HELD_SECONDS), None)

@@ -113,7 +113,7 @@ class Ours:
 
     def together(self, prompts: Sequence[Sequence[int]], tokens: int, cached: bool = False) -> dict[str, Any]:
         """What prompts that are asked at the same time take, with `tokens` tokens of answer each: the seconds until all
-        have their first token ("first") and until all have ended ("seconds"), and those of each step of all ("steps").
+        have their first token ("first") and until all have ended ("seconds"), and each step of all ("steps").
 
         cached: whether tokens that the store has are not computed again. Raises EngineError.
         """
