@@ -96,13 +96,8 @@ READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.installed-dev)
 gpu-test: $(READY)  ## run the kernels' tests on the GPU that is there (ARGS="…" adds flags, and those of pytest)
 	@$(PY) -m scripts.gpu_test $(ARGS)
 
-gpu-bench: $(READY)  ## kernels and steps on the GPU that is there, beside PyTorch, and a model's speed (WEIGHTS=…, ARGS="…")
-	@$(PY) -m bench.gpu $(ARGS)
-	@if [ -n "$(WEIGHTS)" ] || $(PY) -m scripts.fetch_demo; then \
-	    $(PY) -m bench.speed --device cuda $(if $(WEIGHTS),--weights "$(WEIGHTS)"); \
-	else \
-	    echo "The speed of a whole model was not measured: pass one as WEIGHTS=PATH." >&2; \
-	fi
+gpu-bench: $(READY)  ## a model's requests and the kernels on the GPU that is there (WEIGHTS=…, ARGS="--llama-cpp FOLDER …")
+	@$(PY) -m bench.gpu $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
 
 compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architecture; needs no GPU
 	@$(PY) -m scripts.compile_all

@@ -59,13 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = ["-q", "-p", "tests.written_results", "--results", str(results)]
     arguments += [*_processes(options.workers or workers_for(ops.free_memory())), *for_pytest]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    code, finished = 0, False
+    code, finished, end = 0, False, time.monotonic() + options.budget
     try:
         for file, launches, environment in _runs():
             if options.files and file.stem not in options.files.split(","):
                 continue
-            code |= _run(file, launches, arguments, results, options.limit, environment)
-        finished = True
+            if (left := end - time.monotonic()) > 0:
+                code |= _run(file, launches, arguments, results, min(left, options.limit), environment)
+            else:
+                write(results, {"file": file.stem, "launches": launches, "result": "left out"})
+        finished = time.monotonic() < end
     except KeyboardInterrupt:
         code = 130
     finally:
@@ -73,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         counts = Counter(line["result"] for line in lines if "test" in line)
         write(results, {"counts": counts, "finished": finished})
         for line in lines:
-            if line.get("result") in ("failed", "ended"):
+            if line.get("result") in ("failed", "ended", "left out"):
                 print(f"{line['result']}: {line.get('test') or line['file']}")
         print(f"{', '.join(f'{count} {name}' for name, count in counts.items())}; written to {results}")
     return code
@@ -148,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_test", description=__doc__.split("\n\n")[0])
     parser.add_argument("--workers", type=int, help="processes; as many as the GPU's free memory is enough for")
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="most for each file of tests")
+    parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="most for all files")
     parser.add_argument("--files", metavar="NAME,NAME", help="only these files of tests, such as test_gpu")
     parser.add_argument("--results", type=Path, help="file of the results, one line of JSON for each test")
     return parser

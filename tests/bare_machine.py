@@ -85,10 +85,11 @@ def prepare() -> None:
     select.driver_version = lambda: _DRIVER
     gpu_sizes.SIZES = gpu_sizes.SMALL
     setup.WARM_SECONDS = 0
-    config = shapes.llama(layers=1, hidden_size=32, ffn_size=64, heads=4, kv_heads=2, head_dim=16, vocab_size=64)
+    config = shapes.llama(layers=1, hidden_size=256, ffn_size=256, heads=16, kv_heads=2, head_dim=16, vocab_size=64)
     config = replace(config, max_context=128)
     sizes = {"block_size": 16, "blocks": 3, "rotated": 1 << 13, "copied": 1 << 12, "gemm": 32}
-    setup.Sizes = partial(setup.Sizes, config, **sizes, prompt=48, step_contexts=(64,), runs=1)  # type: ignore[misc, assignment]
+    setup.Sizes = partial(setup.Sizes, config, **sizes, rows=(1, 100), runs=1)  # type: ignore[misc, assignment]
+    setup.HELD_SECONDS = 0
 
 
 def main() -> None:

@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,7 +50,7 @@ def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     command = ["make", "--no-print-directory", "gpu-test", f"PY={sys.executable} -m tests.bare_machine"]
     results = tmp_path / "results.jsonl"
     flags = "--files test_packed_weights,test_gpu,test_schedules"
-    flags += f" --workers 1 --limit {LONG} --results {results} -p no:cacheprovider -k '{some}'"
+    flags += f" --workers 1 --limit {LONG} --budget {LONG} --results {results} -p no:cacheprovider -k '{some}'"
     done = run([*command, f"ARGS={flags}"])
     assert done.returncode == 0, done.stdout + done.stderr
     first, *lines, last = list(read(results))
@@ -80,19 +82,35 @@ def test_without_a_gpu_or_packages_there_is_a_sentence(
     assert capsys.readouterr().err == "error: The tests need the Python packages hypothesis\n"
 
 
+def test_files_of_tests_beyond_the_budget_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = SimpleNamespace(name="Some GPU", free_memory=lambda: 1 << 30)
+    monkeypatch.setattr(gpu_test, "select", lambda *_: (gpu, ""))
+    monkeypatch.setattr(gpu_test, "_runs", lambda: [(Path(name), "", {}) for name in ("test_one.py", "test_two.py")])
+    monkeypatch.setattr(gpu_test, "_run", lambda *arguments: limits.append(arguments[4]) or time.sleep(0.02) or 0)
+    limits: list[float] = []
+    assert gpu_test.main(["--budget", "0.01", "--results", str(tmp_path / "results.jsonl")]) == 0
+    assert len(limits) == 1
+    assert limits[0] <= 0.01
+    *_, left_out, last = read(tmp_path / "results.jsonl")
+    assert (left_out["file"], left_out["result"], last["finished"]) == ("test_two", "left out", False)
+    assert "left out: test_two" in capsys.readouterr().out
+
+
 @pytest.mark.slow  # kernels are emulated
 def test_the_gpu_s_benchmark_needs_neither_packages_nor_a_network(tmp_path: Path) -> None:
     command = ["make", "--no-print-directory", "gpu-bench", f"PY={sys.executable} -m tests.bare_machine"]
     output = tmp_path / "out.json"
-    flags = f"--output {output} --layers 1 --contexts 64 --batches 1 --types f16,ring4/ring3.5 --budget 100000"
-    done = run([*command, f"ARGS={flags}"])
+    flags = "--only prompts,kernels --contexts 64 --batches 1 --types ring4/ring3.5,f16 --budget 100000"
+    done = run([*command, f"ARGS={flags} --output {output}"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    assert "The speed of a whole model was not measured: pass one as WEIGHTS=PATH." in done.stderr
     results = json.loads(output.read_text(encoding="utf-8"))
     assert results["machine"]["gpu"]["name"] == "Fake GPU"
-    assert not results["not_measured"]
-    assert all(results[part] for part in ("limits", "attention", "steps", "matrices", "prefill", "encoding"))
+    assert all(results[part] for part in ("limits", "attention", "matrices", "encoding"))
+    assert {one["what"].split()[0] for one in results["not_measured"]} == {"prompt"}
+    assert all("there is no model: " in one["why"] for one in results["not_measured"])
     # No PyTorch, or one that knows nothing of the stand-in.
     notes = {peer["note"] for peer in results["attention_peers"]}
     assert notes in ({"PyTorch is not installed"}, {"PyTorch sees no GPU"})

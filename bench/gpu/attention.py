@@ -7,29 +7,33 @@ theirs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content, StoredSequence, attention_error, fill
+from polarlm.bench.gpu.cache import Content, StoredSequence, attention_error, fill
 from polarlm.bench.gpu.setup import Gpu, Sizes
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
+from polarlm.engine.codecs import Codec
 from polarlm.engine.errors import EngineError
-from polarlm.engine.quantization.metric import Metric
+from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
+from polarlm.engine.quantization.statistics import output_second
 from polarlm.engine.state.plan import format_bytes
 
 _MEAN_BITS = 8
 _MOST_CALLS = 256
+_SOME_BLOCKS = 7  # fewer than a GPU's processors, with 8 KV heads
+_OUTPUT_ROWS = 512  # rows of the random output projection, for the metrics
+_TOKEN_CORRELATION = 0.9  # correlation of a token's attention weight with the next token's
 _NOTHING = np.zeros(1, np.int32)  # a graph needs an input
 
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """Seconds of one call, the bytes that it reads, and its error (`bench.gpu.cache`)."""
+    """Seconds of one call, the bytes that it reads, and its error: above `ALLOWED_ERROR` the time is meaningless."""
 
     cache_type: str
     context: int
@@ -37,11 +41,6 @@ class AttentionTime:
     seconds: float
     bytes: int
     error: float
-
-    @property
-    def right(self) -> bool:
-        """Whether the result is correct; if not, the time is meaningless."""
-        return self.error <= ALLOWED_ERROR  # False for NaN
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def layer_format(sizes: Sizes, cache_type: CacheType, metric_k: Metric | None, m
 
 def measure_attention(
     gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType, context: int, batch: int
-) -> AttentionTime:
+) -> list[AttentionTime]:
     """Check the result, then measure the time. Raises EngineError if there is no kernel or too little memory."""
     ops, device = gpu.open()
     format, attention = layer_format(sizes, cache_type, None, None), sizes.config.attention
@@ -91,7 +90,7 @@ def measure_attention(
         return result
 
     seconds = gpu.clock.seconds(lambda: ops.run_graph("attention", all_calls, [_NOTHING]), sizes.runs)
-    return AttentionTime(cache_type.label, context, batch, seconds / calls, size, error)
+    return [AttentionTime(cache_type.pair, context, batch, seconds / calls, size, error)]
 
 
 def _quantized(format: CacheFormat, context: int) -> int:
@@ -125,20 +124,34 @@ def _places(
     ]
 
 
-def measure_encoding(
-    gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType, metric_k: Metric, metric_v: Metric
-) -> list[EncodeTime]:
-    """The times of encoding many blocks at once, as after a prompt, and one block, as after a step."""
+def measure_encoding(gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType) -> list[EncodeTime]:
+    """The times of encoding many blocks at once, as after a prompt, a few, and one, as after a step.
+
+    Raises EngineError.
+    """
     ops, _ = gpu.open()
-    blocks = sizes.blocks
-    cache = ops.cache(layer_format(sizes, cache_type, metric_k, metric_v), blocks, blocks)
+    metrics = random_metrics(sizes, codecs.get(cache_type.key), codecs.get(cache_type.value))
+    cache = ops.cache(layer_format(sizes, cache_type, *metrics), sizes.blocks, sizes.blocks)
     fill(ops, gpu.clock, cache, content)
 
     def seconds(count: int) -> float:
-        return gpu.clock.seconds(lambda: _encode(ops, cache, count), sizes.runs) / count
+        filled = [FilledBlocks([cache], list(range(count)), [KVLocation(None, i) for i in range(count)])]
+        return gpu.clock.seconds(lambda: ops.encode_blocks(filled), sizes.runs) / count
 
-    return [EncodeTime(cache_type.label, count, seconds(count)) for count in dict.fromkeys((blocks, 1))]
+    counts = dict.fromkeys((sizes.blocks, min(_SOME_BLOCKS, sizes.blocks), 1))
+    return [EncodeTime(cache_type.pair, count, seconds(count)) for count in counts]
 
 
-def _encode(ops: CudaOps, cache: Any, count: int) -> None:
-    ops.encode_blocks([FilledBlocks([cache], list(range(count)), [KVLocation(None, i) for i in range(count)])])
+def random_metrics(sizes: Sizes, codec_k: Codec, codec_v: Codec) -> tuple[Metric, Metric]:
+    """Random metrics, with which encoding takes as much work as with calibrated ones. Raises EngineError."""
+    config, rng = sizes.config, np.random.default_rng(3)
+    heads, dim = config.attention.kv_heads, config.attention.head_dim
+    if codec_k.rounding is None or codec_v.rounding is None:
+        raise EngineError(f"{codec_k.name} and {codec_v.name} do not round by a metric")
+    queries = rng.standard_normal((heads, 4 * dim, dim), np.float32) + rng.standard_normal((heads, 1, dim), np.float32)
+    second = queries.swapaxes(1, 2) @ queries / queries.shape[1]
+    ones = np.ones((heads, dim), np.float32)
+    k = key_metric(second, queries.mean(1), ones, codec_k.rotation(dim), codec_k.rounding)
+    output = rng.standard_normal((_OUTPUT_ROWS, config.attention.heads * dim), np.float32)
+    correlation = _TOKEN_CORRELATION ** np.arange(sizes.block_size)
+    return k, value_metric(output_second(output, heads, dim), codec_v.rotation(dim), codec_v.rounding, correlation)

@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from polarlm.bench.gpu.shapes import LLAMA_8B
@@ -29,12 +28,20 @@ class Sizes:
     rotated: int = 1 << 30  # least bytes that are read before any are read again: far more than a GPU's caches hold
     copied: int = 1 << 30  # bytes of the copy that measures bandwidth
     gemm: int = 8192  # rows and columns
-    prompt: int = 8192  # tokens
-    step_contexts: tuple[int, ...] = (2048, 32768, 131072)  # tokens
-    runs: int = 10  # runs of each measurement, whose median is taken
+    rows: tuple[int, ...] = (1, 3, 8, 16, 32, 64, 128, 256)  # rows of a product
+    prompts: tuple[int, ...] = (16, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens
+    depths: tuple[int, ...] = (8, 2048, 32768)  # tokens before generation
+    steps: int = 56  # steps of generation
+    sequences: tuple[int, ...] = (1, 4, 16, 64)  # asked at the same time
+    asked: tuple[int, int] = (128, 64)  # tokens of the prompt of each, and of its answer
+    clients: int = 32  # clients of a server
+    of_client: tuple[int, int] = (512, 128)  # tokens of the prompt of each client, and of its answer
+    runs: int = 7  # runs of each measurement, whose median is taken
 
 
 WARM_SECONDS = 0.05  # seconds of work before a measurement: an idle GPU lowers its clocks
+# Seconds for which the device waits, several times what the host needs to launch the work of a prompt.
+HELD_SECONDS = 0.25
 
 
 class Clock(Protocol):
@@ -42,6 +49,9 @@ class Clock(Protocol):
 
     def seconds(self, work: Callable[[], object], runs: int) -> float:
         """The median device time of `work` in seconds, after enough calls for it to be recorded."""
+
+    def held(self, work: Callable[[], object], runs: int) -> float:
+        """The same of work that the host waits for, without the host: the device begins when all is launched."""
 
     def copy(self, to: Array, source: Array) -> None:
         """Copy contiguous arrays of the same size and type."""
@@ -52,15 +62,11 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. open: makes new ops and their device, whose recorded graphs keep memory for as long as they exist.
-
-    open_overlapping: the same with overlapped launches; None if the GPU does not support them.
-    """
+    """A GPU. open: makes new ops and their device, whose recorded graphs keep memory for as long as they exist."""
 
     open: Callable[[], tuple[CudaOps, Device]]
     clock: Clock
     about: dict[str, str]
-    open_overlapping: Callable[[], tuple[CudaOps, Device]] | None = None
 
 
 class CupyClock:
@@ -90,6 +96,20 @@ class CupyClock:
         times = [cuda.get_elapsed_time(*pair) for pair in itertools.pairwise(events)]
         return statistics.median(times[1:]) / 1e3
 
+    def held(self, work: Callable[[], object], runs: int) -> float:
+        cuda, times = self._cupy.cuda, []
+        work()  # compiles
+        stream = cuda.get_current_stream()  # the stream of the device that has worked last
+        for _ in range(runs):
+            first, second = cuda.Event(), cuda.Event()
+            stream.launch_host_func(lambda _: time.sleep(HELD_SECONDS), None)
+            first.record(stream)
+            work()
+            second.record(stream)
+            second.synchronize()
+            times.append(cuda.get_elapsed_time(first, second))
+        return statistics.median(times) / 1e3
+
     def copy(self, to: Array, source: Array) -> None:
         self._cupy.copyto(to, source)
 
@@ -102,14 +122,13 @@ class CupyClock:
 def open_gpu() -> Gpu:
     """The machine's GPU. Raises EngineError, with the reason, if it cannot be used."""
     select("cuda", 0)
-    from polarlm.engine.backends.cuda.device.cupy_device import CupyDevice, can_overlap
+    from polarlm.engine.backends.cuda.device.cupy_device import CupyDevice
 
-    def fresh(overlaps: bool) -> tuple[CudaOps, Device]:
-        device = CupyDevice(overlaps=overlaps)
+    def fresh() -> tuple[CudaOps, Device]:
+        device = CupyDevice()
         return CudaOps(device), device
 
-    overlapping = partial(fresh, True) if can_overlap() else None
-    return Gpu(partial(fresh, False), CupyClock(), about_gpu(), overlapping)
+    return Gpu(fresh, CupyClock(), about_gpu())
 
 
 def about_gpu() -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 
 from polarlm.model_loaders.config import (
     Attention,
@@ -15,7 +14,6 @@ from polarlm.model_loaders.config import (
     RopeConfig,
     ShortConv,
 )
-from polarlm.model_loaders.families import tensors
 
 
 def llama(
@@ -81,6 +79,7 @@ QWEN3_5_0_8B = qwen3_5(24, 1024, 3584, 8, 2, 16)
 SHAPES = {
     "tinyllama-1.1b": _TINYLLAMA,
     "7b": _7B,
+    "llama-8b": LLAMA_8B,
     "qwen2.5-1.5b": _QWEN2_5_1_5B,
     "lfm2-350m": _LFM2_350M,
     "qwen3.5-0.8b": replace(QWEN3_5_0_8B, tied_head=True),
@@ -90,25 +89,3 @@ SHAPES = {
     "gpt-oss-20b": GPT_OSS_20B,
     "minilm-l6": _MINILM_L6,
 }
-
-
-def parameters(config: ModelConfig) -> tuple[int, int]:
-    """The number of weights in the matrices of all layers, and in embedding and head."""
-    table = tensors(config)
-    layers = (spec.shape for slots in table.layers for specs in slots.values() for spec in specs)
-    top = sum(prod(spec.shape) for slot in ("embedding", "head") for spec in table.top.get(slot, ()))
-    return sum(prod(shape) for shape in layers if len(shape) > 1), top
-
-
-def shape_of(config: ModelConfig) -> dict[str, int]:
-    """The sizes of a dense model that decide how long its steps take."""
-    attention = config.attention
-    return {
-        "layers": len(config.layers),
-        "hidden_size": config.hidden_size,
-        "ffn_size": config.ffn.size,
-        "heads": attention.heads,
-        "kv_heads": attention.kv_heads,
-        "head_dim": attention.head_dim,
-        "vocab_size": config.vocab_size,
-    }

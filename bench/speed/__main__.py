@@ -1,7 +1,7 @@
 """`polarlm speed`: tokens per second, memory and starts, compared with other engines on the same file.
 
 `--only` measures a part of that, or another section: drafts of prompt lookup, texts of an embedding model, experts that
-are read from the file, blocks that tiers keep. docs/speed.md says what is compared with what.
+are read from the file. docs/speed.md says what is compared with what.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from types import ModuleType
 
 from polarlm.bench import report
 from polarlm.bench.command import at_least
-from polarlm.bench.speed import compare, drafts, embeddings, experts, tiers
-from polarlm.bench.speed.options import DRAFTS, EMBEDDINGS, EXPERTS, GROUPS, PROGRAM, TIERS, file_names
+from polarlm.bench.speed import compare, drafts, embeddings, experts
+from polarlm.bench.speed.options import DRAFTS, EMBEDDINGS, EXPERTS, GROUPS, PROGRAM, file_names
 from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
 
 __all__ = ["GROUPS", "main"]
 
 # Each has `measure(options)`, which returns what is written as JSON, and `format_result`, which makes tables of that.
-_SECTIONS: Mapping[str, ModuleType] = {DRAFTS: drafts, EMBEDDINGS: embeddings, EXPERTS: experts, TIERS: tiers}
+_SECTIONS: Mapping[str, ModuleType] = {DRAFTS: drafts, EMBEDDINGS: embeddings, EXPERTS: experts}
 
 
 @command

@@ -14,8 +14,8 @@ from polarlm.engine.config import setting
 
 PROGRAM = ("polarlm", "speed")
 RATES, STARTS = "rates", "starts"  # parts of the comparison with other engines
-DRAFTS, EMBEDDINGS, EXPERTS, TIERS = "drafts", "embeddings", "experts", "tiers"  # sections that it does not have
-_TOKENS = {DRAFTS: 200, EMBEDDINGS: 8192, EXPERTS: 64, TIERS: 4096}
+DRAFTS, EMBEDDINGS, EXPERTS = "drafts", "embeddings", "experts"  # sections that it does not have
+_TOKENS = {DRAFTS: 200, EMBEDDINGS: 8192, EXPERTS: 64}
 
 
 def _described(peer: peers.Peer) -> str:
@@ -33,16 +33,15 @@ class Options:
     only: str | None = setting(
         None,
         "--only",
-        choices=(RATES, STARTS, DRAFTS, EMBEDDINGS, EXPERTS, TIERS),
+        choices=(RATES, STARTS, DRAFTS, EMBEDDINGS, EXPERTS),
         help=f"measure nothing but this: {RATES} of prompts and generation, or {STARTS}, both beside other engines; "
-        f"{DRAFTS} of prompt lookup; {EMBEDDINGS} beside llama.cpp; {EXPERTS} that are read from the file; {TIERS} "
-        "that keep a prompt's blocks",
+        f"{DRAFTS} of prompt lookup; {EMBEDDINGS} beside llama.cpp; {EXPERTS} that are read from the file",
     )
     types: str = setting(
         "balanced,quality,compact,f16",
         "--types",
         metavar="TYPES",
-        help=f"{TYPES_HELP}; the first decides the threads, and runs the batches and {TIERS}",
+        help=f"{TYPES_HELP}; the first decides the threads, and runs the batches",
     )
     peer: str = setting(
         peers.DEFAULT,
@@ -62,7 +61,7 @@ class Options:
         "-t",
         metavar="N,N",
         help="numbers of CPU threads; the best one counts for generation: 1,2 if not given. "
-        f"{DRAFTS}, {EXPERTS} and {TIERS} take one number, or all threads; {EMBEDDINGS} one number, or 1",
+        f"{DRAFTS} and {EXPERTS} take one number, or all threads; {EMBEDDINGS} one number, or 1",
     )
     prompt: str = setting("256,2048", "--prompt", metavar="N,N", help="tokens of the prompts")
     depth: str = setting("2048,4096,8192", "--depth", metavar="N,N", help="tokens of context to generate after")
@@ -73,8 +72,8 @@ class Options:
         None,
         "--tokens",
         metavar="N",
-        help=f"tokens of an answer ({DRAFTS}: at most {_TOKENS[DRAFTS]}, {EXPERTS}: {_TOKENS[EXPERTS]}), of all texts "
-        f"({EMBEDDINGS}: {_TOKENS[EMBEDDINGS]}) or of the prompt ({TIERS}: {_TOKENS[TIERS]})",
+        help=f"tokens of an answer ({DRAFTS}: at most {_TOKENS[DRAFTS]}, {EXPERTS}: {_TOKENS[EXPERTS]}), or of all "
+        f"texts ({EMBEDDINGS}: {_TOKENS[EMBEDDINGS]})",
     )
     replay: bool = setting(
         False, "--replay", help=f"{DRAFTS} of random weights: right where drafts of a real answer would be"

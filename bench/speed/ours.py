@@ -1,36 +1,31 @@
-"""The engine as a contestant, by its public interface, in its own process; and steps of several sequences together."""
+"""The engine as a contestant, by its public interface, in its own process; also asked several prompts at a time."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from polarlm.bench.speed.child import serve
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.loading.assembly import Parts, assemble, with_cache
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.layers.experts import ExpertsWeights
-from polarlm.engine.sampling.sample import SamplerInput, resolve
-from polarlm.engine.state.plan import plan_for_sequences
-from polarlm.engine.state.prefix import PrefixCache
-from polarlm.engine.state.store import SequenceKV
+from polarlm.engine.outputs import Chunk
 from polarlm.engine.weight_formats import Matrix
-from polarlm.model_loaders.config import Experts, GenerationDefaults
+from polarlm.model_loaders.config import Experts
 
-_UNTIL_RECORDED = 2  # calls of `run_graph` before a device launches the recorded graph
 _GREEDY = SamplingParams(temperature=0, repeat_penalty=1, dry_multiplier=0, ignore_eos=True)
 
 
 class Ours:
     """An engine that keeps its newest sequence."""
 
-    def __init__(self, path: str, context: int, threads: int, settings: dict[str, Any]) -> None:
+    def __init__(self, path: str | None, context: int, threads: int, settings: dict[str, Any]) -> None:
         """settings: further fields of EngineConfig. Raises EngineError."""
         settings = {"ctx_size": context, "threads": threads, "kept_sequences": 1, "parallel": 1, **settings}
         self._said: list[str] = []
@@ -41,7 +36,6 @@ class Ours:
         self._backend = type(parts.model.ops).__module__.split(".")[-2]
         self._model, self._shape = parts.model, parts.plan.shape
         self._engine = Engine(parts)
-        self._streams: Streams | None = None
 
     def with_settings(self, settings: dict[str, Any]) -> Ours:
         """An engine with the same weights and its own cache. Closing one of the two is enough. Raises EngineError."""
@@ -56,6 +50,11 @@ class Ours:
     def about(self) -> dict[str, Any]:
         """The backend's folder, the line about what was loaded, and the notes of loading."""
         return {"backend": self._backend, "loaded": self._engine.fit_line(), "said": self._said}
+
+    @property
+    def vocabulary(self) -> range:
+        """The ids of the model's tokens."""
+        return self._parts.source.vocabulary
 
     def weight_bytes(self) -> int:
         """Bytes of the matrices that a step of one token multiplies by, as the backend holds them."""
@@ -112,55 +111,33 @@ class Ours:
             raise EngineError(f"stopped after {len(times)} of {tokens} tokens")
         return times
 
-    def streams_rate(self, prompts: Sequence[Sequence[int]], batch: int, steps: int) -> float:
-        """Tokens per second of the first `batch` of `prompts` together. The first call makes their KV store."""
-        if self._streams is None:
-            # Each sequence takes the room of two: its prompt, which is kept, and its continuation.
-            tokens, count = max(map(len, prompts)) + steps, 2 * len(prompts)
-            planned = partial(plan_for_sequences, tokens=tokens, sequences=count)
-            parts = with_cache(self._parts, self._parts.config, self._said.append, planned)
-            self._streams = Streams(parts.model, prompts)
-        return self._streams.rate(batch, steps)
+    def together(self, prompts: Sequence[Sequence[int]], tokens: int, cached: bool = False) -> dict[str, Any]:
+        """What prompts that are asked at the same time take, with `tokens` tokens of answer each: the seconds until all
+        have their first token ("first") and until all have ended ("seconds"), and each step of all ("steps").
 
-
-class Streams:
-    """Sequences that take steps together, as requests do. Prompts are whole blocks, which every run shares."""
-
-    def __init__(self, model: Transformer, prompts: Sequence[Sequence[int]]) -> None:
-        self._model, self._store = model, model.store
-        self._sampler_input = SamplerInput(resolve(_GREEDY, GenerationDefaults()), [], 0.5, model.config.vocab_size)
-        self._prefixes = PrefixCache(model.store)
-        self._prompts = prompts
-        self._held = [self._prefill(ids) for ids in prompts]
-
-    def _prefill(self, ids: Sequence[int]) -> SequenceKV:
-        assert len(ids) % self._store.shape.block_size == 0
-        sequence = self._store.new_sequence()
-        span = self._store.open(sequence, len(ids))
-        self._model.forward([span], ids)
-        self._store.commit(span)
-        self._prefixes.insert(sequence, ids)
-        return sequence
-
-    def rate(self, batch: int, steps: int) -> float:
-        """Tokens per second of the first `batch` sequences together, over `steps` steps after their prompts."""
-        sequences = [self._prefixes.match_prefix(ids) for ids in self._prompts[:batch]]
-        try:
-            for _ in range(_UNTIL_RECORDED):
-                self._step(sequences)
-            started = time.perf_counter()
-            for _ in range(steps - _UNTIL_RECORDED):
-                self._step(sequences)
-            return batch * (steps - _UNTIL_RECORDED) / (time.perf_counter() - started)
-        finally:
-            for sequence in sequences:
-                self._store.release(sequence)
-
-    def _step(self, sequences: Sequence[SequenceKV]) -> None:
-        """One step with the same token for all, since the time does not depend on it."""
-        spans = [self._store.open_step(sequence) for sequence in sequences]
-        self._model.step(spans, [0] * len(spans), [self._sampler_input] * len(spans))
-        self._store.commit_steps(spans)
+        cached: whether tokens that the store has are not computed again. Raises EngineError.
+        """
+        params, options = replace(_GREEDY, max_tokens=tokens), PromptOptions(cache_prompt=cached)
+        outboxes = [deque[Chunk | Exception]() for _ in prompts]
+        counts, ended, steps, first = [0] * len(prompts), 0, [], 0.0
+        began = now = time.perf_counter()
+        for ids, outbox in zip(prompts, outboxes, strict=True):
+            self._engine.submit(ids, params, options, into=outbox)
+        while self._engine.work():
+            before, now, all_run = now, time.perf_counter(), first and not ended
+            for number, outbox in enumerate(outboxes):
+                while outbox:
+                    chunk = outbox.popleft()
+                    if isinstance(chunk, Exception):
+                        raise chunk
+                    counts[number] += len(chunk.token_ids)
+                    ended += chunk.finish_reason is not None
+            first = first or (now if all(counts) else 0.0)
+            if all_run:
+                steps.append(now - before)
+        if min(counts) < tokens:
+            raise EngineError(f"stopped after {min(counts)} of {tokens} tokens")
+        return {"first": first - began, "seconds": now - began, "steps": steps}
 
 
 if __name__ == "__main__":

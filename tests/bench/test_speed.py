@@ -43,7 +43,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(referee, "_REST_SECONDS", 0)
     monkeypatch.setattr(measure, "Memory", lambda: Memory(1 << 16))
-    monkeypatch.setattr(measure, "_BATCH_STEPS", 4)
     monkeypatch.setattr(starts, "ready_memory", lambda size: None)
 
 
@@ -107,8 +106,10 @@ class Stand:
         assert len(ids) + len(following) <= self.context
         return self._record("steps", len(ids))
 
-    def streams_rate(self, prompts: Sequence[Sequence[int]], batch: int, steps: int) -> float:
-        return self._record("streams", batch)
+    def together(self, prompts: Sequence[Sequence[int]], tokens: int, cached: bool) -> dict[str, Any]:
+        assert cached
+        assert 2 * len(prompts) * (len(prompts[0]) + tokens) <= self.context
+        return {"steps": [len(prompts) / self._record("together", len(prompts))]}
 
     def weight_bytes(self) -> int:
         return 1_000_000
@@ -238,7 +239,7 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     expected += [(*who, "prompt", 40) for who in [*in_a_row, *in_a_row, *last]]
     expected += [(*who, "prompt", 100) for who in [*in_a_row, *last]]
     expected += [(*who, "steps", 100) for who in [*in_a_row, *last]]
-    expected += 3 * [("ours ring4", 2, "streams", batch) for batch in (1, 8, 16)]
+    expected += 3 * [("ours ring4", 2, "together", count) for count in (1, 8, 16)]
     expected += [(label, 2, "steps", 100) for label in [*ours, *theirs]]
     starts = ["ours ring4", "peer f16"] * 3
     starts += ["ours ring4"] * 5  # two with an empty cache folder, three with mapped weights

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from polarlm.bench.speed.contestants import Subject
-from polarlm.bench.speed.ours import Ours, Streams
+from polarlm.bench.speed.ours import Ours
 from polarlm.bench.speed.peers import NoPeer
 from polarlm.bench.speed.peers.llama_cpp_python import Model
 from polarlm.engine import EngineError, PromptOptions, SamplingParams
@@ -21,7 +21,6 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Chunk
 from polarlm.model_loaders import load_weights
 from tests.bare import bare_model, read_model
-from tests.conftest import FIXTURES
 from tests.model_loaders.checkpoints import MODELS, as_gguf, read_all
 
 # -- ours ----------------------------------------------------------------------------------------------------------
@@ -104,19 +103,24 @@ def test_of_experts_only_those_that_a_token_chooses_are_read(tmp_path: Path) -> 
     assert ours.weight_bytes() == expected
 
 
-def test_streams_step_together_and_restart_with_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, weights = read_model(FIXTURES / "llama_gqa_linear")
-    model = bare_model(config, weights)
-    steps: list[list[int]] = []
-    take = Transformer.step
-    monkeypatch.setattr(Transformer, "step", lambda *of: (steps.append([span.start for span in of[1]]), take(*of))[1])
-    streams = Streams(model, [[5] * 64, [6] * 128, [7] * 64])
-    free = [(group.quantized.free, group.full.free) for group in model.store.groups]
-    for _ in range(2):
-        assert streams.rate(2, 5) > 0
-        assert steps == [[64 + i, 128 + i] for i in range(5)]
+def test_prompts_are_asked_together_and_what_the_store_has_is_not_computed_again(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps count from the first token of the last prompt to the first end of an answer."""
+    steps = noted(monkeypatch, "step", lambda arguments: len(arguments[1]))  # sequences
+    computed = noted(monkeypatch, "forward_units", lambda arguments: len(arguments[2]))
+    settings = {"device": "cpu", "cache_type": "f16", "parallel": 2, "kept_sequences": 2}
+    ours, prompts, tokens = Ours(str(tiny_path), 4 * 128, 1, settings), [ids(65), ids(66)], 40
+    for cached in (False, False, True):
         steps.clear()
-    assert [(group.quantized.free, group.full.free) for group in model.store.groups] == free
+        computed.clear()
+        times = ours.together(prompts, tokens, cached)
+        assert 0 < times["first"] < times["seconds"]
+        assert sum(times["steps"]) < times["seconds"]
+        assert len(times["steps"]) <= steps.count(2)
+        assert sum(steps) == 2 * (tokens - 1)
+        assert sum(computed) == (2 if cached else 65 + 66)
+    assert times["steps"], "prompts that are not computed leave time for steps of both"
 
 
 # -- the peer ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The sections of the speed measurement beside the comparison: drafts, embeddings, experts, tiers; and ready memory."""
+"""The sections of the speed measurement beside the comparison: drafts, embeddings, experts; and ready memory."""
 
 from __future__ import annotations
 
@@ -90,23 +90,11 @@ def test_each_size_of_the_expert_cache_has_a_row(tmp_path: Path, capsys: pytest.
     assert " tokens/s" in lines[3]
 
 
-def test_each_way_to_the_first_token_has_a_line(
-    tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--only", "tiers", "--tokens", "128", "--device", "cpu", "--types", "f16"]
-    ways = measured(tmp_path, tiny_path, *flags)["ways"]
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines[1:]] == list(ways)
-    assert len(ways) == 4
-    assert "100.0 % of the time" in lines[1]
-
-
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         (["--only", "embeddings"], "--weights names no .gguf file of an encoder"),
         (["--only", "embeddings", "-m", "x", "--peer", "xllamacpp"], "are compared with llama-cpp-python"),
-        (["--only", "tiers", "--tokens", "5"], "--tokens 5: --only tiers takes prompts of at least 128 tokens"),
         (["--only", "drafts", "--threads", "1,2"], "--threads 1,2: --only drafts takes one number"),
         (["--only", "experts", "-m", "{model}", "--expert-cache", "1K"], "--expert-cache 1K has room for 0 of the 4"),
     ],

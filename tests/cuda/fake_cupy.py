@@ -416,6 +416,10 @@ class _Stream:
         assert self.machine.recorded is None, "recorded work waits"
         self.machine.finish(self.machine.copies)
 
+    def launch_host_func(self, call: Callable[[Any], None], argument: Any) -> None:
+        assert self.machine.recorded is None
+        call(argument)
+
     def begin_capture(self) -> None:
         assert self.machine.recorded is None
         self.machine.recorded = []

@@ -1,28 +1,19 @@
-"""Every family as a whole engine on the device: how far its log-probabilities are from NumPy's.
-
-The measure is how far NumPy with the roundings of the kernels is, in the median and at 95 % of a text's tokens; at 90 %
-where there are codes, since a few flip. The largest difference is none: where a router's logits nearly tie, another
-expert is chosen, which all later tokens see. So of three texts the middle one counts.
-"""
+"""Every family as a whole engine on the device: its log-probabilities are as far from NumPy's as roundings are
+(`tests.cuda.family_scores`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from polarlm.engine import SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
-from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
+from tests.cuda.family_scores import ALL, differences
 from tests.cuda.programs import on_gpu
-from tests.cuda.test_model_emulated import Rounded, SameWeights
-from tests.tiny import VOCABULARY, load_tiny, make_model
+from tests.tiny import make_model
 
-TEXTS = np.random.default_rng(0).integers(5, VOCABULARY, (3, 150)).tolist()  # each has three blocks
-ANSWER = SamplingParams(max_tokens=5, temperature=2, seed=0, ignore_eos=True, logprobs=0)
 MOST = 1.5, 2.0, 2.0  # times the measure: in the median, at 95 or 90 %, and of an answer's few tokens in the median
 # Whole texts and windows, shared K/V, sink scores, experts, short convolutions, gated delta rules, Mamba 2.
 QUICK = [
@@ -32,7 +23,6 @@ QUICK = [
     ("lfm2_tied", "f16"),
     ("qwen3_5_tied", "balanced"),
 ]
-ALL = [(path.name, types) for types in ("f16", "balanced") for path in sorted(FIXTURES.iterdir())]
 
 
 @pytest.mark.slow
@@ -45,30 +35,9 @@ def test_each_kind_of_layer_is_as_exact_as_its_roundings(
 
 
 def check(folder: Path, record_property: Callable[[str, object], None], fixture: str, types: str) -> None:
-    measure, device = differences(make_model(folder, fixture), types)
+    measure, device = differences(make_model(folder, fixture), types, CudaOps(open_device(checked=False)))
     sides = (" / ".join(f"{part:.4f}" for part in side) for side in (measure, device))
     record_property("off", f"{fixture}, {types}: {', '.join(sides)}")
     assert (measure[:2] > 0).all()
     most = MOST * measure[[0, 1, 0]]
     assert (device <= most[: len(device)] + 1e-4).all(), f"off by {device}, allowed are {most}"
-
-
-def differences(path: Path, types: str) -> np.ndarray:
-    """How far NumPy with the kernels' roundings is off, and the device: the median and 95 or 90 % of a text's tokens.
-    In full precision, where steps read what scoring reads, also the median of answers: (2, 2) or (2, 3)."""
-    in_full = types == "f16"
-    device = CudaOps(open_device(checked=False))
-    with load_tiny(path, ops=device, cache_type=types, ctx_size=256) as engine:
-        answers = [engine.generate(text, ANSWER) for text in TEXTS]
-        steps = [[token.logprob for token in answer.logprobs] for answer in answers]
-        device_scores = np.concatenate([[engine.score(text).logprobs for text in TEXTS], steps], axis=1)
-    scores = []
-    for ops in (SameWeights(device), Rounded(device)):
-        with load_tiny(path, ops=ops, cache_type=types, ctx_size=256) as engine:
-            wholes = ([*text, *answer.token_ids] for text, answer in zip(TEXTS, answers, strict=True))
-            scores.append([engine.score(whole).logprobs for whole in wholes])
-    exact, rounded = np.array(scores)
-    off = np.abs(np.array([rounded, device_scores]) - exact)
-    of_text, of_answers = off[..., : len(TEXTS[0]) - 1], off[..., len(TEXTS[0]) - 1 :]
-    parts = [np.median(np.quantile(of_text, share, axis=-1), axis=-1) for share in (0.5, 0.95 if in_full else 0.9)]
-    return np.stack([*parts, *([np.median(of_answers, axis=(1, 2))] if in_full else [])], axis=-1)

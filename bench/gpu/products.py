@@ -1,0 +1,98 @@
+"""Products with weights on a GPU: every matrix of a layer, by the number of rows, beside PyTorch's (cuBLAS)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from polarlm.bench.gpu.peer import Calls, timed
+from polarlm.bench.gpu.setup import Gpu, Sizes
+from polarlm.bench.random_weights import RandomMatrix
+from polarlm.engine.backends.cuda.device import Array
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.errors import EngineError
+from polarlm.engine.state.plan import format_bytes
+from polarlm.engine.weight_formats import Linear, get
+from polarlm.model_loaders.config import ModelConfig
+
+FORMATS = ("q4_k", "q6_k", "bf16")
+PEER = "bf16 of PyTorch"  # instead of a format
+MATRICES = ("qkv", "out", "gate_up", "down")
+_STEP_ROWS = 64  # products of more rows are a prompt's, and not recorded
+
+
+@dataclass(frozen=True)
+class MatrixTime:
+    """Seconds of x (rows, in) times a matrix of `bytes` bytes that no cache holds; None and a note if it failed.
+
+    weights: the matrix's format, or PEER.
+    """
+
+    weights: str
+    name: str
+    rows: int
+    seconds: float | None
+    bytes: int
+    note: str = ""
+
+
+def shape_of(config: ModelConfig, name: str) -> tuple[int, int]:
+    """(out, in) of a matrix of MATRICES."""
+    attention, e, f = config.attention, config.hidden_size, config.ffn.size
+    heads, of_queries = attention.heads + 2 * attention.kv_heads, attention.heads * attention.head_dim
+    shapes = {"qkv": (heads * attention.head_dim, e), "out": (e, of_queries), "gate_up": (2 * f, e), "down": (e, f)}
+    return shapes[name]
+
+
+def measure_products(gpu: Gpu, sizes: Sizes, weights: str, name: str) -> list[MatrixTime]:
+    """The times of a matrix with every number of rows; up to a step's rows by a graph, as a step has them.
+
+    Raises EngineError if there is too little memory.
+    """
+    shape, (ops, _) = shape_of(sizes.config, name), gpu.open()
+    size = shape[0] * get(weights).size(shape[1])
+    matrices = _matrices(ops, sizes, weights, shape, size)
+
+    def seconds(rows: int) -> float:
+        x = ops.to_device(np.random.default_rng(4).standard_normal((rows, shape[1]), np.float32))
+
+        def multiply(*_: Array) -> Array:
+            for matrix in matrices:
+                y = ops.linear(x, matrix, recorded=rows <= _STEP_ROWS)
+            return y
+
+        if rows > _STEP_ROWS:
+            return gpu.clock.held(multiply, sizes.runs)
+        graph = partial(ops.run_graph, ("product", rows), multiply, [np.zeros(1, np.int32)])
+        return gpu.clock.seconds(graph, sizes.runs)
+
+    return [MatrixTime(weights, name, rows, seconds(rows) / len(matrices), size) for rows in sizes.rows]
+
+
+def _matrices(ops: CudaOps, sizes: Sizes, weights: str, shape: tuple[int, int], size: int) -> Sequence[Linear]:
+    """So many random matrices that the first is in no cache after the last."""
+    count, room = -(-sizes.rotated // size), ops.room_beside(0)
+    if count * size > room:
+        raise EngineError(f"their {format_bytes(count * size)} do not fit into the {format_bytes(room)} that are free")
+    return [Linear(ops.load([RandomMatrix(weights, *shape, seed=str(number))])) for number in range(count)]
+
+
+def torch_products(sizes: Sizes, name: str) -> list[MatrixTime]:
+    """The times of PyTorch's products with a bfloat16 matrix of this shape."""
+    out, width = shape_of(sizes.config, name)
+    count = -(-sizes.rotated // (2 * out * width))
+
+    def make(rows: int, torch: Any) -> Calls:
+        random = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        x = random(rows, width)
+        return [partial(torch.nn.functional.linear, x, random(out, width)) for _ in range(count)]
+
+    times = timed({str(rows): partial(make, rows) for rows in sizes.rows}, sizes.runs).values()
+    return [
+        MatrixTime(PEER, name, rows, seconds, 2 * out * width, note)
+        for rows, (seconds, note) in zip(sizes.rows, times, strict=True)
+    ]

@@ -1,0 +1,88 @@
+"""The part of docs/speed.md that measurements of GPUs in bench/results decide."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+
+from polarlm.bench import report
+from polarlm.bench.gpu.requests import LLAMA_CPP
+from polarlm.bench.gpu.tables import Measured, best_half, prompts_table, rates_table, sequences_table, server_in_words
+from polarlm.engine.state.cache_types import PRESETS
+from scripts.quality_tables import RESULTS
+
+_PLACES = [(context, batch) for batch in (1, 16) for context in (2048, 32_768, 131_072)]
+_LAUNCHES = {
+    "plain": "",
+    "rest": " more",
+    "overlapped": " with overlapped launches",
+    "in turn": " with launches in turn",
+}
+
+
+def gpu() -> str:
+    """The same files beside llama.cpp, and attention beside PyTorch, each with its day."""
+    everything = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("gpu-nvidia-*.json"))]
+    everything.sort(key=lambda one: one["date"], reverse=True)
+    return "\n\n".join([*_models(everything), *_attention(everything)])
+
+
+def _models(everything: list[Measured]) -> Iterator[str]:
+    """The newest measurement of each model beside llama.cpp."""
+    shown = set()
+    for one in everything:
+        title = f"### {one['model']}, on an {_gpu(one)}"
+        if title in shown or not any(row["engine"] == LLAMA_CPP for row in one.get("rates", ())):
+            continue
+        shown.add(title)
+        yield from (title, rates_table(one))
+        if one.get("sequences"):
+            yield "Prompts in ms, and on the device alone, if all is launched before it begins:"
+            yield prompts_table(one)
+            yield "Sequences that are asked at the same time, with 128 tokens in and 64 out each:"
+            yield sequences_table(one)
+            yield from map(server_in_words, one["server"])
+        commands = ",\n".join(f"`{command}`" for command in one.get("commands", [one["command"]]))
+        notes = "".join(f"; {one[name]}" for name in ("peer", "note") if name in one)
+        yield f"Measured {_when(one)} with\n{commands}{notes}."
+
+
+def _gpu(measured: Measured) -> str:
+    return str(measured["machine"]["gpu"]["name"])
+
+
+def _when(measured: Measured) -> str:
+    return f"on {measured['date']}" + (f" at commit {measured['commit']}" if "commit" in measured else "")
+
+
+def _attention(everything: list[Measured]) -> Iterator[str]:
+    """The newest measurement of each GPU: the newest of all with its times, the others with their ratios."""
+    newest: dict[str, Measured] = {}
+    for one in everything:
+        if one.get("attention_peers"):
+            newest.setdefault(_gpu(one), one)
+    (first, *others), lines = newest.values(), []
+    for context, batch in _PLACES:
+        times = _times(first, context, batch)
+        lines.append([f"{context:,} × {batch}", *(f"{1e6 * time:,.1f}" for time in times)])
+        for best, _, ours in (times, *(_times(one, context, batch) for one in others)):
+            lines[-1].append(f"{best / ours:.2f}")
+    yield f"### Attention, on an {_gpu(first)}"
+    yield (
+        "Attention of one token for each sequence (32 heads, 8 KV heads of 128), in µs a layer, compared with the best "
+        "of PyTorch's fp16 kernels (flash and cuDNN):"
+    )
+    header = ["Context × sequences", "fp16, best other", "`f16` here", "**balanced**", "× fp16"]
+    yield report.table([*header, *(f"× on an {_gpu(one)}" for one in others)], lines)
+    yield "\n".join(f"{_gpu(one)} {_when(one)} with `{one['command']}`." for one in (first, *others))
+
+
+def _times(measured: Measured, context: int, batch: int) -> tuple[float, float, float]:
+    """Seconds of the best of PyTorch's kernels, of ours over an fp16 cache, and of the default type."""
+    rows = (row for row in measured["attention"] if (row["context"], row["batch"]) == (context, batch))
+    ours, best = {row["cache_type"]: row["seconds"] for row in rows}, best_half(measured, context, batch, peers=True)
+    return best or 0.0, ours["f16"], ours["/".join(PRESETS["balanced"])]
+
+
+PARTS: Mapping[str, Callable[[], str]] = {"gpu": gpu}
+"""Name of a mark → what writes the text between it and its end."""
