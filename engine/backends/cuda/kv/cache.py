@@ -148,7 +148,8 @@ class SpanTable(HostTable):
     def tiles(self, has_codes: bool, group: int, size: int) -> HostTable:
         """The tiles of prompts' attention, (tiles, 2): a span, and the first of at most `size` rows of its scores.
 
-        has_codes: whether the spans have quantized blocks; the others have other tiles. group: rows of a token's scores.
+        has_codes: whether its span has quantized blocks; the other spans have tiles of their own. group: rows of scores
+        of a token.
         """
         key = has_codes, group, size
         if key not in self._tiles:
