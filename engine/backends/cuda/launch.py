@@ -67,12 +67,11 @@ class Launcher:
     ) -> None:
         """Launch `<kernel>_kernel` of the file `<kernel>.cu`, or of `<file>.cu`.
 
-        args: as for `Device.launch`; Python's int and float are passed as int32 and float32. layouts: of keys and
-        values, for a kernel that reads or writes records. finer: of blocks with more bits, if it reads two kinds.
+        args: as for `Device.launch`. layouts: of keys and values, for a kernel that reads or writes records. finer: of
+        blocks with more bits, if it reads two kinds.
         """
         text = _source(file or kernel, *layouts, finer, **config.defines, **self._defines)
-        numbers = [_number(arg) for arg in args]
-        self._device.launch(f"{kernel}_kernel", text, grid, (config.threads,), numbers, config.shared)
+        self._device.launch(f"{kernel}_kernel", text, grid, (config.threads,), args, config.shared)
 
     def counts(self, size: int) -> Any:
         """At least `size` int32 zeros. Kernels reset them to zero; they are never freed, since recordings use them."""
@@ -83,12 +82,6 @@ class Launcher:
 
 
 _source = lru_cache(maxsize=None, typed=True)(source)
-
-
-def _number(arg: Any) -> Any:
-    if isinstance(arg, int):
-        return np.int32(arg)
-    return np.float32(arg) if type(arg) is float else arg
 
 
 def type_of(x: Any) -> str:

@@ -7,7 +7,6 @@ first.
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -17,10 +16,11 @@ import numpy as np
 from cupy_backends.cuda.libs import cublas
 
 from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, overlap, row_stride
-from polarlm.engine.backends.cuda.device.cupy_compiler import Kernel, compile_module
+from polarlm.engine.backends.cuda.device.cupy_compiler import compile_module
 from polarlm.engine.backends.cuda.device.cupy_recording import HostCall, Recordings, memory_errors, pinned
 from polarlm.engine.backends.cuda.device.kernel_source import source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
+from polarlm.engine.backends.cuda.device.packed_launch import Kernel, letters_of, load_driver
 from polarlm.engine.errors import EngineError
 
 _runtime = cupy.cuda.runtime
@@ -33,7 +33,7 @@ _NO_DEVICE, _OLD_DRIVER = 100, 35  # cudaErrorNoDevice, cudaErrorInsufficientDri
 _HAS_ACCESS = 704  # cudaErrorPeerAccessAlreadyEnabled
 _LEAST_CAPABILITY = 8, 0  # cp.async and bfloat16 in the matrix instructions
 
-_ARGUMENTS = (cupy.ndarray, np.int32, np.int64, np.float32)
+_POINTERS = frozenset((cupy.ndarray, type(None), Addresses))  # types of arguments
 _GEMM_TYPES = {"float16": _runtime.CUDA_R_16F, "uint16": _runtime.CUDA_R_16BF}
 
 
@@ -59,7 +59,10 @@ def open_device(number: int = 0) -> CupyDevice:
     if number >= count:
         there = "only cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
         raise _unavailable(f"There is no cuda:{number}: the NVIDIA driver shows {there}")
-    device = CupyDevice(number)
+    try:
+        device = CupyDevice(number)
+    except OSError as error:
+        raise _unavailable(f"The NVIDIA driver's library does not load ({_first_line(error)})") from error
     capability = _capability()
     if capability < _LEAST_CAPABILITY:
         raise _unavailable(
@@ -127,7 +130,7 @@ class CupyDevice:
         self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self.overlaps = (overlap.is_wanted(_capability()) if overlaps is None else overlaps) and can_overlap()
-        self._overlapped = overlap.OverlappedLaunch(overlap.load_driver()) if self.overlaps else None
+        self._driver = load_driver()
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], Kernel] = {}
         self._copies: deque[tuple[cupy.cuda.Event, np.ndarray]] = deque()  # copies in flight: event, pinned memory
@@ -136,9 +139,10 @@ class CupyDevice:
         self._factors = np.array([0, 1], np.float32)  # cuBLAS reads its factors on the host
 
     def use(self) -> None:
-        """Make this GPU and its stream the current ones of the thread."""
-        _runtime.setDevice(self._number)
-        self._stream.use()
+        """Make this GPU and its stream the current ones of the thread; CuPy knows which the thread has."""
+        if cupy.cuda.get_current_stream() is not self._stream:
+            _runtime.setDevice(self._number)
+            self._stream.use()
 
     def memory(self) -> tuple[int, int]:
         self.use()
@@ -237,22 +241,31 @@ class CupyDevice:
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
-        assert all(size > 0 for size in grid), "an empty grid"  # CuPy would launch one block, which the driver refuses
+        assert 0 not in grid, "an empty grid"
         self.use()
-        compiled = self._kernels.get((kernel, text))
-        if compiled is None:
-            function = self._modules.get(text).get_function(kernel)
-            compiled = self._kernels[kernel, text] = Kernel(function, waits(text, kernel))
-        compiled.allow(shared)
-        arguments = [self._upload_addresses(arg) if isinstance(arg, Addresses) else _argument(arg) for arg in args]
-        # Outside of a recording the host is slower than short kernels, and these launches cost it more than CuPy's.
-        if self._overlapped is None or not compiled.waits or not self._recordings.under_way:
-            compiled.function(tuple(grid), tuple(block), tuple(arguments), shared_mem=shared)
-            return
-        values = [_c_value(arg) for arg in arguments]
-        status = self._overlapped(compiled.function.kernel.ptr, self._stream.ptr, grid, block, values, shared)
-        if status:
+        known, types = self._kernels.get((kernel, text)), tuple(map(type, args))
+        if known is None or types not in known.seen:
+            known = self._accepting(kernel, text, types)
+        if Addresses in types:
+            args = [self._upload_addresses(arg) if type(arg) is Addresses else arg for arg in args]
+        if shared > known.allowed:
+            known.allow(shared)
+        array = cupy.ndarray
+        values = [arg.data.ptr if type(arg) is array else 0 if arg is None else arg for arg in args]
+        overlaps = self.overlaps and self._recordings.under_way  # the host is slower than most kernels outside of them
+        if status := known(grid, block, shared, self._stream.ptr, overlaps, values):
             raise cupy.cuda.driver.CUDADriverError(status)
+
+    def _accepting(self, kernel: str, text: str, types: tuple[type, ...]) -> Kernel:
+        """The kernel, compiled, for arguments of these types. Raises TypeError."""
+        letters, known = letters_of(types, _POINTERS), self._kernels.get((kernel, text))
+        if known is None:
+            function = self._modules.get(text).get_function(kernel)
+            known = self._kernels[kernel, text] = Kernel(self._driver, function, waits(text, kernel), letters)
+        if letters != known.letters:
+            raise TypeError(f"{kernel} takes arguments of the types {known.letters}, as before, not {letters}")
+        known.seen.add(types)
+        return known
 
     def expect(self, text: str) -> None:
         self._modules.expect(text)
@@ -314,19 +327,3 @@ def _reach(number: int, other: int) -> None:
     except _runtime.CUDARuntimeError as error:
         if error.status != _HAS_ACCESS:
             raise
-
-
-def _argument(arg: Any) -> Any:
-    """A launch argument in the form that CuPy takes. Raises TypeError for types that CuPy would convert silently."""
-    if arg is None:
-        return np.uintp(0)  # CuPy drops an argument that is None
-    if isinstance(arg, _ARGUMENTS):
-        return arg
-    raise TypeError(f"a kernel takes device arrays, None, np.int32, np.int64 and np.float32, not {type(arg).__name__}")
-
-
-def _c_value(arg: Any) -> Any:
-    """A result of `_argument` as a ctypes value."""
-    if isinstance(arg, cupy.ndarray):
-        return ctypes.c_void_p(arg.data.ptr)
-    return np.ctypeslib.as_ctypes_type(arg.dtype)(arg.item())
