@@ -15,7 +15,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -24,9 +24,10 @@ import numpy as np
 from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf
 from polarlm.engine.weight_formats._lattice import Grid, Lattice
 from polarlm.engine.weight_formats._trits import Trits
+from polarlm.model_loaders.forks import cached_property
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WeightFormat:
     """A format of blocks: `values` consecutive values of a row in `nbytes` bytes.
 
@@ -49,7 +50,7 @@ class WeightFormat:
     bits: int = 0
     group: int = 0
     zero: int = 0
-    table: np.ndarray | None = field(default=None, compare=False)
+    table: np.ndarray | None = None
     grid: Grid | None = None
     runs: tuple[tuple[int, int], ...] | None = None
 
@@ -146,7 +147,7 @@ class Linear:
     bias: Any | None = None
     deltas: Deltas | None = None
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 

@@ -74,6 +74,14 @@ class _Held:
         }
 
 
+class _Pinned(bytearray):
+    """Pinned memory of the host."""
+
+    @property
+    def ptr(self) -> int:
+        return ctypes.addressof(ctypes.c_ubyte.from_buffer(self))
+
+
 class _OfThread(threading.local):
     """What CUDA and CuPy keep for each thread."""
 
@@ -220,7 +228,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cuda.Memory = lambda size: Memory(machine, size)
     cuda.MemoryPointer, cuda.UnownedMemory = MemoryPointer, UnownedMemory
     cuda.Graph = _Graph
-    cuda.alloc_pinned_memory = bytearray
+    cuda.alloc_pinned_memory = _Pinned
     cuda.get_cublas_handle = lambda: 7
     cuda.using_allocator = lambda malloc: _using(machine, malloc)
     cuda.set_allocator = lambda malloc: setattr(machine, "malloc", malloc)

@@ -23,6 +23,7 @@ _GEMV_PACKED_COPIED = 4096  # bytes of a unit of gemv_packed, unless a block of 
 _SLOT_BYTES = 80 << 10  # for slots of gemm_packed, unless these are too few: the L1 cache has the rest, for x
 
 
+@cache
 def is_packed(format: WeightFormat) -> bool:
     """Whether kernels read matrices of this format in tiles."""
     return format.unpack is not None and kernel_source.can_read(format.name)
@@ -53,10 +54,12 @@ class PackedRows(NamedTuple):
     nbytes: int
 
 
+@cache
 def rows_of(format: WeightFormat, out: int) -> PackedRows:
     return PackedRows(out, format.values, block_bytes(format))
 
 
+@cache
 def gemv_packed(
     rows: int, processors: int, shared_memory: int, weights: Sequence[PackedRows], gated: bool = False
 ) -> tuple[LaunchConfig, int, int]:
@@ -97,6 +100,7 @@ def _sizes(tiles: Sequence[int], slots: Sequence[int], units: Sequence[int]) -> 
     return {f"{of}{name}": size for of, *sizes in named for name, size in zip(_SIZES, sizes, strict=True)}
 
 
+@cache
 def gemm_packed(
     rows: int, processors: int, shared_memory: int, weights: Sequence[PackedRows], gated: bool = False
 ) -> tuple[LaunchConfig, int, int]:
@@ -165,7 +169,7 @@ def multiply(device: Device, launch: Launcher, y: Array, x: Array, product: Prod
     (rows, width), (weight, beside) = x.shape, (product.weight, product.beside)
     few, matrices = rows <= GEMV_ROWS, [weight] if beside is None else [weight, beside]
     configured = gemv_packed if few else gemm_packed
-    weights = [rows_of(matrix.format, matrix.shape[0]) for matrix in matrices]
+    weights = tuple(rows_of(matrix.format, matrix.shape[0]) for matrix in matrices)
     gated = product.activation is not None
     config, blocks, border = configured(rows, device.processors, device.shared_memory, weights, gated)
     out = y.shape[1] - (0 if beside is None else beside.shape[0])

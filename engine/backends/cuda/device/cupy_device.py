@@ -26,6 +26,7 @@ from polarlm.engine.errors import EngineError
 _runtime = cupy.cuda.runtime
 
 _STAGED_BYTES = 1 << 20  # for larger arrays a copy to pinned memory does not pay
+_COPIES_AT_ONCE = 16  # whose pinned memory is freed: an event for each would take longer than the copy
 
 # Device attributes: compute capability, and shared memory per multiprocessor.
 _MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 81
@@ -133,16 +134,17 @@ class CupyDevice:
         self._driver = load_driver()
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], Kernel] = {}
-        self._copies: deque[tuple[cupy.cuda.Event, np.ndarray]] = deque()  # copies in flight: event, pinned memory
+        self._accepted: dict[tuple[str, str, tuple[type, ...]], Kernel] = {}  # for the types of arguments in Python
+        self._staged: list[Any] = []  # pinned memory of the newest copies
+        self._copies: deque[tuple[cupy.cuda.Event, list[Any]]] = deque()  # of earlier ones; and an event after each
         self._recordings = Recordings(self._stream, self._copy_from)
         self._reached: set[int] = set()  # other GPUs, by their numbers, whose memory this one has been allowed to read
         self._factors = np.array([0, 1], np.float32)  # cuBLAS reads its factors on the host
 
     def use(self) -> None:
-        """Make this GPU and its stream the current ones of the thread; CuPy knows which the thread has."""
-        if cupy.cuda.get_current_stream() is not self._stream:
-            _runtime.setDevice(self._number)
-            self._stream.use()
+        """Make this GPU and its stream the current ones of the thread."""
+        _runtime.setDevice(self._number)
+        self._stream.use()
 
     def memory(self) -> tuple[int, int]:
         self.use()
@@ -150,7 +152,8 @@ class CupyDevice:
         return free + cupy.get_default_memory_pool().free_bytes(), total
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
-        self.use()
+        if cupy.cuda.get_current_stream() is not self._stream:
+            self.use()
         return cupy.empty(shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
@@ -162,18 +165,19 @@ class CupyDevice:
     # -- copies ------------------------------------------------------------------------------------------------
 
     def from_host(self, x: np.ndarray) -> cupy.ndarray:
+        if cupy.cuda.get_current_stream() is not self._stream:
+            self.use()
         # Uploads may outlive a recording, so they must not come from its pool, which the next graph overwrites.
-        with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
-            y = self.empty(x.shape, x.dtype)
-        x = np.ascontiguousarray(x)
+        y = cupy.ndarray(x.shape, x.dtype, cupy.get_default_memory_pool().malloc(x.nbytes))
         if x.nbytes > _STAGED_BYTES:
+            x = np.ascontiguousarray(x)
             self._copy_in(y, x.ctypes.data, x.nbytes)
             self._stream.synchronize()
         elif x.nbytes:
-            staged = pinned(x.nbytes)
-            staged[:] = x.reshape(-1).view(np.uint8)
-            self._copy_in(y, staged.ctypes.data, x.nbytes)
-            self._keep(self._stream.record(cupy.cuda.Event(disable_timing=True)), staged)
+            staged = cupy.cuda.alloc_pinned_memory(x.nbytes)
+            np.ndarray(x.shape, x.dtype, staged)[...] = x
+            self._copy_in(y, staged.ptr, x.nbytes)
+            self._keep(staged)
         return y
 
     def to_host(self, x: cupy.ndarray) -> np.ndarray:
@@ -190,7 +194,8 @@ class CupyDevice:
         copied = cupy.cuda.Event(disable_timing=True)
         _runtime.memcpyAsync(copy.data.ptr, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToDevice, self._stream.ptr)
         _runtime.memcpyAsync(staged.ctypes.data, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToHost, self._stream.ptr)
-        self._keep(self._stream.record(copied), staged)
+        self._stream.record(copied)
+        self._keep(staged)
 
         def wait() -> np.ndarray:
             copied.synchronize()
@@ -224,11 +229,14 @@ class CupyDevice:
         _runtime.memcpyPeerAsync(y.data.ptr, self._number, x.data.ptr, device._number, x.nbytes, self._stream.ptr)
         device._stream.wait_event(self._stream.record(cupy.cuda.Event(disable_timing=True)))
 
-    def _keep(self, copied: cupy.cuda.Event, staged: np.ndarray) -> None:
+    def _keep(self, staged: Any) -> None:
         """Keep pinned memory alive until its copy has finished."""
-        while self._copies and self._copies[0][0].done:
-            self._copies.popleft()
-        self._copies.append((copied, staged))
+        self._staged.append(staged)
+        if len(self._staged) == _COPIES_AT_ONCE:
+            while self._copies and self._copies[0][0].done:
+                self._copies.popleft()
+            self._copies.append((self._stream.record(cupy.cuda.Event(disable_timing=True)), self._staged))
+            self._staged = []
 
     def wait(self) -> None:
         self._stream.synchronize()
@@ -242,21 +250,23 @@ class CupyDevice:
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
         assert 0 not in grid, "an empty grid"
-        self.use()
-        known, types = self._kernels.get((kernel, text)), tuple(map(type, args))
-        if known is None or types not in known.seen:
-            known = self._accepting(kernel, text, types)
-        if Addresses in types:
+        if cupy.cuda.get_current_stream() is not self._stream:
+            self.use()
+        key = kernel, text, tuple(map(type, args))
+        known = self._accepted.get(key) or self._accept(*key)
+        if Addresses in key[2]:
             args = [self._upload_addresses(arg) if type(arg) is Addresses else arg for arg in args]
         if shared > known.allowed:
             known.allow(shared)
         array = cupy.ndarray
         values = [arg.data.ptr if type(arg) is array else 0 if arg is None else arg for arg in args]
-        overlaps = self.overlaps and self._recordings.under_way  # the host is slower than most kernels outside of them
-        if status := known(grid, block, shared, self._stream.ptr, overlaps, values):
+        overlaps = known.waits and self.overlaps and self._recordings.under_way  # else the host is slower than kernels
+        sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared, self._stream.ptr, known.attribute, overlaps
+        known.pack(*known.start, *sizes, *values)
+        if status := known.launch(*known.handles):
             raise cupy.cuda.driver.CUDADriverError(status)
 
-    def _accepting(self, kernel: str, text: str, types: tuple[type, ...]) -> Kernel:
+    def _accept(self, kernel: str, text: str, types: tuple[type, ...]) -> Kernel:
         """The kernel, compiled, for arguments of these types. Raises TypeError."""
         letters, known = letters_of(types, _POINTERS), self._kernels.get((kernel, text))
         if known is None:
@@ -264,7 +274,7 @@ class CupyDevice:
             known = self._kernels[kernel, text] = Kernel(self._driver, function, waits(text, kernel), letters)
         if letters != known.letters:
             raise TypeError(f"{kernel} takes arguments of the types {known.letters}, as before, not {letters}")
-        known.seen.add(types)
+        self._accepted[kernel, text, types] = known
         return known
 
     def expect(self, text: str) -> None:
