@@ -210,7 +210,7 @@ class ExpertOps:
         norm_weight, eps = product.norm or (None, 0.0)
         if packed.is_packed(weight.format):
             kernel, gated = "gemv_packed", product.activation is not None
-            of_expert = (packed.rows_of(weight.format, rows),)
+            of_expert = [packed.rows_of(weight.format, rows)]
             config, blocks, _ = packed.gemv_packed(1, device.processors, device.shared_memory, of_expert, gated)
         else:
             kernel = "gemv"
