@@ -117,6 +117,24 @@ def test_every_launch_of_a_kernel_takes_the_same_types(device, machine: Machine,
     assert len(machine.launches) == 2
 
 
+def test_a_launch_that_the_driver_refuses_is_its_error(device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_cupy.Driver, "cuLaunchKernelEx", lambda *_: 719)
+    with pytest.raises(CUDADriverError, match="719"):
+        silu(device, device.empty((1, 8), np.float32), device.empty((1, 16), np.float32))
+
+
+def test_other_libraries_may_change_the_current_gpu_and_stream(fake: tuple[Machine, ModuleType]) -> None:
+    machine, module = fake
+    machine.devices = 2
+    first, second = (module.CupyDevice(number) for number in range(2))
+    y, x = first.empty((1, 8), np.float32), first.from_host(np.ones((1, 16), np.float32))
+    for work in (lambda: first.empty((3,), np.int8), lambda: first.from_host(np.ones(3)), lambda: silu(first, y, x)):
+        for change in (second.use, lambda: setattr(machine, "stream", None)):
+            change()
+            work()
+            assert (machine.current, machine.stream) == (0, first._stream)
+
+
 def test_the_limit_of_shared_memory_is_raised(device, machine: Machine) -> None:
     text = 'extern "C" __global__ void f(int *y) { DYNAMIC_SHARED(int, s); s[0] = 1; y[0] = s[0]; }'
     text = text.replace("void f", "void __launch_bounds__(32) f")

@@ -26,7 +26,7 @@ from polarlm.engine.errors import EngineError
 _runtime = cupy.cuda.runtime
 
 _STAGED_BYTES = 1 << 20  # for larger arrays a copy to pinned memory does not pay
-_COPIES_AT_ONCE = 16  # whose pinned memory is freed: an event for each would take longer than the copy
+_COPIES_AT_ONCE = 16  # that share an event, after which their pinned memory is freed
 
 # Device attributes: compute capability, and shared memory per multiprocessor.
 _MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 81
@@ -260,7 +260,8 @@ class CupyDevice:
             known.allow(shared)
         array = cupy.ndarray
         values = [arg.data.ptr if type(arg) is array else 0 if arg is None else arg for arg in args]
-        overlaps = known.waits and self.overlaps and self._recordings.under_way  # else the host is slower than kernels
+        # Outside of a recording the host is slower than short kernels, which then have nothing to overlap with.
+        overlaps = known.waits and self.overlaps and self._recordings.under_way
         sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared, self._stream.ptr, known.attribute, overlaps
         known.pack(*known.start, *sizes, *values)
         if status := known.launch(*known.handles):

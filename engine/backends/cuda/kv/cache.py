@@ -101,7 +101,7 @@ class LayerCache:
         """`buffer`, on the layer's card, or the full-precision slots if it is None."""
         if buffer is None:
             return self.full
-        return buffer if type(buffer) is Buffer else buffer[self.device]
+        return buffer if isinstance(buffer, Buffer) else buffer[self.device]
 
 
 @dataclass
