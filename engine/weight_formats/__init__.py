@@ -15,7 +15,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -24,7 +24,6 @@ import numpy as np
 from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf
 from polarlm.engine.weight_formats._lattice import Grid, Lattice
 from polarlm.engine.weight_formats._trits import Trits
-from polarlm.model_loaders.forks import cached_property
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,10 +145,10 @@ class Linear:
     parts: tuple[Matrix, ...]
     bias: Any | None = None
     deltas: Deltas | None = None
+    shape: tuple[int, int] = field(init=False)
 
-    @cached_property
-    def shape(self) -> tuple[int, int]:
-        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
 
     @property
     def nbytes(self) -> int:
