@@ -9,12 +9,14 @@ import numpy as np
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps
-from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, SpanTable
+from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, SpanHeader, SpanTable
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, result_type
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
 from polarlm.engine.backends.cuda.linear import input_type
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
 from polarlm.engine.weight_formats import Linear
+
+_QUANTIZED = SpanHeader._fields.index("quantized")
 
 
 class _Parameters(NamedTuple):
@@ -69,7 +71,7 @@ class AttentionOps:
         (rows, heads, _), kv_heads = q.shape, cache.format.kv_heads
         group = heads // kv_heads
         # Without quantized blocks, as in the first prompt of a sequence, the kernel for f16 records is faster.
-        has_codes = spans.header(0).quantized > 0
+        has_codes = spans.table[0, _QUANTIZED] > 0
         layouts, finer = (cache.layouts if has_codes else cache.full_layouts), (cache.finer if has_codes else None)
         config, tile = launch_configs.prefill_attention(*layouts, group)
         out = self._device.empty(q.shape, np.float32)

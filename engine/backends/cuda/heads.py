@@ -37,7 +37,7 @@ class HeadOps:
             transform.values is not NO_ROTATION or transform.scale is not None or transform.value_eps is not None
         )
         changes_values &= values > 0
-        v = self._device.empty((values, dim), np.float32) if changes_values else None
+        v = self._device.empty((rows, transform.kv_heads, dim), np.float32) if changes_values else None
         outputs = qk[:queries], qk[queries:], v
         vectors = queries + (values if v is None else 2 * values)
         self.launch("transform_heads", outputs, qkv, rope, transform, norms, vectors)
@@ -45,7 +45,7 @@ class HeadOps:
         q, k = qk[:queries].reshape(rows, -1, dim), qk[queries:].reshape(rows, -1, dim)
         if v is None:
             return q, k, qkv[:, heads - transform.kv_heads :]
-        return q, k, self.rotate_dense(v, transform.values).reshape(rows, -1, dim)
+        return q, k, self.rotate_dense(v, transform.values)
 
     def launch(
         self,

@@ -253,7 +253,9 @@ class CupyDevice:
         if cupy.cuda.get_current_stream() is not self._stream:
             self.use()
         key = kernel, text, tuple(map(type, args))
-        known = self._accepted.get(key) or self._accept(*key)
+        if key not in self._accepted:
+            self._accept(*key)
+        known = self._accepted[key]
         if Addresses in key[2]:
             args = [self._upload_addresses(arg) if type(arg) is Addresses else arg for arg in args]
         if shared > known.allowed:
@@ -267,8 +269,8 @@ class CupyDevice:
         if status := known.launch(*known.handles):
             raise cupy.cuda.driver.CUDADriverError(status)
 
-    def _accept(self, kernel: str, text: str, types: tuple[type, ...]) -> Kernel:
-        """The kernel, compiled, for arguments of these types. Raises TypeError."""
+    def _accept(self, kernel: str, text: str, types: tuple[type, ...]) -> None:
+        """Compile a kernel, unless it is, and let it be launched with arguments of these types. Raises TypeError."""
         letters, known = letters_of(types, _POINTERS), self._kernels.get((kernel, text))
         if known is None:
             function = self._modules.get(text).get_function(kernel)
@@ -276,7 +278,6 @@ class CupyDevice:
         if letters != known.letters:
             raise TypeError(f"{kernel} takes arguments of the types {known.letters}, as before, not {letters}")
         self._accepted[kernel, text, types] = known
-        return known
 
     def expect(self, text: str) -> None:
         self._modules.expect(text)
