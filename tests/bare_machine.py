@@ -48,12 +48,12 @@ class _Cupy:
         if name.split(".")[0] not in ("cupy", "cupy_backends"):
             return None
         if not self._modules:
-            from polarlm.engine.backends.cuda.device import overlap
+            from polarlm.engine.backends.cuda.device import packed_launch
             from tests.cuda import fake_cupy  # with NumPy, which this module must not import before the paths are set
 
             machine, modules = fake_cupy.make()
             self._modules.update(modules)
-            overlap.load_driver = lambda: fake_cupy.Driver(machine)
+            packed_launch.load_driver = lambda: fake_cupy.Driver(machine)
         return ModuleSpec(name, self, is_package=True) if name in self._modules else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -1,4 +1,4 @@
-// y = x @ rotation for every vector of D: x, y (vectors, D).
+// y = x @ rotation for every vector of D: x, y (vectors, D). For rotate, y may be x.
 //
 // DEFINES: D, ORDER (a power of two that divides D), VECTORS (that a block of rotate_dense rotates).
 // JOINS: hadamard.cuh.

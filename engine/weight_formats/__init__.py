@@ -26,7 +26,7 @@ from polarlm.engine.weight_formats._lattice import Grid, Lattice
 from polarlm.engine.weight_formats._trits import Trits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WeightFormat:
     """A format of blocks: `values` consecutive values of a row in `nbytes` bytes.
 
@@ -49,7 +49,7 @@ class WeightFormat:
     bits: int = 0
     group: int = 0
     zero: int = 0
-    table: np.ndarray | None = field(default=None, compare=False)
+    table: np.ndarray | None = None
     grid: Grid | None = None
     runs: tuple[tuple[int, int], ...] | None = None
 
@@ -145,10 +145,10 @@ class Linear:
     parts: tuple[Matrix, ...]
     bias: Any | None = None
     deltas: Deltas | None = None
+    shape: tuple[int, int] = field(init=False)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
 
     @property
     def nbytes(self) -> int:

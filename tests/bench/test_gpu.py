@@ -35,7 +35,7 @@ from polarlm.bench.gpu.tables import Limits, Results, format_tables
 from polarlm.bench.serving import load
 from polarlm.bench.speed import ours
 from polarlm.engine.backends.cuda.attention import AttentionOps
-from polarlm.engine.backends.cuda.device import overlap
+from polarlm.engine.backends.cuda.device import packed_launch
 from polarlm.engine.backends.cuda.ops import CudaOps
 from tests.cuda import fake_cupy
 from tests.cuda.emulated import EmulatedDevice
@@ -288,7 +288,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in (DEVICE, *OTHERS):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(setup, "select", lambda device, threads: importlib.import_module(DEVICE))
-    monkeypatch.setattr(overlap, "load_driver", lambda: fake_cupy.Driver(machine))
+    monkeypatch.setattr(packed_launch, "load_driver", lambda: fake_cupy.Driver(machine))
     yield machine
     for name in (DEVICE, *OTHERS):
         sys.modules.pop(name, None)

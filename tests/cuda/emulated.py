@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved
+from polarlm.engine.backends.cuda.device import NUMBERS, Addresses, Carried, Device, Moved
 from tests.cuda.formats import poisoned, read
 from tests.cuda_emulator import Program
 
@@ -128,7 +128,9 @@ class EmulatedDevice:
     def _argument(self, arg: Any) -> Any:
         if isinstance(arg, Addresses):
             return arg._replace(rows=[[x if x is None else self.memory_of(x) for x in row] for row in arg.rows])
-        return arg if arg is None or isinstance(arg, np.int32 | np.int64 | np.float32) else self.memory_of(arg)
+        if type(arg) in NUMBERS:
+            return np.dtype(NUMBERS[type(arg)]).type(arg)
+        return arg if arg is None else self.memory_of(arg)
 
     def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
         _program(text, self._checked).launch(kernel, grid, block, *args, shared=shared)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import struct
 import threading
 import weakref
 from collections import deque
@@ -41,7 +42,7 @@ class CUDADriverError(CUDARuntimeError):
 
 
 class Array(np.ndarray):
-    """cupy.ndarray of the machine that made it."""
+    """cupy.ndarray of a machine, which has a class of its own."""
 
     machine: Machine
 
@@ -51,11 +52,9 @@ class Array(np.ndarray):
         held = _Held(memptr.mem, (ctypes.c_ubyte * count).from_address(memptr.ptr))
         return np.asarray(held).view(dtype).reshape(shape).view(cls)
 
-    def __array_finalize__(self, of: Any) -> None:
-        self.machine = getattr(of, "machine", None)
-
     @property
     def data(self) -> Any:
+        self.machine.asked[self.ctypes.data] = self
         return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
 
     def __setitem__(self, place: Any, x: Any) -> None:
@@ -73,6 +72,14 @@ class _Held:
             "shape": (len(raw),),
             "data": (ctypes.addressof(raw), False),
         }
+
+
+class _Pinned(bytearray):
+    """Pinned memory of the host."""
+
+    @property
+    def ptr(self) -> int:
+        return ctypes.addressof(ctypes.c_ubyte.from_buffer(self))
 
 
 class _OfThread(threading.local):
@@ -101,7 +108,7 @@ class Machine:
     options: list[tuple[str, ...]] = field(default_factory=list)  # options of texts compiled for one architecture
     overlapped: list[str] = field(default_factory=list)  # launches that may begin before the one before them has ended
     functions: dict[int, _Kernel] = field(default_factory=dict)  # by handle
-    roots: weakref.WeakValueDictionary[int, np.ndarray] = field(default_factory=weakref.WeakValueDictionary)
+    asked: weakref.WeakValueDictionary[int, Array] = field(default_factory=weakref.WeakValueDictionary)  # by address
     cuda: int = 13000  # version of driver and runtime
     largest_shared: int = 0
     room: int = 1 << 30  # bytes that there are
@@ -112,6 +119,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.common, self._thread = Pools(self), _OfThread()
+        self.array = type("ndarray", (Array,), {"machine": self})
 
     @property
     def current(self) -> int:
@@ -166,10 +174,7 @@ class Machine:
         assert self.recorded is None or self.malloc is not None, "recorded work takes memory from the common pool"
         shape, dtype = tuple(np.atleast_1d(shape).tolist()), np.dtype(dtype)
         size = int(np.prod(shape)) * dtype.itemsize
-        array = Array(shape, dtype, (self.malloc or self.common.malloc)(max(1, size)))
-        array.machine = self
-        root = _root(array)
-        self.roots[root.ctypes.data] = root  # by address
+        array: Array = self.array(shape, dtype, (self.malloc or self.common.malloc)(max(1, size)))
         kind = _KINDS.get(dtype.name)
         array.view(np.ndarray)[...] = poisoned((), kind) if kind else np.frombuffer(b"\x7f" * dtype.itemsize, dtype)[0]
         return array
@@ -196,9 +201,7 @@ class _Address:
         assert any(there), "a graph works on memory that the machine has back"
         raw = np.frombuffer((ctypes.c_ubyte * self._size).from_address(self._start), np.uint8)
         shape, dtype, offset, strides = self._view
-        array = np.ndarray(shape, dtype, raw, offset, strides).view(Array)
-        array.machine = self._machine
-        return array
+        return np.ndarray(shape, dtype, raw, offset, strides).view(self._machine.array)
 
 
 @cache
@@ -209,7 +212,7 @@ def _program(text: str) -> Program:
 def _contiguous(x: Array) -> Array:
     if not isinstance(x, Array):
         raise TypeError(f"{type(x).__name__} is no array of CuPy")
-    return np.ascontiguousarray(x).view(Array)
+    return np.ascontiguousarray(x).view(type(x))
 
 
 def make() -> tuple[Machine, dict[str, ModuleType]]:
@@ -225,7 +228,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cuda.Memory = lambda size: Memory(machine, size)
     cuda.MemoryPointer, cuda.UnownedMemory = MemoryPointer, UnownedMemory
     cuda.Graph = _Graph
-    cuda.alloc_pinned_memory = bytearray
+    cuda.alloc_pinned_memory = _Pinned
     cuda.get_cublas_handle = lambda: 7
     cuda.using_allocator = lambda malloc: _using(machine, malloc)
     cuda.set_allocator = lambda malloc: setattr(machine, "malloc", malloc)
@@ -237,7 +240,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
         CUBLAS_GEMM_DEFAULT=-1,
         gemmEx=lambda *args: _gemm(machine, *args),
     )
-    cupy.cuda, cupy.ndarray, cupy.empty = cuda, Array, machine.empty
+    cupy.cuda, cupy.ndarray, cupy.empty = cuda, machine.array, machine.empty
     cupy.copyto = lambda to, source: machine.do(np.copyto, to, source)
     cupy.__version__ = "14.0"
     cupy.ascontiguousarray = _contiguous
@@ -453,56 +456,54 @@ class _Kernel:
         self.machine.functions[id(self)] = self
         return SimpleNamespace(ptr=id(self))
 
-    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int) -> None:
-        assert all(type(sizes) is tuple and all(type(size) is int for size in sizes) for sizes in (grid, block))
-        allowed, without_asking = (
-            self.max_dynamic_shared_size_bytes,
-            SHARED_WITHOUT_ASKING - _program(self.text).static_shared,
-        )
-        assert shared_mem <= (without_asking if allowed is None else allowed), "more shared memory than is allowed"
-        assert not any(arg is None for arg in args), "CuPy passes None as no argument"
-        values = [None if isinstance(arg, np.uintp) else arg for arg in args]
-        assert all(value is None or isinstance(value, Array | np.generic) for value in values)
-        self.machine.largest_shared = max(self.machine.largest_shared, shared_mem)
 
-        def launch(*values: Any) -> None:
-            self.machine.launches.append(self.name)
-            _program(self.text).launch(self.name, grid, block, *values, shared=shared_mem)
+class _Config(ctypes.Structure):
+    """CUlaunchConfig of cuda.h."""
 
-        self.machine.do(launch, *values)
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    )
 
 
 class Driver:
-    """The NVIDIA driver's library."""
+    """The NVIDIA driver's library. It takes a launch as C does: a configuration, and a pointer to each argument, of the
+    type that the kernel's text says."""
 
     def __init__(self, machine: Machine):
         self._machine = machine
 
-    def cuLaunchKernelEx(self, config: Any, function: Any, values: Any, extra: None) -> int:
-        launch, kernel = config._obj, self._machine.functions[function.value]
-        assert launch.stream == self._machine.stream.ptr
-        assert (launch.count, launch.attributes[0].id, launch.attributes[0].is_allowed) == (1, 6, 1)
-        codes = _program(kernel.text).signature(kernel.name)
-        args = [self._value(code, value) for code, value in zip(codes, values, strict=True)]
-        kernel(tuple(launch.grid), tuple(launch.block), tuple(args), launch.shared)
-        self._machine.overlapped.append(kernel.name)
+    def cuLaunchKernelEx(self, config: Any, function: Any, places: Any, extra: None) -> int:
+        machine, launch = self._machine, _Config.from_address(config.value)
+        kernel, sizes = machine.functions[function.value], [[*launch.grid], [*launch.block]]
+        assert launch.stream == machine.stream.ptr
+        if launch.count:  # one attribute: programmatic stream serialization is allowed
+            assert (launch.count, struct.unpack("i4xi", ctypes.string_at(launch.attributes, 12))) == (1, (6, 1))
+            machine.overlapped.append(kernel.name)
+        program, allowed = _program(kernel.text), kernel.max_dynamic_shared_size_bytes
+        most = SHARED_WITHOUT_ASKING - program.static_shared if allowed is None else allowed
+        assert launch.shared <= most, "more shared memory than is allowed"
+        machine.largest_shared = max(machine.largest_shared, launch.shared)
+        shared, codes = launch.shared, program.signature(kernel.name)
+
+        def run(*values: Any) -> None:
+            machine.launches.append(kernel.name)
+            program.launch(kernel.name, *sizes, *values, shared=shared)
+
+        machine.do(run, *[self._value(code, place) for code, place in zip(codes, places, strict=True)])
         return 0
 
-    def _value(self, code: str, address: int) -> Any:
-        """What lies at an address, as CuPy would pass it; code: of the parameter's type, as the emulator names it."""
-        kind = code.removeprefix("const ").removesuffix("*")
-        dtype = np.dtype({"b2": "u2"}.get(kind, kind))
-        if not code.endswith("*"):
-            return np.frombuffer((ctypes.c_ubyte * dtype.itemsize).from_address(address), dtype)[0]
-        target = ctypes.c_uint64.from_address(address).value
-        if target == 0:
-            return np.uintp(0)
-        roots = list(self._machine.roots.items())
-        (start, root) = next((start, root) for start, root in roots if start <= target < start + root.nbytes)
-        whole = root.reshape(-1).view(np.uint8).view(Array)
-        whole.machine = self._machine
-        rest = whole[target - start :]
-        return rest[: len(rest) // dtype.itemsize * dtype.itemsize].view(dtype)
+    def _value(self, code: str, place: int) -> Any:
+        """What lies at an address; code: of the parameter's type, as the emulator names it."""
+        if code.endswith("*"):
+            address = ctypes.c_uint64.from_address(place).value
+            return self._machine.asked[address] if address else None
+        dtype = np.dtype(code)
+        return np.frombuffer((ctypes.c_ubyte * dtype.itemsize).from_address(place), dtype)[0]
 
 
 def _gemm(machine: Machine, handle: int, transa: int, transb: int, m: int, n: int, k: int, *rest: int) -> None:

@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.cuda.device import Carried, overlap
+from polarlm.engine.backends.cuda.device import Carried, overlap, packed_launch
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
@@ -38,9 +38,10 @@ NAMES = (NAME, RECORDING, f"{FOLDER}.cupy_compiler")
 
 @contextlib.contextmanager
 def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleType]]:
-    """A machine, and the module under test, imported anew. Its launches are CuPy's: they do not overlap."""
+    """A machine, and the module under test, imported anew. Its launches do not overlap."""
     monkeypatch.setenv(overlap.VARIABLE, "0")
     machine, modules = fake_cupy.make()
+    monkeypatch.setattr(packed_launch, "load_driver", lambda: fake_cupy.Driver(machine))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in NAMES:
@@ -98,10 +99,40 @@ def test_a_launch_writes_its_output(device, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(device.to_host(y), silu_of(x), rtol=1e-5)
 
 
-@pytest.mark.parametrize("wrong", [3, np.float64(3), np.zeros(3)])
+@pytest.mark.parametrize("wrong", ["3", True, np.float64(3), np.int8(3), np.zeros(3)])
 def test_arguments_of_other_types_are_a_type_error(device, wrong: object) -> None:
     with pytest.raises(TypeError, match="a kernel takes device arrays"):
-        device.launch("activate_mul_kernel", SILU, (1,), (32,), (None, wrong, np.int32(8)))
+        device.launch("activate_mul_kernel", SILU, (1,), (32,), (None, wrong, 8))
+
+
+@pytest.mark.parametrize(("place", "wrong"), [(0, 3), (1, 0.5), (2, np.int64(8)), (2, 8.0), (2, None)])
+def test_every_launch_of_a_kernel_takes_the_same_types(device, machine: Machine, place: int, wrong: object) -> None:
+    """It would read the bytes of another type as they are."""
+    args = [device.empty((1, 8), np.float32), device.from_host(np.ones((1, 16), np.float32)), 8]
+    for size in (8, np.int32(8)):
+        device.launch("activate_mul_kernel", SILU, (1, 1), (32,), [*args[:2], size])
+    args[place] = wrong
+    with pytest.raises(TypeError, match="takes arguments of the types PPi, as before, not "):
+        device.launch("activate_mul_kernel", SILU, (1, 1), (32,), args)
+    assert len(machine.launches) == 2
+
+
+def test_a_launch_that_the_driver_refuses_is_its_error(device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_cupy.Driver, "cuLaunchKernelEx", lambda *_: 719)
+    with pytest.raises(CUDADriverError, match="719"):
+        silu(device, device.empty((1, 8), np.float32), device.empty((1, 16), np.float32))
+
+
+def test_other_libraries_may_change_the_current_gpu_and_stream(fake: tuple[Machine, ModuleType]) -> None:
+    machine, module = fake
+    machine.devices = 2
+    first, second = (module.CupyDevice(number) for number in range(2))
+    y, x = first.empty((1, 8), np.float32), first.from_host(np.ones((1, 16), np.float32))
+    for work in (lambda: first.empty((3,), np.int8), lambda: first.from_host(np.ones(3)), lambda: silu(first, y, x)):
+        for change in (second.use, lambda: setattr(machine, "stream", None)):
+            change()
+            work()
+            assert (machine.current, machine.stream) == (0, first._stream)
 
 
 def test_the_limit_of_shared_memory_is_raised(device, machine: Machine) -> None:

@@ -18,7 +18,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.weight_formats import Linear, Matrix
 from tests.cuda.emulated import EmulatedDevice
-from tests.cuda.fake_cupy import Driver, Machine
+from tests.cuda.fake_cupy import Machine
 from tests.cuda.nvrtc import compile_binary, compiler
 from tests.cuda.sass import disassemble, disassembler
 from tests.cuda.test_cupy_device import imported
@@ -179,9 +179,8 @@ def test_a_model_uses_nothing_but_constants_before_it_waits(kind: str, types: tu
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleType]]:
-    with imported(monkeypatch) as (machine, module):
-        monkeypatch.setattr(overlap, "load_driver", lambda: Driver(machine))
-        yield machine, module
+    with imported(monkeypatch) as both:
+        yield both
 
 
 def logits_of(device: Any) -> Sequence[np.ndarray]:

@@ -26,12 +26,11 @@ class _Parameters(NamedTuple):
     softcap: float | None
     sink_scores: Array | None  # (H,)
 
-    def added_to(self, config: LaunchConfig) -> LaunchConfig:
-        """`config` with the DEFINES of soft cap and sink scores: none without them."""
+    def added_to(self, config: LaunchConfig, out: Array) -> LaunchConfig:
+        """`config` with the DEFINES of soft cap, sink scores and the result: none without them."""
         cap = {} if self.softcap is None else {"SOFTCAP": float(self.softcap)}
-        return config._replace(
-            defines={**config.defines, **cap, **({} if self.sink_scores is None else {"SINK_SCORES": 1})}
-        )
+        sinks = {} if self.sink_scores is None else {"SINK_SCORES": 1}
+        return LaunchConfig({**config.defines, **result_type(out), **cap, **sinks}, config.threads, config.shared)
 
 
 class AttentionOps:
@@ -77,7 +76,7 @@ class AttentionOps:
             self._launch(
                 "prefill_attention",
                 (len(tiles.table), kv_heads),
-                parameters.added_to(config),
+                parameters.added_to(config, out),
                 *(out, q, cache.keys.quantized, cache.values.quantized, *cache.full, *current),
                 *(spans.on(self._device), tiles.on(self._device), cache.keys.tables, cache.values.tables),
                 *(parameters.scale_back, spans.table.shape[1], kv_heads, heads),
@@ -114,11 +113,10 @@ class AttentionOps:
         sums = kinds * (2 * cells + blocks), columns
         counts = self._launch.counts((2 * kinds - 1) * cells * columns)
         out = self._device.empty(q.shape, dtype)
-        config = parameters.added_to(config._replace(defines={**config.defines, **result_type(out)}))
         self._launch(
             kernel,
             (blocks,),
-            config,
+            parameters.added_to(config, out),
             *(out, self._device.empty((*sums, cache.padded), np.float32), self._device.empty((*sums, 2), np.float32)),
             *(counts, q, cache.keys.quantized, cache.values.quantized, *cache.full),
             *(spans.on(self._device), cache.keys.tables, cache.values.tables),

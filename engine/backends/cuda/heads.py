@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,15 +37,15 @@ class HeadOps:
             transform.values is not NO_ROTATION or transform.scale is not None or transform.value_eps is not None
         )
         changes_values &= values > 0
-        v = self._device.empty((values, dim), np.float32) if changes_values else None
+        v = self._device.empty((rows, transform.kv_heads, dim), np.float32) if changes_values else None
         outputs = qk[:queries], qk[queries:], v
-        vectors = len(qk) if v is None else len(qk) + values
+        vectors = queries + (values if v is None else 2 * values)
         self.launch("transform_heads", outputs, qkv, rope, transform, norms, vectors)
         qk = self.rotate_dense(qk, transform.keys)
         q, k = qk[:queries].reshape(rows, -1, dim), qk[queries:].reshape(rows, -1, dim)
         if v is None:
             return q, k, qkv[:, heads - transform.kv_heads :]
-        return q, k, self.rotate_dense(v, transform.values).reshape(rows, -1, dim)
+        return q, k, self.rotate_dense(v, transform.values)
 
     def launch(
         self,
@@ -64,43 +65,50 @@ class HeadOps:
         vectors: number of heads in all rows that it transforms. spans: its arguments after the transform's.
         rows: its STEP_ROWS.
         """
-        keys, values = transform.keys, transform.values
+        (_, heads, dim), keys, values = qkv.shape, transform.keys, transform.values
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
-        defines: dict[str, int | str | float] = {
-            "HEAD_DIM": qkv.shape[2],
-            "HEAD_NORMS": int(norms is not None),
-            **({} if transform.value_eps is None else {"VALUE_EPS": float(transform.value_eps)}),
-            "KEY_ORDER": max(1, keys.order),
-            "VALUE_ORDER": max(1, values.order),
-            **({} if rows is None else {"STEP_ROWS": rows}),
-        }
         signs = keys.before, keys.after, values.before, values.after
-        counts = vectors, qkv.shape[1] - 2 * transform.kv_heads, transform.kv_heads
+        counts = vectors, heads - 2 * transform.kv_heads, transform.kv_heads
         self._launch(
             kernel,
             (-(-vectors // _WARPS),),
-            LaunchConfig(defines, WARP * _WARPS),
+            _heads_config(dim, norms is not None, transform.value_eps, keys.order, values.order, rows),
             *(*outputs, qkv, *rope, q_norm, k_norm, transform.scale, *signs, *spans, *counts, float(eps)),
             layouts=layouts,
         )
 
     def rotate(self, x: Array, rotation: DeviceRotation) -> Array:
-        """x (..., D) @ rotation → (..., D) float32, or x itself without a rotation."""
+        """x (..., D) @ rotation → (..., D) float32: x itself, rotated in place unless the rotation is dense."""
         if rotation.matrix is not None or rotation.order == 1:
             return self.rotate_dense(x, rotation)
-        dim, vectors, y = x.shape[-1], x.size // x.shape[-1], self._device.empty(x.shape, np.float32)
-        config = LaunchConfig(rotate_defines(dim, rotation.order), WARP * _WARPS)
-        self._launch("rotate", (-(-vectors // _WARPS),), config, y, x, rotation.before, rotation.after, vectors)
-        return y
+        dim = x.shape[-1]
+        vectors, config = x.size // dim, _rotate_config(dim, rotation.order, WARP * _WARPS)
+        self._launch("rotate", (-(-vectors // _WARPS),), config, x, x, rotation.before, rotation.after, vectors)
+        return x
 
     def rotate_dense(self, x: Array, rotation: DeviceRotation) -> Array:
         """x (..., D) @ rotation → (..., D) float32 if the rotation is dense, else x itself."""
         if rotation.matrix is None:
             return x
         dim, vectors, y = x.shape[-1], x.size // x.shape[-1], self._device.empty(x.shape, np.float32)
-        config = LaunchConfig(rotate_defines(dim, 1), threads_for(dim))
+        config = _rotate_config(dim, 1, threads_for(dim))
         self._launch("rotate_dense", (-(-vectors // _VECTORS),), config, y, x, rotation.matrix, vectors, file="rotate")
         return y
+
+
+@cache
+def _heads_config(
+    dim: int, normed: bool, value_eps: float | None, key_order: int, value_order: int, rows: int | None
+) -> LaunchConfig:
+    """The launch of a kernel that JOINS `cuda/heads/heads.cuh`; see `HeadOps.launch`."""
+    defines: dict[str, int | float | None] = {"HEAD_DIM": dim, "HEAD_NORMS": int(normed), "VALUE_EPS": value_eps}
+    defines |= {"KEY_ORDER": max(1, key_order), "VALUE_ORDER": max(1, value_order), "STEP_ROWS": rows}
+    return LaunchConfig({name: value for name, value in defines.items() if value is not None}, WARP * _WARPS)
+
+
+@cache
+def _rotate_config(head_dim: int, order: int, threads: int) -> LaunchConfig:
+    return LaunchConfig(rotate_defines(head_dim, order), threads)
 
 
 def rotate_defines(head_dim: int, order: int) -> dict[str, int | float | str]:

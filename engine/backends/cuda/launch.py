@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,13 +38,13 @@ class Product(NamedTuple):
 
     def with_types(self, y: Any, config: LaunchConfig) -> LaunchConfig:
         """`config` of one of our own kernels with the DEFINES of this product into y."""
-        flags: dict[str, int | str] = {"WEIGHT": self.weight.format.name, **result_type(y)}
-        flags |= {"NORMED": int(self.norm is not None), "ADD": int(self.add)}
+        flags: dict[str, int | str] = {"WEIGHT": self.weight.format.name, "ADD": int(self.add), **_RESULTS[y.dtype]}
+        flags["NORMED"] = int(self.norm is not None)
         if self.activation is not None:
             flags["ACTIVATION"] = self.activation
         if self.beside is not None:
             flags["BESIDE"] = self.beside.format.name
-        return config._replace(defines={**flags, **config.defines})
+        return LaunchConfig({**flags, **config.defines}, config.threads, config.shared)
 
 
 class Launcher:
@@ -67,12 +67,11 @@ class Launcher:
     ) -> None:
         """Launch `<kernel>_kernel` of the file `<kernel>.cu`, or of `<file>.cu`.
 
-        args: as for `Device.launch`; Python's int and float are passed as int32 and float32. layouts: of keys and
-        values, for a kernel that reads or writes records. finer: of blocks with more bits, if it reads two kinds.
+        args: as for `Device.launch`. layouts: of keys and values, for a kernel that reads or writes records. finer: of
+        blocks with more bits, if it reads two kinds.
         """
         text = _source(file or kernel, *layouts, finer, **config.defines, **self._defines)
-        numbers = [_number(arg) for arg in args]
-        self._device.launch(f"{kernel}_kernel", text, grid, (config.threads,), numbers, config.shared)
+        self._device.launch(f"{kernel}_kernel", text, grid, (config.threads,), args, config.shared)
 
     def counts(self, size: int) -> Any:
         """At least `size` int32 zeros. Kernels reset them to zero; they are never freed, since recordings use them."""
@@ -82,25 +81,22 @@ class Launcher:
         return self._counts[size]
 
 
+_TYPES = {np.dtype(np.float32): "float", np.dtype(np.float16): "__half", np.dtype(np.uint16): "__nv_bfloat16"}
+_RESULTS = {dtype: {} if dtype == np.float32 else {"TO": name} for dtype, name in _TYPES.items()}
 _source = lru_cache(maxsize=None, typed=True)(source)
-
-
-def _number(arg: Any) -> Any:
-    if isinstance(arg, int):
-        return np.int32(arg)
-    return np.float32(arg) if type(arg) is float else arg
 
 
 def type_of(x: Any) -> str:
     """The CUDA type of an array's elements. NumPy has no bfloat16, so its bits are stored as uint16."""
-    return {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}[x.dtype.name]
+    return _TYPES[x.dtype]
 
 
 def result_type(y: Any) -> dict[str, str]:
     """The DEFINES of a kernel that writes y: none if that is float32."""
-    return {} if y.dtype == np.float32 else {"TO": type_of(y)}
+    return _RESULTS[y.dtype]
 
 
+@cache
 def threads_for(work: int, most: int = 256) -> int:
     """`work` rounded up to whole warps, at most `most`."""
     return min(most, -(-work // WARP) * WARP)

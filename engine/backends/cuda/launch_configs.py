@@ -6,6 +6,8 @@ not compile where their arrays take another number.
 
 from __future__ import annotations
 
+from functools import cache
+
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, threads_for
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.quantization import encode
@@ -53,11 +55,13 @@ ROUNDING: dict[str, int | float | str] = {
 DECODE_HEADS = 8  # query heads, times rows, of a cell of decode_attention: at most
 
 
+@cache
 def row_threads(rows: int, work: int) -> int:
     """Threads for `work` of one row: of few rows, which leave most of the machine idle, as many as a block may have."""
     return threads_for(work, MOST_THREADS if rows <= SMALL_ROWS else 256)
 
 
+@cache
 def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig, int]:
     """The launch for x (rows ≤ GEMV_ROWS, width) and weights (out, width) → configuration, blocks."""
     split = 1  # warps that share an output; doubled until every multiprocessor has enough loads in flight
@@ -66,6 +70,7 @@ def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig
     return LaunchConfig({"ROWS": 1 << (rows - 1).bit_length(), "SPLIT": split}, 256), -(-out * split // (_OUTPUTS * 8))
 
 
+@cache
 def gemm_small(
     rows: int, out: int, width: int, processors: int, shared_memory: int, packed: bool = False
 ) -> tuple[LaunchConfig, int, int]:
@@ -118,11 +123,13 @@ def gemm_tile(most: int, deep: int, shared_memory: int) -> tuple[int, int, int]:
     return tile, shared, max(1, min(by_registers, by_memory))
 
 
+@cache
 def step_rows(most: int) -> int:
     """The define STEP_ROWS for a step with at most `most` rows of a sequence: 1 or the limit."""
     return 1 if most == 1 else STEP_ROWS
 
 
+@cache
 def decode_cells(group: int, most: int = 1) -> tuple[int, int]:
     """Cells of a KV head in decode_attention, for `group` query heads per KV head and at most `most` rows of a
     sequence; and columns of a cell."""
@@ -130,6 +137,7 @@ def decode_cells(group: int, most: int = 1) -> tuple[int, int]:
     return chunks, DECODE_HEADS if step_rows(most) > 1 else -(-group // chunks)
 
 
+@cache
 def decode_attention(
     keys: Layout, values: Layout, group: int, most: int = 1, sequences: int = 1, order: int = 1
 ) -> LaunchConfig:
@@ -138,6 +146,7 @@ def decode_attention(
     return decode_attention_by(_decode_warps(keys, values, most), keys, values, group, most, sequences, order)
 
 
+@cache
 def decode_two_kinds(
     layouts: Layouts, finer: Layouts, group: int, most: int = 1, sequences: int = 1, order: int = 1
 ) -> LaunchConfig:
@@ -167,6 +176,7 @@ def decode_attention_by(
     return LaunchConfig(defines, 32 * warps, shared + 4 * (2 * sequences + 7 * warps + 2) + SYSTEM_BYTES)
 
 
+@cache
 def prefill_attention(keys: Layout, values: Layout, group: int) -> tuple[LaunchConfig, int]:
     """The launch for `group` query heads per KV head → configuration, rows of scores of a block."""
     quantized = table_bytes(keys, values) > 0 or keys.mean_bits > 0
@@ -183,12 +193,14 @@ def prefill_blocks(warps: int, rows: int, keys: Layout, values: Layout, group: i
     return LaunchConfig(defines, 32 * warps, shared), warps * rows
 
 
+@cache
 def decode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
     """The launch of the kernel decode_blocks."""
     shared = table_bytes(keys, values)
     return LaunchConfig({"WARPS": _DECODE_WARPS, "SHARED": shared}, WARP * _DECODE_WARPS, shared)
 
 
+@cache
 def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
     """The launch of encode_blocks. Raises ValueError where a block does not fit into shared memory."""
     size, tries_singles = keys.record.geometry.block_size, keys.record.constants.get("WIDTH") == 1

@@ -4,9 +4,9 @@ One launch multiplies the same x by matrices of two formats, such as q and k in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ _GEMV_PACKED_COPIED = 4096  # bytes of a unit of gemv_packed, unless a block of 
 _SLOT_BYTES = 80 << 10  # for slots of gemm_packed, unless these are too few: the L1 cache has the rest, for x
 
 
+@cache
 def is_packed(format: WeightFormat) -> bool:
     """Whether kernels read matrices of this format in tiles."""
     return format.unpack is not None and kernel_source.can_read(format.name)
@@ -53,6 +54,7 @@ class PackedRows(NamedTuple):
     nbytes: int
 
 
+@cache
 def rows_of(format: WeightFormat, out: int) -> PackedRows:
     return PackedRows(out, format.values, block_bytes(format))
 
@@ -154,6 +156,11 @@ def _gemm_packed_slots(shared_memory: int, tiles: int, copied: int, sums: int = 
     return tiles + 1, 0
 
 
+@cache
+def _configured(launch: Callable[..., tuple[LaunchConfig, int, int]], *shape: Any) -> tuple[LaunchConfig, int, int]:
+    return launch(*shape)
+
+
 def joins(weight: Matrix, beside: Matrix, rows: int) -> bool:
     """Whether one launch multiplies `rows` rows by both of these neighbouring matrices."""
     formats = weight.format, beside.format
@@ -164,10 +171,9 @@ def multiply(device: Device, launch: Launcher, y: Array, x: Array, product: Prod
     """`linear` of at most GEMM_PACKED_ROWS rows into y; more than GEMV_ROWS come normalised in half precision."""
     (rows, width), (weight, beside) = x.shape, (product.weight, product.beside)
     few, matrices = rows <= GEMV_ROWS, [weight] if beside is None else [weight, beside]
-    configured = gemv_packed if few else gemm_packed
-    weights = [rows_of(matrix.format, matrix.shape[0]) for matrix in matrices]
-    gated = product.activation is not None
-    config, blocks, border = configured(rows, device.processors, device.shared_memory, weights, gated)
+    weights = tuple([rows_of(matrix.format, matrix.shape[0]) for matrix in matrices])
+    shape = rows, device.processors, device.shared_memory, weights, product.activation is not None
+    config, blocks, border = _configured(gemv_packed if few else gemm_packed, *shape)
     out = y.shape[1] - (0 if beside is None else beside.shape[0])
     more = () if beside is None else (beside.data, beside.shape[0], border)
     operands, sizes = (y, x, weight.data, product.bias), (rows, width, out, row_stride(y))

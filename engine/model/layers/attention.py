@@ -70,14 +70,14 @@ class Attention:
         qkv = projected(ops, x, w.qkv, adapters, norm=self._norm, recorded=recorded)
         norms = self._qk_norms
         if shape.shares_kv:  # there are queries alone
-            q, _, _ = ops.transform_heads(qkv.reshape(len(x), heads, dim), rope, self._transform, norms)
+            q, _, _ = ops.transform_heads(qkv.reshape(-1, heads, dim), rope, self._transform, norms)
             return q
         if shape.qk_norm == "all":
             keys, values = heads * dim, (heads + kv_heads) * dim
             ops.rms_norm(qkv[:, :keys], (w.q_norm, self._eps))
             ops.rms_norm(qkv[:, keys:values], (w.k_norm, self._eps))
             norms = None
-        rows = qkv.reshape(len(x), heads + 2 * kv_heads, dim), rope, self._transform
+        rows = qkv.reshape(-1, heads + 2 * kv_heads, dim), rope, self._transform
         if tap is None:
             return ops.place_kv(*rows, self._cache, spans, norms)
         q, k, v = ops.transform_heads(*rows, norms)
@@ -99,7 +99,7 @@ class Attention:
             softcap=shape.softcap,
             sink_scores=w.sink_scores,
         )
-        mixed = mixed.reshape(len(x), shape.heads * shape.head_dim)
+        mixed = mixed.reshape(-1, shape.heads * shape.head_dim)
         if w.output_gate is not None:
             gate = projected(self._ops, x, w.output_gate, adapters, norm=self._norm, recorded=recorded)
             self._ops.gate(mixed, gate)

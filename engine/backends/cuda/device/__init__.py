@@ -12,6 +12,9 @@ import numpy as np
 Array = Any
 Result = TypeVar("Result")
 
+NUMBERS: dict[type, str] = {int: "i", np.int32: "i", np.int64: "q", float: "f", np.float32: "f"}
+"""The types of the numbers that `Device.launch` takes, and the types in C that kernels get, as letters of `struct`."""
+
 MOST_RECORDINGS = 24
 """The most recordings that a device keeps, least recently used first out; each is a graph of some hundred launches."""
 
@@ -93,9 +96,9 @@ class Device(Protocol):
     ) -> None:
         """Launch `kernel` of the CUDA source `text` with grid and block sizes (1 to 3 each).
 
-        args: device arrays, or None for null pointers; np.int32, np.int64 and np.float32 for numbers; `Addresses`, not
-        inside `run_graph`. bfloat16 arrays have dtype uint16. shared: bytes of dynamic shared memory. Raises TypeError
-        for any other argument.
+        args: device arrays, or None for null pointers; NUMBERS; `Addresses`, not inside `run_graph`. bfloat16 arrays
+        have dtype uint16. shared: bytes of dynamic shared memory. Raises TypeError for any other argument, and for one
+        of another type in C than in the kernel's launches before.
         """
 
     def expect(self, text: str) -> None:

@@ -49,16 +49,3 @@ def _compiled(nvrtc: Any, text: str, options: tuple[str, ...]) -> bytes:
         raise RuntimeError(f"{error}:\n{nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
-
-
-class Kernel:
-    """A compiled kernel; whether it waits for its predecessor by itself; and its limit of dynamic shared memory."""
-
-    def __init__(self, function: cupy.RawKernel, waits: bool):
-        self.function, self.waits = function, waits
-        self._allowed = 0  # CUDA's own limit depends on the kernel's static shared memory, so it is always raised
-
-    def allow(self, shared: int) -> None:
-        if shared > self._allowed:
-            self.function.max_dynamic_shared_size_bytes = shared
-            self._allowed = shared

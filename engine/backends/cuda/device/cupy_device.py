@@ -7,7 +7,6 @@ first.
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -17,15 +16,17 @@ import numpy as np
 from cupy_backends.cuda.libs import cublas
 
 from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, overlap, row_stride
-from polarlm.engine.backends.cuda.device.cupy_compiler import Kernel, compile_module
+from polarlm.engine.backends.cuda.device.cupy_compiler import compile_module
 from polarlm.engine.backends.cuda.device.cupy_recording import HostCall, Recordings, memory_errors, pinned
 from polarlm.engine.backends.cuda.device.kernel_source import source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
+from polarlm.engine.backends.cuda.device.packed_launch import Kernel, letters_of, load_driver
 from polarlm.engine.errors import EngineError
 
 _runtime = cupy.cuda.runtime
 
 _STAGED_BYTES = 1 << 20  # for larger arrays a copy to pinned memory does not pay
+_COPIES_AT_ONCE = 16  # that share an event, after which their pinned memory is freed
 
 # Device attributes: compute capability, and shared memory per multiprocessor.
 _MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 81
@@ -33,7 +34,7 @@ _NO_DEVICE, _OLD_DRIVER = 100, 35  # cudaErrorNoDevice, cudaErrorInsufficientDri
 _HAS_ACCESS = 704  # cudaErrorPeerAccessAlreadyEnabled
 _LEAST_CAPABILITY = 8, 0  # cp.async and bfloat16 in the matrix instructions
 
-_ARGUMENTS = (cupy.ndarray, np.int32, np.int64, np.float32)
+_POINTERS = frozenset((cupy.ndarray, type(None), Addresses))  # types of arguments
 _GEMM_TYPES = {"float16": _runtime.CUDA_R_16F, "uint16": _runtime.CUDA_R_16BF}
 
 
@@ -59,7 +60,10 @@ def open_device(number: int = 0) -> CupyDevice:
     if number >= count:
         there = "only cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
         raise _unavailable(f"There is no cuda:{number}: the NVIDIA driver shows {there}")
-    device = CupyDevice(number)
+    try:
+        device = CupyDevice(number)
+    except OSError as error:
+        raise _unavailable(f"The NVIDIA driver's library does not load ({_first_line(error)})") from error
     capability = _capability()
     if capability < _LEAST_CAPABILITY:
         raise _unavailable(
@@ -127,10 +131,12 @@ class CupyDevice:
         self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self.overlaps = (overlap.is_wanted(_capability()) if overlaps is None else overlaps) and can_overlap()
-        self._overlapped = overlap.OverlappedLaunch(overlap.load_driver()) if self.overlaps else None
+        self._driver = load_driver()
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], Kernel] = {}
-        self._copies: deque[tuple[cupy.cuda.Event, np.ndarray]] = deque()  # copies in flight: event, pinned memory
+        self._accepted: dict[tuple[str, str, tuple[type, ...]], Kernel] = {}  # for the types of arguments in Python
+        self._staged: list[Any] = []  # pinned memory of the newest copies
+        self._copies: deque[tuple[cupy.cuda.Event, list[Any]]] = deque()  # of earlier ones; and an event after each
         self._recordings = Recordings(self._stream, self._copy_from)
         self._reached: set[int] = set()  # other GPUs, by their numbers, whose memory this one has been allowed to read
         self._factors = np.array([0, 1], np.float32)  # cuBLAS reads its factors on the host
@@ -146,7 +152,8 @@ class CupyDevice:
         return free + cupy.get_default_memory_pool().free_bytes(), total
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
-        self.use()
+        if cupy.cuda.get_current_stream() is not self._stream:
+            self.use()
         return cupy.empty(shape, dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
@@ -158,18 +165,19 @@ class CupyDevice:
     # -- copies ------------------------------------------------------------------------------------------------
 
     def from_host(self, x: np.ndarray) -> cupy.ndarray:
+        if cupy.cuda.get_current_stream() is not self._stream:
+            self.use()
         # Uploads may outlive a recording, so they must not come from its pool, which the next graph overwrites.
-        with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
-            y = self.empty(x.shape, x.dtype)
-        x = np.ascontiguousarray(x)
+        y = cupy.ndarray(x.shape, x.dtype, cupy.get_default_memory_pool().malloc(x.nbytes))
         if x.nbytes > _STAGED_BYTES:
+            x = np.ascontiguousarray(x)
             self._copy_in(y, x.ctypes.data, x.nbytes)
             self._stream.synchronize()
         elif x.nbytes:
-            staged = pinned(x.nbytes)
-            staged[:] = x.reshape(-1).view(np.uint8)
-            self._copy_in(y, staged.ctypes.data, x.nbytes)
-            self._keep(self._stream.record(cupy.cuda.Event(disable_timing=True)), staged)
+            staged = cupy.cuda.alloc_pinned_memory(x.nbytes)
+            np.ndarray(x.shape, x.dtype, staged)[...] = x
+            self._copy_in(y, staged.ptr, x.nbytes)
+            self._keep(staged)
         return y
 
     def to_host(self, x: cupy.ndarray) -> np.ndarray:
@@ -186,7 +194,8 @@ class CupyDevice:
         copied = cupy.cuda.Event(disable_timing=True)
         _runtime.memcpyAsync(copy.data.ptr, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToDevice, self._stream.ptr)
         _runtime.memcpyAsync(staged.ctypes.data, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToHost, self._stream.ptr)
-        self._keep(self._stream.record(copied), staged)
+        self._stream.record(copied)
+        self._keep(staged)
 
         def wait() -> np.ndarray:
             copied.synchronize()
@@ -220,11 +229,14 @@ class CupyDevice:
         _runtime.memcpyPeerAsync(y.data.ptr, self._number, x.data.ptr, device._number, x.nbytes, self._stream.ptr)
         device._stream.wait_event(self._stream.record(cupy.cuda.Event(disable_timing=True)))
 
-    def _keep(self, copied: cupy.cuda.Event, staged: np.ndarray) -> None:
+    def _keep(self, staged: Any) -> None:
         """Keep pinned memory alive until its copy has finished."""
-        while self._copies and self._copies[0][0].done:
-            self._copies.popleft()
-        self._copies.append((copied, staged))
+        self._staged.append(staged)
+        if len(self._staged) == _COPIES_AT_ONCE:
+            while self._copies and self._copies[0][0].done:
+                self._copies.popleft()
+            self._copies.append((self._stream.record(cupy.cuda.Event(disable_timing=True)), self._staged))
+            self._staged = []
 
     def wait(self) -> None:
         self._stream.synchronize()
@@ -237,22 +249,35 @@ class CupyDevice:
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
-        assert all(size > 0 for size in grid), "an empty grid"  # CuPy would launch one block, which the driver refuses
-        self.use()
-        compiled = self._kernels.get((kernel, text))
-        if compiled is None:
-            function = self._modules.get(text).get_function(kernel)
-            compiled = self._kernels[kernel, text] = Kernel(function, waits(text, kernel))
-        compiled.allow(shared)
-        arguments = [self._upload_addresses(arg) if isinstance(arg, Addresses) else _argument(arg) for arg in args]
-        # Outside of a recording the host is slower than short kernels, and these launches cost it more than CuPy's.
-        if self._overlapped is None or not compiled.waits or not self._recordings.under_way:
-            compiled.function(tuple(grid), tuple(block), tuple(arguments), shared_mem=shared)
-            return
-        values = [_c_value(arg) for arg in arguments]
-        status = self._overlapped(compiled.function.kernel.ptr, self._stream.ptr, grid, block, values, shared)
-        if status:
+        assert 0 not in grid, "an empty grid"
+        if cupy.cuda.get_current_stream() is not self._stream:
+            self.use()
+        key = kernel, text, tuple(map(type, args))
+        if key not in self._accepted:
+            self._accept(*key)
+        known = self._accepted[key]
+        if Addresses in key[2]:
+            args = [self._upload_addresses(arg) if type(arg) is Addresses else arg for arg in args]
+        if shared > known.allowed:
+            known.allow(shared)
+        array = cupy.ndarray
+        values = [arg.data.ptr if type(arg) is array else 0 if arg is None else arg for arg in args]
+        # Outside of a recording the host is slower than short kernels, which then have nothing to overlap with.
+        overlaps = known.waits and self.overlaps and self._recordings.under_way
+        sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared, self._stream.ptr, known.attribute, overlaps
+        known.pack(*known.start, *sizes, *values)
+        if status := known.launch(*known.handles):
             raise cupy.cuda.driver.CUDADriverError(status)
+
+    def _accept(self, kernel: str, text: str, types: tuple[type, ...]) -> None:
+        """Compile a kernel, unless it is, and let it be launched with arguments of these types. Raises TypeError."""
+        letters, known = letters_of(types, _POINTERS), self._kernels.get((kernel, text))
+        if known is None:
+            function = self._modules.get(text).get_function(kernel)
+            known = self._kernels[kernel, text] = Kernel(self._driver, function, waits(text, kernel), letters)
+        if letters != known.letters:
+            raise TypeError(f"{kernel} takes arguments of the types {known.letters}, as before, not {letters}")
+        self._accepted[kernel, text, types] = known
 
     def expect(self, text: str) -> None:
         self._modules.expect(text)
@@ -314,19 +339,3 @@ def _reach(number: int, other: int) -> None:
     except _runtime.CUDARuntimeError as error:
         if error.status != _HAS_ACCESS:
             raise
-
-
-def _argument(arg: Any) -> Any:
-    """A launch argument in the form that CuPy takes. Raises TypeError for types that CuPy would convert silently."""
-    if arg is None:
-        return np.uintp(0)  # CuPy drops an argument that is None
-    if isinstance(arg, _ARGUMENTS):
-        return arg
-    raise TypeError(f"a kernel takes device arrays, None, np.int32, np.int64 and np.float32, not {type(arg).__name__}")
-
-
-def _c_value(arg: Any) -> Any:
-    """A result of `_argument` as a ctypes value."""
-    if isinstance(arg, cupy.ndarray):
-        return ctypes.c_void_p(arg.data.ptr)
-    return np.ctypeslib.as_ctypes_type(arg.dtype)(arg.item())

@@ -99,6 +99,7 @@ def _part(name: str) -> str:
     return "".join(map(_part, joined(text))) + _ENTRY.sub(_FUNCTION, text)
 
 
+@cache
 def can_read(weight_format: str) -> bool:
     """Whether kernels can read matrices in this weight format, that is, whether a struct for it exists."""
     return f"weights/{weight_format}.cuh" in _files()

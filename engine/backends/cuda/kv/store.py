@@ -145,8 +145,8 @@ class CacheOps:
     ) -> Array:
         (rows, heads, dim), (count, width) = qkv.shape, spans.table.shape
         is_prompt = spans.buffer is not None and rows > 1
-        dense = any(rotation.matrix is not None for rotation in (transform.keys, transform.values))
-        if is_prompt or dense:  # append_kv writes 16 bytes at a time where place_kv would write 2 or 4
+        is_dense = transform.keys.matrix is not None or transform.values.matrix is not None
+        if is_prompt or is_dense:  # append_kv writes 16 bytes at a time where place_kv would write 2 or 4
             q, k, v = self._heads.transform_heads(qkv, rope, transform, norms)
             self.append_kv(cache, spans, k, v)
             return q

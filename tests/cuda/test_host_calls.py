@@ -1,0 +1,86 @@
+"""The function calls that a prompt and a step make in Python: a host's time, in a number that no machine changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+
+import pytest
+
+from polarlm import engine
+from polarlm.bench.random_weights import RandomWeights
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.sampling.sample import SamplerInput
+from polarlm.engine.state.store import SequenceKV
+from tests.cuda import test_model_emulated
+from tests.cuda.test_cupy_device import imported
+from tests.cuda.test_model_emulated import GREEDY, model_from
+from tests.cuda.test_packed_model import mixed_model
+
+LAYERS, TOKENS = 16, 64
+ENGINE = str(Path(engine.__file__).parent)
+# Calls before Python 3.12 alone; attributes of CuPy's arrays and pinned memory, which the stand-in computes.
+UNCOUNTED = {"<listcomp>", "<setcomp>", "<dictcomp>", "data", "ptr"}
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """The functions of the engine that `work` calls, and those that they call, in Python or in C."""
+    count = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        code, caller = frame.f_code, frame.f_back
+        if event == "c_call":
+            count += code.co_filename.startswith(ENGINE)
+        elif event == "call" and code.co_name not in UNCOUNTED and "weakref" not in code.co_filename:
+            files = code.co_filename, "" if caller is None else caller.f_code.co_filename
+            count += any(file.startswith(ENGINE) for file in files)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_calls_of_a_prompt_and_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each launch, of a model in the formats of Q4_K_M on a GPU that does nothing; for a step that is run again, in
+    all. Before arguments were packed and configurations kept, they were 82, 134 and 278."""
+    monkeypatch.setattr(test_model_emulated, "N", TOKENS)
+    config = mixed_model()[0]
+    config = replace(config, layers=config.layers[:1] * LAYERS)
+    sampled, launched = SamplerInput(GREEDY, [], 0.5, config.vocab_size), list[object]()
+    with imported(monkeypatch) as (_, module):
+        driver = SimpleNamespace(cuLaunchKernelEx=lambda *handles: launched.append(handles) or 0)
+        monkeypatch.setattr(module, "load_driver", lambda: driver)
+        ops, weights = CudaOps(module.CupyDevice()), RandomWeights.of_kind(config, "q4_k")
+        model = model_from(ops, config, weights, ("ring4", "ring3.5"), room=(512, 2))
+        sequences = [model.store.new_sequence() for _ in range(2)]
+
+        def prompt(sequence: SequenceKV) -> None:
+            span = model.store.open(sequence, TOKENS)
+            hidden = model.forward([span], range(5, 5 + TOKENS), 1)
+            model.store.commit(span)
+            model.choose(hidden, [sampled])
+
+        def step() -> None:
+            spans = [model.store.open_step(sequence, 1) for sequence in sequences]
+            model.step(spans, [5, 6], [sampled] * 2)
+            model.store.commit_steps(spans)
+
+        prompt(sequences[0])
+        launched.clear()
+        assert calls_of(lambda: prompt(sequences[1])) <= 22 * len(launched)
+        assert len(launched) > 13 * LAYERS
+        step()
+        launched.clear()
+        assert calls_of(step) <= 28 * len(launched)  # it is recorded
+        assert len(launched) > 6 * LAYERS
+        launched.clear()
+        assert calls_of(step) <= 290
+        assert not launched
