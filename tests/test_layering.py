@@ -330,7 +330,7 @@ def test_pure_rooms_need_almost_nothing() -> None:
 
 def test_only_the_cuda_backend_imports_cupy() -> None:
     users = {name for name, path in ALL.items() if any(i.split(".")[0] == "cupy" for i in imports(path))}
-    names = ("cupy_device", "cupy_compiler", "cupy_recording")
+    names = ("cupy_device", "cupy_recording")
     assert users <= {f"engine.backends.cuda.device.{name}" for name in names}
 
 

@@ -46,9 +46,7 @@ CONFIG = replace(
 SMALL = {"block_size": 16, "blocks": 3, "rotated": 1 << 13, "copied": 1 << 12, "gemm": 32, "rows": (1, 65)}
 ASKED = {"prompts": (4,), "depths": (8,), "steps": 2, "sequences": (1,), "asked": (4, 2)}
 SIZES = Sizes(CONFIG, **SMALL, **ASKED, runs=1)
-DEVICE, *OTHERS = (
-    f"polarlm.engine.backends.cuda.device.{name}" for name in ("cupy_device", "cupy_recording", "cupy_compiler")
-)
+DEVICE, *OTHERS = (f"polarlm.engine.backends.cuda.device.{name}" for name in ("cupy_device", "cupy_recording"))
 
 
 # -- the machine ---------------------------------------------------------------------------------------------------

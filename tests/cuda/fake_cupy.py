@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -105,7 +104,6 @@ class Machine:
     recorded: list[Callable[[], None]] | None = None
     launches: list[str] = field(default_factory=list)
     compiled: list[str] = field(default_factory=list)  # texts
-    options: list[tuple[str, ...]] = field(default_factory=list)  # options of texts compiled for one architecture
     overlapped: list[str] = field(default_factory=list)  # launches that may begin before the one before them has ended
     functions: dict[int, _Kernel] = field(default_factory=dict)  # by handle
     asked: weakref.WeakValueDictionary[int, Array] = field(default_factory=weakref.WeakValueDictionary)  # by address
@@ -247,20 +245,15 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cupy.get_default_memory_pool = lambda: machine.common
     cupy.RawModule = partial(_module, machine)
     cupy.RawKernel = _Kernel
-    core = ModuleType("cupy._core.core")
-    core.assemble_cupy_compiler_options = lambda options: (*options, "-I/headers")
-    inside = ModuleType("cupy._core")
-    inside.core = core
-    modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy_backends.cuda.libs": libs, "cupy._core": inside}
+    modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy_backends.cuda.libs": libs}
     return machine, {**modules, "cupy_backends": ModuleType("cupy_backends"), "cupy_backends.cuda": ModuleType("cuda")}
 
 
-def _module(machine: Machine, code: str = "", options: tuple[str, ...] = (), path: str = "") -> SimpleNamespace:
-    """The module of a text, or of a file of `_Nvrtc`: a text is its own binary."""
-    text = code or Path(path).read_text()
+def _module(machine: Machine, code: str, options: tuple[str, ...]) -> SimpleNamespace:
+    """The module of a text."""
 
     def get_function(name: str) -> _Kernel:
-        return _Kernel(machine, text, name)
+        return _Kernel(machine, code, name)
 
     return SimpleNamespace(compile=lambda: machine.compiled.append(code), get_function=get_function)
 
@@ -271,32 +264,12 @@ class _Nvrtc:
 
     machine: Machine
     NVRTCError = CUDARuntimeError
-    programs: dict[int, str] = field(default_factory=dict)
 
     def getVersion(self) -> tuple[int, int]:
         return 12, 4
 
     def getSupportedArchs(self) -> tuple[int, ...]:
         return 80, 86, 89, 90
-
-    def createProgram(self, text: str, name: str, headers: tuple[()], names: tuple[()]) -> int:
-        self.programs[len(self.programs)] = text
-        return len(self.programs) - 1
-
-    def compileProgram(self, program: int, options: tuple[str, ...]) -> None:
-        self.machine.options.append(options)
-        self.machine.compiled.append(self.programs[program])
-        if "#error" in self.programs[program]:
-            raise CUDARuntimeError(6)
-
-    def getCUBIN(self, program: int) -> bytes:
-        return self.programs[program].encode()
-
-    def getProgramLog(self, program: int) -> str:
-        return "kernel.cu(1): error"
-
-    def destroyProgram(self, program: int) -> None:
-        self.programs[program] = ""
 
 
 def _runtime(machine: Machine) -> SimpleNamespace:

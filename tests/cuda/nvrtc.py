@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from polarlm.engine.backends.cuda.device.kernel_source import OF_CUPY, OPTIONS, target
+from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS
 from polarlm.engine.errors import EngineError
 
 # Architecture → most bytes of shared memory of a block, static and dynamic together ("Technical Specifications per
@@ -22,6 +22,8 @@ _LIMITS = {
 }
 SHARED_LIMIT = dict(sorted(_LIMITS.items()))
 STATIC_LIMIT = 48 << 10
+
+OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")  # options that CuPy adds to ours
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Usage:
 
 
 _ENTRY = re.compile(
-    r"Compiling entry function '(?P<kernel>\w+)' for 'sm_(?P<arch>\d+)a?'"
+    r"Compiling entry function '(?P<kernel>\w+)' for 'sm_(?P<arch>\d+)'"
     r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
     r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
     re.DOTALL,
@@ -52,18 +54,11 @@ def compile_text(text: str, arch: int) -> list[Usage]:
 def compile_binary(text: str, arch: int) -> tuple[list[Usage], bytes]:
     """Like `compile_text`, with the compiled binary, which nvdisasm reads. Raises EngineError."""
     _, headers = compiler()
-    options = [*OPTIONS, *OF_CUPY, architecture(text, arch), "--ptxas-options=-v", f"--include-path={headers}"]
+    options = [*OPTIONS, *OF_CUPY, f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v", f"--include-path={headers}"]
     message, binary = run_compiler(text, options)
     if not binary:
         raise EngineError(f"NVRTC does not compile the kernel for sm_{arch}:\n{message}")
     return [_usage(entry) for entry in _ENTRY.finditer(message)], binary
-
-
-def architecture(text: str, arch: int) -> str:
-    """The option that compiles `text` for sm_<arch>, or for its own target, whose number must be the same."""
-    option = f"--gpu-architecture={target(text) or f'sm_{arch}'}"
-    assert option.rstrip("a").endswith(f"sm_{arch}"), f"a text for {target(text)} runs on no sm_{arch}"
-    return option
 
 
 def run_compiler(text: str, options: Sequence[str]) -> tuple[str, bytes]:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.engine.backends.cuda.device.kernel_source import OF_CUPY, OPTIONS, folder
+from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, folder
 from polarlm.engine.errors import EngineError
 from tests.cuda import nvrtc
 from tests.cuda.nvrtc import (
+    OF_CUPY,
     SHARED_LIMIT,
     STATIC_LIMIT,
     Usage,

@@ -33,7 +33,7 @@ DEFAULTS = GenerationDefaults()
 FOLDER = "polarlm.engine.backends.cuda.device"
 NAME = f"{FOLDER}.cupy_device"
 RECORDING = f"{FOLDER}.cupy_recording"
-NAMES = (NAME, RECORDING, f"{FOLDER}.cupy_compiler")
+NAMES = NAME, RECORDING
 
 
 @contextlib.contextmanager

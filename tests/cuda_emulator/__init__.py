@@ -18,9 +18,6 @@ Numbers are as a GPU may have them: a * b + c is fused into one rounding (where 
 or __fmaf_rn), denormal floats are flushed, and functions such as expf, rsqrtf and exp2_fast are off by their documented
 error (`numbers.h`, `fibers.cpp`).
 
-Products of warpgroups (wgmma) are computed when they are waited for, by what their operands hold then, which they find
-by their descriptors (`warpgroups.cpp`): missing waits, and fences of registers and of the async proxy, stop the launch.
-
 `Program.traffic` tells what accesses cost: wavefronts of shared memory, sectors of global memory (`traffic.cpp`).
 
 It can't show: speed; orders that only spinning, other fences or several launches establish; bulk copies and clusters;

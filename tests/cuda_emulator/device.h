@@ -147,5 +147,4 @@ EMULATOR_LOAD(__ldcs)
 EMULATOR_STORE(__stcg)
 
 #include "matrix.h"
-#include "warpgroups.h"
 #include "signature.h"

@@ -71,13 +71,6 @@ Record *static_records, *dynamic_records;
 size_t static_recorded;  // bytes that have a record
 Copies copies[1024];
 
-// Times of a thread's fence.proxy.async: what it stored up to then is seen by products behind the fence.
-struct ProxyFences {
-    uint64_t block = 0;
-    std::vector<uint32_t> times;
-};
-ProxyFences proxy_fences[1024];
-
 }  // namespace
 
 const Library *library;
@@ -246,43 +239,6 @@ void access(const void *address, size_t bytes, Access kind, size_t alignment) {
         count_access(calling(), p, bytes, kind, true);
     } else if (kind != Access::kLoad || !is_in_a_library(p)) {
         fail("%s of %zu bytes far outside of every buffer", verb(kind), bytes);
-    }
-}
-
-unsigned shared_address(const void *p) {
-    const unsigned char *at = static_cast<const unsigned char *>(p);
-    if (!dynamic_size || at < dynamic_start || at > dynamic_start + dynamic_size)
-        fail("the address of something that is not in dynamic shared memory");
-    return unsigned(at - dynamic_start) + kDynamicAddress;
-}
-
-unsigned char *shared_pointer(unsigned address) {
-    if (address < kDynamicAddress || address >= kDynamicAddress + dynamic_size)
-        fail("a product reads address %u, outside of dynamic shared memory", address);
-    return dynamic_start + (address - kDynamicAddress);
-}
-
-void fence_async_proxy() {
-    ProxyFences &mine = proxy_fences[running().id];
-    if (mine.block != running().block) mine = {running().block, {}};
-    mine.times.push_back(stamp());
-    advance_time();
-}
-
-void access_by_product(const void *address, size_t bytes) {
-    access(address, bytes, Access::kLoad, bytes);
-    if (!library->checked) return;
-    const long first = static_cast<const unsigned char *>(address) - dynamic_start;
-    for (long i = first; i < first + long(bytes); ++i) {
-        const Record &r = dynamic_records[i];
-        const ProxyFences &of_thread = proxy_fences[r.store_thread];
-        bool fenced = false;
-        for (uint32_t time : of_thread.times)
-            fenced |= of_thread.block == running().block && time >= r.store_time &&
-                      (r.store_thread == running().id || known(r.store_thread) > time);
-        if (!fenced)
-            fail("a product reads shared memory, byte %ld, with no fence.proxy.async after the store by thread %d", i,
-                 r.store_thread);
     }
 }
 

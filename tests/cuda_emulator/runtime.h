@@ -61,20 +61,6 @@ void commit_copies();
 void wait_for_copies(int groups_left);
 bool copies_pending();
 
-// For products of warpgroups (warpgroups.cpp). An address of dynamic shared memory as descriptors have it, and back;
-// a product that reads bytes of it, as the running thread; fence.proxy.async, which lets products read what the thread
-// has stored.
-unsigned shared_address(const void *p);
-unsigned char *shared_pointer(unsigned address);
-void access_by_product(const void *address, size_t bytes);
-void fence_async_proxy();
-// The running thread's part of a product of its warpgroup, of wgmma_fence, wgmma_commit and wgmma_wait.
-void start_product(int columns, bool adds, float *d, const unsigned *a, uint64_t descriptor);
-void fence_registers();
-void commit_products();
-void wait_for_products(int groups_left);
-bool products_pending();
-
 // From here on the thread may use what the launch before this one writes or reads.
 void wait_for_previous();
 

@@ -1,4 +1,4 @@
-"""`engine.backends.cuda.device.Device` on CuPy. Only this file, `cupy_compiler` and `cupy_recording` import CuPy.
+"""`engine.backends.cuda.device.Device` on CuPy. Only this file and `cupy_recording` import CuPy.
 
 CuPy provides memory, compilation, launches, cuBLAS and graphs; apart from copies between strided arrays, all other
 arithmetic is in `cuda/`. All work goes to one stream. CuPy has a current stream per thread, so methods select ours
@@ -16,9 +16,8 @@ import numpy as np
 from cupy_backends.cuda.libs import cublas
 
 from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, overlap, row_stride
-from polarlm.engine.backends.cuda.device.cupy_compiler import compile_module
 from polarlm.engine.backends.cuda.device.cupy_recording import HostCall, Recordings, memory_errors, pinned
-from polarlm.engine.backends.cuda.device.kernel_source import source, waits
+from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
 from polarlm.engine.backends.cuda.device.packed_launch import Kernel, letters_of, load_driver
 from polarlm.engine.errors import EngineError
@@ -287,7 +286,9 @@ class CupyDevice:
 
     def _compile(self, text: str) -> cupy.RawModule:
         _runtime.setDevice(self._number)  # the current device is per thread
-        return compile_module(text)
+        module = cupy.RawModule(code=text, options=OPTIONS)
+        module.compile()  # from CuPy's folder, or by NVRTC, which releases Python's lock
+        return module
 
     def _upload_addresses(self, table: Addresses) -> cupy.ndarray:
         return self.from_host(np.array([[x.data.ptr if x is not None else 0 for x in row] for row in table.rows], "u8"))

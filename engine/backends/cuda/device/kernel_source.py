@@ -22,7 +22,6 @@ _JOINS = re.compile(r"^// JOINS: ((?:.+,\n// )*.+)\.$", re.MULTILINE)
 _ENTRY = re.compile(r'^extern "C" __global__ void __launch_bounds__\(.*\)\n', re.MULTILINE)
 _FUNCTION = "__device__ __forceinline__ void\n"
 
-_TARGET = re.compile(r"^// TARGET: (sm_\w+)\.$", re.MULTILINE)  # at the top of a part: what its kernels compile for
 
 OVERLAPS = "OVERLAPS"  # if defined, kernels wait for their predecessor by themselves, see `waits`
 
@@ -30,7 +29,6 @@ _TWINS = ("codecs", "weights")  # folders whose files are named like their twins
 
 # Compiler options besides the target architecture.
 OPTIONS = ("--std=c++17",)
-OF_CUPY = ("-ftz=true", "--device-as-default-execution-space")  # options that CuPy adds to them
 
 
 @cache
@@ -136,12 +134,6 @@ def waits(text: str, kernel: str) -> bool:
         return False
     _, _, rest = text.partition(f" {kernel}(" if f" {kernel}(" in text else f"\n{kernel}(")
     return "wait_for_previous();" in rest.split("__global__", 1)[0]
-
-
-def target(text: str) -> str:
-    """The one architecture that a text can be compiled for, such as "sm_90a"; empty where it is any."""
-    match = _TARGET.search(text)
-    return match[1] if match else ""
 
 
 def prelude() -> str:
