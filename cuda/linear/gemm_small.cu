@@ -1,4 +1,5 @@
-// The op `linear` for up to 64 rows on tensor cores, with the residual sum after it: y = x @ weightᵀ + bias.
+// The op `linear` with packed weights for up to 64 rows on tensor cores, with the residual sum after it, and with EXPERTS
+// groups of rows with any weights: y = x @ weightᵀ + bias.
 //
 // y: rows of `out` numbers, `pitch` numbers apart; x (rows, in) of the format's Product, from `narrow`; weight (out,
 // in), bias (out) float or null. Packed weights are rounded to half precision; sums are float. With ADD, y += and
@@ -14,7 +15,7 @@
 // blockIdx.y take one part of `in` and write their sums to y (parts, rows, rows of weights), TO float;
 // gemm_small_sum_kernel adds the parts. With EXPERTS (0 or 1, default 0) the grid has groups of rows in z, and there
 // are more arguments: expert_group.cuh.
-// DEFINES: WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (1, 2, 4, 8), SHARED (bytes of dynamic shared memory,
+// DEFINES: WEIGHT (a weight format), ROWS (most rows), WARPS_OUT (2, 4, 8), SHARED (bytes of dynamic shared memory,
 // at most 96 KB), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (type of y, see
 // output_tile.cuh).
 // JOINS: activation.cuh, output_tile.cuh, weight_stages.cuh, expert_group.cuh.

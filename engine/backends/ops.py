@@ -259,8 +259,8 @@ class Ops(KVOps, RecurrentOps, Protocol):
         gate (`is_gated`) it is up, and activation(up) is returned.
         then: the one `linear` that reads the result; it may be returned in that op's input dtype.
         recorded: the call is inside `run_graph`.
-        CUDA: gemv up to 2 rows, for packed formats gemv_packed up to 16; gemm_small up to 64; above that cuBLAS, for
-        packed formats after dequantize. A recorded call with more rows takes gemm_small for 64 rows at a time.
+        CUDA: gemv up to 2 rows, above that cuBLASLt. For packed formats gemv_packed up to 2, gemm_packed up to 16,
+        gemm_small up to 64, and 64 at a time in a recorded call; above that cuBLASLt after dequantize.
         """
 
     def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:

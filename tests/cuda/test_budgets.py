@@ -66,7 +66,7 @@ def product(kernel: str, rows: int, out: int, weight: str = "bf16", gated: bool 
     if kernel == "gemv":
         config, _ = launch_configs.gemv(rows, out, 4096, sizes[0])
     elif kernel == "gemm_small":
-        config, *_ = launch_configs.gemm_small(rows, out, 4096, *sizes)
+        config, *_ = launch_configs.gemm_small(rows, out, 4096, sizes[0])
     else:
         config, *_ = getattr(packed, kernel)(rows, *sizes, [packed.rows_of(get(weight), out)], gated)
     normed = int(rows <= launch_configs.GEMV_ROWS)  # `narrow` normalises more
@@ -96,7 +96,6 @@ BUDGETS = [
     Budget("decode_attention", attention("decode_attention", "f16", "f16", 0), 134, 3.141),
     Budget("gemv", product("gemv", 1, 28672), 128, 4.562),
     Budget("gemv", product("gemv", 1, 28672, "f16"), 128, 4.438),
-    Budget("gemm_small", product("gemm_small", 8, 28672), 48, 5.500),
     Budget("gemm_small", product("gemm_small", 32, 28672, "q4_k"), 84, 8.156),
     Budget("gemv_packed", product("gemv_packed", 1, 4096, "q4_k"), 66, 2.383),
     Budget("gemv_packed", product("gemv_packed", 1, 28672, "q4_k"), 70, 2.004),

@@ -33,7 +33,7 @@ WAITING = {
     *("gemm_small_kernel", "gemm_small_sum_kernel", "place_kv_kernel", "transform_heads_kernel", "append_kv_kernel"),
     *("rotate_kernel", "rotate_dense_kernel", "decode_attention_kernel", "decode_two_kinds_kernel"),
     *("route_kernel", "group_pairs_kernel", "add_experts_kernel", "elementwise_kernel", "softcap_kernel"),
-    *("short_conv_kernel", "gated_delta_kernel", "mamba2_kernel", "mamba2_results_kernel"),
+    *("activate_mul_kernel", "short_conv_kernel", "gated_delta_kernel", "mamba2_kernel", "mamba2_results_kernel"),
     *("sample_adjust_kernel", "sample_kernel", "sample_restore_kernel"),
 }
 EARLY = ("gemv", "gemv_packed", "gemm_packed", "gemm_small", "decode_attention")  # first loads of weights or tables

@@ -8,7 +8,7 @@ import pytest
 
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs, packed
-from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
+from polarlm.engine.backends.cuda.launch_configs import GEMM_PACKED_ROWS, GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
 from polarlm.engine.weight_formats import available, get
 from tests.cuda.formats import BESIDE
 
@@ -40,8 +40,8 @@ def test_products_cover_every_output(processors: int) -> None:
                 columns = 32 // config.defines["SPLIT"]
                 assert config.defines["ROWS"] >= rows
                 assert (blocks - 1) * columns < out <= blocks * columns
-            for rows in range(1, SMALL_ROWS + 1):
-                config, blocks, parts = launch_configs.gemm_small(rows, out, width, processors, 228 << 10)
+            for rows in range(GEMM_PACKED_ROWS + 1, SMALL_ROWS + 1):
+                config, blocks, parts = launch_configs.gemm_small(rows, out, width, processors)
                 tile = 32 * config.defines["WARPS_OUT"]
                 assert config.defines["ROWS"] >= rows
                 assert config.defines["ROWS"] * 8 // config.defines["WARPS_OUT"] <= 128

@@ -53,7 +53,6 @@ BUDGETS = {
     ("q4_k", "prefill_attention"): (1.30, 1.05),
     ("q4_k", "sample"): (1.00, 1.10),
     ("bf16", "gemv"): (1.00, 1.55),
-    ("bf16", "gemm_small"): (1.05, 1.05),
 }
 
 

@@ -239,18 +239,14 @@ def _of_experts(variants: list[Variant]) -> list[Variant]:
 
 
 def _gemm_small() -> list[Variant]:
-    """x comes normalised and in the type of the weights."""
+    """x comes normalised and in half precision."""
     variants = []
-    for rows, weight, out in itertools.product((8, 16, 32, 48, 64), _READ, (4096, 14336)):
-        if rows <= launch_configs.GEMM_PACKED_ROWS and weight in _PACKED:
-            continue
-        if rows > 16 and out > 4096:  # the same configuration
-            continue
-        config, _, _ = launch_configs.gemm_small(rows, out, 4096, 132, 228 << 10)
+    for rows in (32, 48, 64):
+        config, _, _ = launch_configs.gemm_small(rows, 4096, 4096, 132)
         constants = {name: (value,) for name, value in config.defines.items()}
         variants += [
             replace(variant, dynamic_shared=config.shared)
-            for variant in _linear("gemm_small", WEIGHT=(weight,), **constants)
+            for variant in _linear("gemm_small", WEIGHT=_PACKED, **constants)
             if not variant.defines["NORMED"]
         ]
     return [*variants, *_rounded_results(variants), *_of_groups()]
@@ -361,7 +357,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "decode_two_kinds": _decode_two_kinds(),
     "dequantize": _all("dequantize", WEIGHT=_PACKED),
     "elementwise": [
-        *_all("elementwise", ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "added"), WHOLE=(0,)),
+        *_all("elementwise", ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped", "relu_squared"), WHOLE=(0,)),
         *_all("elementwise", ACTIVATION=("gated", "scaled"), WHOLE=(0, 1)),
     ],
     "embed": _all("embed", WEIGHT=_READ),

@@ -1,8 +1,8 @@
 """Batch sizes of steps, padded to buckets with empty rows, so that steps are recorded for few batch sizes.
 
 An empty row has token 0, a span of zeros and greedy sampling. By its span it writes no keys and values and sees no
-token. No kernel mixes rows, and all batches of a bucket take the same kernels with or without padding, so the results
-of the other rows are bit-equal.
+token. No kernel mixes rows, and all batches of a bucket take the same kernels, so the results of the other rows are
+bit-equal whatever rows are empty.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Activations, norm weights and biases are float32. Matrices keep the format of the file if `cuda/weights/` has a struct
 for it, otherwise they become half precision. Products convert x to the matrix's type, half precision for packed
-formats, and add in float32. Few rows take our own kernels, many rows take cuBLAS.
+formats, and add in float32. Packed matrices take our own kernels up to SMALL_ROWS rows, others up to GEMV_ROWS; more
+rows take cuBLASLt.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ class LinearOps:
 
     def _multiply(self, y: Array, x: Array, product: Product, recorded: bool) -> None:
         """`linear` with one matrix into y, which may be columns of a wider array."""
-        rows = len(x)
-        if rows > SMALL_ROWS and not recorded:
+        rows, is_plain = len(x), not packed.is_packed(product.weight.format)
+        if (is_plain and rows > GEMV_ROWS) or (rows > SMALL_ROWS and not recorded):
             self._large(y, x, product)
             return
         for first in range(0, rows, SMALL_ROWS):
@@ -156,12 +157,11 @@ class LinearOps:
             self._small(y[part], x[part], product)
 
     def _small(self, y: Array, x: Array, product: Product) -> None:
-        """`linear` of at most SMALL_ROWS rows into y."""
+        """`linear` of at most SMALL_ROWS rows into y by kernels of our own."""
         (rows, width), processors, weight = x.shape, self._device.processors, product.weight
-        is_packed = packed.is_packed(weight.format)
         if rows > GEMV_ROWS:
             x, product = self.narrowed(x, product), product._replace(norm=None)
-        if is_packed and rows <= GEMM_PACKED_ROWS:
+        if packed.is_packed(weight.format) and rows <= GEMM_PACKED_ROWS:
             packed.multiply(self._device, self._launch, y, x, product)
             return
         if rows > GEMV_ROWS:
@@ -174,10 +174,9 @@ class LinearOps:
         self._launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
 
     def _tensor_cores(self, y: Array, x: Array, product: Product) -> None:
-        """`linear` of at most SMALL_ROWS rows into y; x is normalised and of the type that the product takes."""
+        """`linear` with a packed matrix, of at most SMALL_ROWS rows into y; x is normalised and in half precision."""
         (rows, width), out, device, weight = x.shape, y.shape[1], self._device, product.weight
-        machine = device.processors, device.shared_memory, packed.is_packed(weight.format)
-        config, blocks, parts = launch_configs.gemm_small(rows, weight.shape[0], width, *machine)
+        config, blocks, parts = launch_configs.gemm_small(rows, weight.shape[0], width, device.processors)
         sizes = rows, width, out, row_stride(y)
         if parts == 1:
             operands = y, x, weight.data, product.bias
@@ -192,22 +191,20 @@ class LinearOps:
         self._launch("gemm_small_sum", grid, config, *args, file="gemm_small")
 
     def _large(self, y: Array, x: Array, product: Product) -> None:
-        """`linear` of any number of rows into y, by cuBLAS."""
+        """`linear` of any number of rows into y, by cuBLASLt."""
         rows, out = len(x), product.weight.shape[0]
         whole = y if product.activation is None else self._device.empty((rows, out), np.float32)
         x = self.narrowed(x, product)
         if packed.is_packed(product.weight.format):
-            self._dequantized_product(whole, x, product.weight, product.add)
+            self._dequantized_product(whole, x, product)
         else:
-            self._device.gemm(whole, x, product.weight.data.view(x.dtype), add=product.add)
-        if product.bias is not None:
-            self._elementwise("added", whole, product.bias)
+            self._device.gemm(whole, x, product.weight.data.view(x.dtype), product.bias, add=product.add)
         if product.activation is not None:
             self.activate_mul(y, whole, product.activation)
 
-    def _dequantized_product(self, y: Array, x: Array, weight: Matrix, add: bool) -> None:
-        """y = x @ weightᵀ, or += with `add`, of a packed matrix: DEQUANTIZED_BYTES of it at a time."""
-        out, width = weight.shape
+    def _dequantized_product(self, y: Array, x: Array, product: Product) -> None:
+        """y = x @ weightᵀ + bias, or += with `add`, of a packed matrix: DEQUANTIZED_BYTES of it at a time."""
+        weight, (out, width) = product.weight, product.weight.shape
         step = min(out, max(1, DEQUANTIZED_BYTES // (2 * width)))
         if _TILED_ROWS < step < out:  # on an H200 cuBLAS took three times as long for 1,170 rows as for whole tiles
             step -= step % _TILED_ROWS
@@ -216,7 +213,9 @@ class LinearOps:
         for first in range(0, out, step):
             part = values[: min(step, out - first)]
             self._launch("dequantize", (len(part),), config, part, weight.data, first, width)
-            self._device.gemm(y[:, first : first + len(part)], x, part, add=add)
+            columns = slice(first, first + len(part))
+            bias = None if product.bias is None else product.bias[columns]
+            self._device.gemm(y[:, columns], x, part, bias, add=product.add)
 
     def activate_mul(self, y: Array, gate_up: Array, activation: str) -> None:
         """y = activation(gate) * up of [gate | up]."""

@@ -106,7 +106,9 @@ class TracingDevice:
     def wait_for(self, text: str) -> None:
         """No text is expected."""
 
-    def gemm(self, y: TracingArray, x: TracingArray, weight: TracingArray, *, add: bool) -> None:
+    def gemm(
+        self, y: TracingArray, x: TracingArray, weight: TracingArray, bias: TracingArray | None = None, *, add: bool
+    ) -> None:
         self._launched(Launch(GEMM, "", (), (), (y, x, weight), 0))
 
     def call_host(self, work: Callable[..., np.ndarray], y: TracingArray, arrays: Sequence[TracingArray]) -> None:
