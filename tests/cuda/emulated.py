@@ -140,7 +140,7 @@ class EmulatedDevice:
         """No text is expected."""
 
     def gemm(
-        self, y: DeviceArray, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None = None, *, add: bool
+        self, y: DeviceArray, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None = None, /, *, add: bool
     ) -> None:
         """Nearly always the same for a row, whatever the number of rows: sums are float64."""
         assert x.dtype == weight.dtype

@@ -104,7 +104,7 @@ class Device(Protocol):
     def wait_for(self, text: str) -> None:
         """Block until the compilation of an expected text has succeeded or failed."""
 
-    def gemm(self, y: Array, x: Array, weight: Array, bias: Array | None = None, *, add: bool) -> None:
+    def gemm(self, y: Array, x: Array, weight: Array, bias: Array | None = None, /, *, add: bool) -> None:
         """y (T, out) float32 = x (T, in) @ weight (out, in)ᵀ + bias (out,) float32, or += with `add`.
 
         x and weight are both float16 or both bfloat16, and contiguous; y may be columns of a wider array. Sums are
