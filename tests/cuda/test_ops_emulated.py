@@ -190,6 +190,7 @@ PRODUCTS = [
     (2, 2104, 10, 6, "f16", "norm silu"),  # several warps for an output
     (1, 72, 3, 6, "f32", "bias added"),
     (4, 48, 40, 1, "f16", "bias added"),
+    (3, 72, 1, 6, "bf16", "bias added recorded"),
     (9, 1032, 40, 1, "f16", "norm bias added"),
     (50, 328, 260, 1, "bf16", "bias added"),
     (9, 776, 48, 1, "bf16", "norm silu"),

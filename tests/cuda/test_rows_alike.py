@@ -1,4 +1,4 @@
-"""A row of a product, whatever the number of rows beside it: kernels round x to the same numbers.
+"""A row of a product, whatever the number of rows beside it: kernels and library take x rounded to the same numbers.
 
 The exceptions are one and two rows: bf16 weights take x unrounded, and packed ones are not rounded themselves.
 """
