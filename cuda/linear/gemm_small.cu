@@ -1,5 +1,5 @@
-// The op `linear` with packed weights for up to 64 rows on tensor cores, with the residual sum after it, and with EXPERTS
-// groups of rows with any weights: y = x @ weightᵀ + bias.
+// The op `linear` for up to 64 rows on tensor cores, with the residual sum after it: y = x @ weightᵀ + bias. For packed
+// weights, and for groups of experts' rows.
 //
 // y: rows of `out` numbers, `pitch` numbers apart; x (rows, in) of the format's Product, from `narrow`; weight (out,
 // in), bias (out) float or null. Packed weights are rounded to half precision; sums are float. With ADD, y += and
