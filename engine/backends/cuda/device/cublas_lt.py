@@ -16,7 +16,7 @@ from polarlm.engine.backends.cuda.device import row_stride
 
 WORKSPACE_BYTES = 32 << 20
 
-_FLOAT, _TYPES = 0, {"float16": 2, "uint16": 14}  # cudaDataType; uint16 are the bits of bfloat16
+_FLOAT, _TYPES = 0, {"f": 2, "u": 14}  # cudaDataType: float, half by kind of dtype, bfloat16 as the bits
 _COMPUTE_FLOAT, _ADDS_BIAS, _OUT_OF_MEMORY = 68, 4, 3  # CUBLAS_COMPUTE_32F, _EPILOGUE_BIAS, _STATUS_ALLOC_FAILED
 _TRANSPOSED, _EPILOGUE, _BIAS = 3, 7, 8  # CUBLASLT_MATMUL_DESC_TRANSA, _EPILOGUE, _BIAS_POINTER
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, _MIN_ALIGNMENT_A_BYTES … _D_BYTES
@@ -44,7 +44,7 @@ class Products:
         for name, types in _ARGUMENTS.items():
             getattr(library, f"cublasLt{name}").argtypes = types
         self._library, self._workspace, self._handle = library, workspace, c_void_p()
-        self._factors = c_float(0), c_float(1)  # the library reads them on the host
+        self._factors = byref(c_float(0)), byref(c_float(1))  # the library reads them on the host
         _call(library, "Create", byref(self._handle))
         self._plan = lru_cache(_MOST_PLANS)(self._new_plan)
 
@@ -52,11 +52,10 @@ class Products:
         """See `Device.gemm`; arrays of CuPy, handle of a stream."""
         to, left, right, more = (0 if array is None else array.data.ptr for array in (y, weight, x, bias))
         bits, sizes = to | left | right | more | 256, (len(weight), *x.shape[::-1], int(row_stride(y)))
-        description, a, b, c, choice = self._plan(_TYPES[x.dtype.name], *sizes, bias is not None, bits & -bits)
+        description, a, b, c, choice = self._plan(_TYPES[x.dtype.kind], *sizes, bias is not None, bits & -bits)
         if bias is not None:
             description.set(_BIAS, c_void_p(more))
-        zero, one = map(byref, self._factors)
-        args = one, left, a, right, b, one if add else zero, to, c, to, c, byref(choice)
+        args = self._factors[1], left, a, right, b, self._factors[add], to, c, to, c, choice
         _call(self._library, "Matmul", self._handle, description, *args, self._workspace, WORKSPACE_BYTES, stream)
 
     def _new_plan(
@@ -83,7 +82,7 @@ class Products:
         _call(library, "MatmulAlgoGetHeuristic", self._handle, *args)
         if not count.value or c_int.from_buffer(choice, _STATUS_PLACE).value:
             raise RuntimeError(f"cuBLASLt has no algorithm for {shapes}")
-        return description, a, b, c, choice
+        return description, a, b, c, byref(choice)
 
 
 class _Made:
