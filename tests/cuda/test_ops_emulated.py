@@ -192,7 +192,7 @@ PRODUCTS = [
     (4, 48, 40, 1, "f16", "bias added"),
     (9, 1032, 40, 1, "f16", "norm bias added"),
     (50, 328, 260, 1, "bf16", "bias added"),
-    (7, 4096, 35, 6, "f32", ""),  # with parts of the inputs, whose sums gemm_small_sum adds
+    (7, 4096, 35, 6, "f32", ""),  # with parts of the inputs, whose sums add_parts adds
     (20, 2056, 70, 6, "f16", "bias added"),
     (50, 1032, 140, 6, "f16", "silu"),  # outputs that end within a warp's 16
     (9, 776, 48, 1, "bf16", "norm silu"),
