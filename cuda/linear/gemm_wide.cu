@@ -171,7 +171,8 @@ struct Product {
             }
             free = slot, slot = next;
         }
-        let_next_begin();  // not before: blocks of the next kernel would gather on the processors that are free
+        // Not before: blocks of the next kernel would gather on the processors that are free.
+        let_next_begin();
         cp_async_wait<0>();
         write(y, sums, bias, rows, first_row, pitch);
     }
