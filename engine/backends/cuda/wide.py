@@ -18,11 +18,11 @@ from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
 from polarlm.engine.weight_formats import WeightFormat
 
 # Most rows with packed weights, unless a step is recorded: more are faster dequantized and multiplied by cuBLAS. On an
-# H200 (2026-11-26), a layer of an 8B model with q4_k takes 238 µs for 128 rows, twice what 64 take, and cuBLAS 134 µs
-# after about 130 µs of dequantizing; for 192 rows both are about equal where the matrix is large.
+# H200 (2026-11-26), 64 rows of a layer of an 8B model take 121 µs with q4_k, so 128 rows about 242; cuBLAS takes 134 µs
+# for them, after dequantizing, about 130 µs as reckoned from its bytes.
 WIDE_ROWS = 128
 
-_MOST_ROWS = 64  # of x, of a block: more take more registers than there are
+_MOST_ROWS = 64  # of x, of a block: with 128, some formats need more registers than there are
 _FEW_ROWS = 16  # rows of an expert, at most, where experts have half as many on average
 _UNIT = 256  # inputs: parts have whole units, and at least two of them
 _WARPS = 8  # of a block, at most
@@ -51,13 +51,13 @@ def expert_groups(pairs: int, experts: int) -> tuple[int, int]:
 
 
 def groups_pairs(pairs: int, experts: int) -> bool:
-    """Whether pairs of rows and experts are grouped by expert. Products of one row take a quarter to half of the
-    instructions a weight that gemm_wide takes, and of fewer pairs than experts, few have an expert in common."""
+    """Whether pairs of rows and experts are grouped by expert. Products of one row take half to two thirds
+    of the instructions a weight that gemm_wide takes, and of fewer pairs than experts, few have an expert in common."""
     return pairs > experts
 
 
 def warps_for(outs: Sequence[int], split: int, processors: int) -> int:
-    """Warps of a block, so that no more blocks than necessary are as wide as can be."""
+    """Warps of a block: fewer where all multiprocessors have a block even so."""
     return max(_LEAST_WARPS, min(_WARPS, -(-sum(outs) * split // (32 * processors))))
 
 
