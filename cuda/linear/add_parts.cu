@@ -3,7 +3,8 @@
 // parts (count, rows, width) float; width: out, with an ACTIVATION (GATED) 2 · out. y: rows of `out` numbers, `pitch`
 // numbers apart. bias (width) or null.
 // Grid (ceil(rows · out / block)), block any.
-// DEFINES: ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (type of y, see output_tile.cuh).
+// DEFINES: ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (type of y, see
+// output_tile.cuh).
 // JOINS: activation.cuh, output_tile.cuh.
 // PRECOND: none.
 extern "C" __global__ void __launch_bounds__(1024)

@@ -4,13 +4,13 @@
 // in), bias (out) float or null. Packed weights are rounded to half precision; sums are float. With ADD, y += instead
 // of y =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
 //
-// A block multiplies TILE = 32 · WARPS rows of weights by ROWS rows of x, a warp 32 of them by all of these: each weight
-// is unpacked once. The 32 rows are neighbours; with GATED they are 16 rows of gate and the 16 matching ones of up, whose
-// sums a thread has side by side. Weights and x come by cp.async, STAGES − 1 stages of INPUTS inputs ahead: a warp
-// copies its own rows of weights, and all warps copy x, in the order of B operands: 16 bytes for a lane, its share of
-// two products of mma.m16n8k16, which are 8 neighbouring inputs. While tensor cores multiply 32 inputs, a warp unpacks
-// the weights of the next 32: two warps of a scheduler, which barriers keep in step, would otherwise unpack at the same
-// time, and then multiply at the same time.
+// A block multiplies TILE = 32 · WARPS rows of weights by ROWS rows of x, a warp 32 of them by all of these: each
+// weight is unpacked once. The 32 rows are neighbours; with GATED they are 16 rows of gate and the 16 matching ones of
+// up, whose sums a thread has side by side. Weights and x come by cp.async, STAGES − 1 stages of INPUTS inputs ahead: a
+// warp copies its own rows of weights, and all warps copy x, in the order of B operands: 16 bytes for a lane, its share
+// of two products of mma.m16n8k16, which are 8 neighbouring inputs. While tensor cores multiply 32 inputs, a warp
+// unpacks the weights of the next 32: two warps of a scheduler, which barriers keep in step, would otherwise unpack at
+// the same time, and then multiply at the same time.
 // A row's sums run over `in` in order, 32 inputs at a time, so they are the same for any number of rows. With parts,
 // blocks of equal blockIdx.y take one part of `in`, whole UNITs of 256 inputs, and write their sums to y (parts, rows,
 // pitch), for add_parts.cu.
@@ -22,11 +22,11 @@
 // activation.cuh, or not defined), TO (type of y, see output_tile.cuh), BESIDE.
 // JOINS: activation.cuh, output_tile.cuh, beside.cuh, expert_group.cuh, wide_weights.cuh.
 // Cost: bytes of the weights; products; x from L2 once for each block: rows / TILE times the bytes of 16-bit weights.
-// PRECOND: in % 8 == 0, in % VALUES == 0 if packed; x, weight aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS and
-// the format is packed.
+// PRECOND: in % 8 == 0, in % VALUES == 0 if packed; x, weight aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS
+// and the format is packed.
 
-constexpr int THREADS = 32 * WARPS, TILE = 32 * WARPS, TILES_N = ROWS / 8, PARTS = INPUTS / 32, UNIT = 256;
-constexpr int SHARING = TILES_N % 4 == 0 ? 4 : TILES_N % 3 == 0 ? 3 : TILES_N;  // tiles of x that take turns
+constexpr int TILE = 32 * WARPS, TILES_N = ROWS / 8, PARTS = INPUTS / 32, UNIT = 256;
+constexpr int SHARING = TILES_N % 4 == 0 ? 4 : TILES_N % 3 == 0 ? 3 : 1;  // tiles of x that take turns
 constexpr int TURNS = TILES_N / SHARING;
 #ifdef BESIDE
 constexpr int BESIDE_BYTES = Weights<BESIDE>::BYTES;

@@ -7,8 +7,8 @@
 template <class W, bool PACKED = W::PACKED>
 struct Weights;
 
-// In packed formats a lane copies codes, and what they share, as they are. A tile in a stage has whole blocks, or of one
-// block what all of it shares, then of some groups what these share, and their codes. zero: see PackedWeights.
+// In packed formats a lane copies codes, and what they share, as they are. A tile in a stage has whole blocks, or of
+// one block what all of it shares, then of some groups what these share, and their codes. zero: see PackedWeights.
 template <class W>
 struct Weights<W, true> {
     static constexpr bool WHOLE = W::VALUES <= INPUTS;
