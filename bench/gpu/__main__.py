@@ -38,7 +38,7 @@ from polarlm.model_loaders.config import ModelConfig
 
 # A sequence has a sink block, a quantized block and a current block, and starts more than a block before the context.
 _LEAST_BLOCKS = 4
-_SMALL_ROWS = (8, 16, 64)
+_SEVERAL_ROWS = (4, 8, 16, 32, 64, 128, 256)  # of products
 _MATRICES = ("qkv", "out", "gate_up", "down", "head")
 
 Peers = Callable[[ModelConfig, int, int, int, int], "list[PeerTime]"]
@@ -198,7 +198,7 @@ class Plan:
         prompt = self.sizes.config, self.sizes.prompt, self.sizes.runs
         yield f"fp16 kernels of PyTorch, prompt of {self.sizes.prompt} tokens", partial(prompt_attention, *prompt)
         for weights in reversed(FORMATS):  # starts with the model that is still loaded
-            for rows in (1, *_SMALL_ROWS):
+            for rows in (1, *_SEVERAL_ROWS):
                 for name in _MATRICES if rows == 1 else _MATRICES[:-1]:
                     work = partial(self._with_model, weights, measure_matrix, name, rows)
                     yield f"{name} × {rows} rows, {weights}", work

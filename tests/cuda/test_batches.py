@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from polarlm.bench.random_weights import RandomWeights
-from polarlm.engine.backends.cuda import batches, launch_configs, packed
+from polarlm.engine.backends.cuda import batches, launch_configs, packed, wide
 from polarlm.engine.backends.cuda.batches import bucket
-from polarlm.engine.backends.cuda.launch_configs import GEMM_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS
+from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS, SMALL_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.sampling.sample import Sampled, SamplerInput
 from polarlm.model_loaders import load_weights as open_weights
@@ -31,15 +31,12 @@ def test_a_bucket_takes_the_kernels_of_its_batches() -> None:
         parts = [min(SMALL_ROWS, rows - first) for first in range(0, rows, SMALL_ROWS)]
         made: list[object] = [len(parts)]
         for part in parts:
-            made.append([part > most for most in (GEMV_ROWS, GEMM_PACKED_ROWS)])
+            made.append(part > GEMV_ROWS)
             for out, width, machine in [(4096, 4096, (132, 228 << 10)), (640, 11008, (6, 100 << 10))]:
                 if part <= GEMV_ROWS:
                     made.append(launch_configs.gemv(part, out, width, machine[0]))
                     made.append(packed.gemv_packed(part, *machine, [packed.PackedRows(out, 256, 148)]))
-                elif part <= GEMM_PACKED_ROWS:
-                    made.append(packed.gemm_packed(part, *machine, [packed.PackedRows(out, 256, 148)]))
-                else:
-                    made.append(launch_configs.gemm_small(part, out, width, machine[0]))
+        made.append(wide.row_groups(rows))
         return made
 
     for rows in range(1, 300):

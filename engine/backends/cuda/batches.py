@@ -18,8 +18,8 @@ _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, SMALL_ROWS)
 
 
 def bucket(rows: int) -> int:
-    """The number of rows that a batch of `rows` rows is padded to. Products take SMALL_ROWS at a time, so only the
-    remainder is padded."""
+    """The number of rows that a batch of `rows` rows is padded to. Blocks of products have SMALL_ROWS rows, so only
+    the remainder is padded."""
     full, left = rows // SMALL_ROWS * SMALL_ROWS, rows % SMALL_ROWS
     return full + next(size for size in _BUCKETS if size >= left) if left else full
 

@@ -14,20 +14,21 @@ from polarlm.engine.records import Layout, Layouts, table_bytes
 # Bytes of shared memory that a block can have on every supported GPU: compute capability 8.6, 8.9 and 12.0 have least.
 SHARED_BYTES = 99 << 10
 
-# Most rows of gemv and gemv_packed, of gemm_packed and of gemm_small. Each row costs gemv as many instructions as the
-# first, while tensor cores compute eight rows for the price of one; and each of its many small blocks reads x from the
-# L2 cache, which from three rows on, as predicted, takes longer than reading the weights. More rows than that are
-# normalised and converted to the weights' type once, by `narrow`, instead of in every block.
+# Most rows of gemv and gemv_packed. Each row costs gemv as many instructions as the first, while tensor cores compute
+# eight rows for the price of one; and each of its many small blocks reads x from the L2 cache, which from three rows
+# on, as predicted, takes longer than reading the weights. More rows than that are normalised and converted to the
+# weights' type once, by `narrow`, instead of in every block.
 GEMV_ROWS = 2
-GEMM_PACKED_ROWS = 16
+
+# Most rows of a block of gemm_wide: steps have multiples of it, and one of few numbers of rows beside them.
 SMALL_ROWS = 64
 
 # Rows whose experts are computed at a time: of each of their pairs with an expert there are two results in memory.
 EXPERT_ROWS = 2048
 
-# Numbers of rows, besides 1 and prompts for cuBLAS, so that each kernel of products is compiled for one of them
+# Numbers of rows, besides 1 and prompts for cuBLASLt, so that each kernel of products is compiled for one of them
 # and serves as many rows or fewer, down to the number before.
-ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 48, 64)
+ROWS_WITH_KERNELS = (2, 8, 16, 32, 48, 64)
 
 # Bytes of a packed matrix that are dequantized at a time for a product of many rows.
 DEQUANTIZED_BYTES = 64 << 20
@@ -39,8 +40,6 @@ _ENCODE_WARPS = 12  # a CTA of encode_blocks has, at most: two of them fit a mul
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
 _GEMV_INPUTS = 256  # inputs that a warp of gemv loads at once
-_FEW_ROWS = 16  # rows of an expert in gemm_small: more take as many registers as SMALL_ROWS
-_LEAST_STAGES = 8  # a part of gemm_small has: its start and end cost about five
 # Constants of the encoder, as in `engine.quantization.encode`.
 ROUNDING: dict[str, int | float | str] = {
     "LARGEST": encode.LARGEST,
@@ -63,41 +62,6 @@ def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig
     while split < 8 and out * split < _OUTPUTS * _GEMV_WARPS * processors and width >= 2 * _GEMV_INPUTS * split:
         split *= 2
     return LaunchConfig({"ROWS": 1 << (rows - 1).bit_length(), "SPLIT": split}, 256), -(-out * split // (_OUTPUTS * 8))
-
-
-def gemm_small(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig, int, int]:
-    """The launch for x (GEMM_PACKED_ROWS < rows ≤ SMALL_ROWS, width) and packed weights (out, width) → configuration,
-    blocks, and into how many parts to split `width` to keep the GPU busy."""
-    most = -(-rows // 16) * 16
-    deep = 2 if most == 32 else 1  # warps that share a tile's outputs
-    tile, shared = gemm_tile(most, deep)
-    blocks = -(-out // tile)
-    parts = max(1, min(processors // blocks, width // (_LEAST_STAGES * 32 * deep)))
-    if 3 * blocks >= 2 * processors:  # these read as fast as all of them would, and a second launch adds no parts
-        parts = 1
-    return LaunchConfig({"ROWS": most, "WARPS_OUT": 8 // deep, "SHARED": shared}, 256, shared), blocks, parts
-
-
-def groups_pairs(pairs: int, experts: int) -> bool:
-    """Whether pairs of rows and experts are grouped by expert. Products of one row take a quarter to half of the
-    instructions a weight that gemm_small takes, and of fewer pairs than experts, few have an expert in common."""
-    return pairs > experts
-
-
-def gemm_groups(pairs: int, experts: int) -> tuple[LaunchConfig, int, int]:
-    """The launch of gemm_small for groups of at most its ROWS rows of x, of `pairs` rows that are shared out among
-    experts → configuration, rows of weights of a block, and most groups."""
-    most, deep = (_FEW_ROWS, 4) if pairs <= _FEW_ROWS // 2 * experts else (SMALL_ROWS, 1)  # twice the mean, or many
-    tile, shared = gemm_tile(most, deep)
-    config = LaunchConfig({"ROWS": most, "WARPS_OUT": 8 // deep, "SHARED": shared}, 256, shared)
-    return config, tile, min(pairs, experts + pairs // most)
-
-
-def gemm_tile(most: int, deep: int) -> tuple[int, int]:
-    """A block of gemm_small for `most` rows of x, with `deep` warps for the same outputs: its rows of weights, and its
-    bytes of shared memory."""
-    tile = 32 * 8 // deep
-    return tile, max(5 * 16384 + 1024 * most * deep // 8, 4 * deep * most * (tile + 4))
 
 
 def step_rows(most: int) -> int:
