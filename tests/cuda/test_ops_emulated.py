@@ -213,7 +213,7 @@ def test_linear_is_the_product(
     stored: str,
     more: str,
 ) -> None:
-    """Rows for each of the three kernels; recorded work takes many rows in passes of 64. Each of n additions rounds a
+    """Rows for each of the three kernels; recorded work takes ours for any number. Each of n additions rounds a
     sum of about the root of the summed squares r, and the errors go either way: √n · r units. Four times that, because
     tensor cores cut off instead. With a norm, x that is nearly between two halves may become either."""
     monkeypatch.setattr(EmulatedDevice, "processors", processors)
