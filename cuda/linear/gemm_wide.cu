@@ -4,28 +4,30 @@
 // in), bias (out) float or null. Packed weights are rounded to half precision; sums are float. With ADD, y += instead
 // of y =. With an ACTIVATION (GATED), weight and bias are [gate | up], 2 · out rows, and y is ACTIVATION(gate, up).
 //
-// A block multiplies TILE = 32 · WARPS rows of weights by ROWS rows of x, a warp 32 of them by all of these: each
+// A block multiplies TILE = 32 · WARPS_OUT rows of weights by ROWS rows of x, a warp 32 of them by all of these: each
 // weight is unpacked once. The 32 rows are neighbours; with GATED they are 16 rows of gate and the 16 matching ones of
 // up, whose sums a thread has side by side. Weights and x come by cp.async, STAGES − 1 stages of INPUTS inputs ahead: a
 // warp copies its own rows of weights, and all warps copy x, in the order of B operands: 16 bytes for a lane, its share
 // of two products of mma.m16n8k16, which are 8 neighbouring inputs. While tensor cores multiply 32 inputs, a warp
 // unpacks the weights of the next 32: two warps of a scheduler, which barriers keep in step, would otherwise unpack at
-// the same time, and then multiply at the same time.
-// A row's sums run over `in` in order, 32 inputs at a time, so they are the same for any number of rows. With parts,
-// blocks of equal blockIdx.y take one part of `in`, whole UNITs of 256 inputs, and write their sums to y (parts, rows,
-// pitch), for add_parts.cu.
-// Grid (tiles · ceil(rows / ROWS), parts), 32 · WARPS threads; blocks of neighbouring rows of x are neighbours, so that
-// they find the weights in the L2 cache. With BESIDE it has more tiles and arguments: beside.cuh. With EXPERTS (0 or 1,
-// default 0) it has (tiles, 1, groups of rows), and more arguments: expert_group.cuh.
-// DEFINES: WEIGHT (a weight format), ROWS (8, 16, 32, 48, 64), WARPS, INPUTS (64, 128), STAGES (at least 3), RESIDENT
-// (blocks of a multiprocessor), SHARED (bytes of dynamic shared memory), ADD (0 or 1), ACTIVATION (a function of
-// activation.cuh, or not defined), TO (type of y, see output_tile.cuh), BESIDE.
+// the same time, and then multiply at the same time. With WARPS_K = 2, for small matrices, two warps have the same rows
+// of weights and take turns at 32 inputs; their sums are added in shared memory.
+// A warp's sums run over `in` in order, so a row's are the same to the bit for any number of rows. With parts, blocks
+// of equal blockIdx.y take one part of `in`, whole UNITs of 256 inputs, and write their sums to y (parts, rows, pitch),
+// for add_parts.cu.
+// Grid (tiles · ceil(rows / ROWS), parts), 32 · WARPS_OUT · WARPS_K threads; blocks of neighbouring rows of x are
+// neighbours, so that they find the weights in the L2 cache. With BESIDE it has more tiles and arguments: beside.cuh.
+// With EXPERTS (0 or 1, default 0) it has (tiles, 1, groups of rows), and more arguments: expert_group.cuh.
+// DEFINES: WEIGHT (a weight format), ROWS (8, 16, 32, 48, 64), WARPS_OUT, WARPS_K (1, 2), INPUTS (64, 128), STAGES (at
+// least 3), RESIDENT (blocks of a multiprocessor), SHARED (bytes of dynamic shared memory), ADD (0 or 1), ACTIVATION (a
+// function of activation.cuh, or not defined), TO (type of y, see output_tile.cuh), BESIDE.
 // JOINS: activation.cuh, output_tile.cuh, beside.cuh, expert_group.cuh, wide_weights.cuh.
 // Cost: bytes of the weights; products; x from L2 once for each block: rows / TILE times the bytes of 16-bit weights.
 // PRECOND: in % 8 == 0, in % VALUES == 0 if packed; x, weight aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS
 // and the format is packed.
 
-constexpr int TILE = 32 * WARPS, TILES_N = ROWS / 8, PARTS = INPUTS / 32, UNIT = 256;
+constexpr int WARPS = WARPS_OUT * WARPS_K, TILE = 32 * WARPS_OUT, TILES_N = ROWS / 8, UNIT = 256;
+constexpr int PARTS = INPUTS / 32, PARTS_OF_WARP = PARTS / WARPS_K;  // of a stage, 32 inputs each
 constexpr int SHARING = TILES_N % 4 == 0 ? 4 : TILES_N % 3 == 0 ? 3 : 1;  // tiles of x that take turns
 constexpr int TURNS = TILES_N / SHARING;
 #ifdef BESIDE
@@ -35,9 +37,9 @@ constexpr int BESIDE_BYTES = 0;
 #endif
 constexpr int BYTES = Weights<WEIGHT>::BYTES > BESIDE_BYTES ? Weights<WEIGHT>::BYTES : BESIDE_BYTES;  // of 16 rows
 constexpr int FRAGMENTS = TILES_N * PARTS, OWN = (FRAGMENTS + WARPS - 1) / WARPS;  // of x: 8 rows × 32 inputs
-constexpr int X_AT = 2 * WARPS * BYTES, STAGE = X_AT + 512 * FRAGMENTS;
-static_assert(PARTS % 2 == 0 && UNIT % INPUTS == 0 && STAGES >= 3, "weights of parts are unpacked in turn");
-static_assert(SHARED == STAGES * STAGE, "weights and x");
+constexpr int X_AT = 2 * WARPS_OUT * BYTES, STAGE = X_AT + 512 * FRAGMENTS;
+static_assert(PARTS_OF_WARP % 2 == 0 && UNIT % INPUTS == 0 && STAGES >= 3, "weights of parts are unpacked in turn");
+static_assert(SHARED == STAGES * STAGE && SHARED >= 4 * (WARPS_K - 1) * TILE * ROWS, "weights and x, and then sums");
 
 using Number = WEIGHT::Product;
 
@@ -89,7 +91,7 @@ struct Product {
     // With OVERLAPS it begins the copies of the first weights, before x is there.
     __device__ __forceinline__ Product(unsigned char *shared, const unsigned char *weight, const Tile &tile,
                                        int first_weight, int in)
-        : shared(shared), tiles(shared + threadIdx.x / 32 * 2 * BYTES), tile(tile),
+        : shared(shared), tiles(shared + own_rows() * 2 * BYTES), tile(tile),
           weights(weight, tile, first_weight, in), in(in) {
         const int units = (in + UNIT - 1) / UNIT;
         first = int(units * (long long)blockIdx.y / gridDim.y) * (UNIT / INPUTS);
@@ -148,13 +150,14 @@ struct Product {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) w[0][i / 2][i % 2] = Weights<W>::unpack(tiles, 0, i / 2, i % 2, zero);
+        for (int i = 0; i < 4; ++i) w[0][i / 2][i % 2] = Weights<W>::unpack(tiles, own_turn(), i / 2, i % 2, zero);
 #pragma unroll 1
         for (int stage = first; stage < last; ++stage) {
             const int next = slot == (STAGES - 1) * STAGE ? 0 : slot + STAGE;
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part) {
-                const bool ends = part == PARTS - 1;
+            for (int i = 0; i < PARTS_OF_WARP; ++i) {
+                const bool ends = i == PARTS_OF_WARP - 1;
+                const int part = i * WARPS_K + own_turn();
                 if (ends) {  // the next stage is there, and nobody needs the one before this
                     cp_async_wait<STAGES - 3>();
                     __syncthreads();
@@ -166,15 +169,36 @@ struct Product {
                 }
                 const int from = ends && stage + 1 < last ? next : slot;  // after the last, what is there
                 const auto *const fragments = reinterpret_cast<const uint4 *>(shared + slot + X_AT) + threadIdx.x % 32;
-                add_part(sums, w[part % 2], fragments + part * TILES_N * 32, w[1 - part % 2], tiles + from,
-                         ends ? 0 : part + 1, zero);
+                add_part(sums, w[i % 2], fragments + part * TILES_N * 32, w[1 - i % 2], tiles + from,
+                         ends ? own_turn() : part + WARPS_K, zero);
             }
             free = slot, slot = next;
         }
         // Not before: blocks of the next kernel would gather on the processors that are free.
         let_next_begin();
         cp_async_wait<0>();
+        if (WARPS_K > 1 && !join(sums)) return;
         write(y, sums, bias, rows, first_row, pitch);
+    }
+
+    // Adds the sums of both warps with the same rows of weights; whether the caller has the total.
+    __device__ __forceinline__ bool join(Sums &sums) const {
+        float4 *const others = reinterpret_cast<float4 *>(shared) + own_rows() * 2 * TILES_N * 32;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 2 * TILES_N; ++i) {
+            const float(&sum)[4] = sums[i / TILES_N][i % TILES_N];
+            if (own_turn()) others[32 * i + threadIdx.x % 32] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 2 * TILES_N; ++i) {
+            if (own_turn()) break;
+            const float4 other = others[32 * i + threadIdx.x % 32];
+            float(&sum)[4] = sums[i / TILES_N][i % TILES_N];
+            sum[0] += other.x, sum[1] += other.y, sum[2] += other.z, sum[3] += other.w;
+        }
+        return own_turn() == 0;
     }
 
     __device__ __forceinline__ void write(TO *y, const Sums &sums, const float *bias, const Rows &rows, int first_row,
@@ -200,7 +224,7 @@ struct Product {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(32 * WARPS_OUT * WARPS_K, RESIDENT)
 gemm_wide_kernel(TO *y, const Number *x, const unsigned char *weight, const float *bias, int rows_of_x, int in, int out,
                  long long pitch BESIDE_ARGUMENTS GROUP_ARGUMENTS) {
     DYNAMIC_SHARED(unsigned char, shared);

@@ -7,6 +7,12 @@
 template <class W, bool PACKED = W::PACKED>
 struct Weights;
 
+constexpr int LANES = 32 * WARPS_K;  // that copy the same tiles
+
+// Which rows of weights a warp has, and which of the warps with these it is.
+__device__ __forceinline__ int own_rows() { return WARPS_K > 1 ? threadIdx.x / 32 % WARPS_OUT : threadIdx.x / 32; }
+__device__ __forceinline__ int own_turn() { return WARPS_K > 1 ? threadIdx.x / 32 / WARPS_OUT : 0; }
+
 // In packed formats a lane copies codes, and what they share, as they are. A tile in a stage has whole blocks, or of
 // one block what all of it shares, then of some groups what these share, and their codes. zero: see PackedWeights.
 template <class W>
@@ -14,19 +20,19 @@ struct Weights<W, true> {
     static constexpr bool WHOLE = W::VALUES <= INPUTS;
     static constexpr int HEAD = W::codes((WHOLE ? W::VALUES : INPUTS) / W::GROUP);
     static constexpr int BYTES = WHOLE ? INPUTS / W::VALUES * W::BLOCK : HEAD + 2 * W::BITS * INPUTS;
-    static constexpr int PIECES = BYTES / 16, COPIES = (2 * PIECES + 31) / 32;  // COPIES: of a lane
+    static constexpr int PIECES = BYTES / 16, COPIES = (2 * PIECES + LANES - 1) / LANES;  // COPIES: of a lane
     static_assert(BYTES % 16 == 0 && (WHOLE ? INPUTS % W::VALUES : W::VALUES % INPUTS) == 0, "copies are 16 bytes");
 
     const unsigned char *from[COPIES];  // of stage 0
     int step[COPIES];                   // to the next stage of the same block
-    int in;
+    int in, first_piece;
 
     __device__ __forceinline__ Weights(const unsigned char *weight, const Tile &tile, int first_weight, int in)
-        : in(in) {
+        : in(in), first_piece(own_turn() * 32 + threadIdx.x % 32) {
 #pragma unroll
         for (int c = 0; c < COPIES; ++c) {
-            const int i = 32 * c + threadIdx.x % 32, m = i < PIECES ? 0 : 1, at = 16 * (i - m * PIECES);
-            const int row = first_weight + tile.row_of(threadIdx.x / 32 * 32 + 16 * m);
+            const int i = LANES * c + first_piece, m = i < PIECES ? 0 : 1, at = 16 * (i - m * PIECES);
+            const int row = first_weight + tile.row_of(own_rows() * 32 + 16 * m);
             from[c] = W::block_at(weight, row / 16, in, 0) + at;
             step[c] = WHOLE ? BYTES : 2 * W::BITS * INPUTS;
             if (WHOLE) continue;
@@ -41,8 +47,8 @@ struct Weights<W, true> {
         const int left = WHOLE ? (in - stage * INPUTS) / W::VALUES * W::BLOCK : BYTES;
 #pragma unroll
         for (int c = 0; c < COPIES; ++c) {
-            const int i = 32 * c + threadIdx.x % 32;
-            if (32 * (c + 1) > 2 * PIECES && i >= 2 * PIECES) break;
+            const int i = LANES * c + first_piece;
+            if (LANES * (c + 1) > 2 * PIECES && i >= 2 * PIECES) break;
             if (WHOLE && 16 * (i < PIECES ? i : i - PIECES) >= left) reinterpret_cast<uint4 *>(tiles)[i] = uint4();
             else cp_async<16>(tiles + 16 * i, from[c] + at + part * step[c]);
         }
@@ -68,15 +74,15 @@ struct Weights<W, false> {
         : left(in - threadIdx.x % 4 * 8) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = first_weight + tile.row_of(threadIdx.x / 32 * 32 + 8 * i + threadIdx.x % 32 / 4);
+            const int row = first_weight + tile.row_of(own_rows() * 32 + 8 * i + threadIdx.x % 32 / 4);
             rows[i] = reinterpret_cast<const typename W::Product *>(weight) + row * (long long)in + threadIdx.x % 4 * 8;
         }
     }
     static __device__ __forceinline__ int place(int part, int i) { return (4 * part + i) * 32 + threadIdx.x % 32; }
     __device__ __forceinline__ void copy(unsigned char *tiles, int stage) const {
 #pragma unroll
-        for (int part = 0; part < INPUTS / 32; ++part) {
-            const int k = stage * INPUTS + 32 * part;
+        for (int of_warp = 0; of_warp < INPUTS / 32 / WARPS_K; ++of_warp) {
+            const int part = of_warp * WARPS_K + own_turn(), k = stage * INPUTS + 32 * part;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 uint4 *const to = reinterpret_cast<uint4 *>(tiles) + place(part, i);

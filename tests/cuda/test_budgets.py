@@ -67,7 +67,7 @@ def product(kernel: str, rows: int, out: int, weight: str = "bf16", gated: bool 
         config, _ = launch_configs.gemv(rows, out, 4096, sizes[0])
     elif kernel == "gemm_wide":
         warps = wide.warps_for([out], wide.parts([out], 4096, sizes[0]), sizes[0])
-        config = wide.gemm_wide(wide.row_groups(rows)[0], [get(weight)], warps, sizes[1])
+        config, _ = wide.gemm_wide(wide.row_groups(rows)[0], [get(weight)], warps, sizes[1])
     else:
         config, *_ = getattr(packed, kernel)(rows, *sizes, [packed.rows_of(get(weight), out)], gated)
     normed = int(rows <= launch_configs.GEMV_ROWS)  # `narrow` normalises more
@@ -77,7 +77,7 @@ def product(kernel: str, rows: int, out: int, weight: str = "bf16", gated: bool 
 
 def grouped(pairs: int, weight: str) -> Variant:
     """A product of `pairs` pairs of a row and one of 128 experts, without its activation."""
-    config = wide.of_experts(wide.expert_groups(pairs, 128)[0], get(weight), 228 << 10)
+    config, _ = wide.of_experts(wide.expert_groups(pairs, 128)[0], get(weight), 228 << 10)
     return Variant("gemm_wide", {"NORMED": 0, "WEIGHT": weight, "ADD": 0, **config.defines}, None, config.shared)
 
 

@@ -108,6 +108,13 @@ def test_products_of_parts_of_the_inputs(ops: CudaOps, rng: np.random.Generator)
     assert launched(ops, "add_parts_kernel") in (True, None)
 
 
+def test_products_of_several_tiles_and_groups_of_rows(
+    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EmulatedDevice, "processors", 1)
+    check_product(ops, rng, "q4_k", 70, 300, 768)
+
+
 def check_product(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, out: int, width: int) -> None:
     """x @ weightᵀ + bias, added to what is there, against float64; x is rounded to half precision."""
     file = StoredBytes(random_blocks(rng, name, out, width), name)

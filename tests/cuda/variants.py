@@ -251,8 +251,8 @@ _MEMORIES = sorted({limit + SYSTEM_BYTES for limit in SHARED_LIMIT.values()})
 def _gemm_wide() -> list[Variant]:
     """x comes normalised and in half precision."""
     variants = []
-    for memory, rows, weight, warps in itertools.product(_MEMORIES, (8, 16, 32, 48, 64), _PACKED, (8, 7)):
-        config = wide.gemm_wide(rows, [weight_formats.get(weight)], warps, memory)
+    for memory, rows, weight, warps in itertools.product(_MEMORIES, (8, 16, 32, 48, 64), _PACKED, ((8, 1), (2, 2))):
+        config, _ = wide.gemm_wide(rows, [weight_formats.get(weight)], warps, memory)
         constants = {name: (value,) for name, value in config.defines.items()}
         variants += [
             replace(variant, dynamic_shared=config.shared, memory=memory)
@@ -267,7 +267,7 @@ def _of_groups() -> list[Variant]:
     variants = []
     kinds = itertools.product(_MEMORIES, (64, 4096), _READ, ("silu", "swiglu_clamped", None))
     for memory, pairs, weight, activation in kinds:
-        config = wide.of_experts(wide.expert_groups(pairs, 64)[0], weight_formats.get(weight), memory)
+        config, _ = wide.of_experts(wide.expert_groups(pairs, 64)[0], weight_formats.get(weight), memory)
         to = "__nv_bfloat16" if weight == "bf16" else "__half"
         rounded = {"ACTIVATION": activation, "TO": to} if activation else {}
         defines = {"WEIGHT": weight, "NORMED": 0, "ADD": 0, **rounded, **config.defines}
@@ -308,7 +308,7 @@ def _beside(kernel: str, numbers: Sequence[int]) -> list[Variant]:
             of_rows = [packed.rows_of(format, out) for format, out in zip(both, sizes, strict=True)]
             config, *_ = packed.gemv_packed(rows, 128, memory, of_rows)
         else:
-            config = wide.gemm_wide(rows, both, wide.warps_for(sizes, 4, 128), memory)
+            config, _ = wide.gemm_wide(rows, both, wide.warps_for(sizes, 4, 128), memory)
         formats: dict[str, Define] = {"WEIGHT": names[0], "BESIDE": names[1], "NORMED": normed}
         defines = {**formats, "ADD": 0, **config.defines}
         variants.append(Variant(kernel, defines, dynamic_shared=config.shared, memory=memory))

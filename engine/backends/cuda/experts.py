@@ -232,8 +232,8 @@ class ExpertOps:
         """The products of groups of pairs. rows: the row of x of each pair; None if x has one for each. count:
         experts."""
         x, product, weight = self._matrices.narrowed(x, product), product._replace(norm=None), product.weight
-        config = wide.of_experts(groups.most, weight.format, self._device.shared_memory)
-        blocks = -(-weight.shape[0] // count // config.threads), 1, len(groups.groups)
+        config, tile = wide.of_experts(groups.most, weight.format, self._device.shared_memory)
+        blocks = -(-weight.shape[0] // count // tile), 1, len(groups.groups)
         operands, sizes = (y, x, weight.data, product.bias), (len(x), x.shape[1], y.shape[1], row_stride(y))
         more = groups.groups, rows, _bias_pitch(product)
         self._launch("gemm_wide", blocks, product.with_types(y, config), *operands, *sizes, *more)

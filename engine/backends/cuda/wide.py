@@ -27,6 +27,7 @@ _FEW_ROWS = 16  # rows of an expert, at most, where experts have half as many on
 _UNIT = 256  # inputs: parts have whole units, and at least two of them
 _WARPS = 8  # of a block, at most
 _LEAST_WARPS = 4  # and for experts: with fewer, a warp would copy much of x
+_FOR_FEW = (2, 2)  # WARPS_OUT and WARPS_K where most multiprocessors would have no block
 _LEAST_STAGES = 3
 
 
@@ -56,33 +57,36 @@ def groups_pairs(pairs: int, experts: int) -> bool:
     return pairs > experts
 
 
-def warps_for(outs: Sequence[int], split: int, processors: int) -> int:
-    """Warps of a block: fewer where all multiprocessors have a block even so."""
-    return max(_LEAST_WARPS, min(_WARPS, -(-sum(outs) * split // (32 * processors))))
+def warps_for(outs: Sequence[int], split: int, processors: int) -> tuple[int, int]:
+    """WARPS_OUT and WARPS_K: fewer where all multiprocessors have a block even so, as the matrix and the GPU say."""
+    warps = -(-sum(outs) * split // (32 * processors))
+    return (max(_LEAST_WARPS, min(_WARPS, warps)), 1) if warps > _FOR_FEW[0] else _FOR_FEW
 
 
 def gemm_wide(
-    most: int, formats: Sequence[WeightFormat], warps: int, shared_memory: int, resident: int = 1
-) -> LaunchConfig:
-    """The launch for ROWS `most` and weights of these formats; a block multiplies as many rows of weights as it has
-    threads. shared_memory: bytes of a multiprocessor. resident: blocks of it. A block that is alone takes more than
-    half of its memory: blocks of the next launch, which begins early, would otherwise share the first multiprocessor
-    that is free."""
-    for choice in ((warps, 128, resident), (warps, 64, resident), (_LEAST_WARPS, 64, 1)):
-        warps, inputs, resident = choice
+    most: int, formats: Sequence[WeightFormat], warps: tuple[int, int], shared_memory: int, resident: int = 1
+) -> tuple[LaunchConfig, int]:
+    """The launch for ROWS `most` and weights of these formats → configuration, and rows of weights of a block. warps:
+    WARPS_OUT and WARPS_K. shared_memory: bytes of a multiprocessor. resident: blocks of it. A block that is alone takes
+    more than half of its memory: blocks of the next launch, which begins early, would otherwise share the first
+    multiprocessor that is free."""
+    out, deep = warps
+    for choice in ((out, 128, resident), (out, 64, resident), (_LEAST_WARPS, 64, 1)):
+        out, inputs, resident = choice
         limit = shared_memory // resident - SYSTEM_BYTES
-        stage = 2 * warps * max(_tile_bytes(format, inputs) for format in formats) + 2 * most * inputs
+        stage = 2 * out * max(_tile_bytes(format, inputs) for format in formats) + 2 * most * inputs
         if _LEAST_STAGES * stage <= limit:
             break
     stages = min(limit // stage, max(4, limit // (2 * stage) + 1))
-    defines: dict[str, int | float | str] = {"ROWS": most, "WARPS": warps, "INPUTS": inputs, "STAGES": stages}
-    return LaunchConfig({**defines, "RESIDENT": resident, "SHARED": stages * stage}, 32 * warps, stages * stage)
+    defines: dict[str, int | float | str] = {"ROWS": most, "WARPS_OUT": out, "WARPS_K": deep, "INPUTS": inputs}
+    defines |= {"STAGES": stages, "RESIDENT": resident, "SHARED": stages * stage}
+    return LaunchConfig(defines, 32 * out * deep, stages * stage), 32 * out
 
 
-def of_experts(most: int, format: WeightFormat, shared_memory: int) -> LaunchConfig:
-    """The launch for groups of at most `most` rows of experts."""
-    config = gemm_wide(most, [format], _LEAST_WARPS, shared_memory, resident=2)
-    return config._replace(defines={**config.defines, "EXPERTS": 1})
+def of_experts(most: int, format: WeightFormat, shared_memory: int) -> tuple[LaunchConfig, int]:
+    """The same for groups of at most `most` rows of experts."""
+    config, tile = gemm_wide(most, [format], (_LEAST_WARPS, 1), shared_memory, resident=2)
+    return config._replace(defines={**config.defines, "EXPERTS": 1}), tile
 
 
 def _tile_bytes(format: WeightFormat, inputs: int) -> int:
@@ -101,8 +105,8 @@ def multiply(device: Device, launch: Launcher, y: Array, x: Array, product: Prod
     split = parts(outs, width, processors)
     most, groups = row_groups(rows)
     formats, warps = [matrix.format for matrix in matrices], warps_for(outs, split, processors)
-    config = gemm_wide(most, formats, warps, device.shared_memory)
-    tiles = [-(-out // config.threads) for out in outs]
+    config, tile = gemm_wide(most, formats, warps, device.shared_memory)
+    tiles = [-(-out // tile) for out in outs]
     to, whole, out = y, product, y.shape[1] - sum(outs[1:])
     if split > 1:
         to = device.empty((split * rows, sum(outs)), np.float32)
