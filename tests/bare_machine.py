@@ -45,15 +45,18 @@ class _Cupy:
         self._modules: dict[str, ModuleType] = {}
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name.split(".")[0] not in ("cupy", "cupy_backends"):
+        if name.split(".")[0] != "cupy":
             return None
         if not self._modules:
-            from polarlm.engine.backends.cuda.device import packed_launch
-            from tests.cuda import fake_cupy  # with NumPy, which this module must not import before the paths are set
+            from polarlm.engine.backends.cuda.device import cublas_lt, packed_launch
+
+            # With NumPy, which this module must not import before the paths are set.
+            from tests.cuda import fake_cublas_lt, fake_cupy
 
             machine, modules = fake_cupy.make()
             self._modules.update(modules)
             packed_launch.load_driver = lambda: fake_cupy.Driver(machine)
+            cublas_lt.load_library = lambda: fake_cublas_lt.Library(machine)
         return ModuleSpec(name, self, is_package=True) if name in self._modules else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

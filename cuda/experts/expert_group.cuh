@@ -1,4 +1,4 @@
-// Products of groups of rows with the matrices of their experts. Part of gemm_small.cu.
+// Products of groups of rows with the matrices of their experts. Part of gemm_wide.cu.
 //
 // With EXPERTS, a launch has a grid of groups in z, and more arguments: groups, as group_pairs.cu writes them;
 // `places_rows`, the row of x of each place, or null where x has a row for each place; `bias_pitch`, numbers from the

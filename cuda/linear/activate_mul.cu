@@ -10,6 +10,8 @@
 #endif
 
 extern "C" __global__ void __launch_bounds__(1024) activate_mul_kernel(TO *y, const float *gate_up, int F) {
+    let_next_begin();
+    wait_for_previous();
     const int i = (blockIdx.x * blockDim.x + threadIdx.x) * 8;
     if (i >= F) return;
     const float *row = gate_up + blockIdx.y * 2ll * F;

@@ -28,4 +28,3 @@ __device__ __forceinline__ float swiglu_clamped(float gate, float up) {
 // For elementwise.cu alone.
 __device__ __forceinline__ float gated(float x, float logit) { return x / (1.0f + __expf(-logit)); }
 __device__ __forceinline__ float scaled(float x, float factor) { return x * factor; }
-__device__ __forceinline__ float added(float x, float y) { return x + y; }

@@ -1,4 +1,4 @@
-// Rows of a packed matrix in half precision, the same numbers that gemm_small multiplies.
+// Rows of a packed matrix in half precision, the same numbers that gemm_wide multiplies.
 //
 // y (rows, in) = rows first … of the matrix.
 // Grid (rows), block any. DEFINES: WEIGHT (a packed format).

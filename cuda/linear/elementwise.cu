@@ -1,4 +1,4 @@
-// The ops `activate`, `gate` and `scale`, and the sum with a bias: x = ACTIVATION(x, other), in place.
+// The ops `activate`, `gate` and `scale`: x = ACTIVATION(x, other), in place.
 //
 // x: rows of n numbers, `pitch` numbers apart. other: rows `other_pitch` numbers apart, of n numbers, or with WHOLE of
 // one number for the whole row of x.

@@ -10,8 +10,9 @@
 // so that weights are not rounded, and a group costs as many instructions as eight weights. Tensor cores keep 8
 // groups' sums apart: in mma.m16n8k16, column n of B has the inputs of group n, and is zero while other groups are
 // multiplied. One product of those columns with a constant A gives all Σ (base + ZERO) x and Σ x.
-// Blocks stay: block b multiplies every gridDim.x-th set of TILES tiles of 16 rows, from set b on; its warps share out
-// a set as in gemm_packed.cu, and copy the units of the next set while they multiply and add.
+// Blocks stay: block b multiplies every gridDim.x-th set of TILES tiles of 16 rows, from set b on. Of the inputs of a
+// set, its warps take turns at units of UNIT, whole blocks of the format, and their sums are added in shared memory;
+// they copy the units of the next set while they multiply and add.
 // Grid (sets of tiles, or fewer), 32 · WARPS threads. With EXPERTS (0 or 1, default 0) it has pairs in z, and more
 // arguments: chosen_expert.cuh. With BESIDE it has more blocks and arguments: beside.cuh.
 // DEFINES: WEIGHT (a packed format), ROWS (most rows: 1, 2), UNIT (128 or 256, a multiple of VALUES), TILES (even if
@@ -22,6 +23,30 @@
 // Cost: bytes of the weights; at least WARPS · (SLOTS − TILES) units per block are in flight. Each block reads x
 // from L2 or L1 for each set.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS.
+
+// Floats between the sums of neighbouring rows of x, in shared memory: 8 of them are in different banks.
+constexpr int pitch_of(int tile) { return tile + 4; }
+
+// Adds the sums of all warps, `joined` [WARPS][ROWS][pitch_of(TILE_ROWS)], and writes them to y. thread: the caller's
+// number; the first threads write.
+template <int TILE_ROWS>
+__device__ __forceinline__ void store_tile(TO *y, const float *joined, const Tile &tile, const float *bias,
+                                           int rows, long long pitch, int thread) {
+    constexpr int COLUMNS_OF_Y = GATED ? TILE_ROWS / 2 : TILE_ROWS;
+    const auto product = [&](int row, int c) {
+        float total = 0.0f;
+#pragma unroll
+        for (int k = 0; k < WARPS; ++k) total += joined[(k * ROWS + row) * pitch_of(TILE_ROWS) + c];
+        return bias ? total + bias[tile.row_of(c)] : total;
+    };
+    for (int i = thread; i < rows * COLUMNS_OF_Y; i += blockDim.x) {
+        const int row = i / COLUMNS_OF_Y, place = i % COLUMNS_OF_Y, c = GATED ? place / 16 * 32 + place % 16 : place;
+        if (tile.column_of(c) >= tile.out) continue;
+        float total = product(row, c);
+        if (GATED) total = ACTIVATION(total, product(row, c + 16));
+        store(y + row * pitch + tile.column_of(c), total);
+    }
+}
 
 constexpr int THREADS = 32 * WARPS;
 
@@ -231,7 +256,7 @@ struct Product {
                         if (lane % 4 == 0) to[half * 8 + lane / 4] = sum;
                     }
             __syncthreads();
-            store_tile<WARPS, TILE>(y, joined, tile_of(set), bias, rows, pitch, (threadIdx.x + first) % THREADS);
+            store_tile<TILE>(y, joined, tile_of(set), bias, rows, pitch, (threadIdx.x + first) % THREADS);
             joined += first % 64 == 0 ? JOINED : -JOINED;
             first += 32;
         }

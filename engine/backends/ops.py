@@ -259,8 +259,8 @@ class Ops(KVOps, RecurrentOps, Protocol):
         gate (`is_gated`) it is up, and activation(up) is returned.
         then: the one `linear` that reads the result; it may be returned in that op's input dtype.
         recorded: the call is inside `run_graph`.
-        CUDA: gemv up to 2 rows, for packed formats gemv_packed up to 16; gemm_small up to 64; above that cuBLAS, for
-        packed formats after dequantize. A recorded call with more rows takes gemm_small for 64 rows at a time.
+        CUDA: gemv up to 2 rows, above that cuBLASLt. For packed formats gemv_packed up to 2, gemm_wide up to 128, and
+        for any number if recorded; above that cuBLASLt after dequantize.
         """
 
     def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:
@@ -288,7 +288,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         activation, recorded: as in `linear`; without an activation, the sum is of down(up). An expert whose weight is 0
         adds nothing to a row, whatever it computes.
         CUDA: gemv or gemv_packed for each pair of a row and an expert, or, of more pairs than experts, group_pairs and
-        gemm_small for each group of pairs with an expert. add_experts adds the results.
+        gemm_wide for each group of pairs with an expert. add_experts adds the results.
         """
 
     def gate(self, x: Array, logits: Array) -> None:

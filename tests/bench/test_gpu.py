@@ -35,9 +35,9 @@ from polarlm.bench.gpu.tables import Limits, Results, format_tables
 from polarlm.bench.serving import load
 from polarlm.bench.speed import ours
 from polarlm.engine.backends.cuda.attention import AttentionOps
-from polarlm.engine.backends.cuda.device import packed_launch
+from polarlm.engine.backends.cuda.device import cublas_lt, packed_launch
 from polarlm.engine.backends.cuda.ops import CudaOps
-from tests.cuda import fake_cupy
+from tests.cuda import fake_cublas_lt, fake_cupy
 from tests.cuda.emulated import EmulatedDevice
 
 CONFIG = replace(
@@ -287,6 +287,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(setup, "select", lambda device, threads: importlib.import_module(DEVICE))
     monkeypatch.setattr(packed_launch, "load_driver", lambda: fake_cupy.Driver(machine))
+    monkeypatch.setattr(cublas_lt, "load_library", lambda: fake_cublas_lt.Library(machine))
     yield machine
     for name in (DEVICE, *OTHERS):
         sys.modules.pop(name, None)

@@ -26,14 +26,10 @@ import numpy as np
 
 from tests.cuda.emulated import _KINDS
 from tests.cuda.fake_memory import CUDARuntimeError, Memory, MemoryPointer, Pools, UnownedMemory
-from tests.cuda.formats import poisoned, read
+from tests.cuda.formats import poisoned
 from tests.cuda_emulator import Program
 
 SHARED_WITHOUT_ASKING = 48 << 10  # static and dynamic together
-
-
-class CUBLASError(CUDARuntimeError):
-    pass
 
 
 class CUDADriverError(CUDARuntimeError):
@@ -216,7 +212,7 @@ def _contiguous(x: Array) -> Array:
 def make() -> tuple[Machine, dict[str, ModuleType]]:
     """A machine, and the stand-ins for CuPy's modules."""
     machine = Machine()
-    cupy, cuda, libs = ModuleType("cupy"), ModuleType("cupy.cuda"), ModuleType("cupy_backends.cuda.libs")
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
     cuda.runtime = _runtime(machine)
     cuda.driver = SimpleNamespace(CUDADriverError=CUDADriverError)
     cuda.nvrtc = _Nvrtc(machine)
@@ -227,17 +223,8 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cuda.MemoryPointer, cuda.UnownedMemory = MemoryPointer, UnownedMemory
     cuda.Graph = _Graph
     cuda.alloc_pinned_memory = _Pinned
-    cuda.get_cublas_handle = lambda: 7
     cuda.using_allocator = lambda malloc: _using(machine, malloc)
     cuda.set_allocator = lambda malloc: setattr(machine, "malloc", malloc)
-    libs.cublas = SimpleNamespace(
-        CUBLASError=CUBLASError,
-        CUBLAS_OP_N=0,
-        CUBLAS_OP_T=1,
-        CUBLAS_COMPUTE_32F=68,
-        CUBLAS_GEMM_DEFAULT=-1,
-        gemmEx=lambda *args: _gemm(machine, *args),
-    )
     cupy.cuda, cupy.ndarray, cupy.empty = cuda, machine.array, machine.empty
     cupy.copyto = lambda to, source: machine.do(np.copyto, to, source)
     cupy.__version__ = "14.0"
@@ -245,8 +232,7 @@ def make() -> tuple[Machine, dict[str, ModuleType]]:
     cupy.get_default_memory_pool = lambda: machine.common
     cupy.RawModule = partial(_module, machine)
     cupy.RawKernel = _Kernel
-    modules = {"cupy": cupy, "cupy.cuda": cuda, "cupy_backends.cuda.libs": libs}
-    return machine, {**modules, "cupy_backends": ModuleType("cupy_backends"), "cupy_backends.cuda": ModuleType("cuda")}
+    return machine, {"cupy": cupy, "cupy.cuda": cuda}
 
 
 def _module(machine: Machine, code: str, options: tuple[str, ...]) -> SimpleNamespace:
@@ -306,9 +292,6 @@ def _runtime(machine: Machine) -> SimpleNamespace:
     properties = {"name": b"Fake GPU", "multiProcessorCount": 4}
     return SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError,
-        CUDA_R_32F=0,
-        CUDA_R_16F=2,
-        CUDA_R_16BF=14,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
         memcpyDeviceToDevice=3,
@@ -477,23 +460,3 @@ class Driver:
             return self._machine.asked[address] if address else None
         dtype = np.dtype(code)
         return np.frombuffer((ctypes.c_ubyte * dtype.itemsize).from_address(place), dtype)[0]
-
-
-def _gemm(machine: Machine, handle: int, transa: int, transb: int, m: int, n: int, k: int, *rest: int) -> None:
-    """cublasGemmEx as the engine calls it: C = alpha · Aᵀ · B + beta · C, column-major."""
-    alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, algorithm = rest
-    assert machine.recorded is None, "cuBLAS cannot be recorded"
-    assert (handle, transa, transb, c_type, compute, algorithm) == (7, 1, 0, 0, 68, -1)
-    assert a_type == b_type
-    kind, dtype = {2: ("__half", np.float16), 14: ("__nv_bfloat16", np.uint16)}[a_type]
-
-    def at(address: int, count: int, dtype: Any) -> np.ndarray:
-        raw = (ctypes.c_ubyte * (count * np.dtype(dtype).itemsize)).from_address(address)
-        return np.frombuffer(raw, dtype)
-
-    factors = [float(at(address, 1, np.float32)[0]) for address in (alpha, beta)]
-    left = read(at(a, m * lda, dtype).reshape(m, lda)[:, :k], kind)
-    right = read(at(b, n * ldb, dtype).reshape(n, ldb)[:, :k], kind)
-    result = at(c, n * ldc, np.float32).reshape(n, ldc)[:, :m]
-    before = factors[1] * result if factors[1] else 0
-    result[...] = factors[0] * (right @ left.T) + before

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from polarlm.engine.backends.cuda import launch_configs, packed
+from polarlm.engine.backends.cuda import launch_configs, packed, wide
 from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes
 from polarlm.engine.errors import EngineError
@@ -65,8 +65,9 @@ def product(kernel: str, rows: int, out: int, weight: str = "bf16", gated: bool 
     sizes = 132, 228 << 10
     if kernel == "gemv":
         config, _ = launch_configs.gemv(rows, out, 4096, sizes[0])
-    elif kernel == "gemm_small":
-        config, *_ = launch_configs.gemm_small(rows, out, 4096, *sizes)
+    elif kernel == "gemm_wide":
+        warps = wide.warps_for((out,), wide.parts((out,), 4096, sizes[0]), sizes[0])
+        config, _ = wide.gemm_wide(wide.row_groups(rows)[0], (get(weight),), warps, sizes[1])
     else:
         config, *_ = getattr(packed, kernel)(rows, *sizes, [packed.rows_of(get(weight), out)], gated)
     normed = int(rows <= launch_configs.GEMV_ROWS)  # `narrow` normalises more
@@ -76,9 +77,8 @@ def product(kernel: str, rows: int, out: int, weight: str = "bf16", gated: bool 
 
 def grouped(pairs: int, weight: str) -> Variant:
     """A product of `pairs` pairs of a row and one of 128 experts, without its activation."""
-    config, _, _ = launch_configs.gemm_groups(pairs, 128)
-    defines = {"NORMED": 0, "WEIGHT": weight, "ADD": 0, **config.defines, "EXPERTS": 1}
-    return Variant("gemm_small", defines, None, config.shared)
+    config, _ = wide.of_experts(wide.expert_groups(pairs, 128)[0], get(weight), 228 << 10)
+    return Variant("gemm_wide", {"NORMED": 0, "WEIGHT": weight, "ADD": 0, **config.defines}, None, config.shared)
 
 
 def with_defines(variant: Variant, **defines: Define) -> Variant:
@@ -96,21 +96,22 @@ BUDGETS = [
     Budget("decode_attention", attention("decode_attention", "f16", "f16", 0), 134, 3.141),
     Budget("gemv", product("gemv", 1, 28672), 128, 4.562),
     Budget("gemv", product("gemv", 1, 28672, "f16"), 128, 4.438),
-    Budget("gemm_small", product("gemm_small", 8, 28672), 48, 5.500),
-    Budget("gemm_small", product("gemm_small", 32, 28672, "q4_k"), 84, 8.156),
+    Budget("gemm_wide", product("gemm_wide", 8, 4096, "q4_k"), 76, 3.250),
+    Budget("gemm_wide", product("gemm_wide", 16, 28672, "q4_k"), 95, 3.531),
+    Budget("gemm_wide", product("gemm_wide", 64, 28672, "q4_k"), 174, 4.945),
+    Budget("gemm_wide", product("gemm_wide", 64, 28672, "q6_k"), 176, 6.172),
+    Budget("gemm_wide", product("gemm_wide", 64, 4096, "q8_0"), 160, 4.703),
     Budget("gemv_packed", product("gemv_packed", 1, 4096, "q4_k"), 66, 2.383),
     Budget("gemv_packed", product("gemv_packed", 1, 28672, "q4_k"), 70, 2.004),
-    Budget("gemm_packed", product("gemm_packed", 8, 4096, "q4_k", gated=True), 78, 2.793),
-    Budget("gemm_packed", product("gemm_packed", 8, 4096, "q4_k"), 62, 3.016),
-    Budget("gemm_packed", product("gemm_packed", 16, 28672, "q4_k"), 128, 2.902),
     Budget("gemv_packed", product("gemv_packed", 1, 28672, "q6_k"), 103, 3.000),
     Budget("gemv_packed", product("gemv_packed", 1, 4096, "q8_0"), 70, 3.953),
     Budget("prefill_attention", PREFILL, 253, 0.747),
     Budget("decode_attention", with_defines(CODES, SOFTCAP=50.0, SINK_SCORES=1), 168, 2.398),
     Budget("gemv", with_defines(product("gemv", 1, 2048), EXPERTS=1), 122, 4.417),
-    Budget("gemv_packed", with_defines(product("gemv_packed", 1, 2048, "q4_k"), EXPERTS=1), 68, 2.438),
-    Budget("gemm_small", grouped(16384, "q4_k"), 142, 9.094),
-    Budget("gemm_small", grouped(16384, "bf16"), 128, 9.594),
+    Budget("gemv_packed", with_defines(product("gemv_packed", 1, 2048, "q4_k"), EXPERTS=1), 72, 2.375),
+    Budget("gemm_wide", grouped(512, "q4_k"), 90, 3.477),
+    Budget("gemm_wide", grouped(16384, "mxfp4"), 174, 8.516),
+    Budget("gemm_wide", grouped(16384, "bf16"), 154, 6.547),
 ]
 
 

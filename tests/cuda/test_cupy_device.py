@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.cuda.device import Carried, overlap, packed_launch
+from polarlm.engine.backends.cuda.device import Carried, cublas_lt, overlap, packed_launch
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
@@ -22,11 +22,13 @@ from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda import fake_cupy, test_model_emulated
-from tests.cuda.fake_cupy import CUBLASError, CUDADriverError, CUDARuntimeError, Machine
+from tests.cuda.fake_cublas_lt import Library
+from tests.cuda.fake_cupy import CUDADriverError, CUDARuntimeError, Machine
 from tests.cuda.formats import STEP, read, store
 from tests.cuda.test_model_emulated import model_of, talk
 from tests.cuda.test_sampler_inputs import stepped
 from tests.cuda.test_schedules import compare_with_waiting
+from tests.pairs import pairs
 
 SILU = source("activate_mul", ACTIVATION="silu")
 DEFAULTS = GenerationDefaults()
@@ -42,6 +44,7 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleT
     monkeypatch.setenv(overlap.VARIABLE, "0")
     machine, modules = fake_cupy.make()
     monkeypatch.setattr(packed_launch, "load_driver", lambda: fake_cupy.Driver(machine))
+    monkeypatch.setattr(cublas_lt, "load_library", lambda: Library(machine))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in NAMES:
@@ -153,15 +156,62 @@ def test_an_empty_grid_is_refused(device, machine: Machine, grid: tuple[int, ...
     assert not machine.compiled
 
 
+# -- products ----------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("kind", ["__half", "__nv_bfloat16"])
-def test_gemm_equals_the_product(device, rng: np.random.Generator, kind: str) -> None:
-    for add in (False, True):
-        x, w = (store(rng.standard_normal(shape), kind) for shape in ((5, 24), (7, 24)))
-        before = rng.standard_normal((5, 7)).astype(np.float32)
-        y = device.from_host(before)
-        device.gemm(y, device.from_host(x), device.from_host(w), add=add)
-        wanted = read(x, kind).astype(np.float64) @ read(w, kind).T + (before if add else 0)
-        np.testing.assert_allclose(device.to_host(y), wanted, atol=24 * STEP["float"] * 24, err_msg=str(add))
+@pytest.mark.parametrize(("biased", "add"), pairs([False, True], [False, True]))
+def test_gemm_is_the_product_recorded_or_not(
+    device, rng: np.random.Generator, kind: str, biased: bool, add: bool
+) -> None:
+    """In columns of a wider array; a replay multiplies what its inputs are."""
+    w, bias = store(rng.standard_normal((7, 24)), kind), rng.standard_normal(7).astype(np.float32)
+    weight, on_device = device.from_host(w), device.from_host(bias)
+
+    def work(x, before):
+        y = device.empty(before.shape, np.float32)
+        y[:] = before
+        device.gemm(y[:, 3:10], x, weight, on_device if biased else None, add=add)
+        return y
+
+    for _ in range(3):
+        x, before = store(rng.standard_normal((5, 24)), kind), rng.standard_normal((5, 12)).astype(np.float32)
+        wanted = before.astype(np.float64)
+        wanted[:, 3:10] = add * wanted[:, 3:10] + biased * bias + read(x, kind) @ read(w, kind).astype(np.float64).T
+        result = device.to_host(device.run_graph("key", work, [x, before]))
+        np.testing.assert_allclose(result, wanted, atol=24 * STEP["float"] * 24)
+
+
+@pytest.fixture
+def library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Library:
+    library = Library(machine)
+    monkeypatch.setattr(cublas_lt, "load_library", lambda: library)
+    return library
+
+
+def multiply(device, rows: int, out: int = 8) -> None:
+    x, w = (device.from_host(np.ones((count, 8), np.float16)) for count in (rows, out))
+    device.gemm(device.empty((rows, out), np.float32), x, w, add=False)
+
+
+def test_an_algorithm_is_asked_for_once_while_its_shape_is_in_use(
+    device, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the library has made for other shapes, it gets back."""
+    monkeypatch.setattr(cublas_lt, "_MOST_PLANS", 2)
+    asked = []
+    for rows, out in [(3, 8), (3, 8), (5, 8), (3, 8), (5, 16), (3, 8), (5, 8)]:
+        multiply(device, rows, out)
+        asked.append(library.asked)
+    assert asked == [1, 1, 2, 2, 3, 3, 4]
+    assert len(library.structures) == 1 + 2 * 4  # a handle; of a plan a description and three layouts
+
+
+@pytest.mark.parametrize(("status", "error"), [(3, MemoryError), (15, RuntimeError)])
+def test_a_status_of_the_library_is_an_error(device, library: Library, status: int, error: type[Exception]) -> None:
+    library.status = status
+    with pytest.raises(error, match=f"cublasLtMatmulAlgoGetHeuristic: status {status}"):
+        multiply(device, 3)
 
 
 # -- recorded work -----------------------------------------------------------------------------------------------
@@ -394,9 +444,7 @@ def test_recording_a_step_uploads_and_allocates_nothing(
     [
         (CUDARuntimeError(2), MemoryError),
         (CUDADriverError(2), MemoryError),
-        (CUBLASError(3), MemoryError),
         (CUDARuntimeError(700), CUDARuntimeError),
-        (CUBLASError(13), CUBLASError),
     ],
 )
 def test_out_of_memory_is_a_memory_error(device, error: Exception, becomes: type[Exception]) -> None:
@@ -411,7 +459,7 @@ def test_open_device_returns_a_working_gpu(fake: tuple[Machine, ModuleType]) -> 
     machine, module = fake
     device = module.open_device()
     assert (device.name, device.processors, device.shared_memory) == ("Fake GPU", 4, 228 << 10)
-    assert machine.launches == ["activate_mul_kernel"]
+    assert machine.launches == 2 * ["activate_mul_kernel"]
 
 
 def broken(machine: Machine) -> None:
@@ -426,6 +474,13 @@ def too_new(machine: Machine) -> None:
     broken(machine)
 
 
+def no_library(machine: Machine) -> None:
+    def load() -> None:
+        raise RuntimeError('Failure finding "libcublasLt.so"')
+
+    cublas_lt.load_library = load  # type: ignore[assignment]
+
+
 NO_GPU: list[tuple[Callable[[Machine], object], str]] = [
     (lambda machine: setattr(machine, "status", 35), "driver is older than the CUDA of the installed CuPy"),
     (lambda machine: setattr(machine, "status", 100), "shows no GPU: look at CUDA_VISIBLE_DEVICES"),
@@ -433,6 +488,11 @@ NO_GPU: list[tuple[Callable[[Machine], object], str]] = [
     (lambda machine: setattr(machine, "capability", (7, 5)), "Fake GPU, has compute capability 7.5, and 8.0 is"),
     (too_new, r"NVRTC 12\.4, is too old for the GPU, Fake GPU, which has compute capability 12\.0: update it"),
     (broken, r"\(NVRTC 12\.4\) or libraries do not work with the GPU, Fake GPU, .* 9\.0 \(CuPy failed to load lib"),
+    (no_library, r"libraries do not work with the GPU, Fake GPU, .* \(Failure finding \"libcublasLt\.so\"\)"),
+    (
+        lambda machine: setattr(machine, "do", lambda *_: None),
+        r"libraries do not work .* \(a product of matrices is wrong",
+    ),
 ]
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda import packed
-from polarlm.engine.backends.cuda.launch_configs import GEMM_PACKED_ROWS, GEMV_ROWS
+from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.cuda.wide import WIDE_ROWS
 from polarlm.engine.weight_formats import Linear
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.weights import StoredBytes, random_blocks
@@ -50,8 +51,9 @@ TWO = ("q4_k", "q6_k")
     [
         (1, TWO, False, 6),
         (2, ("q5_0", "q8_0"), False, 6),
+        (1, TWO, False, 1),  # fewer blocks than sets of tiles, of both formats
         (16, ("q5_0", "q8_0"), False, 6),
-        (12, TWO, False, 1),  # fewer blocks than sets of tiles, of both formats
+        (70, TWO, False, 6),
         (5, ("q4_k", "q5_k"), True, 6),  # an activation follows the product, since no block has both formats
         (1, ("q4_k", "q5_k", "q6_k"), False, 6),  # the third one has a launch of its own
     ],
@@ -80,18 +82,28 @@ def test_formats_in_one_launch_give_the_results_of_single_launches(
         return [ops.to_host(normed), ops.to_host(added)]
 
     together = results()
-    kernel = "gemv_packed_kernel" if rows <= GEMV_ROWS else "gemm_packed_kernel"
+    kernel = "gemv_packed_kernel" if rows <= GEMV_ROWS else "gemm_wide_kernel"
     assert products(ops) in ([], [kernel] * 2 * (len(formats) - 1))
     apart(monkeypatch)
     np.testing.assert_equal(together, results())
     assert products(ops) in ([], [kernel] * 2 * len(formats))
 
 
-def test_matrices_that_are_not_packed_and_more_rows_take_a_launch_each(ops: CudaOps, rng: np.random.Generator) -> None:
+def test_parts_of_the_inputs_of_two_formats_are_added(ops: CudaOps, rng: np.random.Generator) -> None:
+    parts = ops.load([stored(rng, 70, "q4_k", 1024), stored(rng, 37, "q6_k", 1024)])
+    x = rng.standard_normal((5, 1024)).astype(np.float32)
+    together = ops.to_host(ops.linear(ops.to_device(x), Linear(parts)))
+    assert products(ops) in ([], ["gemm_wide_kernel"])
+    apart = [ops.to_host(ops.linear(ops.to_device(x), Linear((part,)))) for part in parts]
+    np.testing.assert_array_equal(together, np.concatenate(apart, axis=1))
+
+
+def test_matrices_that_are_not_packed_and_many_rows_take_a_launch_each(ops: CudaOps, rng: np.random.Generator) -> None:
     halves = StoredBytes(rng.standard_normal((32, 256)).astype(np.float16).view(np.uint8), "f16")
     files = [halves, stored(rng, 32, "q6_k", 256), stored(rng, 32, "q4_k", 256)]
     plain, larger, smaller = ops.load(files)
-    assert not packed.joins(plain, larger, 1)
-    assert not packed.joins(larger, plain, 1)
-    assert packed.joins(larger, smaller, GEMM_PACKED_ROWS)
-    assert not packed.joins(larger, smaller, GEMM_PACKED_ROWS + 1)
+    assert not packed.joins(plain, larger)
+    assert not packed.joins(larger, plain)
+    assert packed.joins(larger, smaller)
+    ops.linear(ops.to_device(np.zeros((WIDE_ROWS + 1, 256), np.float32)), Linear((larger, smaller)))
+    assert launches(ops).count("dequantize_kernel") in (0, 2)

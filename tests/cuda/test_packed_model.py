@@ -73,7 +73,7 @@ def test_a_model_of_mixed_types_is_that_of_numpy(tied: bool) -> None:
     close(*(talk(model_from(backend, *mixed_model(tied), types)) for backend in (ops, Exact(), Halves(ops))))
     if isinstance(device, EmulatedDevice):
         assert "gemv_kernel" not in device.launches
-        assert {"gemv_packed_kernel", "gemm_small_kernel"} <= set(device.launches)
+        assert {"gemv_packed_kernel", "gemm_wide_kernel"} <= set(device.launches)
 
 
 def test_loading_and_prompts_need_a_bounded_part_of_a_matrix_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

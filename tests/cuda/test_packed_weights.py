@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from polarlm.engine import weight_formats
 from polarlm.engine.backends.cuda import packed
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.cuda.wide import WIDE_ROWS
 from polarlm.engine.weight_formats import Linear, get
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.formats import EPS32
@@ -94,18 +93,26 @@ def test_products_of_few_rows(ops: CudaOps, rng: np.random.Generator, name: str,
 def test_products_with_every_format(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Each format has code of its own, in each of the kernels that rows choose; of many rows, a few rows of weights are
-    dequantized at a time."""
-    for rows in (1, 2, 3, 8, 9, 16, 17, 64):
+    """Each format has code of its own, in each of the kernels that rows choose, with much shared memory and little; of
+    many rows, a few rows of weights are dequantized at a time."""
+    for rows in (1, 2, 3, 16, 17, 48, 64, WIDE_ROWS):
+        monkeypatch.setattr(EmulatedDevice, "shared_memory", (228 if rows % 3 else 100) << 10)
         check_product(ops, rng, name, rows, 37, width_of(name, 11))
     monkeypatch.setattr("polarlm.engine.backends.cuda.linear.DEQUANTIZED_BYTES", 2 * width_of(name, 3) * 20)
-    check_product(ops, rng, name, 65, 37, width_of(name, 3))
+    check_product(ops, rng, name, WIDE_ROWS + 1, 37, width_of(name, 3))
 
 
 def test_products_of_parts_of_the_inputs(ops: CudaOps, rng: np.random.Generator) -> None:
     """With few rows of weights, blocks share the inputs."""
     check_product(ops, rng, "q4_k", 20, 20, 8192)
-    assert launched(ops, "gemm_small_sum_kernel") in (True, None)
+    assert launched(ops, "add_parts_kernel") in (True, None)
+
+
+def test_products_of_several_tiles_and_groups_of_rows(
+    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EmulatedDevice, "processors", 1)
+    check_product(ops, rng, "q4_k", 70, 300, 768)
 
 
 def check_product(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, out: int, width: int) -> None:
@@ -133,43 +140,21 @@ def test_the_activation_of_gate_and_up(ops: CudaOps, rng: np.random.Generator, n
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "name"),
-    [(1, "q2_k"), (2, "q4_k"), (2, "q8_0"), (4, "q4_1"), (8, "q4_0"), (9, "q3_k"), (13, "q4_k"), (16, "q8_0")],
+    [(1, "q2_k"), (2, "q4_k"), (2, "q8_0"), (3, "q4_1"), (13, "q3_k"), (40, "q4_0"), (70, "q4_k"), (100, "q8_0")],
 )
 def test_blocks_of_a_small_gpu_multiply_several_sets_of_tiles(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
-    """A GPU of one multiprocessor has fewer blocks than sets, whose last tiles are not all there, and many rows share x
-    among four tiles. Warps take several units, and the last one is a part: slots of shared memory are used again."""
+    """A GPU of one multiprocessor has fewer blocks than sets, whose last tiles are not all there. Warps take several
+    units, and the last one is a part: slots of shared memory are used again. Blocks of more than two rows have seven
+    warps for gate and up."""
     monkeypatch.setattr(EmulatedDevice, "processors", 1)
-    configured = packed.gemv_packed if rows <= GEMV_ROWS else packed.gemm_packed
-    config, blocks, _ = configured(rows, 1, 228 << 10, [packed.rows_of(get(name), 300)])
-    assert (3 * blocks < -(-300 // (16 * config.defines["TILES"]))) or config.defines["TILES"] == 4
+    if rows <= GEMV_ROWS:
+        config, blocks, _ = packed.gemv_packed(rows, 1, 228 << 10, (packed.rows_of(get(name), 300),))
+        assert 3 * blocks < -(-300 // (16 * config.defines["TILES"]))
     check_product(ops, rng, name, rows, 300, width_of(name, 11))
     check_product(ops, rng, name, rows, 70, 18 * 256 + get(name).values)
     check_activation(ops, rng, name, rows, 112)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rows", "name"), [(3, "q4_k"), (8, "q6_k"), (16, "q8_0"), (16, "q4_k")])
-def test_more_rows_in_blocks_that_stay_are_those_of_a_block_for_each_set(
-    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
-) -> None:
-    """To the bit, with and without an activation. The units of a warp end in the middle of its slots."""
-    width = width_of(name, 8 * 11)
-    x, bias, norm = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, width), (352,), (width,)))
-    file, results = StoredBytes(random_blocks(rng, name, 352, width), name), list[np.ndarray]()
-    weights = Linear(ops.load([file]), ops.to_device(bias))
-    for processors in (2, 100):
-        monkeypatch.setattr(EmulatedDevice, "processors", processors)
-        monkeypatch.setattr(EmulatedDevice, "shared_memory", 100 << 10)
-        for gated in (False, True):
-            config, *_ = packed.gemm_packed(rows, processors, 100 << 10, [packed.rows_of(get(name), 352)], gated)
-            assert config.defines["STAYS"] == (processors == 2)
-            more: dict[str, Any] = {"norm": (ops.to_device(norm), EPS), "activation": "silu" if gated else None}
-            results.append(ops.to_host(ops.linear(ops.to_device(x), weights, **more)))
-    np.testing.assert_equal(results[:2], results[2:])
-    exact = (x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + EPS) * norm) @ file.values.T + bias
-    np.testing.assert_allclose(results[0], exact, atol=0.01 * np.abs(exact).max())
 
 
 def check_activation(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, half: int) -> None:
@@ -196,7 +181,7 @@ def check_activation(ops: CudaOps, rng: np.random.Generator, name: str, rows: in
         (3, True, "q8_0", 24, 4, "bf16"),
         (12, True, "f16", 32, 4, "q8_0"),
         (40, True, "q4_k", 16, 256, "bf16"),
-        (70, True, "q8_0", 24, 4, "bf16"),
+        (130, True, "q8_0", 24, 4, "bf16"),
     ],
 )
 def test_an_activation_comes_in_the_type_of_the_next_product(
@@ -218,7 +203,7 @@ def test_an_activation_comes_in_the_type_of_the_next_product(
     if isinstance(ops._device, EmulatedDevice):
         assert ops._device.launches[before:].count("narrow_kernel") == rounded  # x is
         if blocks == 256 and rows == 40:  # with few rows of weights, blocks share the inputs
-            assert "gemm_small_sum_kernel" in ops._device.launches[before:]
+            assert "add_parts_kernel" in ops._device.launches[before:]
     np.testing.assert_array_equal(out, ops.to_host(ops.linear(plain, down)))
     assert np.isnan(out[1]).all()
     assert np.isfinite(out[2:]).all()

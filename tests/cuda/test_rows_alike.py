@@ -1,4 +1,5 @@
-"""A row of a product, whatever the number of rows beside it: kernels round x to the same numbers.
+"""A row of a product, whatever the number of rows beside it: kernels round x to the same numbers, and gemm_wide adds
+them in the same order.
 
 The exceptions are one and two rows: bf16 weights take x unrounded, and packed ones are not rounded themselves.
 """
@@ -10,6 +11,7 @@ import pytest
 
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.cuda.wide import WIDE_ROWS
 from polarlm.engine.weight_formats import Linear
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
@@ -17,7 +19,7 @@ from tests.cuda.test_packed_weights import stored
 from tests.pairs import pairs
 
 EPS = 1e-5
-ROWS = (1, 2, 3, 8, 9, 16, 17, 33, 64)
+ROWS = (1, 2, 3, 9, 17, 64, 70, 128, 130)
 WIDTH, OUT = 1024, 40
 
 
@@ -28,7 +30,8 @@ WIDTH, OUT = 1024, 40
 def test_other_rows_change_only_the_order_of_sums(
     rng: np.random.Generator, weight: str, normed: bool, activation: str | None
 ) -> None:
-    """Within what float32 sums in two orders differ by, which is less than rounding x changes."""
+    """Within what float32 sums in two orders differ by, which is less than rounding x changes; and nothing at all with
+    packed weights, from three rows on, up to as many as are multiplied as they are."""
     ops = CudaOps(open_device(checked=False))
     w = Linear(ops.load([stored(rng, weight, OUT, WIDTH)]))
     x = (2 * rng.standard_normal((max(ROWS), WIDTH))).astype(np.float32)
@@ -50,6 +53,9 @@ def test_other_rows_change_only_the_order_of_sums(
         order = 1.1 * gate_order * (np.abs(up) + up_order) + np.abs(silu) * up_order + 16 * EPS32 * np.abs(gate * up)
     for other in alike[1:]:
         assert (np.abs(other - alike[0]) <= order).all()
+    if w.parts[0].format.unpack:
+        wide = [products[rows] for rows in ROWS if GEMV_ROWS < rows <= WIDE_ROWS]
+        np.testing.assert_equal(wide, wide[:1] * len(wide))
 
 
 def test_inputs_of_any_size_are_normalised_before_they_are_rounded(rng: np.random.Generator) -> None:

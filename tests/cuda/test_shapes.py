@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from polarlm.engine import codecs, records
-from polarlm.engine.backends.cuda import launch_configs, packed
-from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS, SHARED_BYTES, SMALL_ROWS
+from polarlm.engine.backends.cuda import launch_configs, packed, wide
+from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS, SHARED_BYTES
 from polarlm.engine.weight_formats import available, get
 from tests.cuda.formats import BESIDE
 
@@ -40,14 +40,25 @@ def test_products_cover_every_output(processors: int) -> None:
                 columns = 32 // config.defines["SPLIT"]
                 assert config.defines["ROWS"] >= rows
                 assert (blocks - 1) * columns < out <= blocks * columns
-            for rows in range(1, SMALL_ROWS + 1):
-                config, blocks, parts = launch_configs.gemm_small(rows, out, width, processors, 228 << 10)
-                tile = 32 * config.defines["WARPS_OUT"]
-                assert config.defines["ROWS"] >= rows
-                assert config.defines["ROWS"] * 8 // config.defines["WARPS_OUT"] <= 128
-                assert (blocks - 1) * tile < out <= blocks * tile
-                assert parts == 1 or parts * 32 <= width
-                assert config.shared <= SHARED_BYTES
+            parts = wide.parts((out,), width, processors)
+            blocks = parts * -(-out // (32 * wide.warps_for((out,), parts, processors)[0]))
+            assert parts == 1 or (512 * parts <= width + 255 and blocks <= 2 * processors)
+
+
+@pytest.mark.parametrize("rows", [3, 9, 40, 64, 65, 300])
+def test_blocks_of_wide_products_have_every_row_and_fit_their_multiprocessors(rows: int) -> None:
+    """One that is alone leaves no room for a second one, if the multiprocessor has enough memory for its stages."""
+    most, groups = wide.row_groups(rows)
+    assert rows <= most * groups < rows + 16 * groups
+    formats, warps = [get(name) for name in ("bf16", *(name for (name,) in PACKED[::2]))], ((8, 1), (4, 1), (2, 2))
+    for format, (_, memory), (out, deep) in itertools.product(formats, MACHINES, warps):
+        alone, tile = wide.gemm_wide(most, (format,), (out, deep), memory)
+        for config in (alone, wide.of_experts(most, format, memory)[0]):
+            assert config.defines["STAGES"] >= 3, format.name
+            assert config.shared + 1024 <= memory, format.name
+        assert tile == 32 * out or memory == SMALL[1]
+        assert alone.defines["WARPS_K"] == deep
+        assert 2 * (alone.shared + 1024) > memory or memory == SMALL[1], format.name
 
 
 # Multiprocessors, and bytes of shared memory of one ("Technical Specifications per Compute Capability" in the CUDA
@@ -62,11 +73,10 @@ def test_packed_products_have_every_output_and_fit_their_multiprocessors(formats
     outs = [(out,) for out in (32, 4096, 128256)]
     if len(formats) == 2:
         outs = [*itertools.product((32, 5120, 28672), (16, 1024, 8192))]
-    for (processors, memory), rows, out, gated in itertools.product(MACHINES, (1, 2, 3, 8, 16), outs, (False, True)):
+    for (processors, memory), rows, out, gated in itertools.product(MACHINES, (1, 2), outs, (False, True)):
         case = processors, rows, out, gated
-        weights = [packed.rows_of(get(name), size) for name, size in zip(formats, out, strict=True)]
-        configured = packed.gemv_packed if rows <= GEMV_ROWS else packed.gemm_packed
-        config, blocks, border = configured(rows, processors, memory, weights, gated)
+        weights = tuple(packed.rows_of(get(name), size) for name, size in zip(formats, out, strict=True))
+        config, blocks, border = packed.gemv_packed(rows, processors, memory, weights, gated)
         defines = config.defines
         tiles, slots = ([defines[f"{of}{name}"] for of in ("", "BESIDE_")[: len(out)]] for name in ("TILES", "SLOTS"))
         sets = [-(-size // (16 * of)) for size, of in zip(out, tiles, strict=True)]
@@ -78,8 +88,5 @@ def test_packed_products_have_every_output_and_fit_their_multiprocessors(formats
             assert 0 < border < blocks, case
             assert border <= sets[0], case
             assert blocks - border <= sets[1], case
-        if rows <= GEMV_ROWS:
-            assert blocks == min(sum(sets), defines["RESIDENT"] * processors), case
-            assert defines["RESIDENT"] * (config.shared + 256 + 1024) <= memory, case
-        else:
-            assert blocks == sum(sets) or (defines["STAYS"] and sets[0] >= 1.5 * blocks), case
+        assert blocks == min(sum(sets), defines["RESIDENT"] * processors), case
+        assert defines["RESIDENT"] * (config.shared + 256 + 1024) <= memory, case

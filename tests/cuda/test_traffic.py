@@ -49,11 +49,10 @@ def totals(weights: str) -> dict[str, np.ndarray]:
 BUDGETS = {
     ("q4_k", "decode_attention"): (1.00, 1.20),
     ("q4_k", "gemv_packed"): (1.10, 1.55),
-    ("q4_k", "gemm_packed"): (1.40, 1.05),
+    ("q4_k", "gemm_wide"): (1.20, 1.05),
     ("q4_k", "prefill_attention"): (1.30, 1.05),
     ("q4_k", "sample"): (1.00, 1.10),
     ("bf16", "gemv"): (1.00, 1.55),
-    ("bf16", "gemm_small"): (1.05, 1.05),
 }
 
 

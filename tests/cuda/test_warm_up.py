@@ -58,6 +58,10 @@ class Watched(EmulatedDevice):
         if self.computes:
             super().launch(kernel, text, grid, block, args, shared)
 
+    def gemm(self, *arrays: Any, add: bool) -> None:
+        if self.computes:
+            super().gemm(*arrays, add=add)
+
     def unexpected(self) -> set[str]:
         """Names of the kernels that were launched so far from texts that were not expected; then they are forgotten."""
         names = {self.kernels[text] for text in self.launched if text not in self.expected}

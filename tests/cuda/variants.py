@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from polarlm.engine import codecs, records, weight_formats
-from polarlm.engine.backends.cuda import launch_configs, packed
+from polarlm.engine.backends.cuda import launch_configs, packed, wide
 from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source
 from polarlm.engine.backends.cuda.heads import rotate_defines
+from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
 from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes, state_codes
 from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
@@ -52,12 +53,18 @@ class Cache:
 
 @dataclass(frozen=True)
 class Variant:
-    """One text: `cuda/<kernel>.cu` with records and constants; dynamic_shared: most bytes of any launch."""
+    """One text: `cuda/<kernel>.cu` with records and constants; dynamic_shared: most bytes of any launch. memory: bytes
+    of shared memory of the multiprocessors that it is made for, or 0 for all."""
 
     kernel: str
     defines: Mapping[str, Define]
     cache: Cache | None = None
     dynamic_shared: int = 0
+    memory: int = 0
+
+    def archs(self) -> list[int]:
+        """The architectures that it is compiled for."""
+        return [arch for arch, limit in SHARED_LIMIT.items() if self.memory in (0, limit + SYSTEM_BYTES)]
 
     def text(self) -> str:
         if self.cache is None:
@@ -238,33 +245,33 @@ def _of_experts(variants: list[Variant]) -> list[Variant]:
     return [replace(v, defines={**v.defines, "EXPERTS": 1}) for v in (*some, *clamped)]
 
 
-def _gemm_small() -> list[Variant]:
-    """x comes normalised and in the type of the weights."""
+_MEMORIES = sorted({limit + SYSTEM_BYTES for limit in SHARED_LIMIT.values()})
+
+
+def _gemm_wide() -> list[Variant]:
+    """x comes normalised and in half precision."""
     variants = []
-    for rows, weight, out in itertools.product((8, 16, 32, 48, 64), _READ, (4096, 14336)):
-        if rows <= launch_configs.GEMM_PACKED_ROWS and weight in _PACKED:
-            continue
-        if rows > 16 and out > 4096:  # the same configuration
-            continue
-        config, _, _ = launch_configs.gemm_small(rows, out, 4096, 132, 228 << 10)
+    for memory, rows, weight, warps in itertools.product(_MEMORIES, (8, 16, 32, 48, 64), _PACKED, ((8, 1), (2, 2))):
+        config, _ = wide.gemm_wide(rows, (weight_formats.get(weight),), warps, memory)
         constants = {name: (value,) for name, value in config.defines.items()}
         variants += [
-            replace(variant, dynamic_shared=config.shared)
-            for variant in _linear("gemm_small", WEIGHT=(weight,), **constants)
+            replace(variant, dynamic_shared=config.shared, memory=memory)
+            for variant in _linear("gemm_wide", WEIGHT=(weight,), **constants)
             if not variant.defines["NORMED"]
         ]
-    return [*variants, *_rounded_results(variants), *_of_groups()]
+    return [*variants, *_rounded_results(variants), *_of_groups(), *_beside("gemm_wide", (8, 64))]
 
 
 def _of_groups() -> list[Variant]:
     """Products of groups of rows with the matrices of experts: gate and up, and down."""
     variants = []
-    for pairs, weight, activation in itertools.product((64, 4096), _READ, ("silu", "swiglu_clamped", None)):
-        config, _, _ = launch_configs.gemm_groups(pairs, 64)
+    kinds = itertools.product(_MEMORIES, (64, 4096), _READ, ("silu", "swiglu_clamped", None))
+    for memory, pairs, weight, activation in kinds:
+        config, _ = wide.of_experts(wide.expert_groups(pairs, 64)[0], weight_formats.get(weight), memory)
         to = "__nv_bfloat16" if weight == "bf16" else "__half"
         rounded = {"ACTIVATION": activation, "TO": to} if activation else {}
-        defines = {"WEIGHT": weight, "NORMED": 0, "ADD": 0, **rounded, **config.defines, "EXPERTS": 1}
-        variants.append(Variant("gemm_small", defines, dynamic_shared=config.shared))
+        defines = {"WEIGHT": weight, "NORMED": 0, "ADD": 0, **rounded, **config.defines}
+        variants.append(Variant("gemm_wide", defines, dynamic_shared=config.shared, memory=memory))
     return variants
 
 
@@ -276,37 +283,35 @@ def _rounded_results(variants: list[Variant]) -> list[Variant]:
     ]
 
 
-def _packed() -> dict[str, list[Variant]]:
-    """Both kernels for few rows, with one tile and more, and the shared memory of the smallest and the largest GPU."""
-    variants: dict[str, list[Variant]] = {"gemv_packed": [], "gemm_packed": []}
-    for weight, rows, out in itertools.product(_PACKED, (1, 2, 4, 8, 16), (256, 16384)):
+def _gemv_packed() -> list[Variant]:
+    """With one tile and more, and the shared memory of the smallest and the largest GPU."""
+    variants: list[Variant] = []
+    for weight, rows, out in itertools.product(_PACKED, (1, 2), (256, 16384)):
         format = weight_formats.get(weight)
-        kernel = "gemv_packed" if rows <= launch_configs.GEMV_ROWS else "gemm_packed"
         for memory, gated in itertools.product((100 << 10, 228 << 10), (False, True)):
-            config, *_ = getattr(packed, kernel)(rows, 128, memory, [packed.rows_of(format, out)], gated)
+            config, *_ = packed.gemv_packed(rows, 128, memory, (packed.rows_of(format, out),), gated)
             constants = {name: (value,) for name, value in config.defines.items()}
-            variants[kernel] += [
+            variants += [
                 replace(variant, dynamic_shared=config.shared)
-                for variant in _linear(kernel, WEIGHT=(weight,), **constants)
+                for variant in _linear("gemv_packed", WEIGHT=(weight,), **constants)
                 if ("ACTIVATION" in variant.defines) == gated
-                if not (kernel == "gemm_packed" and variant.defines["NORMED"])
             ]
-    of_experts, rounded = _of_experts(variants["gemv_packed"]), _rounded_results(variants["gemm_packed"])
-    more = {"gemv_packed": of_experts, "gemm_packed": rounded}
-    beside = _beside()
-    return {kernel: [*some, *more[kernel], *beside[kernel]] for kernel, some in variants.items()}
+    return [*variants, *_of_experts(variants), *_beside("gemv_packed", (1, 2))]
 
 
-def _beside() -> dict[str, list[Variant]]:
-    """Products with matrices of two formats, of the sizes of queries and values, after a norm."""
-    variants: dict[str, list[Variant]] = {"gemv_packed": [], "gemm_packed": []}
-    cases = itertools.product(BESIDE, (1, 2, 8, 16), ((5120, 1024), (9216, 1024)), (100 << 10, 228 << 10))
-    for (first, second), rows, sizes, memory in cases:
-        kernel = "gemv_packed" if rows <= launch_configs.GEMV_ROWS else "gemm_packed"
-        both = [packed.rows_of(weight_formats.get(n), out) for n, out in zip((first, second), sizes, strict=True)]
-        config, *_ = getattr(packed, kernel)(rows, 128, memory, both)
-        formats: dict[str, Define] = {"WEIGHT": first, "BESIDE": second, "NORMED": int(kernel == "gemv_packed")}
-        variants[kernel].append(Variant(kernel, {**formats, "ADD": 0, **config.defines}, dynamic_shared=config.shared))
+def _beside(kernel: str, numbers: Sequence[int]) -> list[Variant]:
+    """Products of these numbers of rows with matrices of two formats, of the sizes of queries and values."""
+    variants: list[Variant] = []
+    for names, rows, sizes, memory in itertools.product(BESIDE, numbers, ((5120, 1024), (9216, 1024)), _MEMORIES):
+        both, normed = tuple(map(weight_formats.get, names)), int(kernel == "gemv_packed")
+        if normed:
+            of_rows = tuple(map(packed.rows_of, both, sizes))
+            config, *_ = packed.gemv_packed(rows, 128, memory, of_rows)
+        else:
+            config, _ = wide.gemm_wide(rows, both, wide.warps_for(sizes, 4, 128), memory)
+        formats: dict[str, Define] = {"WEIGHT": names[0], "BESIDE": names[1], "NORMED": normed}
+        defines = {**formats, "ADD": 0, **config.defines}
+        variants.append(Variant(kernel, defines, dynamic_shared=config.shared, memory=memory))
     return variants
 
 
@@ -351,6 +356,10 @@ VARIANTS: dict[str, list[Variant]] = {
     ],
     **_delta(),
     "add_experts": _all("add_experts", ADD=(0, 1)),
+    "add_parts": [
+        *_all("add_parts", ADD=(0, 1)),
+        *_all("add_parts", ADD=(0,), ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped"), TO=("float", *_SHORT)),
+    ],
     "group_pairs": _all("group_pairs", COUNT=(8, 128, 4096), ROWS=(16, 64)),
     "append_kv": _exact("append_kv"),
     "transform_heads": _heads("transform_heads"),
@@ -361,14 +370,14 @@ VARIANTS: dict[str, list[Variant]] = {
     "decode_two_kinds": _decode_two_kinds(),
     "dequantize": _all("dequantize", WEIGHT=_PACKED),
     "elementwise": [
-        *_all("elementwise", ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "added"), WHOLE=(0,)),
+        *_all("elementwise", ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped", "relu_squared"), WHOLE=(0,)),
         *_all("elementwise", ACTIVATION=("gated", "scaled"), WHOLE=(0, 1)),
     ],
     "embed": _all("embed", WEIGHT=_READ),
     "encode_blocks": _encode_blocks(),
-    "gemm_small": _gemm_small(),
+    "gemm_wide": _gemm_wide(),
     "gemv": _gemv(),
-    **_packed(),
+    "gemv_packed": _gemv_packed(),
     "naive": _all("naive", D=(64, 128, 256), BLOCK_SIZE=(64, 16), GROUP=(4, 1)),
     "logprobs": _all("logprobs"),
     "narrow": _all("narrow", TO=_SHORT, NORMED=(0, 1)),
@@ -407,18 +416,18 @@ def covering() -> Iterator[tuple[Variant, int]]:
     The variants take turns, in steps that change every constant; then come those with a trait that was not among them.
     """
     for variants in VARIANTS.values():
-        step, seen = len(variants) // len(SHARED_LIMIT) + 1, set[tuple[str, str]]()
-        archs = itertools.cycle(SHARED_LIMIT)
+        seen = set[tuple[str, str]]()
         for i, arch in enumerate(SHARED_LIMIT):
-            variant = variants[i * step % len(variants)]
+            of_arch = [variant for variant in variants if arch in variant.archs()]
+            variant = of_arch[i * (len(of_arch) // len(SHARED_LIMIT) + 1) % len(of_arch)]
             seen |= traits(variant)
             yield variant, arch
-        for variant in variants:
+        for i, variant in enumerate(variants):
             if traits(variant) - seen:
                 seen |= traits(variant)
-                yield variant, next(archs)
+                yield variant, variant.archs()[i % len(variant.archs())]
 
 
 def everything() -> Iterator[tuple[Variant, int]]:
     for variants in VARIANTS.values():
-        yield from itertools.product(variants, SHARED_LIMIT)
+        yield from ((variant, arch) for variant in variants for arch in variant.archs())

@@ -11,7 +11,6 @@ from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps
 from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, SpanTable
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, result_type
-from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
 from polarlm.engine.backends.cuda.linear import input_type
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
 from polarlm.engine.weight_formats import Linear
@@ -59,8 +58,7 @@ class AttentionOps:
             return self._heads.rotate(out, back)
         if back.matrix is not None:
             return self._heads.rotate_dense(self._decode(q, cache, spans, parameters, NO_ROTATION, np.float32), back)
-        dtype = input_type(then, len(q)) if len(q) <= SMALL_ROWS else np.float32
-        return self._decode(q, cache, spans, parameters, back, dtype)
+        return self._decode(q, cache, spans, parameters, back, input_type(then, len(q)))
 
     def _prefill(
         self, q: Array, cache: LayerCache, spans: SpanTable, current: Buffer, parameters: _Parameters

@@ -1,8 +1,8 @@
 """Batch sizes of steps, padded to buckets with empty rows, so that steps are recorded for few batch sizes.
 
 An empty row has token 0, a span of zeros and greedy sampling. By its span it writes no keys and values and sees no
-token. No kernel mixes rows, and all batches of a bucket take the same kernels with or without padding, so the results
-of the other rows are bit-equal.
+token. No kernel mixes rows, and all batches of a bucket take the same kernels, so the results of the other rows are
+bit-equal whatever rows are empty.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, SMALL_ROWS)
 
 
 def bucket(rows: int) -> int:
-    """The number of rows that a batch of `rows` rows is padded to. Products take SMALL_ROWS at a time, so only the
-    remainder is padded."""
+    """The number of rows that a batch of `rows` rows is padded to. Blocks of products have SMALL_ROWS rows, so only
+    the remainder is padded."""
     full, left = rows // SMALL_ROWS * SMALL_ROWS, rows % SMALL_ROWS
     return full + next(size for size in _BUCKETS if size >= left) if left else full
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.cuda import launch_configs, packed
+from polarlm.engine.backends.cuda import launch_configs, packed, wide
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Launcher, Product, threads_for
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
@@ -28,14 +28,13 @@ _ROUTE_THREADS = 128
 
 
 class _Groups(NamedTuple):
-    """Pairs by expert, on the device: see `group_pairs.cu`. rows, places (P,), groups (most, 3) int32. config: of the
-    products, whose blocks have `tile` rows of weights."""
+    """Pairs by expert, on the device: see `group_pairs.cu`. rows, places (P,), groups (number, 3) int32. most: pairs
+    of a group."""
 
     rows: Array
     places: Array
     groups: Array
-    config: LaunchConfig
-    tile: int
+    most: int
 
 
 class HostExperts:
@@ -158,7 +157,7 @@ class ExpertOps:
     ) -> tuple[Array, Array | None]:
         """The result of each pair: of row p // chosen of x (T, E) and expert ids[p], ids (P,). Returns the results
         (P, E), and the place of each pair among them, (P,) int32; None stands for places in order."""
-        if not launch_configs.groups_pairs(len(ids), gate_up.count):
+        if not wide.groups_pairs(len(ids), gate_up.count):
             first = partial(self._multiply_pairs, ids, chosen, gate_up.count)
             hidden = self._product(first, x, len(ids), gate_up, norm, activation, np.float32)
             second = partial(self._multiply_pairs, ids, 1, down.count)
@@ -210,7 +209,7 @@ class ExpertOps:
         norm_weight, eps = product.norm or (None, 0.0)
         if packed.is_packed(weight.format):
             kernel, gated = "gemv_packed", product.activation is not None
-            of_expert = [packed.rows_of(weight.format, rows)]
+            of_expert = (packed.rows_of(weight.format, rows),)
             config, blocks, _ = packed.gemv_packed(1, device.processors, device.shared_memory, of_expert, gated)
         else:
             kernel = "gemv"
@@ -221,11 +220,10 @@ class ExpertOps:
 
     def _grouped(self, ids: Array, chosen: int, count: int) -> _Groups:
         pairs, empty = len(ids), self._device.empty
-        config, tile, most = launch_configs.gemm_groups(pairs, count)
-        groups = _Groups(empty((pairs,), np.int32), empty((pairs,), np.int32), empty((most, 3), np.int32), config, tile)
-        defines = {"COUNT": count, "ROWS": config.defines["ROWS"]}
-        made = groups.rows, groups.places, groups.groups
-        self._launch("group_pairs", (1,), LaunchConfig(defines, MOST_THREADS), *made, ids, pairs, chosen, most)
+        most, number = wide.expert_groups(pairs, count)
+        groups = _Groups(empty((pairs,), np.int32), empty((pairs,), np.int32), empty((number, 3), np.int32), most)
+        config = LaunchConfig({"COUNT": count, "ROWS": most}, MOST_THREADS)
+        self._launch("group_pairs", (1,), config, *groups[:3], ids, pairs, chosen, number)
         return groups
 
     def _multiply_groups(
@@ -234,11 +232,11 @@ class ExpertOps:
         """The products of groups of pairs. rows: the row of x of each pair; None if x has one for each. count:
         experts."""
         x, product, weight = self._matrices.narrowed(x, product), product._replace(norm=None), product.weight
-        blocks = -(-weight.shape[0] // count // groups.tile), 1, len(groups.groups)
-        defines = {**groups.config.defines, "EXPERTS": 1}
-        config = product.with_types(y, groups.config._replace(defines=defines))
+        config, tile = wide.of_experts(groups.most, weight.format, self._device.shared_memory)
+        blocks = -(-weight.shape[0] // count // tile), 1, len(groups.groups)
         operands, sizes = (y, x, weight.data, product.bias), (len(x), x.shape[1], y.shape[1], row_stride(y))
-        self._launch("gemm_small", blocks, config, *operands, *sizes, groups.groups, rows, _bias_pitch(product))
+        more = groups.groups, rows, _bias_pitch(product)
+        self._launch("gemm_wide", blocks, product.with_types(y, config), *operands, *sizes, *more)
 
 
 def _bias_pitch(product: Product) -> int:

@@ -16,20 +16,21 @@ from polarlm.engine.records import Layout, Layouts, table_bytes
 # Bytes of shared memory that a block can have on every supported GPU: compute capability 8.6, 8.9 and 12.0 have least.
 SHARED_BYTES = 99 << 10
 
-# Most rows of gemv and gemv_packed, of gemm_packed and of gemm_small. Each row costs gemv as many instructions as the
-# first, while tensor cores compute eight rows for the price of one; and each of its many small blocks reads x from the
-# L2 cache, which from three rows on, as predicted, takes longer than reading the weights. More rows than that are
-# normalised and converted to the weights' type once, by `narrow`, instead of in every block.
+# Most rows of gemv and gemv_packed. Each row costs gemv as many instructions as the first, while tensor cores compute
+# eight rows for the price of one; and each of its many small blocks reads x from the L2 cache, which from three rows
+# on, as predicted, takes longer than reading the weights. More rows than that are normalised and converted to the
+# weights' type once, by `narrow`, instead of in every block.
 GEMV_ROWS = 2
-GEMM_PACKED_ROWS = 16
+
+# Most rows of a block of gemm_wide: steps have multiples of it, and one of few numbers of rows beside them.
 SMALL_ROWS = 64
 
 # Rows whose experts are computed at a time: of each of their pairs with an expert there are two results in memory.
 EXPERT_ROWS = 2048
 
-# Numbers of rows, besides 1 and prompts for cuBLAS, so that each kernel of products is compiled for one of them
+# Numbers of rows, besides 1 and prompts for cuBLASLt, so that each kernel of products is compiled for one of them
 # and serves as many rows or fewer, down to the number before.
-ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 48, 64)
+ROWS_WITH_KERNELS = (2, 8, 16, 32, 48, 64)
 
 # Bytes of a packed matrix that are dequantized at a time for a product of many rows.
 DEQUANTIZED_BYTES = 64 << 20
@@ -41,9 +42,6 @@ _ENCODE_WARPS = 12  # a CTA of encode_blocks has, at most: two of them fit a mul
 _OUTPUTS = 4  # rows of weights per warp of gemv
 _GEMV_WARPS = 16  # per multiprocessor: fewer have too few loads in flight
 _GEMV_INPUTS = 256  # inputs that a warp of gemv loads at once
-_FEW_ROWS = 16  # rows of an expert in gemm_small: more take as many registers as SMALL_ROWS
-_LEAST_STAGES = 8  # a part of gemm_small has: its start and end cost about five
-_REREAD_AT_MOST = 32 << 20  # weights of a matrix for whose product x is read twice as often instead of adding parts
 # Constants of the encoder, as in `engine.quantization.encode`.
 ROUNDING: dict[str, int | float | str] = {
     "LARGEST": encode.LARGEST,
@@ -68,59 +66,6 @@ def gemv(rows: int, out: int, width: int, processors: int) -> tuple[LaunchConfig
     while split < 8 and out * split < _OUTPUTS * _GEMV_WARPS * processors and width >= 2 * _GEMV_INPUTS * split:
         split *= 2
     return LaunchConfig({"ROWS": 1 << (rows - 1).bit_length(), "SPLIT": split}, 256), -(-out * split // (_OUTPUTS * 8))
-
-
-@cache
-def gemm_small(
-    rows: int, out: int, width: int, processors: int, shared_memory: int, packed: bool = False
-) -> tuple[LaunchConfig, int, int]:
-    """The launch for x (rows ≤ SMALL_ROWS, width) and weights (out, width) → configuration, blocks, and into how many
-    parts to split `width` to keep the GPU busy. shared_memory: bytes of a multiprocessor. packed: weights are, so that
-    one block has enough of them in flight for a multiprocessor, and adding parts costs more than a second one brings.
-    """
-    most = 8 if rows <= 8 else -(-rows // 16) * 16
-    # Warps that share a tile's outputs. Every block reads x from the L2 cache: with tiles of half this size, x would be
-    # as many bytes as 16-bit weights, and L2 slower than memory. Few rows of a small matrix need many blocks instead.
-    deep = 4 if most <= 16 else 2 if most == 32 else 1
-    if most == 8 and out < 16 * processors:
-        deep = 8
-    if deep == 4 and out * width <= _REREAD_AT_MOST:
-        # Blocks for less than two thirds of the processors need parts, and a second launch. Twice as many, where so
-        # many are resident, read x twice as often, which takes less time unless the matrix is large.
-        blocks, (tile, _, resident) = -(-out // 64), gemm_tile(most, 8, shared_memory)
-        if 3 * blocks < 2 * processors <= 3 * -(-out // tile) <= 3 * processors * resident:
-            deep = 8
-    tile, shared, resident = gemm_tile(most, deep, shared_memory)
-    blocks, at_once = -(-out // tile), processors * (1 if packed else resident)
-    parts = max(1, min(at_once // blocks, width // (_LEAST_STAGES * 32 * deep)))
-    if 3 * blocks >= 2 * processors:  # these read as fast as all of them would, and a second launch adds no parts
-        parts = 1
-    return LaunchConfig({"ROWS": most, "WARPS_OUT": 8 // deep, "SHARED": shared}, 256, shared), blocks, parts
-
-
-def groups_pairs(pairs: int, experts: int) -> bool:
-    """Whether pairs of rows and experts are grouped by expert. Products of one row take a quarter to half of the
-    instructions a weight that gemm_small takes, and of fewer pairs than experts, few have an expert in common."""
-    return pairs > experts
-
-
-def gemm_groups(pairs: int, experts: int) -> tuple[LaunchConfig, int, int]:
-    """The launch of gemm_small for groups of at most its ROWS rows of x, of `pairs` rows that are shared out among
-    experts → configuration, rows of weights of a block, and most groups."""
-    most, deep = (_FEW_ROWS, 4) if pairs <= _FEW_ROWS // 2 * experts else (SMALL_ROWS, 1)  # twice the mean, or many
-    tile, shared, _ = gemm_tile(most, deep, SHARED_BYTES)
-    config = LaunchConfig({"ROWS": most, "WARPS_OUT": 8 // deep, "SHARED": shared}, 256, shared)
-    return config, tile, min(pairs, experts + pairs // most)
-
-
-def gemm_tile(most: int, deep: int, shared_memory: int) -> tuple[int, int, int]:
-    """A block of gemm_small for `most` rows of x, with `deep` warps for the same outputs: its rows of weights, bytes
-    of shared memory, and how many blocks a multiprocessor has at once."""
-    tile = 32 * 8 // deep
-    shared = max(5 * 16384 + 1024 * most * deep // 8, 4 * deep * most * (tile + 4))
-    by_registers = 1 if most > 32 else 2
-    by_memory = shared_memory // (shared + SYSTEM_BYTES)
-    return tile, shared, max(1, min(by_registers, by_memory))
 
 
 @cache

@@ -2,7 +2,7 @@
 
 Activations, norm weights and biases are float32. Matrices keep the format of the file if `cuda/weights/` has a struct
 for it, otherwise they become half precision. Products convert x to the matrix's type, half precision for packed
-formats, and add in float32. Few rows take our own kernels, many rows take cuBLAS.
+formats, and add in float32. Few rows take our own kernels, with packed matrices more of them; many rows cuBLASLt.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.cuda import launch_configs, packed
+from polarlm.engine.backends.cuda import launch_configs, packed, wide
 from polarlm.engine.backends.cuda.device import Array, Device, kernel_source, row_stride
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, Product, result_type, threads_for, type_of
-from polarlm.engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMM_PACKED_ROWS, GEMV_ROWS, SMALL_ROWS
+from polarlm.engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMV_ROWS
 from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
@@ -123,20 +123,20 @@ class LinearOps:
             self.activate(y, y, activation)
             return y
         rows, out = len(x), w.shape[0] if activation is None else w.shape[0] // 2
-        is_whole = rows <= SMALL_ROWS or not recorded  # all rows at once
-        dtype = input_type(then, rows) if is_whole and activation is not None else np.float32
+        dtype = input_type(then, rows) if activation is not None else np.float32
         y = self._device.empty((rows, out), dtype) if residual is None else residual
         if len(w.parts) == 1 and (activation is None or gates(w.parts[0].format, w.shape[0])):
             self._multiply(y, x, Product(w.parts[0], w.bias, norm, residual is not None, activation), recorded)
             return y
         # A product for each part, or for two; the activation follows, since it needs gate and up together.
         whole = y if activation is None else self._device.empty((rows, w.shape[0]), np.float32)
-        if rows > GEMV_ROWS and is_whole and len({_narrow_type(matrix) for matrix in w.parts}) == 1:
+        if rows > GEMV_ROWS and len({_narrow_type(matrix) for matrix in w.parts}) == 1:
             x, norm = self.narrowed(x, Product(w.parts[0], None, norm, False, None)), None
         end, parts = 0, list(w.parts)
         while parts:
             matrix = parts.pop(0)
-            beside = parts.pop(0) if parts and packed.joins(matrix, parts[0], rows) else None
+            is_joined = bool(parts) and packed.joins(matrix, parts[0]) and (recorded or rows <= wide.WIDE_ROWS)
+            beside = parts.pop(0) if is_joined else None
             columns = slice(end, end := end + matrix.shape[0] + (0 if beside is None else beside.shape[0]))
             bias = None if w.bias is None else w.bias[columns]
             product = Product(matrix, bias, norm, residual is not None, None, beside)
@@ -147,67 +147,36 @@ class LinearOps:
 
     def _multiply(self, y: Array, x: Array, product: Product, recorded: bool) -> None:
         """`linear` with one matrix into y, which may be columns of a wider array."""
-        rows = len(x)
-        if rows > SMALL_ROWS and not recorded:
-            self._large(y, x, product)
-            return
-        for first in range(0, rows, SMALL_ROWS):
-            part = slice(first, first + SMALL_ROWS)
-            self._small(y[part], x[part], product)
-
-    def _small(self, y: Array, x: Array, product: Product) -> None:
-        """`linear` of at most SMALL_ROWS rows into y."""
-        (rows, width), processors, weight = x.shape, self._device.processors, product.weight
+        (rows, width), weight, launch = x.shape, product.weight, self._launch
         is_packed = packed.is_packed(weight.format)
-        if rows > GEMV_ROWS:
-            x, product = self.narrowed(x, product), product._replace(norm=None)
-        if is_packed and rows <= GEMM_PACKED_ROWS:
-            packed.multiply(self._device, self._launch, y, x, product)
-            return
-        if rows > GEMV_ROWS:
-            self._tensor_cores(y, x, product)
-            return
-        norm_weight, eps = product.norm or (None, 0.0)
-        config, blocks = launch_configs.gemv(rows, weight.shape[0], width, processors)
-        sizes = rows, width, y.shape[1], row_stride(y)
-        config = product.with_types(y, config)
-        self._launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
-
-    def _tensor_cores(self, y: Array, x: Array, product: Product) -> None:
-        """`linear` of at most SMALL_ROWS rows into y; x is normalised and of the type that the product takes."""
-        (rows, width), out, device, weight = x.shape, y.shape[1], self._device, product.weight
-        machine = device.processors, device.shared_memory, packed.is_packed(weight.format)
-        config, blocks, parts = launch_configs.gemm_small(rows, weight.shape[0], width, *machine)
-        sizes = rows, width, out, row_stride(y)
-        if parts == 1:
-            operands = y, x, weight.data, product.bias
-            self._launch("gemm_small", (blocks, 1), product.with_types(y, config), *operands, *sizes)
-            return
-        sums = device.empty((parts, rows, weight.shape[0]), np.float32)
-        operands = sums, x, weight.data, None
-        self._launch("gemm_small", (blocks, parts), product.with_types(sums, config), *operands, *sizes)
-        grid = (-(-rows * out // config.threads),)
-        args = (y, sums, product.bias, parts, rows, out, row_stride(y))
-        config = product.with_types(y, config)._replace(shared=0)
-        self._launch("gemm_small_sum", grid, config, *args, file="gemm_small")
+        if (rows > GEMV_ROWS and not is_packed) or (rows > wide.WIDE_ROWS and not recorded):
+            self._large(y, x, product)
+        elif rows > GEMV_ROWS:
+            wide.multiply(self._device, launch, y, self.narrowed(x, product), product._replace(norm=None))
+        elif is_packed:
+            packed.multiply(self._device, launch, y, x, product)
+        else:
+            norm_weight, eps = product.norm or (None, 0.0)
+            config, blocks = launch_configs.gemv(rows, weight.shape[0], width, self._device.processors)
+            sizes = rows, width, y.shape[1], row_stride(y)
+            config = product.with_types(y, config)
+            launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
 
     def _large(self, y: Array, x: Array, product: Product) -> None:
-        """`linear` of any number of rows into y, by cuBLAS."""
+        """`linear` of any number of rows into y, by cuBLASLt."""
         rows, out = len(x), product.weight.shape[0]
         whole = y if product.activation is None else self._device.empty((rows, out), np.float32)
         x = self.narrowed(x, product)
         if packed.is_packed(product.weight.format):
-            self._dequantized_product(whole, x, product.weight, product.add)
+            self._dequantized_product(whole, x, product)
         else:
-            self._device.gemm(whole, x, product.weight.data.view(x.dtype), add=product.add)
-        if product.bias is not None:
-            self._elementwise("added", whole, product.bias)
+            self._device.gemm(whole, x, product.weight.data.view(x.dtype), product.bias, add=product.add)
         if product.activation is not None:
             self.activate_mul(y, whole, product.activation)
 
-    def _dequantized_product(self, y: Array, x: Array, weight: Matrix, add: bool) -> None:
-        """y = x @ weightᵀ, or += with `add`, of a packed matrix: DEQUANTIZED_BYTES of it at a time."""
-        out, width = weight.shape
+    def _dequantized_product(self, y: Array, x: Array, product: Product) -> None:
+        """y = x @ weightᵀ + bias, or += with `add`, of a packed matrix: DEQUANTIZED_BYTES of it at a time."""
+        weight, (out, width) = product.weight, product.weight.shape
         step = min(out, max(1, DEQUANTIZED_BYTES // (2 * width)))
         if _TILED_ROWS < step < out:  # on an H200 cuBLAS took three times as long for 1,170 rows as for whole tiles
             step -= step % _TILED_ROWS
@@ -216,7 +185,9 @@ class LinearOps:
         for first in range(0, out, step):
             part = values[: min(step, out - first)]
             self._launch("dequantize", (len(part),), config, part, weight.data, first, width)
-            self._device.gemm(y[:, first : first + len(part)], x, part, add=add)
+            columns = slice(first, first + len(part))
+            bias = None if product.bias is None else product.bias[columns]
+            self._device.gemm(y[:, columns], x, part, bias, add=product.add)
 
     def activate_mul(self, y: Array, gate_up: Array, activation: str) -> None:
         """y = activation(gate) * up of [gate | up]."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.backends.cuda import launch_configs, wide
 from polarlm.engine.backends.cuda.batches import bucket
 from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Device
 from polarlm.engine.backends.cuda.kv.cache import HEADER
-from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS, SMALL_ROWS
+from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
 from polarlm.engine.backends.cuda.recurrent.sizes import delta_prompt_bytes, heads_width, projected_columns
 from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
 from polarlm.engine.backends.cuda.sampling.sampler import scratch_words
@@ -72,7 +72,9 @@ def step_bytes(load: Load, device: Device) -> int:
     words += _DELTA_WORDS * len(_deltas(model))
     inputs = MOST_RECORDINGS * rows * _FLOAT * words
     project = max(3 * _FLOAT * heads + _NARROW * e, _conv_bytes(model), _delta_bytes(model))
-    forward = _FLOAT * (2 * queries + f) + _NARROW * max(e, f, queries) + _post_norm_bytes(model)
+    forward = (
+        _FLOAT * (2 * queries + sum(_products(model)) * f) + _NARROW * max(e, f, queries) + _post_norm_bytes(model)
+    )
     parts = _part_bytes(load, device)
     experts = rows * _post_norm_bytes(model) + _experts_bytes(model, rows)
     attend = 3 * _FLOAT * queries + _gate_bytes(model)
@@ -121,9 +123,9 @@ def _pairs_bytes(ffn: Experts, e: int, rows: int) -> int:
     """Bytes of x in half precision, of each pair's input of down and its result, and of groups of pairs."""
     rows = min(rows, EXPERT_ROWS)
     pairs = rows * ffn.top_k
-    if not launch_configs.groups_pairs(pairs, ffn.count):
+    if not wide.groups_pairs(pairs, ffn.count):
         return _FLOAT * pairs * (ffn.size + e)
-    groups = _GROUP * launch_configs.gemm_groups(pairs, ffn.count)[2] + 2 * _FLOAT * pairs
+    groups = _GROUP * wide.expert_groups(pairs, ffn.count)[1] + 2 * _FLOAT * pairs
     inner = _NARROW if is_gated(ffn.activation) else _FLOAT + _NARROW  # without a gate, also before rounding
     return _NARROW * rows * e + pairs * (inner * ffn.size + _FLOAT * e) + groups
 
@@ -178,15 +180,11 @@ def _sum_bytes(load: Load, device: Device) -> int:
 
 
 def _part_bytes(load: Load, device: Device) -> int:
-    """Bytes of the partial sums that parts of a product write for `gemm_small_sum`."""
-    model, machine = load.model, (device.processors, device.shared_memory)
+    """Bytes of the sums that parts of a product write for `add_parts`."""
+    model = load.model
     e, f, queries, heads = _widths(model)
     shapes = [(heads, e), (e, queries), (model.vocab_size, e), *([(_products(model)[0] * f, e), (e, f)] if f else [])]
     shapes += [(projected_columns(mixer), e) for mixer in _deltas(model)]
     shapes += [(e, heads_width(mixer)) for mixer in _deltas(model)]
-    most = 0
-    for rows in range(1, min(load.rows, SMALL_ROWS) + 1):
-        for out, width in shapes:
-            _, _, parts = launch_configs.gemm_small(rows, out, width, *machine)
-            most = max(most, parts * rows * out if parts > 1 else 0)
-    return _FLOAT * most
+    split = [(out, wide.parts((out,), width, device.processors)) for out, width in shapes]
+    return _FLOAT * load.rows * max(out * count if count > 1 else 0 for out, count in split)

@@ -107,11 +107,11 @@ class Device(Protocol):
     def wait_for(self, text: str) -> None:
         """Block until the compilation of an expected text has succeeded or failed."""
 
-    def gemm(self, y: Array, x: Array, weight: Array, *, add: bool) -> None:
-        """y (T, out) float32 = x (T, in) @ weight (out, in)ᵀ, or += with `add`.
+    def gemm(self, y: Array, x: Array, weight: Array, bias: Array | None = None, /, *, add: bool) -> None:
+        """y (T, out) float32 = x (T, in) @ weight (out, in)ᵀ + bias (out,) float32, or += with `add`.
 
         x and weight are both float16 or both bfloat16, and contiguous; y may be columns of a wider array. Sums are
-        float32. Must not be called inside `run_graph`.
+        float32, in an order that depends on all sizes. Raises MemoryError.
         """
 
     def call_host(self, work: Callable[..., np.ndarray], y: Array, arrays: Sequence[Array]) -> None:

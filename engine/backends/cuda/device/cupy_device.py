@@ -1,7 +1,7 @@
 """`engine.backends.cuda.device.Device` on CuPy. Only this file and `cupy_recording` import CuPy.
 
-CuPy provides memory, compilation, launches, cuBLAS and graphs; apart from copies between strided arrays, all other
-arithmetic is in `cuda/`. All work goes to one stream. CuPy has a current stream per thread, so methods select ours
+CuPy provides memory, compilation, launches and graphs, cuBLASLt products; apart from copies between strided arrays, all
+other arithmetic is in `cuda/`. All work goes to one stream. CuPy has a current stream per thread: methods select ours
 first.
 """
 
@@ -13,14 +13,14 @@ from typing import Any
 
 import cupy
 import numpy as np
-from cupy_backends.cuda.libs import cublas
 
-from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, overlap, row_stride
-from polarlm.engine.backends.cuda.device.cupy_recording import HostCall, Recordings, memory_errors, pinned
+from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, cublas_lt, overlap
+from polarlm.engine.backends.cuda.device.cupy_recording import HostCall, Recordings, pinned
 from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
 from polarlm.engine.backends.cuda.device.packed_launch import Kernel, letters_of, load_driver
 from polarlm.engine.errors import EngineError
+from polarlm.model_loaders.forks import cached_property
 
 _runtime = cupy.cuda.runtime
 
@@ -34,7 +34,6 @@ _HAS_ACCESS = 704  # cudaErrorPeerAccessAlreadyEnabled
 _LEAST_CAPABILITY = 8, 0  # cp.async and bfloat16 in the matrix instructions
 
 _POINTERS = frozenset((cupy.ndarray, type(None), Addresses))  # types of arguments
-_GEMM_TYPES = {"float16": _runtime.CUDA_R_16F, "uint16": _runtime.CUDA_R_16BF}
 
 
 def device_count() -> int:
@@ -68,13 +67,8 @@ def open_device(number: int = 0) -> CupyDevice:
         raise _unavailable(
             f"The GPU, {device.name}, has compute capability {capability[0]}.{capability[1]}, and 8.0 is the least"
         )
-    try:  # a missing compiler, header or cuBLAS is noticed only when it is used
-        gate_up = device.from_host(np.zeros((1, 16), np.float32))
-        args = (device.empty((1, 8), np.float32), gate_up, np.int32(8))
-        device.launch("activate_mul_kernel", source("activate_mul", ACTIVATION="silu"), (1, 1), (32,), args)
-        half = device.from_host(np.zeros((8, 8), np.float16))
-        device.gemm(device.empty((8, 8), np.float32), half, half, add=False)
-        device.to_host(gate_up)
+    try:  # a missing compiler, header or library is noticed only when it is used
+        _try(device)
     except Exception as error:
         version, newest = _nvrtc()
         gpu = f"the GPU, {device.name}, which has compute capability {capability[0]}.{capability[1]}"
@@ -84,6 +78,22 @@ def open_device(number: int = 0) -> CupyDevice:
         reason = f"CUDA's compiler ({version}) or libraries do not work with {gpu} ({_first_line(error)})"
         raise _unavailable(reason) from error
     return device
+
+
+def _try(device: CupyDevice) -> None:
+    """Compute a product and a kernel, then record and replay both. Raises what they raise, and RuntimeError."""
+    text = source("activate_mul", ACTIVATION="silu")
+
+    def work(x: cupy.ndarray, bias: cupy.ndarray) -> cupy.ndarray:
+        seventeens, y = device.empty((16, 16), np.float32), device.empty((16, 8), np.float32)
+        device.gemm(seventeens, x, x, bias, add=False)
+        device.launch("activate_mul_kernel", text, (1, 16), (32,), (y, seventeens, np.int32(8)))
+        return y
+
+    for _ in range(2):
+        y = device.run_graph("test", work, [np.ones((16, 16), np.float16), np.ones(16, np.float32)])
+        if not (abs(device.to_host(y) - 17**2) < 0.01).all():
+            raise RuntimeError("a product of matrices is wrong")
 
 
 def can_overlap() -> bool:
@@ -138,7 +148,6 @@ class CupyDevice:
         self._copies: deque[tuple[cupy.cuda.Event, list[Any]]] = deque()  # of earlier ones; and an event after each
         self._recordings = Recordings(self._stream, self._copy_from)
         self._reached: set[int] = set()  # other GPUs, by their numbers, whose memory this one has been allowed to read
-        self._factors = np.array([0, 1], np.float32)  # cuBLAS reads its factors on the host
 
     def use(self) -> None:
         """Make this GPU and its stream the current ones of the thread."""
@@ -293,22 +302,19 @@ class CupyDevice:
     def _upload_addresses(self, table: Addresses) -> cupy.ndarray:
         return self.from_host(np.array([[x.data.ptr if x is not None else 0 for x in row] for row in table.rows], "u8"))
 
-    def gemm(self, y: cupy.ndarray, x: cupy.ndarray, weight: cupy.ndarray, *, add: bool) -> None:
-        (rows, width), out = x.shape, len(weight)
+    def gemm(
+        self, y: cupy.ndarray, x: cupy.ndarray, weight: cupy.ndarray, bias: cupy.ndarray | None = None, /, *, add: bool
+    ) -> None:
         assert x.dtype == weight.dtype
         assert y.dtype == np.float32
         assert all(array.flags.c_contiguous for array in (x, weight))
-        kind = _GEMM_TYPES[x.dtype.name]
         self.use()
-        # cuBLAS is column-major and sees the transpose of our matrices, so this is yᵀ = weight · xᵀ.
-        with memory_errors():
-            cublas.gemmEx(
-                cupy.cuda.get_cublas_handle(),
-                *(cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, out, rows, width),
-                *(self._factors[1:].ctypes.data, weight.data.ptr, kind, width, x.data.ptr, kind, width),
-                *(self._factors[int(add) :].ctypes.data, y.data.ptr, _runtime.CUDA_R_32F, int(row_stride(y))),
-                *(cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT),
-            )
+        self._products(y, x, weight, bias, self._stream.ptr, add=add)
+
+    @cached_property
+    def _products(self) -> cublas_lt.Products:
+        self._workspace = self.empty((cublas_lt.WORKSPACE_BYTES,), np.uint8)
+        return cublas_lt.Products(cublas_lt.load_library(), self._workspace.data.ptr)
 
     def call_host(self, work: Callable[..., np.ndarray], y: cupy.ndarray, arrays: Sequence[cupy.ndarray]) -> None:
         call = HostCall(work, y, arrays)

@@ -9,13 +9,11 @@ from typing import Any
 
 import cupy
 import numpy as np
-from cupy_backends.cuda.libs import cublas
 
 from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Carried, Device, Moved, Result
 
 _runtime = cupy.cuda.runtime
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
-_CUBLAS_OUT_OF_MEMORY = 3  # CUBLAS_STATUS_ALLOC_FAILED
 
 _ALIGNMENT = 256  # bytes: alignment of each input in the buffer of all inputs
 
@@ -204,10 +202,10 @@ def pinned(size: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """Turns out-of-memory errors of the runtime, the driver and cuBLAS into MemoryError."""
+    """Turns out-of-memory errors of the runtime and the driver into MemoryError."""
     try:
         yield
-    except (cublas.CUBLASError, _runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
-        if error.status != (_CUBLAS_OUT_OF_MEMORY if isinstance(error, cublas.CUBLASError) else _OUT_OF_MEMORY):
+    except (_runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        if error.status != _OUT_OF_MEMORY:
             raise
         raise MemoryError(str(error)) from error

@@ -15,7 +15,7 @@ GEMM = "gemm"
 
 class Launch(NamedTuple):
     """The arguments of `Device.launch`. A product of `Device.gemm` is a launch of GEMM without a text, whose args are
-    y, x and weight."""
+    its arrays."""
 
     kernel: str
     text: str
@@ -106,8 +106,8 @@ class TracingDevice:
     def wait_for(self, text: str) -> None:
         """No text is expected."""
 
-    def gemm(self, y: TracingArray, x: TracingArray, weight: TracingArray, *, add: bool) -> None:
-        self._launched(Launch(GEMM, "", (), (), (y, x, weight), 0))
+    def gemm(self, *arrays: TracingArray | None, add: bool) -> None:
+        self._launched(Launch(GEMM, "", (), (), arrays, 0))
 
     def call_host(self, work: Callable[..., np.ndarray], y: TracingArray, arrays: Sequence[TracingArray]) -> None:
         work(*map(self.to_host, arrays))

@@ -1,0 +1,111 @@
+"""Matrix products of cuBLASLt, NVIDIA's library, called by ctypes: CuPy's calls of cuBLAS refuse to be recorded.
+
+A product allocates no memory of the device, and its algorithm is asked for once for each shape. The library makes and
+frees its structures.
+Source: NVIDIA, cuBLAS documentation, "Using the cuBLASLt API"; `cublasLt.h` has the numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import lru_cache
+from typing import Any
+
+from polarlm.engine.backends.cuda.device import row_stride
+
+WORKSPACE_BYTES = 32 << 20
+
+_FLOAT, _TYPES = 0, {"f": 2, "u": 14}  # cudaDataType: float, half by kind of dtype, bfloat16 as the bits
+_COMPUTE_FLOAT, _ADDS_BIAS, _OUT_OF_MEMORY = 68, 4, 3  # CUBLAS_COMPUTE_32F, _EPILOGUE_BIAS, _STATUS_ALLOC_FAILED
+_TRANSPOSED, _EPILOGUE, _BIAS = 3, 7, 8  # CUBLASLT_MATMUL_DESC_TRANSA, _EPILOGUE, _BIAS_POINTER
+_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, _MIN_ALIGNMENT_A_BYTES … _D_BYTES
+_STATUS_PLACE = 72  # of a cublasLtMatmulHeuristicResult_t, which begins with the algorithm
+_MOST_PLANS = 512  # a prompt of another number of rows has new ones
+
+# Types of the functions' arguments; results are statuses.
+_ARGUMENTS: dict[str, tuple[type, ...]] = {
+    "Create": (c_void_p,),
+    "MatmulDescCreate": (c_void_p, c_int, c_int),
+    "MatrixLayoutCreate": (c_void_p, c_int, c_uint64, c_uint64, c_int64),
+    "MatmulPreferenceCreate": (c_void_p,),
+    **{f"{kind}SetAttribute": (c_void_p, c_int, c_void_p, c_size_t) for kind in ("MatmulDesc", "MatmulPreference")},
+    **{f"{kind}Destroy": (c_void_p,) for kind in ("MatmulDesc", "MatrixLayout", "MatmulPreference")},
+    "MatmulAlgoGetHeuristic": (*(c_void_p,) * 7, c_int, c_void_p, c_void_p),
+    "Matmul": (*(c_void_p,) * 14, c_size_t, c_void_p),
+}
+
+
+class Products:
+    """Products on the GPU that is the current one when this is made."""
+
+    def __init__(self, library: Any, workspace: int):
+        """library: from `load_library`. workspace: address of WORKSPACE_BYTES, which no other work uses meanwhile."""
+        for name, types in _ARGUMENTS.items():
+            getattr(library, f"cublasLt{name}").argtypes = types
+        self._library, self._workspace, self._handle = library, workspace, c_void_p()
+        self._factors = byref(c_float(0)), byref(c_float(1))  # the library reads them on the host
+        _call(library, "Create", byref(self._handle))
+        self._plan = lru_cache(_MOST_PLANS)(self._new_plan)
+
+    def __call__(self, y: Any, x: Any, weight: Any, bias: Any | None, stream: int, *, add: bool) -> None:
+        """See `Device.gemm`; arrays of CuPy, handle of a stream."""
+        to, left, right, more = (0 if array is None else array.data.ptr for array in (y, weight, x, bias))
+        bits, sizes = to | left | right | more | 256, (len(weight), *x.shape[::-1], int(row_stride(y)))
+        description, a, b, c, choice = self._plan(_TYPES[x.dtype.kind], *sizes, bias is not None, bits & -bits)
+        if bias is not None:
+            description.set(_BIAS, c_void_p(more))
+        args = self._factors[1], left, a, right, b, self._factors[add], to, c, to, c, choice
+        _call(self._library, "Matmul", self._handle, description, *args, self._workspace, WORKSPACE_BYTES, stream)
+
+    def _new_plan(
+        self, kind: int, out: int, width: int, rows: int, pitch: int, is_biased: bool, aligned: int
+    ) -> tuple[Any, ...]:
+        """What stays from call to call: a description, layouts of weights, x and y, and what begins with an algorithm.
+        The library counts by columns: it sees transposes of our matrices, yᵀ = weight · xᵀ.
+
+        pitch: numbers from a row of y to the next. aligned: bytes, 256 at most, of which all addresses are multiples.
+        """
+        library = self._library
+        description = _Made(library, "MatmulDesc", _COMPUTE_FLOAT, _FLOAT)
+        description.set(_TRANSPOSED, c_int(1))
+        if is_biased:
+            description.set(_EPILOGUE, c_uint32(_ADDS_BIAS))
+        shapes = (kind, width, out, width), (kind, width, rows, width), (_FLOAT, out, rows, pitch)
+        a, b, c = (_Made(library, "MatrixLayout", *shape) for shape in shapes)
+        preference = _Made(library, "MatmulPreference")
+        preference.set(_WORKSPACE, c_uint64(WORKSPACE_BYTES))
+        for attribute in _ALIGNMENTS:
+            preference.set(attribute, c_uint32(aligned))
+        choice, count = (c_uint64 * 12)(), c_int()
+        args = description, a, b, c, c, preference, 1, byref(choice), byref(count)
+        _call(library, "MatmulAlgoGetHeuristic", self._handle, *args)
+        if not count.value or c_int.from_buffer(choice, _STATUS_PLACE).value:
+            raise RuntimeError(f"cuBLASLt has no algorithm for {shapes}")
+        return description, a, b, c, byref(choice)
+
+
+class _Made:
+    """A structure of the library, as an argument of its functions."""
+
+    def __init__(self, library: Any, kind: str, *args: int):
+        self._library, self._kind, self._as_parameter_ = library, kind, c_void_p()
+        _call(library, f"{kind}Create", byref(self._as_parameter_), *args)
+
+    def set(self, attribute: int, value: Any) -> None:
+        _call(self._library, f"{self._kind}SetAttribute", self, attribute, byref(value), ctypes.sizeof(value))
+
+    def __del__(self) -> None:
+        getattr(self._library, f"cublasLt{self._kind}Destroy")(self)
+
+
+def _call(library: Any, name: str, *args: Any) -> None:
+    if status := getattr(library, f"cublasLt{name}")(*args):
+        raise (MemoryError if status == _OUT_OF_MEMORY else RuntimeError)(f"cublasLt{name}: status {status}")
+
+
+def load_library() -> ctypes.CDLL:
+    """The library beside CuPy's cuBLAS, which CuPy finds in the same way. Raises ImportError, OSError, RuntimeError."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    return ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
