@@ -69,7 +69,7 @@ def product(kernel: str, rows: int, out: int, weight: str = "bf16", gated: bool 
         warps = wide.warps_for((out,), wide.parts((out,), 4096, sizes[0]), sizes[0])
         config, _ = wide.gemm_wide(wide.row_groups(rows)[0], (get(weight),), warps, sizes[1])
     else:
-        config, *_ = getattr(packed, kernel)(rows, *sizes, [packed.rows_of(get(weight), out)], gated)
+        config, *_ = packed.gemv_packed(rows, *sizes, (packed.rows_of(get(weight), out),), gated)
     normed = int(rows <= launch_configs.GEMV_ROWS)  # `narrow` normalises more
     defines = {"NORMED": normed, "WEIGHT": weight, "ADD": 0, **config.defines}
     return Variant(kernel, defines, None, config.shared)
