@@ -76,10 +76,11 @@ def warm_up_first(
     warmed = Transformer(ops, model, weights, store)
     sequence = warm_up(warmed, warm.short)
     drafts = [rows for rows in DRAFT_ROWS if rows - 1 <= config.draft_max] if config.drafts else []
+    several = drafts if store.sparse_groups else DRAFT_ROWS  # prompts of a few tokens are such steps, too
     return [
         *([partial(warm_up_adapter, warmed)] if adapters else []),
         partial(warm_up_codes, warmed, sequence),
-        *(partial(warm_up_drafts, warmed, rows) for rows in drafts),
+        *(partial(warm_up_drafts, warmed, rows) for rows in several),
         *(
             partial(warm_up_rows, warmed, rows, in_steps=fewer < config.parallel)
             for fewer, rows in itertools.pairwise((1, *warm.rows))

@@ -72,6 +72,10 @@ class Clock:
             self.generation += now - self._since
         self._since = now
 
+    def skip(self, seconds: float) -> None:
+        """Leave out seconds of the unit."""
+        self._since += seconds
+
 
 @dataclass(eq=False)
 class Request:
@@ -300,11 +304,9 @@ class Request:
         elif error is not None:
             self.fail(error)
 
-    def report_progress(self, layers: int) -> None:
-        """Emit the prefill's progress, unless the request was preempted after its first token."""
-        assert self.prefill is not None
+    def report_progress(self, done: int) -> None:
+        """Emit how many tokens of the prompt are done, unless the request was preempted after its first token."""
         if self.wants_progress and self.sequence.generated == 0:
-            done = (self.cached or 0) + self.prefill.rows // layers
             prompt, cached = len(self.sequence.prompt), self.cached or 0
             self.outbox.append(Chunk("", (), prefilled=done, prompt_tokens=prompt, cached_tokens=cached))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
 from polarlm.engine.requests.steps import Steps
+from polarlm.engine.requests.times import Times
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.cache_types import TWO_KINDS, of_two_kinds
 from polarlm.engine.state.finer.blocks import CodingAgain
@@ -50,7 +50,8 @@ class Runner:
         self.requests: dict[TokenSequence, Request] = {}
         self.newest = StoredSequence()
         self._coding = CodingAgain(self._store.finer)
-        self._steps = Steps(model, prefixes, scheduler, self._preempt, drafting.seconds)
+        self._times = Times(model.ops, scheduler)
+        self._steps = Steps(model, prefixes, scheduler, self._preempt, self._times, drafting.seconds)
 
     def submit(self, request: Request) -> None:
         request.why_damaged = self._model.weights.why_damaged
@@ -59,18 +60,14 @@ class Runner:
 
     def run_unit(self) -> None:
         """Run the next unit of work, if there is one. An error fails only the requests of that unit."""
-        unit = self._scheduler.schedule(in_step=self._steps.has_begun)
+        unit = self._scheduler.schedule(in_step=self._steps.has_begun, under_way=self._times.under_way)
         if unit is None:
             return
         requests = [self.requests[sequence] for sequence in unit.sequences]
-        started = time.perf_counter()
-        for request in requests:
-            request.clock.begin(unit.is_prefill)
+        self._times.begin(unit, requests)
         try:
             if unit.is_prefill:
                 self._prefill(requests[0])
-                if self._scheduler.running:
-                    self._model.ops.wait()  # otherwise the next step would be charged for the device's time
             else:
                 self._steps.run(requests)
         except Exception as error:
@@ -81,9 +78,7 @@ class Runner:
                 request.finish("cancelled")
             raise
         finally:
-            self._scheduler.record_time(unit, time.perf_counter() - started)
-            for request in requests:
-                request.clock.lap()
+            self._times.end()
             self.sweep()
         self._coding.between_units(self._scheduler.usual_step)
 
@@ -237,7 +232,8 @@ class Runner:
             if request.prefill is None and missing > 0:
                 if self._coding.must_wait(missing):
                     return
-                request.prefill = self._begin(request)
+                if request.sequence.generated or not self._fits_in_a_step(request):
+                    request.prefill = self._begin(request)
         except OutOfBlocks:
             self._release(request)
             if self._scheduler.requeue(request.sequence):
@@ -249,10 +245,20 @@ class Runner:
             return
         self._scheduler.admit(request.sequence)
         computable = request.sequence.computable  # read now: tokens that are forced after the first one belong to steps
-        if request.prefill is not None:
-            self._advance(request, request.prefill)
+        if request.prefill is None:
+            self._scheduler.prefilled(request.sequence, missing)
+            return
+        self._advance(request, request.prefill)
         if request.prefill is None and request.kv.length == computable:
             self._scheduler.prefilled(request.sequence)
+
+    def _fits_in_a_step(self, request: Request) -> bool:
+        """Whether what the store lacks of a prompt becomes rows of the request's first step: they see the same as in a
+        prompt as long as they are in the current block. Snapshots of recurrent layers and readers need a prompt."""
+        assert request.kv is not None
+        lacks = len(request.sequence.prompt) - request.kv.length
+        fits = 0 < lacks <= self._store.rows_of_block(request.kv)
+        return fits and request.sequence.max_tokens > 0 and not request.reads_prompt and not self._store.sparse_groups
 
     def _match_prefix(self, request: Request) -> SequenceKV:
         """Return the longest stored prefix of a request's tokens that it can continue from."""
@@ -269,7 +275,8 @@ class Runner:
         assert request.kv is not None
         start = request.kv.length
         stop = request.span_end(start, self._store.shape.block_size)
-        span = self._store.open(request.kv, stop - start, as_steps=start >= len(request.sequence.prompt))
+        as_steps = start >= len(request.sequence.prompt) or (start == request.cached and self._fits_in_a_step(request))
+        span = self._store.open(request.kv, stop - start, as_steps=as_steps)
         ids = request.sequence.ids[start:stop]
         reader = request.reader()
         if reader is not None:
@@ -281,7 +288,7 @@ class Runner:
         layers = len(self._model.config.layers)
         try:
             prefill.rows += next(prefill.units)
-            request.report_progress(layers)
+            request.report_progress((request.cached or 0) + prefill.rows // layers)
             if prefill.rows == prefill.span.count * layers:
                 next(prefill.units)  # returns the hidden states, as StopIteration's value
         except StopIteration as end:
@@ -295,6 +302,7 @@ class Runner:
                 return
             is_last = request.sequence.max_tokens == 0
             sampled = [] if is_last else self._model.choose(end.value, [request.sampler.next()])
+            self._times.arrived()
             request.clock.lap()
             if self._tiers is not None:
                 self._tiers.computed(prefill.span.count, request.clock.prefill)

@@ -4,9 +4,13 @@
                 ▲                    │                           │
                 └─────────────── requeue, preempt ───────────────┘
 
-While both have work, prefill gets `_PREFILL_SHARE` of the time. Between two steps its budget is the median step's time
-in that proportion, times `_CATCH_UP`, minus the time that the last step took beyond the median, and minus the time that
-the next one will take beyond it to encode a block that it fills. A unit that starts within the budget may exceed it.
+A sequence that lacks a few tokens is prefilled without a unit: these tokens are rows of its first step.
+
+While both have work, prefill gets a share of the time: that of the sequences which wait for it, but at least half, and
+at most `_MOST_SHARE`, or what leaves running sequences a token every `_GAP` seconds. Between two steps its budget is
+the median step's time in that proportion, times `_CATCH_UP`, minus the time that the last step took beyond the median,
+and minus the time that the next one will take beyond it to encode a block that it fills. A unit that starts within the
+budget may exceed it. Units whose times are not known yet count as the longest of the latest ones.
 
 When blocks run out, the youngest sequence is preempted: it gives up its blocks and waits. The oldest always runs, so
 every sequence becomes the oldest eventually, and finishes.
@@ -19,8 +23,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-_RECENT = 8  # latest steps, whose median is taken
-_PREFILL_SHARE = 0.5  # prefill's share of the time, while both have work
+_RECENT = 8  # latest steps, whose median is taken, and latest units of prefill
+_LEAST_SHARE, _MOST_SHARE = 0.5, 0.9  # prefill's share of the time, while both have work
+_GAP = 0.05  # seconds between two steps that more than the least share of prefill may take
+_MOST_JOINING = 16  # rows of prompts that the next step has, after which no other sequence joins it
 _CATCH_UP = 1.5  # prefill's budget between two steps, in multiples of its share
 
 
@@ -75,6 +81,8 @@ class Scheduler:
         self._prefill_since = 0.0  # seconds that prefill has had since the last step
         self._steps: deque[float] = deque(maxlen=_RECENT)  # seconds of recent steps
         self._filling_steps: deque[float] = deque(maxlen=_RECENT)  # seconds of recent steps that filled a block
+        self._prefills: deque[float] = deque(maxlen=_RECENT)  # seconds of recent units of prefill
+        self._joining = 0  # rows of prompts that the next step has
 
     def submit(self, sequence: TokenSequence) -> None:
         sequence.arrival = self._arrivals
@@ -97,38 +105,58 @@ class Scheduler:
         return median(self._steps) if self._running and self._steps else None
 
     @property
-    def has_prefill(self) -> bool:
-        """Whether a prompt is being computed, or the next one may be."""
-        return self._prefilling is not None or self._next_waiting() is not None
+    def prefill_follows(self) -> bool:
+        """Whether prefill is due after the step under way, if that takes as long as usual."""
+        if self._prefilling is None and self._next_waiting() is None or not self._steps:
+            return False
+        usual = median(self._steps)
+        return self._is_due(self._prefill_ahead - usual * self._share, 0.0, usual)
 
-    def schedule(self, *, in_step: bool = False) -> Unit | None:
-        """Return the next unit of work; None if there is none. in_step: a step has begun and goes before a prefill."""
+    def schedule(self, *, in_step: bool = False, under_way: int = 0) -> Unit | None:
+        """Return the next unit of work; None if there is none. in_step: a step has begun and goes before a prefill.
+        under_way: units of prefill since the last step whose times are not known yet."""
         candidate = self._prefilling or self._next_waiting()
         if candidate is None or not self._running:  # prefill and steps do not compete
             self._prefill_ahead = 0.0
-        if candidate is not None and not in_step and (not self._running or self._prefill_is_due):
+        if candidate is not None and not in_step and (not self._running or self._prefill_is_due(under_way)):
             return Unit(True, (candidate,))
+        self._joining = 0
         return Unit(False, tuple(self._running), self._step_fills_a_block) if self._running else None
 
-    @property
-    def _prefill_is_due(self) -> bool:
-        if self._prefill_ahead > 0 or not self._steps:
+    def _prefill_is_due(self, under_way: int) -> bool:
+        if not self._steps or self._joining >= _MOST_JOINING or (under_way and not self._prefills):
             return False
-        share, usual = _PREFILL_SHARE, median(self._steps)
-        budget = _CATCH_UP * share / (1 - share) * usual - max(0.0, self._steps[-1] - usual)
+        more = under_way * max(self._prefills) if under_way else 0.0
+        return self._is_due(self._prefill_ahead + more * (1 - self._share), self._prefill_since + more, self._steps[-1])
+
+    def _is_due(self, ahead: float, since: float, last: float) -> bool:
+        """Whether prefill is due that is `ahead` of its share and has had `since` since a step of `last` seconds."""
+        usual, share = median(self._steps), self._share
+        budget = _CATCH_UP * share / (1 - share) * usual - max(0.0, last - usual)
         if self._filling_steps and self._step_fills_a_block:
             budget -= max(0.0, median(self._filling_steps) - usual)
-        return self._prefill_since < budget
+        return ahead <= 0 and since < budget
+
+    @property
+    def _share(self) -> float:
+        running = len(self._running)
+        waiting = min(len(self._waiting) + self.prefilling, self._parallel - running)
+        share = min(waiting / max(1, waiting + running), _MOST_SHARE)
+        if self._steps:
+            most = _GAP / (_CATCH_UP * max(median(self._steps), 1e-9))  # in proportion to the time of steps
+            share = min(share, most / (1 + most))
+        return max(share, _LEAST_SHARE)
 
     @property
     def _step_fills_a_block(self) -> bool:
         return any(len(sequence.ids) % self._block_size == 0 for sequence in self._running)
 
     def record_time(self, unit: Unit, seconds: float) -> None:
-        share = _PREFILL_SHARE
+        share = self._share
         if unit.is_prefill:
             self._prefill_ahead += seconds * (1 - share)
             self._prefill_since += seconds
+            self._prefills.append(seconds)
         else:
             self._prefill_ahead -= seconds * share
             self._prefill_since = 0.0
@@ -147,9 +175,10 @@ class Scheduler:
             self._waiting.remove(sequence)
             self._prefilling = sequence
 
-    def prefilled(self, sequence: TokenSequence) -> None:
-        """Let a sequence take part in steps: its prompt is in the store."""
+    def prefilled(self, sequence: TokenSequence, missing: int = 0) -> None:
+        """Let a sequence take part in steps: its prompt is in the store, but for `missing` tokens."""
         self._prefilling = None
+        self._joining += missing
         bisect.insort(self._running, sequence, key=_arrival)
 
     def requeue(self, sequence: TokenSequence) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.requests.drafts import Batch, StepSeconds
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import Scheduler
+from polarlm.engine.requests.times import Times
 from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
@@ -45,12 +45,13 @@ class Steps:
         prefixes: PrefixCache,
         scheduler: Scheduler,
         preempt: Callable[[], bool],
+        times: Times,
         seconds: StepSeconds,
     ) -> None:
         """preempt: preempts the youngest request; False if only one computes. seconds: times of steps with requests
         that may draft."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
-        self._scheduler, self._preempt, self._seconds = scheduler, preempt, seconds
+        self._scheduler, self._preempt, self._times, self._seconds = scheduler, preempt, times, seconds
         self._begun: _Step | None = None  # the step after the last one whose tokens were taken
 
     @property
@@ -71,7 +72,6 @@ class Steps:
         If every request allows it, the following step, which is the next unit of work, begins first, so that the device
         computes it while tokens are taken and constraints compute their masks.
         """
-        started = time.perf_counter()
         step, self._begun = self._begun or self._begin(requests), None
         if step is None:
             return
@@ -86,10 +86,13 @@ class Steps:
         errors = {request: damaged[number] for number, request in enumerate(step.spans) if number in damaged}
         for request, span in step.spans.items():
             self._prefixes.insert(span.sequence, request.sequence.ids)
+            request.report_progress(len(request.sequence.prompt))
         try:
             self._begun = self._begin_next(step, fetch, known)
         finally:  # an error in the next step must not lose the tokens of this one
-            for request, token in zip(step.requests, fetch.wait(), strict=True):
+            tokens = fetch.wait()
+            self._times.arrived()
+            for request, token in zip(step.requests, tokens, strict=True):
                 result = errors.get(request, token)
                 if request in step.drafted:
                     request.damage(errors.get(request))
@@ -97,7 +100,7 @@ class Steps:
                     request.take(result)
         if any(request.drafts is not None for request in step.requests):
             rows = sum(span.count for span in step.spans.values())
-            self._seconds.record(rows, time.perf_counter() - started)
+            self._seconds.record(rows, self._times.seconds)
 
     @staticmethod
     def _take_verified(step: _Step, request: Request) -> int | None:
@@ -145,6 +148,7 @@ class Steps:
             if may_wait and self._model.ops.fetch_later is not None:
                 return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, sampler_inputs), known)
             rows = self._model.step(list(spans.values()), ids, sampler_inputs)
+            self._times.arrived()
             of_each = [rows[end - span.count : end] for end, span in zip(ends, spans.values(), strict=True)]
             tokens = [next((row for row in each if isinstance(row, EngineError)), each[-1]) for each in of_each]
             rows_of = dict(zip(spans, of_each, strict=True))
@@ -182,7 +186,7 @@ class Steps:
     def _begin_next(self, step: _Step, fetch: Fetch, known: Collection[Request]) -> _Step | None:
         """Begin the step after `step`, whose tokens are not known yet; None if it has to wait for them."""
         requests = step.requests
-        if fetch.ids is None or known or self._scheduler.has_prefill:
+        if fetch.ids is None or known or self._scheduler.prefill_follows:
             return None
         if any(request.may_draft for request in requests):
             return None

@@ -1,18 +1,25 @@
 """Batch sizes of steps, padded to buckets with empty rows, so that steps are recorded for few batch sizes.
 
-An empty row has token 0, a span of zeros and greedy sampling. By its span it writes no keys and values and sees no
+An empty row has token 0, a span without rows, and greedy sampling. By its span it writes no keys and values and sees no
 token. No kernel mixes rows, and all batches of a bucket take the same kernels with or without padding, so the results
 of the other rows are bit-equal.
+
+Where a sequence has several rows, rows and spans are padded apart, and the most rows of a sequence are a number of
+`DRAFT_ROWS`. Attention leaves the empty rows as they are; whatever comes of them is dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from polarlm.engine.backends.cuda.device import Carried, Moved
 from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, with_rows
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
+from polarlm.engine.limits import DRAFT_ROWS
 
 _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, SMALL_ROWS)
 
@@ -25,14 +32,29 @@ def bucket(rows: int) -> int:
 
 
 def filled_up(inputs: Sequence[Any]) -> Sequence[Any]:
-    """The inputs of `Ops.run_graph`, padded with empty rows to their bucket, but not if a sequence has several rows."""
-    rows = bucket(inputs[0].shape[0])
-    if rows == inputs[0].shape[0] or any(isinstance(x, SpanTable) and x.most_rows > 1 for x in inputs):
+    """The inputs of `Ops.run_graph`, padded with empty rows to their bucket; but not if a sequence has several rows and
+    recurrent layers, whose tables have a row for each sequence."""
+    count = inputs[0].shape[0]
+    rows, most = bucket(count), most_rows(inputs)
+    if most > 1:
+        if any(isinstance(x, np.ndarray) and len(x) != count for x in inputs):
+            return inputs
+        most = next(size for size in DRAFT_ROWS if size >= most)
+    elif rows == count:
         return inputs
-    return [_filled_up(x, rows) for x in inputs]
+    return [_filled_up(x, rows, most) for x in inputs]
 
 
-def _filled_up(x: Any, rows: int) -> Any:
+def most_rows(inputs: Sequence[Any]) -> int:
+    """The most rows that a sequence has in a step with these inputs, as far as its tables of spans say."""
+    return max((x.most_rows for x in inputs if isinstance(x, SpanTable)), default=1)
+
+
+def _filled_up(x: Any, rows: int, most: int) -> Any:
+    if isinstance(x, SpanTable):
+        # An empty row after others needs an empty span after theirs.
+        spans = rows if most == 1 else bucket(len(x.table) + 1)
+        return replace(x.filled_up(spans), most_rows=most)
     if isinstance(x, HostTable):
         return x.filled_up(rows)
     if isinstance(x, Moved):

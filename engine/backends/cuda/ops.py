@@ -11,7 +11,7 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda.attention import AttentionOps
-from polarlm.engine.backends.cuda.batches import filled_up, first_rows
+from polarlm.engine.backends.cuda.batches import filled_up, first_rows, most_rows
 from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.experts import ExpertOps, HostExperts
@@ -143,7 +143,7 @@ class CudaOps:
             ]
             return work(*tables)
 
-        result = self._device.run_graph((key, work), on_device, [_on_host(x) for x in inputs])
+        result = self._device.run_graph((key, work, most_rows(inputs)), on_device, [_on_host(x) for x in inputs])
         return result if rows == inputs[0].shape[0] else first_rows(result, rows)
 
     def _moved(self, x: FromCard) -> Moved:
@@ -155,6 +155,12 @@ class CudaOps:
 
     def wait(self) -> None:
         self._device.wait()
+
+    def moment(self) -> Any:
+        return self._device.moment()
+
+    def seconds(self, begin: Any, end: Any) -> float | None:
+        return self._device.seconds(begin, end)
 
     def threads(self) -> Threads | None:
         return None if self.host is None else self.host.threads()
