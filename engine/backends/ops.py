@@ -164,12 +164,6 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def wait(self) -> None:
         """Block until the device has finished all work."""
 
-    def moment(self) -> Any:
-        """When the device has finished all work so far, which may be later than the call. See `seconds`."""
-
-    def seconds(self, begin: Any, end: Any) -> float | None:
-        """The seconds between two moments; None if `end` is not over."""
-
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         """Device bytes of `count` values of a matrix that the file stores in `format`."""
 

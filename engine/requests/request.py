@@ -59,22 +59,19 @@ class Clock:
 
     prefill: float = 0.0
     generation: float = 0.0
+    since: float = 0.0  # when the unit began, or the last lap
 
     def begin(self, prefilling: bool) -> None:
-        self._prefilling, self._since = prefilling, time.perf_counter()
+        self._prefilling, self.since = prefilling, time.perf_counter()
 
     def lap(self) -> None:
         """Add the seconds since the unit began, or since the last lap."""
         now = time.perf_counter()
         if self._prefilling:
-            self.prefill += now - self._since
+            self.prefill += now - self.since
         else:
-            self.generation += now - self._since
-        self._since = now
-
-    def skip(self, seconds: float) -> None:
-        """Leave out seconds of the unit."""
-        self._since += seconds
+            self.generation += now - self.since
+        self.since = now
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,9 +14,8 @@ from polarlm.engine.model.prompt_readers import forward_and_read
 from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.request import Prefill, Request
-from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
+from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
 from polarlm.engine.requests.steps import Steps
-from polarlm.engine.requests.times import Times
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.cache_types import TWO_KINDS, of_two_kinds
 from polarlm.engine.state.finer.blocks import CodingAgain
@@ -50,8 +50,8 @@ class Runner:
         self.requests: dict[TokenSequence, Request] = {}
         self.newest = StoredSequence()
         self._coding = CodingAgain(self._store.finer)
-        self._times = Times(model.ops, scheduler)
-        self._steps = Steps(model, prefixes, scheduler, self._preempt, self._times, drafting.seconds)
+        self._steps = Steps(model, prefixes, scheduler, self._preempt, self._arrived, drafting.seconds)
+        self._launched: list[Request] = []  # for each unit of a prompt that a GPU may still compute, its request
 
     def submit(self, request: Request) -> None:
         request.why_damaged = self._model.weights.why_damaged
@@ -60,11 +60,15 @@ class Runner:
 
     def run_unit(self) -> None:
         """Run the next unit of work, if there is one. An error fails only the requests of that unit."""
-        unit = self._scheduler.schedule(in_step=self._steps.has_begun, under_way=self._times.under_way)
+        # At most one unit of a prompt is launched between two steps before its time is known.
+        in_step = self._steps.has_begun or bool(self._launched and self._scheduler.running)
+        unit = self._scheduler.schedule(in_step=in_step)
         if unit is None:
             return
         requests = [self.requests[sequence] for sequence in unit.sequences]
-        self._times.begin(unit, requests)
+        self._computed, self._started = requests, time.perf_counter()
+        for request in requests:
+            request.clock.begin(unit.is_prefill or not request.sequence.generated)
         try:
             if unit.is_prefill:
                 self._prefill(requests[0])
@@ -78,9 +82,25 @@ class Runner:
                 request.finish("cancelled")
             raise
         finally:
-            self._times.end()
+            self._scheduler.record_time(unit, time.perf_counter() - self._started)
+            for request in requests:
+                request.clock.lap()
             self.sweep()
         self._coding.between_units(self._scheduler.usual_step)
+
+    def _arrived(self) -> float:
+        """Tokens of the unit have arrived. What it took beyond a usual step, a GPU spent on prompts before it. Return when
+        it began without that."""
+        usual, launched, self._launched = self._scheduler.usual_step, self._launched, []
+        if usual is not None and launched:
+            late = max(0.0, time.perf_counter() - self._started - usual)
+            self._started += late
+            for request in self._computed:
+                request.clock.since += late
+            for request in launched:
+                request.clock.prefill += late / len(launched)
+                self._scheduler.record_time(Unit(True, (request.sequence,)), late / len(launched))
+        return self._started
 
     def makes_room(self, tokens: int) -> bool:
         """Code blocks again for no longer than a step takes if `tokens` lack room; return whether they did."""
@@ -291,6 +311,8 @@ class Runner:
             request.report_progress((request.cached or 0) + prefill.rows // layers)
             if prefill.rows == prefill.span.count * layers:
                 next(prefill.units)  # returns the hidden states, as StopIteration's value
+            if self._model.ops.fetch_later is not None:
+                self._launched.append(request)
         except StopIteration as end:
             self._store.commit(prefill.span)
             if request.options.pooling is None:
@@ -302,7 +324,7 @@ class Runner:
                 return
             is_last = request.sequence.max_tokens == 0
             sampled = [] if is_last else self._model.choose(end.value, [request.sampler.next()])
-            self._times.arrived()
+            self._arrived()
             request.clock.lap()
             if self._tiers is not None:
                 self._tiers.computed(prefill.span.count, request.clock.prefill)

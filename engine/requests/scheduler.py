@@ -4,13 +4,13 @@
                 ▲                    │                           │
                 └─────────────── requeue, preempt ───────────────┘
 
-A sequence that lacks a few tokens is prefilled without a unit: these tokens are rows of its first step.
+A sequence that lacks few tokens is prefilled without a unit: they are rows of its first step.
 
-While both have work, prefill gets a share of the time: that of the sequences which wait for it, but at least half, and
-at most `_MOST_SHARE`, or what leaves running sequences a token every `_GAP` seconds. Between two steps its budget is
-the median step's time in that proportion, times `_CATCH_UP`, minus the time that the last step took beyond the median,
-and minus the time that the next one will take beyond it to encode a block that it fills. A unit that starts within the
-budget may exceed it. Units whose times are not known yet count as the longest of the latest ones.
+While both have work, prefill gets a share of the time, by how many wait for it, of all; but at least `_LEAST_SHARE`, at
+most `_MOST_SHARE`, and no more than half if running sequences got a token less often than every `_GAP` seconds. Between
+two steps its budget is the median step's time in that proportion, times `_CATCH_UP`, minus the time that the last step
+took beyond the median, and minus the time that the next one will take beyond it to encode a block that it fills. A unit
+that starts within the budget may exceed it.
 
 When blocks run out, the youngest sequence is preempted: it gives up its blocks and waits. The oldest always runs, so
 every sequence becomes the oldest eventually, and finishes.
@@ -23,10 +23,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-_RECENT = 8  # latest steps, whose median is taken, and latest units of prefill
+_RECENT = 8  # latest steps, whose median is taken
 _LEAST_SHARE, _MOST_SHARE = 0.5, 0.9  # prefill's share of the time, while both have work
-_GAP = 0.05  # seconds between two steps that more than the least share of prefill may take
-_MOST_JOINING = 16  # rows of prompts that the next step has, after which no other sequence joins it
+_GAP = 0.05  # seconds between two steps that more than the least share may take
+_JOINING = 16  # rows of prompts in the next step, after which no other sequence joins it
 _CATCH_UP = 1.5  # prefill's budget between two steps, in multiples of its share
 
 
@@ -81,8 +81,7 @@ class Scheduler:
         self._prefill_since = 0.0  # seconds that prefill has had since the last step
         self._steps: deque[float] = deque(maxlen=_RECENT)  # seconds of recent steps
         self._filling_steps: deque[float] = deque(maxlen=_RECENT)  # seconds of recent steps that filled a block
-        self._prefills: deque[float] = deque(maxlen=_RECENT)  # seconds of recent units of prefill
-        self._joining = 0  # rows of prompts that the next step has
+        self._joining = 0  # rows of prompts in the next step
 
     def submit(self, sequence: TokenSequence) -> None:
         sequence.arrival = self._arrivals
@@ -106,46 +105,38 @@ class Scheduler:
 
     @property
     def prefill_follows(self) -> bool:
-        """Whether prefill is due after the step under way, if that takes as long as usual."""
-        if self._prefilling is None and self._next_waiting() is None or not self._steps:
-            return False
-        usual = median(self._steps)
-        return self._is_due(self._prefill_ahead - usual * self._share, 0.0, usual)
+        """Whether prefill is due after the step under way, if that is a usual one."""
+        is_wanted = self._prefilling is not None or self._next_waiting() is not None
+        return is_wanted and self._prefill_ahead <= (self.usual_step or 0.0) * self._share
 
-    def schedule(self, *, in_step: bool = False, under_way: int = 0) -> Unit | None:
-        """Return the next unit of work; None if there is none. in_step: a step has begun and goes before a prefill.
-        under_way: units of prefill since the last step whose times are not known yet."""
+    def schedule(self, *, in_step: bool = False) -> Unit | None:
+        """Return the next unit of work; None if there is none. in_step: a step has begun and goes before a prefill."""
         candidate = self._prefilling or self._next_waiting()
         if candidate is None or not self._running:  # prefill and steps do not compete
             self._prefill_ahead = 0.0
-        if candidate is not None and not in_step and (not self._running or self._prefill_is_due(under_way)):
+        if candidate is not None and not in_step and (not self._running or self._prefill_is_due):
             return Unit(True, (candidate,))
         self._joining = 0
         return Unit(False, tuple(self._running), self._step_fills_a_block) if self._running else None
 
-    def _prefill_is_due(self, under_way: int) -> bool:
-        if not self._steps or self._joining >= _MOST_JOINING or (under_way and not self._prefills):
+    @property
+    def _prefill_is_due(self) -> bool:
+        if self._prefill_ahead > 0 or not self._steps or self._joining >= _JOINING:
             return False
-        more = under_way * max(self._prefills) if under_way else 0.0
-        return self._is_due(self._prefill_ahead + more * (1 - self._share), self._prefill_since + more, self._steps[-1])
-
-    def _is_due(self, ahead: float, since: float, last: float) -> bool:
-        """Whether prefill is due that is `ahead` of its share and has had `since` since a step of `last` seconds."""
-        usual, share = median(self._steps), self._share
-        budget = _CATCH_UP * share / (1 - share) * usual - max(0.0, last - usual)
+        share, usual = self._share, median(self._steps)
+        budget = _CATCH_UP * share / (1 - share) * usual - max(0.0, self._steps[-1] - usual)
         if self._filling_steps and self._step_fills_a_block:
             budget -= max(0.0, median(self._filling_steps) - usual)
-        return ahead <= 0 and since < budget
+        return self._prefill_since < budget
 
     @property
     def _share(self) -> float:
-        running = len(self._running)
+        running, usual = len(self._running), self.usual_step
         waiting = min(len(self._waiting) + self.prefilling, self._parallel - running)
-        share = min(waiting / max(1, waiting + running), _MOST_SHARE)
-        if self._steps:
-            most = _GAP / (_CATCH_UP * max(median(self._steps), 1e-9))  # in proportion to the time of steps
-            share = min(share, most / (1 + most))
-        return max(share, _LEAST_SHARE)
+        if usual is None or waiting <= 0:
+            return _LEAST_SHARE
+        gap = _GAP / (_GAP + _CATCH_UP * usual)  # the share with which the budget is `_GAP`
+        return max(_LEAST_SHARE, min(waiting / (waiting + running), gap, _MOST_SHARE))
 
     @property
     def _step_fills_a_block(self) -> bool:
@@ -156,7 +147,6 @@ class Scheduler:
         if unit.is_prefill:
             self._prefill_ahead += seconds * (1 - share)
             self._prefill_since += seconds
-            self._prefills.append(seconds)
         else:
             self._prefill_ahead -= seconds * share
             self._prefill_since = 0.0

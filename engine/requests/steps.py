@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,6 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.requests.drafts import Batch, StepSeconds
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import Scheduler
-from polarlm.engine.requests.times import Times
 from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.prefix import PrefixCache
@@ -45,13 +45,13 @@ class Steps:
         prefixes: PrefixCache,
         scheduler: Scheduler,
         preempt: Callable[[], bool],
-        times: Times,
+        arrived: Callable[[], float],
         seconds: StepSeconds,
     ) -> None:
-        """preempt: preempts the youngest request; False if only one computes. seconds: times of steps with requests
-        that may draft."""
+        """preempt: preempts the youngest request; False if only one computes. arrived: called when the tokens of a step
+        arrive; returns when the step began. seconds: times of steps with requests that may draft."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
-        self._scheduler, self._preempt, self._times, self._seconds = scheduler, preempt, times, seconds
+        self._scheduler, self._preempt, self._arrived, self._seconds = scheduler, preempt, arrived, seconds
         self._begun: _Step | None = None  # the step after the last one whose tokens were taken
 
     @property
@@ -90,8 +90,7 @@ class Steps:
         try:
             self._begun = self._begin_next(step, fetch, known)
         finally:  # an error in the next step must not lose the tokens of this one
-            tokens = fetch.wait()
-            self._times.arrived()
+            tokens, started = fetch.wait(), self._arrived()
             for request, token in zip(step.requests, tokens, strict=True):
                 result = errors.get(request, token)
                 if request in step.drafted:
@@ -100,7 +99,7 @@ class Steps:
                     request.take(result)
         if any(request.drafts is not None for request in step.requests):
             rows = sum(span.count for span in step.spans.values())
-            self._seconds.record(rows, self._times.seconds)
+            self._seconds.record(rows, time.perf_counter() - started)
 
     @staticmethod
     def _take_verified(step: _Step, request: Request) -> int | None:
@@ -148,10 +147,10 @@ class Steps:
             if may_wait and self._model.ops.fetch_later is not None:
                 return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, sampler_inputs), known)
             rows = self._model.step(list(spans.values()), ids, sampler_inputs)
-            self._times.arrived()
-            of_each = [rows[end - span.count : end] for end, span in zip(ends, spans.values(), strict=True)]
+            self._arrived()
+            rows_of = {one: rows[end - spans[one].count : end] for one, end in zip(spans, ends, strict=True)}
+            of_each = rows_of.values()
             tokens = [next((row for row in each if isinstance(row, EngineError)), each[-1]) for each in of_each]
-            rows_of = dict(zip(spans, of_each, strict=True))
             sampled = {request: rows_of[request][-1 - len(guesses) :] for request, guesses in drafted.items()}
             return _Step([*spans], spans, Fetch(None, lambda: tokens), known, drafted=drafted, sampled=sampled)
         except BaseException:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
@@ -75,7 +74,6 @@ class EmulatedDevice:
         """checked: with the emulator's checks; launches take less than half the time without."""
         self._checked = checked
         self.launches: list[str] = []
-        self._waited = 0.0  # when the host has waited last
 
     def use(self) -> None:
         """There is one device."""
@@ -107,12 +105,11 @@ class EmulatedDevice:
         return self._new(np.array(x))
 
     def to_host(self, x: DeviceArray) -> np.ndarray:
-        self._waited = time.perf_counter()
         return self.memory_of(x).copy()
 
     def to_host_later(self, x: DeviceArray) -> tuple[DeviceArray, Callable[[], np.ndarray]]:
         copy = self._new(self.memory_of(x).copy())
-        return copy, lambda: self.to_host(copy)
+        return copy, copy.memory.copy
 
     def from_device(self, x: DeviceArray, device: Device) -> DeviceArray:
         assert isinstance(device, EmulatedDevice)
@@ -120,13 +117,6 @@ class EmulatedDevice:
 
     def wait(self) -> None:
         """Launches are synchronous."""
-
-    def moment(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float | None:
-        """As on a device that ends its work when the host waits for a result."""
-        return end - begin if end <= self._waited else None
 
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0

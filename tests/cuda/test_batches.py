@@ -113,7 +113,7 @@ def test_empty_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, types: tuple
 
 @pytest.mark.parametrize("model", ["llama_gqa_linear", "qwen3_5_tied"])
 def test_few_recordings_serve_steps_of_several_rows(model: str) -> None:
-    """Launches depend on the most rows of a sequence, which the shapes of inputs do not show. Tables of recurrent layers
+    """Launches depend on the most rows of a sequence, which the shapes of inputs do not show. Recurrent layers' tables
     are not padded."""
     device, seen = open_device(checked=False), list[Any]()
     ops = CudaOps(device)
@@ -138,7 +138,7 @@ def test_few_recordings_serve_steps_of_several_rows(model: str) -> None:
     if model == "qwen3_5_tied":
         assert step(5, 1, 1) == (5, 7, 7)
         return
-    assert step(5, 1, 1) == step(1, 6, 1)[:2] + (7,) == (8, 8, 7)
+    assert step(5, 1, 1) == (*step(1, 6, 1)[:2], 7) == (8, 8, 7)
     assert step(3) == (4, 4, 3)
-    assert step(13) == step(16)[:2] + (13,) == (16, 16, 13)
+    assert step(13) == (*step(16)[:2], 13) == (16, 16, 13)
     assert step(2, 2) == (2, 4, 4)

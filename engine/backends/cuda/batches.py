@@ -2,10 +2,8 @@
 
 An empty row has token 0, a span without rows, and greedy sampling. By its span it writes no keys and values and sees no
 token. No kernel mixes rows, and all batches of a bucket take the same kernels with or without padding, so the results
-of the other rows are bit-equal.
-
-Where a sequence has several rows, rows and spans are padded apart, and the most rows of a sequence are a number of
-`DRAFT_ROWS`. Attention leaves the empty rows as they are; whatever comes of them is dropped.
+of the other rows are bit-equal. Where a sequence has several rows, rows and spans are padded apart, and the most rows of
+a sequence are rounded up to a number of `DRAFT_ROWS`.
 """
 
 from __future__ import annotations
@@ -14,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from polarlm.engine.backends.cuda.device import Carried, Moved
-from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, with_rows
+from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanHeader, SpanTable, with_rows
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
 from polarlm.engine.limits import DRAFT_ROWS
 
@@ -34,15 +30,11 @@ def bucket(rows: int) -> int:
 def filled_up(inputs: Sequence[Any]) -> Sequence[Any]:
     """The inputs of `Ops.run_graph`, padded with empty rows to their bucket; but not if a sequence has several rows and
     recurrent layers, whose tables have a row for each sequence."""
-    count = inputs[0].shape[0]
-    rows, most = bucket(count), most_rows(inputs)
-    if most > 1:
-        if any(isinstance(x, np.ndarray) and len(x) != count for x in inputs):
-            return inputs
-        most = next(size for size in DRAFT_ROWS if size >= most)
-    elif rows == count:
+    count, most = inputs[0].shape[0], most_rows(inputs)
+    rows = bucket(count)
+    if rows == count if most == 1 else any(x.shape[0] != count for x in inputs if not isinstance(x, HostTable)):
         return inputs
-    return [_filled_up(x, rows, most) for x in inputs]
+    return [_spans(x, count, rows, most) if isinstance(x, SpanTable) else _filled_up(x, rows) for x in inputs]
 
 
 def most_rows(inputs: Sequence[Any]) -> int:
@@ -50,11 +42,14 @@ def most_rows(inputs: Sequence[Any]) -> int:
     return max((x.most_rows for x in inputs if isinstance(x, SpanTable)), default=1)
 
 
-def _filled_up(x: Any, rows: int, most: int) -> Any:
-    if isinstance(x, SpanTable):
-        # An empty row after others needs an empty span after theirs.
-        spans = rows if most == 1 else bucket(len(x.table) + 1)
-        return replace(x.filled_up(spans), most_rows=most)
+def _spans(x: SpanTable, count: int, rows: int, most: int) -> HostTable:
+    """The spans of `count` rows for `rows` rows. An empty row after others needs an empty span after theirs."""
+    filled = x.filled_up(rows if most == 1 else bucket(len(x.table) + 1))
+    filled.table[len(x.table) :, SpanHeader._fields.index("first_row")] = count
+    return replace(filled, most_rows=next(size for size in (1, *DRAFT_ROWS) if size >= most))
+
+
+def _filled_up(x: Any, rows: int) -> Any:
     if isinstance(x, HostTable):
         return x.filled_up(rows)
     if isinstance(x, Moved):

@@ -156,12 +156,6 @@ class CudaOps:
     def wait(self) -> None:
         self._device.wait()
 
-    def moment(self) -> Any:
-        return self._device.moment()
-
-    def seconds(self, begin: Any, end: Any) -> float | None:
-        return self._device.seconds(begin, end)
-
     def threads(self) -> Threads | None:
         return None if self.host is None else self.host.threads()
 

@@ -5,7 +5,6 @@ All is float32; BLAS computes products. Loops are over sequences and tiles that 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -72,12 +71,6 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     def wait(self) -> None:
         """Returns at once: ops are synchronous."""
-
-    def moment(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         return 4 * count

@@ -88,12 +88,6 @@ class Device(Protocol):
     def wait(self) -> None:
         """Block until all earlier work has finished."""
 
-    def moment(self) -> Any:
-        """When all earlier work has finished; see `seconds`."""
-
-    def seconds(self, begin: Any, end: Any) -> float | None:
-        """The seconds between two moments; None if `end` is not over."""
-
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:

@@ -229,13 +229,6 @@ class CupyDevice:
     def wait(self) -> None:
         self._stream.synchronize()
 
-    def moment(self) -> cupy.cuda.Event:
-        self.use()
-        return self._stream.record(cupy.cuda.Event())
-
-    def seconds(self, begin: cupy.cuda.Event, end: cupy.cuda.Event) -> float | None:
-        return cupy.cuda.get_elapsed_time(begin, end) / 1000 if end.done else None
-
     def _copy_in(self, y: cupy.ndarray, address: int, size: int) -> None:
         _runtime.memcpyAsync(y.data.ptr, address, size, _runtime.memcpyHostToDevice, self._stream.ptr)
 

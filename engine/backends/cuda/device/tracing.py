@@ -95,12 +95,6 @@ class TracingDevice:
     def wait(self) -> None:
         """Nothing runs."""
 
-    def moment(self) -> float:
-        return 0.0
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:

@@ -140,13 +140,6 @@ class SpanTable(HostTable):
     def header(self, index: int) -> SpanHeader:
         return SpanHeader(*self.table[index, :HEADER].tolist())
 
-    def filled_up(self, rows: int) -> SpanTable:
-        """A copy of the table, padded with spans without rows, which begin after the last row."""
-        filled, last = super().filled_up(rows), self.header(-1)
-        filled.table[len(self.table) :, SpanHeader._fields.index("first_row")] = last.first_row + last.rows
-        assert isinstance(filled, SpanTable)
-        return filled
-
 
 def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
     """x (T, …) padded with rows of zeros to (rows, …)."""
