@@ -89,8 +89,8 @@ class Runner:
         self._coding.between_units(self._scheduler.usual_step)
 
     def _arrived(self) -> float:
-        """Tokens of the unit have arrived. What it took beyond a usual step, a GPU spent on prompts before it. Return when
-        it began without that."""
+        """Tokens of the unit have arrived. What it took beyond a usual step, a GPU spent on prompts before it. Return
+        when it began without that."""
         usual, launched, self._launched = self._scheduler.usual_step, self._launched, []
         if usual is not None and launched:
             late = max(0.0, time.perf_counter() - self._started - usual)

@@ -2,8 +2,8 @@
 
 An empty row has token 0, a span without rows, and greedy sampling. By its span it writes no keys and values and sees no
 token. No kernel mixes rows, and all batches of a bucket take the same kernels with or without padding, so the results
-of the other rows are bit-equal. Where a sequence has several rows, rows and spans are padded apart, and the most rows of
-a sequence are rounded up to a number of `DRAFT_ROWS`.
+of the other rows are bit-equal. Where a sequence has several rows, rows and spans are padded apart, and the most rows
+of a sequence are rounded up to a number of `DRAFT_ROWS`.
 """
 
 from __future__ import annotations
