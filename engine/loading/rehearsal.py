@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from polarlm import model_loaders
-from polarlm.engine.backends.ops import WarmUp
+from polarlm.engine.backends.ops import STEP_ROWS, WarmUp
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.limits import DRAFT_ROWS
 from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, stored
@@ -75,12 +75,12 @@ def warm_up_first(
     store = KVStore(ops, least_plan(shape, max(warm.rows, default=0)), conditioning, metrics)
     warmed = Transformer(ops, model, weights, store)
     sequence = warm_up(warmed, warm.short)
-    drafts = [rows for rows in DRAFT_ROWS if rows - 1 <= config.draft_max] if config.drafts else []
-    several = drafts if store.sparse_groups else DRAFT_ROWS  # prompts of a few tokens are such steps, too
+    drafted = config.draft_max if config.drafts else 0
+    most = 1 + drafted if store.sparse_groups else STEP_ROWS  # prompts of a few tokens are steps of several rows, too
     return [
         *([partial(warm_up_adapter, warmed)] if adapters else []),
         partial(warm_up_codes, warmed, sequence),
-        *(partial(warm_up_drafts, warmed, rows) for rows in several),
+        *(partial(warm_up_drafts, warmed, rows) for rows in DRAFT_ROWS if rows <= most),
         *(
             partial(warm_up_rows, warmed, rows, in_steps=fewer < config.parallel)
             for fewer, rows in itertools.pairwise((1, *warm.rows))

@@ -131,12 +131,9 @@ class Scheduler:
 
     @property
     def _share(self) -> float:
-        running, usual = len(self._running), self.usual_step
-        waiting = min(len(self._waiting) + self.prefilling, self._parallel - running)
-        if usual is None or waiting <= 0:
-            return _LEAST_SHARE
-        gap = _GAP / (_GAP + _CATCH_UP * usual)  # the share with which the budget is `_GAP`
-        return max(_LEAST_SHARE, min(waiting / (waiting + running), gap, _MOST_SHARE))
+        waiting = min(len(self._waiting) + self.prefilling, self._parallel - len(self._running))
+        most = min(_MOST_SHARE, _GAP / (_GAP + _CATCH_UP * (self.usual_step or 0.0)))  # then the budget is `_GAP`
+        return max(_LEAST_SHARE, min(most, waiting / max(1, waiting + len(self._running))))
 
     @property
     def _step_fills_a_block(self) -> bool:

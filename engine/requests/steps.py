@@ -149,8 +149,7 @@ class Steps:
             rows = self._model.step(list(spans.values()), ids, sampler_inputs)
             self._arrived()
             rows_of = {one: rows[end - spans[one].count : end] for one, end in zip(spans, ends, strict=True)}
-            of_each = rows_of.values()
-            tokens = [next((row for row in each if isinstance(row, EngineError)), each[-1]) for each in of_each]
+            tokens = [next((row for row in one if isinstance(row, EngineError)), one[-1]) for one in rows_of.values()]
             sampled = {request: rows_of[request][-1 - len(guesses) :] for request, guesses in drafted.items()}
             return _Step([*spans], spans, Fetch(None, lambda: tokens), known, drafted=drafted, sampled=sampled)
         except BaseException:

@@ -30,23 +30,18 @@ def bucket(rows: int) -> int:
 def filled_up(inputs: Sequence[Any]) -> Sequence[Any]:
     """The inputs of `Ops.run_graph`, padded with empty rows to their bucket; but not if a sequence has several rows and
     recurrent layers, whose tables have a row for each sequence."""
-    count, most = inputs[0].shape[0], most_rows(inputs)
+    count, most = inputs[0].shape[0], max((x.most_rows for x in inputs if isinstance(x, SpanTable)), default=1)
     rows = bucket(count)
     if rows == count if most == 1 else any(x.shape[0] != count for x in inputs if not isinstance(x, HostTable)):
         return inputs
     return [_spans(x, count, rows, most) if isinstance(x, SpanTable) else _filled_up(x, rows) for x in inputs]
 
 
-def most_rows(inputs: Sequence[Any]) -> int:
-    """The most rows that a sequence has in a step with these inputs, as far as its tables of spans say."""
-    return max((x.most_rows for x in inputs if isinstance(x, SpanTable)), default=1)
-
-
-def _spans(x: SpanTable, count: int, rows: int, most: int) -> HostTable:
+def _spans(x: SpanTable, count: int, rows: int, most: int) -> SpanTable:
     """The spans of `count` rows for `rows` rows. An empty row after others needs an empty span after theirs."""
-    filled = x.filled_up(rows if most == 1 else bucket(len(x.table) + 1))
-    filled.table[len(x.table) :, SpanHeader._fields.index("first_row")] = count
-    return replace(filled, most_rows=next(size for size in (1, *DRAFT_ROWS) if size >= most))
+    table = with_rows(x.table, rows if most == 1 else bucket(len(x.table) + 1))
+    table[len(x.table) :, SpanHeader._fields.index("first_row")] = count
+    return replace(x, table=table, copies={}, most_rows=next(size for size in (1, *DRAFT_ROWS) if size >= most))
 
 
 def _filled_up(x: Any, rows: int) -> Any:

@@ -11,12 +11,12 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda.attention import AttentionOps
-from polarlm.engine.backends.cuda.batches import filled_up, first_rows, most_rows
+from polarlm.engine.backends.cuda.batches import filled_up, first_rows
 from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.experts import ExpertOps, HostExperts
 from polarlm.engine.backends.cuda.heads import HeadOps
-from polarlm.engine.backends.cuda.kv.cache import Buffer, CardBuffers, HostTable, pack_spans
+from polarlm.engine.backends.cuda.kv.cache import Buffer, CardBuffers, HostTable, SpanTable, pack_spans
 from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
@@ -143,7 +143,8 @@ class CudaOps:
             ]
             return work(*tables)
 
-        result = self._device.run_graph((key, work, most_rows(inputs)), on_device, [_on_host(x) for x in inputs])
+        key = key, work, *(x.most_rows for x in inputs if isinstance(x, SpanTable))
+        result = self._device.run_graph(key, on_device, [_on_host(x) for x in inputs])
         return result if rows == inputs[0].shape[0] else first_rows(result, rows)
 
     def _moved(self, x: FromCard) -> Moved:
