@@ -59,7 +59,6 @@ class Clock:
 
     prefill: float = 0.0
     generation: float = 0.0
-    since: float = 0.0  # when the unit began, or the last lap
 
     def begin(self, prefilling: bool) -> None:
         self._prefilling, self.since = prefilling, time.perf_counter()

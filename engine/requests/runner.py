@@ -60,9 +60,8 @@ class Runner:
 
     def run_unit(self) -> None:
         """Run the next unit of work, if there is one. An error fails only the requests of that unit."""
-        # At most one unit of a prompt is launched between two steps before its time is known.
-        in_step = self._steps.has_begun or bool(self._launched and self._scheduler.running)
-        unit = self._scheduler.schedule(in_step=in_step)
+        is_late = bool(self._launched and self._scheduler.running)  # a step makes the time of a prompt's unit known
+        unit = self._scheduler.schedule(in_step=self._steps.has_begun or is_late)
         if unit is None:
             return
         requests = [self.requests[sequence] for sequence in unit.sequences]
@@ -273,12 +272,13 @@ class Runner:
             self._scheduler.prefilled(request.sequence)
 
     def _fits_in_a_step(self, request: Request) -> bool:
-        """Whether what the store lacks of a prompt becomes rows of the request's first step: they see the same as in a
-        prompt as long as they are in the current block. Snapshots of recurrent layers and readers need a prompt."""
+        """Whether what the store lacks of a prompt becomes rows of the request's first step: in the current block they
+        see the same as in a prompt. Snapshots of recurrent layers, and readers, need a prompt."""
         assert request.kv is not None
-        lacks = len(request.sequence.prompt) - request.kv.length
-        fits = 0 < lacks <= self._store.rows_of_block(request.kv)
-        return fits and request.sequence.max_tokens > 0 and not request.reads_prompt and not self._store.sparse_groups
+        has_rows = request.sequence.max_tokens > 0 and not request.reads_prompt and not self._store.sparse_groups
+        return has_rows and 0 < len(request.sequence.prompt) - request.kv.length <= self._store.rows_of_block(
+            request.kv
+        )
 
     def _match_prefix(self, request: Request) -> SequenceKV:
         """Return the longest stored prefix of a request's tokens that it can continue from."""
