@@ -12,9 +12,8 @@ from functools import partial
 import numpy as np
 
 from polarlm import model_loaders
-from polarlm.engine.backends.ops import WarmUp
+from polarlm.engine.backends.ops import STEP_ROWS, WarmUp
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.limits import DRAFT_ROWS
 from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, stored
 from polarlm.engine.loading.sizes import is_calibrated, weight_format
 from polarlm.engine.model.adapters import Loaded
@@ -38,6 +37,7 @@ from polarlm.engine.state.store import KVStore, Metrics
 from polarlm.engine.weight_formats import WeightFormat
 from polarlm.model_loaders.config import ModelConfig
 
+_STEP_ROWS = (*range(2, 9), STEP_ROWS)  # rows of steps of one sequence: a CPU has kernels for each up to 8
 ENCODED_ROWS = 48  # rows of a text of a warm-up: kernels for many rows take 6, 4, 3 or 2 at a time
 _SECONDS = 2.0  # after loading: a process that ends before need not map a compiler
 
@@ -75,11 +75,12 @@ def warm_up_first(
     store = KVStore(ops, least_plan(shape, max(warm.rows, default=0)), conditioning, metrics)
     warmed = Transformer(ops, model, weights, store)
     sequence = warm_up(warmed, warm.short)
-    drafts = [rows for rows in DRAFT_ROWS if rows - 1 <= config.draft_max] if config.drafts else []
+    drafted = config.draft_max if config.drafts else 0
+    most = 1 + drafted if store.sparse_groups else STEP_ROWS  # prompts of a few tokens are steps of several rows, too
     return [
         *([partial(warm_up_adapter, warmed)] if adapters else []),
         partial(warm_up_codes, warmed, sequence),
-        *(partial(warm_up_drafts, warmed, rows) for rows in drafts),
+        *(partial(warm_up_drafts, warmed, rows) for rows in _STEP_ROWS if rows <= most),
         *(
             partial(warm_up_rows, warmed, rows, in_steps=fewer < config.parallel)
             for fewer, rows in itertools.pairwise((1, *warm.rows))

@@ -185,7 +185,7 @@ class Transformer:
     def _run(self, name: str, spans: Sequence[Span], ids: Any, sampler_inputs: Sequence[SamplerInput] = ()) -> Any:
         """Compute the rows, stage by stage, and return their logits (T, V) on the device; with sampler inputs, the next
         tokens (T,) and the logits."""
-        key = name, max(span.count for span in spans), have_adapters(spans)
+        key = name, have_adapters(spans)
         tables, x, newest = self._tables(spans), ids, list[Any]()
         *before, last = self._stages
         for number, (ops, _) in enumerate(before):

@@ -61,16 +61,16 @@ class Clock:
     generation: float = 0.0
 
     def begin(self, prefilling: bool) -> None:
-        self._prefilling, self._since = prefilling, time.perf_counter()
+        self._prefilling, self.since = prefilling, time.perf_counter()
 
     def lap(self) -> None:
         """Add the seconds since the unit began, or since the last lap."""
         now = time.perf_counter()
         if self._prefilling:
-            self.prefill += now - self._since
+            self.prefill += now - self.since
         else:
-            self.generation += now - self._since
-        self._since = now
+            self.generation += now - self.since
+        self.since = now
 
 
 @dataclass(eq=False)
@@ -300,11 +300,9 @@ class Request:
         elif error is not None:
             self.fail(error)
 
-    def report_progress(self, layers: int) -> None:
-        """Emit the prefill's progress, unless the request was preempted after its first token."""
-        assert self.prefill is not None
+    def report_progress(self, done: int) -> None:
+        """Emit how many tokens of the prompt are done, unless the request was preempted after its first token."""
         if self.wants_progress and self.sequence.generated == 0:
-            done = (self.cached or 0) + self.prefill.rows // layers
             prompt, cached = len(self.sequence.prompt), self.cached or 0
             self.outbox.append(Chunk("", (), prefilled=done, prompt_tokens=prompt, cached_tokens=cached))
 

@@ -14,7 +14,7 @@ from polarlm.engine.model.prompt_readers import forward_and_read
 from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.request import Prefill, Request
-from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
+from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
 from polarlm.engine.requests.steps import Steps
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.cache_types import TWO_KINDS, of_two_kinds
@@ -50,7 +50,8 @@ class Runner:
         self.requests: dict[TokenSequence, Request] = {}
         self.newest = StoredSequence()
         self._coding = CodingAgain(self._store.finer)
-        self._steps = Steps(model, prefixes, scheduler, self._preempt, drafting.seconds)
+        self._steps = Steps(model, prefixes, scheduler, self._preempt, self._arrived, drafting.seconds)
+        self._launched: list[Request] = []  # for each unit of a prompt that a GPU may still compute, its request
 
     def submit(self, request: Request) -> None:
         request.why_damaged = self._model.weights.why_damaged
@@ -59,18 +60,17 @@ class Runner:
 
     def run_unit(self) -> None:
         """Run the next unit of work, if there is one. An error fails only the requests of that unit."""
-        unit = self._scheduler.schedule(in_step=self._steps.has_begun)
+        is_late = bool(self._launched and self._scheduler.running)  # a step makes the time of a prompt's unit known
+        unit = self._scheduler.schedule(in_step=self._steps.has_begun or is_late)
         if unit is None:
             return
         requests = [self.requests[sequence] for sequence in unit.sequences]
-        started = time.perf_counter()
+        self._computed, self._started = requests, time.perf_counter()
         for request in requests:
-            request.clock.begin(unit.is_prefill)
+            request.clock.begin(unit.is_prefill or not request.sequence.generated)
         try:
             if unit.is_prefill:
                 self._prefill(requests[0])
-                if self._scheduler.running:
-                    self._model.ops.wait()  # otherwise the next step would be charged for the device's time
             else:
                 self._steps.run(requests)
         except Exception as error:
@@ -81,11 +81,25 @@ class Runner:
                 request.finish("cancelled")
             raise
         finally:
-            self._scheduler.record_time(unit, time.perf_counter() - started)
+            self._scheduler.record_time(unit, time.perf_counter() - self._started)
             for request in requests:
                 request.clock.lap()
             self.sweep()
         self._coding.between_units(self._scheduler.usual_step)
+
+    def _arrived(self) -> float:
+        """Tokens of the unit have arrived. What it took beyond a usual step, a GPU spent on prompts before it. Return
+        when it began without that."""
+        usual, launched, self._launched = self._scheduler.usual_step, self._launched, []
+        if usual is not None and launched:
+            late = max(0.0, time.perf_counter() - self._started - usual)
+            self._started += late
+            for request in self._computed:
+                request.clock.since += late
+            for request in launched:
+                request.clock.prefill += late / len(launched)
+                self._scheduler.record_time(Unit(True, (request.sequence,)), late / len(launched))
+        return self._started
 
     def makes_room(self, tokens: int) -> bool:
         """Code blocks again for no longer than a step takes if `tokens` lack room; return whether they did."""
@@ -237,7 +251,8 @@ class Runner:
             if request.prefill is None and missing > 0:
                 if self._coding.must_wait(missing):
                     return
-                request.prefill = self._begin(request)
+                if request.sequence.generated or not self._fits_in_a_step(request):
+                    request.prefill = self._begin(request)
         except OutOfBlocks:
             self._release(request)
             if self._scheduler.requeue(request.sequence):
@@ -249,10 +264,21 @@ class Runner:
             return
         self._scheduler.admit(request.sequence)
         computable = request.sequence.computable  # read now: tokens that are forced after the first one belong to steps
-        if request.prefill is not None:
-            self._advance(request, request.prefill)
+        if request.prefill is None:
+            self._scheduler.prefilled(request.sequence, missing)
+            return
+        self._advance(request, request.prefill)
         if request.prefill is None and request.kv.length == computable:
             self._scheduler.prefilled(request.sequence)
+
+    def _fits_in_a_step(self, request: Request) -> bool:
+        """Whether what the store lacks of a prompt becomes rows of the request's first step: in the current block they
+        see the same as in a prompt. Snapshots of recurrent layers, and readers, need a prompt."""
+        assert request.kv is not None
+        has_rows = request.sequence.max_tokens > 0 and not request.reads_prompt and not self._store.sparse_groups
+        return has_rows and 0 < len(request.sequence.prompt) - request.kv.length <= self._store.rows_of_block(
+            request.kv
+        )
 
     def _match_prefix(self, request: Request) -> SequenceKV:
         """Return the longest stored prefix of a request's tokens that it can continue from."""
@@ -269,7 +295,8 @@ class Runner:
         assert request.kv is not None
         start = request.kv.length
         stop = request.span_end(start, self._store.shape.block_size)
-        span = self._store.open(request.kv, stop - start, as_steps=start >= len(request.sequence.prompt))
+        as_steps = start >= len(request.sequence.prompt) or (start == request.cached and self._fits_in_a_step(request))
+        span = self._store.open(request.kv, stop - start, as_steps=as_steps)
         ids = request.sequence.ids[start:stop]
         reader = request.reader()
         if reader is not None:
@@ -281,9 +308,11 @@ class Runner:
         layers = len(self._model.config.layers)
         try:
             prefill.rows += next(prefill.units)
-            request.report_progress(layers)
+            request.report_progress((request.cached or 0) + prefill.rows // layers)
             if prefill.rows == prefill.span.count * layers:
                 next(prefill.units)  # returns the hidden states, as StopIteration's value
+            if self._model.ops.fetch_later is not None:
+                self._launched.append(request)
         except StopIteration as end:
             self._store.commit(prefill.span)
             if request.options.pooling is None:
@@ -295,6 +324,7 @@ class Runner:
                 return
             is_last = request.sequence.max_tokens == 0
             sampled = [] if is_last else self._model.choose(end.value, [request.sampler.next()])
+            self._arrived()
             request.clock.lap()
             if self._tiers is not None:
                 self._tiers.computed(prefill.span.count, request.clock.prefill)

@@ -4,9 +4,13 @@
                 ▲                    │                           │
                 └─────────────── requeue, preempt ───────────────┘
 
-While both have work, prefill gets `_PREFILL_SHARE` of the time. Between two steps its budget is the median step's time
-in that proportion, times `_CATCH_UP`, minus the time that the last step took beyond the median, and minus the time that
-the next one will take beyond it to encode a block that it fills. A unit that starts within the budget may exceed it.
+A sequence that lacks few tokens is prefilled without a unit: they are rows of its first step.
+
+While both have work, prefill gets a share of the time, by how many wait for it, of all; but at least `_LEAST_SHARE`, at
+most `_MOST_SHARE`, and no more than half if running sequences got a token less often than every `_GAP` seconds. Between
+two steps its budget is the median step's time in that proportion, times `_CATCH_UP`, minus the time that the last step
+took beyond the median, and minus the time that the next one will take beyond it to encode a block that it fills. A unit
+that starts within the budget may exceed it.
 
 When blocks run out, the youngest sequence is preempted: it gives up its blocks and waits. The oldest always runs, so
 every sequence becomes the oldest eventually, and finishes.
@@ -20,7 +24,9 @@ from dataclasses import dataclass, field
 from statistics import median
 
 _RECENT = 8  # latest steps, whose median is taken
-_PREFILL_SHARE = 0.5  # prefill's share of the time, while both have work
+_LEAST_SHARE, _MOST_SHARE = 0.5, 0.9  # prefill's share of the time, while both have work
+_GAP = 0.05  # seconds between two steps that more than the least share may take
+_JOINING = 16  # rows of prompts in the next step, after which no other sequence joins it
 _CATCH_UP = 1.5  # prefill's budget between two steps, in multiples of its share
 
 
@@ -75,6 +81,7 @@ class Scheduler:
         self._prefill_since = 0.0  # seconds that prefill has had since the last step
         self._steps: deque[float] = deque(maxlen=_RECENT)  # seconds of recent steps
         self._filling_steps: deque[float] = deque(maxlen=_RECENT)  # seconds of recent steps that filled a block
+        self._joining = 0  # rows of prompts in the next step
 
     def submit(self, sequence: TokenSequence) -> None:
         sequence.arrival = self._arrivals
@@ -97,9 +104,10 @@ class Scheduler:
         return median(self._steps) if self._running and self._steps else None
 
     @property
-    def has_prefill(self) -> bool:
-        """Whether a prompt is being computed, or the next one may be."""
-        return self._prefilling is not None or self._next_waiting() is not None
+    def prefill_follows(self) -> bool:
+        """Whether prefill is due after the step under way, if that is a usual one."""
+        is_wanted = self._prefilling is not None or self._next_waiting() is not None
+        return is_wanted and self._prefill_ahead <= (self.usual_step or 0.0) * self._share
 
     def schedule(self, *, in_step: bool = False) -> Unit | None:
         """Return the next unit of work; None if there is none. in_step: a step has begun and goes before a prefill."""
@@ -108,24 +116,31 @@ class Scheduler:
             self._prefill_ahead = 0.0
         if candidate is not None and not in_step and (not self._running or self._prefill_is_due):
             return Unit(True, (candidate,))
+        self._joining = 0
         return Unit(False, tuple(self._running), self._step_fills_a_block) if self._running else None
 
     @property
     def _prefill_is_due(self) -> bool:
-        if self._prefill_ahead > 0 or not self._steps:
+        if self._prefill_ahead > 0 or not self._steps or self._joining >= _JOINING:
             return False
-        share, usual = _PREFILL_SHARE, median(self._steps)
+        share, usual = self._share, median(self._steps)
         budget = _CATCH_UP * share / (1 - share) * usual - max(0.0, self._steps[-1] - usual)
         if self._filling_steps and self._step_fills_a_block:
             budget -= max(0.0, median(self._filling_steps) - usual)
         return self._prefill_since < budget
 
     @property
+    def _share(self) -> float:
+        waiting = min(len(self._waiting) + self.prefilling, self._parallel - len(self._running))
+        most = min(_MOST_SHARE, _GAP / (_GAP + _CATCH_UP * (self.usual_step or 0.0)))  # then the budget is `_GAP`
+        return max(_LEAST_SHARE, min(most, waiting / max(1, waiting + len(self._running))))
+
+    @property
     def _step_fills_a_block(self) -> bool:
         return any(len(sequence.ids) % self._block_size == 0 for sequence in self._running)
 
     def record_time(self, unit: Unit, seconds: float) -> None:
-        share = _PREFILL_SHARE
+        share = self._share
         if unit.is_prefill:
             self._prefill_ahead += seconds * (1 - share)
             self._prefill_since += seconds
@@ -147,9 +162,10 @@ class Scheduler:
             self._waiting.remove(sequence)
             self._prefilling = sequence
 
-    def prefilled(self, sequence: TokenSequence) -> None:
-        """Let a sequence take part in steps: its prompt is in the store."""
+    def prefilled(self, sequence: TokenSequence, missing: int = 0) -> None:
+        """Let a sequence take part in steps: its prompt is in the store, but for `missing` tokens."""
         self._prefilling = None
+        self._joining += missing
         bisect.insort(self._running, sequence, key=_arrival)
 
     def requeue(self, sequence: TokenSequence) -> bool:

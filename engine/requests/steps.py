@@ -45,12 +45,13 @@ class Steps:
         prefixes: PrefixCache,
         scheduler: Scheduler,
         preempt: Callable[[], bool],
+        arrived: Callable[[], float],
         seconds: StepSeconds,
     ) -> None:
-        """preempt: preempts the youngest request; False if only one computes. seconds: times of steps with requests
-        that may draft."""
+        """preempt: preempts the youngest request; False if only one computes. arrived: called when the tokens of a step
+        arrive; returns when the step began. seconds: times of steps with requests that may draft."""
         self._model, self._store, self._prefixes = model, model.store, prefixes
-        self._scheduler, self._preempt, self._seconds = scheduler, preempt, seconds
+        self._scheduler, self._preempt, self._arrived, self._seconds = scheduler, preempt, arrived, seconds
         self._begun: _Step | None = None  # the step after the last one whose tokens were taken
 
     @property
@@ -71,7 +72,6 @@ class Steps:
         If every request allows it, the following step, which is the next unit of work, begins first, so that the device
         computes it while tokens are taken and constraints compute their masks.
         """
-        started = time.perf_counter()
         step, self._begun = self._begun or self._begin(requests), None
         if step is None:
             return
@@ -86,10 +86,12 @@ class Steps:
         errors = {request: damaged[number] for number, request in enumerate(step.spans) if number in damaged}
         for request, span in step.spans.items():
             self._prefixes.insert(span.sequence, request.sequence.ids)
+            request.report_progress(len(request.sequence.prompt))
         try:
             self._begun = self._begin_next(step, fetch, known)
         finally:  # an error in the next step must not lose the tokens of this one
-            for request, token in zip(step.requests, fetch.wait(), strict=True):
+            tokens, started = fetch.wait(), self._arrived()
+            for request, token in zip(step.requests, tokens, strict=True):
                 result = errors.get(request, token)
                 if request in step.drafted:
                     request.damage(errors.get(request))
@@ -145,9 +147,9 @@ class Steps:
             if may_wait and self._model.ops.fetch_later is not None:
                 return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, sampler_inputs), known)
             rows = self._model.step(list(spans.values()), ids, sampler_inputs)
-            of_each = [rows[end - span.count : end] for end, span in zip(ends, spans.values(), strict=True)]
-            tokens = [next((row for row in each if isinstance(row, EngineError)), each[-1]) for each in of_each]
-            rows_of = dict(zip(spans, of_each, strict=True))
+            self._arrived()
+            rows_of = {one: rows[end - spans[one].count : end] for one, end in zip(spans, ends, strict=True)}
+            tokens = [next((row for row in one if isinstance(row, EngineError)), one[-1]) for one in rows_of.values()]
             sampled = {request: rows_of[request][-1 - len(guesses) :] for request, guesses in drafted.items()}
             return _Step([*spans], spans, Fetch(None, lambda: tokens), known, drafted=drafted, sampled=sampled)
         except BaseException:
@@ -182,7 +184,7 @@ class Steps:
     def _begin_next(self, step: _Step, fetch: Fetch, known: Collection[Request]) -> _Step | None:
         """Begin the step after `step`, whose tokens are not known yet; None if it has to wait for them."""
         requests = step.requests
-        if fetch.ids is None or known or self._scheduler.has_prefill:
+        if fetch.ids is None or known or self._scheduler.prefill_follows:
             return None
         if any(request.may_draft for request in requests):
             return None

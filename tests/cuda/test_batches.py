@@ -18,10 +18,11 @@ from polarlm.engine.sampling.sample import Sampled, SamplerInput
 from polarlm.model_loaders import load_weights as open_weights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
-from tests.cuda.test_model_emulated import GREEDY, model_from
+from tests.cuda.test_model_emulated import GREEDY, model_from, model_of
 from tests.cuda.test_sampler_inputs import everything
 
 LENGTHS = [3, 40, 16, 1, 31]  # tokens of prompts; blocks have 16
+COUNTS = [[1] * 5, [1, 1, 3], [3, 1, 5], [1] * 5]  # rows of each sequence in each step: of all, or of the last three
 
 
 def test_a_bucket_takes_the_kernels_of_its_batches() -> None:
@@ -47,7 +48,9 @@ def test_a_bucket_takes_the_kernels_of_its_batches() -> None:
 
 
 def run(ops: CudaOps, types: tuple[str, str], sampler_inputs: Sequence[Sequence[SamplerInput]]) -> list[object]:
-    """Steps of all sequences, of the last three, and of all again → tokens, logits and the bytes of all K/V."""
+    """Steps of all sequences, of the last three, and of all again → tokens, logits and the bytes of all K/V.
+
+    sampler_inputs: for each step the inputs of its first rows, which repeat."""
     config, source, _ = open_weights(FIXTURES / "qwen2_mixed_windows")
     source.close()
     # A library may multiply another number of rows in another order; our kernels of packed weights do not.
@@ -69,9 +72,11 @@ def run(ops: CudaOps, types: tuple[str, str], sampler_inputs: Sequence[Sequence[
         return fetch(chosen, logits, sampler_inputs)
 
     ops.fetch_tokens = watched  # type: ignore[method-assign]
-    for batch, row_inputs in zip([sequences, sequences[2:], sequences], sampler_inputs, strict=True):
-        spans = [model.store.open_step(sequence) for sequence in batch]
-        seen.append(model.step(spans, rng.integers(5, vocabulary, len(batch)).tolist(), row_inputs[: len(batch)]))
+    for counts, row_inputs in zip(COUNTS, sampler_inputs, strict=True):
+        rows, batch = sum(counts), sequences[-len(counts) :]
+        spans = [model.store.open_step(sequence, count) for sequence, count in zip(batch, counts, strict=True)]
+        each = [row_inputs[row % len(row_inputs)] for row in range(rows)]
+        seen.append(model.step(spans, rng.integers(5, vocabulary, rows).tolist(), each))
         model.store.commit_steps(spans)
     for layer in range(len(model.config.layers)):
         cache = model.store.cache(layer)
@@ -82,13 +87,13 @@ def run(ops: CudaOps, types: tuple[str, str], sampler_inputs: Sequence[Sequence[
 @pytest.mark.slow
 @pytest.mark.parametrize(("types", "lists"), [(("ring4", "ring3.5"), True), (("polarquant+dense", "f16"), False)])
 def test_empty_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, types: tuple[str, str], lists: bool) -> None:
-    """Signed Hadamard rotations and dense ones, two groups of layers, blocks that fill."""
+    """Signed Hadamard rotations and dense ones, two groups of layers, blocks that fill, one and several rows."""
     vocabulary = 96
     plain = [SamplerInput(GREEDY, [], 0.5, vocabulary)] * len(LENGTHS)
     full = [everything(vocabulary, number) for number in range(len(LENGTHS))]
     full[1] = replace(full[1], sampling=replace(full[1].sampling, temperature=0.9))
     sampler_inputs = (
-        [full, [replace(sampler_input, logprobs=2) for sampler_input in full], plain] if lists else [plain] * 3
+        [full, [replace(sampler_input, logprobs=2) for sampler_input in full], full, plain] if lists else [plain] * 4
     )
     rows: list[int] = []
 
@@ -106,5 +111,38 @@ def test_empty_rows_change_nothing(monkeypatch: pytest.MonkeyPatch, types: tuple
     padded = run(watched(), types, sampler_inputs)
     monkeypatch.setattr(batches, "bucket", lambda rows: rows)
     wanted = run(watched(), types, sampler_inputs)
-    assert rows == [8, 4, 8, 5, 3, 5]
+    assert rows == [8, 8, 12, 8, 5, 5, 9, 5]
     np.testing.assert_equal(padded, wanted)
+
+
+@pytest.mark.parametrize("model", ["llama_gqa_linear", "qwen3_5_tied"])
+def test_few_recordings_serve_steps_of_several_rows(model: str) -> None:
+    """Launches depend on the most rows of a sequence, which the shapes of inputs do not show. Recurrent layers' tables
+    are not padded."""
+    device, seen = open_device(checked=False), list[Any]()
+    ops = CudaOps(device)
+
+    def noted(key: Any, work: Any, inputs: Sequence[Any]) -> Any:
+        seen.append((max(key[2:]), len(inputs[0])))
+        return np.zeros((len(inputs[0]),)), np.zeros((len(inputs[0]), 96))
+
+    device.run_graph = noted  # type: ignore[method-assign]
+    ops.fetch_tokens = lambda chosen, logits, inputs: seen[-1] + logits.shape[:1]  # type: ignore[method-assign]
+    transformer = model_of(ops, model, ("f16", "f16"))
+    plain = SamplerInput(GREEDY, [], 0.5, transformer.config.vocab_size)
+
+    def step(*counts: int) -> Any:
+        spans = [transformer.store.open_step(transformer.store.new_sequence(), count) for count in counts]
+        made = transformer.step(spans, [7] * sum(counts), [plain] * sum(counts))
+        for span in spans:
+            transformer.store.abort(span)
+        return made
+
+    assert step(1, 1, 1) == (1, 4, 3)
+    if model == "qwen3_5_tied":
+        assert step(5, 1, 1) == (5, 7, 7)
+        return
+    assert step(5, 1, 1) == (*step(1, 6, 1)[:2], 7) == (8, 8, 7)
+    assert step(3) == (4, 4, 3)
+    assert step(13) == (*step(16)[:2], 13) == (16, 16, 13)
+    assert step(2, 2) == (2, 4, 4)

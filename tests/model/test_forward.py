@@ -241,28 +241,6 @@ def drafted(ids: Sequence[int], span: Span, kept: int) -> list[int]:
     return [*ids[span.start : span.start + kept], *[7] * (span.count - kept)]
 
 
-def test_graphs_are_keyed_by_the_most_rows_of_a_sequence(fixture) -> None:
-    """Launches depend on that number, and the shapes of ids and spans do not show it."""
-    config, weights, ids, _ = fixture
-    model = bare_model(config, weights, block_size=64, step_rows=16)
-    pair, keys = [model.store.new_sequence() for _ in range(2)], []
-    for kv in pair:
-        feed(model, kv, ids[:7])
-    run_graph = model.ops.run_graph
-
-    def watched(key, work, inputs):
-        keys.append(key)
-        return run_graph(key, work, inputs)
-
-    model.ops.run_graph = watched
-    for counts in ((3, 3), (5, 1), (1, 5), (1, 1)):
-        spans = [model.store.open_step(kv, count) for kv, count in zip(pair, counts, strict=True)]
-        stepped(model, spans, [7] * sum(counts))
-        model.store.commit_steps(spans, [1, 1])
-    assert keys[1] == keys[2]
-    assert len({keys[0], keys[1], keys[3]}) == 3
-
-
 @pytest.mark.parametrize("beyond", [-1, 96])
 def test_an_id_without_a_row_is_an_error(beyond: int) -> None:
     """A kernel would read foreign memory, and its statistics would be kept."""

@@ -182,23 +182,6 @@ def test_an_error_in_a_step_fails_the_requests_of_the_step(engine: Engine, monke
     assert len(engine.generate(*job(5)).token_ids) == 40
 
 
-def test_an_asynchronous_device_error_fails_the_request_that_prefills(engine: Engine, monkeypatch) -> None:
-    """The device raises when it is waited for; `work` does not raise."""
-    running, broken = engine.stream(*job(1)), Tray()
-    next(running)
-
-    def failing():
-        raise ZeroDivisionError("broken")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._model.ops, "wait", failing)
-        engine.submit(*job(6), into=broken)
-        while not broken:
-            assert engine.work()
-    assert isinstance(broken[-1], ZeroDivisionError)
-    assert fold(running).finish_reason == "length"
-
-
 class Tray(list):
     """The outbox of a submitted request."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from polarlm import Engine, SamplingParams
+from polarlm import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.outputs import fold
 from polarlm.engine.requests.drafts import Drafts
@@ -27,6 +27,7 @@ BLOCK = 8
 SETTINGS: dict[str, Any] = {"block_size": BLOCK, "cache_type": "f16", "parallel": 3, "ctx_size": 160}
 CLOSE = 0.02  # nats: full precision everywhere, but products of several rows are rounded otherwise
 TOKENS = st.lists(st.integers(5, VOCABULARY - 1), min_size=20, max_size=50)
+TURNS = st.lists(st.integers(5, VOCABULARY - 1), min_size=1, max_size=9)  # most are rows of a step
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Asked:
 class Schedules(RuleBasedStateMachine):
     """Each answer equals a plain run's; a cancelled answer is its beginning. No block is lost."""
 
-    preempted = drafted = saved = 0
+    preempted = drafted = saved = joined = 0
     model = "llama_gqa_linear"
     more: Mapping[str, Any] = {}
 
@@ -69,11 +70,18 @@ class Schedules(RuleBasedStateMachine):
             return preempt()
 
         self.engine._scheduler.preempt = counted  # type: ignore[method-assign]
+        prefilled = self.engine._scheduler.prefilled
+
+        def joining(sequence: Any, missing: int = 0) -> None:
+            Schedules.joined += missing > 1
+            prefilled(sequence, missing)
+
+        self.engine._scheduler.prefilled = joining  # type: ignore[method-assign]
         self.asked: list[Asked] = []
         self.made: list[Unpaced] = []
 
     @rule(
-        prompt=TOKENS,
+        prompt=TOKENS | TURNS,
         earlier=st.integers(0, 3),
         tokens=st.integers(5, 35),
         right=st.sampled_from([None, 0.0, 0.7, 0.95, 1.0]),
@@ -131,10 +139,11 @@ class Schedules(RuleBasedStateMachine):
 
     @rule()
     def session(self) -> None:
-        """The newest sequence goes to a file and comes back, beside requests under way."""
+        """The newest sequence goes to a file and comes back, beside requests under way, which may leave no room."""
         if self.engine._runner.newest.ids:
             stored = self.engine.save_session(self.file)
-            assert len(self.engine.load_session(self.file).token_ids) == stored
+            with suppress(EngineError):
+                assert len(self.engine.load_session(self.file).token_ids) == stored
 
     def teardown(self) -> None:
         try:
@@ -176,9 +185,10 @@ class OfMamba2(OfDeltaRules):
 @pytest.mark.parametrize("machine", [Schedules, OfDeltaRules, OfMamba2])
 def test_answers_are_those_of_plain_runs(machine: type[Schedules]) -> None:
     """With requests that are preempted, and drafts that are right. Each machine runs for half a minute."""
-    Schedules.preempted = Schedules.drafted = Schedules.saved = 0
+    Schedules.preempted = Schedules.drafted = Schedules.saved = Schedules.joined = 0
     usual = settings(max_examples=25, stateful_step_count=20, deadline=None, derandomize=True, database=None)
     run_state_machine_as_test(machine, settings=usual)
     assert Schedules.preempted > 0
+    assert (Schedules.joined > 10) == (machine is Schedules)  # recurrent layers have prompts
     assert Schedules.drafted > 200
     assert Schedules.saved > 0 or machine is Schedules  # whose copies are back before the unit ends

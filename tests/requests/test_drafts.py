@@ -17,7 +17,7 @@ from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.drafts import Batch, Drafts, PromptLookup, StepSeconds
 from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin, summary
 from tests.sampling.constrained import InTurn
-from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny
+from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny, make_model
 
 BLOCK = 8
 SETTINGS: dict[str, Any] = {"block_size": BLOCK, "ctx_size": 200, "parallel": 4, "calibration": False}
@@ -209,18 +209,24 @@ def test_prompt_lookup_finds_what_a_search_finds(size: int) -> None:
 
 @pytest.mark.usefixtures("rehearsed_at_once")
 @pytest.mark.parametrize(
-    ("more", "wanted"),
-    [({}, []), ({"spec_type": "ngram-simple"}, [2, 4, 8, 16]), ({"spec_type": "ngram-simple", "draft_max": 5}, [2, 4])],
+    ("model", "more", "wanted"),
+    [
+        ("llama_gqa_linear", {}, [2, 3, 4, 5, 6, 7, 8, 16]),
+        ("qwen3_5_tied", {}, []),
+        ("qwen3_5_tied", {"spec_type": "ngram-simple"}, [2, 3, 4, 5, 6, 7, 8, 16]),
+        ("qwen3_5_tied", {"spec_type": "ngram-simple", "draft_max": 5}, [2, 3, 4, 5, 6]),
+    ],
 )
-def test_steps_of_drafts_are_warmed_up_where_an_engine_drafts(
-    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], wanted: list[int]
+def test_steps_of_several_rows_are_warmed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, more: dict[str, Any], wanted: list[int]
 ) -> None:
-    """Otherwise the first drafts would wait for kernels."""
+    """Otherwise the first short prompts and the first drafts would wait for kernels. With recurrent layers, prompts are
+    no steps."""
     seen: list[int] = []
     monkeypatch.setattr(
         rehearsal, "warm_up_drafts", lambda model, rows: seen.append(rows) or warm_up_drafts(model, rows)
     )
-    with Engine.load(tiny_path, device="cpu", **{**SETTINGS, "block_size": 16, **more}) as engine:
+    with Engine.load(make_model(tmp_path, model), device="cpu", **{**SETTINGS, "block_size": 16, **more}) as engine:
         assert seen == (wanted if engine._parts.model.ops.warm_up() is not None else [])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,6 +49,43 @@ def test_prefill_and_steps_share_the_time(prefill: float, step: float) -> None:
     of_prompts = prefill * sum(kinds)
     total = of_prompts + step * (len(kinds) - sum(kinds))
     assert abs(of_prompts - total / 2) <= prefill + step
+
+
+@pytest.mark.parametrize(
+    ("answering", "waiting", "step", "share"),
+    [
+        (4, 2, 0.001, 0.5),
+        (2, 6, 0.001, 0.75),
+        (1, 19, 0.001, 0.9),
+        (2, 6, 0.02, 0.05 / 0.08),  # three steps' time in prompts would be more than 50 ms without a token
+        (2, 6, 0.2, 0.5),
+    ],
+)
+def test_prefill_has_more_of_the_time_where_more_wait(answering: int, waiting: int, step: float, share: float) -> None:
+    """As long as those who read along get a token every 50 ms, and half of the time."""
+    scheduler = Scheduler(answering + waiting)
+    running(scheduler, answering)
+    new, *others = sequences(waiting)
+    for sequence in (new, *others, *sequences(100)):  # for the last ones there is no room
+        scheduler.submit(sequence)
+    kinds = shared(scheduler, new, {True: step / 4, False: step}, 3000)
+    of_prompts = step / 4 * sum(kinds)
+    assert of_prompts / (of_prompts + step * (len(kinds) - sum(kinds))) == pytest.approx(share, abs=0.01)
+
+
+def test_sequences_join_a_step_until_it_has_as_many_rows_of_prompts_as_one_may_have() -> None:
+    scheduler = Scheduler(8)
+    (answering,) = running(scheduler, 1)
+    scheduler.record_time(Unit(False, (answering,)), 1)
+    first, second, third = sequences(3)
+    for sequence, missing in ((first, 15), (second, 15), (third, 1)):
+        scheduler.submit(sequence)
+        unit = scheduler.schedule()
+        assert unit == (Unit(True, (sequence,)) if sequence is not third else Unit(False, (answering, first, second)))
+        if unit.is_prefill:
+            scheduler.admit(sequence)
+            scheduler.prefilled(sequence, missing)
+    assert scheduler.schedule() == Unit(True, (third,))
 
 
 def test_no_prefill_runs_before_a_slow_step_that_fills_a_block() -> None:
@@ -210,8 +248,8 @@ def test_prefill_delays_a_step_by_its_share_and_one_unit_at_most(
     times: list[tuple[float, float]],
 ) -> None:
     scheduler = Scheduler(7)
-    running(scheduler, 3)
-    for sequence in sequences(4):
+    running(scheduler, 4)  # more than wait: prefill has half of the time
+    for sequence in sequences(3):
         scheduler.submit(sequence)
     steps: list[float] = []
     delay = allowed = longest = 0.0

@@ -147,7 +147,7 @@ def test_penalties_count_the_token_that_is_not_known_yet(
 ) -> None:
     params = drawn(repeat_penalty=3.0, frequency_penalty=2.0, presence_penalty=1.0, repeat_last_n=window, temperature=0)
     prompt = [*range(5, 5 + length)]
-    assert engine.generate(prompt, params).token_ids == plain.generate(prompt, params).token_ids
+    assert engine.generate(prompt, params, ANEW).token_ids == plain.generate(prompt, params, ANEW).token_ids
     assert ops.events.count("begins") > 20
 
 
@@ -217,6 +217,26 @@ def test_the_next_prompt_waits_for_no_more_than_the_step_that_has_begun(
     assert second  # its prompt is computed and has a token
     while engine.work():
         pass
+
+
+def test_steps_begin_ahead_while_a_prompt_waits_for_its_share(
+    engine: Engine, ops: Ahead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit of the prompt takes as long as ten steps: only every tenth step waits for its tokens."""
+    record = Scheduler.record_time
+    monkeypatch.setattr(Scheduler, "record_time", lambda self, unit, _: record(self, unit, 1 + 9 * unit.is_prefill))
+    monkeypatch.setattr(Ahead, "prefill_rows", 8)
+    engine.submit([*range(5, 25)], drawn(max_tokens=60), into=[])
+    for _ in range(10):
+        engine.work()
+    engine.submit([*range(40, 80)], drawn(max_tokens=1), into=[])
+    before, ahead = ops.events.count("tokens"), 0
+    while engine.status().waiting:
+        engine.work()
+        ahead += engine._runner._steps.has_begun
+    steps = ops.events.count("tokens") - before
+    assert steps > 30
+    assert 0.8 * steps < ahead < steps
 
 
 SETS: list[Any] = [

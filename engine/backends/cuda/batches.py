@@ -1,18 +1,21 @@
 """Batch sizes of steps, padded to buckets with empty rows, so that steps are recorded for few batch sizes.
 
-An empty row has token 0, a span of zeros and greedy sampling. By its span it writes no keys and values and sees no
+An empty row has token 0, a span without rows, and greedy sampling. By its span it writes no keys and values and sees no
 token. No kernel mixes rows, and all batches of a bucket take the same kernels, so the results of the other rows are
-bit-equal whatever rows are empty.
+bit-equal whatever rows are empty. Where a sequence has several rows, rows and spans are padded apart, and the most rows
+of a sequence are rounded up to a number of `DRAFT_ROWS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from polarlm.engine.backends.cuda.device import Carried, Moved
-from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, with_rows
+from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanHeader, SpanTable, with_rows
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
+from polarlm.engine.limits import DRAFT_ROWS
 
 _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, SMALL_ROWS)
 
@@ -25,11 +28,20 @@ def bucket(rows: int) -> int:
 
 
 def filled_up(inputs: Sequence[Any]) -> Sequence[Any]:
-    """The inputs of `Ops.run_graph`, padded with empty rows to their bucket, but not if a sequence has several rows."""
-    rows = bucket(inputs[0].shape[0])
-    if rows == inputs[0].shape[0] or any(isinstance(x, SpanTable) and x.most_rows > 1 for x in inputs):
+    """The inputs of `Ops.run_graph`, padded with empty rows to their bucket; but not if a sequence has several rows and
+    recurrent layers, whose tables have a row for each sequence."""
+    count, most = inputs[0].shape[0], max((x.most_rows for x in inputs if isinstance(x, SpanTable)), default=1)
+    rows = bucket(count)
+    if rows == count if most == 1 else any(x.shape[0] != count for x in inputs if not isinstance(x, HostTable)):
         return inputs
-    return [_filled_up(x, rows) for x in inputs]
+    return [_spans(x, count, rows, most) if isinstance(x, SpanTable) else _filled_up(x, rows) for x in inputs]
+
+
+def _spans(x: SpanTable, count: int, rows: int, most: int) -> SpanTable:
+    """The spans of `count` rows for `rows` rows. An empty row after others needs an empty span after theirs."""
+    table = with_rows(x.table, rows if most == 1 else bucket(len(x.table) + 1))
+    table[len(x.table) :, SpanHeader._fields.index("first_row")] = count
+    return replace(x, table=table, copies={}, most_rows=next(size for size in (1, *DRAFT_ROWS) if size >= most))
 
 
 def _filled_up(x: Any, rows: int) -> Any:

@@ -16,7 +16,7 @@ from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.experts import ExpertOps, HostExperts
 from polarlm.engine.backends.cuda.heads import HeadOps
-from polarlm.engine.backends.cuda.kv.cache import HostTable, pack_spans
+from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, pack_spans
 from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
@@ -144,7 +144,8 @@ class CudaOps:
             ]
             return work(*tables)
 
-        result = self._device.run_graph((key, work), on_device, [_on_host(x) for x in inputs])
+        key = key, work, *(x.most_rows for x in inputs if isinstance(x, SpanTable))
+        result = self._device.run_graph(key, on_device, [_on_host(x) for x in inputs])
         return result if rows == inputs[0].shape[0] else first_rows(result, rows)
 
     def _moved(self, x: FromCard) -> Moved:
