@@ -205,6 +205,19 @@ def test_exp_at_its_ends(level: Level) -> None:
     assert np.isnan(found[13:15]).all()
 
 
+# -- lanes ---------------------------------------------------------------------------------------------------------
+
+
+@every_level
+@pytest.mark.parametrize(("name", "kind"), [("sum", "f4"), ("sum", "i4"), ("fmax", "f4"), ("imax", "i4")])
+def test_lanes_become_one_number(name: str, kind: str, level: Level) -> None:
+    x = np.random.default_rng(7).integers(-(2**20), 2**20, (10, 16)).astype(kind)  # their sums are exact
+    reduced: Callable[..., Value] = lambda e, a: e.splat(getattr(e, f"{name}_lanes")(a), 16)  # noqa: E731
+    rows = over_vectors(level, f"{name}_{kind}", reduced, x.ravel(), result=kind).reshape(x.shape)
+    result = x.sum(1) if name == "sum" else x.max(1)
+    np.testing.assert_array_equal(rows, np.repeat(result[:, None], 16, 1))
+
+
 # -- constants -----------------------------------------------------------------------------------------------------
 
 

@@ -161,6 +161,14 @@ def test_malformed_sizes_are_refused() -> None:
             parse_size(text)
 
 
+@given(st.integers(1, 1 << 50))
+def test_a_size_is_read_as_it_is_written(size: int) -> None:
+    written = format_bytes(size)
+    unit = 1024 ** ["B", "KiB", "MiB", "GiB"].index(written.split()[1])
+    assert ("." in written) == (unit > 1)
+    assert abs(parse_size(written) - size) <= 0.05 * unit + 1
+
+
 def test_the_fit_line_has_the_numbers_of_the_plan(tiny: Engine) -> None:
     line, plan = tiny.fit_line(), tiny._parts.plan
     assert line == fit_line(tiny._parts)
