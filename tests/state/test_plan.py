@@ -147,6 +147,16 @@ def test_any_length_fits_if_every_layer_has_a_window(shape, sequences) -> None:
     assert plan_for_memory(shape, enough, 10**7, sequences).tokens == 10**7
 
 
+@pytest.mark.parametrize("tokens", [1, 64, 100, 128, 1000])
+def test_a_short_conversation_takes_as_much_as_with_f16_and_a_longer_one_less(tokens: int) -> None:
+    shape = CacheShape(64, (LayerShape(codecs.get("ring4"), codecs.get("ring3.5"), 3, 64, 8),) * 30)
+    block, quantized = 64 * shape.f16_bytes_per_token, max(0, tokens // 64 - 1)
+    assert shape.f16_bytes(tokens) == -(-tokens // 64) * block
+    saved = quantized * (block - shape.quantized_bytes(range(30)))
+    assert shape.f16_bytes(tokens) - shape.sequence_bytes(tokens) == saved
+    assert (saved > 0) == (tokens >= 128)
+
+
 @given(st.floats(1e-3, 1e4), st.sampled_from(["k", "K", "M", "G", "T"]), st.sampled_from(["", "B", "iB", "ib"]))
 def test_sizes_are_read_in_binary_units(number: float, unit: str, end: str) -> None:
     expected = int(float(f"{number:.3f}") * 1024 ** ("kmgt".index(unit.lower()) + 1))
