@@ -1,8 +1,5 @@
-"""Overlapped launches: kernels that start before their predecessor has ended, CUDA's programmatic dependent launch.
-
-Such a kernel must itself wait for the reads and writes of earlier kernels, with `wait_for_previous` of
-`cuda/prelude.cuh`.
-"""
+"""Overlapped launches: kernels that start before their predecessor has ended, CUDA's programmatic dependent launch, and
+wait for it by themselves, with `wait_for_previous` of `cuda/prelude.cuh`."""
 
 from __future__ import annotations
 

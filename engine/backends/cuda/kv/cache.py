@@ -14,7 +14,6 @@ import numpy as np
 from polarlm.engine.backends.cuda.device import Array, Device
 from polarlm.engine.backends.kv import CacheFormat, SpanView, table_width
 from polarlm.engine.records import Layouts
-from polarlm.model_loaders.forks import cached_property
 
 
 class SpanHeader(NamedTuple):
@@ -141,31 +140,6 @@ class SpanTable(HostTable):
 
     most_rows: int
     buffer: PromptBuffer | CardBuffers | None
-    _tiles: dict[tuple[bool, int, int], HostTable] = field(default_factory=dict, kw_only=True)
-
-    @cached_property
-    def has_codes(self) -> list[bool]:
-        """Whether each span has quantized blocks."""
-        has_codes: list[bool] = (self._column("quantized") > 0).tolist()
-        return has_codes
-
-    def tiles(self, has_codes: bool, group: int, size: int) -> HostTable:
-        """The tiles of prompts' attention, (tiles, 2): a span, and the first of at most `size` rows of its scores.
-
-        has_codes: whether its span has quantized blocks; the other spans have tiles of their own. group: rows of scores
-        of a token.
-        """
-        key = has_codes, group, size
-        if key not in self._tiles:
-            counts = self._column("rows") * group
-            spans = [i for i, has in enumerate(self.has_codes) if has == has_codes]
-            tiles = np.array([(i, first) for i in spans for first in range(0, counts[i], size)], np.int32)
-            seen = self._column("position")[tiles[:, 0]] + np.minimum(tiles[:, 1] + size, counts[tiles[:, 0]]) // group
-            self._tiles[key] = HostTable(tiles[np.argsort(-seen, kind="stable")])  # these take longest
-        return self._tiles[key]
-
-    def _column(self, name: str) -> np.ndarray:
-        return self.table[:, SpanHeader._fields.index(name)]
 
 
 def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
@@ -176,7 +150,7 @@ def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
 
 
 def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
-    """The table of `spans`: of prompts in one buffer, or of a step, each with rows in at most two blocks."""
+    """The table of `spans`: one span of a prompt, or the spans of a step, each with rows in at most two blocks."""
     assert all(len(span.following) <= 1 for span in spans)
     ids = [_ids(span) for span in spans]
     table = np.zeros((len(spans), HEADER + table_width(max(map(len, ids)))), np.int32)
