@@ -83,7 +83,7 @@ def test_cuda_without_a_usable_gpu_is_an_error(machine, machine_has: dict, reaso
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_a_usable_gpu_is_selected(machine, device: str) -> None:
-    gpu = SimpleNamespace(name="NVIDIA H200", overlaps=False, memory=lambda: (1 << 30, 1 << 40))
+    gpu = SimpleNamespace(name="NVIDIA H200", overlaps=False, processors=132, memory=lambda: (1 << 30, 1 << 40))
     machine(driver=13000, opens=lambda: gpu)
     ops, sentence = select(device, 0)
     assert ops.name == "NVIDIA H200"

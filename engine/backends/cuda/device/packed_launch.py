@@ -1,4 +1,4 @@
-"""A compiled kernel, and its launches: all that the driver reads of one is packed into a buffer. CuPy's own call converts
+"""A compiled kernel, and its launches: all that the driver reads of one is packed into a buffer. CuPy's call converts
 each argument by itself, and it has none for launches that overlap."""
 
 from __future__ import annotations
