@@ -76,7 +76,7 @@ def test_calls_of_a_prompt_and_of_steps(monkeypatch: pytest.MonkeyPatch) -> None
         prompt(sequences[0])
         launched.clear()
         assert calls_of(lambda: prompt(sequences[1])) <= 22 * len(launched)
-        assert len(launched) > 13 * LAYERS
+        assert len(launched) > 11 * LAYERS
         step()
         launched.clear()
         assert calls_of(step) <= 28 * len(launched)  # it is recorded
