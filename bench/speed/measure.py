@@ -26,7 +26,7 @@ SHORT, SHORT_DEPTH, SHORT_STEPS = "generation, depth ≤ 64", 8, 56
 DEEP_STEPS = EngineConfig.block_size
 # Numbers of sequences in steps of several sequences, each with its own prompt.
 SEQUENCES = (1, 8, 16)
-_BATCH_DEPTH, _BATCH_TOKENS = 128, 48  # some tokens are of the time before all have begun
+_BATCH_DEPTH, _BATCH_TOKENS = 128, 96  # some tokens are of the time before all have begun
 _WHOLE = 256  # tokens; llama.cpp rounds its cache size up to a multiple
 # Work for the progress bar, in tokens of a prompt, roughly.
 _STEP_WORK = 5

@@ -217,7 +217,7 @@ def test_a_whole_measurement_in_processes(measure_with: Measure, tmp_path: Path)
     whole, out, _ = measure_with(*flags)
     names = ["generation, depth ≤ 64", "prompt of 40", "generation at 40"]
     assert [row["name"] for row in whole["rows"]] == [*names, *(f"steps of {count} at 128" for count in (1, 8, 16))]
-    assert {len(row["cells"][0]["runs"]) for row in whole["rows"]} == {1}
+    assert {len(row["cells"][0]["runs"]) for row in whole["rows"][:3]} == {1}
     (memory,) = whole["memory"]
     assert memory["tokens"] == 40
     assert 30 << 20 < memory["now"] < 1 << 30

@@ -25,7 +25,7 @@ from tests.cuda.variants import VARIANTS, Variant, covering, everything, traits
 
 # `make compile-all` compiles for every architecture. Here each stands for those that are like it: the oldest, one with
 # little shared memory, and two newer ones.
-LIKE = {80: 80, 86: 89, 87: 89, 89: 89, 90: 90, 100: 90, 103: 90, 110: 120, 120: 120, 121: 120}
+LIKE = {80: 80, 86: 89, 87: 89, 89: 89, 90: 90, 100: 90, 103: 90, 110: 90, 120: 120, 121: 120}
 
 
 def thinned() -> Iterator[tuple[Variant, int]]:

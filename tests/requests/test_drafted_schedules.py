@@ -89,6 +89,10 @@ class Schedules(RuleBasedStateMachine):
     )
     def ask(self, prompt: list[int], earlier: int, tokens: int, right: float | None, seed: int) -> None:
         """A prompt of its own, or one that goes on with an answer. right: the share of right drafts; None has none."""
+        if (
+            type(self) is not Schedules
+        ):  # recurrent layers have no short turns, and shorter prompts would leave room for all
+            prompt = (prompt * 50)[: max(20 + 3 * len(prompt), len(prompt))] if len(prompt) < 20 else prompt
         done = [one for one in self.asked if one.tray and one.tray[-1].finish_reason == "length"]
         if earlier and done:
             last = done[seed % len(done)]

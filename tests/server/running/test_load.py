@@ -64,8 +64,7 @@ def jobs(weights: Path) -> list[Job]:
         sample = ops.sample
 
         def watched(logits: np.ndarray, draws: Any, *more: Any) -> Any:
-            (row,) = logits
-            second, best = np.partition(row[: draws[0].vocabulary], -2)[-2:]
+            second, best = np.partition(logits[-1, : draws[-1].vocabulary], -2)[-2:]
             margins.append(best - second)
             return sample(logits, draws, *more)
 
