@@ -26,7 +26,7 @@ SHORT, SHORT_DEPTH, SHORT_STEPS = "generation, depth ≤ 64", 8, 56
 DEEP_STEPS = EngineConfig.block_size
 # Numbers of sequences in steps of several sequences, each with its own prompt.
 SEQUENCES = (1, 8, 16)
-_BATCH_DEPTH, _BATCH_TOKENS = 128, 96  # some tokens are of the time before all have begun
+_BATCH_PROMPT, _BATCH_DEPTH = 16, 128  # prompts so short that all sequences have begun long before the first ends
 _WHOLE = 256  # tokens; llama.cpp rounds its cache size up to a multiple
 # Work for the progress bar, in tokens of a prompt, roughly.
 _STEP_WORK = 5
@@ -124,7 +124,7 @@ class Measurement:
                 work = (depth / 2 + runs * DEEP_STEPS * _STEP_WORK) * contestants
                 parts.append((work, partial(self._generate, f"generation at {depth:,}", depth, DEEP_STEPS)))
         if plan.only is None:
-            parts.append((runs * len(SEQUENCES) * _BATCH_TOKENS * 3 * _STEP_WORK, self._measure_batches))
+            parts.append((runs * len(SEQUENCES) * _BATCH_DEPTH * 3 * _STEP_WORK, self._measure_batches))
             parts.append(((max(plan.prompts) + DEEP_STEPS * _STEP_WORK) * contestants, self._measure_memory))
         if plan.only != RATES:
             engines = len({contestant.engine for contestant in self._speed.contestants})
@@ -215,21 +215,20 @@ class Measurement:
 
     def _measure_batches(self) -> None:
         self._children.end_part()
-        leader, prompts = self._leader, [self._ids(_BATCH_DEPTH) for _ in range(max(SEQUENCES))]
+        leader, prompts = self._leader, [self._ids(_BATCH_PROMPT) for _ in range(max(SEQUENCES))]
         sequences = {Cell(leader, self._speed.chosen[OURS]): count for count in SEQUENCES}
-        settings = dict.fromkeys(("parallel", "kept_sequences"), max(SEQUENCES))
-        context = 2 * max(SEQUENCES) * (_BATCH_DEPTH + _BATCH_TOKENS)  # for all of them, and for prompts that are kept
+        settings, context = {"parallel": max(SEQUENCES), "kept_sequences": 0}, max(SEQUENCES) * _BATCH_DEPTH
 
         def run(cell: Cell, number: int) -> float:
             child, count = self._children.child(leader, cell.threads, context, settings), sequences[cell]
-            steps = child.call("together", prompts[:count], _BATCH_TOKENS, True)["steps"]
-            if number >= 0 and not steps:
+            steps = child.call("together", prompts[:count], _BATCH_DEPTH - _BATCH_PROMPT)["steps"]
+            if not steps:
                 raise Failed("not all sequences ran at the same time")
-            return count * len(steps) / sum(steps) if steps else 0.0
+            return count * len(steps) / sum(steps)
 
         self._referee.measure("batches", [*sequences], run)
         for cell, count in sequences.items():
-            self._add(Row(BATCHES, f"steps of {count} at {_BATCH_DEPTH}", count, [cell]))
+            self._add(Row(BATCHES, f"steps of {count}, depth ≤ {_BATCH_DEPTH}", count, [cell]))
 
     @property
     def _leader(self) -> Contestant:
