@@ -5,7 +5,7 @@ Letters and types as in `engine.backends.ops`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -105,6 +105,18 @@ class SpanView:
     finer: Sequence[int] | None = None
 
 
+class NextRows(NamedTuple):
+    """The rows of a step with one row for each sequence, most of which have the blocks that they had in the last step.
+
+    before: the number of each row in the last step; −1 if its blocks are others, or it had none. views: by its number,
+    the view of each such row, a `SpanView` for K/V. positions (B,): of all rows.
+    """
+
+    before: Sequence[int]
+    views: Mapping[int, Any]
+    positions: np.ndarray
+
+
 def table_width(blocks: int) -> int:
     """The width of a block table on the device for `blocks` block ids: a power of two, since each width is recorded."""
     return max(16, 1 << max(0, blocks - 1).bit_length())
@@ -152,6 +164,10 @@ class KVOps(Protocol):
 
         block_size: N. The rows of consecutive spans are contiguous.
         """
+
+    # next_spans(last, rows, block_size): `spans` of a step from the `spans` of the last one, both with one row for each
+    # sequence. None if `spans` costs no more.
+    next_spans: Callable[[Spans, NextRows, int], Spans] | None
 
     def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
         """Write rows of k, v (T, K, D), from `transform_heads`, into each span's `current` at their positions."""

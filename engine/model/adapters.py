@@ -122,7 +122,7 @@ def row_adapters(spans: Sequence[Span]) -> list[np.ndarray]:
 
 def have_adapters(spans: Sequence[Span]) -> bool:
     """Whether a row of `spans` has an adapter."""
-    return any(span.sequence.adapter is not None for span in spans)
+    return {span.sequence.adapter for span in spans} != {None}
 
 
 def deltas(ops: Ops, adapters: Sequence[Loaded], names: Sequence[str], rows: Sequence[int]) -> Deltas | None:

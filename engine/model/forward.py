@@ -194,9 +194,8 @@ class Transformer:
         return last.ops.run_graph(key, _Work(self, len(before), bool(sampler_inputs)), [x, *inputs, *tables])
 
     def _tables(self, spans: Sequence[Span]) -> list[Any]:
-        at = positions(spans)
-        spans_of_groups = self.store.spans(spans, slice(0, len(at)))
-        return [*chain.from_iterable(self._ropes.tables(at)), *spans_of_groups, *row_adapters(spans)]
+        ropes = self._ropes.tables(positions(spans))
+        return [*chain.from_iterable(ropes), *self.store.step_spans(spans), *row_adapters(spans)]
 
     def _step(self, stage: int, x: Array, *inputs: Any) -> tuple[Array, Array]:
         """The last stage of a step, x → tokens (T,), logits (T, V). inputs: ids (T,) int32, if x is not these; sampler

@@ -157,6 +157,9 @@ class Request:
             self._end_ids |= self.tokenizer.eos_ids
         more = self._end_ids, self.tokenizer, self.vocabulary, self.constraint
         self.sampler = Sampler(self.sequence, self.params, self.sampling, *more)
+        self.begins_ahead = self.params.logprobs is None
+        """Whether the next step may start before this token is known: not with logprobs, whose logits it overwrites."""
+        self._last_length = len(self.sequence.prompt) + self.sequence.max_tokens  # of the ids
 
     def reproduces(self, length: int) -> bool:
         """Whether a prefill from a prefix hit of `length` tokens computes what the request's first prefill computed.
@@ -194,11 +197,6 @@ class Request:
         return PromptLogprobs(self.sequence.prompt, self.params.prompt_logprobs, self.vocabulary.stop)
 
     @property
-    def begins_ahead(self) -> bool:
-        """Whether the next step may start before this token is known: not with logprobs, whose logits it overwrites."""
-        return self.params.logprobs is None
-
-    @property
     def may_draft(self) -> bool:
         """Whether tokens may be drafted after the next one, which is not known yet."""
         return self.drafts is not None and self.drafts.is_ready(self.sequence.ids)
@@ -213,7 +211,7 @@ class Request:
     @property
     def expects_more(self) -> bool:
         """Whether more tokens may follow the next one."""
-        return not self.sequence.finished and self.sequence.generated + 1 < self.sequence.max_tokens
+        return self.sequence.finish_reason is None and len(self.sequence.ids) + 1 < self._last_length
 
     def take(self, sampled: Sampled) -> None:
         """Append the sampled token and emit its text, finish the request, or fail it with a sampling error.
@@ -221,13 +219,14 @@ class Request:
         Tokens that the constraint forces next are taken without a step, unless log-probabilities need one: the next
         step computes their K/V together.
         """
-        if isinstance(sampled, EngineError):
+        if isinstance(sampled, int):
+            self._take(sampled)
+        elif isinstance(sampled, EngineError):
             self.fail(sampled)
-            return
-        if isinstance(sampled, TokenLogprob):
+        else:
             self._take(sampled.id, (sampled,))
+        if self.constraint is None:
             return
-        self._take(sampled)
         try:
             while not self.sequence.finished and (token := self.sampler.only_token()) is not None:
                 self._take(token)
@@ -252,7 +251,6 @@ class Request:
         if token in self._end_ids:
             self.finish("stop")
             return
-        self.clock.lap()  # usage counts the time of a step only if the step gives a token
         sequence.ids.append(token)
         self.sampler.advance()
         complete = False
@@ -264,10 +262,10 @@ class Request:
                 self.fail(error)  # the other requests of the step continue
                 return
         chunk = Chunk(self._stop_filter.push(self.detokenizer.push([token])), (token,), logprobs=logprobs)
-        if self._stop_filter.stopped or complete:
-            self.finish("stop", chunk)
-        elif sequence.generated == sequence.max_tokens:
-            self.finish("length", chunk)
+        is_stopped = complete or self._stop_filter.stopped_by is not None
+        if is_stopped or len(sequence.ids) == self._last_length:
+            self.clock.lap()  # usage counts the time of the last step only if the step gives a token
+            self.finish("stop" if is_stopped else "length", chunk)
         else:
             self.outbox.append(chunk)
 

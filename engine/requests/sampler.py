@@ -17,6 +17,8 @@ from polarlm.engine.sampling.sample import SamplerInput, Sampling, greedy
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import Tokenizer
 
+_AT_ONCE = 32  # random numbers, which are as if they were drawn one by one
+
 
 class Sampler:
     """Makes the sampler inputs of one sequence. Each token uses one random number, whether it needs one or not."""
@@ -36,6 +38,8 @@ class Sampler:
         self._vocabulary, self._constraint = vocabulary.stop, constraint
         bans = {token: -math.inf for token in ends if token in vocabulary}
         self._sampling_without_ends = replace(sampling, logit_bias={**sampling.logit_bias, **bans})
+        self._is_constant = not (params.min_tokens or sampling.banned_first or sampling.banned_sequences)
+        self._is_plain = sampling.is_plain
         self._numbers: deque[float] = deque()  # random numbers drawn in advance, for the next tokens in order
         self._mask: np.ndarray | None = None  # the next token's, if `_has_mask`; None if all tokens are allowed
         self._has_mask = constraint is None
@@ -47,31 +51,33 @@ class Sampler:
 
             self._dry = Dry(sampling, text_of, len(sequence.prompt))
             self._dry.read(sequence.ids)  # here, outside the engine's lock
+        self.reach_ahead = constraint is None and self._dry is None and not sampling.banned_sequences
+        """Whether tokens can be sampled after others that are not in `sequence` yet: not with a constraint, DRY or
+        sequences that the model must not write."""
 
     @cached_property
     def _rng(self) -> np.random.Generator:
         """Made for the first token: requests for vectors have none, and entropy of the system takes a while."""
         return np.random.default_rng(None if self._params.seed < 0 else self._params.seed)
 
-    @property
-    def reach_ahead(self) -> bool:
-        """Whether tokens can be sampled after others that are not in `sequence` yet: not with a constraint, DRY or
-        sequences that the model must not write."""
-        return self._constraint is None and self._dry is None and not self._sampling.banned_sequences
-
     def next(self, after: Sequence[int] = ()) -> SamplerInput:
         """Return the sampler input of the next token. Raises whatever the constraint raises. after: tokens before it
         that are not in the sequence yet: drafted ones, or NEWEST for one that is not known."""
-        window, beyond = self._params.repeat_last_n, len(after)
-        recent = self._sequence.ids[max(0, len(self._sequence.ids) + beyond - window) :]
-        recent += after[max(0, beyond - window) :]
+        beyond = len(after)
+        recent = () if self._is_plain else self._recent(after)
         dry = None if self._dry is None else self._dry.penalties(self._sequence.ids)
         while len(self._numbers) <= beyond:
-            self._numbers.append(self._rng.random())
-        sampling, allowed = self._sampling_after(after), self._allowed()
+            self._numbers += self._rng.random(_AT_ONCE).tolist()
+        sampling = self._sampling if self._is_constant else self._sampling_after(after)
+        allowed = self._mask if self._has_mask else self._allowed()
         return SamplerInput(
             sampling, recent, self._numbers[beyond], self._vocabulary, self._params.logprobs, dry, allowed
         )
+
+    def _recent(self, after: Sequence[int]) -> Sequence[int]:
+        window, beyond = self._params.repeat_last_n, len(after)
+        recent = self._sequence.ids[max(0, len(self._sequence.ids) + beyond - window) :]
+        return [*recent, *after[max(0, beyond - window) :]]
 
     @property
     def none(self) -> SamplerInput:

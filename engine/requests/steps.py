@@ -78,26 +78,29 @@ class Steps:
         try:
             fetch, known = (step.fetch, step.known) if step.fetch is not None else self._sampler_input(step)
             kept = [self._take_verified(step, request) for request in step.spans] if step.drafted else None
+            growing = [request for request, span in step.spans.items() if span.growth]
             damaged = self._store.commit_steps(list(step.spans.values()), kept)
         except BaseException:
             for span in step.spans.values():
                 self._store.abort(span)
             raise
         errors = {request: damaged[number] for number, request in enumerate(step.spans) if number in damaged}
-        for request, span in step.spans.items():
-            self._prefixes.insert(span.sequence, request.sequence.ids)
-            request.report_progress(len(request.sequence.prompt))
+        for request in growing:
+            self._prefixes.insert(step.spans[request].sequence, request.sequence.ids)
+        for request in step.spans:
+            if request.wants_progress:
+                request.report_progress(len(request.sequence.prompt))
         try:
             self._begun = self._begin_next(step, fetch, known)
         finally:  # an error in the next step must not lose the tokens of this one
             tokens, started = fetch.wait(), self._arrived()
-            for request, token in zip(step.requests, tokens, strict=True):
-                result = errors.get(request, token)
+            results = zip(tokens, step.requests, strict=True)
+            for request, result in [(one, errors.get(one, token) if errors else token) for token, one in results]:
                 if request in step.drafted:
                     request.damage(errors.get(request))
                 elif request in step.spans and (request not in known or isinstance(result, EngineError)):
                     request.take(result)
-        if any(request.drafts is not None for request in step.requests):
+        if [request for request in step.requests if request.drafts is not None]:
             rows = sum(span.count for span in step.spans.values())
             self._seconds.record(rows, time.perf_counter() - started)
 
@@ -186,16 +189,17 @@ class Steps:
         requests = step.requests
         if fetch.ids is None or known or self._scheduler.prefill_follows:
             return None
-        if any(request.may_draft for request in requests):
-            return None
-        if not all(request.expects_more for request in requests):  # those that have left the step do not
-            return None
+        reach_ahead = True
+        for request in requests:
+            if not request.expects_more or (request.drafts is not None and request.may_draft):
+                return None  # one that has left the step expects nothing
+            reach_ahead = reach_ahead and request.begins_ahead and request.sampler.reach_ahead
         spans: dict[Request, Span] = {}
         try:
             for request in requests:
                 assert request.kv is not None
                 spans[request] = self._store.open_step(request.kv)
-            if not all(request.begins_ahead and request.sampler.reach_ahead for request in requests):
+            if not reach_ahead:
                 return _Step(requests, spans, None, logits=self._model.rows_ahead(list(spans.values()), fetch))
             sampler_inputs = [request.sampler.next((NEWEST,)) for request in requests]
             return _Step(requests, spans, self._model.step_ahead(list(spans.values()), fetch, sampler_inputs))

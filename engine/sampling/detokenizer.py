@@ -23,7 +23,7 @@ class Detokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that `ids` complete."""
-        data = (self._names.get(i) or self._tokenizer.token_bytes(i) for i in ids)
+        data = [self._names.get(i) or self._tokenizer.token_bytes(i) for i in ids]
         return self._text(b"".join(data), final=False)
 
     def finish(self) -> str:

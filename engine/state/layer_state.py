@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Buffer, Cache, FilledBlocks
+from polarlm.engine.backends.kv import Buffer, Cache, FilledBlocks, NextRows
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.tables import BlockTable, Growth
 
@@ -63,6 +63,9 @@ class LayerState(Protocol):
     def spans(self, views: Sequence[Any]) -> Any:
         """Return the views of a step, or of a part of a prompt, in the form that the ops of these layers take."""
 
+    def next_spans(self, last: Any, rows: NextRows) -> Any:
+        """As `KVOps.next_spans`. last: what was returned for the last step. Only called if the ops have that."""
+
     def cache(self, layer: int) -> Cache:
         """Return what the ops of one layer read and write."""
 
@@ -91,6 +94,10 @@ class LayerState(Protocol):
     def keep_end(self, table: BlockTable, length: int) -> int | None:
         """Return a quantized block of the table that continues a sequence of `length` tokens, two blocks or more, that
         ends with a complete one. None if its blocks do so already, or if there is no room."""
+
+    def steady_end(self, length: int) -> int:
+        """Return how many tokens a sequence has at the end of the steps that change no table, if a step has committed
+        `length` tokens."""
 
     def first_visible(self, length: int) -> int:
         """Return the number of the first block that the token after `length` tokens, or a later one, can see."""

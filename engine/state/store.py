@@ -16,6 +16,8 @@ keep is known:
     for every layer:                        append and attend
     store.commit(span, kept)                keeps the first `kept` rows and encodes complete blocks
 
+Most steps change no block table: their rows go to current blocks that have room (`Steady`).
+
 Layers with the same window share block tables. Blocks that no later token of a group can see are released.
 """
 
@@ -28,7 +30,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, FilledBlocks, Spans, SpanView, layers_together
+from polarlm.engine.backends.kv import Cache, FilledBlocks, NextRows, Spans, SpanView, layers_together
 from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -53,12 +55,20 @@ class RowAdapter(NamedTuple):
     scale: float
 
 
+@dataclass(eq=False)
+class Steady:
+    """Stands for the block tables of a sequence while steps do not change them, which is until it has `end` tokens."""
+
+    end: int
+
+
 @dataclass
 class SequenceKV:
     """A sequence in the store: its number of tokens, and one block table per group.
 
     hashes: the chained hashes of its complete blocks in the prefix cache. root: the hash that the chain starts from,
     for a sequence with a cache salt; see `engine.state.prefix`. adapter: the one that its tokens are computed with.
+    steady: None if the next step may change a table.
     """
 
     length: int
@@ -66,12 +76,14 @@ class SequenceKV:
     hashes: list[bytes] = field(default_factory=list)
     root: bytes = b""
     adapter: RowAdapter | None = None
+    steady: Steady | None = None
 
 
 @dataclass
 class Span:
     """`count` new tokens of a sequence, from position `start`, or rows of a step. growth: the reserved blocks, for each
-    group; empty after commit or abort. round_trip: whether attention reads the K/V encoded and decoded."""
+    group; empty after commit or abort, and in a step that changes no table. round_trip: whether attention reads the
+    K/V encoded and decoded."""
 
     sequence: SequenceKV
     start: int
@@ -123,6 +135,8 @@ class KVStore:
             else:
                 assert isinstance(shape, OwnShape)
                 self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))
+        # The last step: `changes`, what stood for the tables of each row, and the rows for the ops of each group.
+        self._last: tuple[int, list[Steady | None], list[Spans]] | None = None
         # The group with two kinds of blocks, if there is one.
         self.finer = next((group for group in self.groups if isinstance(group, FinerBlocks)), None)
 
@@ -161,7 +175,7 @@ class KVStore:
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
         sequence.length, sequence.tables, sequence.hashes = 0, self.new_sequence().tables, []
-        sequence.adapter = None
+        sequence.adapter = sequence.steady = None
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 
@@ -184,6 +198,8 @@ class KVStore:
         """Open a span of `count` ≤ STEP_ROWS rows of a step, or `rows_of_block` if a group is sparse. If it raises
         OutOfBlocks, nothing has changed."""
         assert 1 <= count <= STEP_ROWS
+        if sequence.steady is not None and sequence.length + count <= sequence.steady.end:
+            return Span(sequence, sequence.length, count, [], is_step=True)
         growth = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
         return Span(sequence, sequence.length, count, growth, is_step=True)
 
@@ -200,7 +216,7 @@ class KVStore:
         """Discard the tokens from position `length` on, which must be in the current block. Blocks that have left a
         window are not restored: the next token attends to fewer tokens, by at most the number of discarded ones."""
         assert self.first_of_block(sequence) <= length <= sequence.length
-        sequence.length = length
+        sequence.length, sequence.steady = length, None
 
     def _reserve(self, sequence: SequenceKV, grow: Callable[[LayerState, BlockTable], Growth]) -> list[Growth]:
         growth: list[Growth] = []
@@ -222,6 +238,26 @@ class KVStore:
             if first < last:
                 cuts.append((span, slice(first - rows.start, last - rows.start), span.start + first - begin))
         return [group.spans([self.view(group.layers[0], *cut) for cut in cuts]) for group in self.groups]
+
+    def step_spans(self, spans: Sequence[Span]) -> list[Spans]:
+        """Return all rows of the steps `spans`, as `spans` does; most rows are in the last step's place."""
+        at = positions(spans)
+        if len(at) > len(spans) or self.ops.next_spans is None:
+            return self.spans(spans, slice(0, len(at)))
+        tables = [None if span.growth else span.sequence.steady for span in spans]
+        changes, known, last = self._last or (-1, list[Steady | None](), list[Spans]())
+        if changes == self.changes:
+            rows = {steady: row for row, steady in enumerate(known) if steady is not None}
+            before = [rows.get(steady, -1) for steady in tables]
+            new = [(row, spans[row]) for row, old in enumerate(before) if old < 0]
+            result = []
+            for group, of_group in zip(self.groups, last, strict=True):
+                views = {row: self.view(group.layers[0], one, slice(row, row + 1), one.start) for row, one in new}
+                result.append(group.next_spans(of_group, NextRows(before, views, at)))
+        else:
+            result = self.spans(spans, slice(0, len(at)))
+        self._last = self.changes, tables, result
+        return result
 
     def view(self, layer: int, span: Span, rows: slice, position: int) -> SpanView:
         """Return a view of `rows` of `span`, which start at `position`. It serves all layers in the layer's group."""
@@ -257,7 +293,7 @@ class KVStore:
 
     def _parts(self, span: Span, layers: Sequence[int]) -> Iterator[tuple[LayerState, BlockTable, Growth, list[int]]]:
         """Yield each group that has a state of `layers`, with the span's part of it and these layers."""
-        for group, table, growth in zip(self.groups, span.sequence.tables, span.growth, strict=True):
+        for group, table, growth in zip(self.groups, span.sequence.tables, span.growth, strict=False):
             if in_group := [layer for layer in layers if layer in group.layers]:
                 yield group, table, growth, in_group
 
@@ -269,7 +305,8 @@ class KVStore:
 
     def _of(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Growth]:
         index = self._group_of[layer]
-        return self.groups[index], span.sequence.tables[index], span.growth[index]
+        group, table = self.groups[index], span.sequence.tables[index]
+        return group, table, span.growth[index] if span.growth else table.unchanged(span.start // self.shape.block_size)
 
     def commit(self, span: Span, kept: int | None = None) -> None:
         """Keep the first `kept` tokens of `span` (None: all, as for every prompt) and discard the others.
@@ -283,20 +320,22 @@ class KVStore:
     def commit_steps(self, spans: Sequence[Span], kept: Sequence[int | None] | None = None) -> dict[int, EngineError]:
         """Commit many spans, encoding their blocks together, and return errors of damaged blocks by the span's index.
         Codes are written before any table changes, so that all spans can be aborted after an exception."""
-        lengths = []
-        for span, count in zip(spans, kept or [None] * len(spans), strict=True):
-            count = span.count if count is None else count
-            assert (0 if span.is_step else span.count) <= count <= span.count
-            lengths.append(span.start + count)
+        both = [*zip(spans, kept or [None] * len(spans), strict=True)]
+        lengths = [span.start + (span.count if count is None else count) for span, count in both]
+        for span, length in zip(spans, lengths, strict=True):
+            assert (0 if span.is_step else span.count) <= length - span.start <= span.count
             if span.unsealed:
                 self._seal(span, span.unsealed)
-        steps = [*zip(range(len(spans)), spans, lengths, strict=True)]
-        damaged = self._encode_filled([step for step in steps if step[1].is_step])
-        for _, span, length in steps:
-            growth, span.growth = span.growth, []
+        growing = [step for step in zip(range(len(spans)), spans, lengths, strict=True) if step[1].growth]
+        damaged = self._encode_filled([step for step in growing if step[1].is_step])
+        for span, length in zip(spans, lengths, strict=True):
             span.sequence.length = length
+        for _, span, length in growing:
+            growth, span.growth = span.growth, []
             for group, table, grown in zip(self.groups, span.sequence.tables, growth, strict=True):
                 group.commit(table, grown, length)
+            ends = [group.steady_end(length) for group in self.groups]
+            span.sequence.steady = Steady(min(ends)) if span.is_step else None
         return damaged
 
     def _encode_filled(self, steps: Sequence[_Step]) -> dict[int, EngineError]:

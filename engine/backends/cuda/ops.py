@@ -16,7 +16,7 @@ from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.experts import ExpertOps, HostExperts
 from polarlm.engine.backends.cuda.heads import HeadOps
-from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, pack_spans
+from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, next_spans, pack_spans
 from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
@@ -100,6 +100,7 @@ class CudaOps:
         self.cache = store.cache
         self.buffer: Callable[..., Any] = store.buffer  # of several cards, on each of them
         self.spans = pack_spans
+        self.next_spans = next_spans
         self.append_kv = store.append_kv
         self.place_kv = store.place_kv
         self.copy_full = store.copy_full

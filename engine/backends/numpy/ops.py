@@ -52,6 +52,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     prefill_rows = 512  # the feed-forward activations about fit the cache
     encoded_at_once = 1
     fetch_later = None
+    next_spans = None
 
     def __init__(self, threads: int = 0):
         """threads: the number for BLAS; 0 keeps BLAS's own."""

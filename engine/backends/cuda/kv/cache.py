@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Array, Device
-from polarlm.engine.backends.kv import CacheFormat, SpanView, table_width
+from polarlm.engine.backends.kv import CacheFormat, NextRows, SpanView, table_width
 from polarlm.engine.records import Layouts
 
 
@@ -35,6 +35,7 @@ class SpanHeader(NamedTuple):
 
 
 HEADER = len(SpanHeader._fields)  # in int32
+_FIRST_ROW, _ROWS, _POSITION = map(SpanHeader._fields.index, ("first_row", "rows", "position"))
 
 
 class Buffer(NamedTuple):
@@ -135,11 +136,13 @@ class SpanTable(HostTable):
 
     table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks. Of two kinds, it is how many are
     finer, their ids, then the other blocks' ids. most_rows: rows of the longest span. buffer: receives the new
-    tokens of a prompt; None in a step, whose tokens go to full-precision slots.
+    tokens of a prompt; None in a step, whose tokens go to full-precision slots. lengths: of the rows, without zeros at
+    their ends, in int32.
     """
 
     most_rows: int
     buffer: PromptBuffer | CardBuffers | None
+    lengths: Sequence[int]
 
 
 def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
@@ -151,28 +154,46 @@ def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
 
 def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
     """The table of `spans`: one span of a prompt, or the spans of a step, each with rows in at most two blocks."""
-    assert all(len(span.following) <= 1 for span in spans)
-    ids = [_ids(span) for span in spans]
-    table = np.zeros((len(spans), HEADER + table_width(max(map(len, ids)))), np.int32)
-    for row, span, blocks in zip(table, spans, ids, strict=True):
+    rows = [_row(span, block_size) for span in spans]
+    lengths = [len(row) for row in rows]
+    table = _empty(lengths)
+    for row, packed in zip(table, rows, strict=True):
+        row[: len(packed)] = packed
+    return SpanTable(table, int(table[:, _ROWS].max()), spans[0].current.buffer, lengths)
+
+
+def next_spans(last: SpanTable, rows: NextRows, block_size: int) -> SpanTable:
+    """See `KVOps.next_spans`."""
+    new = {row: _row(view, block_size) for row, view in rows.views.items()}
+    lengths = [len(new[row]) if row in new else last.lengths[before] for row, before in enumerate(rows.before)]
+    table = _empty(lengths)
+    width = min(table.shape[1], last.table.shape[1])
+    table[:, :width] = last.table[rows.before, :width]
+    for row, packed in new.items():
+        table[row] = [*packed, *[0] * (table.shape[1] - len(packed))]
+    table[:, _FIRST_ROW], table[:, _POSITION] = range(len(table)), rows.positions
+    return SpanTable(table, 1, None, lengths)
+
+
+def _empty(lengths: Sequence[int]) -> np.ndarray:
+    """A table for rows of so many int32."""
+    return np.zeros((len(lengths), HEADER + table_width(max(lengths) - HEADER)), np.int32)
+
+
+def _row(span: SpanView, block_size: int) -> list[int]:
+    """A row of a `SpanTable`, without the zeros at its end."""
+    assert len(span.following) <= 1
+    ids = span.table if span.finer is None else [len(span.finer), *span.finer, *span.table]
+    header = SpanHeader(
+        first_row=span.rows.start,
+        rows=span.rows.stop - span.rows.start,
+        position=span.position,
+        sink=-1 if span.sink is None else span.sink,
+        first_quantized=span.table_start // block_size,
+        quantized=len(span.table) + len(span.finer or ()),
+        current=span.current.block,
+        current_block=span.current_start // block_size,
         # The blocks of a buffer are consecutive; in a step the next block is any slot.
-        following = span.following[0] if span.following else span.current.block + 1
-        row[:HEADER] = SpanHeader(
-            first_row=span.rows.start,
-            rows=span.rows.stop - span.rows.start,
-            position=span.position,
-            sink=-1 if span.sink is None else span.sink,
-            first_quantized=span.table_start // block_size,
-            quantized=len(span.table) + len(span.finer or ()),
-            current=span.current.block,
-            current_block=span.current_start // block_size,
-            next=following,
-        )
-        row[HEADER : HEADER + len(blocks)] = blocks
-    counts = table[:, SpanHeader._fields.index("rows")]
-    return SpanTable(table, int(counts.max()), spans[0].current.buffer)
-
-
-def _ids(span: SpanView) -> list[int]:
-    """What follows the header of a span."""
-    return [*span.table] if span.finer is None else [len(span.finer), *span.finer, *span.table]
+        next=span.following[0] if span.following else span.current.block + 1,
+    )
+    return [*header, *ids]

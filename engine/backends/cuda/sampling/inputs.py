@@ -13,6 +13,7 @@ from polarlm.engine.sampling.sample import SamplerInput
 
 ROW_WORDS = 16  # int32 of `Params` in `cuda/sampling/adjust.cuh`
 _LISTS = 6  # index in a row of the offset of its lists
+_BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 _LEAST_LISTS = 256  # least int32 for lists
 
 
@@ -48,14 +49,18 @@ def pack_sampler_inputs(sampler_inputs: Sequence[SamplerInput]) -> SamplerInputs
     """The table of `sampler_inputs`. All rows have the same vocabulary."""
     (vocabulary,) = {sampler_input.vocabulary for sampler_input in sampler_inputs}
     rows = np.zeros((len(sampler_inputs), ROW_WORDS), np.int32)
-    rows[:, :6] = np.array([_params(sampler_input) for sampler_input in sampler_inputs], np.float32).view(np.int32)
-    chains = [sampler_input.sampling for sampler_input in sampler_inputs]
-    penalties = [(chain.presence_penalty, chain.frequency_penalty) for chain in chains]
+    both = [(sampler_input.sampling, sampler_input) for sampler_input in sampler_inputs]
+    params = [(c.temperature, c.top_k, c.top_p, c.min_p, one.uniform, c.repeat_penalty) for c, one in both]
+    most = np.inf, vocabulary, np.inf, np.inf, _BELOW_ONE, np.inf
+    rows[:, :6] = np.minimum(np.array(params, np.float32), np.array(most, np.float32)).view(np.int32)
+    penalties = [(chain.presence_penalty, chain.frequency_penalty) for chain, _ in both]
     rows[:, 12:] = np.array(penalties, np.float64).view(np.int32)
     pieces: list[np.ndarray] = []
     end = rows.size
-    for row, sampler_input in zip(rows, sampler_inputs, strict=True):
-        lists, lengths = _lists(sampler_input)
+    for row, (chain, one) in zip(rows, both, strict=True):
+        if one.dry is None and one.allowed is None and not (chain.logit_bias or one.recent):
+            continue
+        lists, lengths = _lists(one)
         if lists:
             row[_LISTS : _LISTS + 5] = end, *lengths
             words = sum(map(len, lists))
@@ -76,13 +81,6 @@ def list_room(words: int) -> int:
 def mask_room(rows: int, vocabulary: int) -> int:
     """The int32 to allocate for lists if every row has a mask and nothing else."""
     return list_room(rows * -(-mask_words(vocabulary) // 4) * 4)
-
-
-def _params(sampler_input: SamplerInput) -> tuple[float, ...]:
-    chain = sampler_input.sampling
-    below_one = min(np.float32(sampler_input.uniform), np.nextafter(np.float32(1), np.float32(0)))
-    top_k = float(min(chain.top_k, sampler_input.vocabulary))
-    return chain.temperature, top_k, chain.top_p, chain.min_p, float(below_one), chain.repeat_penalty
 
 
 def _lists(sampler_input: SamplerInput) -> tuple[list[np.ndarray], tuple[int, int, int, int]]:

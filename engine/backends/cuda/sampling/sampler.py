@@ -65,7 +65,8 @@ def fetch_tokens(
         if token >= 0 and sampler_input.logprobs is not None
     ]
     logprobs = _logprobs(device, launch, logits, asked, sampler_inputs[0].vocabulary) if asked else {}
-    return [logprobs.get(row) or _token_or_error(token, sampler_inputs[row]) for row, token in enumerate(chosen)]
+    rows = enumerate(zip(chosen, sampler_inputs, strict=True))
+    return [logprobs.get(row) or (token if token >= 0 else _error(token, one)) for row, (token, one) in rows]
 
 
 def fetch_later(device: Device, ids: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
@@ -73,15 +74,14 @@ def fetch_later(device: Device, ids: Array, sampler_inputs: Sequence[SamplerInpu
     copy, wait = device.to_host_later(ids)
 
     def tokens() -> list[Sampled]:
-        return [_token_or_error(*row) for row in zip(wait().tolist(), sampler_inputs, strict=True)]
+        rows = zip(wait().tolist(), sampler_inputs, strict=True)
+        return [token if token >= 0 else _error(token, sampler_input) for token, sampler_input in rows]
 
     return Fetch(Carried(np.zeros(len(ids), np.int32), copy, device), tokens)
 
 
-def _token_or_error(token: int, sampler_input: SamplerInput) -> int | EngineError:
-    if token == _NOTHING_LEFT:
-        return nothing_left(sampler_input)
-    return token if token >= 0 else EngineError(NOT_FINITE, "model_damaged")
+def _error(token: int, sampler_input: SamplerInput) -> EngineError:
+    return nothing_left(sampler_input) if token == _NOTHING_LEFT else EngineError(NOT_FINITE, "model_damaged")
 
 
 def _logprobs(
