@@ -165,9 +165,10 @@ class KVOps(Protocol):
         block_size: N. The rows of consecutive spans are contiguous.
         """
 
-    # next_spans(last, rows, block_size): `spans` of a step from the `spans` of the last one, both with one row for each
-    # sequence. None if `spans` costs no more.
-    next_spans: Callable[[Spans, NextRows, int], Spans] | None
+    @property
+    def next_spans(self) -> Callable[[Spans, NextRows, int], Spans] | None:
+        """next_spans(last, rows, block_size) is `spans` of a step, from `spans` of the last one, both with one row for
+        each sequence. None where `spans` packs nothing, or what it packs depends on positions."""
 
     def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
         """Write rows of k, v (T, K, D), from `transform_heads`, into each span's `current` at their positions."""

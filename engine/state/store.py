@@ -247,8 +247,8 @@ class KVStore:
         tables = [None if span.growth else span.sequence.steady for span in spans]
         changes, known, last = self._last or (-1, list[Steady | None](), list[Spans]())
         if changes == self.changes:
-            rows = {steady: row for row, steady in enumerate(known) if steady is not None}
-            before = [rows.get(steady, -1) for steady in tables]
+            rows: dict[Steady | None, int] = {steady: row for row, steady in enumerate(known) if steady is not None}
+            before = [-1 if row is None else row for row in map(rows.get, tables)]
             new = [(row, spans[row]) for row, old in enumerate(before) if old < 0]
             result = []
             for group, of_group in zip(self.groups, last, strict=True):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from polarlm import engine
 from polarlm.bench.random_weights import RandomWeights
+from polarlm.engine import SamplingParams
+from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.sampling.sample import SamplerInput
 from polarlm.engine.state.store import SequenceKV
@@ -19,6 +23,7 @@ from tests.cuda import test_model_emulated
 from tests.cuda.test_cupy_device import imported
 from tests.cuda.test_model_emulated import GREEDY, model_from
 from tests.cuda.test_packed_model import mixed_model
+from tests.tiny import by_count, load_tiny
 
 LAYERS, TOKENS = 16, 64
 ENGINE = str(Path(engine.__file__).parent)
@@ -84,3 +89,37 @@ def test_calls_of_a_prompt_and_of_steps(monkeypatch: pytest.MonkeyPatch) -> None
         launched.clear()
         assert calls_of(step) <= 300
         assert not launched
+
+
+class Recorded(TracingDevice):
+    """A GPU whose kernels do nothing, and which draws one token again and again. What runs as a graph has a result from
+    its first run."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda launch: None, 4, 228 << 10)
+        self._results: dict[Hashable, Any] = {}
+
+    def to_host(self, x: Any) -> np.ndarray:
+        return np.full(x.shape, 5, x.dtype)
+
+    def run_graph(self, key: Hashable, work: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+        shapes = key, *(x.shape for x in inputs)
+        if shapes not in self._results:
+            self._results[shapes] = super().run_graph(key, work, inputs)
+        return self._results[shapes]
+
+
+def test_calls_of_a_row_of_a_step(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 requests, from one step to the next, and the time in which each of them fills a block. When every row was
+    packed anew, a row was 127 calls."""
+    rows, steps, settings = 64, 64, {"ctx_size": 256, "cache_type": "balanced", "kv_memory": "8M", "calibration": False}
+    with load_tiny(tiny_path, ops=CudaOps(Recorded()), parallel=rows, block_size=steps, **settings) as served:
+        by_count(served, monkeypatch)
+        for number in range(rows):
+            params = SamplingParams(max_tokens=200, temperature=0.8, seed=number, ignore_eos=True)
+            served.submit([*range(5, 8 + number % 9)], params, into=[])
+        while served.status().running < rows:
+            served.work()
+        calls = calls_of(lambda: [served.work() for _ in range(steps)])
+        assert served.status().running == rows
+    assert calls <= 42 * rows * steps
