@@ -105,18 +105,6 @@ class SpanView:
     finer: Sequence[int] | None = None
 
 
-class NextRows(NamedTuple):
-    """The rows of a step with one row for each sequence, most of which have the blocks that they had in the last step.
-
-    before: the number of each row in the last step; −1 if its blocks are others, or it had none. views: by its number,
-    the view of each such row, a `SpanView` for K/V. positions (B,): of all rows.
-    """
-
-    before: Sequence[int]
-    views: Mapping[int, Any]
-    positions: np.ndarray
-
-
 def table_width(blocks: int) -> int:
     """The width of a block table on the device for `blocks` block ids: a power of two, since each width is recorded."""
     return max(16, 1 << max(0, blocks - 1).bit_length())
@@ -166,9 +154,9 @@ class KVOps(Protocol):
         """
 
     @property
-    def next_spans(self) -> Callable[[Spans, NextRows, int], Spans] | None:
-        """next_spans(last, rows, block_size) is `spans` of a step, from `spans` of the last one, both with one row for
-        each sequence. None where `spans` packs nothing, or what it packs depends on positions."""
+    def next_spans(self) -> Callable[..., Spans] | None:
+        """next_spans(last, before, views, positions, block_size): `spans` of a step with one row a sequence. Row i has
+        the blocks of row before[i] of `last`, such a step's, or is views[i] if that is −1. None: `spans` is as cheap."""
 
     def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
         """Write rows of k, v (T, K, D), from `transform_heads`, into each span's `current` at their positions."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.kv import HeadTransform, PreparedTransform
+from polarlm.engine.backends.kv import HeadTransform, PreparedTransform, Spans
 from polarlm.engine.backends.ops import Array, ExpertCache, FromCard, Ops, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import have_adapters, row_adapters
@@ -24,6 +24,8 @@ from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.prefill import Prefill, PromptTap, stages
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
+from polarlm.engine.state.kv_blocks import KVBlocks
+from polarlm.engine.state.layer_state import Steady
 from polarlm.engine.state.store import KVStore, Span, positions
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Attention, ModelConfig
@@ -55,7 +57,7 @@ class Transformer:
         self.config = config
         self.store = store
         self.tap: PromptTap | None = None  # called in prompts of one span, never in steps, which may be recorded
-        self._ropes = RopeTables(config)
+        self._ropes, self._spans = RopeTables(config), StepSpans(store)
         self._stages = stages(ops, len(config.layers))
         self._embedding_norm: Norm = None
         if config.embedding_norm:
@@ -211,16 +213,13 @@ class Transformer:
         """Compute the rows, stage by stage, and return their logits (T, V) on the device; with sampler inputs, the next
         tokens (T,) and the logits."""
         key = name, have_adapters(spans)
-        tables, x, newest = self._tables(spans), ids, list[Any]()
+        ropes = chain.from_iterable(self._ropes.tables(positions(spans)))
+        tables, x, newest = [*ropes, *self._spans.of(spans), *row_adapters(spans)], ids, list[Any]()
         *before, last = self._stages
         for number, (ops, _) in enumerate(before):
             x, newest = FromCard(ops.run_graph(key, _Work(self, number, False), [x, *tables]), ops), [ids]
         inputs = [*newest, last.ops.pack_sampler_inputs(sampler_inputs)] if sampler_inputs else []
         return last.ops.run_graph(key, _Work(self, len(before), bool(sampler_inputs)), [x, *inputs, *tables])
-
-    def _tables(self, spans: Sequence[Span]) -> list[Any]:
-        ropes = self._ropes.tables(positions(spans))
-        return [*chain.from_iterable(ropes), *self.store.step_spans(spans), *row_adapters(spans)]
 
     def _step(self, stage: int, x: Array, *inputs: Any) -> tuple[Array, Array]:
         """The last stage of a step, x → tokens (T,), logits (T, V). inputs: ids (T,) int32, if x is not these; sampler
@@ -280,6 +279,30 @@ def rows_of(table: Matrix, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
             f"The model has no row {beyond[0]} in a table of {table.shape[0]:,}: send fewer or other tokens"
         )
     return ids.astype(np.int32)
+
+
+class StepSpans:
+    """Makes the spans of a store's steps. Where a sequence has the blocks of the last step, its row is from there."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._last: tuple[int, dict[Steady | None, int], list[Spans]] = 0, {}, [None] * len(store.groups)
+
+    def of(self, spans: Sequence[Span]) -> list[Spans]:
+        """Return what `KVStore.spans` does for all rows."""
+        store, at, next_spans, result = self._store, positions(spans), self._store.ops.next_spans, list[Spans]()
+        if next_spans is None or len(at) > len(spans):
+            return store.spans(spans, slice(0, len(at)))
+        tables, (changes, rows, last) = [None if s.growth else s.sequence.steady for s in spans], self._last
+        known = map(rows.get, tables) if changes == store.changes else [None] * len(spans)
+        before = [-1 if row is None else row for row in known]
+        for group, packed in zip(store.groups, last, strict=True):
+            is_kv, layer, n = isinstance(group, KVBlocks), group.layers[0], store.shape.block_size
+            new = [(row, spans[row]) for row, old in enumerate(before) if old < 0 or not is_kv]
+            views = {row: store.view(layer, span, slice(row, row + 1), span.start) for row, span in new}
+            result.append(next_spans(packed, before, views, at, n) if is_kv else group.spans([*views.values()]))
+        self._last = store.changes, {one: row for row, one in enumerate(tables) if one is not None}, result
+        return result
 
 
 @dataclass(frozen=True)

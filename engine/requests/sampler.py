@@ -39,7 +39,7 @@ class Sampler:
         bans = {token: -math.inf for token in ends if token in vocabulary}
         self._sampling_without_ends = replace(sampling, logit_bias={**sampling.logit_bias, **bans})
         self._is_constant = not (params.min_tokens or sampling.banned_first or sampling.banned_sequences)
-        self._is_plain = sampling.is_plain
+        self._window = 0 if sampling.is_plain else params.repeat_last_n  # penalised tokens
         self._numbers: deque[float] = deque()  # random numbers drawn in advance, for the next tokens in order
         self._mask: np.ndarray | None = None  # the next token's, if `_has_mask`; None if all tokens are allowed
         self._has_mask = constraint is None
@@ -51,6 +51,8 @@ class Sampler:
 
             self._dry = Dry(sampling, text_of, len(sequence.prompt))
             self._dry.read(sequence.ids)  # here, outside the engine's lock
+        self.none = greedy(self._vocabulary)
+        """The sampler input of a row whose next token is known: the result only says if the row's logits are finite."""
         self.reach_ahead = constraint is None and self._dry is None and not sampling.banned_sequences
         """Whether tokens can be sampled after others that are not in `sequence` yet: not with a constraint, DRY or
         sequences that the model must not write."""
@@ -64,7 +66,10 @@ class Sampler:
         """Return the sampler input of the next token. Raises whatever the constraint raises. after: tokens before it
         that are not in the sequence yet: drafted ones, or NEWEST for one that is not known."""
         beyond = len(after)
-        recent = () if self._is_plain else self._recent(after)
+        recent: Sequence[int] = ()
+        if window := self._window:
+            recent = self._sequence.ids[max(0, len(self._sequence.ids) + beyond - window) :]
+            recent += after[max(0, beyond - window) :]
         dry = None if self._dry is None else self._dry.penalties(self._sequence.ids)
         while len(self._numbers) <= beyond:
             self._numbers += self._rng.random(_AT_ONCE).tolist()
@@ -73,16 +78,6 @@ class Sampler:
         return SamplerInput(
             sampling, recent, self._numbers[beyond], self._vocabulary, self._params.logprobs, dry, allowed
         )
-
-    def _recent(self, after: Sequence[int]) -> Sequence[int]:
-        window, beyond = self._params.repeat_last_n, len(after)
-        recent = self._sequence.ids[max(0, len(self._sequence.ids) + beyond - window) :]
-        return [*recent, *after[max(0, beyond - window) :]]
-
-    @property
-    def none(self) -> SamplerInput:
-        """The sampler input of a row whose next token is known: the result only says if the row's logits are finite."""
-        return greedy(self._vocabulary)
 
     def only_token(self) -> int | None:
         """Return the next token if the constraint allows only one; None if it must be sampled or none is allowed."""

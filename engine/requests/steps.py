@@ -87,15 +87,14 @@ class Steps:
         errors = {request: damaged[number] for number, request in enumerate(step.spans) if number in damaged}
         for request in growing:
             self._prefixes.insert(step.spans[request].sequence, request.sequence.ids)
-        for request in step.spans:
-            if request.wants_progress:
-                request.report_progress(len(request.sequence.prompt))
+        for request in [request for request in step.spans if request.wants_progress]:
+            request.report_progress(len(request.sequence.prompt))
         try:
             self._begun = self._begin_next(step, fetch, known)
         finally:  # an error in the next step must not lose the tokens of this one
             tokens, started = fetch.wait(), self._arrived()
-            results = zip(tokens, step.requests, strict=True)
-            for request, result in [(one, errors.get(one, token) if errors else token) for token, one in results]:
+            for request, token in zip(step.requests, tokens, strict=True):
+                result = errors.get(request, token) if errors else token
                 if request in step.drafted:
                     request.damage(errors.get(request))
                 elif request in step.spans and (request not in known or isinstance(result, EngineError)):
@@ -189,17 +188,14 @@ class Steps:
         requests = step.requests
         if fetch.ids is None or known or self._scheduler.prefill_follows:
             return None
-        reach_ahead = True
-        for request in requests:
-            if not request.expects_more or (request.drafts is not None and request.may_draft):
-                return None  # one that has left the step expects nothing
-            reach_ahead = reach_ahead and request.begins_ahead and request.sampler.reach_ahead
+        if [one for one in requests if not one.expects_more or (one.drafts is not None and one.may_draft)]:
+            return None  # requests that have left the step expect nothing
         spans: dict[Request, Span] = {}
         try:
             for request in requests:
                 assert request.kv is not None
                 spans[request] = self._store.open_step(request.kv)
-            if not reach_ahead:
+            if [one for one in requests if not (one.begins_ahead and one.sampler.reach_ahead)]:
                 return _Step(requests, spans, None, logits=self._model.rows_ahead(list(spans.values()), fetch))
             sampler_inputs = [request.sampler.next((NEWEST,)) for request in requests]
             return _Step(requests, spans, self._model.step_ahead(list(spans.values()), fetch, sampler_inputs))

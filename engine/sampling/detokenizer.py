@@ -23,8 +23,7 @@ class Detokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that `ids` complete."""
-        data = [self._names.get(i) or self._tokenizer.token_bytes(i) for i in ids]
-        return self._text(b"".join(data), final=False)
+        return self._text(b"".join([self._names.get(i) or self._tokenizer.token_bytes(i) for i in ids]), final=False)
 
     def finish(self) -> str:
         """The rest of the text: U+FFFD for an incomplete character."""

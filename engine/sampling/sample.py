@@ -90,9 +90,7 @@ class SamplerInput:
     """
 
     sampling: Sampling
-    recent: Sequence[
-        int
-    ]  # the last ids, PENALTY_WINDOW at most, oldest first, if penalised; NEWEST for one not known yet
+    recent: Sequence[int]  # the last ids, oldest first, if they are penalised; NEWEST for one that is not known yet
     uniform: float  # random, from [0, 1)
     vocabulary: int  # the number of ids; logits may have more
     logprobs: int | None = None  # number of most likely tokens to report log-probabilities of, besides the drawn one

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, Move, NextRows, Spans, SpanView
+from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, Move, Spans, SpanView
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.errors import EngineError
@@ -87,10 +87,6 @@ class KVBlocks(TableGroup):
 
     def spans(self, views: Sequence[SpanView]) -> Spans:
         return self._ops.spans(views, self.block_size)
-
-    def next_spans(self, last: Spans, rows: NextRows) -> Spans:
-        assert self._ops.next_spans is not None
-        return self._ops.next_spans(last, rows, self.block_size)
 
     def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
         """Copy the current block's earlier tokens to the growth's buffer, if it has one."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Buffer, Cache, FilledBlocks, NextRows
+from polarlm.engine.backends.kv import Buffer, Cache, FilledBlocks
 from polarlm.engine.state.blocks import BlockAllocator, OutOfBlocks
 from polarlm.engine.state.tables import BlockTable, Growth
 
@@ -66,9 +66,6 @@ class LayerState(Protocol):
     def spans(self, views: Sequence[Any]) -> Any:
         """Return the views of a step, or of a part of a prompt, in the form that the ops of these layers take."""
 
-    def next_spans(self, last: Any, rows: NextRows) -> Any:
-        """As `KVOps.next_spans`. last: what was returned for the last step. Only called if the ops have that."""
-
     def cache(self, layer: int) -> Cache:
         """Return what the ops of one layer read and write."""
 
@@ -97,10 +94,6 @@ class LayerState(Protocol):
     def keep_end(self, table: BlockTable, length: int) -> int | None:
         """Return a quantized block of the table that continues a sequence of `length` tokens, two blocks or more, that
         ends with a complete one. None if its blocks do so already, or if there is no room."""
-
-    def steady_end(self, length: int) -> int:
-        """Return how many tokens a sequence has at the end of the steps that change no table, if a step has committed
-        `length` tokens."""
 
     def first_visible(self, length: int) -> int:
         """Return the number of the first block that the token after `length` tokens, or a later one, can see."""
@@ -132,6 +125,21 @@ class LayerState(Protocol):
 
     def bytes(self, table: BlockTable) -> int:
         """Return the bytes of the blocks that a table holds, shared ones included."""
+
+
+@dataclass(eq=False)
+class Steady:
+    """Stands for the block tables of a sequence as long as steps do not change them: until it has `end` tokens."""
+
+    end: int
+
+
+def steady_after(groups: Sequence[LayerState], n: int, length: int) -> Steady:
+    """Return what stands for the tables after a step that has changed them, of a sequence that has `length` tokens now.
+    A step changes them again that fills a block of `n` tokens, or with which a block leaves a window."""
+    seen = [group.first_visible(length) for group in groups]
+    ends = range((length // n + 1) * n - 1, length, -1) if length % n else ()
+    return Steady(next((end for end in ends if [group.first_visible(end) for group in groups] == seen), length))
 
 
 def copies_of_full(groups: Sequence[LayerState], slots: Sequence[int], count: int) -> list[int] | None:

@@ -16,8 +16,6 @@ keep is known:
     for every layer:                        append and attend
     store.commit(span, kept)                keeps the first `kept` rows and encodes complete blocks
 
-Most steps change no block table: their rows go to current blocks that have room (`Steady`).
-
 Layers with the same window share block tables. Blocks that no later token of a group can see are released.
 """
 
@@ -30,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, FilledBlocks, NextRows, Spans, SpanView, layers_together
+from polarlm.engine.backends.kv import Cache, FilledBlocks, Spans, SpanView, layers_together
 from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -39,7 +37,7 @@ from polarlm.engine.state.blocks import CodeAgain, OutOfBlocks
 from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
 from polarlm.engine.state.layer_shapes import LayerShape, OwnShape
-from polarlm.engine.state.layer_state import Buffers, LayerState, in_words
+from polarlm.engine.state.layer_state import Buffers, LayerState, Steady, in_words, steady_after
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.tables import BlockTable, Growth
 
@@ -55,20 +53,12 @@ class RowAdapter(NamedTuple):
     scale: float
 
 
-@dataclass(eq=False)
-class Steady:
-    """Stands for the block tables of a sequence while steps do not change them, which is until it has `end` tokens."""
-
-    end: int
-
-
 @dataclass
 class SequenceKV:
     """A sequence in the store: its number of tokens, and one block table per group.
 
     hashes: the chained hashes of its complete blocks in the prefix cache. root: the hash that the chain starts from,
     for a sequence with a cache salt; see `engine.state.prefix`. adapter: the one that its tokens are computed with.
-    steady: None if the next step may change a table.
     """
 
     length: int
@@ -76,7 +66,7 @@ class SequenceKV:
     hashes: list[bytes] = field(default_factory=list)
     root: bytes = b""
     adapter: RowAdapter | None = None
-    steady: Steady | None = None
+    steady: Steady | None = None  # None: the next step may change a table
 
 
 @dataclass
@@ -140,8 +130,6 @@ class KVStore:
             else:
                 assert isinstance(shape, OwnShape)
                 self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))
-        # The last step: `changes`, what stood for the tables of each row, and the rows for the ops of each group.
-        self._last: tuple[int, list[Steady | None], list[Spans]] | None = None
         # The group with two kinds of blocks, if there is one.
         self.finer = next((group for group in self.groups if isinstance(group, FinerBlocks)), None)
 
@@ -279,26 +267,6 @@ class KVStore:
                 cuts.append((span, slice(first - rows.start, last - rows.start), span.start + first - begin))
         return [group.spans([self.view(group.layers[0], *cut) for cut in cuts]) for group in self.groups]
 
-    def step_spans(self, spans: Sequence[Span]) -> list[Spans]:
-        """Return all rows of the steps `spans`, as `spans` does; most rows are in the last step's place."""
-        at = positions(spans)
-        if len(at) > len(spans) or self.ops.next_spans is None:
-            return self.spans(spans, slice(0, len(at)))
-        tables = [None if span.growth else span.sequence.steady for span in spans]
-        changes, known, last = self._last or (-1, list[Steady | None](), list[Spans]())
-        if changes == self.changes:
-            rows: dict[Steady | None, int] = {steady: row for row, steady in enumerate(known) if steady is not None}
-            before = [-1 if row is None else row for row in map(rows.get, tables)]
-            new = [(row, spans[row]) for row, old in enumerate(before) if old < 0]
-            result = []
-            for group, of_group in zip(self.groups, last, strict=True):
-                views = {row: self.view(group.layers[0], one, slice(row, row + 1), one.start) for row, one in new}
-                result.append(group.next_spans(of_group, NextRows(before, views, at)))
-        else:
-            result = self.spans(spans, slice(0, len(at)))
-        self._last = self.changes, tables, result
-        return result
-
     def view(self, layer: int, span: Span, rows: slice, position: int) -> SpanView:
         """Return a view of `rows` of `span`, which start at `position`. It serves all layers in the layer's group."""
         group, table, growth = self._of(layer, span)
@@ -347,8 +315,9 @@ class KVStore:
 
     def _of(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Growth]:
         index = self._group_of[layer]
-        group, table = self.groups[index], span.sequence.tables[index]
-        return group, table, span.growth[index] if span.growth else table.unchanged(span.start // self.shape.block_size)
+        table, first = span.sequence.tables[index], span.start // self.shape.block_size
+        slots = {} if table.current is None else {first: table.current}  # of a step that changes no table
+        return self.groups[index], table, span.growth[index] if span.growth else Growth(slots, {}, [])
 
     def commit(self, span: Span, kept: int | None = None) -> None:
         """Keep the first `kept` tokens of `span` (None: all, as for every prompt) and discard the others.
@@ -376,8 +345,7 @@ class KVStore:
             growth, span.growth = span.growth, []
             for group, table, grown in zip(self.groups, span.sequence.tables, growth, strict=True):
                 group.commit(table, grown, length)
-            ends = [group.steady_end(length) for group in self.groups]
-            span.sequence.steady = Steady(min(ends)) if span.is_step else None
+            span.sequence.steady = steady_after(self.groups, self.shape.block_size, length) if span.is_step else None
         return damaged
 
     def _encode_filled(self, steps: Sequence[_Step]) -> dict[int, EngineError]:

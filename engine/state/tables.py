@@ -29,11 +29,6 @@ class BlockTable:
         index = number - 1 - self.dropped
         return self.quantized[index] if index >= 0 else None
 
-    def unchanged(self, number: int) -> Growth:
-        """Return the growth of a step whose rows fit into the current block, which has tokens and this number."""
-        assert self.current is not None
-        return Growth({number: self.current}, {}, [])
-
     @property
     def held(self) -> tuple[int, int]:
         """The numbers of quantized blocks and of slots."""
@@ -142,13 +137,6 @@ class TableGroup:
         self._release(table.quantized[:gone], ())
         table.quantized = table.quantized[gone:]
         table.dropped += gone
-
-    def steady_end(self, length: int) -> int:
-        n = self.block_size
-        end = length if length % n == 0 else length // n * n + n - 1
-        if self.window is not None:  # one token later, the first visible block leaves it
-            end = min(end, (self.first_visible(length) + 1) * n + self.window - 2)
-        return end
 
     def first_visible(self, length: int) -> int:
         return self.oldest_visible(length) // self.block_size

@@ -13,6 +13,7 @@ from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.kv.cache import SpanTable
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.limits import DRAFT_ROWS
+from polarlm.engine.model.forward import StepSpans
 from polarlm.engine.state.layer_shapes import FinerKind
 from polarlm.engine.state.store import KVStore, SequenceKV
 from tests.cuda.test_model_emulated import N, model_of
@@ -43,6 +44,7 @@ def packed(spans: list[Any]) -> list[Any]:
 def test_rows_of_steps_are_as_if_read_again(fixture: str, types: tuple[str, str], finer: FinerKind | None) -> None:
     """Of random schedules: sequences come, go, and change their order; rows are drafted, discarded and cut off."""
     stores, rng = [make_store(fixture, types, finer) for _ in range(2)], np.random.default_rng(3)
+    step_spans = [*map(StepSpans, stores)]
     both: list[list[SequenceKV]] = []  # a sequence in each store; the other one reads its tables before every step
 
     def grow(kvs: list[SequenceKV], count: int) -> None:
@@ -70,7 +72,7 @@ def test_rows_of_steps_are_as_if_read_again(fixture: str, types: tuple[str, str]
                 kvs[1].steady = None
             spans = [store.open_step(kvs[number], count) for kvs, count in zip(chosen, counts, strict=True)]
             steady += sum(not span.growth for span in spans) if number == 0 else 0
-            seen.append(packed(store.step_spans(spans)))
+            seen.append(packed(step_spans[number].of(spans)))
             assert seen[number] == packed(store.spans(spans, slice(0, sum(counts))))
             if is_kept:
                 store.commit_steps(spans, kept)

@@ -127,9 +127,6 @@ class ConvInputs(RecurrentState):
     def _of_step(self, views: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate([np.empty((0, 4), np.int32), *views])
 
-    def _place(self, table: np.ndarray, places: np.ndarray) -> None:
-        table[:, 1] = places
-
     def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
         if growth.buffer is None:
             return

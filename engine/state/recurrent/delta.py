@@ -202,9 +202,6 @@ class DeltaState(RecurrentState):
     def _of_step(self, views: Sequence[DeltaSpan]) -> np.ndarray:
         return np.array(views, np.int32).reshape(-1, len(DeltaSpan._fields))
 
-    def _place(self, table: np.ndarray, places: np.ndarray) -> None:
-        table[:, 1], table[:, 3] = range(len(table)), places
-
     def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
         if growth.buffer is None:
             return

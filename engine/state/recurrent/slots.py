@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.kv import NextRows
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
 from polarlm.engine.state.layer_state import BlockArrays
@@ -91,17 +90,6 @@ class RecurrentState(TableGroup):
         return self._of_step(views)
 
     def _of_step(self, views: Sequence[Any]) -> np.ndarray:
-        raise NotImplementedError
-
-    def next_spans(self, last: np.ndarray, rows: NextRows) -> np.ndarray:
-        table = last[rows.before]
-        for row, view in rows.views.items():
-            table[row] = view
-        self._place(table, rows.positions % self.block_size)
-        return table
-
-    def _place(self, table: np.ndarray, places: np.ndarray) -> None:
-        """Write to the rows (B, 4) of a step their numbers, and their places in their blocks."""
         raise NotImplementedError
 
     def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:

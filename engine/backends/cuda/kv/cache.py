@@ -5,14 +5,14 @@ Letters as in `engine.backends.ops`. A pool is uint8 (records, K, bytes); see `e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Array, Device
-from polarlm.engine.backends.kv import CacheFormat, NextRows, SpanView, table_width
+from polarlm.engine.backends.kv import CacheFormat, SpanView, table_width
 from polarlm.engine.records import Layouts
 
 
@@ -35,7 +35,6 @@ class SpanHeader(NamedTuple):
 
 
 HEADER = len(SpanHeader._fields)  # in int32
-_FIRST_ROW, _ROWS, _POSITION = map(SpanHeader._fields.index, ("first_row", "rows", "position"))
 
 
 class Buffer(NamedTuple):
@@ -136,19 +135,18 @@ class SpanTable(HostTable):
 
     table: int32 (B, HEADER + W): a `SpanHeader`, then the ids of the quantized blocks. Of two kinds, it is how many are
     finer, their ids, then the other blocks' ids. most_rows: rows of the longest span. buffer: receives the new
-    tokens of a prompt; None in a step, whose tokens go to full-precision slots. lengths: of the rows, without zeros at
-    their ends, in int32.
+    tokens of a prompt; None in a step, whose tokens go to full-precision slots. rows: without zeros at their ends.
     """
 
     most_rows: int
     buffer: PromptBuffer | CardBuffers | None
-    lengths: Sequence[int]
+    rows: Sequence[np.ndarray]
     _kinds: list[bool] = field(default_factory=list, kw_only=True)
     _tiles: dict[tuple[Device, bool, int, int], Array] = field(default_factory=dict, kw_only=True)
 
     def kinds(self) -> Collection[bool]:
         """Whether spans have quantized blocks: for some, or for some and not for others."""
-        self._kinds = self._kinds or [*np.unique(self._column("quantized") > 0).tolist()]
+        self._kinds = self._kinds or [*np.unique(self.column("quantized") > 0).tolist()]
         return self._kinds
 
     def tiles(self, device: Device, has_codes: bool, group: int, size: int) -> Array:
@@ -160,14 +158,14 @@ class SpanTable(HostTable):
         """
         key = device, has_codes, group, size
         if key not in self._tiles:
-            counts = self._column("rows") * group
-            spans = np.flatnonzero((self._column("quantized") > 0) == has_codes).tolist()
+            counts = self.column("rows") * group
+            spans = np.flatnonzero((self.column("quantized") > 0) == has_codes).tolist()
             tiles = np.array([(i, first) for i in spans for first in range(0, counts[i], size)], np.int32)
-            seen = self._column("position")[tiles[:, 0]] + np.minimum(tiles[:, 1] + size, counts[tiles[:, 0]]) // group
+            seen = self.column("position")[tiles[:, 0]] + np.minimum(tiles[:, 1] + size, counts[tiles[:, 0]]) // group
             self._tiles[key] = device.from_host(tiles[np.argsort(-seen, kind="stable")])  # these take longest
         return self._tiles[key]
 
-    def _column(self, name: str) -> np.ndarray:
+    def column(self, name: str) -> np.ndarray:
         return self.table[:, SpanHeader._fields.index(name)]
 
 
@@ -180,36 +178,30 @@ def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
 
 def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
     """The table of `spans`: of prompts in one buffer, or of a step, each with rows in at most two blocks."""
-    rows = [_row(span, block_size) for span in spans]
-    lengths = [len(row) for row in rows]
-    table = _empty(lengths)
-    for row, packed in zip(table, rows, strict=True):
-        row[: len(packed)] = packed
-    return SpanTable(table, int(table[:, _ROWS].max()), spans[0].current.buffer, lengths)
+    return _table([_row(span, block_size) for span in spans], spans[0].current.buffer)
 
 
-def next_spans(last: SpanTable, rows: NextRows, block_size: int) -> SpanTable:
+def next_spans(
+    last: SpanTable, before: Sequence[int], views: Mapping[int, SpanView], positions: np.ndarray, block_size: int
+) -> SpanTable:
     """See `KVOps.next_spans`."""
-    new = {row: _row(view, block_size) for row, view in rows.views.items()}
-    lengths = [len(new[row]) if row in new else last.lengths[before] for row, before in enumerate(rows.before)]
-    table = _empty(lengths)
-    width = min(table.shape[1], last.table.shape[1])
-    table[:, :width] = last.table[rows.before, :width]
-    for row, packed in new.items():
-        table[row] = [*packed, *[0] * (table.shape[1] - len(packed))]
-    table[:, _FIRST_ROW], table[:, _POSITION] = range(len(table)), rows.positions
-    return SpanTable(table, 1, None, lengths)
+    rows = [_row(views[row], block_size) if old < 0 else last.rows[old] for row, old in enumerate(before)]
+    spans = _table(rows, None)
+    spans.column("first_row")[:], spans.column("position")[:] = range(len(rows)), positions
+    return spans
 
 
-def _empty(lengths: Sequence[int]) -> np.ndarray:
-    """A table for rows of so many int32."""
-    return np.zeros((len(lengths), HEADER + table_width(max(lengths) - HEADER)), np.int32)
+def _table(rows: Sequence[np.ndarray], buffer: PromptBuffer | CardBuffers | None) -> SpanTable:
+    lengths = [*map(len, rows)]
+    table = np.zeros((len(rows), HEADER + table_width(max(lengths) - HEADER)), np.int32)
+    for whole, row, length in zip(table, rows, lengths, strict=True):
+        whole[:length] = row
+    return SpanTable(table, int(table[:, SpanHeader._fields.index("rows")].max()), buffer, rows)
 
 
-def _row(span: SpanView, block_size: int) -> list[int]:
+def _row(span: SpanView, block_size: int) -> np.ndarray:
     """A row of a `SpanTable`, without the zeros at its end."""
     assert len(span.following) <= 1
-    ids = span.table if span.finer is None else [len(span.finer), *span.finer, *span.table]
     header = SpanHeader(
         first_row=span.rows.start,
         rows=span.rows.stop - span.rows.start,
@@ -222,4 +214,5 @@ def _row(span: SpanView, block_size: int) -> list[int]:
         # The blocks of a buffer are consecutive; in a step the next block is any slot.
         next=span.following[0] if span.following else span.current.block + 1,
     )
-    return [*header, *ids]
+    kinds = () if span.finer is None else (len(span.finer), *span.finer)
+    return np.array((*header, *kinds, *span.table), np.int32)
