@@ -140,7 +140,7 @@ class SpanTable(HostTable):
 
     most_rows: int
     buffer: PromptBuffer | CardBuffers | None
-    rows: Sequence[np.ndarray]
+    rows: Sequence[np.ndarray] = ()
     _kinds: list[bool] = field(default_factory=list, kw_only=True)
     _tiles: dict[tuple[Device, bool, int, int], Array] = field(default_factory=dict, kw_only=True)
 
