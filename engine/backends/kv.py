@@ -155,8 +155,8 @@ class KVOps(Protocol):
 
     @property
     def next_spans(self) -> Callable[..., Spans] | None:
-        """next_spans(last, before, views, positions, block_size): `spans` of a step of one row a sequence. Row i has the
-        blocks of row before[i] in `last`, the last such step, or is views[i] if that is −1. None: `spans` is as cheap."""
+        """next_spans(last, before, views, positions, block_size): `spans` of a step with one row a sequence. Row i has
+        the blocks of row before[i] of `last`, the last one, or is views[i] if it is −1. None: `spans` is cheap."""
 
     def append_kv(self, cache: Cache, spans: Spans, k: Array, v: Array) -> None:
         """Write rows of k, v (T, K, D), from `transform_heads`, into each span's `current` at their positions."""
