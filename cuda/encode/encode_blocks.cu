@@ -1,7 +1,7 @@
 // The op `encode_blocks`: quantizes complete blocks. Full-precision records become records of codes, which are chosen
 // as engine/quantization/encode.py and `Codec.encode` choose them.
 //
-// sides (rows, 9): addresses, a SideArrays in each row. The first `keys` rows are keys of a layer, the others values.
+// sides (rows, 10): addresses, a SideArrays in each row. The first `keys` rows are keys of a layer, the others values.
 // jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. Keys come first: rounded
 // with several norms they have the most fronts, and what takes longest should not begin last. The arrays of a side:
 //   quantized (blocks, K, NBYTES), full (slots, K, bytes)     pools of records
@@ -31,7 +31,7 @@
 // TILT_HIGH, least and largest ratio of a tilted norm to the norm of least squares; NORM_FACTORS, a list of floats:
 // norms to round keys with, over the rms; PATH_NORMS, how many of them are tried for PATHS.
 // PRECOND: full-precision records are finite; pools aligned to 128 bytes, other arrays to 16.
-// JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, fitting.cuh, rounding.cuh, path_search.cuh, paths.cuh.
+// JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, tilt.cuh, fitting.cuh, rounding.cuh, path_search.cuh, paths.cuh.
 
 template <class Codec, class L, class Full>
 __device__ __forceinline__ void encode_block(const Move<L, Full> &move) {

@@ -71,28 +71,15 @@ struct NormFit {
         for (int i = 0; i < SUMS; ++i) partial[(share * SUMS + i) * TOKENS + token] = sums[i];
     }
 
-    // The norm of least cost, and that cost if norms are tilted.
-    struct Fitted {
-        float norm, cost;
-    };
-
     // From those sums: by the metric, or for the queries where norms are tilted.
     __device__ __forceinline__ Fitted operator()(float size, int t) const {
-        const auto quotient = [](float above, float below) { return below > 0.0f ? above / below : 1.0f; };
         float s[SUMS] = {};
 #pragma unroll 2
         for (int c = 0; c < SHARES; ++c)
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) s[i] += partial[(c * SUMS + i) * TOKENS + t];
         if (!cost.mean) return {fmaxf(quotient(s[0] * size, s[1] * size * size) * size, 0.0f), 0.0f};
-        // What is read back with this size is a − e. With another one, r times as large, the error is (1 − r)·a + r·e.
-        const float ae = s[0], ee = s[1], aa = s[2], root = sqrtf(float(D));
-        const float lean_a = (aa - s[3] * s[3]) / root + s[3], lean_e = (ae - s[3] * s[4]) / root + s[4];
-        const float with_a = aa - ae + lean_a * (lean_a - lean_e), with_e = ae - ee + lean_e * (lean_a - lean_e);
         const float plain = quotient(s[5] * size, s[6] * size * size);
-        const float ratio = fminf(fmaxf(quotient(with_a, with_a - with_e), TILT_LOW * plain), TILT_HIGH * plain);
-        const float rest = 1.0f - ratio, lean = rest * lean_a + ratio * lean_e;
-        return {fmaxf(ratio * size, 0.0f),
-                rest * (rest * aa + 2.0f * ratio * ae) + ratio * ratio * ee + lean * lean};
+        return tilted(s[2], s[0], s[1], s[3], s[4], plain, sqrtf(float(D)), size);
     }
 };

@@ -8,7 +8,7 @@ struct SideArrays {
     unsigned char *quantized;
     const unsigned char *full, *tables;
     const unsigned short *candidates;
-    const float *feedback, *weights, *matrix, *mean_query, *token_feedback;
+    const float *feedback, *weights, *matrix, *mean_query, *token_feedback, *residues;
 };
 
 // The block and KV head of this CTA. Addresses are computed again at each call, which is cheaper than keeping them in
@@ -26,6 +26,11 @@ struct Move {
 
 __device__ __forceinline__ const float *at_head(const float *all, int size) {
     return all ? all + blockIdx.y * size : all;
+}
+
+template <class T>
+__device__ __forceinline__ T *area(unsigned char *shared, int offset) {
+    return reinterpret_cast<T *>(shared + offset);
 }
 
 template <int W>

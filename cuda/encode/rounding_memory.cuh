@@ -29,8 +29,3 @@ struct RounderMemory {
     static constexpr int LINKS = NEW_CODES + PAIRS * CODE_STRIDE * 2;
     static constexpr int BYTES = LINKS + (Codec::PATHS ? PAIRS * TOKENS * 4 * 2 : 0);
 };
-
-template <class T>
-__device__ __forceinline__ T *area(unsigned char *shared, int offset) {
-    return reinterpret_cast<T *>(shared + offset);
-}

@@ -107,6 +107,26 @@ def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
     return Metric(*(joined(field.name) for field in fields(Metric)))
 
 
+def residue_costs(metric: Metric) -> np.ndarray | None:
+    """Return what squares of the residues r_j = e_j + F_j·e_{<j} of pairs j cost, (K, D / 2, 4) float32: the first
+    value's square, the product of both, the second one's square, and the ridge ρ of a metric of keys. M + ρ·I is (I +
+    F)ᵀ · diag(D_j) · (I + F), so e·M·eᵀ = Σ_j r_j·D_j·r_jᵀ − ρ·e·eᵀ. None if errors are not fed back as M says.
+    """
+    second, feedback = metric.matrix.astype(np.float64), metric.feedback.astype(np.float64)
+    rest = second if metric.tilt_mean is None else _with_ridge(second)
+    ridge, pair_of = rest[:, 0, 0] - second[:, 0, 0], np.arange(second.shape[1]) // 2
+    if not feedback.any() and rest[:, pair_of[:, None] != pair_of].any():
+        return None
+    blocks = np.empty((len(second), second.shape[1] // 2, 4))
+    weighted = np.zeros_like(feedback)  # row block j: D_j · F_j
+    for number in reversed(range(blocks.shape[1])):
+        pair, after = slice(2 * number, 2 * number + 2), slice(2 * number + 2, None)
+        block = rest[:, pair, pair] - feedback[:, after, pair].swapaxes(1, 2) @ weighted[:, after, pair]
+        weighted[:, pair] = block @ feedback[:, pair]
+        blocks[:, number] = np.stack([block[:, 0, 0], block[:, 0, 1], block[:, 1, 1], ridge], axis=1)
+    return _float32(blocks)
+
+
 def without_feedback(metric: Metric) -> Metric:
     """Return the metric without error feedback between pairs: each is rounded alone, and all have the same weight."""
     return replace(metric, feedback=np.zeros_like(metric.feedback), weights=np.ones_like(metric.weights))

@@ -93,7 +93,7 @@ def arrays(side: Side, metric: Metric | None, quantized: np.ndarray, full: np.nd
     """The row of a side in the kernel's table."""
     beside = quantized, full, side.layout.record.tables if side.layout.record.tables.size else None, near(side.name)
     if metric is None:
-        return SideArrays(*beside, *5 * [None])
+        return SideArrays(*beside)
     feedback, fed = np.ascontiguousarray(metric.feedback.swapaxes(1, 2)), metric.token_feedback
     along = None if fed is None else np.ascontiguousarray(fed[0].reshape(side.shape.size, -1).T)
     return SideArrays(*beside, feedback, metric.weights, metric.matrix, metric.tilt_mean, along)

@@ -163,6 +163,29 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
         tokens //= 2
 
 
+@cache
+def encode_keys(keys: Layout) -> LaunchConfig | None:
+    """The launch of encode_keys, which rounds pairs with all norms at once; None for keys that it does not take."""
+    constants, dim, size = keys.record.constants, keys.record.geometry.head_dim, keys.record.geometry.block_size
+    if constants.get("WIDTH") != 2 or keys.record.searches_paths or dim > 128 or dim % 8:
+        return None
+    for tokens in (64, 32, 16):
+        warps = -(-tokens // 16 * len(encode.NORM_FACTORS) // 2)
+        shared = key_bytes(keys, tokens, warps)
+        if size % tokens == 0 and shared <= SHARED_BYTES:
+            return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, shared)
+    return None
+
+
+def key_bytes(keys: Layout, tokens: int, warps: int) -> int:
+    """KeyMemory::BYTES of `cuda/encode/key_memory.cuh`, as `encode_bytes` is RounderMemory::BYTES."""
+    size, dim, points = keys.record.geometry.block_size, keys.record.geometry.head_dim, keys.record.constants["POINTS"]
+    rows, groups = WARP * warps, dim // 8
+    codes = rows * dim // 2 * (1 if points <= 256 else 2) + (size * dim if tokens < size else 0)
+    arrays = 4 * dim * (tokens + 1) + 20 * size + 8 * -(-len(encode.NORM_FACTORS) // 2) + 8 * rows
+    return 128 * groups * (groups + 1) + 8 * points + codes + arrays
+
+
 def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
     """RounderMemory::BYTES of `cuda/encode/rounding_memory.cuh`, which `tests/cuda/test_encode_blocks.py` compares, for
     `tokens` tokens at once; of a codec without points, bytes of x and of a mean."""

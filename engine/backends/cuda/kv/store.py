@@ -19,7 +19,7 @@ from polarlm.engine.backends.cuda.rotation import DeviceTransform
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
-from polarlm.engine.quantization.metric import Metric
+from polarlm.engine.quantization.metric import Metric, residue_costs
 from polarlm.engine.records import Layout, Layouts
 
 _COPY_THREADS = 256  # a CTA has
@@ -112,12 +112,15 @@ class CacheOps:
         if metric is None:
             return arrays
         tokens, block_size = metric.token_feedback, layout.record.geometry.block_size
+        all_norms = metric.tilt_mean is not None and launch_configs.encode_keys(layout) is not None
+        residues = residue_costs(metric) if all_norms else None
         return arrays._replace(
             feedback=self._upload(metric.feedback.swapaxes(1, 2)),
             weights=self._upload(metric.weights if layout.record.searches_paths else None),
-            matrix=self._upload(metric.matrix),
+            matrix=self._upload(metric.matrix if residues is None else None),
             mean_query=self._upload(metric.tilt_mean),
             token_feedback=self._upload(None if tokens is None else tokens[0].reshape(block_size, block_size).T),
+            residues=self._upload(residues),
         )
 
     def _upload(self, x: np.ndarray | None) -> Array | None:
@@ -187,14 +190,28 @@ class CacheOps:
                 layer = cache, cache.pools(sources[0].buffer), moves
                 alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(layer)
         for (layouts, heads), layers in alike.items():
-            rows = [cache.keys._replace(full=full.k) for cache, full, _ in layers]
-            rows += [cache.values._replace(full=full.v) for cache, full, _ in layers]
-            pairs = 2 * [moves for _, _, moves in layers]  # for slots and for blocks of each row
-            numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
-            jobs = np.column_stack([numbers, np.concatenate(pairs)])
-            args = Addresses(rows, written=1), self._upload(jobs), len(layers), heads
+            keys = [(cache.keys._replace(full=full.k), moves) for cache, full, moves in layers]
+            values = [(cache.values._replace(full=full.v), moves) for cache, full, moves in layers]
+            by_norms = [key for key in keys if key[0].residues is not None]
+            if by_norms and (config := launch_configs.encode_keys(layouts[0])) is not None:
+                self._encode("encode_keys", config, by_norms, heads, layouts=(layouts[0], None))
+            keys = [key for key in keys if key[0].residues is None]
             config = launch_configs.encode_blocks(*layouts)
-            self._launch("encode_blocks", (len(jobs), heads), config, *args, layouts=layouts)
+            self._encode("encode_blocks", config, [*keys, *values], len(keys), heads, layouts=layouts)
+
+    def _encode(
+        self,
+        kernel: str,
+        config: LaunchConfig,
+        sides: Sequence[tuple[SideArrays, np.ndarray]],
+        *numbers: int,
+        layouts: tuple[Layout, Layout | None],
+    ) -> None:
+        """Encode blocks of sides, each with its (slot, block) pairs. numbers: the kernel's last arguments."""
+        rows = np.repeat(np.arange(len(sides), dtype=np.int32), [len(moves) for _, moves in sides])
+        jobs = np.column_stack([rows, np.concatenate([moves for _, moves in sides])])
+        args = Addresses([side for side, _ in sides], written=1), self._upload(jobs)
+        self._launch(kernel, (len(jobs), numbers[-1]), config, *args, *numbers, layouts=layouts)
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> PromptBuffer:
         format, layouts = cache.format, cache.layouts
