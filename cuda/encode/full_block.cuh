@@ -114,6 +114,19 @@ __device__ void store_mean(unsigned char *record, float *mean) {
     if (L::MEAN_BITS == 8 && threadIdx.x == 0) *reinterpret_cast<__half *>(record + L::MEAN_SCALE) = scale;
 }
 
+// The mean of a block, as it is read back from the record, to which it is written. x: room for `count` tokens.
+template <class L, int STRIDE, class Block>
+__device__ __forceinline__ void mean_of_block(float *mean, float *x, const Block &block, int count) {
+    for (int first = 0; first < L::N; first += count) {
+        load_tokens<L, 1, STRIDE>(x, block.full(), first, count);
+        __syncthreads();
+        add_tokens<L::D, 1, STRIDE>(mean, x, count, first == 0);
+        __syncthreads();
+    }
+    store_mean<L>(block.record(), mean);
+    __syncthreads();
+}
+
 // Sums of squares of channels from … to − 1 of a token, whose column of x begins at `column`: see `measure`.
 template <class L, int STRIDE>
 __device__ __forceinline__ float sum_squares(float *column, const float *mean, int from, int to, bool clipped) {

@@ -1,374 +1,282 @@
 // Chooses codes and norms of a block of keys. Part of encode_keys.cu.
 //
-// A row is a token rounded with one of the norms; a warp has 32 rows, two tiles of 16 tokens, in the order in which
-// mma.m16n8k16 has its sums: lane 4g + t has, of every group of 8 channels, pair t of rows g and g + 8 of both tiles.
-// Channels of a group come in four steps, a pair of all rows in each; in a step a lane rounds that pair of one row, and
-// the four lanes with the same g exchange what they have rounded. An error is fed back to later channels by products:
-// after each step to its own group, after a group to all later ones. Numbers are in units of a token's rms.
+// A row is a token rounded with one of the norms, or not at all: number 0. A warp has 32 rows, two tiles of 16 tokens,
+// as mma.m16n8k16 has its sums: lane 4g + t has, of each group of 8 channels, pair t of rows g and g + 8 of both tiles.
+// The pairs of a group come one after the other. In a step a lane rounds one pair, of row t of its four, and the four
+// lanes with the same g exchange what they have rounded. Products feed errors back: after each step to the same group,
+// after a group to all later ones. Numbers are in units of a token's rms.
 //
-// What errors cost follows from the residues: M + ridge · I = (I + F)ᵀ · diagonal · (I + F), so e·Me is a sum over
-// pairs of (e + F·e)² in the blocks of the diagonal, less the ridge; e + F·e of a pair is what is left of its target
-// when it is rounded. a·Me likewise, with z = a + F·a of the token, which is computed once for all norms.
+// What errors cost follows from the residues r = e + F·e, which are what is left of targets when they are rounded: M +
+// ridge · I is (I + F)ᵀ · diagonal · (I + F), so a·Me is a sum over pairs of the residues of a and of e, in the blocks
+// of the diagonal, less the ridge. The token itself is the error of number 0.
 
-// Both parts of a lane's row g (h = 0) or g + 8 as an operand A whose columns are 8 high and 8 low parts.
-__device__ __forceinline__ void split_rows(unsigned (&a)[4], const float (&x)[4]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) split_halves(a[h], a[2 + h], x[2 * h], x[2 * h + 1], 1.0f);
-}
+constexpr float ALL_FACTORS[] = {NORM_FACTORS};
+constexpr int NUMBERS = 1 + sizeof ALL_FACTORS / sizeof *ALL_FACTORS;
 
-// c += rows · a tile of F, both in two parts.
-__device__ __forceinline__ void add_product(float (&c)[4], const unsigned (&a)[4], const uint2 &tile) {
-    const unsigned high[2] = {tile.x, tile.x}, low[2] = {tile.y, tile.y};
-    mma_m16n8k16_f16(c, a, high);
-    mma_m16n8k16_f16(c, a, low);
-}
+template <bool BYTES>
+struct RowCode {
+    using Type = unsigned short;
+};
+template <>
+struct RowCode<true> {
+    using Type = unsigned char;
+};
 
-// Errors of 32 rows in a group of channels.
-struct Errors {
+// Shared memory.
+template <class L, class Codec>
+struct KeyArrays {
+    static constexpr int GROUPS = L::D / 8, PAIRS = L::D / 2, ROWS = WARPS * 32, STRIDE = TOKENS + 4;
+
+    float4 residues[2][TOKENS / 16][32];  // of the tokens, of this group and the one before
+    float4 tokens[TOKENS];                // a·Ma and a·a, over rms², and a·mean_query
+    union {
+        float x[L::D * STRIDE];
+        struct {
+            // Tiles of F on and above the diagonal, row after row, in high and low parts: from channels 2t, 2t + 1 of a
+            // group to channel g of another one.
+            uint2 feedback[GROUPS * (GROUPS + 1) / 2][32];
+            typename RowCode<Codec::POINTS <= 256>::Type codes[PAIRS][ROWS];
+        } rows;
+    };
+    float2 points[Codec::POINTS], fitted[ROWS];  // fitted: norm, cost
+    float mean[L::D], sizes[L::N], inverses[L::N], norms[L::N], factors[(NUMBERS + 3) / 4 * 4];
+    unsigned short codes[L::N * PAIRS];
+};
+
+// Numbers of 32 rows in a group of channels as operands A, whose columns are 8 high and 8 low parts.
+struct Split {
     unsigned a[2][4];
 
-    __device__ __forceinline__ explicit Errors(const float (&errors)[2][4]) {
+    __device__ __forceinline__ explicit Split(const float (&x)[2][4]) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m) split_rows(a[m], errors[m]);
+        for (int r = 0; r < 4; ++r)
+            split_halves(a[r / 2][r % 2], a[r / 2][r % 2 + 2], x[r / 2][r % 2 * 2], x[r / 2][r % 2 * 2 + 1], 1.0f);
     }
+    // targets += these numbers · a tile of F.
     __device__ __forceinline__ void feed(float (&targets)[2][4], const uint2 &tile) const {
+        const unsigned high[2] = {tile.x, tile.x}, low[2] = {tile.y, tile.y};
 #pragma unroll
-        for (int m = 0; m < 2; ++m) add_product(targets[m], a[m], tile);
+        for (int m = 0; m < 2; ++m) mma_m16n8k16_f16(targets[m], a[m], high), mma_m16n8k16_f16(targets[m], a[m], low);
     }
 };
 
 template <class L, class Codec, class Block>
 struct KeyRounder {
-    using R = KeyMemory<L, Codec>;
-    static constexpr int D = L::D, GROUPS = R::GROUPS, PAIRS = R::PAIRS, ROWS = R::ROWS, SUMS = 5;
+    using Arrays = KeyArrays<L, Codec>;
+    static constexpr int D = L::D, GROUPS = Arrays::GROUPS, PAIRS = Arrays::PAIRS, SUMS = 5;
     static constexpr int HELD = GROUPS > 8 ? (GROUPS + 1) / 2 : GROUPS;  // groups of targets in registers
-    static_assert(D % 8 == 0 && Codec::WIDTH == 2 && L::N % TOKENS == 0 && ROWS >= FACTORS * TOKENS, "");
+    static_assert(Codec::WIDTH == 2 && Arrays::ROWS >= NUMBERS * TOKENS, "");
 
-    unsigned char *shared;
+    Arrays &arrays;
     const Block block;
+    const int lane, t, four;           // four: the first of the lanes with the same g
+    const int row;                     // of the four rows of the lane, the one that it rounds
+    int first;                         // token of a pass
+    float factor, inverse, sums[4][SUMS];
 
-    // (TOKENS / 16, GROUPS, 32): a lane's four numbers of z; before that, tokens (TOKENS, D); at the end, codes (N,
-    // PAIRS) if the block has no more tokens.
-    __device__ __forceinline__ float4 *z() const { return area<float4>(shared, 0); }
-    // Tiles of F on and above the diagonal, row after row, 32 lanes each: errors of channels 2t, 2t + 1 of one group to
-    // channel g of another, high and low parts.
-    __device__ __forceinline__ uint2 *tiles(int from, int to) const {
-        const int tile = from * GROUPS - from * (from - 1) / 2 + to - from;
-        return area<uint2>(shared, R::FEEDBACK) + tile * 32 + threadIdx.x % 32;
-    }
-    __device__ __forceinline__ float *points() const { return area<float>(shared, R::POINTS); }
-    __device__ __forceinline__ float *mean() const { return area<float>(shared, R::MEAN); }      // (D)
-    __device__ __forceinline__ float *sizes() const { return area<float>(shared, R::SIZES); }    // (N): rms
-    __device__ __forceinline__ float *inverses() const { return sizes() + L::N; }                // (N): 1 / rms, or 0
-    __device__ __forceinline__ float *along() const { return sizes() + 2 * L::N; }               // (N): a·μ
-    __device__ __forceinline__ float *weight() const { return sizes() + 3 * L::N; }              // (N): a·Ma, over rms²
-    __device__ __forceinline__ float *norms() const { return sizes() + 4 * L::N; }               // (N): to be stored
-    __device__ __forceinline__ float *factors() const { return sizes() + 5 * L::N; }             // (FACTORS)
-    __device__ __forceinline__ float2 *fitted() const { return area<float2>(shared, R::FITTED); }  // (ROWS): norm, cost
-    __device__ __forceinline__ typename R::Code *row_codes() const {  // (PAIRS, ROWS)
-        return area<typename R::Code>(shared, R::ROW_CODES);
-    }
-    __device__ __forceinline__ unsigned short *codes() const { return area<unsigned short>(shared, R::CODES); }
+    __device__ __forceinline__ KeyRounder(unsigned char *shared, const Block &block)
+        : arrays(*reinterpret_cast<Arrays *>(shared)), block(block), lane(threadIdx.x % 32), t(lane % 4),
+          four(lane - t), row(threadIdx.x / 32 * 32 + t * 8 + lane / 4) {}
 
-    __device__ __forceinline__ float4 residue(int pair) const {
-        return __ldg(reinterpret_cast<const float4 *>(at_head(block.side->residues, PAIRS * 4)) + pair);
-    }
-
-    __device__ void encode() const {
-        load_constants();
-        const int warp = threadIdx.x / 32;
-        for (int tile = warp; tile < L::N / 16; tile += WARPS) measure(tile);
-        __syncthreads();
+    __device__ __forceinline__ void encode() {
+        prepare();
 #pragma unroll 1
-        for (int first = 0; first < L::N / 16; first += TOKENS / 16) {
-            for (int at = warp; at < TOKENS / 16 * GROUPS; at += WARPS)  // the longest sums first
-                add_up(first, at % (TOKENS / 16), GROUPS - 1 - at / (TOKENS / 16));
+        for (first = 0; first < L::N; first += TOKENS) {
+            const bool is_zero = arrays.sizes[first + row % TOKENS] == 0.0f;
+            factor = is_zero ? 0.0f : arrays.factors[min(row / TOKENS, NUMBERS - 1)];
+            inverse = factor > 0.0f ? 1.0f / factor : 0.0f;
+            round();
+            fit();
             __syncthreads();
-            if (warp < TOKENS / 16) weigh(first, warp);
-            __syncthreads();
-            round(first);
-            __syncthreads();
-            choose(first * 16);
+            choose();
             __syncthreads();
         }
-        Codec::pack(block.record(), codes(), norms(), block.side->tables, threadIdx.x, THREADS);
+        Codec::pack(block.record(), arrays.codes, arrays.norms, block.side->tables, threadIdx.x, THREADS);
     }
 
-    // The mean of the block, points, and F.
-    __device__ __forceinline__ void load_constants() const {
-        const float *table = reinterpret_cast<const float *>(block.side->tables + Codec::POINTS_F32);
-        for (int i = threadIdx.x; i < Codec::POINTS * 2; i += THREADS) points()[i] = table[i];
-        constexpr float all[] = {NORM_FACTORS};
+    // The mean of the block, the rms of its tokens, points, and F.
+    __device__ __forceinline__ void prepare() {
+        if constexpr (L::MEAN_BITS != 0) mean_of_block<L, Arrays::STRIDE>(arrays.mean, arrays.x, block, TOKENS);
+        for (int token = 0; token < L::N; token += TOKENS) {
+            load_tokens<L, 1, Arrays::STRIDE>(arrays.x, block.full(), token, TOKENS);
+            __syncthreads();
+            measure<L, Arrays::STRIDE>(arrays.sizes + token, arrays.x, arrays.mean, TOKENS, 1.0f, true);
+            __syncthreads();
+        }
+        const float2 *table = reinterpret_cast<const float2 *>(block.side->tables + Codec::POINTS_F32);
+        for (int i = threadIdx.x; i < Codec::POINTS; i += THREADS) arrays.points[i] = table[i];
+        for (int i = threadIdx.x; i < L::N; i += THREADS)
+            arrays.inverses[i] = arrays.sizes[i] > 0.0f ? 1.0f / arrays.sizes[i] : 0.0f;
+        constexpr float factors[] = {0.0f, NORM_FACTORS};
 #pragma unroll
-        for (int i = 0; i < FACTORS; ++i)
-            if (threadIdx.x == 0) factors()[i] = all[i];
-        const float *feedback = at_head(block.side->feedback, D * D);
-        const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-        for (int at = warp; at < GROUPS * GROUPS; at += WARPS) {
+        for (int i = 0; i < NUMBERS; ++i)
+            if (threadIdx.x == 0) arrays.factors[i] = factors[i];
+        for (int at = threadIdx.x / 32; at < GROUPS * GROUPS; at += WARPS) {
             const int from = at / GROUPS, to = at % GROUPS;
             if (to < from) continue;
-            const float *f = feedback + (8 * from + 2 * t) * D + 8 * to + g;
-            uint2 parts;
-            split_halves(parts.x, parts.y, f[0], f[D], 1.0f);
-            *tiles(from, to) = parts;
-        }
-        if constexpr (L::MEAN_BITS != 0) {
-            float *x = area<float>(shared, 0);
-            for (int first = 0; first < L::N; first += TOKENS) {
-                load_tokens<L, D, 1>(x, block.full(), first, TOKENS);
-                __syncthreads();
-                add_tokens<D, D, 1>(mean(), x, TOKENS, first == 0);
-                __syncthreads();
-            }
-            store_mean<L>(block.record(), mean());
+            const float *f = at_head(block.side->feedback, D * D) + (8 * from + 2 * t) * D + 8 * to + lane / 4;
+            split_halves(tile(from, to).x, tile(from, to).y, f[0], f[D], 1.0f);
         }
         __syncthreads();
     }
 
-    // Pair t of a group of tokens g and g + 8 of a tile, less the mean, clipped.
-    __device__ __forceinline__ void load(float (&x)[4], int tile, int group) const {
-        const int chunk = (tile / L::PT * L::TILES + group / 2 * L::PT + tile % L::PT) * 32 + threadIdx.x % 32;
-        const unsigned *words = reinterpret_cast<const unsigned *>(block.full()) + 4 * chunk + group % 2;
-        float centre[2] = {};
-        if constexpr (L::MEAN_BITS != 0) load_cell(centre, mean() + 8 * group + threadIdx.x % 4 * 2);
+    __device__ __forceinline__ uint2 &tile(int from, int to) const {
+        return arrays.rows.feedback[from * GROUPS - from * (from - 1) / 2 + to - from][lane];
+    }
+
+    // The number of the rows of the warp's tile m, and its place among the tiles of a pass.
+    static __device__ __forceinline__ int number_of(int m) { return (threadIdx.x / 32 * 2 + m) / (TOKENS / 16); }
+    static __device__ __forceinline__ int place_of(int m) { return (threadIdx.x / 32 * 2 + m) % (TOKENS / 16); }
+
+    // The lane's pairs of a group of channels, less the mean, clipped, over the rms.
+    __device__ __forceinline__ void load(float (&x)[2][4], int group) const {
+        float mean[2] = {};
+        if constexpr (L::MEAN_BITS != 0) load_cell(mean, arrays.mean + 8 * group + 2 * t);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const __half2 pair = as_half2(__ldg(words + 2 * h));
-            x[2 * h] = fminf(fmaxf(__low2float(pair) - centre[0], -LARGEST), LARGEST);
-            x[2 * h + 1] = fminf(fmaxf(__high2float(pair) - centre[1], -LARGEST), LARGEST);
+        for (int r = 0; r < 4; ++r) {
+            const int i = first / 16 + place_of(r / 2), chunk = i / L::PT * L::TILES + group / 2 * L::PT + i % L::PT;
+            const float over_rms = arrays.inverses[16 * i + lane / 4 + r % 2 * 8];
+            const unsigned *words = reinterpret_cast<const unsigned *>(block.full()) + (chunk * 32 + lane) * 4;
+            const __half2 pair = as_half2(__ldg(words + group % 2 + r % 2 * 2));
+            x[r / 2][r % 2 * 2] = fminf(fmaxf(__low2float(pair) - mean[0], -LARGEST), LARGEST) * over_rms;
+            x[r / 2][r % 2 * 2 + 1] = fminf(fmaxf(__high2float(pair) - mean[1], -LARGEST), LARGEST) * over_rms;
         }
     }
 
-    // The same in units of the tokens' rms.
-    __device__ __forceinline__ void load_units(float (&x)[4], int tile, int group) const {
-        load(x, tile, group);
+    // Rounds the rows of this warp. Registers hold the targets of some groups at a time: first they get the feedback
+    // of all groups before.
+    __device__ __forceinline__ void round() {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] *= inverses()[16 * tile + threadIdx.x % 32 / 4 + i / 2 * 8];
-    }
-
-    __device__ __forceinline__ void measure(int tile) const {
-        const float *query = at_head(block.side->mean_query, D) + threadIdx.x % 4 * 2;
-        float squares[2] = {}, products[2] = {};
-#pragma unroll 4
-        for (int group = 0; group < GROUPS; ++group) {
-            float x[4];
-            load(x, tile, group);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                squares[i / 2] += x[i] * x[i];
-                products[i / 2] += x[i] * query[8 * group + i % 2];
-            }
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float size = sqrtf(over_lanes(squares[h]) / D), inverse = size > 0.0f ? 1.0f / size : 0.0f;
-            const float product = over_lanes(products[h]);
-            const int token = 16 * tile + threadIdx.x % 32 / 4 + 8 * h;
-            if (threadIdx.x % 4 == 0) sizes()[token] = size, inverses()[token] = inverse, along()[token] = product;
-        }
-    }
-
-    // The sum over the four lanes of a row.
-    static __device__ __forceinline__ float over_lanes(float x) {
-        x += __shfl_xor_sync(0xffffffffu, x, 1);
-        return x + __shfl_xor_sync(0xffffffffu, x, 2);
-    }
-
-    // z of a group of channels.
-    __device__ __forceinline__ void add_up(int first, int tile, int group) const {
-        float sum[4];
-        load_units(sum, first + tile, group);
-#pragma unroll 2
-        for (int before = 0; before <= group; ++before) {
-            float x[4];
-            unsigned a[4];
-            load_units(x, first + tile, before);
-            split_rows(a, x);
-            add_product(sum, a, *tiles(before, group));
-        }
-        z()[(tile * GROUPS + group) * 32 + threadIdx.x % 32] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    }
-
-    __device__ __forceinline__ void weigh(int first, int tile) const {
-        const int lane = threadIdx.x % 32;
-        float cost[2] = {}, ridge = 0.0f;
-#pragma unroll 4
-        for (int group = 0; group < GROUPS; ++group) {
-            const float4 v = z()[(tile * GROUPS + group) * 32 + lane], d = residue(4 * group + lane % 4);
-            cost[0] += v.x * (d.x * v.x + 2.0f * d.y * v.y) + d.z * v.y * v.y;
-            cost[1] += v.z * (d.x * v.z + 2.0f * d.y * v.w) + d.z * v.w * v.w;
-            ridge = d.w;
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int token = 16 * (first + tile) + lane / 4 + 8 * h;
-            const float all = over_lanes(cost[h]) - (sizes()[token] > 0.0f ? ridge * D : 0.0f);
-            if (lane % 4 == 0) weight()[token] = all;
-        }
-    }
-
-    // Rounds the rows of this warp. first: the first tile of tokens.
-    __device__ __forceinline__ void round(int first) const {
-        const int lane = threadIdx.x % 32, t = lane % 4, row = threadIdx.x / 32 * 32 + t * 8 + lane / 4;  // row t of four
-        const int token = first * 16 + row % TOKENS;
-        const float factor = sizes()[token] > 0.0f ? factors()[min(row / TOKENS, FACTORS - 1)] : 0.0f;
-        const float inverse = factor > 0.0f ? 1.0f / factor : 0.0f;
-        const Nearest<Codec> nearest{points(), block.side->candidates};
-
-        float sums[4][SUMS] = {};
+        for (int i = 0; i < 4 * SUMS; ++i) sums[i / SUMS][i % SUMS] = 0.0f;
 #pragma unroll 1
         for (int start = 0; start < GROUPS; start += HELD) {
+            const int count = min(HELD, GROUPS - start);
             float targets[HELD][2][4];
 #pragma unroll
             for (int held = 0; held < HELD; ++held)
-                if (start + held < GROUPS) load_rows(targets[held], first, start + held);
-            __syncwarp();  // codes of earlier groups are there
+                if (held < count) load(targets[held], start + held);
 #pragma unroll 1
             for (int before = 0; before < start; ++before) {
-                float errors[2][4];
-                read_errors(errors, first, before, factor);
-                const Errors operand(errors);
+                const Split errors = errors_of(before);
 #pragma unroll
                 for (int held = 0; held < HELD; ++held)
-                    if (start + held < GROUPS) operand.feed(targets[held], *tiles(before, start + held));
+                    if (held < count) errors.feed(targets[held], tile(before, start + held));
             }
 #pragma unroll 1
-            for (int group = start; group < min(start + HELD, GROUPS); ++group) {
-                float x[2][4], errors[2][4] = {};
-                load_rows(x, first, group);
-                round_group(errors, targets[0], x, group, nearest, row, factor, inverse);
-                add_costs(sums, errors, targets[0], x, group);
-                const Errors operand(errors);
+            for (int done = 0; done < count; ++done) {
+                const Split errors = round_group(targets[0], start + done);
                 // Targets move up by a group, so that the loop finds its own at 0.
 #pragma unroll
-                for (int ahead = 1; ahead < HELD; ++ahead) {
-                    if (group + ahead >= min(start + HELD, GROUPS)) break;
+                for (int held = 1; held < HELD; ++held) {
+                    if (held >= count - done) break;
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) targets[ahead - 1][i / 4][i % 4] = targets[ahead][i / 4][i % 4];
-                    operand.feed(targets[ahead - 1], *tiles(group, group + ahead));
+                    for (int i = 0; i < 8; ++i) targets[held - 1][i / 4][i % 4] = targets[held][i / 4][i % 4];
+                    errors.feed(targets[held - 1], tile(start + done, start + done + held));
                 }
             }
         }
-        fit(sums, row, token, factor);
     }
 
-    // A group of channels of the warp's rows.
-    __device__ __forceinline__ void load_rows(float (&x)[2][4], int first, int group) const {
-#pragma unroll
-        for (int m = 0; m < 2; ++m) load_units(x[m], first + tile_of(m), group);
-    }
-
-    // The errors of a group of channels that the warp has rounded.
-    __device__ __forceinline__ void read_errors(float (&errors)[2][4], int first, int group, float factor) const {
-        const int lane = threadIdx.x % 32, t = lane % 4;
-        load_rows(errors, first, group);
+    // The errors of a group that is rounded.
+    __device__ __forceinline__ Split errors_of(int group) const {
+        float errors[2][4];
+        load(errors, group);
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const float of_row = __shfl_sync(0xffffffffu, factor, lane - t + r);
-            const int row = threadIdx.x / 32 * 32 + 8 * r + lane / 4;
-            const float *point = points() + 2 * row_codes()[(4 * group + t) * ROWS + row];
-#pragma unroll
-            for (int w = 0; w < 2; ++w) errors[r / 2][r % 2 * 2 + w] -= point[w] * of_row;
+            const float2 point = arrays.points[arrays.rows.codes[4 * group + t][row + 8 * (r - t)]];
+            const float norm = __shfl_sync(0xffffffffu, factor, four + r);
+            errors[r / 2][r % 2 * 2] -= point.x * norm, errors[r / 2][r % 2 * 2 + 1] -= point.y * norm;
         }
+        return Split(errors);
     }
 
-    // The warp's tile m of tokens, in those of a pass.
-    static __device__ __forceinline__ int tile_of(int m) { return (threadIdx.x / 32 * 2 + m) % (TOKENS / 16); }
-
-    // Rounds the four pairs of a group one after the other.
-    __device__ __forceinline__ void round_group(float (&errors)[2][4], float (&target)[2][4], const float (&x)[2][4],
-                                                int group, const Nearest<Codec> &nearest, int row, float factor,
-                                                float inverse) const {
-        const int t = threadIdx.x % 4, four = threadIdx.x % 32 - t;
-        const uint2 inside = *tiles(group, group);
+    // Rounds the four pairs of a group, and adds up what their errors cost.
+    __device__ __forceinline__ Split round_group(float (&target)[2][4], int group) {
+        const Nearest<Codec> nearest{&arrays.points->x, block.side->candidates};
+        float x[2][4], errors[2][4] = {};
+        load(x, group);
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-            float unit[2] = {}, rounded[2];
+            float unit[2] = {}, fresh[2][4];
 #pragma unroll
-            for (int r = 0; r < 4; ++r)
-#pragma unroll
-                for (int w = 0; w < 2; ++w) {
-                    const float aim = __shfl_sync(0xffffffffu, target[r / 2][r % 2 * 2 + w], four + step);
-                    if (t == r) unit[w] = aim * inverse;
-                }
+            for (int i = 0; i < 8; ++i) {
+                const float aim = __shfl_sync(0xffffffffu, target[i / 4][i % 4], four + step);
+                if (t == i / 2) unit[i % 2] = aim * inverse;
+            }
             const unsigned code = nearest(unit);
-            row_codes()[(4 * group + step) * ROWS + row] = static_cast<typename R::Code>(code);
-            load_cell(rounded, points() + 2 * code);
-            float fresh[2][4];
+            arrays.rows.codes[4 * group + step][row] = code;
+            const float2 point = arrays.points[code];
+            const float rounded[2] = {point.x * factor, point.y * factor};
 #pragma unroll
-            for (int r = 0; r < 4; ++r)
-#pragma unroll
-                for (int w = 0; w < 2; ++w) {
-                    const float value = __shfl_sync(0xffffffffu, rounded[w] * factor, four + r);
-                    float &error = fresh[r / 2][r % 2 * 2 + w];
-                    error = t == step ? x[r / 2][r % 2 * 2 + w] - value : 0.0f;
-                    errors[r / 2][r % 2 * 2 + w] += error;
-                }
-            if (step < 3) Errors(fresh).feed(target, inside);
+            for (int i = 0; i < 8; ++i) {
+                const float value = __shfl_sync(0xffffffffu, rounded[i % 2], four + i / 2);
+                fresh[i / 4][i % 4] = t == step ? x[i / 4][i % 4] - value : 0.0f;
+                errors[i / 4][i % 4] += fresh[i / 4][i % 4];
+            }
+            if (step < 3) Split(fresh).feed(target, tile(group, group));
         }
 #pragma unroll
-        for (int m = 0; m < 2; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) target[m][i] -= x[m][i] - errors[m][i];  // the residues
+        for (int i = 0; i < 8; ++i) target[i / 4][i % 4] -= x[i / 4][i % 4] - errors[i / 4][i % 4];  // the residues
+        add_costs(errors, target, x, group);
+        return Split(errors);
     }
 
-    // Adds up, of each row: costs of its error, of its error and the token, both without a metric, and of its error for
-    // the mean query.
-    __device__ __forceinline__ void add_costs(float (&sums)[4][SUMS], const float (&errors)[2][4],
-                                              const float (&residues)[2][4], const float (&x)[2][4],
-                                              int group) const {
-        const int lane = threadIdx.x % 32, pair = 4 * group + lane % 4;
-        const float4 d = residue(pair);
+    // Adds up for each row: e·Me and a·Me, with the ridge; e·e, a·e, e·mean_query.
+    __device__ __forceinline__ void add_costs(const float (&errors)[2][4], const float (&residues)[2][4],
+                                              const float (&x)[2][4], int group) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+            if (number_of(m) == 0)
+                arrays.residues[group % 2][place_of(m)][lane] =
+                    make_float4(residues[m][0], residues[m][1], residues[m][2], residues[m][3]);
+        __syncthreads();
+        const int pair = 4 * group + t;
+        const float4 cost = reinterpret_cast<const float4 *>(at_head(block.side->residues, PAIRS * 4))[pair];
         float query[2];
         load_cell(query, at_head(block.side->mean_query, D) + 2 * pair);
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
-            const float4 v = z()[(tile_of(m) * GROUPS + group) * 32 + lane];
-            const float of_token[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const float *a = x[m] + 2 * h, *e = errors[m] + 2 * h, *r = residues[m] + 2 * h;
-                const float r0 = d.x * r[0] + d.y * r[1], r1 = d.y * r[0] + d.z * r[1];
-                float(&sum)[SUMS] = sums[2 * m + h];
-                sum[0] += r0 * r[0] + r1 * r[1], sum[1] += r0 * of_token[2 * h] + r1 * of_token[2 * h + 1];
-                sum[2] += e[0] * e[0] + e[1] * e[1], sum[3] += e[0] * a[0] + e[1] * a[1];
-                sum[4] += e[0] * query[0] + e[1] * query[1];
-            }
+        for (int r = 0; r < 4; ++r) {
+            const float *a = x[r / 2] + r % 2 * 2, *e = errors[r / 2] + r % 2 * 2, *left = residues[r / 2] + r % 2 * 2;
+            const float4 both = arrays.residues[group % 2][place_of(r / 2)][lane];
+            const float weighted[2] = {cost.x * left[0] + cost.y * left[1], cost.y * left[0] + cost.z * left[1]};
+            sums[r][0] += weighted[0] * left[0] + weighted[1] * left[1];
+            sums[r][1] += weighted[0] * (r % 2 ? both.z : both.x) + weighted[1] * (r % 2 ? both.w : both.y);
+            sums[r][2] += e[0] * e[0] + e[1] * e[1], sums[r][3] += e[0] * a[0] + e[1] * a[1];
+            sums[r][4] += e[0] * query[0] + e[1] * query[1];
         }
     }
 
     // The norm of each row, and what it costs.
-    __device__ __forceinline__ void fit(const float (&sums)[4][SUMS], int row, int token, float factor) const {
+    __device__ __forceinline__ void fit() {
         float own[SUMS];
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i)
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const float sum = over_lanes(sums[r][i]);
-                if (r == 0 || threadIdx.x % 4 == r) own[i] = sum;
-            }
-        const float size = sizes()[token], square = size * size, ridge = residue(0).w, all = size > 0.0f ? D : 0.0f;
+        for (int i = 0; i < 4 * SUMS; ++i) {
+            float sum = sums[i / SUMS][i % SUMS];
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1), sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            if (i < SUMS || t == i / SUMS) own[i % SUMS] = sum;
+        }
+        const float size = arrays.sizes[first + row % TOKENS], square = size * size;
+        const float ridge = reinterpret_cast<const float4 *>(at_head(block.side->residues, PAIRS * 4))->w;
         const float ee = own[0] - ridge * own[2], ae = own[1] - ridge * own[3];
-        const float plain = quotient(all - own[3], all - 2.0f * own[3] + own[2]);
-        const Fitted best = tilted(weight()[token] * square, ae * square, ee * square, along()[token],
-                                   own[4] * size, plain, sqrtf(float(D)), factor * size);
-        fitted()[row] = make_float2(best.norm, best.cost);
+        if (row < TOKENS) arrays.tokens[row] = make_float4(ee, own[2], own[4] * size, 0.0f);
+        __syncthreads();
+        const float4 a = arrays.tokens[row % TOKENS];
+        const float plain = quotient(a.y - own[3], a.y - 2.0f * own[3] + own[2]);
+        const Fitted best = tilted(a.x * square, ae * square, ee * square, a.z, own[4] * size, plain, sqrtf(float(D)),
+                                   factor * size);
+        arrays.fitted[row] = make_float2(best.norm, best.cost);
     }
 
     // Keeps the codes and the norm of least cost of each token of a pass; of equal costs the first one counts.
-    __device__ __forceinline__ void choose(int first) const {
+    __device__ __forceinline__ void choose() const {
 #pragma unroll 1
         for (int i = threadIdx.x; i < TOKENS * PAIRS; i += THREADS) {
-            const int t = i % TOKENS, pair = i / TOKENS;
-            float2 best = fitted()[t];
-            int row = t;
+            int best = TOKENS + i % TOKENS;
 #pragma unroll
-            for (int number = 1; number < FACTORS; ++number) {
-                const float2 other = fitted()[number * TOKENS + t];
-                if (other.y < best.y) best = other, row = number * TOKENS + t;
-            }
-            codes()[(first + t) * PAIRS + pair] = row_codes()[pair * ROWS + row];
-            if (pair == 0) norms()[first + t] = best.x;
+            for (int other = best + TOKENS; other < NUMBERS * TOKENS; other += TOKENS)
+                if (arrays.fitted[other].y < arrays.fitted[best].y) best = other;
+            arrays.codes[(first + i % TOKENS) * PAIRS + i / TOKENS] = arrays.rows.codes[i / TOKENS][best];
+            if (i < TOKENS) arrays.norms[first + i] = arrays.fitted[best].x;
         }
     }
 };

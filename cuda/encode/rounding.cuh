@@ -33,15 +33,7 @@ struct Rounder {
         const float *table = reinterpret_cast<const float *>(move.side->tables + Codec::POINTS_F32);
 #pragma unroll 1
         for (int i = threadIdx.x; i < Codec::POINTS * W; i += THREADS) points[i] = table[i];
-        if constexpr (L::MEAN_BITS != 0) {
-            for (int first = 0; first < L::N; first += TOKENS) {
-                load_tokens<L, 1, STRIDE>(x, move.full(), first, TOKENS);
-                __syncthreads();
-                add_tokens<D, 1, STRIDE>(mean, x, TOKENS, first == 0);
-                __syncthreads();
-            }
-            store_mean<L>(move.record(), mean);
-        }
+        if constexpr (L::MEAN_BITS != 0) mean_of_block<L, STRIDE>(mean, x, move, TOKENS);
         constexpr float factors[] = {NORM_FACTORS};
         constexpr int count = sizeof factors / sizeof *factors;
         const int norms_to_try = !L::VALUES && cost.mean ? count : 1;

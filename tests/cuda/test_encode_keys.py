@@ -20,13 +20,13 @@ from tests.cuda.test_encode_blocks import BlockShape, Side, arrays, codes_of, ed
 
 @cache
 def program(side: Side, tokens: int) -> tuple[Program, int, int]:
-    """It does not compile where `launch_configs.key_bytes` is not KeyMemory::BYTES → program, threads, shared bytes."""
+    """It does not compile where `launch_configs.key_bytes` is not the size of KeyArrays → program, threads, shared bytes."""
     layout = side.layout
-    warps = -(-tokens // 16 * 5 // 2)
+    warps = -(-6 * tokens // 32)
     shared = launch_configs.key_bytes(layout, tokens, warps)
     text = source("encode_keys", layout, None, WARPS=warps, TOKENS=tokens, **launch_configs.ROUNDING)
     return (
-        Program(text + f'static_assert(KeyMemory<KeyLayout, KeyCodec>::BYTES == {shared}, "");\n'),
+        Program(text + f'static_assert(sizeof(KeyArrays<KeyLayout, KeyCodec>) == {shared}, "");\n'),
         32 * warps,
         shared,
     )

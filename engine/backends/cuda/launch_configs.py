@@ -170,7 +170,7 @@ def encode_keys(keys: Layout) -> LaunchConfig | None:
     if constants.get("WIDTH") != 2 or keys.record.searches_paths or dim > 128 or dim % 8:
         return None
     for tokens in (64, 32, 16):
-        warps = -(-tokens // 16 * len(encode.NORM_FACTORS) // 2)
+        warps = -(-tokens * (1 + len(encode.NORM_FACTORS)) // WARP)
         shared = key_bytes(keys, tokens, warps)
         if size % tokens == 0 and shared <= SHARED_BYTES:
             return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, shared)
@@ -178,12 +178,12 @@ def encode_keys(keys: Layout) -> LaunchConfig | None:
 
 
 def key_bytes(keys: Layout, tokens: int, warps: int) -> int:
-    """KeyMemory::BYTES of `cuda/encode/key_memory.cuh`, as `encode_bytes` is RounderMemory::BYTES."""
+    """Bytes of KeyArrays of `cuda/encode/key_rounding.cuh`, which `tests/cuda/test_encode_keys.py` compares."""
     size, dim, points = keys.record.geometry.block_size, keys.record.geometry.head_dim, keys.record.constants["POINTS"]
     rows, groups = WARP * warps, dim // 8
-    codes = rows * dim // 2 * (1 if points <= 256 else 2) + (size * dim if tokens < size else 0)
-    arrays = 4 * dim * (tokens + 1) + 20 * size + 8 * -(-len(encode.NORM_FACTORS) // 2) + 8 * rows
-    return 128 * groups * (groups + 1) + 8 * points + codes + arrays
+    of_rows = 128 * groups * (groups + 1) + rows * dim // 2 * (1 if points <= 256 else 2)
+    numbers = 4 * -(-(1 + len(encode.NORM_FACTORS)) // 4) + 2 * rows + 2 * points + (3 + dim // 4) * size + dim
+    return max(4 * dim * (tokens + 4), of_rows) + 80 * tokens + 4 * numbers
 
 
 def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
