@@ -1,14 +1,16 @@
-// Part of the op `encode_blocks`: keys whose codes are of pairs, by a metric, with the best of several norms, on tensor
-// cores. Codes are chosen as engine/quantization/encode.py chooses them; `encode_blocks` takes all other sides.
+// Part of the op `encode_blocks`: keys with the best of several norms for the queries that lean towards them, by a
+// metric, on tensor cores. Codes are chosen as engine/quantization/encode.py does; `encode_blocks` takes all other sides.
 //
-// sides, jobs: as encode_blocks.cu lists them, of keys alone. Of the arrays of a metric it reads `feedback`,
-// `residues`, (K, D / 2, 4): what squares of the residues of two channels cost (the first's, of both together, the
-// second's), and what is too much in that, the ridge; and `mean_query`.
-//
+// sides, jobs: as encode_blocks.cu lists them, of keys alone. It reads of the arrays of a metric: mean_query; and
+//   feedback __half (K, D / 8, D / 8, 32, 2, 2)  F in tiles of 8 × 8: those from group i of channels to group j. Lane
+//                                                4g + t has the weights from channels 2t, 2t + 1 to channel g, high
+//                                                parts, then low ones
+//   residues (K, D / 2, 4)                       of two channels: what the residue of the first one costs, both
+//                                                together, the second one; the ridge, which these costs contain,
+//                                                negative if errors are not fed back
 // Grid (count, K), block WARPS · 32, dynamic shared memory sizeof(KeyArrays).
-// DEFINES: as in encode_blocks.cu; TOKENS, 16, 32 or 64, a divisor of N; WARPS · 32 >= TOKENS ·
-// (1 + the number of norms).
-// PRECOND: D a multiple of 8, at most 128; as encode_blocks.cu.
+// DEFINES: as encode_blocks.cu; TOKENS, 16, 32 or 64, a divisor of N; WARPS · 32 >= TOKENS · (1 + the number of norms).
+// PRECOND: D a multiple of 8; as encode_blocks.cu.
 // JOINS: full_block.cuh, nearest.cuh, tilt.cuh, key_rounding.cuh.
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)

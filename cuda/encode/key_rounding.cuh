@@ -13,34 +13,26 @@
 constexpr float ALL_FACTORS[] = {NORM_FACTORS};
 constexpr int NUMBERS = 1 + sizeof ALL_FACTORS / sizeof *ALL_FACTORS;
 
-template <bool BYTES>
-struct RowCode {
-    using Type = unsigned short;
-};
+template <bool SMALL>
+struct RowCode { using Type = unsigned short; };
 template <>
-struct RowCode<true> {
-    using Type = unsigned char;
-};
+struct RowCode<true> { using Type = unsigned char; };
 
 // Shared memory.
 template <class L, class Codec>
 struct KeyArrays {
-    static constexpr int GROUPS = L::D / 8, PAIRS = L::D / 2, ROWS = WARPS * 32, STRIDE = TOKENS + 4;
+    static constexpr int CODES = L::D / Codec::WIDTH, ROWS = WARPS * 32, STRIDE = TOKENS + 4;
 
     float4 residues[2][TOKENS / 16][32];  // of the tokens, of this group and the one before
     float4 tokens[TOKENS];                // a·Ma and a·a, over rms², and a·mean_query
     union {
         float x[L::D * STRIDE];
-        struct {
-            // Tiles of F on and above the diagonal, row after row, in high and low parts: from channels 2t, 2t + 1 of a
-            // group to channel g of another one.
-            uint2 feedback[GROUPS * (GROUPS + 1) / 2][32];
-            typename RowCode<Codec::POINTS <= 256>::Type codes[PAIRS][ROWS];
-        } rows;
+        typename RowCode<Codec::POINTS <= 256>::Type row_codes[CODES][ROWS];
     };
-    float2 points[Codec::POINTS], fitted[ROWS];  // fitted: norm, cost
+    float points[Codec::POINTS * Codec::WIDTH];
+    float2 fitted[ROWS];  // norm, cost
     float mean[L::D], sizes[L::N], inverses[L::N], norms[L::N], factors[(NUMBERS + 3) / 4 * 4];
-    unsigned short codes[L::N * PAIRS];
+    unsigned short codes[L::N * CODES];
 };
 
 // Numbers of 32 rows in a group of channels as operands A, whose columns are 8 high and 8 low parts.
@@ -63,9 +55,9 @@ struct Split {
 template <class L, class Codec, class Block>
 struct KeyRounder {
     using Arrays = KeyArrays<L, Codec>;
-    static constexpr int D = L::D, GROUPS = Arrays::GROUPS, PAIRS = Arrays::PAIRS, SUMS = 5;
-    static constexpr int HELD = GROUPS > 8 ? (GROUPS + 1) / 2 : GROUPS;  // groups of targets in registers
-    static_assert(Codec::WIDTH == 2 && Arrays::ROWS >= NUMBERS * TOKENS, "");
+    static constexpr int D = L::D, W = Codec::WIDTH, GROUPS = D / 8, SUMS = 5;
+    static constexpr int PARTS = (GROUPS + 7) / 8, HELD = (GROUPS + PARTS - 1) / PARTS;  // groups of targets in registers
+    static_assert(Arrays::ROWS >= NUMBERS * TOKENS, "");
 
     Arrays &arrays;
     const Block block;
@@ -103,25 +95,23 @@ struct KeyRounder {
             measure<L, Arrays::STRIDE>(arrays.sizes + token, arrays.x, arrays.mean, TOKENS, 1.0f, true);
             __syncthreads();
         }
-        const float2 *table = reinterpret_cast<const float2 *>(block.side->tables + Codec::POINTS_F32);
-        for (int i = threadIdx.x; i < Codec::POINTS; i += THREADS) arrays.points[i] = table[i];
+        const float *table = reinterpret_cast<const float *>(block.side->tables + Codec::POINTS_F32);
+        for (int i = threadIdx.x; i < Codec::POINTS * W; i += THREADS) arrays.points[i] = table[i];
         for (int i = threadIdx.x; i < L::N; i += THREADS)
             arrays.inverses[i] = arrays.sizes[i] > 0.0f ? 1.0f / arrays.sizes[i] : 0.0f;
         constexpr float factors[] = {0.0f, NORM_FACTORS};
 #pragma unroll
         for (int i = 0; i < NUMBERS; ++i)
             if (threadIdx.x == 0) arrays.factors[i] = factors[i];
-        for (int at = threadIdx.x / 32; at < GROUPS * GROUPS; at += WARPS) {
-            const int from = at / GROUPS, to = at % GROUPS;
-            if (to < from) continue;
-            const float *f = at_head(block.side->feedback, D * D) + (8 * from + 2 * t) * D + 8 * to + lane / 4;
-            split_halves(tile(from, to).x, tile(from, to).y, f[0], f[D], 1.0f);
-        }
         __syncthreads();
     }
 
-    __device__ __forceinline__ uint2 &tile(int from, int to) const {
-        return arrays.rows.feedback[from * GROUPS - from * (from - 1) / 2 + to - from][lane];
+    __device__ __forceinline__ uint2 tile(int from, int to) const {
+        const uint2 *tiles = reinterpret_cast<const uint2 *>(at_head(block.side->feedback, D * D));
+        return __ldg(tiles + (from * GROUPS + to) * 32 + lane);
+    }
+    __device__ __forceinline__ float4 cost_of(int pair) const {
+        return __ldg(reinterpret_cast<const float4 *>(at_head(block.side->residues, D * 2)) + pair);
     }
 
     // The number of the rows of the warp's tile m, and its place among the tiles of a pass.
@@ -182,38 +172,38 @@ struct KeyRounder {
         float errors[2][4];
         load(errors, group);
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const float2 point = arrays.points[arrays.rows.codes[4 * group + t][row + 8 * (r - t)]];
-            const float norm = __shfl_sync(0xffffffffu, factor, four + r);
-            errors[r / 2][r % 2 * 2] -= point.x * norm, errors[r / 2][r % 2 * 2 + 1] -= point.y * norm;
+        for (int i = 0; i < 8; ++i) {
+            const int channel = 8 * group + 2 * t + i % 2, code = arrays.row_codes[channel / W][row + 8 * (i / 2 - t)];
+            const float norm = __shfl_sync(0xffffffffu, factor, four + i / 2);
+            errors[i / 4][i % 4] -= arrays.points[code * W + channel % W] * norm;
         }
         return Split(errors);
     }
 
-    // Rounds the four pairs of a group, and adds up what their errors cost.
+    // Rounds the pairs, or values, of a group, and adds up what their errors cost.
     __device__ __forceinline__ Split round_group(float (&target)[2][4], int group) {
-        const Nearest<Codec> nearest{&arrays.points->x, block.side->candidates};
+        const Nearest<Codec> nearest{arrays.points, block.side->candidates};
+        const bool is_fed_back = cost_of(0).w >= 0.0f;
         float x[2][4], errors[2][4] = {};
         load(x, group);
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            float unit[2] = {}, fresh[2][4];
+        for (int step = 0; step < 8 / W; ++step) {
+            float unit[W] = {}, rounded[W], fresh[2][4] = {};
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float aim = __shfl_sync(0xffffffffu, target[i / 4][i % 4], four + step);
-                if (t == i / 2) unit[i % 2] = aim * inverse;
+            for (int i = step % (2 / W); i < 8; i += 2 / W) {
+                const float aim = is_fed_back ? target[i / 4][i % 4] : x[i / 4][i % 4];
+                const float of_step = __shfl_sync(0xffffffffu, aim, four + step * W / 2);
+                if (t == i / 2) unit[i % W] = of_step * inverse;
             }
             const unsigned code = nearest(unit);
-            arrays.rows.codes[4 * group + step][row] = code;
-            const float2 point = arrays.points[code];
-            const float rounded[2] = {point.x * factor, point.y * factor};
+            arrays.row_codes[8 / W * group + step][row] = code;
+            load_cell(rounded, arrays.points + code * W);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const float value = __shfl_sync(0xffffffffu, rounded[i % 2], four + i / 2);
-                fresh[i / 4][i % 4] = t == step ? x[i / 4][i % 4] - value : 0.0f;
-                errors[i / 4][i % 4] += fresh[i / 4][i % 4];
+            for (int i = step % (2 / W); i < 8; i += 2 / W) {
+                const float value = __shfl_sync(0xffffffffu, rounded[i % W] * factor, four + i / 2);
+                if (t == step * W / 2) errors[i / 4][i % 4] = fresh[i / 4][i % 4] = x[i / 4][i % 4] - value;
             }
-            if (step < 3) Split(fresh).feed(target, tile(group, group));
+            if (step < 8 / W - 1) Split(fresh).feed(target, tile(group, group));
         }
 #pragma unroll
         for (int i = 0; i < 8; ++i) target[i / 4][i % 4] -= x[i / 4][i % 4] - errors[i / 4][i % 4];  // the residues
@@ -231,7 +221,7 @@ struct KeyRounder {
                     make_float4(residues[m][0], residues[m][1], residues[m][2], residues[m][3]);
         __syncthreads();
         const int pair = 4 * group + t;
-        const float4 cost = reinterpret_cast<const float4 *>(at_head(block.side->residues, PAIRS * 4))[pair];
+        const float4 cost = cost_of(pair);
         float query[2];
         load_cell(query, at_head(block.side->mean_query, D) + 2 * pair);
 #pragma unroll
@@ -256,7 +246,7 @@ struct KeyRounder {
             if (i < SUMS || t == i / SUMS) own[i % SUMS] = sum;
         }
         const float size = arrays.sizes[first + row % TOKENS], square = size * size;
-        const float ridge = reinterpret_cast<const float4 *>(at_head(block.side->residues, PAIRS * 4))->w;
+        const float ridge = fabsf(cost_of(0).w);
         const float ee = own[0] - ridge * own[2], ae = own[1] - ridge * own[3];
         if (row < TOKENS) arrays.tokens[row] = make_float4(ee, own[2], own[4] * size, 0.0f);
         __syncthreads();
@@ -270,12 +260,12 @@ struct KeyRounder {
     // Keeps the codes and the norm of least cost of each token of a pass; of equal costs the first one counts.
     __device__ __forceinline__ void choose() const {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < TOKENS * PAIRS; i += THREADS) {
+        for (int i = threadIdx.x; i < TOKENS * Arrays::CODES; i += THREADS) {
             int best = TOKENS + i % TOKENS;
 #pragma unroll
             for (int other = best + TOKENS; other < NUMBERS * TOKENS; other += TOKENS)
                 if (arrays.fitted[other].y < arrays.fitted[best].y) best = other;
-            arrays.codes[(first + i % TOKENS) * PAIRS + i / TOKENS] = arrays.rows.codes[i / TOKENS][best];
+            arrays.codes[(first + i % TOKENS) * Arrays::CODES + i / TOKENS] = arrays.row_codes[i / TOKENS][best];
             if (i < TOKENS) arrays.norms[first + i] = arrays.fitted[best].x;
         }
     }

@@ -107,24 +107,26 @@ def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
     return Metric(*(joined(field.name) for field in fields(Metric)))
 
 
-def residue_costs(metric: Metric) -> np.ndarray | None:
-    """Return what squares of the residues r_j = e_j + F_j·e_{<j} of pairs j cost, (K, D / 2, 4) float32: the first
-    value's square, the product of both, the second one's square, and the ridge ρ of a metric of keys. M + ρ·I is (I +
-    F)ᵀ · diag(D_j) · (I + F), so e·M·eᵀ = Σ_j r_j·D_j·r_jᵀ − ρ·e·eᵀ. None if errors are not fed back as M says.
+def residue_costs(metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    """Return F (K, D, D) float32 of a tilted metric, also where errors are not fed back, and what residues r_j = e_j +
+    F_j·e_{<j} cost: M + ρ·I = (I + F)ᵀ · diag(D_j) · (I + F), so e·M·eᵀ = Σ_j r_j·D_j·r_jᵀ − ρ·e·eᵀ.
+
+    The costs are (K, D / 2, 4) float32, for two channels each: the first one's in D_j, that of both together, the
+    second one's; the ridge ρ, negative if errors are not fed back.
     """
-    second, feedback = metric.matrix.astype(np.float64), metric.feedback.astype(np.float64)
-    rest = second if metric.tilt_mean is None else _with_ridge(second)
-    ridge, pair_of = rest[:, 0, 0] - second[:, 0, 0], np.arange(second.shape[1]) // 2
-    if not feedback.any() and rest[:, pair_of[:, None] != pair_of].any():
-        return None
-    blocks = np.empty((len(second), second.shape[1] // 2, 4))
-    weighted = np.zeros_like(feedback)  # row block j: D_j · F_j
-    for number in reversed(range(blocks.shape[1])):
+    rest, width = _with_ridge(metric.matrix.astype(np.float64)), metric.matrix.shape[1] // metric.weights.shape[1]
+    ridge, is_fed_back = rest[:, 0, 0] - metric.matrix[:, 0, 0], metric.feedback.any()
+    factor = metric.feedback if is_fed_back else _block_ldl(rest, width)[0]
+    lower = factor.astype(np.float64) + np.eye(factor.shape[1])
+    costs, weighted = np.empty((len(lower), lower.shape[1] // 2, 4)), np.zeros_like(lower)
+    for number in reversed(range(costs.shape[1])):
         pair, after = slice(2 * number, 2 * number + 2), slice(2 * number + 2, None)
-        block = rest[:, pair, pair] - feedback[:, after, pair].swapaxes(1, 2) @ weighted[:, after, pair]
-        weighted[:, pair] = block @ feedback[:, pair]
-        blocks[:, number] = np.stack([block[:, 0, 0], block[:, 0, 1], block[:, 1, 1], ridge], axis=1)
-    return _float32(blocks)
+        inside = np.linalg.inv(lower[:, pair, pair])
+        block = rest[:, pair, pair] - lower[:, after, pair].swapaxes(1, 2) @ weighted[:, after, pair]
+        block = inside.swapaxes(1, 2) @ block @ inside
+        weighted[:, pair] = block @ lower[:, pair]
+        costs[:, number] = np.stack([*block.reshape(-1, 4).T[[0, 1, 3]], ridge if is_fed_back else -ridge], axis=1)
+    return factor, _float32(costs)
 
 
 def without_feedback(metric: Metric) -> Metric:

@@ -11,37 +11,42 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses
 from polarlm.engine.backends.cuda.device.kernel_source import source
+from polarlm.engine.backends.cuda.kv.store import feedback_tiles
+from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.quantization.conditioning import centre
 from polarlm.engine.quantization.encode import encode_with_metric
-from polarlm.engine.quantization.metric import Metric, residue_costs
+from polarlm.engine.quantization.metric import Metric, residue_costs, without_feedback
+from polarlm.engine.records import Layout
 from tests.cuda.programs import Program
 from tests.cuda.test_encode_blocks import BlockShape, Side, arrays, codes_of, edges, halves, metric_of
 
 
 @cache
-def program(side: Side, tokens: int) -> tuple[Program, int, int]:
-    """It does not compile where `launch_configs.key_bytes` is not the size of KeyArrays → program, threads, shared bytes."""
-    layout = side.layout
-    warps = -(-6 * tokens // 32)
-    shared = launch_configs.key_bytes(layout, tokens, warps)
-    text = source("encode_keys", layout, None, WARPS=warps, TOKENS=tokens, **launch_configs.ROUNDING)
-    return (
-        Program(text + f'static_assert(sizeof(KeyArrays<KeyLayout, KeyCodec>) == {shared}, "");\n'),
-        32 * warps,
-        shared,
-    )
+def program(layout: Layout) -> Program:
+    """It does not compile where `launch_configs.encode_keys` does not reckon with the size of KeyArrays."""
+    config = config_of(layout)
+    text = source("encode_keys", layout, None, **config.defines)
+    return Program(text + f'static_assert(sizeof(KeyArrays<KeyLayout, KeyCodec>) == {config.shared}, "");\n')
 
 
-def encoded(side: Side, x: np.ndarray, metric: Metric, tokens: int, seed: int = 0) -> np.ndarray:
+def config_of(layout: Layout) -> LaunchConfig:
+    config = launch_configs.encode_keys(layout)
+    assert config is not None
+    return config
+
+
+def encoded(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> np.ndarray:
     """x (K, B, N, D), halves as float32 → the kernel's records (K, B, bytes)."""
     heads, blocks = x.shape[:2]
     full = np.ascontiguousarray(side.layout.full.pack(codecs.get("f16").encode(x)).swapaxes(0, 1))
     out = np.zeros((blocks, heads, side.layout.nbytes), np.uint8)
-    row = arrays(side, metric, out, full)._replace(residues=residue_costs(metric), matrix=None)
+    factor, residues = residue_costs(metric)
+    tiles = np.ascontiguousarray(feedback_tiles(factor))
+    row = arrays(side, metric, out, full)._replace(feedback=tiles, residues=residues, matrix=None)
     jobs = np.stack([np.zeros(blocks), np.arange(blocks), np.arange(blocks)], axis=1).astype(np.int32)
-    kernel, threads, shared = program(side, tokens)
-    args = Addresses([row], written=1), jobs, np.int32(heads)
-    kernel.launch("encode_keys_kernel", (blocks, heads), (threads,), *args, shared=shared, seed=seed)
+    args, config = (Addresses([row], written=1), jobs, np.int32(heads)), config_of(side.layout)
+    launch = "encode_keys_kernel", (blocks, heads), (config.threads,)
+    program(side.layout).launch(*launch, *args, shared=config.shared, seed=seed)
     return out.swapaxes(0, 1)
 
 
@@ -54,10 +59,9 @@ def tilted_costs(side: Side, x: np.ndarray, fields: dict[str, np.ndarray], metri
     return (error @ matrix * error).sum(-1) + np.square((error * lean).sum(-1))
 
 
-def assert_as_good(side: Side, x: np.ndarray, tokens: int, seed: int = 0) -> None:
+def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> None:
     """Sums are added in another order than NumPy's, and products are of two halves for each number."""
-    metric = metric_of(side, len(x))
-    fields, mean = side.layout.unpack(encoded(side, x, metric, tokens, seed))
+    fields, mean = side.layout.unpack(encoded(side, x, metric, seed))
     if side.mean_bits:
         x, wanted_mean = centre(x, side.mean_bits)
         for name, field in wanted_mean.items():
@@ -71,26 +75,31 @@ def assert_as_good(side: Side, x: np.ndarray, tokens: int, seed: int = 0) -> Non
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("ring4", BlockShape(16, 16, 16, 8)),  # one group of targets in registers, and half a tile of warps
-        ("ring3.5", BlockShape(72, 32, 16, 16)),  # two, the second one smaller; a block in two parts
-        ("ring5", BlockShape(24, 32, 32, 0)),  # codes of two bytes, twelve candidates
+        ("ring4", BlockShape(16, 16, mean_bits=8)),
+        ("ring3.5", BlockShape(72, 48, mean_bits=16)),  # targets in registers in two parts; three passes
+        ("ring5", BlockShape(24, 32)),  # codes of two bytes, twelve candidates
+        ("turbo4", BlockShape(16, 16, mean_bits=8)),  # codes of single values
     ],
 )
 def test_codes_equal_those_of_numpy(rng: np.random.Generator, name: str, shape: BlockShape) -> None:
     side = Side(False, name, shape)
-    assert_as_good(side, halves(rng, 2, 2, shape.size, shape.dim, bias=0.5), shape.tokens)
+    assert_as_good(side, halves(rng, 2, 2, shape.size, shape.dim, bias=0.5), metric_of(side, 2), seed=2)
+
+
+def test_errors_that_are_not_fed_back_cost_what_they_cost(rng: np.random.Generator) -> None:
+    side = Side(False, "ring4", BlockShape(16, 16, mean_bits=8))
+    assert_as_good(side, halves(rng, 2, 2, 16, 16, bias=0.5), without_feedback(metric_of(side, 2)))
 
 
 def test_exceptional_blocks_have_the_codes_of_numpy() -> None:
-    shape = BlockShape(16, 16, 16, 8)
-    assert_as_good(Side(False, "ring4", shape), edges(shape), 16)
+    side = Side(False, "ring4", BlockShape(16, 16, mean_bits=8))
+    assert_as_good(side, edges(side.shape), metric_of(side, 1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), [("ring4", 64), ("ring5", 128)])
-def test_the_engine_s_launch_gives_the_codes_of_numpy(rng: np.random.Generator, name: str, size: int) -> None:
-    """The shapes of models, whose emulation takes a while."""
-    side = Side(False, name, BlockShape(128, size, 64, 8))
-    config = launch_configs.encode_keys(side.layout)
-    assert config is not None
-    assert_as_good(side, halves(rng, 2, 1, size, 128, bias=0.5), int(config.defines["TOKENS"]))
+@pytest.mark.parametrize(("name", "size", "dim"), [("ring4", 64, 128), ("ring5", 128, 128), ("ring3.5", 64, 256)])
+def test_codes_in_the_shapes_of_models_equal_those_of_numpy(
+    rng: np.random.Generator, name: str, size: int, dim: int
+) -> None:
+    side = Side(False, name, BlockShape(dim, size, mean_bits=8))
+    assert_as_good(side, halves(rng, 2, 1, size, dim, bias=0.5), metric_of(side, 2))

@@ -165,25 +165,20 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
 
 @cache
 def encode_keys(keys: Layout) -> LaunchConfig | None:
-    """The launch of encode_keys, which rounds pairs with all norms at once; None for keys that it does not take."""
+    """The launch of encode_keys; None for keys that it does not take. Shared memory: KeyArrays of
+    `cuda/encode/key_rounding.cuh`, whose size `tests/cuda/test_encode_keys.py` compares."""
     constants, dim, size = keys.record.constants, keys.record.geometry.head_dim, keys.record.geometry.block_size
-    if constants.get("WIDTH") != 2 or keys.record.searches_paths or dim > 128 or dim % 8:
+    if "POINTS" not in constants or keys.record.searches_paths or dim % 8:
         return None
+    points, width, numbers = constants["POINTS"], constants["WIDTH"], 1 + len(encode.NORM_FACTORS)
     for tokens in (64, 32, 16):
-        warps = -(-tokens * (1 + len(encode.NORM_FACTORS)) // WARP)
-        shared = key_bytes(keys, tokens, warps)
+        rows = -(-tokens * numbers // WARP) * WARP
+        of_rows = rows * dim // width * (1 if points <= 256 else 2)
+        floats = 20 * tokens + points * width + 2 * rows + dim + 3 * size + -(-numbers // 4) * 4
+        shared = 4 * floats + max(4 * dim * (tokens + 4), of_rows) + 2 * size * dim // width
         if size % tokens == 0 and shared <= SHARED_BYTES:
-            return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, shared)
+            return LaunchConfig({"WARPS": rows // WARP, "TOKENS": tokens, **ROUNDING}, rows, shared)
     return None
-
-
-def key_bytes(keys: Layout, tokens: int, warps: int) -> int:
-    """Bytes of KeyArrays of `cuda/encode/key_rounding.cuh`, which `tests/cuda/test_encode_keys.py` compares."""
-    size, dim, points = keys.record.geometry.block_size, keys.record.geometry.head_dim, keys.record.constants["POINTS"]
-    rows, groups = WARP * warps, dim // 8
-    of_rows = 128 * groups * (groups + 1) + rows * dim // 2 * (1 if points <= 256 else 2)
-    numbers = 4 * -(-(1 + len(encode.NORM_FACTORS)) // 4) + 2 * rows + 2 * points + (3 + dim // 4) * size + dim
-    return max(4 * dim * (tokens + 4), of_rows) + 80 * tokens + 4 * numbers
 
 
 def encode_bytes(side: Layout, tokens: int, warps: int) -> int:

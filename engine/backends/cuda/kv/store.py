@@ -112,10 +112,12 @@ class CacheOps:
         if metric is None:
             return arrays
         tokens, block_size = metric.token_feedback, layout.record.geometry.block_size
-        all_norms = metric.tilt_mean is not None and launch_configs.encode_keys(layout) is not None
-        residues = residue_costs(metric) if all_norms else None
+        feedback, residues = metric.feedback.swapaxes(1, 2), None
+        if metric.tilt_mean is not None and launch_configs.encode_keys(layout) is not None:
+            factor, residues = residue_costs(metric)
+            feedback = feedback_tiles(factor)
         return arrays._replace(
-            feedback=self._upload(metric.feedback.swapaxes(1, 2)),
+            feedback=self._upload(feedback),
             weights=self._upload(metric.weights if layout.record.searches_paths else None),
             matrix=self._upload(metric.matrix if residues is None else None),
             mean_query=self._upload(metric.tilt_mean),
@@ -190,28 +192,17 @@ class CacheOps:
                 layer = cache, cache.pools(sources[0].buffer), moves
                 alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(layer)
         for (layouts, heads), layers in alike.items():
-            keys = [(cache.keys._replace(full=full.k), moves) for cache, full, moves in layers]
-            values = [(cache.values._replace(full=full.v), moves) for cache, full, moves in layers]
-            by_norms = [key for key in keys if key[0].residues is not None]
-            if by_norms and (config := launch_configs.encode_keys(layouts[0])) is not None:
-                self._encode("encode_keys", config, by_norms, heads, layouts=(layouts[0], None))
-            keys = [key for key in keys if key[0].residues is None]
-            config = launch_configs.encode_blocks(*layouts)
-            self._encode("encode_blocks", config, [*keys, *values], len(keys), heads, layouts=layouts)
-
-    def _encode(
-        self,
-        kernel: str,
-        config: LaunchConfig,
-        sides: Sequence[tuple[SideArrays, np.ndarray]],
-        *numbers: int,
-        layouts: tuple[Layout, Layout | None],
-    ) -> None:
-        """Encode blocks of sides, each with its (slot, block) pairs. numbers: the kernel's last arguments."""
-        rows = np.repeat(np.arange(len(sides), dtype=np.int32), [len(moves) for _, moves in sides])
-        jobs = np.column_stack([rows, np.concatenate([moves for _, moves in sides])])
-        args = Addresses([side for side, _ in sides], written=1), self._upload(jobs)
-        self._launch(kernel, (len(jobs), numbers[-1]), config, *args, *numbers, layouts=layouts)
+            layers.sort(key=lambda layer: layer[0].keys.residues is None)
+            rows = [cache.keys._replace(full=full.k) for cache, full, _ in layers]
+            rows += [cache.values._replace(full=full.v) for cache, full, _ in layers]
+            pairs = 2 * [moves for _, _, moves in layers]  # for slots and for blocks of each row
+            numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
+            sides, jobs = Addresses(rows, written=1), self._upload(np.column_stack([numbers, np.concatenate(pairs)]))
+            first = sum(len(moves) for cache, _, moves in layers if cache.keys.residues is not None)
+            if first and (config := launch_configs.encode_keys(layouts[0])) is not None:
+                self._launch("encode_keys", (first, heads), config, sides, jobs, heads, layouts=(layouts[0], None))
+            config, grid = launch_configs.encode_blocks(*layouts), (len(numbers) - first, heads)
+            self._launch("encode_blocks", grid, config, sides, jobs[first:], len(layers), heads, layouts=layouts)
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> PromptBuffer:
         format, layouts = cache.format, cache.layouts
@@ -270,6 +261,14 @@ class CacheOps:
         moves = self._upload(np.stack([sources, targets], axis=1).astype(np.int32))
         bytes_each = to.shape[1] * to.shape[2]
         self._launch("copy_records", (len(sources),), LaunchConfig({}, _COPY_THREADS), to, pool, moves, bytes_each)
+
+
+def feedback_tiles(factor: np.ndarray) -> np.ndarray:
+    """Return F (K, D, D) in tiles, (K, D / 8, D / 8, 32, 2, 2) float16, as `cuda/encode/encode_keys.cu` has it."""
+    heads, groups = len(factor), factor.shape[1] // 8
+    high = factor.astype(np.float16)
+    parts = np.stack([high, (factor - high).astype(np.float16)]).reshape(2, heads, groups, 8, groups, 4, 2)
+    return parts.transpose(1, 4, 2, 3, 5, 0, 6).reshape(heads, groups, groups, 32, 2, 2)
 
 
 @functools.cache
