@@ -11,6 +11,9 @@ struct NormFit {
     const unsigned short *codes;
     const Cost &cost;
 
+    // Whether norms are tilted: those of keys that are not paths are fitted in key_rounding.cuh.
+    __device__ __forceinline__ bool tilts() const { return Codec::PATHS && cost.mean; }
+
     // y: the point of a token's code; a: the target; v: its error if norms are tilted, else y.
     __device__ __forceinline__ void read_back(float (&y)[W], float (&v)[W], float (&a)[W], int pair, int token,
                                               float size) const {
@@ -23,7 +26,7 @@ struct NormFit {
 #pragma unroll
         for (int w = 0; w < W; ++w) {
             const float error = x[(pair * W + w) * STRIDE + token];
-            v[w] = cost.mean ? error : y[w];
+            v[w] = tilts() ? error : y[w];
             a[w] = error + y[w] * size;
         }
     }
@@ -58,8 +61,8 @@ struct NormFit {
                     load_floats(m, cost.matrix + (top + c) * D + top);
                     const float v_c = v_m[c] + 0.5f * m[c] * v[w], a_c = a_m[c] + 0.5f * m[c] * a[w];
                     sums[0] += a[w] * v_c + v[w] * a_c, sums[1] += 2.0f * v[w] * v_c, sums[2] += 2.0f * a[w] * a_c;
-                    if (cost.mean) {
-                        const float mean = cost.mean[top + c];
+                    if constexpr (Codec::PATHS) {
+                        const float mean = cost.mean ? cost.mean[top + c] : 0.0f;
                         sums[3] += a[w] * mean, sums[4] += v[w] * mean, sums[5] += a[w] * y[w], sums[6] += y[w] * y[w];
                     }
 #pragma unroll
@@ -78,8 +81,10 @@ struct NormFit {
         for (int c = 0; c < SHARES; ++c)
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) s[i] += partial[(c * SUMS + i) * TOKENS + t];
-        if (!cost.mean) return {fmaxf(quotient(s[0] * size, s[1] * size * size) * size, 0.0f), 0.0f};
-        const float plain = quotient(s[5] * size, s[6] * size * size);
-        return tilted(s[2], s[0], s[1], s[3], s[4], plain, sqrtf(float(D)), size);
+        if constexpr (Codec::PATHS) {
+            const float plain = quotient(s[5] * size, s[6] * size * size);
+            if (tilts()) return tilted(s[2], s[0], s[1], s[3], s[4], plain, sqrtf(float(D)), size);
+        }
+        return {fmaxf(quotient(s[0] * size, s[1] * size * size) * size, 0.0f), 0.0f};
     }
 };

@@ -83,17 +83,17 @@ def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> 
 )
 def test_codes_equal_those_of_numpy(rng: np.random.Generator, name: str, shape: BlockShape) -> None:
     side = Side(False, name, shape)
-    assert_as_good(side, halves(rng, 2, 2, shape.size, shape.dim, bias=0.5), metric_of(side, 2), seed=2)
+    assert_as_good(side, halves(rng, 2, 2, shape.size, shape.dim, bias=0.5), metric_of(side, 2, tilt=True), seed=2)
 
 
 def test_errors_that_are_not_fed_back_cost_what_they_cost(rng: np.random.Generator) -> None:
     side = Side(False, "ring4", BlockShape(16, 16, mean_bits=8))
-    assert_as_good(side, halves(rng, 2, 2, 16, 16, bias=0.5), without_feedback(metric_of(side, 2)))
+    assert_as_good(side, halves(rng, 2, 2, 16, 16, bias=0.5), without_feedback(metric_of(side, 2, tilt=True)))
 
 
 def test_exceptional_blocks_have_the_codes_of_numpy() -> None:
     side = Side(False, "ring4", BlockShape(16, 16, mean_bits=8))
-    assert_as_good(side, edges(side.shape), metric_of(side, 1))
+    assert_as_good(side, edges(side.shape), metric_of(side, 1, tilt=True))
 
 
 @pytest.mark.slow
@@ -102,4 +102,4 @@ def test_codes_in_the_shapes_of_models_equal_those_of_numpy(
     rng: np.random.Generator, name: str, size: int, dim: int
 ) -> None:
     side = Side(False, name, BlockShape(dim, size, mean_bits=8))
-    assert_as_good(side, halves(rng, 2, 1, size, dim, bias=0.5), metric_of(side, 2))
+    assert_as_good(side, halves(rng, 2, 1, size, dim, bias=0.5), metric_of(side, 2, tilt=True))

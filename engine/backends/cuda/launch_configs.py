@@ -148,13 +148,12 @@ def decode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
 @cache
 def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
     """The launch of encode_blocks. Raises ValueError where a block does not fit into shared memory."""
-    size, tries_singles = keys.record.geometry.block_size, keys.record.constants.get("WIDTH") == 1
-    searches = any(side.record.searches_paths for side in (keys, values))
+    size, searches = keys.record.geometry.block_size, any(side.record.searches_paths for side in (keys, values))
     tokens = 64 if size % 64 == 0 else size
     while True:
-        # Parts of blocks need a few more registers than a multiprocessor has for 24 warps; several norms of keys that
-        # are rounded number by number need more, and so does a path search, in which eight warps have 64 tokens.
-        warps = _ENCODE_WARPS - (4 if tries_singles or searches else 2 * (tokens < size))
+        # Parts of blocks need a few more registers than a multiprocessor has for 24 warps, and a path search needs
+        # more; eight of its warps have 64 tokens.
+        warps = _ENCODE_WARPS - (4 if searches else 2 * (tokens < size))
         shared = max(encode_bytes(side, tokens, warps) for side in (keys, values))
         if shared <= SHARED_BYTES:
             return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, shared)
@@ -189,6 +188,6 @@ def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
     if "POINTS" not in constants:
         return 4 * dim * size + mean
     points, width, shares = constants["POINTS"], constants["WIDTH"], warps // -(-tokens // 32)
-    floats = dim * (tokens + 4) + shares * 7 * tokens + width * (2 * tokens + points) + 2 * size + tokens
+    floats = dim * (tokens + 4) + shares * (7 if side.record.searches_paths else 4) * tokens + width * (2 * tokens + points) + 2 * size + tokens
     links = 8 * tokens * (dim // 2) if side.record.searches_paths else 0
     return 4 * floats + mean + 2 * dim // width * (size + tokens + 2) + links
