@@ -1,27 +1,29 @@
-// The op `attention` for a prompt: causal attention of the new rows of one sequence over its records, [sink | quantized
+// The op `attention` for prompts: causal attention of the new rows of each sequence over its records, [sink | quantized
 // blocks | current blocks].
 //
 // out float (T, H, D): Σ softmax(scale · q·k) v for every row and head, v as stored, times the head's factor. factors
 // (H), equal for the query heads of one KV head, or null for ones. q float: H vectors of D at q + r · q_stride for row
 // r, transformed as the keys are. keys, values (blocks, K, bytes): quantized records; full_k, full_v (slots, K, bytes):
-// the sink's records; current_k, current_v (records, K, bytes): the records of the new rows. spans: one Span. A row at
-// position p sees tokens p − window + 1 … p, or 0 … p if window is 0. sink_scores (H): read with SINK_SCORES, see
+// the sink's records; current_k, current_v (records, K, bytes): the records of the new rows. spans: a Span for each
+// sequence. tiles (tiles, 2): the index of a span, and the first of its T · GROUP rows of scores that a CTA has. A row
+// at position p sees tokens p − window + 1 … p, or 0 … p if window is 0. sink_scores (H): read with SINK_SCORES, see
 // attention.cuh.
-// Grid (ceil(T · GROUP / (WARPS · WARP_ROWS)), K), block WARPS · 32. DEFINES: GROUP (H / K), WARPS, WARP_ROWS (16 or
-// 32), SHARED (bytes of dynamic shared memory): tables of both codecs, keys and values of a part, and the queries if
-// WARP_ROWS is 32 and DP > 64; SOFTCAP (or not defined) and SINK_SCORES (0 or 1, default 0) as in attention.cuh.
+// Grid (tiles, K), block WARPS · 32. DEFINES: GROUP (H / K), WARPS, WARP_ROWS (16 or 32), SHARED (bytes of dynamic
+// shared memory): tables of both codecs, keys and values of a part, and the queries if WARP_ROWS is 32 and DP > 64;
+// SOFTCAP (or not defined) and SINK_SCORES (0 or 1, default 0) as in attention.cuh.
 // WARP_ROWS 32 reads shared memory half as often; registers and 99 KB suffice for it up to DP 64, and up to DP 128 if
 // both sides are f16 without means.
 // PRECOND: the new rows are in their records; out aligned to 16 bytes, q to 8, q_stride even. After the newest token a
 // full-precision record may hold anything, also NaN.
 //
-// A CTA has WARPS · WARP_ROWS rows of scores: row r is token r / GROUP, query head r % GROUP of the KV head. It loops
-// over the parts of blocks (PART tokens) that are visible to any of its rows. Keys and values of a part lie in shared
-// memory as in a full-precision record: a tile, an A operand of 16 rows there, serves as the B operands of two
-// products, and a lane reads both at once. Registers 0, 2 have rows 0 … 7, and 1, 3 rows 8 … 15: tokens for keys; even
-// and odd channels for values. Full-precision parts are copied; quantized parts are decoded once for all rows, some
-// tiles by each warp. A part's values are loaded while its keys are used, the next part's keys while its values are
-// used. Half of the warps decode before they multiply, the others after, so that loads overlap with computation.
+// A CTA has at most WARPS · WARP_ROWS rows of scores of a sequence: row r is token r / GROUP, query head r % GROUP of
+// the KV head. It loops over the parts of blocks (PART tokens) that are visible to any of its rows. Keys and values of
+// a part lie in shared memory as in a full-precision record: a tile, an A operand of 16 rows there, serves as the B
+// operands of two products, and a lane reads both at once. Registers 0, 2 have rows 0 … 7, and 1, 3 rows 8 … 15: tokens
+// for keys; even and odd channels for values. Full-precision parts are copied; quantized parts are decoded once for all
+// rows, some tiles by each warp. A part's values are loaded while its keys are used, the next part's keys while its
+// values are used. Half of the warps decode before they multiply, the others after, so that loads overlap with
+// computation.
 //
 // With two kinds of quantized blocks, TWO_KINDS, the parts below are read twice, in the namespaces `finer` and
 // `coarser`, and there are four arguments more. keys, values and their tables belong to the coarser blocks. Finer
@@ -54,9 +56,10 @@ __device__ __forceinline__ void overlap(Region region, int warp, const Fetch &fe
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, const unsigned char *values,
                          const unsigned char *full_k, const unsigned char *full_v, const unsigned char *current_k,
-                         const unsigned char *current_v, const int *spans, const unsigned char *key_tables,
-                         const unsigned char *value_tables, const float *factors, int span_stride, int kv_heads,
-                         int heads, long long q_stride, int window, float scale, const float *sink_scores
+                         const unsigned char *current_v, const int *spans, const int *tiles,
+                         const unsigned char *key_tables, const unsigned char *value_tables, const float *factors,
+                         int span_stride, int kv_heads, int heads, long long q_stride, int window, float scale,
+                         const float *sink_scores
 #ifdef TWO_KINDS
                          , const unsigned char *finer_keys, const unsigned char *finer_values,
                          const unsigned char *finer_key_tables, const unsigned char *finer_value_tables
@@ -64,11 +67,9 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
 ) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
-    const Span &span = span_at(spans, span_stride, 0);
+    const Span &span = span_at(spans, span_stride, tiles[2 * blockIdx.x]);
     const int position = span.position, kept_newest = position + span.rows - 1;
-    const int first = (gridDim.x - 1 - blockIdx.x) * WARPS * WARP_ROWS;  // the last rows first: they take longest
-    const int last = min(first + WARPS * WARP_ROWS, span.rows * GROUP) - 1;
-    if (first > last) return;
+    const int first = tiles[2 * blockIdx.x + 1], last = min(first + WARPS * WARP_ROWS, span.rows * GROUP) - 1;
     const VisibleParts parts(span, position + first / GROUP, position + last / GROUP, window);
     const SidePools key_pools = {keys, full_k, current_k, kv_heads};
     const SidePools value_pools = {values, full_v, current_v, kv_heads};

@@ -136,6 +136,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
     keeps_tiles: bool  # whether `load` takes matrices from `KeptTiles`
     # Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations.
     prefill_rows: int
+    pass_rows: int  # most rows of prompts that are computed together; 0 where prompts are computed one by one
 
     @property
     def host(self) -> Ops | None:

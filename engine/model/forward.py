@@ -93,14 +93,20 @@ class Transformer:
     # -- prefill ------------------------------------------------------------------------------------------------
 
     def forward_units(
-        self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None, *, by_layer: bool = False
+        self,
+        spans: Sequence[Span],
+        ids: Sequence[int],
+        outputs: int | None = None,
+        *,
+        by_layer: bool = False,
+        parts: Sequence[Span] | None = None,
     ) -> Generator[int, None, Array]:
         """Compute the new tokens `ids` of `spans`, in order, unit by unit, and append their K/V to the store.
 
         A generator, so that other work can run between units: it yields the number of rows after each unit and returns
         the hidden states of the last `outputs` rows (None: of all), (outputs, E). A unit is `prefill_rows` rows of one
         layer, or several layers if there are fewer rows; with `by_layer`, never more than one layer. It seals all
-        layers; the caller commits. Several spans must belong to one step.
+        layers; the caller commits. Several spans are a step's, or a pass's, with `parts`: see `forward_pass`.
         Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
         and the K/V of layers that are sealed together. Raises EngineError for an id without a row.
         """
@@ -108,17 +114,36 @@ class Transformer:
         x, inputs = self._embed(self._stages[0].ops.to_device(rows))
         first_output = 0 if outputs is None else len(ids) - outputs
         prefill = Prefill(self._stages, self.ops, self.store, self._layers, self._ropes, self.tap)
-        x = yield from prefill.units(x, inputs, spans, first_output, by_layer=by_layer)
+        x = yield from prefill.units(x, inputs, spans, first_output, by_layer=by_layer, parts=parts)
         return x[first_output:]
 
-    def forward(self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None) -> Array:
+    def forward(
+        self,
+        spans: Sequence[Span],
+        ids: Sequence[int],
+        outputs: int | None = None,
+        parts: Sequence[Span] | None = None,
+    ) -> Array:
         """Run `forward_units` to its end, and return what it returns."""
-        units = self.forward_units(spans, ids, outputs)
+        units = self.forward_units(spans, ids, outputs, parts=parts)
         while True:
             try:
                 next(units)
             except StopIteration as end:
                 return end.value
+
+    def forward_pass(self, spans: Sequence[Span], ids: Sequence[Sequence[int]]) -> Array:
+        """Compute prompts together, each as `forward` does, and return the hidden states (B, E) of their last rows.
+
+        spans: from `KVStore.open_pass`. ids: the new tokens of each. The last rows come after all others, which the
+        last layer can then leave out. Raises EngineError for an id without a row.
+        """
+        if len(spans) == 1:
+            return self.forward(spans, ids[0], outputs=1)
+        parts = [span.part(0, span.count - 1) for span in spans if span.count > 1]
+        parts += [span.part(span.count - 1, 1) for span in spans]
+        rows = [*chain.from_iterable(one[:-1] for one in ids), *(one[-1] for one in ids)]
+        return self.forward(spans, rows, len(spans), parts)
 
     def logits(self, hidden: Array) -> np.ndarray:
         """Return the logits (T, V) float32 of hidden states (T, E), on the host. Raises EngineError if not finite."""

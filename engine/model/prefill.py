@@ -67,19 +67,27 @@ class Prefill:
     tap: PromptTap | None
 
     def units(
-        self, x: Array, inputs: Array | None, spans: Sequence[Span], first_output: int, *, by_layer: bool
+        self,
+        x: Array,
+        inputs: Array | None,
+        spans: Sequence[Span],
+        first_output: int,
+        *,
+        by_layer: bool = False,
+        parts: Sequence[Span] | None = None,
     ) -> Generator[int, None, Array]:
         """Compute all layers for x (T, E), the embedded rows of `spans`, in place, and seal them; see
         `Transformer.forward_units`. Returns x on the last layer's device. The last layer leaves rows before
-        `first_output` as they are. inputs: the inputs of all layers (T, L·P), if any."""
+        `first_output` as they are. inputs: the inputs of all layers (T, L·P), if any. parts: the parts of `spans` in
+        the order of x; None for the spans."""
         # With a round trip, a block is encoded as a whole before any of its tokens attends.
-        count, whole = len(x), any(span.round_trip for span in spans)
+        count, whole, parts = len(x), any(span.round_trip for span in spans), parts or spans
         step = count if whole else self.ops.prefill_rows
-        ropes, of_rows = self.ropes.tables(positions(spans)), row_adapters(spans)
+        ropes, of_rows = self.ropes.tables(positions(parts)), row_adapters(parts)
         slices = units_of(count, step)
 
         def cut() -> list[_Unit]:
-            return [self._unit(spans, rows, first_output) for rows in slices]
+            return [self._unit(parts, rows, first_output) for rows in slices]
 
         units, changes = cut(), self.store.changes
         done, last = 0, (len(self.layers) - 1, len(units) - 1)
@@ -131,8 +139,9 @@ class Prefill:
         unit_rope = None if rope is None else (rope[0][rows], rope[1][rows])
         adapters = of_rows and of_rows.part(rows)
         projected = mixer.project(x[rows], unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=tap)
+        if complete:
+            self.store.seal(layer, *complete)
         for span in complete:
-            self.store.seal(layer, span)
             if span.round_trip:
                 self.store.round_trip(layer, span)
         skipped = unit.skipped if is_last else 0

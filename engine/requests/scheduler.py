@@ -59,10 +59,13 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit of work: a part of one sequence's prefill, or a step of all running sequences."""
+    """A unit of work: a part of a sequence's prefill, or a step of all running sequences.
+
+    sequences: oldest first. A unit of prefill is for the first one; prompts of the others may join it.
+    """
 
     is_prefill: bool
-    sequences: tuple[TokenSequence, ...]  # oldest first
+    sequences: tuple[TokenSequence, ...]
     fills_a_block: bool = False
 
 
@@ -115,7 +118,8 @@ class Scheduler:
         if candidate is None or not self._running:  # prefill and steps do not compete
             self._prefill_ahead = 0.0
         if candidate is not None and not in_step and (not self._running or self._prefill_is_due):
-            return Unit(True, (candidate,))
+            room = self._parallel - len(self._running)
+            return Unit(True, (candidate,) if self._prefilling is not None else tuple(self._waiting[:room]))
         self._joining = 0
         return Unit(False, tuple(self._running), self._step_fills_a_block) if self._running else None
 

@@ -59,9 +59,9 @@ class KVBlocks(TableGroup):
             format = self._shape.format(self.layers[0])
             key = format.kv_heads, format.head_dim, self.layers if self._is_shared else ()
             if key not in buffers.by_shape:
-                rows = start % self.block_size + count
-                buffers.by_shape[key] = self._ops.buffer(format, rows, as_slots=as_steps, layers=buffers.together)
-            growth.buffer = buffers.by_shape[key]
+                made = self._ops.buffer(format, buffers.rows, as_slots=as_steps, layers=buffers.together)
+                buffers.by_shape[key] = made
+            growth.buffer, growth.first = buffers.by_shape[key], buffers.first
         except BaseException:  # there is no memory for the buffer
             self.abort(growth)
             raise
@@ -73,7 +73,7 @@ class KVBlocks(TableGroup):
             slot, *following = growth.slots.values()
             current = KVLocation(None, slot)
         else:
-            current, following = KVLocation(growth.buffer, 0), []
+            current, following = KVLocation(growth.buffer, growth.first), []
         return SpanView(
             rows=rows,
             position=position,
@@ -93,19 +93,20 @@ class KVBlocks(TableGroup):
         filled = start % self.block_size
         if growth.buffer is not None and filled:
             assert table.current is not None
-            self._copy(layers, [Move(KVLocation(growth.buffer, 0), KVLocation(None, table.current), filled)])
+            begun = KVLocation(growth.buffer, growth.first)
+            self._copy(layers, [Move(begun, KVLocation(None, table.current), filled)])
 
     def seal(self, layers: Sequence[int], growth: Growth, start: int, count: int) -> list[FilledBlocks]:
         """Copy the tokens that stay in slots, and return the blocks to encode."""
         if growth.buffer is None:
             return []
         n, buffer = self.block_size, growth.buffer
-        base, moves = start // n, list[Move]()  # base: number of the buffer's first block
+        before, moves = start // n - growth.first, list[Move]()  # before: blocks that the buffer lacks
         for number, slot in growth.slots.items():
             tokens = min(n, start + count - number * n)
-            moves.append(Move(KVLocation(None, slot), KVLocation(buffer, number - base), tokens))
+            moves.append(Move(KVLocation(None, slot), KVLocation(buffer, number - before), tokens))
         self._copy(layers, moves)
-        pairs = [(block, KVLocation(buffer, number - base)) for number, block in growth.quantized.items()]
+        pairs = [(block, KVLocation(buffer, number - before)) for number, block in growth.quantized.items()]
         return self._filled(layers, pairs)
 
     def _copy(self, layers: Iterable[int], moves: Sequence[Move]) -> None:
@@ -116,7 +117,7 @@ class KVBlocks(TableGroup):
         if start >= self.block_size:  # a sequence's first block is never encoded
             with _damage_as_error():
                 tokens = start % self.block_size + count
-                self._ops.round_trip(self._cache_of_newest(layer), KVLocation(growth.buffer, 0), tokens)
+                self._ops.round_trip(self._cache_of_newest(layer), KVLocation(growth.buffer, growth.first), tokens)
 
     def _cache_of_newest(self, layer: int) -> Cache:
         """Return the cache of a layer's new blocks."""

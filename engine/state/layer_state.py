@@ -16,10 +16,13 @@ from polarlm.engine.state.tables import BlockTable, Growth
 
 @dataclass
 class Buffers:
-    """A span's buffers by (KV heads, head dim, layers): groups of one shape share one for no layers, unless others read
-    it. together: the layers that are sealed together, which have memory of their own in each buffer."""
+    """The buffers of a prompt, or of all prompts of a pass, by (KV heads, head dim, layers): groups of one shape share
+    one for no layers, unless others read it. rows: of each buffer. together: the layers that are sealed together, which
+    have memory of their own in each buffer. first: the block of a buffer that the next prompt begins with."""
 
+    rows: int
     together: int = 1
+    first: int = 0
     by_shape: dict[tuple[int, int, tuple[int, ...]], Buffer] = field(default_factory=dict)
 
 

@@ -22,9 +22,9 @@ Layers with the same window share block tables. Blocks that no later token of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric
-from polarlm.engine.state.blocks import CodeAgain
+from polarlm.engine.state.blocks import CodeAgain, OutOfBlocks
 from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
 from polarlm.engine.state.layer_shapes import LayerShape, OwnShape
@@ -71,16 +71,22 @@ class SequenceKV:
 @dataclass
 class Span:
     """`count` new tokens of a sequence, from position `start`, or rows of a step. growth: the reserved blocks, for each
-    group; empty after commit or abort. round_trip: whether attention reads the K/V encoded and decoded."""
+    group; empty after commit or abort. before: rows of the open span before these, see `part`. round_trip: whether
+    attention reads the K/V encoded and decoded."""
 
     sequence: SequenceKV
     start: int
     count: int
     growth: list[Growth]
     is_step: bool = False
+    before: int = 0
     round_trip: bool = False
     together: int = 1  # layers with K/V that are sealed together
-    unsealed: list[int] = field(default_factory=list)  # layers that wait for the others of these
+    unsealed: list[int] = field(default_factory=list)  # layers that wait for the others of these; one list for a pass
+
+    def part(self, first: int, count: int) -> Span:
+        """Rows of an open span, to be computed. The span itself is sealed and committed."""
+        return replace(self, start=self.start + first, count=count, before=first)
 
 
 def positions(spans: Sequence[Span]) -> np.ndarray:
@@ -147,6 +153,13 @@ class KVStore:
         """The groups whose state is sparse, as bits."""
         return sum(1 << index for index, group in enumerate(self.groups) if group.is_sparse)
 
+    @property
+    def pass_rows(self) -> int:
+        """The most rows of prompts in a pass, as many as a prompt may have, whose memory is planned; 0 without passes:
+        where `Ops.pass_rows` says so, and with recurrent layers."""
+        has_kv_alone = all(isinstance(group, KVBlocks) for group in self.groups)
+        return min(self.ops.pass_rows, self.plan.tokens) if has_kv_alone else 0
+
     def group_of(self, layer: int) -> int:
         """Return the number of a layer's group. The layers of a group share block tables."""
         return self._group_of[layer]
@@ -171,14 +184,42 @@ class KVStore:
         round_trip: see `Span`; the new tokens must then fit into the current block. as_steps: keep the new K/V in the
         precision of slots, as steps do.
         """
+        buffers = self._buffers([(sequence, count)], 1 if round_trip else None)
+        return self._open(sequence, count, buffers, round_trip=round_trip, as_steps=as_steps)
+
+    def open_pass(self, prompts: Sequence[tuple[SequenceKV, int]]) -> list[Span]:
+        """Open spans of prompts that are computed together, each as `open` does: of the first ones that there is room
+        for. If it raises OutOfBlocks, there is none for the first one, and nothing has changed."""
+        buffers, spans, unsealed = self._buffers(prompts), list[Span](), list[int]()
+        try:
+            for sequence, count in prompts:
+                spans.append(self._open(sequence, count, buffers, unsealed=unsealed))
+        except OutOfBlocks:
+            if not spans:
+                raise
+        except BaseException:
+            for span in spans:
+                self.abort(span)
+            raise
+        return spans
+
+    def _buffers(self, prompts: Sequence[tuple[SequenceKV, int]], together: int | None = None) -> Buffers:
+        """together: None for as many layers as are worth a launch; 1 if something changes the K/V of a layer before the
+        next one comes."""
+        n, rows, blocks = self.shape.block_size, 0, 0
+        for sequence, count in prompts:
+            end = sequence.length % n + count
+            rows, blocks = -(-rows // n) * n + end, blocks + end // n
+        kv_heads = [shape.kv_heads for shape in self.shape.kv_layers.values()]
+        return Buffers(rows, together or layers_together(self.ops.encoded_at_once, kv_heads, blocks))
+
+    def _open(self, sequence: SequenceKV, count: int, buffers: Buffers, *, as_steps: bool = False, **more: Any) -> Span:
         start, n = sequence.length, self.shape.block_size
-        kv_heads, blocks = [shape.kv_heads for shape in self.shape.kv_layers.values()], (start % n + count) // n
-        # A round trip changes the K/V of its layer before the next one comes.
-        buffers = Buffers(1 if round_trip else layers_together(self.ops.encoded_at_once, kv_heads, blocks))
         growth = self._reserve(
             sequence, lambda group, table: group.open(table, start, count, buffers, as_steps=as_steps)
         )
-        return Span(sequence, start, count, growth, round_trip=round_trip, together=buffers.together)
+        buffers.first += -(-(start % n + count) // n)
+        return Span(sequence, start, count, growth, together=buffers.together, **more)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
         """Open a span of `count` ≤ STEP_ROWS rows of a step, or `rows_of_block` if a group is sparse. If it raises
@@ -226,7 +267,7 @@ class KVStore:
     def view(self, layer: int, span: Span, rows: slice, position: int) -> SpanView:
         """Return a view of `rows` of `span`, which start at `position`. It serves all layers in the layer's group."""
         group, table, growth = self._of(layer, span)
-        return group.view(layer, table, growth, span.start, rows, position)
+        return group.view(layer, table, growth, span.start - span.before, rows, position)
 
     def begin_layer(self, layer: int, span: Span) -> None:
         """Prepare the span of a prompt for a layer's rows, and for the layers that are sealed with it."""
@@ -236,21 +277,23 @@ class KVStore:
         for group, table, growth, in_group in self._parts(span, layers):
             group.begin(in_group, table, growth, span.start)
 
-    def seal(self, layer: int, span: Span) -> None:
-        """Keep the K/V of a prompt's layer, whose rows have all been appended: `span.together` layers at once, the last
-        ones at commit, encode their complete blocks. Raises EngineError ("model_damaged") if one holds NaN or infinity
-        and the device detects it."""
+    def seal(self, layer: int, *spans: Span) -> None:
+        """Keep the K/V of a layer of a prompt, or of all prompts of a pass, whose rows have all been appended:
+        `together` layers at once, the last ones at commit, encode their complete blocks. Raises EngineError
+        ("model_damaged") if one holds NaN or infinity and the device detects it."""
         if layer not in self.shape.kv_layers:
-            self._seal(span, [layer])
+            self._seal(spans, [layer])
             return
-        span.unsealed.append(layer)
-        if len(span.unsealed) == span.together:
-            self._seal(span, span.unsealed)
+        unsealed = spans[0].unsealed
+        unsealed.append(layer)
+        if len(unsealed) == spans[0].together:
+            self._seal(spans, unsealed)
 
-    def _seal(self, span: Span, layers: list[int]) -> None:
+    def _seal(self, spans: Sequence[Span], layers: list[int]) -> None:
         filled: list[FilledBlocks] = []
-        for group, _, growth, in_group in self._parts(span, layers):
-            filled += group.seal(in_group, growth, span.start, span.count)
+        for span in spans:
+            for group, _, growth, in_group in self._parts(span, layers):
+                filled += group.seal(in_group, growth, span.start, span.count)
         if filled:
             encode(self.ops, filled)
         layers.clear()
@@ -288,8 +331,8 @@ class KVStore:
             count = span.count if count is None else count
             assert (0 if span.is_step else span.count) <= count <= span.count
             lengths.append(span.start + count)
-            if span.unsealed:
-                self._seal(span, span.unsealed)
+        if unsealed := [span for span in spans if span.unsealed]:
+            self._seal(unsealed, unsealed[0].unsealed)
         steps = [*zip(range(len(spans)), spans, lengths, strict=True)]
         damaged = self._encode_filled([step for step in steps if step[1].is_step])
         for _, span, length in steps:

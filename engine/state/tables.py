@@ -38,12 +38,13 @@ class BlockTable:
 @dataclass
 class Growth:
     """The blocks and slots that are reserved for new tokens of one block table: number of a block → id. buffer: the K/V
-    of a prompt's layer, from the start of the current block on; None for a step."""
+    of a prompt's layer, from the start of the current block on; None for a step. first: its block in the buffer."""
 
     slots: dict[int, int]  # full-precision slots; for a current block that has tokens, the slot that the table holds
     quantized: dict[int, int]  # quantized blocks, for the blocks that become complete and that later tokens see
     new_slots: list[int]  # the slots that were allocated for this growth
     buffer: Any = None
+    first: int = 0
 
 
 class TableGroup:

@@ -2,7 +2,7 @@
 
     cache = random_cache(rng, "ring4", "ring3.5", lengths=[300, 17], head_dim=64)   # a step: every sequence has one row
     cache = random_cache(rng, "ring4", "ring3.5", lengths=[300, 17], step_rows=[4, 1])   # or several
-    cache = random_cache(rng, "ring4", "ring3.5", lengths=[300], rows=200)          # a prefill of the last 200 tokens
+    cache = random_cache(rng, "ring4", "ring3.5", lengths=[300, 17], rows=[200, 9])  # prompts: their last tokens
     text = source("decode_attention", keys=cache.key_layout, values=cache.value_layout, ...)
     q = rng.standard_normal((cache.rows, heads, head_dim), np.float32)
     cache.assert_attention(out, q, window)
@@ -150,7 +150,7 @@ def random_cache(
     value_codec: str,
     lengths: Sequence[int],
     *,
-    rows: int = 1,
+    rows: Sequence[int] = (),
     step_rows: Sequence[int] | None = None,
     block_size: int = 64,
     kv_heads: int = 1,
@@ -158,14 +158,13 @@ def random_cache(
     mean_bits: int = 0,
     dropped: int = 0,
 ) -> PagedCache:
-    """Sequences of `lengths` tokens whose last `rows` are new: more than one row makes a prefill of one sequence.
+    """Sequences of `lengths` tokens.
 
-    step_rows: new tokens of each sequence in a step, instead of one.
+    rows: new tokens of each prompt. Without it a step, with one new token of each sequence, or `step_rows`.
     mean_bits: of the means of key blocks. dropped: blocks behind the sink that a sequence has lost to its window, if it
     has so many; k and v are NaN there.
     """
-    assert rows == 1 or len(lengths) == 1, "only one sequence may have several rows"
-    in_step, counts = rows == 1, step_rows or [rows] * len(lengths)
+    in_step, counts = not rows, rows or step_rows or [1] * len(lengths)
     plans = [_Plan(length, length - count, block_size, dropped) for length, count in zip(lengths, counts, strict=True)]
     spans = _spans(rng, plans, in_step)
     keys = _Side(key_codec, values=False, mean_bits=mean_bits, block_size=block_size, head_dim=head_dim)
@@ -214,10 +213,11 @@ def _spans(rng: np.random.Generator, plans: list[_Plan], in_step: bool) -> np.nd
     spans = np.full((len(plans), HEADER + 3 + max(len(plan.quantized) for plan in plans)), 1 << 28, np.int32)
     ids = iter(rng.permutation(_spare(sum(len(plan.quantized) for plan in plans))))
     slots = iter(rng.permutation(_spare(3 * len(plans))))
-    first = 0
+    first = records = 0
     for row, plan in zip(spans, plans, strict=True):
         sink = next(slots) if plan.now else -1
-        now = next(slots) if in_step else 0
+        now = next(slots) if in_step else records
+        records += plan.now_records
         behind = now + 1
         if in_step:
             behind = next(slots) if plan.now_records > 1 else 1 << 28
@@ -260,7 +260,11 @@ class _Side:
         blocks = _spare(sum(len(plan.quantized) for plan in plans))
         quantized = rng.integers(0, 256, (blocks, kv_heads, quantized_bytes), np.uint8)
         exact = np.full((_spare(3 * len(plans)), kv_heads, full_bytes), 0xFF, np.uint8)  # NaN
-        now = exact if in_step else np.full((plans[0].now_records, kv_heads, full_bytes), 0xFF, np.uint8)
+        now = (
+            exact
+            if in_step
+            else np.full((sum(plan.now_records for plan in plans), kv_heads, full_bytes), 0xFF, np.uint8)
+        )
         decoded = []
         for row, span, plan in zip(spans, headers(spans), plans, strict=True):
             x = self._vectors(rng, kv_heads, plan.length)

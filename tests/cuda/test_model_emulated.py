@@ -101,8 +101,10 @@ def model_from(
     *,
     finer: FinerKind | None = None,
     room: tuple[int, int] = (256, 4),
+    more: int = 0,
 ) -> Transformer:
-    """A model whose store has room for so many tokens and sequences, in blocks of N tokens."""
+    """A model whose store has room for so many tokens and sequences, and for `more` tokens of others, in blocks of N
+    tokens."""
     weights = load_weights(ops, config, source)
     k, v = (codecs.get(name) for name in types)
     mean_bits = 0 if types[0] == "f16" else 8
@@ -119,7 +121,7 @@ def model_from(
         factors = np.exp2(np.arange(kv_heads, dtype=np.float32) - 2)
         scale = Scale(np.concatenate([halves, halves], axis=1), factors) if mean_bits else None
         conditioning.append(Conditioning(k.rotation(d), v.rotation(d), scale))
-    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), *room, 16), conditioning)
+    store = KVStore(ops, plan_for_tokens(CacheShape(N, layers), *room, 16).larger(0, more), conditioning)
     return Transformer(ops, config, weights, store)
 
 

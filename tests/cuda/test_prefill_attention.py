@@ -10,7 +10,7 @@ import pytest
 
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device.kernel_source import source
-from polarlm.engine.records import Layout
+from polarlm.engine.backends.cuda.kv.cache import SpanTable
 from tests.cuda.caches import PagedCache, random_cache, score_defines
 from tests.cuda.programs import Program
 
@@ -22,13 +22,18 @@ def _program(text: str) -> Program:
     return Program(text)
 
 
+class OnHost:
+    """A device whose arrays are the host's."""
+
+    from_host = staticmethod(np.asarray)
+
+
 def attend(
     paged: PagedCache,
     q: np.ndarray,
     window: int = 0,
     seed: int = 0,
     warps: tuple[int, int] | None = (2, 16),
-    layouts: tuple[Layout, Layout] | None = None,
     factors: np.ndarray | None = None,
     softcap: float | None = None,
     sink_scores: np.ndarray | None = None,
@@ -36,26 +41,31 @@ def attend(
     """q (T, H + 1, D), whose last head is not part of the call → (T, H, D).
 
     warps: their number and rows, of smaller blocks than the engine's for the emulator's sake; None for the engine's.
-    layouts: None for the cache's own. factors (H,): multiply the heads of the output. sink_scores: (H,).
+    factors (H,): multiply the heads of the output. sink_scores: (H,). As in the engine, sequences without quantized
+    blocks have a launch with layouts of f16.
     """
-    keys, values = layouts or (paged.key_layout, paged.value_layout)
     rows, heads, dim = len(q), q.shape[1] - 1, q.shape[2]
-    group = heads // paged.kv_heads
+    group, spans = heads // paged.kv_heads, SpanTable(paged.spans, len(q), None)
     blocks = partial(launch_configs.prefill_blocks, *warps) if warps else launch_configs.prefill_attention
-    config, block_rows = blocks(keys, values, group)
     out = np.full((rows, heads, dim), np.nan, np.float32)
     pools = paged.keys, paged.values, paged.full_keys, paged.full_values, paged.now_keys, paged.now_values
-    tables = (layout.record.tables if layout.record.tables.size else None for layout in (keys, values))
     counts = np.int32(paged.spans.shape[1]), np.int32(paged.kv_heads), np.int32(heads), np.int64(q[0].size)
-    defines = {**config.defines, **score_defines(softcap, sink_scores)}
-    _program(source("prefill_attention", keys, values, **defines)).launch(
-        "prefill_attention_kernel",
-        (-(-rows * group // block_rows), paged.kv_heads),
-        (config.threads,),
-        *(out, q, *pools, paged.spans, *tables, factors, *counts, np.int32(window), np.float32(dim**-0.5), sink_scores),
-        shared=config.shared,
-        seed=seed,
-    )
+    scores = np.int32(window), np.float32(dim**-0.5), sink_scores
+    for has_codes in spans.kinds():
+        both = paged.key_layout, paged.value_layout
+        keys, values = both if has_codes else (layout.full for layout in both)
+        config, block_rows = blocks(keys, values, group)
+        tiles = spans.tiles(OnHost(), has_codes, group, block_rows)
+        tables = (layout.record.tables if layout.record.tables.size else None for layout in (keys, values))
+        defines = {**config.defines, **score_defines(softcap, sink_scores)}
+        _program(source("prefill_attention", keys, values, **defines)).launch(
+            "prefill_attention_kernel",
+            (len(tiles), paged.kv_heads),
+            (config.threads,),
+            *(out, q, *pools, paged.spans, tiles, *tables, factors, *counts, *scores),
+            shared=config.shared,
+            seed=seed,
+        )
     return out
 
 
@@ -72,7 +82,7 @@ def check(
     **of_cache: Any,
 ) -> None:
     """The last `rows` of `length` tokens; of_cache as for `random_cache`."""
-    paged = random_cache(rng, codec_k, codec_v, [length], rows=rows, **of_cache)
+    paged = random_cache(rng, codec_k, codec_v, [length], rows=[rows], **of_cache)
     q = rng.standard_normal((rows, paged.kv_heads * group + 1, paged.key_layout.record.geometry.head_dim), np.float32)
     for seed in seeds:
         paged.assert_attention(attend(paged, q, window, seed, warps), q[:, :-1], window)
@@ -144,12 +154,14 @@ def test_a_window_hides_older_tokens(rng: np.random.Generator, window: int, rows
     check(rng, "ring4", "turbo3", 190, rows, 2, window, [1], block_size=16, head_dim=16, dropped=dropped, mean_bits=8)
 
 
-def test_without_quantized_blocks_layouts_of_f16_give_attention(rng: np.random.Generator) -> None:
-    paged = random_cache(rng, "ring4", "ring3.5", [100], rows=60, head_dim=32)
-    q = rng.standard_normal((60, 3, 32), np.float32)
-    assert paged.headers[0].quantized == 0
-    exact = paged.key_layout.full, paged.value_layout.full
-    paged.assert_attention(attend(paged, q, layouts=exact), q[:, :-1])
+@pytest.mark.parametrize("window", [0, 40])
+def test_several_prompts_attend_each_to_itself(rng: np.random.Generator, window: int) -> None:
+    """With and without quantized blocks, from the beginning of a block and from within one, of one row and of many."""
+    lengths, rows = [70, 100, 16, 17, 90], [70, 33, 16, 1, 1]
+    paged = random_cache(rng, "ring4", "ring3.5", lengths, rows=rows, block_size=16, head_dim=32, kv_heads=2)
+    assert 0 < sum(span.quantized > 0 for span in paged.headers) < len(lengths)
+    q = rng.standard_normal((sum(rows), 5, 32), np.float32)
+    paged.assert_attention(attend(paged, q, window), q[:, :-1], window)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +182,7 @@ def test_scores_are_capped_and_sink_scores_take_part(
     warps: tuple[int, int],
 ) -> None:
     """Scores are beyond the cap; a sink is above all of them, another below."""
-    paged = random_cache(rng, codec, codec, [100], rows=45, block_size=16, head_dim=16, mean_bits=8, kv_heads=2)
+    paged = random_cache(rng, codec, codec, [100], rows=[45], block_size=16, head_dim=16, mean_bits=8, kv_heads=2)
     q = 4 * rng.standard_normal((45, 7, 16), np.float32)
     sink_scores = np.array([30, -30, 0, 2, -2, 5], np.float32) if has_sink_scores else None
     out = attend(paged, q, window, warps=warps, softcap=softcap, sink_scores=sink_scores)
@@ -181,6 +193,6 @@ def test_scores_are_capped_and_sink_scores_take_part(
 
 def test_scores_that_rise_and_fall_steeply_do_not_overflow(rng: np.random.Generator) -> None:
     """Maxima change from part to part, by more than half precision can weigh."""
-    paged = random_cache(rng, "f16", "f16", [96], rows=96, block_size=16, head_dim=16)
+    paged = random_cache(rng, "f16", "f16", [96], rows=[96], block_size=16, head_dim=16)
     q = rng.standard_normal((96, 2, 16), np.float32) * 12
     paged.assert_attention(attend(paged, q), q[:, :-1])

@@ -134,7 +134,7 @@ def test_the_youngest_is_preempted_and_keeps_its_place_in_the_queue() -> None:
     assert scheduler.preempt() is None  # the last one goes on
     assert [scheduler.schedule() for _ in range(3)] == [Unit(False, (old,))] * 3
     scheduler.remove(old)
-    assert scheduler.schedule() == Unit(True, (young,))
+    assert scheduler.schedule() == Unit(True, (young, new))
 
 
 def test_a_requeued_sequence_waits_until_another_is_removed() -> None:
@@ -146,7 +146,7 @@ def test_a_requeued_sequence_waits_until_another_is_removed() -> None:
     assert scheduler.requeue(first)
     assert [scheduler.schedule() for _ in range(3)] == [Unit(False, (old,))] * 3
     scheduler.remove(old)
-    assert scheduler.schedule() == Unit(True, (first,))
+    assert scheduler.schedule() == Unit(True, (first, second))
     assert not scheduler.requeue(first)  # no running sequence could free blocks
 
 

@@ -101,7 +101,7 @@ class Schedules(RuleBasedStateMachine):
         begin, table = len(sequence.rows), sequence.table
         rows = np.concatenate([sequence.rows, self.new_rows(count)])
         try:
-            growth = self.state.open(table, begin, count, Buffers(), as_steps=False)
+            growth = self.state.open(table, begin, count, Buffers(count), as_steps=False)
         except OutOfBlocks:
             return
         for layer in self.weights:

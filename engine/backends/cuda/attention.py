@@ -9,13 +9,11 @@ import numpy as np
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps
-from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, SpanHeader, SpanTable
+from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, SpanTable
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, result_type
 from polarlm.engine.backends.cuda.linear import input_type
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
 from polarlm.engine.weight_formats import Linear
-
-_QUANTIZED = SpanHeader._fields.index("quantized")
 
 
 class _Parameters(NamedTuple):
@@ -65,25 +63,26 @@ class AttentionOps:
     def _prefill(
         self, q: Array, cache: LayerCache, spans: SpanTable, current: Buffer, parameters: _Parameters
     ) -> Array:
-        """Attention of a prompt's rows q (T, H, D), whose K/V are in the buffer `current` → (T, H, D) float32."""
-        (rows, heads, _), kv_heads = q.shape, cache.format.kv_heads
-        group = heads // kv_heads
-        # Without quantized blocks, as in the first prompt of a sequence, the kernel for f16 records is faster.
-        has_codes = spans.table[0, _QUANTIZED] > 0
-        layouts, finer = (cache.layouts if has_codes else cache.full_layouts), (cache.finer if has_codes else None)
-        config, tile = launch_configs.prefill_attention(*layouts, group)
+        """Attention of prompts' rows q (T, H, D), whose K/V are in the buffer `current` → (T, H, D) float32."""
         out = self._device.empty(q.shape, np.float32)
-        self._launch(
-            "prefill_attention",
-            (-(-rows * group // tile), kv_heads),
-            parameters.added_to(config, out),
-            *(out, q, cache.keys.quantized, cache.values.quantized, *cache.full, *current, spans.on(self._device)),
-            *(cache.keys.tables, cache.values.tables, parameters.scale_back, spans.table.shape[1], kv_heads, heads),
-            *(row_stride(q), parameters.window, parameters.scale, parameters.sink_scores),
-            *(() if finer is None else _of_kind(finer)),
-            layouts=layouts,
-            finer=None if finer is None else finer.layouts,
-        )
+        heads, kv_heads = q.shape[1], cache.format.kv_heads
+        for has_codes in spans.kinds():
+            # Without quantized blocks, as in the first prompt of a sequence, the kernel for f16 records is faster.
+            layouts, finer = (cache.layouts, cache.finer) if has_codes else (cache.full_layouts, None)
+            config, size = launch_configs.prefill_attention(*layouts, heads // kv_heads)
+            tiles = spans.tiles(self._device, has_codes, heads // kv_heads, size)
+            self._launch(
+                "prefill_attention",
+                (tiles.shape[0], kv_heads),
+                parameters.added_to(config, out),
+                *(out, q, cache.keys.quantized, cache.values.quantized, *cache.full, *current),
+                *(spans.on(self._device), tiles, cache.keys.tables, cache.values.tables),
+                *(parameters.scale_back, spans.table.shape[1], kv_heads, heads),
+                *(row_stride(q), parameters.window, parameters.scale, parameters.sink_scores),
+                *(() if finer is None else _of_kind(finer)),
+                layouts=layouts,
+                finer=None if finer is None else finer.layouts,
+            )
         return out
 
     def _decode(

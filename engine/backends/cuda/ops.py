@@ -37,6 +37,7 @@ from polarlm.model_loaders.config import is_gated
 # weights take 9 % less time on an H100), but other sequences wait longer for their next step, and the activations of an
 # 8B model take 1 GB. A GPU with so much memory is fast enough for the one, and has room for the other.
 _ROWS, _MANY_ROWS, _LARGE_MEMORY = 2048, 8192, 40 << 30
+_PASS_ROWS = 2048  # of several prompts: the host is no limit from there on
 
 # Left free for what `memory.py` does not count: compiled kernels, graphs, libraries, fragmentation, and the
 # DEQUANTIZED_BYTES of products with packed matrices.
@@ -58,6 +59,7 @@ class CudaOps:
         self._alike = [device]  # devices that get the same kernels
         self.others: Callable[[], Sequence[CudaOps]] = tuple  # the ops of the other GPUs of this process
         self.prefill_rows = _MANY_ROWS if device.memory()[1] >= _LARGE_MEMORY else _ROWS
+        self.pass_rows = min(self.prefill_rows, _PASS_ROWS)
         self.encoded_at_once = 4 * device.processors
         launch = Launcher(device)
 

@@ -30,6 +30,7 @@ class CardsOps(CudaOps):
         self.cards, self.counts = tuple(cards), tuple(counts)
         self.name = " and ".join(card.name for card in cards)
         self.prefill_rows = min(card.prefill_rows for card in cards)
+        self.pass_rows = 0
         self.encoded_at_once = min(card.encoded_at_once for card in cards)
         devices = [card._device for card in cards]
         sizes = [(device.processors, device.shared_memory, device.overlaps) for device in devices]

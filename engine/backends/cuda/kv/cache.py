@@ -5,7 +5,7 @@ Letters as in `engine.backends.ops`. A pool is uint8 (records, K, bytes); see `e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ class Buffer(NamedTuple):
 
 
 PromptBuffer = Sequence[Buffer]  # for each of the layers that are sealed together
-CardBuffers = Mapping[Device, PromptBuffer]  # on each of several cards, for layers that are on all of them
+CardBuffers = dict[Device, PromptBuffer]  # on each of several cards, for layers that are on all of them
 
 
 class SideArrays(NamedTuple):
@@ -105,7 +105,7 @@ class LayerCache:
         """The layer's part of `buffer`, or the full-precision slots if it is None."""
         if buffer is None:
             return self.full
-        on_card = buffer[self.device] if isinstance(buffer, Mapping) else buffer
+        on_card = buffer[self.device] if isinstance(buffer, dict) else buffer
         return on_card[self.number % len(on_card)]
 
 
@@ -141,6 +141,32 @@ class SpanTable(HostTable):
 
     most_rows: int
     buffer: PromptBuffer | CardBuffers | None
+    _kinds: list[bool] = field(default_factory=list, kw_only=True)
+    _tiles: dict[tuple[Device, bool, int, int], Array] = field(default_factory=dict, kw_only=True)
+
+    def kinds(self) -> Collection[bool]:
+        """Whether spans have quantized blocks: for some, or for some and not for others."""
+        self._kinds = self._kinds or [*np.unique(self._column("quantized") > 0).tolist()]
+        return self._kinds
+
+    def tiles(self, device: Device, has_codes: bool, group: int, size: int) -> Array:
+        """The tiles of prompts' attention, int32 (tiles, 2): a span, and the first of at most `size` rows of its
+        scores.
+
+        has_codes: whether its span has quantized blocks; the other spans have tiles of their own. group: rows of scores
+        of a token.
+        """
+        key = device, has_codes, group, size
+        if key not in self._tiles:
+            counts = self._column("rows") * group
+            spans = np.flatnonzero((self._column("quantized") > 0) == has_codes).tolist()
+            tiles = np.array([(i, first) for i in spans for first in range(0, counts[i], size)], np.int32)
+            seen = self._column("position")[tiles[:, 0]] + np.minimum(tiles[:, 1] + size, counts[tiles[:, 0]]) // group
+            self._tiles[key] = device.from_host(tiles[np.argsort(-seen, kind="stable")])  # these take longest
+        return self._tiles[key]
+
+    def _column(self, name: str) -> np.ndarray:
+        return self.table[:, SpanHeader._fields.index(name)]
 
 
 def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
@@ -151,7 +177,7 @@ def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
 
 
 def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
-    """The table of `spans`: one span of a prompt, or the spans of a step, each with rows in at most two blocks."""
+    """The table of `spans`: of prompts in one buffer, or of a step, each with rows in at most two blocks."""
     assert all(len(span.following) <= 1 for span in spans)
     ids = [_ids(span) for span in spans]
     table = np.zeros((len(spans), HEADER + table_width(max(map(len, ids)))), np.int32)
