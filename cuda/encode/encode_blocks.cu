@@ -32,7 +32,7 @@
 // TILT_HIGH, least and largest ratio of a tilted norm to the norm of least squares; NORM_FACTORS, a list of floats:
 // norms to round keys with, over the rms; PATH_NORMS, how many of them are tried for PATHS.
 // PRECOND: full-precision records are finite; pools aligned to 128 bytes, other arrays to 16.
-// JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, tilt.cuh, fitting.cuh, rounding.cuh, path_search.cuh, paths.cuh.
+// JOINS: full_block.cuh, nearest.cuh, rounding_memory.cuh, fitting.cuh, rounding.cuh, path_search.cuh, paths.cuh.
 
 template <class Codec, class L, class Full>
 __device__ __forceinline__ void encode_block(const Move<L, Full> &move) {

@@ -279,7 +279,13 @@ def test_exceptional_blocks_with_a_metric_have_the_codes_of_numpy(name: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "dim", "warps"),
-    [("ring4", 64, 128, 12), ("turbo4", 64, 64, 12), ("ring4", 128, 128, 10), ("ring4", 64, 256, 10), ("trellis3", 192, 64, 8)],
+    [
+        ("ring4", 64, 128, 12),
+        ("turbo4", 64, 64, 12),
+        ("ring4", 128, 128, 10),
+        ("ring4", 64, 256, 10),
+        ("trellis3", 192, 64, 8),
+    ],
 )
 def test_the_engine_s_launch_gives_the_codes_of_numpy(
     rng: np.random.Generator, name: str, size: int, dim: int, warps: int

@@ -165,7 +165,7 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
 @cache
 def encode_keys(keys: Layout) -> LaunchConfig | None:
     """The launch of encode_keys; None for keys that it does not take. Shared memory: KeyArrays of
-    `cuda/encode/key_rounding.cuh`, whose size `tests/cuda/test_encode_keys.py` compares."""
+    `cuda/encode/encode_keys.cu`, whose size `tests/cuda/test_encode_keys.py` compares."""
     constants, dim, size = keys.record.constants, keys.record.geometry.head_dim, keys.record.geometry.block_size
     if "POINTS" not in constants or keys.record.searches_paths or dim % 8:
         return None
@@ -188,6 +188,12 @@ def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
     if "POINTS" not in constants:
         return 4 * dim * size + mean
     points, width, shares = constants["POINTS"], constants["WIDTH"], warps // -(-tokens // 32)
-    floats = dim * (tokens + 4) + shares * (7 if side.record.searches_paths else 4) * tokens + width * (2 * tokens + points) + 2 * size + tokens
+    floats = (
+        dim * (tokens + 4)
+        + shares * (7 if side.record.searches_paths else 4) * tokens
+        + width * (2 * tokens + points)
+        + 2 * size
+        + tokens
+    )
     links = 8 * tokens * (dim // 2) if side.record.searches_paths else 0
     return 4 * floats + mean + 2 * dim // width * (size + tokens + 2) + links

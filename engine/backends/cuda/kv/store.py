@@ -197,7 +197,8 @@ class CacheOps:
             rows += [cache.values._replace(full=full.v) for cache, full, _ in layers]
             pairs = 2 * [moves for _, _, moves in layers]  # for slots and for blocks of each row
             numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
-            sides, jobs = Addresses(rows, written=1), self._upload(np.column_stack([numbers, np.concatenate(pairs)]))
+            jobs = self._device.from_host(np.column_stack([numbers, np.concatenate(pairs)]))
+            sides = Addresses(rows, written=1)
             first = sum(len(moves) for cache, _, moves in layers if cache.keys.residues is not None)
             if first and (config := launch_configs.encode_keys(layouts[0])) is not None:
                 self._launch("encode_keys", (first, heads), config, sides, jobs, heads, layouts=(layouts[0], None))
