@@ -5,7 +5,7 @@ Letters as in `engine.backends.ops`. A pool is uint8 (records, K, bytes); see `e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
