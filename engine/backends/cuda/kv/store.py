@@ -197,7 +197,7 @@ class CacheOps:
             rows += [cache.values._replace(full=full.v) for cache, full, _ in layers]
             pairs = 2 * [moves for _, _, moves in layers]  # for slots and for blocks of each row
             numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
-            jobs = self._device.from_host(np.column_stack([numbers, np.concatenate(pairs)]))
+            jobs = self._device.from_host(np.ascontiguousarray(np.column_stack([numbers, np.concatenate(pairs)])))
             sides = Addresses(rows, written=1)
             first = sum(len(moves) for cache, _, moves in layers if cache.keys.residues is not None)
             if first and (config := launch_configs.encode_keys(layouts[0])) is not None:
@@ -265,11 +265,10 @@ class CacheOps:
 
 
 def feedback_tiles(factor: np.ndarray) -> np.ndarray:
-    """Return F (K, D, D) in tiles, (K, D / 8, D / 8, 32, 2, 2) float16, as `cuda/encode/encode_keys.cu` has it."""
-    heads, groups = len(factor), factor.shape[1] // 8
-    high = factor.astype(np.float16)
-    parts = np.stack([high, (factor - high).astype(np.float16)]).reshape(2, heads, groups, 8, groups, 4, 2)
-    return parts.transpose(1, 4, 2, 3, 5, 0, 6).reshape(heads, groups, groups, 32, 2, 2)
+    """Return F (K, D, D) in tiles, (K, D / 8, D / 8, 8, 4, 2) pairs of float16, as `cuda/encode/encode_keys.cu` has it."""
+    heads, groups, high = len(factor), factor.shape[1] // 8, factor.astype(np.float16)
+    pairs = np.stack([high, (factor - high.astype(np.float32)).astype(np.float16)]).view(np.uint32)
+    return pairs.reshape(2, heads, groups, 8, groups, 4).transpose(1, 4, 2, 3, 5, 0)
 
 
 @functools.cache
