@@ -70,7 +70,8 @@ template <class L, class Codec, class Block>
 struct KeyRounder {
     using Arrays = KeyArrays<L, Codec>;
     static constexpr int D = L::D, W = Codec::WIDTH, GROUPS = D / 8, SUMS = 5;
-    static constexpr int PARTS = (GROUPS + 7) / 8, HELD = (GROUPS + PARTS - 1) / PARTS;  // targets in registers: groups
+    // Groups of targets in registers: at most 8, of single values, whose rounding needs more of them, at most 6.
+    static constexpr int MOST = W == 2 ? 8 : 6, PARTS = (GROUPS + MOST - 1) / MOST, HELD = (GROUPS + PARTS - 1) / PARTS;
     static_assert(Arrays::ROWS >= NUMBERS * TOKENS, "");
 
     Arrays &arrays;

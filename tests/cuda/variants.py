@@ -220,9 +220,10 @@ def _encode_blocks() -> list[Variant]:
 
 
 def _encode_keys() -> list[Variant]:
-    """Codes of one byte and of two, means of both kinds, targets in registers at once and in two parts."""
-    shapes = itertools.cycle([(64, 64, 8), (80, 32, 0), (128, 64, 16), (96, 16, 8), (128, 128, 8), (128, 64, 8)])
-    caches = [Cache(keys, "f16", *next(shapes)) for keys in 2 * ("ring4", "ring5", "ring3.5", "ring3", "ring4+norm16")]
+    """Codes of one byte and of two, of pairs and of values; targets in registers at once and in several parts."""
+    shapes = itertools.cycle([(64, 64, 8), (80, 32, 0), (128, 64, 16), (96, 16, 8), (256, 64, 8), (128, 128, 8)])
+    types = ("ring4", "ring5", "ring3.5", "turbo2", "ring4+norm16", "ring3", "turbo4")
+    caches = [Cache(keys, "f16", *next(shapes)) for keys in 3 * types] + [Cache("ring4", "f16", 128)]
     variants = []
     for cache in caches:
         config = launch_configs.encode_keys(cache.layouts()[0])
