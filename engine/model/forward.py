@@ -132,18 +132,26 @@ class Transformer:
             except StopIteration as end:
                 return end.value
 
-    def forward_pass(self, spans: Sequence[Span], ids: Sequence[Sequence[int]]) -> Array:
-        """Compute prompts together, each as `forward` does, and return the hidden states (B, E) of their last rows.
+    def forward_pass(
+        self,
+        spans: Sequence[Span],
+        ids: Sequence[Sequence[int]],
+        steps: Sequence[Span] = (),
+        step_ids: Sequence[int] = (),
+    ) -> Array:
+        """Compute prompts together, each as `forward` does, and rows of sequences that run. Return the hidden states
+        (B + S, E) of the prompts' last rows and of all rows of `steps`.
 
-        spans: from `KVStore.open_pass`. ids: the new tokens of each. The last rows come after all others, which the
-        last layer can then leave out. Raises EngineError for an id without a row.
+        spans: from `KVStore.open_pass`. ids: the new tokens of each. steps, step_ids: as for `step`. Rows that are
+        returned come after all others, which the last layer can then leave out. Raises EngineError for an id without a
+        row.
         """
-        if len(spans) == 1:
+        if len(spans) == 1 and not steps:
             return self.forward(spans, ids[0], outputs=1)
-        parts = [span.part(0, span.count - 1) for span in spans if span.count > 1]
-        parts += [span.part(span.count - 1, 1) for span in spans]
-        rows = [*chain.from_iterable(one[:-1] for one in ids), *(one[-1] for one in ids)]
-        return self.forward(spans, rows, len(spans), parts)
+        last = [*(span.part(span.count - 1, 1) for span in spans), *steps]
+        parts = [*(span.part(0, span.count - 1) for span in spans if span.count > 1), *last]
+        rows = [*chain.from_iterable(one[:-1] for one in ids), *(one[-1] for one in ids), *step_ids]
+        return self.forward(spans, rows, len(spans) + len(step_ids), parts)
 
     def logits(self, hidden: Array) -> np.ndarray:
         """Return the logits (T, V) float32 of hidden states (T, E), on the host. Raises EngineError if not finite."""

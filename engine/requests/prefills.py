@@ -1,19 +1,24 @@
-"""Prefills: a long prompt is computed in units, which steps of other requests come between; shorter ones in one pass.
+"""Prefills: a long prompt is computed in units, between which other requests take steps; shorter ones in one pass.
 
-A pass has the prompts that wait, oldest first, as many as it has rows for. It is for prompts that are computed for the
-first time and that no one reads. The CPU, several cards, and models with recurrent layers compute prompts one by one.
+A pass has the prompts that wait, oldest first, as many as it has rows for, and a step of the requests that run. It is
+for prompts that are computed for the first time and that no one reads. The CPU, several cards, and models with
+recurrent layers compute prompts one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import forward_and_read
 from polarlm.engine.requests.request import Prefill, Request
-from polarlm.engine.requests.scheduler import Scheduler
+from polarlm.engine.requests.scheduler import GAP, Scheduler
 from polarlm.engine.sampling.sample import SamplerInput
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.finer.blocks import CodingAgain
@@ -21,6 +26,8 @@ from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV, Span
 from polarlm.engine.storage.copies import restore
 from polarlm.engine.storage.tiers.tiers import Tiers
+
+_RECENT = 4  # passes
 
 
 class Prefills:
@@ -40,11 +47,12 @@ class Prefills:
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler, self._coding, self._tiers = scheduler, coding, tiers
         self._release, self._arrived = release, arrived
+        self._rates = deque([math.inf], _RECENT)  # rows per second of the latest passes
         self.launched: list[Request] = []  # for each unit of a prompt that a GPU may still compute, its request
 
-    def run(self, requests: Sequence[Request], computed: list[Request]) -> None:
-        """Run one unit: a part of the first request's prefill, or a pass with prompts of the others. computed: gets the
-        requests that take part."""
+    def run(self, requests: Sequence[Request], running: Sequence[Request], computed: list[Request]) -> None:
+        """Run one unit: a part of the first request's prefill, or a pass with prompts of the others and a step of the
+        running ones. computed: gets the requests whose prompts take part."""
         request = requests[0]
         self._take_part([request], computed)
         try:
@@ -54,7 +62,7 @@ class Prefills:
             joins = self._joins(request, missing)
             is_turn = self._fits_in_a_step(request) and not request.sequence.generated
             if joins:
-                self._run_pass([request, *self._beside(request, requests[1:])], computed)
+                self._run_pass([request, *self._beside(request, requests[1:])], running, computed)
                 return
             if request.prefill is None and missing > 0 and not is_turn:
                 request.prefill = self._begin(request)
@@ -137,8 +145,10 @@ class Prefills:
 
     @property
     def _pass_rows(self) -> int:
-        """The most rows of a pass, so that running requests do not wait for long."""
-        return self._store.pass_rows // (2 if self._scheduler.running else 1)
+        """The most rows of a pass; beside running requests, as many as the fastest of recent ones had in `GAP`."""
+        if not self._scheduler.running:
+            return self._store.pass_rows
+        return int(min(self._store.pass_rows // 2, max(self._rates) * GAP))
 
     def _joins(self, request: Request, missing: int) -> bool:
         """Whether a matched prompt, which lacks `missing` tokens, is computed in a pass."""
@@ -179,26 +189,34 @@ class Prefills:
             self._prefixes.release(request.kv, request.sequence.ids)
             request.kv = None
 
-    def _run_pass(self, requests: Sequence[Request], computed: list[Request]) -> None:
-        """Compute the prompts of these requests as far as there is room; others of them wait. Raises OutOfBlocks if
-        there is none for the first one, which takes part already."""
-        spans = self._open(requests)
+    def _run_pass(self, requests: Sequence[Request], running: Sequence[Request], computed: list[Request]) -> None:
+        """Compute the prompts of these requests as far as there is room, others of them wait; and a step of the running
+        ones, if there is room for all. Raises OutOfBlocks if there is no room for the first request, which takes part
+        already."""
+        spans, started = self._open(requests), time.perf_counter()
         requests = requests[: len(spans)]
         self._take_part(requests[1:], computed)
+        steps = self._open_steps(running)
+        for request in steps:
+            request.clock.begin(not request.sequence.generated)
         try:
-            hidden = self._compute(requests, spans)
+            hidden = self._compute(requests, spans, steps)
         except Exception:
-            if len(requests) == 1:
+            if len(requests) == 1 and not steps:
                 raise
             for request in requests:  # one by one: what fails a request harms nobody else
                 self._run_alone(request)
-        else:
-            self._take_tokens(requests, sum(span.count for span in spans), hidden)
+            return
+        self._take_tokens(requests, spans, steps, hidden)
+        rows = sum(span.count for span in [*spans, *steps.values()])
+        self._rates.append(rows / (time.perf_counter() - started))
+        if steps:
+            self._scheduler.take_step()
 
     def _run_alone(self, request: Request) -> None:
         try:
             spans = self._open([request])
-            self._take_tokens([request], spans[0].count, self._compute([request], spans))
+            self._take_tokens([request], spans, {}, self._compute([request], spans, {}))
         except OutOfBlocks:
             self._unmatch(request)
         except Exception as error:
@@ -215,39 +233,69 @@ class Prefills:
                 self._unmatch(request)
         return spans
 
-    def _compute(self, requests: Sequence[Request], spans: Sequence[Span]) -> Any:
-        """Compute the prompts of open spans and commit them, and let their requests take part in steps. Returns the
-        hidden states (B, E) of the last rows."""
+    def _open_steps(self, running: Sequence[Request]) -> dict[Request, Span]:
+        """Open the rows of a step, without drafts; none if there is no room for all."""
+        steps: dict[Request, Span] = {}
+        try:
+            for request in running:
+                assert request.kv is not None
+                missing = len(request.sequence.ids) - request.kv.length
+                steps[request] = self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
+        except OutOfBlocks:
+            for span in steps.values():
+                self._store.abort(span)
+            return {}
+        return steps
+
+    def _compute(self, requests: Sequence[Request], spans: Sequence[Span], steps: Mapping[Request, Span]) -> Any:
+        """Compute open spans of prompts and of running requests and commit them, and let the former take part in steps.
+        Returns the hidden states (B + S, E) of the prompts' last rows and of the S rows of steps."""
+        every = [*spans, *steps.values()]
         try:
             ids = [one.sequence.ids[span.start :] for one, span in zip(requests, spans, strict=True)]
-            hidden = self._model.forward_pass(spans, ids)
-            self._store.commit_steps(spans)
+            of_steps = [one.sequence.ids[span.start : span.start + span.count] for one, span in steps.items()]
+            hidden = self._model.forward_pass(spans, ids, [*steps.values()], [*chain.from_iterable(of_steps)])
+            self._store.commit_steps(every)
         except BaseException:
-            for span in spans:
+            for span in every:
                 self._store.abort(span)
             raise
-        for request, span in zip(requests, spans, strict=True):
+        for request, span in zip([*requests, *steps], every, strict=True):
             self._prefixes.insert(span.sequence, request.sequence.ids)
+            request.report_progress(len(request.sequence.prompt))
+        for request in requests:
             self._scheduler.admit(request.sequence)
             self._scheduler.prefilled(request.sequence)
-            request.report_progress(len(request.sequence.prompt))
         return hidden
 
-    def _take_tokens(self, requests: Sequence[Request], rows: int, hidden: Any) -> None:
-        """Take the first token of each request, from the hidden states (B, E) of its prompt's last row. rows: of all
-        prompts."""
+    def _take_tokens(
+        self, requests: Sequence[Request], spans: Sequence[Span], steps: Mapping[Request, Span], hidden: Any
+    ) -> None:
+        """Take the token after each request's prompt, and after the rows of each running one, from their hidden states
+        (B + S, E)."""
+        known = {one for one, span in steps.items() if span.start + span.count < len(one.sequence.ids)}
         inputs = [self._sampler_input(request) for request in requests]
-        waits = any(_expects_token(request) for request in requests)
+        for request, span in steps.items():
+            last = request.sampler.none if request in known else self._sampler_input(request)
+            inputs += [*[request.sampler.none] * (span.count - 1), last]
+        waits = any(_expects_token(request) for request in [*requests, *steps])
         sampled = self._model.choose(hidden, inputs) if waits else [0] * len(requests)
         self._arrived()
-        for request, token in zip(requests, sampled, strict=True):
+        for request, token in zip(requests, sampled, strict=False):
             request.clock.lap()
             if _expects_token(request):
                 request.take(token)
             elif not request.sequence.finished:
                 request.finish("length")
+        first = len(requests)
+        for request, span in steps.items():
+            rows = sampled[first : first + span.count]
+            first += span.count
+            token = next((row for row in rows if isinstance(row, EngineError)), rows[-1])
+            if not request.sequence.finished and (request not in known or isinstance(token, EngineError)):
+                request.take(token)
         if self._tiers is not None:
-            self._tiers.computed(rows, requests[0].clock.prefill)
+            self._tiers.computed(sum(span.count for span in spans), requests[0].clock.prefill)
 
     @staticmethod
     def _sampler_input(request: Request) -> SamplerInput:
@@ -292,7 +340,7 @@ class Prefills:
                 request.outbox.append(prefill.reader.chunk())
             if request.sequence.generated:
                 return
-            self._take_tokens([request], prefill.span.count, end.value)
+            self._take_tokens([request], [prefill.span], {}, end.value)
 
 
 def _expects_token(request: Request) -> bool:

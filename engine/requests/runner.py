@@ -72,7 +72,8 @@ class Runner:
             request.clock.begin(not request.sequence.generated)
         try:
             if unit.is_prefill:
-                self._prefills.run(requests, computed)
+                running = [self.requests[sequence] for sequence in unit.running]
+                self._prefills.run(requests, running, computed)
             else:
                 self._steps.run(requests)
         except Exception as error:

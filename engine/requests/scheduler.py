@@ -7,7 +7,7 @@
 A sequence that lacks few tokens is prefilled without a unit: they are rows of its first step.
 
 While both have work, prefill gets a share of the time, by how many wait for it, of all; but at least `_LEAST_SHARE`, at
-most `_MOST_SHARE`, and no more than half if running sequences got a token less often than every `_GAP` seconds. Between
+most `_MOST_SHARE`, and no more than half if running sequences got a token less often than every `GAP` seconds. Between
 two steps its budget is the median step's time in that proportion, times `_CATCH_UP`, minus the time that the last step
 took beyond the median, and minus the time that the next one will take beyond it to encode a block that it fills. A unit
 that starts within the budget may exceed it.
@@ -25,7 +25,7 @@ from statistics import median
 
 _RECENT = 8  # latest steps, whose median is taken
 _LEAST_SHARE, _MOST_SHARE = 0.5, 0.9  # prefill's share of the time, while both have work
-_GAP = 0.05  # seconds between two steps that more than the least share may take
+GAP = 0.05  # seconds between two steps that more than the least share may take
 _JOINING = 16  # rows of prompts in the next step, after which no other sequence joins it
 _CATCH_UP = 1.5  # prefill's budget between two steps, in multiples of its share
 
@@ -61,11 +61,13 @@ class TokenSequence:
 class Unit:
     """A unit of work: a part of a sequence's prefill, or a step of all running sequences.
 
-    sequences: oldest first. A unit of prefill is for the first one; prompts of the others may join it.
+    sequences: oldest first. A unit of prefill is for the first one; prompts of the others may join it, and steps of
+    the sequences that run.
     """
 
     is_prefill: bool
     sequences: tuple[TokenSequence, ...]
+    running: tuple[TokenSequence, ...] = ()
     fills_a_block: bool = False
 
 
@@ -85,6 +87,7 @@ class Scheduler:
         self._steps: deque[float] = deque(maxlen=_RECENT)  # seconds of recent steps
         self._filling_steps: deque[float] = deque(maxlen=_RECENT)  # seconds of recent steps that filled a block
         self._joining = 0  # rows of prompts in the next step
+        self._has_step = False  # whether the unit of prefill under way is a step, too
 
     def submit(self, sequence: TokenSequence) -> None:
         sequence.arrival = self._arrivals
@@ -119,9 +122,10 @@ class Scheduler:
             self._prefill_ahead = 0.0
         if candidate is not None and not in_step and (not self._running or self._prefill_is_due):
             room = self._parallel - len(self._running)
-            return Unit(True, (candidate,) if self._prefilling is not None else tuple(self._waiting[:room]))
+            waiting = (candidate,) if self._prefilling is not None else tuple(self._waiting[:room])
+            return Unit(True, waiting, tuple(self._running))
         self._joining = 0
-        return Unit(False, tuple(self._running), self._step_fills_a_block) if self._running else None
+        return Unit(False, tuple(self._running), fills_a_block=self._step_fills_a_block) if self._running else None
 
     @property
     def _prefill_is_due(self) -> bool:
@@ -136,16 +140,22 @@ class Scheduler:
     @property
     def _share(self) -> float:
         waiting = min(len(self._waiting) + self.prefilling, self._parallel - len(self._running))
-        most = min(_MOST_SHARE, _GAP / (_GAP + _CATCH_UP * (self.usual_step or 0.0)))  # then the budget is `_GAP`
+        most = min(_MOST_SHARE, GAP / (GAP + _CATCH_UP * (self.usual_step or 0.0)))  # then the budget is `GAP`
         return max(_LEAST_SHARE, min(most, waiting / max(1, waiting + len(self._running))))
 
     @property
     def _step_fills_a_block(self) -> bool:
         return any(len(sequence.ids) % self._block_size == 0 for sequence in self._running)
 
+    def take_step(self) -> None:
+        """Note that the unit of prefill under way is a step, too, so that running sequences do not wait for it."""
+        self._has_step, self._joining = True, 0
+
     def record_time(self, unit: Unit, seconds: float) -> None:
-        share = self._share
-        if unit.is_prefill:
+        share, has_step, self._has_step = self._share, self._has_step, False
+        if has_step:
+            self._prefill_since = 0.0
+        elif unit.is_prefill:
             self._prefill_ahead += seconds * (1 - share)
             self._prefill_since += seconds
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.warm_up import FirstRow
 from polarlm.engine.loading import assembly
 from polarlm.engine.model.file_matrix import FileMatrix
+from polarlm.engine.requests import prefills
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.cuda.emulated import DeviceArray, EmulatedDevice
@@ -99,6 +101,13 @@ def test_a_conversation_launches_nothing_unexpected(
         for length in (1, 3, 7, 12, 20, 40, 60, 100, 150):
             converse(engine, length)
         assert not device.unexpected() - {"copy_full_kernel"}  # it takes over a part of a block
+        monkeypatch.setattr(prefills, "GAP", math.inf)
+        for prompt in (PROMPT[:60], PROMPT[:60], PROMPT[50:110], PROMPT[60:150]):  # the last ones in a pass
+            engine.submit(prompt, SOME, into=[])
+            engine.work()
+        while engine.work():
+            pass
+        assert not device.unexpected()
 
 
 @pytest.mark.usefixtures("rehearsed_at_once")

@@ -81,11 +81,28 @@ def test_sequences_join_a_step_until_it_has_as_many_rows_of_prompts_as_one_may_h
     for sequence, missing in ((first, 15), (second, 15), (third, 1)):
         scheduler.submit(sequence)
         unit = scheduler.schedule()
-        assert unit == (Unit(True, (sequence,)) if sequence is not third else Unit(False, (answering, first, second)))
+        assert unit.is_prefill == (sequence is not third)
+        assert unit.sequences == ((sequence,) if unit.is_prefill else (answering, first, second))
         if unit.is_prefill:
             scheduler.admit(sequence)
             scheduler.prefilled(sequence, missing)
-    assert scheduler.schedule() == Unit(True, (third,))
+    assert scheduler.schedule() == Unit(True, (third,), (answering, first, second))
+
+
+def test_running_sequences_do_not_wait_for_a_pass_that_has_their_step() -> None:
+    """Passes follow one another as long as prompts wait."""
+    scheduler = Scheduler(8)
+    running(scheduler, 1)
+    step = scheduler.schedule()
+    scheduler.record_time(step, 1)
+    for sequence in sequences(9):
+        scheduler.submit(sequence)
+    for _ in range(9):
+        unit = scheduler.schedule()
+        assert unit.is_prefill
+        assert unit.running == step.sequences
+        scheduler.take_step()
+        scheduler.record_time(unit, 5)
 
 
 def test_no_prefill_runs_before_a_slow_step_that_fills_a_block() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps
-from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, SpanTable
+from polarlm.engine.backends.cuda.kv.cache import LayerCache, PassTables, SpanTable
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, result_type
 from polarlm.engine.backends.cuda.linear import input_type
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
@@ -42,7 +42,7 @@ class AttentionOps:
         self,
         q: Array,
         cache: LayerCache,
-        spans: SpanTable,
+        spans: SpanTable | PassTables,
         scale: float,
         window: int | None,
         transform: DeviceTransform | None = None,
@@ -53,18 +53,27 @@ class AttentionOps:
     ) -> Array:
         back, scale_back = (NO_ROTATION, None) if transform is None else (transform.back, transform.scale_back)
         parameters = _Parameters(float(scale), window or 0, scale_back, softcap, sink_scores)
+        if isinstance(spans, PassTables):
+            out = self._device.empty(q.shape, np.float32)
+            of_steps = back if back.matrix is None else NO_ROTATION
+            self._prefill(out, q, cache, spans.prompts, parameters)
+            self._decode(out, q, cache, spans.steps, parameters, of_steps)
+            if back.matrix is not None:
+                return self._heads.rotate_dense(out, back)
+            self._heads.rotate(out[: spans.rows], back)
+            return out
         if spans.buffer is not None:
-            out = self._prefill(q, cache, spans, cache.pools(spans.buffer), parameters)
+            out = self._device.empty(q.shape, np.float32)
+            self._prefill(out, q, cache, spans, parameters)
             return self._heads.rotate(out, back)
-        if back.matrix is not None:
-            return self._heads.rotate_dense(self._decode(q, cache, spans, parameters, NO_ROTATION, np.float32), back)
-        return self._decode(q, cache, spans, parameters, back, input_type(then, len(q)))
+        dense = back.matrix is not None
+        out = self._device.empty(q.shape, np.float32 if dense else input_type(then, len(q)))
+        self._decode(out, q, cache, spans, parameters, NO_ROTATION if dense else back)
+        return self._heads.rotate_dense(out, back)
 
-    def _prefill(
-        self, q: Array, cache: LayerCache, spans: SpanTable, current: Buffer, parameters: _Parameters
-    ) -> Array:
-        """Attention of prompts' rows q (T, H, D), whose K/V are in the buffer `current` → (T, H, D) float32."""
-        out = self._device.empty(q.shape, np.float32)
+    def _prefill(self, out: Array, q: Array, cache: LayerCache, spans: SpanTable, parameters: _Parameters) -> None:
+        """Attention of prompts' rows of q (T, H, D), whose K/V are in a buffer, to these rows of out float32."""
+        current = cache.pools(spans.buffer)
         heads, kv_heads = q.shape[1], cache.format.kv_heads
         for has_codes in spans.kinds():
             # Without quantized blocks, as in the first prompt of a sequence, the kernel for f16 records is faster.
@@ -83,18 +92,17 @@ class AttentionOps:
                 layouts=layouts,
                 finer=None if finer is None else finer.layouts,
             )
-        return out
 
     def _decode(
         self,
+        out: Array,
         q: Array,
         cache: LayerCache,
         spans: SpanTable,
         parameters: _Parameters,
         back: DeviceRotation,
-        dtype: type[np.generic],
-    ) -> Array:
-        """Attention of a step's rows q (T, H, D), whose K/V are in full-precision slots → (T, H, D) `dtype`.
+    ) -> None:
+        """Attention of a step's rows of q (T, H, D), whose K/V are in full-precision slots, to these rows of out.
 
         back: a rotation without a matrix.
         """
@@ -110,7 +118,6 @@ class AttentionOps:
             config = launch_configs.decode_two_kinds(cache.layouts, finer.layouts, *shape)
         sums = kinds * (2 * cells + blocks), columns
         counts = self._launch.counts((2 * kinds - 1) * cells * columns)
-        out = self._device.empty(q.shape, dtype)
         self._launch(
             kernel,
             (blocks,),
@@ -124,7 +131,6 @@ class AttentionOps:
             layouts=cache.layouts,
             finer=None if finer is None else finer.layouts,
         )
-        return out
 
 
 def _of_kind(cache: LayerCache) -> tuple[Array, ...]:

@@ -102,21 +102,23 @@ def _tile_bytes(format: WeightFormat, inputs: int) -> int:
 
 def multiply(device: Device, launch: Launcher, y: Array, x: Array, product: Product) -> None:
     """`linear` of any number of rows into y; x (rows, in) is normalised and of the type that the product takes."""
-    (rows, width), beside, processors = x.shape, product.beside, device.processors
-    matrices = [product.weight] if beside is None else [product.weight, beside]
-    outs, formats = tuple([matrix.shape[0] for matrix in matrices]), tuple([matrix.format for matrix in matrices])
+    (rows, width), weight, beside, processors = x.shape, product.weight, product.beside, device.processors
+    first, second = weight.shape[0], 0 if beside is None else beside.shape[0]
+    outs, formats = (
+        ((first,), (weight.format,)) if beside is None else ((first, second), (weight.format, beside.format))
+    )
     split = parts(outs, width, processors)
     most, groups = row_groups(rows)
     config, tile = gemm_wide(most, formats, warps_for(outs, split, processors), device.shared_memory)
-    tiles = [-(-out // tile) for out in outs]
-    to, whole, out = y, product, y.shape[1] - sum(outs[1:])
+    tiles = -(-first // tile)
+    to, whole, out = y, product, y.shape[1] - second
     if split > 1:
-        to = device.empty((split * rows, sum(outs)), np.float32)
-        whole, out = product._replace(bias=None, add=False, activation=None), outs[0]
-    more = () if beside is None else (beside.data, outs[1], tiles[0])
-    operands, sizes = (to, x, product.weight.data, whole.bias), (rows, width, out, row_stride(to))
+        to = device.empty((split * rows, first + second), np.float32)
+        whole, out = product._replace(bias=None, add=False, activation=None), first
+    more = () if beside is None else (beside.data, second, tiles)
+    operands, sizes = (to, x, weight.data, whole.bias), (rows, width, out, row_stride(to))
     config = whole.with_types(to, config)
-    launch("gemm_wide", (sum(tiles) * groups, split), config, *operands, *sizes, *more)
+    launch("gemm_wide", ((tiles + -(-second // tile)) * groups, split), config, *operands, *sizes, *more)
     if split > 1:
         _add_parts(launch, y, to, product, split)
 

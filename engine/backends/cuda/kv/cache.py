@@ -13,6 +13,7 @@ import numpy as np
 
 from polarlm.engine.backends.cuda.device import Array, Device
 from polarlm.engine.backends.kv import CacheFormat, SpanView, table_width
+from polarlm.engine.limits import DRAFT_ROWS
 from polarlm.engine.records import Layouts
 
 
@@ -169,6 +170,14 @@ class SpanTable(HostTable):
         return self.table[:, SpanHeader._fields.index(name)]
 
 
+class PassTables(NamedTuple):
+    """The spans of a pass: prompts, whose rows come first, and steps."""
+
+    prompts: SpanTable
+    steps: SpanTable
+    rows: int  # of prompts
+
+
 def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
     """x (T, …) padded with rows of zeros to (rows, …)."""
     y = np.zeros((rows, *x.shape[1:]), x.dtype)
@@ -176,8 +185,19 @@ def with_rows(x: np.ndarray, rows: int) -> np.ndarray:
     return y
 
 
-def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable:
-    """The table of `spans`: of prompts in one buffer, or of a step, each with rows in at most two blocks."""
+def pack_spans(spans: Sequence[SpanView], block_size: int) -> SpanTable | PassTables:
+    """The table of `spans`: of prompts in one buffer, or of a step, each with rows in at most two blocks; or both
+    tables of prompts with steps behind them."""
+    prompts = sum(span.current.buffer is not None for span in spans)
+    if not 0 < prompts < len(spans):
+        return _pack(spans, block_size)
+    steps = _pack(spans[prompts:], block_size)
+    # Kernels for one row of each sequence take the number of a span for the number of its row.
+    steps.most_rows = next(size for size in DRAFT_ROWS if size >= steps.most_rows)
+    return PassTables(_pack(spans[:prompts], block_size), steps, spans[prompts].rows.start)
+
+
+def _pack(spans: Sequence[SpanView], block_size: int) -> SpanTable:
     assert all(len(span.following) <= 1 for span in spans)
     ids = [_ids(span) for span in spans]
     table = np.zeros((len(spans), HEADER + table_width(max(map(len, ids)))), np.int32)

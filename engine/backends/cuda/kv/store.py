@@ -12,7 +12,14 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps, Norms, Rope
-from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, PromptBuffer, SideArrays, SpanTable
+from polarlm.engine.backends.cuda.kv.cache import (
+    Buffer,
+    LayerCache,
+    PassTables,
+    PromptBuffer,
+    SideArrays,
+    SpanTable,
+)
 from polarlm.engine.backends.cuda.kv.candidates import candidates, path_candidates
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.rotation import DeviceTransform
@@ -128,7 +135,11 @@ class CacheOps:
     def _upload(self, x: np.ndarray | None) -> Array | None:
         return None if x is None else self._device.from_host(np.ascontiguousarray(x))
 
-    def append_kv(self, cache: LayerCache, spans: SpanTable, k: Array, v: Array) -> None:
+    def append_kv(self, cache: LayerCache, spans: SpanTable | PassTables, k: Array, v: Array) -> None:
+        if isinstance(spans, PassTables):
+            self.append_kv(cache, spans.prompts, k, v)
+            self.append_kv(cache, spans.steps, k, v)
+            return
         (count, width), groups = spans.table.shape, -(-(spans.most_rows + 15) // 16)
         args = (*cache.pools(spans.buffer), k, v, spans.on(self._device), width, groups, cache.format.kv_heads)
         self._launch(
@@ -145,17 +156,19 @@ class CacheOps:
         rope: Rope,
         transform: DeviceTransform,
         cache: LayerCache,
-        spans: SpanTable,
+        spans: SpanTable | PassTables,
         norms: Norms = None,
     ) -> Array:
-        (rows, heads, dim), (count, width) = qkv.shape, spans.table.shape
-        is_prompt = spans.buffer is not None and rows > 1
+        rows, heads, dim = qkv.shape
+        is_prompt = isinstance(spans, PassTables) or (spans.buffer is not None and rows > 1)
         is_dense = transform.keys.matrix is not None or transform.values.matrix is not None
         if is_prompt or is_dense:  # append_kv writes 16 bytes at a time where place_kv would write 2 or 4
             q, k, v = self._heads.transform_heads(qkv, rope, transform, norms)
             self.append_kv(cache, spans, k, v)
             return q
         q = self._device.empty((rows, heads - 2 * transform.kv_heads, dim), np.float32)
+        assert isinstance(spans, SpanTable)
+        count, width = spans.table.shape
         outputs, span_args = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width, count)
         inputs = qkv, rope, transform, norms, rows * heads
         at_most = launch_configs.step_rows(spans.most_rows)
