@@ -37,7 +37,7 @@ template <class L, class Codec>
 struct KeyArrays {
     static constexpr int CODES = L::D / Codec::WIDTH, ROWS = WARPS * 32, STRIDE = TOKENS + 4;
 
-    float4 residues[2][TOKENS / 16][32];  // of the tokens, of this group and the one before
+    float4 residues[2][TOKENS / 16][32];  // a token's, in this group of channels and the one before
     float4 tokens[TOKENS];                // a·Ma and a·a, over rms², and a·mean_query
     union {
         float x[L::D * STRIDE];
@@ -76,10 +76,10 @@ struct KeyRounder {
 
     Arrays &arrays;
     const Block block;
-    const int lane, t, four;           // four: the first of the lanes with the same g
-    const int row;                     // of the four rows of the lane, the one that it rounds
-    int first;                         // token of a pass
-    float factor, inverse, sums[4][SUMS];
+    const int lane, t, four, row;  // four: the first of the lanes with the same g; row: the one that the lane rounds
+    int first;                     // the first token of a pass
+    float factor, inverse;         // the norm that the row is rounded with, over the token's rms
+    float sums[4][SUMS];           // see add_costs
 
     __device__ __forceinline__ KeyRounder(unsigned char *shared, const Block &block)
         : arrays(*reinterpret_cast<Arrays *>(shared)), block(block), lane(threadIdx.x % 32), t(lane % 4),
@@ -101,7 +101,7 @@ struct KeyRounder {
         Codec::pack(block.record(), arrays.codes, arrays.norms, block.side->tables, threadIdx.x, THREADS);
     }
 
-    // The mean of the block, the rms of its tokens, points, and F.
+    // The mean of the block, the rms of its tokens, points.
     __device__ __forceinline__ void prepare() {
         if constexpr (L::MEAN_BITS != 0) mean_of_block<L, Arrays::STRIDE>(arrays.mean, arrays.x, block, TOKENS);
         for (int token = 0; token < L::N; token += TOKENS) {
@@ -261,22 +261,22 @@ struct KeyRounder {
 
     // The norm of each row, and what it costs.
     __device__ __forceinline__ void fit() {
-        float own[SUMS];
+        float row_sums[SUMS];
 #pragma unroll
         for (int i = 0; i < 4 * SUMS; ++i) {
             float sum = sums[i / SUMS][i % SUMS];
             sum += __shfl_xor_sync(0xffffffffu, sum, 1), sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            if (i < SUMS || t == i / SUMS) own[i % SUMS] = sum;
+            if (i < SUMS || t == i / SUMS) row_sums[i % SUMS] = sum;
         }
         const float size = arrays.sizes[first + row % TOKENS], square = size * size;
         const float ridge = fabsf(cost_at(0).w);
-        const float ee = own[0] - ridge * own[2], ae = own[1] - ridge * own[3];
-        if (row < TOKENS) arrays.tokens[row] = make_float4(ee, own[2], own[4] * size, 0.0f);
+        const float ee = row_sums[0] - ridge * row_sums[2], ae = row_sums[1] - ridge * row_sums[3];
+        if (row < TOKENS) arrays.tokens[row] = make_float4(ee, row_sums[2], row_sums[4] * size, 0.0f);
         __syncthreads();
         const float4 a = arrays.tokens[row % TOKENS];
-        const float plain = quotient(a.y - own[3], a.y - 2.0f * own[3] + own[2]);
-        const Fitted best = tilted(a.x * square, ae * square, ee * square, a.z, own[4] * size, plain, sqrtf(float(D)),
-                                   factor * size);
+        const float plain = quotient(a.y - row_sums[3], a.y - 2.0f * row_sums[3] + row_sums[2]);
+        const Fitted best = tilted(a.x * square, ae * square, ee * square, a.z, row_sums[4] * size, plain,
+                                   sqrtf(float(D)), factor * size);
         arrays.fitted[row] = make_float2(best.norm, best.cost);
     }
 

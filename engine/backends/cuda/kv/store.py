@@ -278,7 +278,7 @@ class CacheOps:
 
 
 def feedback_tiles(factor: np.ndarray) -> np.ndarray:
-    """Return F (K, D, D) in tiles, (K, D / 8, D / 8, 8, 4, 2) pairs of float16, as `cuda/encode/encode_keys.cu` has it."""
+    """Return F (K, D, D) as `cuda/encode/encode_keys.cu` has it: uint32 (K, D / 8, D / 8, 8, 4, 2), pairs of halves."""
     heads, groups, high = len(factor), factor.shape[1] // 8, factor.astype(np.float16)
     pairs = np.stack([high, (factor - high.astype(np.float32)).astype(np.float16)]).view(np.uint32)
     return pairs.reshape(2, heads, groups, 8, groups, 4).transpose(1, 4, 2, 3, 5, 0)
