@@ -142,6 +142,13 @@ __device__ __forceinline__ unsigned as_bits(__half2 pair) {
     return bits;
 }
 
+// x · scale and y · scale as pairs of halves, whose sum they are to 22 bits.
+__device__ __forceinline__ void split_halves(unsigned &high, unsigned &low, float x, float y, float scale) {
+    const __half2 rounded = __floats2half2_rn(x * scale, y * scale);
+    high = as_bits(rounded);
+    low = as_bits(__floats2half2_rn(x * scale - __low2float(rounded), y * scale - __high2float(rounded)));
+}
+
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
 
 __device__ __forceinline__ float to_float(float x) { return x; }

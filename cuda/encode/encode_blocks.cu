@@ -1,9 +1,9 @@
 // The op `encode_blocks`: quantizes complete blocks. Full-precision records become records of codes, which are chosen
-// as engine/quantization/encode.py and `Codec.encode` choose them.
+// as engine/quantization/encode.py and `Codec.encode` choose them. Keys with tilted norms whose codes are not paths are
+// left to encode_keys.cu.
 //
-// sides (rows, 9): addresses, a SideArrays in each row. The first `keys` rows are keys of a layer, the others values.
-// jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. Keys come first: rounded
-// with several norms they have the most fronts, and what takes longest should not begin last. The arrays of a side:
+// sides (rows, 10): addresses, a SideArrays in each row. The first `keys` rows are keys of a layer, the others values.
+// jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. The arrays of a side:
 //   quantized (blocks, K, NBYTES), full (slots, K, bytes)     pools of records
 //   tables                  the codec's
 //   candidates uint16       for codes of pairs: made by engine/backends/cuda/kv/candidates.py
@@ -15,6 +15,7 @@
 //   matrix (K, D, D)        M: an error e costs e·M·eᵀ, and norms are fitted to it; or, where norms are tilted, the
 //                           second moments of queries
 //   mean_query (K, D)       by which norms of keys are tilted
+//   residues (K, D / 2, 4)  read by encode_keys.cu alone
 //   token_feedback (N, N)   values only: error feedback between tokens, transposed as above; with PATHS, tokens are in
 //                           the order of rounds
 //

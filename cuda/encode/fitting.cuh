@@ -1,4 +1,23 @@
-// Fits the norms of a block's tokens to what errors cost, once their codes are chosen. Part of encode_blocks.cu.
+// Fits the norms of tokens to what errors cost, once codes are chosen. Part of encode_blocks.cu and encode_keys.cu.
+
+// A norm, and what the errors of its token cost with it.
+struct Fitted {
+    float norm, cost;
+};
+
+__device__ __forceinline__ float quotient(float above, float below) { return below > 0.0f ? above / below : 1.0f; }
+
+// a: a token, e: its error when it was rounded with the norm `size`. aa, ae, ee: a·Ma, a·Me, e·Me; a_mean, e_mean: a·μ,
+// e·μ. plain: the norm of least squares, over `size`. root: √D.
+__device__ __forceinline__ Fitted tilted(float aa, float ae, float ee, float a_mean, float e_mean, float plain,
+                                         float root, float size) {
+    // What is read back with this size is a − e. With another one, r times as large, the error is (1 − r)·a + r·e.
+    const float lean_a = (aa - a_mean * a_mean) / root + a_mean, lean_e = (ae - a_mean * e_mean) / root + e_mean;
+    const float with_a = aa - ae + lean_a * (lean_a - lean_e), with_e = ae - ee + lean_e * (lean_a - lean_e);
+    const float ratio = fminf(fmaxf(quotient(with_a, with_a - with_e), TILT_LOW * plain), TILT_HIGH * plain);
+    const float rest = 1.0f - ratio, lean = rest * lean_a + ratio * lean_e;
+    return {fmaxf(ratio * size, 0.0f), rest * (rest * aa + 2.0f * ratio * ae) + ratio * ratio * ee + lean * lean};
+}
 
 // x, points, partial, codes: `Rounder` and `PathRounder` list them. size: the norm that a token was rounded with.
 template <class L, class Codec>
@@ -10,6 +29,9 @@ struct NormFit {
     float *partial;
     const unsigned short *codes;
     const Cost &cost;
+
+    // Whether norms are tilted: those of keys that are not paths are fitted in encode_keys.cu.
+    __device__ __forceinline__ bool tilts() const { return Codec::PATHS && cost.mean; }
 
     // y: the point of a token's code; a: the target; v: its error if norms are tilted, else y.
     __device__ __forceinline__ void read_back(float (&y)[W], float (&v)[W], float (&a)[W], int pair, int token,
@@ -23,7 +45,7 @@ struct NormFit {
 #pragma unroll
         for (int w = 0; w < W; ++w) {
             const float error = x[(pair * W + w) * STRIDE + token];
-            v[w] = cost.mean ? error : y[w];
+            v[w] = tilts() ? error : y[w];
             a[w] = error + y[w] * size;
         }
     }
@@ -58,8 +80,8 @@ struct NormFit {
                     load_floats(m, cost.matrix + (top + c) * D + top);
                     const float v_c = v_m[c] + 0.5f * m[c] * v[w], a_c = a_m[c] + 0.5f * m[c] * a[w];
                     sums[0] += a[w] * v_c + v[w] * a_c, sums[1] += 2.0f * v[w] * v_c, sums[2] += 2.0f * a[w] * a_c;
-                    if (cost.mean) {
-                        const float mean = cost.mean[top + c];
+                    if constexpr (Codec::PATHS) {
+                        const float mean = cost.mean ? cost.mean[top + c] : 0.0f;
                         sums[3] += a[w] * mean, sums[4] += v[w] * mean, sums[5] += a[w] * y[w], sums[6] += y[w] * y[w];
                     }
 #pragma unroll
@@ -71,28 +93,17 @@ struct NormFit {
         for (int i = 0; i < SUMS; ++i) partial[(share * SUMS + i) * TOKENS + token] = sums[i];
     }
 
-    // The norm of least cost, and that cost if norms are tilted.
-    struct Fitted {
-        float norm, cost;
-    };
-
     // From those sums: by the metric, or for the queries where norms are tilted.
     __device__ __forceinline__ Fitted operator()(float size, int t) const {
-        const auto quotient = [](float above, float below) { return below > 0.0f ? above / below : 1.0f; };
         float s[SUMS] = {};
 #pragma unroll 2
         for (int c = 0; c < SHARES; ++c)
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) s[i] += partial[(c * SUMS + i) * TOKENS + t];
-        if (!cost.mean) return {fmaxf(quotient(s[0] * size, s[1] * size * size) * size, 0.0f), 0.0f};
-        // What is read back with this size is a − e. With another one, r times as large, the error is (1 − r)·a + r·e.
-        const float ae = s[0], ee = s[1], aa = s[2], root = sqrtf(float(D));
-        const float lean_a = (aa - s[3] * s[3]) / root + s[3], lean_e = (ae - s[3] * s[4]) / root + s[4];
-        const float with_a = aa - ae + lean_a * (lean_a - lean_e), with_e = ae - ee + lean_e * (lean_a - lean_e);
-        const float plain = quotient(s[5] * size, s[6] * size * size);
-        const float ratio = fminf(fmaxf(quotient(with_a, with_a - with_e), TILT_LOW * plain), TILT_HIGH * plain);
-        const float rest = 1.0f - ratio, lean = rest * lean_a + ratio * lean_e;
-        return {fmaxf(ratio * size, 0.0f),
-                rest * (rest * aa + 2.0f * ratio * ae) + ratio * ratio * ee + lean * lean};
+        if constexpr (Codec::PATHS) {
+            const float plain = quotient(s[5] * size, s[6] * size * size);
+            if (tilts()) return tilted(s[2], s[0], s[1], s[3], s[4], plain, sqrtf(float(D)), size);
+        }
+        return {fmaxf(quotient(s[0] * size, s[1] * size * size) * size, 0.0f), 0.0f};
     }
 };

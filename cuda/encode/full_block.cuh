@@ -8,7 +8,7 @@ struct SideArrays {
     unsigned char *quantized;
     const unsigned char *full, *tables;
     const unsigned short *candidates;
-    const float *feedback, *weights, *matrix, *mean_query, *token_feedback;
+    const float *feedback, *weights, *matrix, *mean_query, *token_feedback, *residues;
 };
 
 // The block and KV head of this CTA. Addresses are computed again at each call, which is cheaper than keeping them in
@@ -26,6 +26,11 @@ struct Move {
 
 __device__ __forceinline__ const float *at_head(const float *all, int size) {
     return all ? all + blockIdx.y * size : all;
+}
+
+template <class T>
+__device__ __forceinline__ T *area(unsigned char *shared, int offset) {
+    return reinterpret_cast<T *>(shared + offset);
 }
 
 template <int W>
@@ -107,6 +112,19 @@ __device__ void store_mean(unsigned char *record, float *mean) {
         if (c < L::D) mean[c] = stored;
     }
     if (L::MEAN_BITS == 8 && threadIdx.x == 0) *reinterpret_cast<__half *>(record + L::MEAN_SCALE) = scale;
+}
+
+// The mean of a block, as it is read back from the record, to which it is written. x: room for `count` tokens.
+template <class L, int STRIDE, class Block>
+__device__ __forceinline__ void mean_of_block(float *mean, float *x, const Block &block, int count) {
+    for (int first = 0; first < L::N; first += count) {
+        load_tokens<L, 1, STRIDE>(x, block.full(), first, count);
+        __syncthreads();
+        add_tokens<L::D, 1, STRIDE>(mean, x, count, first == 0);
+        __syncthreads();
+    }
+    store_mean<L>(block.record(), mean);
+    __syncthreads();
 }
 
 // Sums of squares of channels from … to − 1 of a token, whose column of x begins at `column`: see `measure`.

@@ -42,16 +42,7 @@ struct PathRounder {
     __device__ __forceinline__ void encode(const Move<L, Full> &move) {
         const float2 *table = reinterpret_cast<const float2 *>(move.side->tables + Codec::POINTS_F32);
         for (int i = threadIdx.x; i < Codec::POINTS; i += THREADS) points[i] = table[i];
-        if constexpr (L::MEAN_BITS != 0) {
-            for (int first = 0; first < L::N; first += COUNT) {
-                load_tokens<L, 1, STRIDE>(x, move.full(), first, COUNT);
-                __syncthreads();
-                add_tokens<D, 1, STRIDE>(mean, x, COUNT, first == 0);
-                __syncthreads();
-            }
-            store_mean<L>(move.record(), mean);
-            __syncthreads();
-        }
+        if constexpr (L::MEAN_BITS != 0) mean_of_block<L, STRIDE>(mean, x, move, COUNT);
         constexpr float factors[] = {NORM_FACTORS};
         const int norms_to_try = !L::VALUES && side->mean_query ? PATH_NORMS : 1;
 #pragma unroll 1

@@ -1,5 +1,5 @@
 // Chooses codes and norms of a block as `engine.quantization.encode` does: with a metric, by error feedback between
-// pairs and between tokens and with fitted or tilted norms, keys with the best of several; without, the nearest points.
+// pairs and between tokens and with fitted norms; without, the nearest points.
 // Part of encode_blocks.cu.
 template <class L, class Codec>
 struct Rounder {
@@ -13,7 +13,6 @@ struct Rounder {
     float *errors;              // (2, W, TOKENS): value minus rounded value, of this front and the previous one
     float *points, *mean;       // (POINTS, W), (D)
     float *sizes, *norms;       // (N): norms that the tokens are rounded with; norms to be stored
-    float *least;               // (TOKENS): the least cost of each token so far
     unsigned short *codes;      // (N, PAIRS)
     unsigned short *new_codes;  // (PAIRS, CODE_STRIDE): codes of the tokens in x
     const unsigned char *full;
@@ -24,7 +23,6 @@ struct Rounder {
         : x(area<float>(shared, 0)), partial(area<float>(shared, R::PARTIAL)), errors(area<float>(shared, R::ERRORS)),
           points(area<float>(shared, R::POINTS)), mean(area<float>(shared, R::MEAN)),
           sizes(area<float>(shared, R::SIZES)), norms(area<float>(shared, R::NORMS)),
-          least(area<float>(shared, R::LEAST)),
           codes(area<unsigned short>(shared, R::CODES)), new_codes(area<unsigned short>(shared, R::NEW_CODES)),
           cost(cost), nearest{points, candidates} {}
 
@@ -33,40 +31,21 @@ struct Rounder {
         const float *table = reinterpret_cast<const float *>(move.side->tables + Codec::POINTS_F32);
 #pragma unroll 1
         for (int i = threadIdx.x; i < Codec::POINTS * W; i += THREADS) points[i] = table[i];
-        if constexpr (L::MEAN_BITS != 0) {
-            for (int first = 0; first < L::N; first += TOKENS) {
-                load_tokens<L, 1, STRIDE>(x, move.full(), first, TOKENS);
-                __syncthreads();
-                add_tokens<D, 1, STRIDE>(mean, x, TOKENS, first == 0);
-                __syncthreads();
-            }
-            store_mean<L>(move.record(), mean);
+        if constexpr (L::MEAN_BITS != 0) mean_of_block<L, STRIDE>(mean, x, move, TOKENS);
+        for (int first = 0; first < L::N; first += TOKENS) {
+            if (L::MEAN_BITS == 0 || TOKENS < L::N) load_tokens<L, 1, STRIDE>(x, move.full(), first, TOKENS);
+            __syncthreads();
+            measure<L, STRIDE>(sizes + first, x, mean, TOKENS, 1.0f, cost.feedback);
+            __syncthreads();
+            full = move.full();
+            if (cost.feedback) round_with_feedback(first);
+            else round_to_nearest(first);
+            __syncthreads();
+#pragma unroll 1
+            for (int i = threadIdx.x; i < TOKENS * PAIRS; i += THREADS)
+                codes[first * PAIRS + i] = new_codes[i % PAIRS * R::CODE_STRIDE + i / PAIRS];
+            __syncthreads();
         }
-        constexpr float factors[] = {NORM_FACTORS};
-        constexpr int count = sizeof factors / sizeof *factors;
-        const int norms_to_try = !L::VALUES && cost.mean ? count : 1;
-        for (int first = 0; first < L::N; first += TOKENS)
-#pragma unroll 1
-            for (int number = 0; number < norms_to_try; ++number) {
-                float factor = factors[0];
-#pragma unroll
-                for (int i = 1; i < count; ++i)
-                    if (number == i) factor = factors[i];
-                if (L::MEAN_BITS == 0 || TOKENS < L::N || number > 0)
-                    load_tokens<L, 1, STRIDE>(x, move.full(), first, TOKENS);
-                __syncthreads();
-                measure<L, STRIDE>(sizes + first, x, mean, TOKENS, factor, cost.feedback);
-                __syncthreads();
-                full = move.full();
-                if (cost.feedback) round_with_feedback(first, number);
-                else round_to_nearest(first);
-                __syncthreads();
-#pragma unroll 1
-                for (int i = threadIdx.x; i < TOKENS * PAIRS; i += THREADS)
-                    if (!cost.feedback || is_best(i / PAIRS))
-                        codes[first * PAIRS + i] = new_codes[i % PAIRS * R::CODE_STRIDE + i / PAIRS];
-                __syncthreads();
-            }
         Codec::pack(move.record(), codes, norms, move.side->tables, threadIdx.x, THREADS);
     }
 
@@ -86,7 +65,7 @@ struct Rounder {
 
     // The first GROUPS warps round a front while the others add up the feedback to the next one. The feedback of a
     // token's previous pair and of the previous token comes too late for that: round_pair adds it.
-    __device__ __forceinline__ void round_with_feedback(int first, int number) {
+    __device__ __forceinline__ void round_with_feedback(int first) {
         if (L::VALUES && cost.token_feedback && first > 0) catch_up(first);
         const int warp = threadIdx.x / 32, feeder = warp / GROUPS - 1, token = warp % GROUPS * 32 + threadIdx.x % 32;
         const int fronts = PAIRS + (cost.token_feedback ? TOKENS - 1 : 0);
@@ -110,17 +89,9 @@ struct Rounder {
         const NormFit<L, Codec> norm_fit = {x, points, partial, new_codes, cost};
         if (token < TOKENS) norm_fit.sum_costs(sizes[first + token], feeder + 1, token);
         __syncthreads();
-        if (threadIdx.x < TOKENS) {
-            const int t = threadIdx.x;
-            const auto fitted = norm_fit(sizes[first + t], t);
-            const bool best = number == 0 || fitted.cost < least[t];
-            if (best) norms[first + t] = fitted.norm, least[t] = fitted.cost;
-            partial[t] = best;
-        }
+        if (threadIdx.x < TOKENS)
+            norms[first + threadIdx.x] = norm_fit(sizes[first + threadIdx.x], threadIdx.x).norm;
     }
-
-    // Whether the latest codes of a token are its best ones so far.
-    __device__ __forceinline__ bool is_best(int t) const { return partial[t] != 0.0f; }
 
     // The pair that a token rounds on a front; it may be outside 0 … PAIRS − 1.
     __device__ __forceinline__ int pair_of(int t, int front) const { return cost.token_feedback ? front - t : front; }

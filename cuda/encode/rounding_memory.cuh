@@ -18,7 +18,8 @@ struct RounderMemory {
     // Strides of a row of tokens: neither tokens of a row nor cells of a diagonal share a bank.
     static constexpr int STRIDE = TOKENS + 4, CODE_STRIDE = TOKENS + 2;
     // GROUPS warps have one token per lane. SHARES warps share the sums of a token, FEEDERS of them its feedback.
-    static constexpr int GROUPS = (TOKENS + 31) / 32, SHARES = WARPS / GROUPS, FEEDERS = SHARES - 1, SUMS = 7;
+    static constexpr int GROUPS = (TOKENS + 31) / 32, SHARES = WARPS / GROUPS, FEEDERS = SHARES - 1;
+    static constexpr int SUMS = Codec::PATHS ? 7 : 4;  // of NormFit; `Rounder` tilts no norms
     static_assert(WARPS % GROUPS == 0 && FEEDERS > 0 && L::N % TOKENS == 0, "");
 
     static constexpr int PARTIAL = L::D * STRIDE * 4, ERRORS = PARTIAL + SHARES * SUMS * TOKENS * 4;
@@ -29,8 +30,3 @@ struct RounderMemory {
     static constexpr int LINKS = NEW_CODES + PAIRS * CODE_STRIDE * 2;
     static constexpr int BYTES = LINKS + (Codec::PATHS ? PAIRS * TOKENS * 4 * 2 : 0);
 };
-
-template <class T>
-__device__ __forceinline__ T *area(unsigned char *shared, int offset) {
-    return reinterpret_cast<T *>(shared + offset);
-}

@@ -29,13 +29,6 @@ struct Scale {
     }
 };
 
-// x · scale and y · scale as pairs of halves.
-__device__ __forceinline__ void split(unsigned &high, unsigned &low, float x, float y, float scale) {
-    const __half2 rounded = __floats2half2_rn(x * scale, y * scale);
-    high = as_bits(rounded);
-    low = as_bits(__floats2half2_rn(x * scale - __low2float(rounded), y * scale - __high2float(rounded)));
-}
-
 // Calls with(i, m, e, column, index) for each of the lane's numbers of the warp's tiles (ALL: tiles of all warps): two
 // neighbouring tokens or keys of each of two columns that are 8 apart, as m16n8k16 has its sums.
 template <int ALL, class With>
@@ -63,7 +56,7 @@ __device__ __forceinline__ Scale store_left(unsigned short (&left)[2][SLICE][ROW
     each_number<ALL>([&](int i, int m, int e, int column, int index) {
         if (e % 2) return;
         unsigned parts[2];
-        split(parts[0], parts[1], numbers[i][m][e], numbers[i][m][e + 1], scale.up);
+        split_halves(parts[0], parts[1], numbers[i][m][e], numbers[i][m][e + 1], scale.up);
 #pragma unroll
         for (int part = 0; part < 2; ++part) *reinterpret_cast<unsigned *>(&left[part][column][index]) = parts[part];
     });
@@ -126,7 +119,7 @@ struct LeftTiles {
             for (int half = 0; half < 2; ++half) {
                 const unsigned place = in_chunk(8 * warp + lane / 4, term + 8 * half + lane % 4 * 2);
                 const float2 pair = *reinterpret_cast<const float2 *>(rows + place);
-                split(right[i][0][half], right[i][1][half], pair.x, pair.y, scale);
+                split_halves(right[i][0][half], right[i][1][half], pair.x, pair.y, scale);
             }
         }
 #pragma unroll

@@ -107,6 +107,28 @@ def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
     return Metric(*(joined(field.name) for field in fields(Metric)))
 
 
+def residue_costs(metric: Metric) -> tuple[np.ndarray, np.ndarray]:
+    """Return F (K, D, D) float32 of a tilted metric, also where errors are not fed back, and what residues r_j = e_j +
+    F_j·e_{<j} cost: M + ρ·I = (I + F)ᵀ · diag(D_j) · (I + F), so e·M·eᵀ = Σ_j r_j·D_j·r_jᵀ − ρ·e·eᵀ.
+
+    The costs are (K, D / 2, 4) float32, for two channels each: the first one's in D_j, that of both together, the
+    second one's; the ridge ρ, negative if errors are not fed back.
+    """
+    rest, width = _with_ridge(metric.matrix.astype(np.float64)), metric.matrix.shape[1] // metric.weights.shape[1]
+    ridge, is_fed_back = rest[:, 0, 0] - metric.matrix[:, 0, 0], metric.feedback.any()
+    factor = metric.feedback if is_fed_back else _block_ldl(rest, width)[0]
+    lower = factor.astype(np.float64) + np.eye(factor.shape[1])
+    costs, weighted = np.empty((len(lower), lower.shape[1] // 2, 4)), np.zeros_like(lower)
+    for number in reversed(range(costs.shape[1])):
+        pair, after = slice(2 * number, 2 * number + 2), slice(2 * number + 2, None)
+        inside = np.linalg.inv(lower[:, pair, pair])
+        block = rest[:, pair, pair] - lower[:, after, pair].swapaxes(1, 2) @ weighted[:, after, pair]
+        block = inside.swapaxes(1, 2) @ block @ inside
+        weighted[:, pair] = block @ lower[:, pair]
+        costs[:, number] = np.stack([*block.reshape(-1, 4).T[[0, 1, 3]], ridge if is_fed_back else -ridge], axis=1)
+    return factor, _float32(costs)
+
+
 def without_feedback(metric: Metric) -> Metric:
     """Return the metric without error feedback between pairs: each is rounded alone, and all have the same weight."""
     return replace(metric, feedback=np.zeros_like(metric.feedback), weights=np.ones_like(metric.weights))

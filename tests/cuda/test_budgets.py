@@ -195,6 +195,19 @@ def test_recurrent_layers_stay_within_3_percent_of_their_budgets(
     assert per_product == pytest.approx(instructions, rel=0.03)
 
 
+@pytest.mark.slow
+def test_eight_channels_of_32_keys_stay_within_3_percent_of_their_budget() -> None:
+    """Twelve warps have all registers of a multiprocessor if each thread has at most 168."""
+    cache = Cache("ring4", "ring3.5", 128)
+    config = launch_configs.encode_keys(cache.layouts()[0])
+    assert config is not None
+    registers, kernel = compiled("encode_keys", Variant("encode_keys", config.defines, cache, config.shared).text())
+    rounding = min(len(loop) for loop in kernel.loops() if count(loop, Instruction.is_product) > 40)
+    print(f"encode_keys: {registers} registers, {rounding} instructions")
+    assert registers <= 168
+    assert rounding == pytest.approx(1274, rel=0.03)
+
+
 def test_log_probabilities_have_no_doubles() -> None:
     """Most GPUs compute doubles at a 64th of the rate of floats, and a row has all tokens of the vocabulary."""
     _, kernel = compiled("logprobs", Variant("logprobs", {}).text(), arch=89)

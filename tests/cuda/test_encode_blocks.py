@@ -15,6 +15,7 @@ from polarlm.engine.backends.cuda.device import Addresses
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.kv.cache import SideArrays
 from polarlm.engine.backends.cuda.kv.candidates import ALL, candidates, path_candidates
+from polarlm.engine.codecs import PathRounding
 from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.ring import RINGS, points_of
 from polarlm.engine.quantization.conditioning import centre
@@ -93,7 +94,7 @@ def arrays(side: Side, metric: Metric | None, quantized: np.ndarray, full: np.nd
     """The row of a side in the kernel's table."""
     beside = quantized, full, side.layout.record.tables if side.layout.record.tables.size else None, near(side.name)
     if metric is None:
-        return SideArrays(*beside, *5 * [None])
+        return SideArrays(*beside)
     feedback, fed = np.ascontiguousarray(metric.feedback.swapaxes(1, 2)), metric.token_feedback
     along = None if fed is None else np.ascontiguousarray(fed[0].reshape(side.shape.size, -1).T)
     return SideArrays(*beside, feedback, metric.weights, metric.matrix, metric.tilt_mean, along)
@@ -212,8 +213,9 @@ def test_the_nearest_point_is_among_the_candidates_of_its_cell(rng: np.random.Ge
 # -- with a metric -----------------------------------------------------------------------------------------------
 
 
-def metric_of(side: Side, heads: int, *, tilt: bool = True, tokens: bool = True) -> Metric:
-    """Errors of some directions cost ten times what they cost in others, and tokens share attention."""
+def metric_of(side: Side, heads: int, *, tilt: bool | None = None, tokens: bool = True) -> Metric:
+    """Errors of some directions cost ten times what they cost in others, and tokens share attention. tilt: the norms of
+    keys; by default those of paths, since `encode_keys` takes all others."""
     rng, dim = np.random.default_rng(5), side.shape.dim
     rounding = codecs.get(side.name).rounding
     rotation = np.linalg.qr(rng.standard_normal((dim, dim)))[0]
@@ -225,7 +227,7 @@ def metric_of(side: Side, heads: int, *, tilt: bool = True, tokens: bool = True)
     queries = rng.standard_normal((heads, 4 * dim, dim)) * spread @ rotation + 0.2
     second = queries.swapaxes(1, 2) @ queries / (4 * dim)
     metric = key_metric(second, queries.mean(1), np.ones((heads, dim)), None, rounding)
-    return metric if tilt else without_tilt(metric)
+    return metric if (isinstance(rounding, PathRounding) if tilt is None else tilt) else without_tilt(metric)
 
 
 def codes_of(side: Side, fields: dict[str, np.ndarray]) -> np.ndarray:
@@ -277,7 +279,13 @@ def test_exceptional_blocks_with_a_metric_have_the_codes_of_numpy(name: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "dim", "warps"),
-    [("ring4", 64, 128, 12), ("ring4", 128, 128, 10), ("ring4", 64, 256, 10), ("trellis3", 192, 64, 8)],
+    [
+        ("ring4", 64, 128, 12),
+        ("turbo4", 64, 64, 12),
+        ("ring4", 128, 128, 10),
+        ("ring4", 64, 256, 10),
+        ("trellis3", 192, 64, 8),
+    ],
 )
 def test_the_engine_s_launch_gives_the_codes_of_numpy(
     rng: np.random.Generator, name: str, size: int, dim: int, warps: int

@@ -219,6 +219,19 @@ def _encode_blocks() -> list[Variant]:
     return variants
 
 
+def _encode_keys() -> list[Variant]:
+    """Codes of one byte and of two, of pairs and of values; targets in registers at once and in several parts."""
+    shapes = itertools.cycle([(64, 64, 8), (80, 32, 0), (128, 64, 16), (96, 16, 8), (256, 64, 8), (128, 128, 8)])
+    types = ("ring4", "ring5", "ring3.5", "turbo2", "ring4+norm16", "ring3", "turbo4")
+    caches = [Cache(keys, "f16", *next(shapes)) for keys in 3 * types] + [Cache("ring4", "f16", 128)]
+    variants = []
+    for cache in caches:
+        config = launch_configs.encode_keys(cache.layouts()[0])
+        assert config is not None
+        variants.append(Variant("encode_keys", config.defines, cache, config.shared))
+    return variants
+
+
 _READ = tuple(name for name in weight_formats.available() if can_read(name))  # by the kernels
 _PACKED = tuple(name for name in _READ if weight_formats.get(name).unpack)
 
@@ -375,6 +388,7 @@ VARIANTS: dict[str, list[Variant]] = {
     ],
     "embed": _all("embed", WEIGHT=_READ),
     "encode_blocks": _encode_blocks(),
+    "encode_keys": _encode_keys(),
     "gemm_wide": _gemm_wide(),
     "gemv": _gemv(),
     "gemv_packed": _gemv_packed(),

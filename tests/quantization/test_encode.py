@@ -18,6 +18,7 @@ from polarlm.engine.quantization.metric import (
     Metric,
     by_layer,
     key_metric,
+    residue_costs,
     value_metric,
     without_feedback,
     without_tilt,
@@ -157,6 +158,21 @@ def test_block_ldl_factors_the_metric(blocks, width, seed):
     costs = squares.diagonal(axis1=1, axis2=2).reshape(3, blocks, width).mean(-1)
     assert metric.weights == pytest.approx(costs / costs.mean(1, keepdims=True), rel=1e-3)
     assert not metric.feedback[:, block[:, None] <= block].any()
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("is_fed_back", [True, False])
+def test_residues_cost_what_their_errors_cost(width, is_fed_back):
+    dim, error = 12, gaussian(3, 5, 12)
+    metric = key_metric(covariance(3, dim, dim), np.ones((3, dim)), np.ones((3, dim)), None, WIDTHS[width])
+    factor, costs = residue_costs(metric if is_fed_back else without_feedback(metric))
+    np.testing.assert_allclose(factor, metric.feedback, rtol=1e-5, atol=1e-6)
+    residues = (error + error @ factor.swapaxes(1, 2)).reshape(3, -1, dim // 2, 2)
+    first, both, second, ridge = np.moveaxis(costs, 2, 0)[:, :, None]
+    squares = first * residues[..., 0] ** 2 + 2 * both * residues.prod(-1) + second * residues[..., 1] ** 2
+    assert ((ridge > 0) == is_fed_back).all()
+    ridges = np.abs(ridge[..., 0]) * np.square(error).sum(-1)
+    assert (squares.sum(-1) - ridges).sum(1) == pytest.approx(cost(error, metric.matrix), rel=1e-4)
 
 
 def test_cost_of_a_key_error_is_its_change_of_scores():

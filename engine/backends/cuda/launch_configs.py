@@ -148,19 +148,36 @@ def decode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
 @cache
 def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
     """The launch of encode_blocks. Raises ValueError where a block does not fit into shared memory."""
-    size, tries_singles = keys.record.geometry.block_size, keys.record.constants.get("WIDTH") == 1
-    searches = any(side.record.searches_paths for side in (keys, values))
+    size, searches = keys.record.geometry.block_size, any(side.record.searches_paths for side in (keys, values))
     tokens = 64 if size % 64 == 0 else size
     while True:
-        # Parts of blocks need a few more registers than a multiprocessor has for 24 warps; several norms of keys that
-        # are rounded number by number need more, and so does a path search, in which eight warps have 64 tokens.
-        warps = _ENCODE_WARPS - (4 if tries_singles or searches else 2 * (tokens < size))
+        # Parts of blocks need a few more registers than a multiprocessor has for 24 warps, and a path search needs
+        # more; eight of its warps have 64 tokens.
+        warps = _ENCODE_WARPS - (4 if searches else 2 * (tokens < size))
         shared = max(encode_bytes(side, tokens, warps) for side in (keys, values))
         if shared <= SHARED_BYTES:
             return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, shared)
         if tokens % 64 and tokens != 32:  # a part of a block has 16 tokens or a multiple of 32
             raise ValueError(f"On a GPU blocks of {size} tokens are too large for this head dimension: choose 64.")
         tokens //= 2
+
+
+@cache
+def encode_keys(keys: Layout) -> LaunchConfig | None:
+    """The launch of encode_keys; None for keys that it does not take. Shared memory: KeyArrays of
+    `cuda/encode/encode_keys.cu`, whose size `tests/cuda/test_encode_keys.py` compares."""
+    constants, dim, size = keys.record.constants, keys.record.geometry.head_dim, keys.record.geometry.block_size
+    if "POINTS" not in constants or keys.record.searches_paths or dim % 8:
+        return None
+    points, width, numbers = constants["POINTS"], constants["WIDTH"], 1 + len(encode.NORM_FACTORS)
+    for tokens in (64, 32, 16):
+        rows = -(-tokens * numbers // WARP) * WARP
+        of_rows = rows * dim // width * (1 if points <= 256 else 2)
+        floats = 20 * tokens + points * width + 2 * rows + dim + 3 * size + -(-numbers // 4) * 4
+        shared = 4 * floats + max(4 * dim * (tokens + 4), of_rows) + 2 * size * dim // width
+        if size % tokens == 0 and shared <= SHARED_BYTES:
+            return LaunchConfig({"WARPS": rows // WARP, "TOKENS": tokens, **ROUNDING}, rows, shared)
+    return None
 
 
 def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
@@ -171,6 +188,12 @@ def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
     if "POINTS" not in constants:
         return 4 * dim * size + mean
     points, width, shares = constants["POINTS"], constants["WIDTH"], warps // -(-tokens // 32)
-    floats = dim * (tokens + 4) + shares * 7 * tokens + width * (2 * tokens + points) + 2 * size + tokens
+    floats = (
+        dim * (tokens + 4)
+        + shares * (7 if side.record.searches_paths else 4) * tokens
+        + width * (2 * tokens + points)
+        + 2 * size
+        + tokens
+    )
     links = 8 * tokens * (dim // 2) if side.record.searches_paths else 0
     return 4 * floats + mean + 2 * dim // width * (size + tokens + 2) + links

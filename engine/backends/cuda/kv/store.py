@@ -26,7 +26,7 @@ from polarlm.engine.backends.cuda.rotation import DeviceTransform
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
-from polarlm.engine.quantization.metric import Metric
+from polarlm.engine.quantization.metric import Metric, residue_costs
 from polarlm.engine.records import Layout, Layouts
 
 _COPY_THREADS = 256  # a CTA has
@@ -119,12 +119,17 @@ class CacheOps:
         if metric is None:
             return arrays
         tokens, block_size = metric.token_feedback, layout.record.geometry.block_size
+        feedback, residues = metric.feedback.swapaxes(1, 2), None
+        if metric.tilt_mean is not None and launch_configs.encode_keys(layout) is not None:
+            factor, residues = residue_costs(metric)
+            feedback = feedback_tiles(factor)
         return arrays._replace(
-            feedback=self._upload(metric.feedback.swapaxes(1, 2)),
+            feedback=self._upload(feedback),
             weights=self._upload(metric.weights if layout.record.searches_paths else None),
-            matrix=self._upload(metric.matrix),
+            matrix=self._upload(metric.matrix if residues is None else None),
             mean_query=self._upload(metric.tilt_mean),
             token_feedback=self._upload(None if tokens is None else tokens[0].reshape(block_size, block_size).T),
+            residues=self._upload(residues),
         )
 
     def _upload(self, x: np.ndarray | None) -> Array | None:
@@ -200,14 +205,18 @@ class CacheOps:
                 layer = cache, cache.pools(sources[0].buffer), moves
                 alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(layer)
         for (layouts, heads), layers in alike.items():
+            layers.sort(key=lambda layer: layer[0].keys.residues is None)
             rows = [cache.keys._replace(full=full.k) for cache, full, _ in layers]
             rows += [cache.values._replace(full=full.v) for cache, full, _ in layers]
             pairs = 2 * [moves for _, _, moves in layers]  # for slots and for blocks of each row
             numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
-            jobs = np.column_stack([numbers, np.concatenate(pairs)])
-            args = Addresses(rows, written=1), self._upload(jobs), len(layers), heads
-            config = launch_configs.encode_blocks(*layouts)
-            self._launch("encode_blocks", (len(jobs), heads), config, *args, layouts=layouts)
+            jobs = self._device.from_host(np.ascontiguousarray(np.column_stack([numbers, np.concatenate(pairs)])))
+            sides = Addresses(rows, written=1)
+            first = sum(len(moves) for cache, _, moves in layers if cache.keys.residues is not None)
+            if first and (config := launch_configs.encode_keys(layouts[0])) is not None:
+                self._launch("encode_keys", (first, heads), config, sides, jobs, heads, layouts=(layouts[0], None))
+            config, grid = launch_configs.encode_blocks(*layouts), (len(numbers) - first, heads)
+            self._launch("encode_blocks", grid, config, sides, jobs[first:], len(layers), heads, layouts=layouts)
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> PromptBuffer:
         format, layouts = cache.format, cache.layouts
@@ -266,6 +275,13 @@ class CacheOps:
         moves = self._upload(np.stack([sources, targets], axis=1).astype(np.int32))
         bytes_each = to.shape[1] * to.shape[2]
         self._launch("copy_records", (len(sources),), LaunchConfig({}, _COPY_THREADS), to, pool, moves, bytes_each)
+
+
+def feedback_tiles(factor: np.ndarray) -> np.ndarray:
+    """Return F (K, D, D) as `cuda/encode/encode_keys.cu` has it: uint32 (K, D / 8, D / 8, 8, 4, 2), pairs of halves."""
+    heads, groups, high = len(factor), factor.shape[1] // 8, factor.astype(np.float16)
+    pairs = np.stack([high, (factor - high.astype(np.float32)).astype(np.float16)]).view(np.uint32)
+    return pairs.reshape(2, heads, groups, 8, groups, 4).transpose(1, 4, 2, 3, 5, 0)
 
 
 @functools.cache
