@@ -52,7 +52,7 @@ class Prefills:
 
     def run(self, requests: Sequence[Request], running: Sequence[Request], computed: list[Request]) -> None:
         """Run one unit: a part of the first request's prefill, or a pass with prompts of the others and a step of the
-        running ones. computed: gets the requests whose prompts take part."""
+        running ones. computed: gets the requests that take part."""
         request = requests[0]
         self._take_part([request], computed)
         try:
@@ -211,6 +211,7 @@ class Prefills:
         rows = sum(span.count for span in [*spans, *steps.values()])
         self._rates.append(rows / (time.perf_counter() - started))
         if steps:
+            computed.extend(steps)
             self._scheduler.take_step()
 
     def _run_alone(self, request: Request) -> None:

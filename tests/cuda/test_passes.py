@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -180,6 +181,10 @@ def test_running_requests_take_a_step_in_a_pass(
     passes.clear()
     for prompt, box in zip(TOKENS[2:4], boxes[2:], strict=True):
         engine.submit(prompt, params, ANEW, into=box)
+    clock = next(iter(engine._runner.requests.values())).clock
+    before, started = clock.generation, time.perf_counter()
+    engine.work()
+    assert clock.generation - before > 0.5 * (time.perf_counter() - started)
     while engine.work():
         pass
     assert len(passes) == 1
