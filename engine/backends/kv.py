@@ -105,6 +105,34 @@ class SpanView:
     finer: Sequence[int] | None = None
 
 
+@dataclass(eq=False)
+class RecordedSpans:
+    """Stands for the spans of a group of layers while passes are recorded, and when they are run again.
+
+    spans: of the pass that runs now, for the ops. begin, seal: prepare a layer's buffers, and keep what it has appended
+    to them. layer: the one that is being recorded. pending: what appends its K/V, and arrays, which it takes.
+    """
+
+    begin: Callable[[int], None]
+    seal: Callable[[int], None]
+    spans: Spans = None
+    layer: int = 0
+    pending: tuple[Callable[..., None], Sequence[Array]] | None = None
+
+    def between(self) -> tuple[Callable[..., None], Sequence[Array]]:
+        """Return what appends and keeps the layer's K/V, between two parts of a recording, and the arrays that it
+        takes."""
+        layer, (append, arrays) = self.layer, self.pending or (lambda: None, ())
+        self.pending = None
+
+        def run(*arrays: Array) -> None:
+            self.begin(layer)
+            append(*arrays)
+            self.seal(layer)
+
+        return run, arrays
+
+
 def table_width(blocks: int) -> int:
     """The width of a block table on the device for `blocks` block ids: a power of two, since each width is recorded."""
     return max(16, 1 << max(0, blocks - 1).bit_length())

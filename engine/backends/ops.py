@@ -159,6 +159,10 @@ class Ops(KVOps, RecurrentOps, Protocol):
         passes recorded=True to `linear`.
         """
 
+    def between(self, work: Callable[..., None], arrays: Sequence[Array]) -> None:
+        """Call work(*arrays), also whenever `run_graph` runs again what is being recorded: at this place, with views of
+        the arrays, which are contiguous."""
+
     def threads(self) -> Threads | None:
         """The number of CPU threads, and why; None if steps do not run on the CPU."""
 

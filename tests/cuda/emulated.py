@@ -158,6 +158,10 @@ class EmulatedDevice:
         assert all(array.flags.c_contiguous for array in (y, *arrays))
         self.memory_of(y)[...] = work(*map(self.to_host, arrays))
 
+    def between(self, work: Callable[..., None], arrays: Sequence[DeviceArray]) -> None:
+        assert all(array.flags.c_contiguous for array in arrays)
+        work(*arrays)
+
     def _input(self, x: np.ndarray | Carried | Moved) -> DeviceArray:
         if not isinstance(x, Carried | Moved):
             return self.from_host(x)

@@ -18,8 +18,10 @@ from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.errors import EngineError
+from polarlm.engine.model.forward import Transformer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
+from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda import fake_cupy, test_model_emulated
 from tests.cuda.fake_cublas_lt import Library
@@ -389,6 +391,35 @@ def test_a_model_answers_the_same_recorded_or_not(
     recorded = talk(model_of(CudaOps(device), name, ("ring4", "ring3.5")))
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
     np.testing.assert_equal(recorded, talk(model_of(CudaOps(device), name, ("ring4", "ring3.5"))))
+
+
+def passes_of(model: Transformer) -> list[np.ndarray]:
+    """The logits of passes, of prompts, some of which go on, and of steps. Their rows differ, and have one bucket."""
+    rng, logits, running = np.random.default_rng(7), list[np.ndarray](), list[SequenceKV]()
+    for counts in [(30, 25), (25, 24), (48,), (28, 22), (30, 22)]:
+        new = [model.store.new_sequence() for _ in counts]
+        prompts = [*zip(new, counts, strict=True), *((one, 2) for one in running[:1])]
+        ids = [rng.integers(5, 96, count).tolist() for _, count in prompts]
+        spans = model.store.open_pass([*prompts])
+        steps = [model.store.open_step(one) for one in running[1:]]
+        hidden = model.forward_pass(spans, ids, steps, rng.integers(5, 96, len(steps)).tolist())
+        logits.append(model.logits(hidden))
+        model.store.commit_steps([*spans, *steps])
+        running = [*running, *new][-4:]
+    return logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama_gqa_linear", "gemma4_shared_kv"])
+def test_a_pass_answers_the_same_recorded_or_not(device, name: str) -> None:
+    """Replayed with other numbers of rows, prompts and steps, and with rows that are not filled."""
+    model = model_of(CudaOps(device), name, ("ring4", "ring3.5"), room=(256, 12), more=2560)
+    recorded = passes_of(model)
+    (kept,) = device._recordings._kept.values()
+    assert len(kept.parts) == 2 * len(model.config.layers) + 1
+    device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
+    plain = model_of(CudaOps(device), name, ("ring4", "ring3.5"), room=(256, 12), more=2560)
+    np.testing.assert_equal(recorded, passes_of(plain))
 
 
 @pytest.mark.slow

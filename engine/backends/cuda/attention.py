@@ -13,6 +13,7 @@ from polarlm.engine.backends.cuda.kv.cache import LayerCache, PassTables, SpanTa
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, result_type
 from polarlm.engine.backends.cuda.linear import input_type
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
+from polarlm.engine.backends.kv import RecordedSpans
 from polarlm.engine.weight_formats import Linear
 
 
@@ -42,7 +43,7 @@ class AttentionOps:
         self,
         q: Array,
         cache: LayerCache,
-        spans: SpanTable | PassTables,
+        spans: SpanTable | PassTables | RecordedSpans,
         scale: float,
         window: int | None,
         transform: DeviceTransform | None = None,
@@ -53,23 +54,33 @@ class AttentionOps:
     ) -> Array:
         back, scale_back = (NO_ROTATION, None) if transform is None else (transform.back, transform.scale_back)
         parameters = _Parameters(float(scale), window or 0, scale_back, softcap, sink_scores)
-        if isinstance(spans, PassTables):
+        if isinstance(spans, PassTables) or (isinstance(spans, SpanTable) and spans.buffer is not None):
             out = self._device.empty(q.shape, np.float32)
-            of_steps = back if back.matrix is None else NO_ROTATION
-            self._prefill(out, q, cache, spans.prompts, parameters)
-            self._decode(out, q, cache, spans.steps, parameters, of_steps)
-            if back.matrix is not None:
-                return self._heads.rotate_dense(out, back)
-            self._heads.rotate(out[: spans.rows], back)
-            return out
-        if spans.buffer is not None:
-            out = self._device.empty(q.shape, np.float32)
-            self._prefill(out, q, cache, spans, parameters)
+            self._pass(out, q, cache, spans, parameters)
+            return self._heads.rotate(out, back)
+        if isinstance(spans, RecordedSpans):
+            out = self._device.zeros(q.shape, np.float32)  # rows that are no span's must be numbers
+            append, arrays = spans.between()
+
+            def work(out: Array, q: Array, *arrays: Array) -> None:
+                append(*arrays)
+                self._pass(out, q, cache, spans.spans, parameters)
+
+            self._device.between(work, (out, q, *arrays))
             return self._heads.rotate(out, back)
         dense = back.matrix is not None
         out = self._device.empty(q.shape, np.float32 if dense else input_type(then, len(q)))
         self._decode(out, q, cache, spans, parameters, NO_ROTATION if dense else back)
         return self._heads.rotate_dense(out, back)
+
+    def _pass(
+        self, out: Array, q: Array, cache: LayerCache, spans: SpanTable | PassTables, parameters: _Parameters
+    ) -> None:
+        """Attention of all rows of a pass to out float32, whose rotation follows."""
+        prompts, steps = (spans.prompts, spans.steps) if isinstance(spans, PassTables) else (spans, None)
+        self._prefill(out, q, cache, prompts, parameters)
+        if steps is not None:
+            self._decode(out, q, cache, steps, parameters, NO_ROTATION)
 
     def _prefill(self, out: Array, q: Array, cache: LayerCache, spans: SpanTable, parameters: _Parameters) -> None:
         """Attention of prompts' rows of q (T, H, D), whose K/V are in a buffer, to these rows of out float32."""

@@ -136,6 +136,9 @@ class CudaOps:
         self._matrices.activate_mul(y, x, activation)
         return y
 
+    def between(self, work: Callable[..., None], arrays: Sequence[Array]) -> None:
+        self._device.between(work, arrays)
+
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         inputs = [self._moved(x) if isinstance(x, FromCard) else x for x in inputs]
         rows, inputs = inputs[0].shape[0], filled_up(inputs)

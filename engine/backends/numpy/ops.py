@@ -61,6 +61,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
             blas.use_threads(threads)
         self._is_set = threads > 0
 
+    def between(self, work: Callable[..., None], arrays: Sequence[Any]) -> None:
+        work(*arrays)
+
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return work(*inputs)
 

@@ -121,6 +121,13 @@ class Device(Protocol):
         every replay, between two parts of the recording.
         """
 
+    def between(self, work: Callable[..., None], arrays: Sequence[Array]) -> None:
+        """Call work(*arrays), which launches what no recording knows.
+
+        Inside `run_graph`, `work` is called at every replay, between two parts of the recording, with views of the
+        arrays, which are contiguous; it must not keep them.
+        """
+
     def run_graph(
         self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried | Moved]
     ) -> Result:

@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, cublas_lt, overlap
-from polarlm.engine.backends.cuda.device.cupy_recording import HostCall, Recordings, pinned
+from polarlm.engine.backends.cuda.device.cupy_recording import Between, HostCall, Recordings, pinned
 from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
 from polarlm.engine.backends.cuda.device.packed_launch import Kernel, letters_of, load_driver
@@ -324,6 +324,12 @@ class CupyDevice:
             self.use()
             call.make(self._stream)
             self._stream.synchronize()  # its pinned memory is freed now
+
+    def between(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray]) -> None:
+        if self._recordings.under_way:
+            self._recordings.cut(Between(work, arrays))
+        else:
+            work(*arrays)
 
     def set_aside(self, size: int) -> None:
         self.use()

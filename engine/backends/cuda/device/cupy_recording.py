@@ -60,7 +60,7 @@ class Recordings:
                     self.under_way = False
             return recording.launch()
 
-    def cut(self, call: HostCall) -> None:
+    def cut(self, call: HostCall | Between) -> None:
         """End the part of the recording that is under way, and begin another one after `call`."""
         next(reversed(self._kept.values())).cut(call)
 
@@ -84,13 +84,24 @@ class HostCall:
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, stream.ptr)
 
 
+class Between:
+    """A call that launches what is not recorded; see `Device.between`."""
+
+    def __init__(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray]):
+        # In a recording, later launches may use the same memory.
+        self._work, self._arrays = work, [_borrowed(array) for array in arrays]
+
+    def make(self, stream: cupy.cuda.Stream) -> None:
+        self._work(*self._arrays)
+
+
 class _Recording:
     """The input arrays of work with given input shapes, and its graphs once they are recorded: one, or, of work that
-    calls the host, one between any two calls."""
+    calls the host or launches what is not recorded, one between any two calls."""
 
     def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, copy: _Copy, inputs: Sequence[_Input]):
-        self.parts: list[cupy.cuda.Graph | HostCall] = []  # in order, once it is recorded
-        self._captured: list[cupy.cuda.Graph | HostCall] = []  # while it is recorded
+        self.parts: list[cupy.cuda.Graph | HostCall | Between] = []  # in order, once it is recorded
+        self._captured: list[cupy.cuda.Graph | HostCall | Between] = []  # while it is recorded
         self._result: Any = None
         self._stream, self._memory, self._copy = stream, memory, copy
         # All inputs on the host are copied at once from a pinned buffer, which is not overwritten before that copy has
@@ -139,14 +150,14 @@ class _Recording:
         self._result = _borrowed(result)
         self.parts = [*self._captured, self._stream.end_capture()]
 
-    def cut(self, call: HostCall) -> None:
+    def cut(self, call: HostCall | Between) -> None:
         """See `Recordings.cut`."""
         self._captured += [self._stream.end_capture(), call]
         self._stream.begin_capture()
 
     def launch(self) -> Any:
         for part in self.parts:
-            if isinstance(part, HostCall):
+            if isinstance(part, HostCall | Between):
                 part.make(self._stream)
             else:
                 part.launch(self._stream)

@@ -112,6 +112,9 @@ class TracingDevice:
     def call_host(self, work: Callable[..., np.ndarray], y: TracingArray, arrays: Sequence[TracingArray]) -> None:
         work(*map(self.to_host, arrays))
 
+    def between(self, work: Callable[..., None], arrays: Sequence[TracingArray]) -> None:
+        work(*arrays)
+
     def run_graph(
         self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried | Moved]
     ) -> Result:

@@ -23,7 +23,7 @@ from polarlm.engine.backends.cuda.kv.cache import (
 from polarlm.engine.backends.cuda.kv.candidates import candidates, path_candidates
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
 from polarlm.engine.backends.cuda.rotation import DeviceTransform
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move, RecordedSpans
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.quantization.metric import Metric, residue_costs
@@ -156,10 +156,19 @@ class CacheOps:
         rope: Rope,
         transform: DeviceTransform,
         cache: LayerCache,
-        spans: SpanTable | PassTables,
+        spans: SpanTable | PassTables | RecordedSpans,
         norms: Norms = None,
     ) -> Array:
         rows, heads, dim = qkv.shape
+        if isinstance(spans, RecordedSpans):
+            q, k, v = self._heads.transform_heads(qkv, rope, transform, norms)
+            has_values, first = row_stride(v) == v[0].size, heads - transform.kv_heads
+            # The spans that count are those of the pass that runs the recording.
+            spans.pending = (
+                lambda k, v: self.append_kv(cache, spans.spans, k, v if has_values else v[:, first:]),
+                (k, v if has_values else qkv),
+            )
+            return q
         is_prompt = isinstance(spans, PassTables) or (spans.buffer is not None and rows > 1)
         is_dense = transform.keys.matrix is not None or transform.values.matrix is not None
         if is_prompt or is_dense:  # append_kv writes 16 bytes at a time where place_kv would write 2 or 4

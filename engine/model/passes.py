@@ -1,0 +1,84 @@
+"""Passes: prompts that are computed together, with a step of the sequences that run.
+
+A pass of few rows waits for its launches, so it is recorded: what lies between two layers' attention depends on the
+number of rows alone, which is filled up to a bucket. Attention, and what the store does for a layer, depend on the
+spans of the pass, and are launched between the parts of the recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import numpy as np
+
+from polarlm.engine.backends.kv import RecordedSpans
+from polarlm.engine.backends.ops import Array, Ops, Routing
+from polarlm.engine.model.adapters import have_adapters, row_adapters
+from polarlm.engine.model.layers.kinds import DecoderLayer
+from polarlm.engine.model.rope import RopeTables
+from polarlm.engine.state.store import KVStore, Span, positions
+
+_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256)  # rows
+MOST_ROWS = _BUCKETS[-1]  # of a recorded pass: more rows take longer than their launches
+
+
+class Passes:
+    """The recorded passes of a model on one device, whose layers all have K/V, or read the K/V of others.
+
+    embed: as `Transformer`'s, with recorded=True.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        store: KVStore,
+        layers: Sequence[DecoderLayer],
+        ropes: RopeTables,
+        embed: Callable[..., tuple[Array, Array | None]],
+    ) -> None:
+        self._ops, self._store, self._layers, self._ropes, self._embed = ops, store, layers, ropes, embed
+        self._groups = [RecordedSpans(self._begin, self._seal) for _ in store.groups]
+        self._spans: Sequence[Span] = ()  # of the prompts in the pass that runs
+
+    def _begin(self, layer: int) -> None:
+        for span in self._spans:
+            self._store.begin_layer(layer, span)
+
+    def _seal(self, layer: int) -> None:
+        self._store.seal(layer, *self._spans)
+
+    def run(self, spans: Sequence[Span], ids: np.ndarray, outputs: int, parts: Sequence[Span]) -> Array:
+        """Compute rows with the tokens ids (T,) int32, T ≤ MOST_ROWS, and return the hidden states of the last
+        `outputs` rows. spans: of prompts. parts: of these and of steps, in the order of the rows."""
+        store, count, of_rows = self._store, len(ids), row_adapters(parts)
+        rows = next(size for size in _BUCKETS if size >= count)
+        tables = [*chain.from_iterable(self._ropes.tables(positions(parts))), *of_rows]
+        inputs = [np.concatenate([x, np.zeros((rows - count, *x.shape[1:]), x.dtype)]) for x in (ids, *tables)]
+        self._spans = spans
+        for group, now in zip(self._groups, store.spans(parts, slice(0, count)), strict=True):
+            group.spans = now
+        x, seen, *more = self._ops.run_graph(("pass", have_adapters(parts)), self._rows, inputs)
+        kept, number = slice(count - outputs, count), len(self._layers) - 1
+        layer, last = self._layers[number], store.spans(parts, kept)[store.group_of(number)]
+        adapters = Routing(*(self._ops.to_device(table[kept]) for table in of_rows)) if of_rows else None
+        layer.mixer.mix(x[kept], seen[kept], last, adapters=adapters, recorded=False)
+        layer.finish(x[kept], more[0][kept] if more else None, adapters=adapters, recorded=False)
+        return x[kept]
+
+    def _rows(self, ids: Array, *tables: Array) -> tuple[Array, ...]:
+        """All layers up to the last one's attention: ids (T,) int32 → hidden states (T, E), that layer's queries, and
+        the inputs of all layers (T, L·P), if any. tables: cos and sin of each kind of RoPE, then as `row_adapters`."""
+        first, last = 2 * len(self._ropes), len(self._layers) - 1
+        x, inputs = self._embed(ids, recorded=True)
+        ropes = [tables[number : number + 2] for number in range(0, first, 2)]
+        adapters = Routing(*tables[first:]) if tables[first:] else None
+        for number, layer in enumerate(self._layers):
+            spans = self._groups[self._store.group_of(number)]
+            spans.layer = number
+            seen = layer.mixer.project(x, self._ropes.of_layer(number, ropes), spans, adapters=adapters, recorded=True)
+            if number < last:
+                layer.mixer.mix(x, seen, spans, adapters=adapters, recorded=True)
+                layer.finish(x, inputs, adapters=adapters, recorded=True)
+        self._ops.between(*spans.between())
+        return (x, seen) if inputs is None else (x, seen, inputs)
