@@ -14,6 +14,7 @@ import numpy as np
 from polarlm import model_loaders
 from polarlm.engine.backends.ops import STEP_ROWS, WarmUp
 from polarlm.engine.config import EngineConfig
+from polarlm.engine.limits import DRAFT_ROWS
 from polarlm.engine.loading.encoding import NOT_STORED, WHOLE, stored
 from polarlm.engine.loading.sizes import is_calibrated, weight_format
 from polarlm.engine.model.adapters import Loaded
@@ -26,6 +27,7 @@ from polarlm.engine.model.warm_up import (
     warm_up_adapter,
     warm_up_codes,
     warm_up_drafts,
+    warm_up_pass,
     warm_up_rows,
 )
 from polarlm.engine.model.weights import layer_formats, load_weights
@@ -81,6 +83,7 @@ def warm_up_first(
         *([partial(warm_up_adapter, warmed)] if adapters else []),
         partial(warm_up_codes, warmed, sequence),
         *(partial(warm_up_drafts, warmed, rows) for rows in _STEP_ROWS if rows <= most),
+        *(partial(warm_up_pass, warmed, rows) for rows in DRAFT_ROWS),
         *(
             partial(warm_up_rows, warmed, rows, in_steps=fewer < config.parallel)
             for fewer, rows in itertools.pairwise((1, *warm.rows))

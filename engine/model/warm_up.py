@@ -55,6 +55,20 @@ def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
     _step(model, sequence)
 
 
+def warm_up_pass(model: Transformer, rows: int) -> None:
+    """Run a pass of a first prompt, with a step of `rows` rows of another sequence, if the store has passes."""
+    if not model.store.pass_rows:
+        return
+    new, running = model.store.new_sequence(), model.store.new_sequence()
+    _step(model, running)
+    rows = min(rows, model.store.rows_of_block(running))
+    spans, steps = model.store.open_pass([(new, _ROWS)]), [model.store.open_step(running, rows)]
+    model.forward_pass(spans, [[0] * _ROWS], steps, [0] * rows)
+    model.store.commit_steps([*spans, *steps])
+    for sequence in (new, running):
+        model.store.release(sequence)
+
+
 def warm_up_rows(model: Transformer, rows: int, *, in_steps: bool) -> None:
     """Run a prompt of `rows` rows; with `in_steps`, run a step of `rows` sequences before it."""
     sequences = [model.store.new_sequence() for _ in range(rows if in_steps else 1)]

@@ -282,8 +282,11 @@ class Prefills:
         waits = any(_expects_token(request) for request in [*requests, *steps])
         sampled = self._model.choose(hidden, inputs) if waits else [0] * len(requests)
         self._arrived()
-        for request, token in zip(requests, sampled, strict=False):
+        for request in requests:
             request.clock.lap()
+        if self._tiers is not None:
+            self._tiers.computed(sum(span.count for span in spans), requests[0].clock.prefill)
+        for request, token in zip(requests, sampled, strict=False):
             if _expects_token(request):
                 request.take(token)
             elif not request.sequence.finished:
@@ -295,8 +298,6 @@ class Prefills:
             token = next((row for row in rows if isinstance(row, EngineError)), rows[-1])
             if not request.sequence.finished and (request not in known or isinstance(token, EngineError)):
                 request.take(token)
-        if self._tiers is not None:
-            self._tiers.computed(sum(span.count for span in spans), requests[0].clock.prefill)
 
     @staticmethod
     def _sampler_input(request: Request) -> SamplerInput:

@@ -78,7 +78,18 @@ def test_calls_of_a_prompt_and_of_steps(monkeypatch: pytest.MonkeyPatch) -> None
             model.step(spans, [5, 6], [sampled] * 2)
             model.store.commit_steps(spans)
 
-        prompt(sequences[0])
+        def together() -> None:
+            spans = model.store.open_pass([(sequences[0], TOKENS)])
+            hidden = model.forward_pass(spans, [range(5, 5 + TOKENS)])
+            model.store.commit_steps(spans)
+            model.choose(hidden, [sampled])
+
+        for _ in range(3):  # launched, recorded, and run again
+            model.store.release(sequences[0])
+            launched.clear()
+            calls = calls_of(together)
+        assert calls <= 96 * LAYERS  # of a prompt that is not recorded, 246
+        assert len(launched) <= 3 * LAYERS
         launched.clear()
         assert calls_of(lambda: prompt(sequences[1])) <= 22 * len(launched)
         assert len(launched) > 11 * LAYERS

@@ -39,8 +39,8 @@ from polarlm.model_loaders.config import is_gated
 _ROWS, _MANY_ROWS, _LARGE_MEMORY = 2048, 8192, 40 << 30
 _PASS_ROWS = 2048  # of several prompts: the host is no limit from there on
 
-# Left free for what `memory.py` does not count: compiled kernels, graphs, libraries, fragmentation, and the
-# DEQUANTIZED_BYTES of products with packed matrices.
+# Left free for what `memory.py` does not count: compiled kernels, graphs, libraries, fragmentation, the
+# DEQUANTIZED_BYTES of products with packed matrices, and rows of recorded passes beyond a step's.
 _UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # bytes, or this share of free memory if that is less
 
 
