@@ -21,7 +21,8 @@ from polarlm.engine.requests import prefills
 from polarlm.engine.state.layer_shapes import FinerKind
 from polarlm.engine.state.store import KVStore, SequenceKV
 from tests.cuda.emulated import open_device
-from tests.cuda.test_model_emulated import N, model_of
+from tests.cuda.test_model_emulated import N, Talk, model_from, model_of
+from tests.cuda.test_packed_model import RandomWeights, mixed_model
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle, blocks_left, load_tiny
 
@@ -107,6 +108,27 @@ def test_prompts_and_steps_of_a_pass_are_computed_as_one_by_one(
                 np.testing.assert_allclose(a, b, rtol=0, atol=2.0**-9 * np.abs(b).max())
             else:
                 assert (a == b).mean() > 0.98
+
+
+def test_rows_of_a_step_are_the_same_in_a_pass_to_the_bit() -> None:
+    """With packed weights, whose product gives a row the same result whatever rows are beside it."""
+    config, _ = mixed_model()
+    weights, types, room = RandomWeights.of_kind(config, "q8_0"), ("ring4", "ring3.5"), (256, 13)
+    results = []
+    for in_pass in (False, True):
+        model = model_from(CudaOps(open_device(checked=False)), config, weights, types, room=room, more=2048)
+        talk, rng = Talk(model, 4), np.random.default_rng(3)
+        for number, have in enumerate((37, 20, 50)):
+            talk.prompt(rng.integers(5, 96, have).tolist(), 1, number)
+        prompt = rng.integers(5, 96, 30).tolist()
+        if in_pass:
+            spans = model.store.open_pass([(talk.sequences[3], len(prompt))])
+            steps = [model.store.open_step(sequence) for sequence in talk.sequences[:3]]
+            results.append(model.logits(model.forward_pass(spans, [prompt], steps, [7, 8, 9]))[1:])
+        else:
+            talk.step([7, 8, 9])
+            results.append(talk.logits[-1])
+    np.testing.assert_array_equal(*results)
 
 
 # -- requests ------------------------------------------------------------------------------------------------------
