@@ -196,13 +196,10 @@ class Prefills:
         spans, started = self._open(requests), time.perf_counter()
         requests = requests[: len(spans)]
         self._take_part(requests[1:], computed)
-        steps = self._open_steps(running)
-        for request in steps:
-            request.clock.begin(not request.sequence.generated)
         try:
-            hidden = self._compute(requests, spans, steps)
+            steps, hidden = self._compute(requests, spans, running)
         except Exception:
-            if len(requests) == 1 and not steps:
+            if len(requests) == 1 and not running:
                 raise
             for request in requests:  # one by one: what fails a request harms nobody else
                 self._run_alone(request)
@@ -217,7 +214,7 @@ class Prefills:
     def _run_alone(self, request: Request) -> None:
         try:
             spans = self._open([request])
-            self._take_tokens([request], spans, {}, self._compute([request], spans, {}))
+            self._take_tokens([request], spans, *self._compute([request], spans, ()))
         except OutOfBlocks:
             self._unmatch(request)
         except Exception as error:
@@ -241,18 +238,26 @@ class Prefills:
             for request in running:
                 assert request.kv is not None
                 missing = len(request.sequence.ids) - request.kv.length
+                request.clock.begin(not request.sequence.generated)
                 steps[request] = self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
-        except OutOfBlocks:
+        except BaseException as error:
             for span in steps.values():
                 self._store.abort(span)
+            if not isinstance(error, OutOfBlocks):
+                raise
             return {}
         return steps
 
-    def _compute(self, requests: Sequence[Request], spans: Sequence[Span], steps: Mapping[Request, Span]) -> Any:
-        """Compute open spans of prompts and of running requests and commit them, and let the former take part in steps.
-        Returns the hidden states (B + S, E) of the prompts' last rows and of the S rows of steps."""
-        every = [*spans, *steps.values()]
+    def _compute(
+        self, requests: Sequence[Request], spans: Sequence[Span], running: Sequence[Request]
+    ) -> tuple[dict[Request, Span], Any]:
+        """Compute open spans of prompts and a step of running requests and commit them, and let the former take part in
+        steps. Returns the rows of the step, and the hidden states (B + S, E) of the prompts' last rows and of the S
+        rows of the step. Leaves no span open if it raises."""
+        every = [*spans]
         try:
+            steps = self._open_steps(running)
+            every += steps.values()
             ids = [one.sequence.ids[span.start :] for one, span in zip(requests, spans, strict=True)]
             of_steps = [one.sequence.ids[span.start : span.start + span.count] for one, span in steps.items()]
             hidden = self._model.forward_pass(spans, ids, [*steps.values()], [*chain.from_iterable(of_steps)])
@@ -267,7 +272,7 @@ class Prefills:
         for request in requests:
             self._scheduler.admit(request.sequence)
             self._scheduler.prefilled(request.sequence)
-        return hidden
+        return steps, hidden
 
     def _take_tokens(
         self, requests: Sequence[Request], spans: Sequence[Span], steps: Mapping[Request, Span], hidden: Any
