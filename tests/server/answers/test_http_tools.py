@@ -55,10 +55,13 @@ def ask(server: Serving, **more: Any) -> Any:
 
 
 def at_once(server: Serving) -> Any:
-    """Fields that make a model answer without reasoning; Gemma's templates do not say that it must not reason."""
-    begins = server.engine.model.tokenizer.control_tokens().get("<|tool_call>")
-    bias = {} if begins is None else {"logit_bias": {str(begins): 100}}
-    return {"chat_template_kwargs": {"enable_thinking": False}, **bias}
+    """Fields that make a model answer without reasoning, or with no word of it.
+
+    Two templates do not say that the model must not reason: Gemma's calls begin at once, gpt-oss's reasoning ends.
+    """
+    control = server.engine.model.tokenizer.control_tokens()
+    bias = {str(control[name]): 100 for name in ("<|tool_call>", "<|end|>") if name in control}
+    return {"chat_template_kwargs": {"enable_thinking": False}, "logit_bias": bias}
 
 
 def assert_valid(call: Any) -> None:
