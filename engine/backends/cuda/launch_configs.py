@@ -180,6 +180,23 @@ def encode_keys(keys: Layout) -> LaunchConfig | None:
     return None
 
 
+@cache
+def encode_values(values: Layout) -> LaunchConfig | None:
+    """The launch of encode_values; None for values that it does not take. Shared memory: ValueArrays of
+    `cuda/encode/encode_values.cu`, whose size `tests/cuda/test_encode_values.py` compares."""
+    constants, dim, size = values.record.constants, values.record.geometry.head_dim, values.record.geometry.block_size
+    if "POINTS" not in constants or values.record.searches_paths:
+        return None
+    width = constants["WIDTH"]
+    for warps in range(min(size // 16, 8), 0, -1):
+        errors = 4 * max(16 * warps * -(-dim // 16) * 16, 20 * dim)
+        shared = errors + 4 * (17 * 16 * warps + constants["POINTS"] * width + 4 * size) + 2 * size * dim // width
+        shared = -(-shared // 16) * 16
+        if size // 16 % warps == 0 and shared <= SHARED_BYTES:
+            return LaunchConfig({"WARPS": warps, **ROUNDING}, WARP * warps, shared)
+    return None
+
+
 def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
     """RounderMemory::BYTES of `cuda/encode/rounding_memory.cuh`, which `tests/cuda/test_encode_blocks.py` compares, for
     `tokens` tokens at once; of a codec without points, bytes of x and of a mean."""
