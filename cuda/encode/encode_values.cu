@@ -99,7 +99,7 @@ struct ValueRounder {
 
     __device__ __forceinline__ void encode() {
         prepare();
-        is_fed_back = __float_as_int(cost_at(0).w) >= 0;
+        is_fed_back = __float_as_uint(cost_at(0).w) >> 31 == 0;
 #pragma unroll 1
         for (int pass = 0; pass < L::N; pass += Arrays::PASS) {
             first = pass + 16 * warp;
