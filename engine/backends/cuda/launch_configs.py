@@ -208,7 +208,7 @@ def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
     floats = (
         dim * (tokens + 4)
         + shares * (7 if side.record.searches_paths else 4) * tokens
-        + width * (2 * tokens + points)
+        + width * points
         + 2 * size
         + tokens
     )

@@ -119,10 +119,12 @@ class CacheOps:
         if metric is None:
             return arrays
         tokens, block_size = metric.token_feedback, layout.record.geometry.block_size
-        feedback, residues = metric.feedback.swapaxes(1, 2), None
-        if metric.tilt_mean is not None and launch_configs.encode_keys(layout) is not None:
+        feedback, residues, of_values = metric.feedback.swapaxes(1, 2), None, layout.record.geometry.values
+        if (of_values and launch_configs.encode_values(layout) is not None) or (
+            metric.tilt_mean is not None and launch_configs.encode_keys(layout) is not None
+        ):
             factor, residues = residue_costs(metric)
-            feedback = feedback_tiles(factor)
+            feedback = factor.swapaxes(1, 2) if of_values else feedback_tiles(factor)
         return arrays._replace(
             feedback=self._upload(feedback),
             weights=self._upload(metric.weights if layout.record.searches_paths else None),
@@ -214,18 +216,26 @@ class CacheOps:
                 layer = cache, cache.pools(sources[0].buffer), moves
                 alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(layer)
         for (layouts, heads), layers in alike.items():
-            layers.sort(key=lambda layer: layer[0].keys.residues is None)
-            rows = [cache.keys._replace(full=full.k) for cache, full, _ in layers]
-            rows += [cache.values._replace(full=full.v) for cache, full, _ in layers]
-            pairs = 2 * [moves for _, _, moves in layers]  # for slots and for blocks of each row
+            # What tensor cores encode comes first among the keys and last among the values.
+            by_keys = sorted(layers, key=lambda layer: layer[0].keys.residues is None)
+            by_values = sorted(layers, key=lambda layer: layer[0].values.residues is not None)
+            rows = [cache.keys._replace(full=full.k) for cache, full, _ in by_keys]
+            rows += [cache.values._replace(full=full.v) for cache, full, _ in by_values]
+            pairs = [moves for _, _, moves in (*by_keys, *by_values)]  # for slots and for blocks of each row
             numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
             jobs = self._device.from_host(np.ascontiguousarray(np.column_stack([numbers, np.concatenate(pairs)])))
-            sides = Addresses(rows, written=1)
+            sides, count = Addresses(rows, written=1), len(numbers)
             first = sum(len(moves) for cache, _, moves in layers if cache.keys.residues is not None)
+            last = count - sum(len(moves) for cache, _, moves in layers if cache.values.residues is not None)
             if first and (config := launch_configs.encode_keys(layouts[0])) is not None:
                 self._launch("encode_keys", (first, heads), config, sides, jobs, heads, layouts=(layouts[0], None))
-            config, grid = launch_configs.encode_blocks(*layouts), (len(numbers) - first, heads)
-            self._launch("encode_blocks", grid, config, sides, jobs[first:], len(layers), heads, layouts=layouts)
+            if first < last:
+                config, grid = launch_configs.encode_blocks(*layouts), (last - first, heads)
+                args = sides, jobs[first:], len(layers), heads
+                self._launch("encode_blocks", grid, config, *args, layouts=layouts)
+            if last < count and (config := launch_configs.encode_values(layouts[1])) is not None:
+                args = sides, jobs[last:], heads
+                self._launch("encode_values", (count - last, heads), config, *args, layouts=(None, layouts[1]))
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> PromptBuffer:
         format, layouts = cache.format, cache.layouts
