@@ -89,9 +89,9 @@ struct ValueRounder {
     const float *feedback, *along;
     const int lane, g, t, warp;
     bool is_fed_back;
-    int first;                // the first token of the warp
-    float share[2], back[2];  // of both rows: rms over unit, and unit over rms
-    float sums[2][2];         // r · diagonal · s, s · diagonal · s
+    int first;                                // the first token of the warp
+    float over_unit[2], share[2], back[2];    // for both rows: 1 / unit, rms / unit, unit / rms
+    float sums[2][2];                         // r · diagonal · s, s · diagonal · s
 
     __device__ __forceinline__ ValueRounder(unsigned char *shared, const Block &block)
         : arrays(*reinterpret_cast<Arrays *>(shared)), block(block), feedback(at_head(block.side->feedback, D * D)),
@@ -149,7 +149,8 @@ struct ValueRounder {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = first + g + 8 * h;
-            share[h] = arrays.units[row] > 0.0f ? arrays.sizes[row] / arrays.units[row] : 0.0f;
+            over_unit[h] = arrays.units[row] > 0.0f ? 1.0f / arrays.units[row] : 0.0f;
+            share[h] = arrays.sizes[row] * over_unit[h];
             back[h] = arrays.units[row] * arrays.inverses[row];
             sums[h][0] = sums[h][1] = 0.0f;
         }
@@ -203,11 +204,9 @@ struct ValueRounder {
                 errors[i][odd] = (i % 2 ? __high2float(both) : __low2float(both)) * arrays.inverses[token] - y[odd];
             }
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = first + g + 8 * h;
-                const float over_unit = arrays.units[row] > 0.0f ? 1.0f / arrays.units[row] : 0.0f;
-                weights[i % 2][2 * h + i / 2] = along[token * L::N + row] * arrays.sizes[token] * over_unit;
-            }
+            for (int h = 0; h < 2; ++h)
+                weights[i % 2][2 * h + i / 2] =
+                    __ldg(along + token * L::N + first + g + 8 * h) * arrays.sizes[token] * over_unit[h];
         }
         Columns(errors).multiply(target, Rows(weights));
     }
@@ -255,33 +254,46 @@ struct ValueRounder {
                                                 int tile) const {
         const Nearest<Codec> nearest{arrays.points, block.side->candidates};
         const bool is_there = WHOLE || 16 * tile + 4 * t < D;
-        float of_token[W] = {}, of_target[W] = {};  // the errors of the lane's last cell
+        unsigned short *codes = arrays.codes + (first + g) * Arrays::CODES + CELLS * tile + OF_LANE * t;
 #pragma unroll 1
         for (int step = 0; step < 16 + CELLS - 1; ++step) {
-            const int turn = step - OF_LANE * t - g, cell = turn & 7, half = is_there ? turn >> 3 : -1;
-            float unit[W] = {}, y[W];
+            const int turn = step - OF_LANE * t - g, cell = turn & 7, half = turn >> 3;
+            const bool is_turn = is_there && (half == 0 || half == 1) && cell < OF_LANE;
+            float unit[W], y[W], of_token[W], of_target[W], residue[W];
+            pick(of_target, target, half, cell), pick(residue, fed, half, cell), pick(of_token, x, half, cell);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int c = i % 4, at = i / 4 * 2 + c / 2;
-                if (half == i / 4 && cell == c / W)
-                    unit[c % W] = (target[c % 2][at] + (is_fed_back ? fed[c % 2][at] : 0.0f)) * back[i / 4];
-            }
+            for (int w = 0; w < W; ++w)
+                unit[w] = (of_target[w] + (is_fed_back ? residue[w] : 0.0f)) * (half == 0 ? back[0] : back[1]);
             const unsigned code = nearest(unit);
-            if ((half == 0 || half == 1) && cell < OF_LANE)
-                arrays.codes[(first + g + 8 * half) * Arrays::CODES + CELLS * tile + OF_LANE * t + cell] = code;
+            if (is_turn) codes[half * 8 * Arrays::CODES + cell] = static_cast<unsigned short>(code);
             load_cell(y, arrays.points + code * W);
 #pragma unroll
+            for (int w = 0; w < W; ++w) {
+                of_token[w] -= y[w], of_target[w] -= y[w] * (half == 0 ? share[0] : share[1]);
+                residue[w] += of_target[w];
+            }
+#pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int c = i % 4, at = i / 4 * 2 + c / 2;
-                if (half != i / 4 || cell != c / W) continue;
-                const float rounded = y[c % W] * share[i / 4];
-                of_token[c % W] = x[c % 2][at] - y[c % W];
-                fed[c % 2][at] += target[c % 2][at] - rounded;
-                target[c % 2][at] -= rounded;
-                of_target[c % W] = target[c % 2][at];
+                const bool is_this = is_turn && half == i / 4 && cell == c / W;
+                target[c % 2][at] = is_this ? of_target[c % W] : target[c % 2][at];
+                fed[c % 2][at] = is_this ? residue[c % W] : fed[c % 2][at];
             }
             if (along) feed_rows(target, of_token, step);
             feed_cells(fed, of_target, step, tile);
+        }
+    }
+
+    // The numbers of a cell of one of the lane's rows.
+    static __device__ __forceinline__ void pick(float (&picked)[W], const float (&x)[2][4], int half, int cell) {
+        float row[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) row[c] = half == 0 ? x[c % 2][c / 2] : x[c % 2][2 + c / 2];
+#pragma unroll
+        for (int w = 0; w < W; ++w) {
+            picked[w] = row[w];
+#pragma unroll
+            for (int other = 1; other < OF_LANE; ++other) picked[w] = cell == other ? row[other * W + w] : picked[w];
         }
     }
 
@@ -314,11 +326,15 @@ struct ValueRounder {
 #pragma unroll
             for (int w = 0; w < W; ++w) {
                 const float error = __shfl_sync(0xffffffffu, errors[w], 4 * g + cell / OF_LANE);
-                float weights[4] = {};
-                if (feeds) load_floats(weights, feedback + (channel + w) * D + 16 * tile + 4 * t);
+                const float4 *f = reinterpret_cast<const float4 *>(feedback + (channel + w) * D + 16 * tile) + t;
+                const float4 four = feeds ? __ldg(f) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                const float weights[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-                for (int i = 0; i < 8; ++i)
-                    if (half == i / 4) fed[i % 2][i / 4 * 2 + i % 4 / 2] += weights[i % 4] * error;
+                for (int h = 0; h < 2; ++h) {
+                    const float of_row = half == h ? error : 0.0f;
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) fed[c % 2][2 * h + c / 2] += weights[c] * of_row;
+                }
             }
         }
     }
