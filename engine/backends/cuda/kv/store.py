@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -43,6 +44,9 @@ class CacheOps:
         for kind in (format, format.finer):
             if kind is not None:
                 launch_configs.encode_blocks(*_layouts(kind))
+                launch_configs.encode_keys(_layouts(kind)[0])
+                for side in _layouts(kind):
+                    launch_configs.encode_tiles(side)
         full = sum(layout.nbytes for layout in _full_layouts(format))
         return format.kv_heads * (keys.nbytes + values.nbytes), format.kv_heads * full
 
@@ -119,12 +123,10 @@ class CacheOps:
         if metric is None:
             return arrays
         tokens, block_size = metric.token_feedback, layout.record.geometry.block_size
-        feedback, residues, of_values = metric.feedback.swapaxes(1, 2), None, layout.record.geometry.values
-        if (of_values and launch_configs.encode_values(layout) is not None) or (
-            metric.tilt_mean is not None and launch_configs.encode_keys(layout) is not None
-        ):
+        factor, residues, in_tiles = metric.feedback, None, metric.tilt_mean is not None
+        if (launch_configs.encode_keys if in_tiles else launch_configs.encode_tiles)(layout) is not None:
             factor, residues = residue_costs(metric)
-            feedback = factor.swapaxes(1, 2) if of_values else feedback_tiles(factor)
+        feedback = feedback_tiles(factor) if in_tiles and residues is not None else factor.swapaxes(1, 2)
         return arrays._replace(
             feedback=self._upload(feedback),
             weights=self._upload(metric.weights if layout.record.searches_paths else None),
@@ -216,26 +218,31 @@ class CacheOps:
                 layer = cache, cache.pools(sources[0].buffer), moves
                 alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(layer)
         for (layouts, heads), layers in alike.items():
-            # What tensor cores encode comes first among the keys and last among the values.
-            by_keys = sorted(layers, key=lambda layer: layer[0].keys.residues is None)
-            by_values = sorted(layers, key=lambda layer: layer[0].values.residues is not None)
-            rows = [cache.keys._replace(full=full.k) for cache, full, _ in by_keys]
-            rows += [cache.values._replace(full=full.v) for cache, full, _ in by_values]
-            pairs = [moves for _, _, moves in (*by_keys, *by_values)]  # for slots and for blocks of each row
-            numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
-            jobs = self._device.from_host(np.ascontiguousarray(np.column_stack([numbers, np.concatenate(pairs)])))
-            sides, count = Addresses(rows, written=1), len(numbers)
-            first = sum(len(moves) for cache, _, moves in layers if cache.keys.residues is not None)
-            last = count - sum(len(moves) for cache, _, moves in layers if cache.values.residues is not None)
-            if first and (config := launch_configs.encode_keys(layouts[0])) is not None:
-                self._launch("encode_keys", (first, heads), config, sides, jobs, heads, layouts=(layouts[0], None))
-            if first < last:
-                config, grid = launch_configs.encode_blocks(*layouts), (last - first, heads)
-                args = sides, jobs[first:], len(layers), heads
-                self._launch("encode_blocks", grid, config, *args, layouts=layouts)
-            if last < count and (config := launch_configs.encode_values(layouts[1])) is not None:
-                args = sides, jobs[last:], heads
-                self._launch("encode_values", (count - last, heads), config, *args, layouts=(None, layouts[1]))
+            rows = [(_encoder(cache.keys), False, cache.keys._replace(full=full.k), m) for cache, full, m in layers]
+            rows += [(_encoder(cache.values), True, cache.values._replace(full=full.v), m) for cache, full, m in layers]
+            rows.sort(key=lambda row: _ENCODERS.index(row[:2]))
+            numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for *_, moves in rows])
+            moves = np.concatenate([moves for *_, moves in rows])
+            jobs = self._device.from_host(np.ascontiguousarray(np.column_stack([numbers, moves])))
+            sides, first = Addresses([side for _, _, side, _ in rows], written=1), 0
+            for kernel, rows_of in itertools.groupby(rows, lambda row: (row[0], row[1] and row[0] != "encode_blocks")):
+                count = sum(len(moves) for *_, moves in rows_of)
+                self._encode(*kernel, sides, jobs[first : first + count], len(layers), heads, layouts)
+                first += count
+
+    def _encode(
+        self, kernel: str, values: bool, sides: Addresses, jobs: Array, keys: int, heads: int, layouts: Layouts
+    ) -> None:
+        """Launch a kernel of `_ENCODERS` for some blocks. values: whether they are values; the first `keys` of `sides`
+        are keys."""
+        grid = len(jobs), heads
+        if kernel == "encode_blocks":
+            config = launch_configs.encode_blocks(*layouts)
+            self._launch(kernel, grid, config, sides, jobs, keys, heads, layouts=layouts)
+            return
+        one = getattr(launch_configs, kernel)(layouts[values])
+        of_side = (None, layouts[1]) if values else (layouts[0], None)
+        self._launch(kernel, grid, one, sides, jobs, heads, layouts=of_side)
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> PromptBuffer:
         format, layouts = cache.format, cache.layouts
@@ -294,6 +301,23 @@ class CacheOps:
         moves = self._upload(np.stack([sources, targets], axis=1).astype(np.int32))
         bytes_each = to.shape[1] * to.shape[2]
         self._launch("copy_records", (len(sources),), LaunchConfig({}, _COPY_THREADS), to, pool, moves, bytes_each)
+
+
+# The kernels that encode, and whether they encode values, in the order of their blocks in a list of all.
+_ENCODERS = [
+    ("encode_keys", False),
+    ("encode_tiles", False),
+    ("encode_blocks", False),
+    ("encode_blocks", True),
+    ("encode_tiles", True),
+]
+
+
+def _encoder(side: SideArrays) -> str:
+    """The kernel that encodes the keys or the values of a layer."""
+    if side.residues is None:
+        return "encode_blocks"
+    return "encode_tiles" if side.mean_query is None else "encode_keys"
 
 
 def feedback_tiles(factor: np.ndarray) -> np.ndarray:

@@ -1,9 +1,9 @@
-// Part of the op `encode_blocks`: values with a metric, on tensor cores. Codes are chosen as in
-// engine/quantization/encode.py, with error feedback between pairs and between tokens; encode_blocks.cu takes values
-// without a metric, and codes that are paths.
+// Part of the op `encode_blocks`: values with a metric, and keys with norms that are not tilted, on tensor cores. Codes
+// are chosen as in engine/quantization/encode.py, with error feedback between pairs and, for values, between tokens.
+// encode_keys.cu takes the other keys with a metric, encode_blocks.cu all without one, and codes that are paths.
 //
-// sides, jobs: as encode_blocks.cu lists them, of values alone. It reads of the arrays of a metric: feedback, also where
-// errors are not fed back, for what residues cost; token_feedback; and
+// sides, jobs: as encode_blocks.cu lists them, of one side alone. It reads of the arrays of a metric: feedback, also
+// where errors are not fed back, for what residues cost; token_feedback; and
 //   residues (K, D / 2, 4)   as in encode_keys.cu, but without a ridge: the last number is 0, or −0 if errors are not
 //                            fed back between pairs
 //
@@ -25,14 +25,15 @@
 // The norm follows from residues r = e + F·e, e the error against the target, and s = y + F·y, y the points: M is
 // (I + F)ᵀ · diagonal · (I + F), so the target a = e + n·y has a·My / y·My = n + (r · diagonal · s) / (s · diagonal · s).
 //
-// Grid (count, K), block WARPS · 32, dynamic shared memory sizeof(ValueArrays).
-// DEFINES: as encode_blocks.cu; WARPS, a divisor of N / 16: the tokens of a block are rounded WARPS · 16 at a time.
+// Grid (count, K), block WARPS · 32, dynamic shared memory sizeof(TileArrays).
+// DEFINES: as encode_blocks.cu; SIDE, KeyLayout or ValueLayout, CODEC and FULL, the codec and the layout of its
+// full-precision records; WARPS, a divisor of N / 16: the tokens of a block are rounded WARPS · 16 at a time.
 // PRECOND: D a multiple of 8; as encode_blocks.cu.
 // JOINS: full_block.cuh, nearest.cuh.
 
 // Shared memory.
 template <class L, class Codec>
-struct ValueArrays {
+struct TileArrays {
     static constexpr int CODES = L::D / Codec::WIDTH, TILES = (L::D + 15) / 16, STRIDE = 20, PASS = WARPS * 16;
 
     union {
@@ -41,7 +42,7 @@ struct ValueArrays {
     };
     float inside[PASS][17];  // B within a tile, from units of rms to those of targets
     float points[Codec::POINTS * Codec::WIDTH];
-    float sizes[L::N], inverses[L::N], units[L::N], norms[L::N];  // rms, 1 / rms, unit of a target
+    float mean[L::D], sizes[L::N], inverses[L::N], units[L::N], norms[L::N];  // rms, 1 / rms, unit of a target
     unsigned short codes[L::N * CODES];
 };
 
@@ -79,8 +80,8 @@ struct Columns {
 };
 
 template <class L, class Codec, class Block>
-struct ValueRounder {
-    using Arrays = ValueArrays<L, Codec>;
+struct TileRounder {
+    using Arrays = TileArrays<L, Codec>;
     static constexpr int D = L::D, W = Codec::WIDTH, CELLS = 16 / W, OF_LANE = 4 / W;  // cells of a row, of its lanes
     static constexpr bool WHOLE = D % 16 == 0;
 
@@ -93,9 +94,9 @@ struct ValueRounder {
     float over_unit[2], share[2], back[2];    // for both rows: 1 / unit, rms / unit, unit / rms
     float sums[2][2];                         // r · diagonal · s, s · diagonal · s
 
-    __device__ __forceinline__ ValueRounder(unsigned char *shared, const Block &block)
+    __device__ __forceinline__ TileRounder(unsigned char *shared, const Block &block)
         : arrays(*reinterpret_cast<Arrays *>(shared)), block(block), feedback(at_head(block.side->feedback, D * D)),
-          along(block.side->token_feedback), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4), warp(threadIdx.x / 32) {}
+          along(L::VALUES ? block.side->token_feedback : nullptr), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4), warp(threadIdx.x / 32) {}
 
     __device__ __forceinline__ void encode() {
         prepare();
@@ -116,13 +117,14 @@ struct ValueRounder {
         Codec::pack(block.record(), arrays.codes, arrays.norms, block.side->tables, threadIdx.x, THREADS);
     }
 
-    // The rms of all tokens, points.
+    // The mean of the block, the rms of its tokens, points.
     __device__ __forceinline__ void prepare() {
+        if constexpr (L::MEAN_BITS != 0) mean_of_block<L, Arrays::STRIDE>(arrays.mean, arrays.x, block, 16);
 #pragma unroll 1
         for (int token = 0; token < L::N; token += 16) {
             load_tokens<L, 1, Arrays::STRIDE>(arrays.x, block.full(), token, 16);
             __syncthreads();
-            measure<L, Arrays::STRIDE>(arrays.sizes + token, arrays.x, nullptr, 16, 1.0f, true);
+            measure<L, Arrays::STRIDE>(arrays.sizes + token, arrays.x, arrays.mean, 16, 1.0f, true);
             __syncthreads();
         }
         const float *table = reinterpret_cast<const float *>(block.side->tables + Codec::POINTS_F32);
@@ -216,7 +218,9 @@ struct ValueRounder {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int token = first + g + i % 4 / 2 * 8, channel = 16 * tile + 4 * t + i % 2 * 2 + i / 4;
-            x[i / 4][i % 4] = full_value<L>(block.full(), token, channel) * arrays.inverses[token];
+            float value = full_value<L>(block.full(), token, channel);
+            if (L::MEAN_BITS != 0 && (WHOLE || channel < D)) value -= arrays.mean[channel];
+            x[i / 4][i % 4] = fminf(fmaxf(value, -LARGEST), LARGEST) * arrays.inverses[token];
             target[i / 4][i % 4] = x[i / 4][i % 4] * share[i % 4 / 2];
         }
         if (along)
@@ -353,9 +357,9 @@ struct ValueRounder {
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
-encode_values_kernel(const unsigned long long *sides, const int *jobs, int kv_heads) {
+encode_tiles_kernel(const unsigned long long *sides, const int *jobs, int kv_heads) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int *job = jobs + 3 * blockIdx.x;
     const SideArrays *side = reinterpret_cast<const SideArrays *>(sides) + job[0];
-    ValueRounder<ValueLayout, ValueCodec, Move<ValueLayout, FullValueLayout>>(shared, {side, job, kv_heads}).encode();
+    TileRounder<SIDE, CODEC, Move<SIDE, FULL>>(shared, {side, job, kv_heads}).encode();
 }
