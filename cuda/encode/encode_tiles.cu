@@ -16,7 +16,7 @@
 // Lane 4g + t has of a tile rows g and g + 8, and channels 4t … 4t + 3. Array a[c % 2][2h + c / 2] has channel 4t + c of
 // row g + 8h: as mma.m16n8k16 has the sums of two products, one for even and one for odd channels, and as operands A
 // come from them without a shuffle. Operands are sums of two halves, and their products lack low · low. Operands B are
-// made from float32 where they are needed, which takes fewer instructions than a step, and saves shared memory.
+// made from float32 where they are needed: that is less than two steps, and no other thread has to be waited for.
 //
 // Points and the errors of tokens are in units of a token's rms, so they are at most √D + 4. Targets and errors against
 // targets are in units of the larger of the rms and of what such errors of earlier tokens may add: halves are enough
@@ -40,7 +40,7 @@ struct TileArrays {
         uint4 errors[WARPS][TILES][2][32];  // operands A, high and low parts: errors against targets
         float x[L::D * STRIDE];
     };
-    float inside[PASS][17];  // B within a tile, from units of rms to those of targets
+    float inside[PASS][17];  // B within a tile, from units of rms to those of targets; then 0
     float points[Codec::POINTS * Codec::WIDTH];
     float mean[L::D], sizes[L::N], inverses[L::N], units[L::N], norms[L::N];  // rms, 1 / rms, unit of a target
     unsigned short codes[L::N * CODES];
@@ -143,9 +143,9 @@ struct TileRounder {
                 reach += fabsf(along[from * L::N + token]) * arrays.sizes[from];
         const float unit = fmaxf(reach + __shfl_xor_sync(0xffffffffu, reach, 16), arrays.sizes[token]);
         const float inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
-        for (int i = lane / 16; i < 16; i += 2)
+        for (int i = lane / 16; i < 17; i += 2)
             arrays.inside[16 * warp + lane % 16][i] =
-                along ? along[(first + i) * L::N + token] * arrays.sizes[first + i] * inverse : 0.0f;
+                along && i < 16 ? along[(first + i) * L::N + token] * arrays.sizes[first + i] * inverse : 0.0f;
         if (lane < 16) arrays.units[token] = unit;
         __syncwarp();
 #pragma unroll
@@ -306,14 +306,12 @@ struct TileRounder {
 #pragma unroll
         for (int cell = 0; cell < OF_LANE; ++cell) {
             const int from = step - OF_LANE * t - cell;
-            float weights[2] = {};
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                if (from >= 0 && from < 16) weights[h] = arrays.inside[16 * warp + g + 8 * h][from];
+            const float *b = arrays.inside[16 * warp + g] + min(unsigned(from), 16u);
+            const float weights[2] = {b[0], b[8 * 17]};
 #pragma unroll
             for (int w = 0; w < W; ++w) {
                 const int c = cell * W + w;
-                const float error = __shfl_sync(0xffffffffu, errors[w], (from & 7) * 4 + t);
+                const float error = __shfl_sync(0xffffffffu, errors[w], 4 * from + t);  // modulo 32
                 target[c % 2][c / 2] += weights[0] * error, target[c % 2][2 + c / 2] += weights[1] * error;
             }
         }
