@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -29,6 +28,8 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.quantization.metric import Metric, residue_costs
 from polarlm.engine.records import Layout, Layouts
+
+_SomeLayouts = tuple[Layout | None, Layout | None]
 
 _COPY_THREADS = 256  # a CTA has
 
@@ -211,38 +212,23 @@ class CacheOps:
         self.copy_full([cache], [Move(place, KVLocation([Buffer(*quantized)], 0), tokens)])
 
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
-        alike: dict[tuple[Layouts, int], list[tuple[LayerCache, Buffer, np.ndarray]]] = {}
+        alike: dict[tuple[str, _SomeLayouts, int], list[tuple[int, SideArrays, np.ndarray]]] = {}
         for caches, blocks, sources in filled:
             moves = np.array([[source.block for source in sources], blocks], np.int32).T
             for cache in caches:
-                layer = cache, cache.pools(sources[0].buffer), moves
-                alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(layer)
-        for (layouts, heads), layers in alike.items():
-            rows = [(_encoder(cache.keys), False, cache.keys._replace(full=full.k), m) for cache, full, m in layers]
-            rows += [(_encoder(cache.values), True, cache.values._replace(full=full.v), m) for cache, full, m in layers]
-            rows.sort(key=lambda row: _ENCODERS.index(row[:2]))
+                sides = zip((cache.keys, cache.values), cache.pools(sources[0].buffer), strict=True)
+                for number, (side, pool) in enumerate(sides):
+                    kind = *_encoder(side, number, cache.layouts), cache.format.kv_heads
+                    alike.setdefault(kind, []).append((number, side._replace(full=pool), moves))
+        for (kernel, layouts, heads), rows in alike.items():
+            rows.sort(key=lambda row: row[0])  # keys come first
             numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for *_, moves in rows])
-            moves = np.concatenate([moves for *_, moves in rows])
-            jobs = self._device.from_host(np.ascontiguousarray(np.column_stack([numbers, moves])))
-            sides, first = Addresses([side for _, _, side, _ in rows], written=1), 0
-            for kernel, rows_of in itertools.groupby(rows, lambda row: (row[0], row[1] and row[0] != "encode_blocks")):
-                count = sum(len(moves) for *_, moves in rows_of)
-                self._encode(*kernel, sides, jobs[first : first + count], len(layers), heads, layouts)
-                first += count
-
-    def _encode(
-        self, kernel: str, values: bool, sides: Addresses, jobs: Array, keys: int, heads: int, layouts: Layouts
-    ) -> None:
-        """Launch a kernel of `_ENCODERS` for some blocks. values: whether they are values; the first `keys` of `sides`
-        are keys."""
-        grid = len(jobs), heads
-        if kernel == "encode_blocks":
-            config = launch_configs.encode_blocks(*layouts)
-            self._launch(kernel, grid, config, sides, jobs, keys, heads, layouts=layouts)
-            return
-        one = getattr(launch_configs, kernel)(layouts[values])
-        of_side = (None, layouts[1]) if values else (layouts[0], None)
-        self._launch(kernel, grid, one, sides, jobs, heads, layouts=of_side)
+            jobs = np.column_stack([numbers, np.concatenate([moves for *_, moves in rows])])
+            args = [Addresses([side for _, side, _ in rows], written=1), self._upload(jobs), heads]
+            if kernel == "encode_blocks":
+                args.insert(2, sum(number == 0 for number, *_ in rows))
+            config = getattr(launch_configs, kernel)(*filter(None, layouts))
+            self._launch(kernel, (len(jobs), heads), config, *args, layouts=layouts)
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> PromptBuffer:
         format, layouts = cache.format, cache.layouts
@@ -303,21 +289,12 @@ class CacheOps:
         self._launch("copy_records", (len(sources),), LaunchConfig({}, _COPY_THREADS), to, pool, moves, bytes_each)
 
 
-# The kernels that encode, and whether they encode values, in the order of their blocks in a list of all.
-_ENCODERS = [
-    ("encode_keys", False),
-    ("encode_tiles", False),
-    ("encode_blocks", False),
-    ("encode_blocks", True),
-    ("encode_tiles", True),
-]
-
-
-def _encoder(side: SideArrays) -> str:
-    """The kernel that encodes the keys or the values of a layer."""
+def _encoder(side: SideArrays, number: int, layouts: Layouts) -> tuple[str, _SomeLayouts]:
+    """The kernel that encodes the keys (number 0) or the values of a layer, and the layouts that it is made for."""
     if side.residues is None:
-        return "encode_blocks"
-    return "encode_tiles" if side.mean_query is None else "encode_keys"
+        return "encode_blocks", layouts
+    alone = (None, layouts[1]) if number else (layouts[0], None)
+    return "encode_tiles" if side.mean_query is None else "encode_keys", alone
 
 
 def feedback_tiles(factor: np.ndarray) -> np.ndarray:
