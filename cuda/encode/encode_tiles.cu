@@ -90,13 +90,14 @@ struct TileRounder {
     const float *feedback, *along;
     const int lane, g, t, warp;
     bool is_fed_back;
-    int first;                                // the first token of the warp
-    float over_unit[2], share[2], back[2];    // for both rows: 1 / unit, rms / unit, unit / rms
-    float sums[2][2];                         // r · diagonal · s, s · diagonal · s
+    int first;                              // the first token of the warp
+    float over_unit[2], share[2], back[2];  // for both rows: 1 / unit, rms / unit, unit / rms
+    float sums[2][2];                       // for both rows: r · diagonal · s, s · diagonal · s
 
     __device__ __forceinline__ TileRounder(unsigned char *shared, const Block &block)
         : arrays(*reinterpret_cast<Arrays *>(shared)), block(block), feedback(at_head(block.side->feedback, D * D)),
-          along(L::VALUES ? block.side->token_feedback : nullptr), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4), warp(threadIdx.x / 32) {}
+          along(L::VALUES ? block.side->token_feedback : nullptr), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4),
+          warp(threadIdx.x / 32) {}
 
     __device__ __forceinline__ void encode() {
         prepare();

@@ -124,10 +124,10 @@ class CacheOps:
         if metric is None:
             return arrays
         tokens, block_size = metric.token_feedback, layout.record.geometry.block_size
-        factor, residues, in_tiles = metric.feedback, None, metric.tilt_mean is not None
-        if (launch_configs.encode_keys if in_tiles else launch_configs.encode_tiles)(layout) is not None:
+        factor, residues, is_tilted = metric.feedback, None, metric.tilt_mean is not None
+        if (launch_configs.encode_keys if is_tilted else launch_configs.encode_tiles)(layout) is not None:
             factor, residues = residue_costs(metric)
-        feedback = feedback_tiles(factor) if in_tiles and residues is not None else factor.swapaxes(1, 2)
+        feedback = feedback_tiles(factor) if is_tilted and residues is not None else factor.swapaxes(1, 2)
         return arrays._replace(
             feedback=self._upload(feedback),
             weights=self._upload(metric.weights if layout.record.searches_paths else None),
