@@ -59,6 +59,9 @@ class Passes:
         for group, now in zip(self._groups, store.spans(parts, slice(0, count)), strict=True):
             group.spans = now
         x, seen, *more = self._ops.run_graph(("pass", have_adapters(parts)), self._rows, inputs)
+        self._spans = ()
+        for group in self._groups:
+            group.spans = None  # which holds the prompts' buffers
         kept, number = slice(count - outputs, count), len(self._layers) - 1
         layer, last = self._layers[number], store.spans(parts, kept)[store.group_of(number)]
         adapters = Routing(*(self._ops.to_device(table[kept]) for table in of_rows)) if of_rows else None
