@@ -259,6 +259,7 @@ struct TileRounder {
                                                 int tile) const {
         const Nearest<Codec> nearest{arrays.points, block.side->candidates};
         const bool is_there = WHOLE || 16 * tile + 4 * t < D;
+        const float4 *f = reinterpret_cast<const float4 *>(feedback + 16 * tile * (D + 1)) + t;
         unsigned short *codes = arrays.codes + (first + g) * Arrays::CODES + CELLS * tile + OF_LANE * t;
 #pragma unroll 1
         for (int step = 0; step < 16 + CELLS - 1; ++step) {
@@ -285,7 +286,7 @@ struct TileRounder {
                 fed[c % 2][at] = is_this ? residue[c % W] : fed[c % 2][at];
             }
             if (along) feed_rows(target, of_token, step);
-            feed_cells(fed, of_target, step, tile);
+            feed_cells(fed, of_target, f, step, D - 16 * tile);
         }
     }
 
@@ -318,19 +319,19 @@ struct TileRounder {
         }
     }
 
-    // Feeds the errors of a step to later cells of the same tokens. Two single values of a lane's rows may have their
-    // turn in a step, but only one pair.
-    __device__ __forceinline__ void feed_cells(float (&fed)[2][4], const float (&errors)[W], int step, int tile) const {
+    // Feeds the errors of a step to later cells of the same tokens; f: F from the first channel of the tile to the lane's.
+    // Two single values of a lane's rows may have their turn in a step, but only one pair.
+    __device__ __forceinline__ void feed_cells(float (&fed)[2][4], const float (&errors)[W], const float4 *f, int step,
+                                               int channels) const {
 #pragma unroll
         for (int row = 0; row < 2 / W; ++row) {
-            const int turn = step - g - 8 * row, cell = turn & (CELLS - 1), half = W == 2 ? turn >> 3 : row;
-            const int channel = 16 * tile + cell * W;
-            const bool feeds = turn >= 0 && turn < 16 && (WHOLE || (channel < D && 16 * tile + 4 * t < D));
+            const int turn = step - g - 8 * row, half = W == 2 ? turn >> 3 : turn >> 4 ? -1 : row;
+            const unsigned cell = turn & (CELLS - 1);
+            const bool is_there = WHOLE || (int(cell * W) < channels && 4 * t < channels);
 #pragma unroll
             for (int w = 0; w < W; ++w) {
                 const float error = __shfl_sync(0xffffffffu, errors[w], 4 * g + cell / OF_LANE);
-                const float4 *f = reinterpret_cast<const float4 *>(feedback + (channel + w) * D + 16 * tile) + t;
-                const float4 four = feeds ? __ldg(f) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                const float4 four = is_there ? __ldg(f + (cell * W + w) * (D / 4)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 const float weights[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {

@@ -219,7 +219,7 @@ def test_a_step_of_a_tile_stays_within_3_percent_of_its_budget() -> None:
     step = min(len(loop) for loop in kernel.loops() if count(loop, "SHFL") == 6 and not count(loop, "HMMA"))
     print(f"encode_tiles: {registers} registers, {step} instructions")
     assert registers <= 128
-    assert step == pytest.approx(272, rel=0.03)
+    assert step == pytest.approx(261, rel=0.03)
 
 
 def test_log_probabilities_have_no_doubles() -> None:
