@@ -1,4 +1,4 @@
-// The inputs of `Rounder` and `PathRounder`, and their arrays in shared memory. Part of encode_blocks.cu.
+// The metric of `PathRounder`, and its arrays and the arrays of `Rounder`, in shared memory. Part of encode_blocks.cu.
 
 // The metric of one KV head. mean: mean_query; null where norms are not tilted.
 struct Cost {
