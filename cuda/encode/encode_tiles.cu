@@ -8,22 +8,23 @@
 //                            fed back between pairs
 //
 // A tile is 16 tokens × 16 channels. A warp has 16 tokens and goes through their tiles; warp w is at tile j on front
-// w + j, so the tiles above it and to its left are done. Products bring their errors to it: those of channels times F,
-// those of tokens times B. Within a tile cells (token, pair) are rounded in wavefronts, 16 + CELLS − 1 steps, and the
-// errors of a step go to the lanes that need them by shuffles, in float32. A block of 64 × 128 has 11 fronts of 23
-// steps; tiles of 8 channels would have 19 of 19.
+// w + j, so the tiles above it and to its left are done. Products bring their errors to it: errors of channels times F,
+// feedback, and errors of tokens times B, token_feedback. Within a tile cells (token, pair) are rounded in wavefronts,
+// 16 + CELLS − 1 steps, and the errors of a step go to the lanes that need them by shuffles, in float32. A block of
+// 64 × 128 has 11 fronts of 23 steps; tiles of 8 channels would have 19 of 19.
 //
-// Lane 4g + t has of a tile rows g and g + 8, and channels 4t … 4t + 3. Array a[c % 2][2h + c / 2] has channel 4t + c of
-// row g + 8h: as mma.m16n8k16 has the sums of two products, one for even and one for odd channels, and as operands A
-// come from them without a shuffle. Operands are sums of two halves, and their products lack low · low. Operands B are
+// Lane 4g + t has channels 4t … 4t + 3 of rows g and g + 8. Number [c % 2][2h + c / 2] of an array is channel 4t + c of
+// row g + 8h: so mma.m16n8k16 has the sums of two products, one for even and one for odd channels, and operands A come
+// from them without a shuffle. Operands are sums of two halves, and their products lack low · low. Operands B are
 // made from float32 where they are needed: that is less than two steps, and no other thread has to be waited for.
 //
 // Points and the errors of tokens are in units of a token's rms, so they are at most √D + 4. Targets and errors against
 // targets are in units of the larger of the rms and of what such errors of earlier tokens may add: halves are enough
 // beside a token that is 10^12 times as long.
 //
-// The norm follows from residues r = e + F·e, e the error against the target, and s = y + F·y, y the points: M is
-// (I + F)ᵀ · diagonal · (I + F), so the target a = e + n·y has a·My / y·My = n + (r · diagonal · s) / (s · diagonal · s).
+// The norm follows from residues r = e + F·e, e the error against the target, and s = y + F·y, y the points. M is
+// (I + F)ᵀ · diagonal · (I + F), so for the target a = e + n·y the norm of least cost, a·My / y·My, is
+// n + (r · diagonal · s) / (s · diagonal · s).
 //
 // Grid (count, K), block WARPS · 32, dynamic shared memory sizeof(TileArrays).
 // DEFINES: as encode_blocks.cu; SIDE, KeyLayout or ValueLayout, CODEC and FULL, the codec and the layout of its
@@ -319,8 +320,8 @@ struct TileRounder {
         }
     }
 
-    // Feeds the errors of a step to later cells of the same tokens; f: F from the first channel of the tile to the lane's.
-    // Two single values of a lane's rows may have their turn in a step, but only one pair.
+    // Feeds the errors of a step to later cells of the same tokens. Two single values of a lane's rows may have their
+    // turn in a step, but only one pair. f: F from the tile's first channel to the lane's.
     __device__ __forceinline__ void feed_cells(float (&fed)[2][4], const float (&errors)[W], const float4 *f, int step,
                                                int channels) const {
 #pragma unroll
@@ -331,7 +332,8 @@ struct TileRounder {
 #pragma unroll
             for (int w = 0; w < W; ++w) {
                 const float error = __shfl_sync(0xffffffffu, errors[w], 4 * g + cell / OF_LANE);
-                const float4 four = is_there ? __ldg(f + (cell * W + w) * (D / 4)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                float4 four = {};
+                if (is_there) four = __ldg(f + (cell * W + w) * (D / 4));
                 const float weights[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
