@@ -358,7 +358,10 @@ struct TileRounder {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
+// Warps of a multiprocessor: single values take a few more registers than 16 warps can have.
+constexpr int RESIDENT = CODEC::WIDTH == 2 ? 16 : 12;
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT / WARPS)
 encode_tiles_kernel(const unsigned long long *sides, const int *jobs, int kv_heads) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int *job = jobs + 3 * blockIdx.x;
