@@ -1,6 +1,6 @@
 // The op `encode_blocks`: quantizes complete blocks. Full-precision records become records of codes, which are chosen
-// as engine/quantization/encode.py and `Codec.encode` choose them. Keys with tilted norms whose codes are not paths are
-// left to encode_keys.cu.
+// as engine/quantization/encode.py and `Codec.encode` choose them. With a metric, codes that are not paths are left to
+// encode_tiles.cu or, where norms are tilted, to encode_keys.cu.
 //
 // sides (rows, 10): addresses, a SideArrays in each row. The first `keys` rows are keys of a layer, the others values.
 // jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. The arrays of a side:
@@ -15,16 +15,12 @@
 //   matrix (K, D, D)        M: an error e costs e·M·eᵀ, and norms are fitted to it; or, where norms are tilted, the
 //                           second moments of queries
 //   mean_query (K, D)       by which norms of keys are tilted
-//   residues (K, D / 2, 4)  read by encode_keys.cu alone
+//   residues (K, D / 2, 4)  read by encode_keys.cu and encode_tiles.cu alone
 //   token_feedback (N, N)   values only: error feedback between tokens, transposed as above; with PATHS, tokens are in
 //                           the order of rounds
 //
-// A lane has a token. Pair j (or value j) of token t depends on the token's pairs before j and, with feedback between
-// tokens, on pair j of the tokens before t. So the CTA rounds the cells (t, j) in wavefronts: front number j, or t + j
-// with feedback between tokens. One thread per token rounds; the other warps add up the feedback of earlier errors. x
-// in shared memory holds targets; errors replace the targets that have been rounded. Codes that depend on the ones
-// before are the best path's instead: paths.cuh. Without a metric, codes, norms and means equal NumPy's to the bit:
-// sums are in its order, multiplications not fused.
+// Codes that depend on the ones before are the best path's: paths.cuh. Without a metric, codes, norms and means equal
+// NumPy's to the bit: sums are in its order, multiplications not fused.
 // Grid (count, K), block WARPS · 32, dynamic shared memory RounderMemory::BYTES (x and mean for a codec that is not
 // ROUNDED).
 // DEFINES: TOKENS, tokens of a block that are in shared memory at once: a divisor of N, 16 or a multiple of 32; WARPS,
@@ -39,7 +35,7 @@ __device__ __forceinline__ void encode_block(const Move<L, Full> &move) {
     DYNAMIC_SHARED(unsigned char, shared);
     if constexpr (Codec::ROUNDED) {
         if constexpr (Codec::PATHS) PathRounder<L, Codec>(shared, move.side).encode(move);
-        else Rounder<L, Codec>(shared, move.side->candidates, cost_of<L>(*move.side)).encode(move);
+        else Rounder<L, Codec>(shared, move.side->candidates).encode(move);
     } else {
         float *x = reinterpret_cast<float *>(shared), *mean = x + L::N * L::D;
         load_tokens<L, L::D, 1>(x, move.full(), 0, L::N);

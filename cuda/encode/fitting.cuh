@@ -19,7 +19,7 @@ __device__ __forceinline__ Fitted tilted(float aa, float ae, float ee, float a_m
     return {fmaxf(ratio * size, 0.0f), rest * (rest * aa + 2.0f * ratio * ae) + ratio * ratio * ee + lean * lean};
 }
 
-// x, points, partial, codes: `Rounder` and `PathRounder` list them. size: the norm that a token was rounded with.
+// x, points, partial, codes: `PathRounder` lists them. size: the norm that a token was rounded with.
 template <class L, class Codec>
 struct NormFit {
     using R = RounderMemory<L, Codec>;
@@ -30,22 +30,17 @@ struct NormFit {
     const unsigned short *codes;
     const Cost &cost;
 
-    // Whether norms are tilted: those of keys that are not paths are fitted in encode_keys.cu.
-    __device__ __forceinline__ bool tilts() const { return Codec::PATHS && cost.mean; }
-
     // y: the point of a token's code; a: the target; v: its error if norms are tilted, else y.
     __device__ __forceinline__ void read_back(float (&y)[W], float (&v)[W], float (&a)[W], int pair, int token,
                                               float size) const {
         load_cell(y, points + codes[pair * R::CODE_STRIDE + token] * W);
-        if constexpr (Codec::PATHS) {
-            const unsigned before = pair ? codes[(pair - 1) * R::CODE_STRIDE + token] : 0;
-            if (before & 1) y[0] = -y[0];
-            if (before & 2) y[1] = -y[1];
-        }
+        const unsigned before = pair ? codes[(pair - 1) * R::CODE_STRIDE + token] : 0;
+        if (before & 1) y[0] = -y[0];
+        if (before & 2) y[1] = -y[1];
 #pragma unroll
         for (int w = 0; w < W; ++w) {
             const float error = x[(pair * W + w) * STRIDE + token];
-            v[w] = tilts() ? error : y[w];
+            v[w] = cost.mean ? error : y[w];
             a[w] = error + y[w] * size;
         }
     }
@@ -80,10 +75,8 @@ struct NormFit {
                     load_floats(m, cost.matrix + (top + c) * D + top);
                     const float v_c = v_m[c] + 0.5f * m[c] * v[w], a_c = a_m[c] + 0.5f * m[c] * a[w];
                     sums[0] += a[w] * v_c + v[w] * a_c, sums[1] += 2.0f * v[w] * v_c, sums[2] += 2.0f * a[w] * a_c;
-                    if constexpr (Codec::PATHS) {
-                        const float mean = cost.mean ? cost.mean[top + c] : 0.0f;
-                        sums[3] += a[w] * mean, sums[4] += v[w] * mean, sums[5] += a[w] * y[w], sums[6] += y[w] * y[w];
-                    }
+                    const float mean = cost.mean ? cost.mean[top + c] : 0.0f;
+                    sums[3] += a[w] * mean, sums[4] += v[w] * mean, sums[5] += a[w] * y[w], sums[6] += y[w] * y[w];
 #pragma unroll
                     for (int i = c + 1; i < rows; ++i) v_m[i] += m[i] * v[w], a_m[i] += m[i] * a[w];
                 }
@@ -100,10 +93,8 @@ struct NormFit {
         for (int c = 0; c < SHARES; ++c)
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) s[i] += partial[(c * SUMS + i) * TOKENS + t];
-        if constexpr (Codec::PATHS) {
-            const float plain = quotient(s[5] * size, s[6] * size * size);
-            if (tilts()) return tilted(s[2], s[0], s[1], s[3], s[4], plain, sqrtf(float(D)), size);
-        }
+        const float plain = quotient(s[5] * size, s[6] * size * size);
+        if (cost.mean) return tilted(s[2], s[0], s[1], s[3], s[4], plain, sqrtf(float(D)), size);
         return {fmaxf(quotient(s[0] * size, s[1] * size * size) * size, 0.0f), 0.0f};
     }
 };

@@ -66,7 +66,7 @@ __device__ void load_tokens(float *x, const unsigned char *full, int first, int 
     }
 }
 
-// One value of a full-precision record of the value side.
+// One value of a full-precision record.
 template <class L>
 __device__ __forceinline__ float full_value(const unsigned char *full, int token, int channel) {
     return to_float(reinterpret_cast<const __half *>(full)[full_index<L>(token, channel)]);

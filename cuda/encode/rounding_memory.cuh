@@ -1,29 +1,26 @@
-// The inputs of `Rounder` and `PathRounder`, and their arrays in shared memory. Part of encode_blocks.cu.
+// The metric of `PathRounder`, and its arrays and the arrays of `Rounder`, in shared memory. Part of encode_blocks.cu.
 
 // The metric of one KV head. mean: mean_query; null where norms are not tilted.
 struct Cost {
-    const float *feedback, *matrix, *mean, *token_feedback;
+    const float *matrix, *mean;
 };
 
 template <class L>
 __device__ __forceinline__ Cost cost_of(const SideArrays &side) {
-    return {at_head(side.feedback, L::D * L::D), at_head(side.matrix, L::D * L::D), at_head(side.mean_query, L::D),
-            L::VALUES ? side.token_feedback : nullptr};
+    return {at_head(side.matrix, L::D * L::D), at_head(side.mean_query, L::D)};
 }
 
 // Offsets of the arrays that both list, in bytes of shared memory.
 template <class L, class Codec>
 struct RounderMemory {
     static constexpr int PAIRS = L::D / Codec::WIDTH;
-    // Strides of a row of tokens: neither tokens of a row nor cells of a diagonal share a bank.
+    // Strides of a row of tokens: neither tokens of a row nor pairs of a token share a bank.
     static constexpr int STRIDE = TOKENS + 4, CODE_STRIDE = TOKENS + 2;
-    // GROUPS warps have one token per lane. SHARES warps share the sums of a token, FEEDERS of them its feedback.
-    static constexpr int GROUPS = (TOKENS + 31) / 32, SHARES = WARPS / GROUPS, FEEDERS = SHARES - 1;
-    static constexpr int SUMS = Codec::PATHS ? 7 : 4;  // of NormFit; `Rounder` tilts no norms
-    static_assert(WARPS % GROUPS == 0 && FEEDERS > 0 && L::N % TOKENS == 0, "");
+    // For PATHS: GROUPS warps have one token per lane, SHARES warps share the SUMS of a token.
+    static constexpr int GROUPS = (TOKENS + 31) / 32, SHARES = WARPS / GROUPS, SUMS = Codec::PATHS ? 7 : 0;
+    static_assert(WARPS % GROUPS == 0 && L::N % TOKENS == 0, "");
 
-    static constexpr int PARTIAL = L::D * STRIDE * 4, ERRORS = PARTIAL + SHARES * SUMS * TOKENS * 4;
-    static constexpr int POINTS = ERRORS + 2 * Codec::WIDTH * TOKENS * 4;
+    static constexpr int PARTIAL = L::D * STRIDE * 4, POINTS = PARTIAL + SHARES * SUMS * TOKENS * 4;
     static constexpr int MEAN = POINTS + Codec::POINTS * Codec::WIDTH * 4;
     static constexpr int SIZES = MEAN + (L::MEAN_BITS ? L::D * 4 : 0), NORMS = SIZES + L::N * 4;
     static constexpr int LEAST = NORMS + L::N * 4, CODES = LEAST + TOKENS * 4, NEW_CODES = CODES + L::N * PAIRS * 2;

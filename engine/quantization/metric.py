@@ -108,13 +108,16 @@ def join_layers(metrics: Sequence[Metric | None]) -> Metric | None:
 
 
 def residue_costs(metric: Metric) -> tuple[np.ndarray, np.ndarray]:
-    """Return F (K, D, D) float32 of a tilted metric, also where errors are not fed back, and what residues r_j = e_j +
-    F_j·e_{<j} cost: M + ρ·I = (I + F)ᵀ · diag(D_j) · (I + F), so e·M·eᵀ = Σ_j r_j·D_j·r_jᵀ − ρ·e·eᵀ.
+    """Return F (K, D, D) float32, also where errors are not fed back, and what residues r_j = e_j + F_j·e_{<j} cost:
+    M + ρ·I = (I + F)ᵀ · diag(D_j) · (I + F), so e·M·eᵀ = Σ_j r_j·D_j·r_jᵀ − ρ·e·eᵀ. M of a metric that is not tilted
+    contains the ridge: ρ is 0.
 
     The costs are (K, D / 2, 4) float32, for two channels each: the first one's in D_j, that of both together, the
-    second one's; the ridge ρ, negative if errors are not fed back.
+    second one's; the ridge ρ, negative (or −0) if errors are not fed back.
     """
-    rest, width = _with_ridge(metric.matrix.astype(np.float64)), metric.matrix.shape[1] // metric.weights.shape[1]
+    rest, width = metric.matrix.astype(np.float64), metric.matrix.shape[1] // metric.weights.shape[1]
+    if metric.tilt_mean is not None:
+        rest = _with_ridge(rest)
     ridge, is_fed_back = rest[:, 0, 0] - metric.matrix[:, 0, 0], metric.feedback.any()
     factor = metric.feedback if is_fed_back else _block_ldl(rest, width)[0]
     lower = factor.astype(np.float64) + np.eye(factor.shape[1])

@@ -208,6 +208,20 @@ def test_eight_channels_of_32_keys_stay_within_3_percent_of_their_budget() -> No
     assert rounding == pytest.approx(1274, rel=0.03)
 
 
+@pytest.mark.slow
+def test_a_step_of_a_tile_stays_within_3_percent_of_its_budget() -> None:
+    """A multiprocessor has registers for 16 warps if each thread has at most 128."""
+    cache = Cache("ring4", "ring3.5", 128)
+    _, values = cache.layouts()
+    config = launch_configs.encode_tiles(values)
+    assert config is not None
+    registers, kernel = compiled("encode_tiles", Variant("encode_tiles", config.defines, cache, config.shared).text())
+    step = min(len(loop) for loop in kernel.loops() if count(loop, "SHFL") == 6 and not count(loop, "HMMA"))
+    print(f"encode_tiles: {registers} registers, {step} instructions")
+    assert registers <= 128
+    assert step == pytest.approx(261, rel=0.03)
+
+
 def test_log_probabilities_have_no_doubles() -> None:
     """Most GPUs compute doubles at a 64th of the rate of floats, and a row has all tokens of the vocabulary."""
     _, kernel = compiled("logprobs", Variant("logprobs", {}).text(), arch=89)

@@ -152,9 +152,10 @@ def test_codes_of_every_codec_equal_those_of_numpy(rng: np.random.Generator, num
         side = Side(values, name, SHAPES[number % len(SHAPES)])
         x = halves(rng, 2, 2, side.shape.size, side.shape.dim, bias=2.0)
         assert_same(side, x, seed=number % 3)
-        x = halves(rng, 2, 2, side.shape.size, side.shape.dim, bias=0.5)
-        assert_as_good(side, x, metric_of(side, 2), seed=number % 3)
-        assert_as_good(side, x, metric_of(side, 2, tilt=False, tokens=False), seed=number % 3)
+        if isinstance(codecs.get(name).rounding, PathRounding):
+            x = halves(rng, 2, 2, side.shape.size, side.shape.dim, bias=0.5)
+            assert_as_good(side, x, metric_of(side, 2), seed=number % 3)
+            assert_as_good(side, x, metric_of(side, 2, tilt=False, tokens=False), seed=number % 3)
 
 
 @pytest.mark.parametrize(
@@ -255,24 +256,14 @@ def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> 
     assert cost(side, x, fields, metric) == pytest.approx(cost(side, x, wanted, metric), rel=1e-3)
 
 
-@pytest.mark.parametrize(("name", "values"), [("ring4", False), ("ring3.5", True), ("turbo4", False)])
-def test_codes_with_a_metric_equal_those_of_numpy(rng: np.random.Generator, name: str, values: bool) -> None:
-    side = Side(values, name, SHAPES[0])
-    x = halves(rng, 2, 2, side.shape.size, side.shape.dim, bias=0.5)
-    assert_as_good(side, x, metric_of(side, 2))
-    assert_as_good(side, x, metric_of(side, 2, tilt=False, tokens=False), seed=1)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ring3.5", "turbo2", "trellis4"])
-def test_exceptional_blocks_with_a_metric_have_the_codes_of_numpy(name: str) -> None:
+def test_exceptional_blocks_with_a_metric_have_the_codes_of_numpy() -> None:
     shape = BlockShape(64, 32, 32, 16)
     for values in (False, True):
-        side, x = Side(values, name, shape), edges(shape)
+        side, x = Side(values, "trellis4", shape), edges(shape)
         # Beside a token that is 10^12 times as long, targets of values are so far from all points that the order of
         # sums decides on a path.
-        left_out = values and name == "trellis4"
-        for block in range(x.shape[1] - left_out):
+        for block in range(x.shape[1] - values):
             assert_as_good(side, x[:, block : block + 1], metric_of(side, 1))
 
 
@@ -296,8 +287,11 @@ def test_the_engine_s_launch_gives_the_codes_of_numpy(
     shape = BlockShape(dim, size, int(plan.defines["TOKENS"]), 8, int(plan.defines["WARPS"]))
     assert shape.warps == warps
     for values in (False, True):
-        side = Side(values, name, shape)
-        assert_as_good(side, halves(rng, 1, 1, size, dim, bias=0.5), metric_of(side, 1))
+        side, x = Side(values, name, shape), halves(rng, 1, 1, size, dim, bias=0.5)
+        if plan.defines["WARPS"] == 8:  # paths
+            assert_as_good(side, x, metric_of(side, 1))
+        else:
+            assert_same(side, x)
 
 
 @pytest.mark.parametrize("values", [False, True], ids=["keys", "values"])

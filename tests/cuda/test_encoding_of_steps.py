@@ -16,6 +16,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import FilledBlocks, KVLocation
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.quantization.conditioning import Conditioning
+from polarlm.engine.quantization.encode import encode_centred
 from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 from polarlm.engine.quantization.statistics import output_second
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -136,3 +137,20 @@ def test_layers_and_sequences_together_have_the_codes_of_each_alone(is_fed_back:
         for name, array in wanted.items():
             np.testing.assert_array_equal(fields[name], array)
     assert not np.array_equal(together[0]["keys"], together[2]["keys"])
+
+
+def test_blocks_with_metrics_have_the_codes_of_numpy() -> None:
+    """Keys whose norms are tilted, and values, from kernels of their own, which read metrics in other layouts."""
+    rng, ops = np.random.default_rng(3), CudaOps(open_device())
+    metrics = [metrics_of(rng, *types) for types in TYPES]
+    cache = store_of(ops, 1, metrics).cache(0)
+    vectors = (rng.standard_normal((2, KV_HEADS, N, D)) + 0.5).astype(np.float16)
+    ops.write_full(cache, 1, *vectors)
+    ops.encode_blocks([FilledBlocks([cache], [0], [KVLocation(None, 1)])])
+    records = ops.read_blocks(cache, [0]).values()
+    for record, layout, x, metric, name in zip(records, cache.layouts, vectors, metrics[0], TYPES[0], strict=True):
+        fields, _ = layout.unpack(record[0])
+        x = x[:, None].astype(np.float32)
+        wanted, _ = encode_centred(codecs.get(name), x, metric, layout.mean_bits)
+        for field, array in wanted.items():
+            assert (fields[field] == array[:, 0]).mean() >= 0.999

@@ -232,6 +232,20 @@ def _encode_keys() -> list[Variant]:
     return variants
 
 
+def _encode_tiles() -> list[Variant]:
+    """Values and keys, with whole and half tiles, all tokens at once or some of them."""
+    shapes = itertools.cycle([(128, 64, 8), (64, 64, 16), (80, 32, 0), (256, 64, 8), (96, 16, 8), (128, 128, 8)])
+    types = ("ring3.5", "ring4", "ring5", "turbo4", "ring4+norm16", "ring3", "turbo2")
+    variants = []
+    for number, name in enumerate(3 * types):
+        values = number % 3 != 2
+        cache = Cache(*(("f16", name) if values else (name, "f16")), *next(shapes))
+        config = launch_configs.encode_tiles(cache.layouts()[values])
+        assert config is not None
+        variants.append(Variant("encode_tiles", config.defines, cache, config.shared))
+    return variants
+
+
 _READ = tuple(name for name in weight_formats.available() if can_read(name))  # by the kernels
 _PACKED = tuple(name for name in _READ if weight_formats.get(name).unpack)
 
@@ -389,6 +403,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "embed": _all("embed", WEIGHT=_READ),
     "encode_blocks": _encode_blocks(),
     "encode_keys": _encode_keys(),
+    "encode_tiles": _encode_tiles(),
     "gemm_wide": _gemm_wide(),
     "gemv": _gemv(),
     "gemv_packed": _gemv_packed(),

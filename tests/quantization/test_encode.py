@@ -162,15 +162,18 @@ def test_block_ldl_factors_the_metric(blocks, width, seed):
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("is_fed_back", [True, False])
-def test_residues_cost_what_their_errors_cost(width, is_fed_back):
+@pytest.mark.parametrize("is_tilted", [True, False])
+def test_residues_cost_what_their_errors_cost(width, is_fed_back, is_tilted):
     dim, error = 12, gaussian(3, 5, 12)
     metric = key_metric(covariance(3, dim, dim), np.ones((3, dim)), np.ones((3, dim)), None, WIDTHS[width])
+    metric = metric if is_tilted else without_tilt(metric)
     factor, costs = residue_costs(metric if is_fed_back else without_feedback(metric))
     np.testing.assert_allclose(factor, metric.feedback, rtol=1e-5, atol=1e-6)
     residues = (error + error @ factor.swapaxes(1, 2)).reshape(3, -1, dim // 2, 2)
     first, both, second, ridge = np.moveaxis(costs, 2, 0)[:, :, None]
     squares = first * residues[..., 0] ** 2 + 2 * both * residues.prod(-1) + second * residues[..., 1] ** 2
-    assert ((ridge > 0) == is_fed_back).all()
+    assert (np.signbit(ridge) != is_fed_back).all()
+    assert ((ridge != 0) == is_tilted).all()
     ridges = np.abs(ridge[..., 0]) * np.square(error).sum(-1)
     assert (squares.sum(-1) - ridges).sum(1) == pytest.approx(cost(error, metric.matrix), rel=1e-4)
 

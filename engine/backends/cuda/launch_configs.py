@@ -158,16 +158,16 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
         if shared <= SHARED_BYTES:
             return LaunchConfig({"WARPS": warps, "TOKENS": tokens, **ROUNDING}, WARP * warps, shared)
         if tokens % 64 and tokens != 32:  # a part of a block has 16 tokens or a multiple of 32
-            raise ValueError(f"On a GPU blocks of {size} tokens are too large for this head dimension: choose 64.")
+            raise _too_large(size)
         tokens //= 2
 
 
 @cache
 def encode_keys(keys: Layout) -> LaunchConfig | None:
-    """The launch of encode_keys; None for keys that it does not take. Shared memory: KeyArrays of
-    `cuda/encode/encode_keys.cu`, whose size `tests/cuda/test_encode_keys.py` compares."""
+    """The launch of encode_keys; None for a codec that it does not take. Raises ValueError as `encode_blocks`. Shared
+    memory: KeyArrays of `cuda/encode/encode_keys.cu`, whose size `tests/cuda/test_encode_keys.py` compares."""
     constants, dim, size = keys.record.constants, keys.record.geometry.head_dim, keys.record.geometry.block_size
-    if "POINTS" not in constants or keys.record.searches_paths or dim % 8:
+    if "POINTS" not in constants or keys.record.searches_paths:
         return None
     points, width, numbers = constants["POINTS"], constants["WIDTH"], 1 + len(encode.NORM_FACTORS)
     for tokens in (64, 32, 16):
@@ -177,7 +177,29 @@ def encode_keys(keys: Layout) -> LaunchConfig | None:
         shared = 4 * floats + max(4 * dim * (tokens + 4), of_rows) + 2 * size * dim // width
         if size % tokens == 0 and shared <= SHARED_BYTES:
             return LaunchConfig({"WARPS": rows // WARP, "TOKENS": tokens, **ROUNDING}, rows, shared)
-    return None
+    raise _too_large(size)
+
+
+@cache
+def encode_tiles(side: Layout) -> LaunchConfig | None:
+    """The launch of encode_tiles; None for a codec that it does not take. Raises ValueError as `encode_blocks`. Shared
+    memory: TileArrays of `cuda/encode/encode_tiles.cu`, whose size `tests/cuda/test_encode_tiles.py` compares."""
+    constants, dim, size = side.record.constants, side.record.geometry.head_dim, side.record.geometry.block_size
+    if "POINTS" not in constants or side.record.searches_paths:
+        return None
+    name, width = "Value" if side.record.geometry.values else "Key", constants["WIDTH"]
+    sides = {"SIDE": f"{name}Layout", "CODEC": f"{name}Codec", "FULL": f"Full{name}Layout"}
+    for warps in range(min(size // 16, 8), 0, -1):
+        errors = 4 * max(256 * warps * -(-dim // 16), 20 * dim)
+        floats = 17 * 16 * warps + constants["POINTS"] * width + dim + 4 * size
+        shared = -(-(errors + 4 * floats + 2 * size * dim // width) // 16) * 16
+        if size // 16 % warps == 0 and shared <= SHARED_BYTES:
+            return LaunchConfig({"WARPS": warps, **sides, **ROUNDING}, WARP * warps, shared)
+    raise _too_large(size)
+
+
+def _too_large(block_size: int) -> ValueError:
+    return ValueError(f"On a GPU blocks of {block_size} tokens are too large for this head dimension: choose 64.")
 
 
 def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
@@ -190,8 +212,8 @@ def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
     points, width, shares = constants["POINTS"], constants["WIDTH"], warps // -(-tokens // 32)
     floats = (
         dim * (tokens + 4)
-        + shares * (7 if side.record.searches_paths else 4) * tokens
-        + width * (2 * tokens + points)
+        + (7 * shares * tokens if side.record.searches_paths else 0)
+        + width * points
         + 2 * size
         + tokens
     )

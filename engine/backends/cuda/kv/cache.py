@@ -56,7 +56,7 @@ class SideArrays(NamedTuple):
     quantized: the pool of quantized blocks, a part of `LayerCache.blocks` if there is one. full: the pool of
     full-precision records to encode, which each launch sets. tables: the layout's. candidates: see `candidates`. The
     other arrays are a `Metric`'s: both kinds of feedback are transposed, mean_query is its tilt_mean; weights only for
-    a codec whose codes are chosen as paths, residues in place of the matrix for keys that `encode_keys` takes.
+    a codec whose codes are chosen as paths, for others residues in place of the matrix.
     """
 
     quantized: Array

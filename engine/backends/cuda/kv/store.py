@@ -29,6 +29,8 @@ from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.quantization.metric import Metric, residue_costs
 from polarlm.engine.records import Layout, Layouts
 
+_SomeLayouts = tuple[Layout | None, Layout | None]
+
 _COPY_THREADS = 256  # a CTA has
 
 
@@ -43,6 +45,9 @@ class CacheOps:
         for kind in (format, format.finer):
             if kind is not None:
                 launch_configs.encode_blocks(*_layouts(kind))
+                launch_configs.encode_keys(_layouts(kind)[0])
+                for side in _layouts(kind):
+                    launch_configs.encode_tiles(side)
         full = sum(layout.nbytes for layout in _full_layouts(format))
         return format.kv_heads * (keys.nbytes + values.nbytes), format.kv_heads * full
 
@@ -119,10 +124,10 @@ class CacheOps:
         if metric is None:
             return arrays
         tokens, block_size = metric.token_feedback, layout.record.geometry.block_size
-        feedback, residues = metric.feedback.swapaxes(1, 2), None
-        if metric.tilt_mean is not None and launch_configs.encode_keys(layout) is not None:
+        factor, residues, is_tilted = metric.feedback, None, metric.tilt_mean is not None
+        if (launch_configs.encode_keys if is_tilted else launch_configs.encode_tiles)(layout) is not None:
             factor, residues = residue_costs(metric)
-            feedback = feedback_tiles(factor)
+        feedback = feedback_tiles(factor) if is_tilted and residues is not None else factor.swapaxes(1, 2)
         return arrays._replace(
             feedback=self._upload(feedback),
             weights=self._upload(metric.weights if layout.record.searches_paths else None),
@@ -207,25 +212,23 @@ class CacheOps:
         self.copy_full([cache], [Move(place, KVLocation([Buffer(*quantized)], 0), tokens)])
 
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
-        alike: dict[tuple[Layouts, int], list[tuple[LayerCache, Buffer, np.ndarray]]] = {}
+        alike: dict[tuple[str, _SomeLayouts, int], list[tuple[int, SideArrays, np.ndarray]]] = {}
         for caches, blocks, sources in filled:
             moves = np.array([[source.block for source in sources], blocks], np.int32).T
             for cache in caches:
-                layer = cache, cache.pools(sources[0].buffer), moves
-                alike.setdefault((cache.layouts, cache.format.kv_heads), []).append(layer)
-        for (layouts, heads), layers in alike.items():
-            layers.sort(key=lambda layer: layer[0].keys.residues is None)
-            rows = [cache.keys._replace(full=full.k) for cache, full, _ in layers]
-            rows += [cache.values._replace(full=full.v) for cache, full, _ in layers]
-            pairs = 2 * [moves for _, _, moves in layers]  # for slots and for blocks of each row
-            numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for moves in pairs])
-            jobs = self._device.from_host(np.ascontiguousarray(np.column_stack([numbers, np.concatenate(pairs)])))
-            sides = Addresses(rows, written=1)
-            first = sum(len(moves) for cache, _, moves in layers if cache.keys.residues is not None)
-            if first and (config := launch_configs.encode_keys(layouts[0])) is not None:
-                self._launch("encode_keys", (first, heads), config, sides, jobs, heads, layouts=(layouts[0], None))
-            config, grid = launch_configs.encode_blocks(*layouts), (len(numbers) - first, heads)
-            self._launch("encode_blocks", grid, config, sides, jobs[first:], len(layers), heads, layouts=layouts)
+                sides = zip((cache.keys, cache.values), cache.pools(sources[0].buffer), strict=True)
+                for number, (side, pool) in enumerate(sides):
+                    kind = *_encoder(side, number, cache.layouts), cache.format.kv_heads
+                    alike.setdefault(kind, []).append((number, side._replace(full=pool), moves))
+        for (kernel, layouts, heads), rows in alike.items():
+            rows.sort(key=lambda row: row[0])  # keys come first
+            numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for *_, moves in rows])
+            jobs = np.column_stack([numbers, np.concatenate([moves for *_, moves in rows])])
+            args = [Addresses([side for _, side, _ in rows], written=1), self._upload(jobs), heads]
+            if kernel == "encode_blocks":
+                args.insert(2, sum(number == 0 for number, *_ in rows))
+            config = getattr(launch_configs, kernel)(*filter(None, layouts))
+            self._launch(kernel, (len(jobs), heads), config, *args, layouts=layouts)
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> PromptBuffer:
         format, layouts = cache.format, cache.layouts
@@ -284,6 +287,14 @@ class CacheOps:
         moves = self._upload(np.stack([sources, targets], axis=1).astype(np.int32))
         bytes_each = to.shape[1] * to.shape[2]
         self._launch("copy_records", (len(sources),), LaunchConfig({}, _COPY_THREADS), to, pool, moves, bytes_each)
+
+
+def _encoder(side: SideArrays, number: int, layouts: Layouts) -> tuple[str, _SomeLayouts]:
+    """The kernel that encodes the keys (number 0) or the values of a layer, and the layouts that it is made for."""
+    if side.residues is None:
+        return "encode_blocks", layouts
+    alone = (None, layouts[1]) if number else (layouts[0], None)
+    return "encode_tiles" if side.mean_query is None else "encode_keys", alone
 
 
 def feedback_tiles(factor: np.ndarray) -> np.ndarray:

@@ -1,0 +1,112 @@
+"""Blocks that are rounded in tiles, on tensor cores, have the codes, norms and means of NumPy."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from polarlm.engine import codecs
+from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.backends.cuda.device import Addresses
+from polarlm.engine.backends.cuda.device.kernel_source import source
+from polarlm.engine.backends.cuda.launch import LaunchConfig
+from polarlm.engine.quantization.conditioning import centre
+from polarlm.engine.quantization.metric import Metric, residue_costs, without_feedback
+from polarlm.engine.records import Layout
+from tests.cuda.programs import Program
+from tests.cuda.test_encode_blocks import BlockShape, Side, arrays, codes_of, edges, halves, metric_of
+
+
+@cache
+def program(layout: Layout) -> Program:
+    """It does not compile where `launch_configs.encode_tiles` does not reckon with the size of TileArrays."""
+    sides, config = (None, layout) if layout.record.geometry.values else (layout, None), config_of(layout)
+    text = source("encode_tiles", *sides, **config.defines)
+    return Program(text + f'static_assert(sizeof(TileArrays<SIDE, CODEC>) == {config.shared}, "");\n')
+
+
+def config_of(layout: Layout) -> LaunchConfig:
+    config = launch_configs.encode_tiles(layout)
+    assert config is not None
+    return config
+
+
+def encoded(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> np.ndarray:
+    """x (K, B, N, D), halves as float32 → the kernel's records (K, B, bytes)."""
+    heads, blocks = x.shape[:2]
+    full = np.ascontiguousarray(side.layout.full.pack(codecs.get("f16").encode(x)).swapaxes(0, 1))
+    out = np.zeros((blocks, heads, side.layout.nbytes), np.uint8)
+    factor, residues = residue_costs(metric)
+    feedback = np.ascontiguousarray(factor.swapaxes(1, 2))
+    row = arrays(side, metric, out, full)._replace(feedback=feedback, residues=residues, matrix=None)
+    jobs = np.stack([np.zeros(blocks), np.arange(blocks), np.arange(blocks)], axis=1).astype(np.int32)
+    args, config = (Addresses([row], written=1), jobs, np.int32(heads)), config_of(side.layout)
+    launch = "encode_tiles_kernel", (blocks, heads), (config.threads,)
+    program(side.layout).launch(*launch, *args, shared=config.shared, seed=seed)
+    return out.swapaxes(0, 1)
+
+
+def costs(side: Side, x: np.ndarray, fields: dict[str, np.ndarray], metric: Metric) -> np.ndarray:
+    """What the errors of the decoded fields cost, for each block (K, B), those of earlier tokens added to a token's."""
+    error = x - codecs.get(side.name).decode(fields).astype(np.float64)
+    if metric.token_feedback is not None:
+        size = side.shape.size
+        error = error + metric.token_feedback[0].reshape(size, size).astype(np.float64) @ error
+    return np.einsum("kbnd,kde,kbne->kb", error, metric.matrix.astype(np.float64), error)
+
+
+def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0, most: float = 1e-4) -> None:
+    """Sums are added in another order than NumPy's, and products are of two halves for each number."""
+    fields, mean = side.layout.unpack(encoded(side, x, metric, seed))
+    wanted, wanted_mean = side.expected(x, metric)
+    for name, field in wanted_mean.items():
+        np.testing.assert_array_equal(mean[name], field)
+    if side.mean_bits:
+        x, _ = centre(x, side.mean_bits)
+    assert (codes_of(side, fields) == codes_of(side, wanted)).mean() >= 0.999
+    assert (costs(side, x, fields, metric) <= costs(side, x, wanted, metric) * (1 + most)).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "shape"),
+    [
+        ("ring3.5", True, BlockShape(32, 32)),
+        ("turbo4", True, BlockShape(24, 32)),  # codes of single values; half of the last tile of channels
+        ("ring4", False, BlockShape(24, 16, mean_bits=8)),
+    ],
+)
+def test_codes_equal_those_of_numpy(rng: np.random.Generator, name: str, values: bool, shape: BlockShape) -> None:
+    side = Side(values, name, shape)
+    x = halves(rng, 2, 2, shape.size, shape.dim, bias=0.5)
+    assert_as_good(side, x, metric_of(side, 2, tilt=False), seed=2)
+
+
+def test_codes_without_either_feedback_equal_those_of_numpy(rng: np.random.Generator) -> None:
+    side = Side(True, "ring3.5", BlockShape(32, 32))
+    x = halves(rng, 2, 1, 32, 32, bias=0.5)
+    assert_as_good(side, x, metric_of(side, 2, tokens=False))
+    assert_as_good(side, x, without_feedback(metric_of(side, 2)))
+
+
+@pytest.mark.parametrize("name", ["ring3.5", "turbo4"])
+def test_exceptional_blocks_have_the_codes_of_numpy(name: str) -> None:
+    """A token beside one that is 10^12 times as long, zeros, equal ones, and values in the middle between two levels,
+    which may become either."""
+    side = Side(True, name, BlockShape(32, 32))
+    assert_as_good(side, edges(side.shape), metric_of(side, 1), most=1e-3)
+
+
+@pytest.mark.slow  # the emulation takes a while
+@pytest.mark.parametrize(
+    ("name", "size", "dim"),
+    [("ring3.5", 64, 128), ("ring5", 128, 128), ("ring3", 128, 256), ("turbo4", 64, 80)],
+)
+def test_codes_in_the_shapes_of_models_equal_those_of_numpy(
+    rng: np.random.Generator, name: str, size: int, dim: int
+) -> None:
+    """The last one but one has not all tokens at once."""
+    for values in (False, True):
+        side = Side(values, name, BlockShape(dim, size, mean_bits=8))
+        assert_as_good(side, halves(rng, 2, 1, size, dim, bias=0.5), metric_of(side, 2, tilt=False))
