@@ -54,31 +54,38 @@ class AttentionOps:
     ) -> Array:
         back, scale_back = (NO_ROTATION, None) if transform is None else (transform.back, transform.scale_back)
         parameters = _Parameters(float(scale), window or 0, scale_back, softcap, sink_scores)
-        if isinstance(spans, PassTables) or (isinstance(spans, SpanTable) and spans.buffer is not None):
-            out = self._device.empty(q.shape, np.float32)
-            self._pass(out, q, cache, spans, parameters)
-            return self._heads.rotate(out, back)
         if isinstance(spans, RecordedSpans):
             out = self._device.zeros(q.shape, np.float32)  # rows that are no span's must be numbers
             append, arrays = spans.between()
 
             def work(out: Array, q: Array, *arrays: Array) -> None:
                 append(*arrays)
-                self._pass(out, q, cache, spans.spans, parameters)
+                self._pass(out, q, cache, spans.spans.parts, parameters)
 
             self._device.between(work, (out, q, *arrays))
             return self._heads.rotate(out, back)
+        parts = prompts, steps = spans.parts
+        if prompts is not None or steps is None:
+            out = self._device.empty(q.shape, np.float32)
+            self._pass(out, q, cache, parts, parameters)
+            return self._heads.rotate(out, back)
         dense = back.matrix is not None
         out = self._device.empty(q.shape, np.float32 if dense else input_type(then, len(q)))
-        self._decode(out, q, cache, spans, parameters, NO_ROTATION if dense else back)
+        self._decode(out, q, cache, steps, parameters, NO_ROTATION if dense else back)
         return self._heads.rotate_dense(out, back)
 
     def _pass(
-        self, out: Array, q: Array, cache: LayerCache, spans: SpanTable | PassTables, parameters: _Parameters
+        self,
+        out: Array,
+        q: Array,
+        cache: LayerCache,
+        parts: tuple[SpanTable | None, SpanTable | None],
+        parameters: _Parameters,
     ) -> None:
-        """Attention of all rows of a pass to out float32, whose rotation follows."""
-        prompts, steps = (spans.prompts, spans.steps) if isinstance(spans, PassTables) else (spans, None)
-        self._prefill(out, q, cache, prompts, parameters)
+        """Attention of all rows of a pass to out float32, whose rotation follows. parts: its prompts and its step."""
+        prompts, steps = parts
+        if prompts is not None:
+            self._prefill(out, q, cache, prompts, parameters)
         if steps is not None:
             self._decode(out, q, cache, steps, parameters, NO_ROTATION)
 

@@ -146,6 +146,11 @@ class SpanTable(HostTable):
     _kinds: list[bool] = field(default_factory=list, kw_only=True)
     _tiles: dict[tuple[Device, bool, int, int], Array] = field(default_factory=dict, kw_only=True)
 
+    @property
+    def parts(self) -> tuple[SpanTable | None, SpanTable | None]:
+        """The spans of prompts, and of a step."""
+        return (None, self) if self.buffer is None else (self, None)
+
     def kinds(self) -> Collection[bool]:
         """Whether spans have quantized blocks: for some, or for some and not for others."""
         self._kinds = self._kinds or [*np.unique(self.column("quantized") > 0).tolist()]
@@ -177,6 +182,10 @@ class PassTables(NamedTuple):
     prompts: SpanTable
     steps: SpanTable
     rows: int  # of prompts
+
+    @property
+    def parts(self) -> tuple[SpanTable, SpanTable]:
+        return self.prompts, self.steps
 
 
 def with_rows(x: np.ndarray, rows: int) -> np.ndarray:

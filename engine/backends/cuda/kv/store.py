@@ -141,19 +141,16 @@ class CacheOps:
         return None if x is None else self._device.from_host(np.ascontiguousarray(x))
 
     def append_kv(self, cache: LayerCache, spans: SpanTable | PassTables, k: Array, v: Array) -> None:
-        if isinstance(spans, PassTables):
-            self.append_kv(cache, spans.prompts, k, v)
-            self.append_kv(cache, spans.steps, k, v)
-            return
-        (count, width), groups = spans.table.shape, -(-(spans.most_rows + 15) // 16)
-        args = (*cache.pools(spans.buffer), k, v, spans.on(self._device), width, groups, cache.format.kv_heads)
-        self._launch(
-            "append_kv",
-            (count * groups, cache.format.kv_heads),
-            LaunchConfig({}, threads_for(2 * cache.padded)),
-            *(*args, row_stride(k), row_stride(v)),
-            layouts=cache.full_layouts,
-        )
+        for table in filter(None, spans.parts):
+            (count, width), groups = table.shape, -(-(table.most_rows + 15) // 16)
+            args = (*cache.pools(table.buffer), k, v, table.on(self._device), width, groups, cache.format.kv_heads)
+            self._launch(
+                "append_kv",
+                (count * groups, cache.format.kv_heads),
+                LaunchConfig({}, threads_for(2 * cache.padded)),
+                *(*args, row_stride(k), row_stride(v)),
+                layouts=cache.full_layouts,
+            )
 
     def place_kv(
         self,
@@ -174,7 +171,7 @@ class CacheOps:
                 (k, v if has_values else qkv),
             )
             return q
-        is_prompt = isinstance(spans, PassTables) or (spans.buffer is not None and rows > 1)
+        is_prompt = spans.parts[0] is not None and rows > 1
         is_dense = transform.keys.matrix is not None or transform.values.matrix is not None
         if is_prompt or is_dense:  # append_kv writes 16 bytes at a time where place_kv would write 2 or 4
             q, k, v = self._heads.transform_heads(qkv, rope, transform, norms)
