@@ -18,11 +18,11 @@
 //     f16       16 bytes for every tile and lane, at (tile · 32 + lane) · 16: a[0], a[2], a[1], a[3]. So the first and
 //               the last two are B operands of mma.m16n8k16 for 8 rows each, in neighbouring registers.
 //     pairs     WORDS words for every lane, in chunks of four: chunk c at c · 512 + lane · 16; a last chunk of n < 4
-//               words at c · 512 + lane · 4n. Byte r of a word belongs to c[r]. With m = 4, 6, 7 or 8 bits per pair,
+//               words at c · 512 + lane · 4n. Byte r of a word belongs to c[r]. With m = 4 to 8 bits per pair,
 //               word t has the code of tile t in the upper m bits of its bytes. Codes of the remaining tiles are cut
 //               into digits of 8 − m bits, which fill the lower bits, lowest digit first, word after word from word 0.
 //               With m = 10, word t has the lower 8 bits of tile t, word TILES + w the upper 2 of tile 4w + k in bits
-//               2k, 2k + 1.
+//               2k, 2k + 1. With m = 16, word TILES + t the upper 8 bits of tile t.
 //   norms       a byte or a half per token, [part][g][2i + h]: token 16i + 8h + g of the part
 //   mean        keys only: DP values, int8 or half, [tg][s][4]: channels 16s + 2tg + {0, 1, 8, 9}
 //   mean scale  one half, for a mean of int8
@@ -84,15 +84,19 @@ struct LoadedRows {
     }
 };
 
-// Copies the tables of one side with few registers; called by all threads, before a barrier. Every codec with tables
-// has 256 rows of one kind, and maybe some of another.
+// Copies the tables of one side with few registers; called by all threads, before a barrier. A codec has few rows, or
+// 256 of one kind, and maybe some of another.
 template <class Codec, int THREADS>
 __device__ __forceinline__ void copy_tables(unsigned char *shared, const unsigned char *tables) {
-    constexpr int rows = Codec::ROWS < 256 ? Codec::ROWS : 256, batch = THREADS < 512 ? THREADS / 2 : 256;
-    static_assert(Codec::ROWS == 0 || rows % batch == 0, "a batch is four loads");
+    constexpr int batch = THREADS < 512 ? THREADS / 2 : 256;
+    if constexpr (Codec::ROWS < 256) {
+        LoadedRows<Codec, THREADS>(tables).store(shared);
+    } else {
+        static_assert(256 % batch == 0, "a batch is four loads");
 #pragma unroll 1
-    for (int first = 0; first < rows; first += batch)
-        LoadedRows<Codec, THREADS, batch>(tables, first, 255).store(shared, first);
+        for (int first = 0; first < 256; first += batch)
+            LoadedRows<Codec, THREADS, batch>(tables, first, 255).store(shared, first);
+    }
     if constexpr (Codec::ROWS > 256)
         LoadedRows<Codec, THREADS, Codec::ROWS - 256>(tables, 256, Codec::ROWS - 1).store(shared, 256);
 }

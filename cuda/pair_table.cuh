@@ -1,5 +1,5 @@
-// Codecs whose codes are indices into one table of pairs of values, with a norm for each token: the base of ring, turbo
-// and trellis. Twin of engine/records/pair_table.py.
+// Codecs whose codes are indices into one table of pairs of values, with a norm for each token: the base of ring, turbo,
+// trellis and, with 16 bits and without a table, linear. Twin of engine/records/pair_table.py.
 //
 // L has, besides the geometry: BITS of a pair's code, WORDS of a lane and part; NORMS (an offset), NORM_BYTES (1 or 2),
 // LARGEST_NORM (the bits of a float); WIDTH, CODE_BITS and POINTS of the codes that are chosen, of one value or a pair;
@@ -8,7 +8,7 @@
 
 template <class L>
 struct PairTable {
-    static constexpr int ROWS = L::ROWS;
+    static constexpr int ROWS = L::ROWS, PAIR_ROWS = L::BITS == 16 ? 0 : 256;
     static constexpr bool NORMED = true, QUANTIZED = true, RANDOM_ACCESS = false;
     static constexpr bool PATHS = false, ROUNDED = true;
     static constexpr int WIDTH = L::WIDTH, POINTS = L::POINTS, POINTS_F32 = L::POINTS_F32;
@@ -19,10 +19,10 @@ struct PairTable {
                                                    int last) {
         const unsigned *words = reinterpret_cast<const unsigned *>(tables);
         const int point = L::PAIRS / 4 + (row >> Decoder::SPARE);
-        const int norms = L::NORM_TABLE / 4 + (row - 256) * 32 + number * 4;
+        const int norms = L::NORM_TABLE / 4 + (row - PAIR_ROWS) * 32 + number * 4;
         unsigned own[4];  // loads without a branch, so that no thread waits for one before the next
 #pragma unroll
-        for (int i = 0; i < 4; ++i) own[i] = __ldg(words + (last < 256 || row < 256 ? point : norms + i));
+        for (int i = 0; i < 4; ++i) own[i] = __ldg(words + (last < PAIR_ROWS || row < PAIR_ROWS ? point : norms + i));
         return make_uint4(own[0], own[1], own[2], own[3]);
     }
 
@@ -35,7 +35,7 @@ struct PairTable {
     };
 
     struct Decoder {
-        static constexpr int SPARE = L::BITS < 8 ? 8 - L::BITS : 0, SPAN = SPARE ? L::BITS / SPARE : 1;
+        static constexpr int SPARE = L::BITS < 8 ? 8 - L::BITS : 0;
         static constexpr int EXTRA = L::WORDS < L::TILES ? L::TILES - L::WORDS : 0;
 
         const Codes &codes;
@@ -69,13 +69,17 @@ struct PairTable {
         __device__ __forceinline__ unsigned word(int t) {
             if (t >= L::WORDS) return extra[t < L::WORDS ? 0 : t - L::WORDS];
             const unsigned v = codes.words[t < L::WORDS ? t : 0];
-            if (EXTRA && t / SPAN < EXTRA) {
-                const int digit = t % SPAN;
-                const unsigned spare = (v & ((1u << SPARE) - 1) * 0x01010101u) << SPARE * (digit + 1);
-                unsigned &sum = extra[t / SPAN < EXTRA ? t / SPAN : 0];
-                sum = digit ? sum + spare : spare;  // shift and sum are one instruction
-            }
+            const int at = t * SPARE / L::BITS, place = t * SPARE % L::BITS, left = L::BITS - place;
+            collect(at, place, v, left < SPARE ? left : SPARE);
+            if (left < SPARE) collect(at + 1, 0, v >> left, SPARE - left);
             return v;
+        }
+        // Adds the lowest `count` bits of each byte to the codes of a word, from bit `place` on.
+        __device__ __forceinline__ void collect(int at, int place, unsigned v, int count) {
+            if (at >= EXTRA) return;
+            const unsigned spare = (v & ((1u << count) - 1) * 0x01010101u) << SPARE + place;
+            unsigned &sum = extra[at < EXTRA ? at : 0];
+            sum = place ? sum + spare : spare;  // shift and sum are one instruction
         }
 
         __device__ __forceinline__ unsigned point(unsigned address) const {
@@ -108,7 +112,7 @@ struct PairTable {
         for (int i = 0; i < 2 * L::PT; ++i) {
             if constexpr (L::NORM_BYTES == 1) {
                 const unsigned code = words[i / 4] >> i % 4 * 8 & 255;
-                const unsigned at = 256 * ROW_BYTES + code / 32 * ROW_BYTES + code % 32 * 4;
+                const unsigned at = PAIR_ROWS * ROW_BYTES + code / 32 * ROW_BYTES + code % 32 * 4;
                 norm[i] = *reinterpret_cast<const float *>(shared + at);
             } else {
                 const __half2 pair = as_half2(words[i / 2]);
@@ -167,7 +171,7 @@ private:
     }
 
     static __device__ __forceinline__ unsigned packed_word(const unsigned short *codes, int part, int word, int lane) {
-        constexpr int spare = Decoder::SPARE, span = Decoder::SPAN;
+        constexpr int spare = Decoder::SPARE;
         unsigned packed = 0;
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
@@ -176,13 +180,16 @@ private:
                 const int first = 4 * (word - L::TILES);
                 for (int k = 0; k < 4 && first + k < L::TILES; ++k)
                     byte |= code_at(codes, part, first + k, lane, r) >> 8 << 2 * k;
-            } else if (L::BITS == 10) {
-                byte = code_at(codes, part, word, lane, r) & 255;
+            } else if (L::BITS >= 10) {
+                byte = code_at(codes, part, word % L::TILES, lane, r) >> (word < L::TILES ? 0 : 8) & 255;
             } else {
                 byte = code_at(codes, part, word, lane, r) << spare;
-                const int tile = L::WORDS + word / span;
+                const int tile = L::WORDS + word * spare / L::BITS, place = word * spare % L::BITS;
+                const int left = L::BITS - place;
                 if (spare && tile < L::TILES)
-                    byte |= code_at(codes, part, tile, lane, r) >> word % span * spare & ((1 << spare) - 1);
+                    byte |= code_at(codes, part, tile, lane, r) >> place & ((1 << spare) - 1);
+                if (left < spare && tile + 1 < L::TILES)
+                    byte |= (code_at(codes, part, tile + 1, lane, r) << left) & ((1 << spare) - 1);
             }
             packed |= byte << 8 * r;
         }

@@ -6,7 +6,7 @@ prints phases and radii, from the inside to the outside, and the mean squared er
 phases, Lloyd's algorithm on the Gaussian density finds the radii: the best radius of a ring is the mean of r·cos δ over
 its cells, δ being the angle to the nearest of its points. An exchange search finds the phases: it moves one point from
 one ring to another as long as the error falls. Odd rings are rotated by half a phase; other rotations gain less than a
-thousandth. The best number of rings is found by trial: 6, 8, 12 and 22 are in use.
+thousandth. The best number of rings is found by trial: 4, 6, 8, 12 and 22 are in use.
 
 In symmetric designs each quadrant is a mirror image of the others: all rings are rotated by half a phase, and their
 phases are multiples of four; the search moves four at a time.

@@ -12,7 +12,9 @@ struct Nearest {
     const unsigned short *candidates;
 
     __device__ __forceinline__ unsigned operator()(const float (&u)[Codec::WIDTH]) const {
-        if constexpr (Codec::WIDTH == 1) {
+        if constexpr (Codec::WIDTH == 1 && Codec::POINTS == 256) {  // evenly spaced: linear
+            return unsigned(fminf(fmaxf(u[0] * 32.0f + 128.5f, 1.0f), 255.0f));
+        } else if constexpr (Codec::WIDTH == 1) {
             unsigned code = 0;  // a value in the middle between two levels takes the lower one
 #pragma unroll
             for (int i = 1; i < Codec::POINTS; ++i) code += u[0] > __fmul_rn(__fadd_rn(points[i], points[i - 1]), 0.5f);

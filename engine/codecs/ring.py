@@ -1,4 +1,4 @@
-"""Ring: every pair of rotated channels becomes one of 64, 128, 256 or 1,024 points on circles; one norm per vector.
+"""Ring: every pair of rotated channels becomes one of 32 to 1,024 points on circles; one norm per vector.
 
     x = n·y,  n = rms(x);  (y₂ⱼ, y₂ⱼ₊₁) is close to a circular Gaussian pair, and takes the nearest of 2^m points
 
@@ -6,8 +6,9 @@ Source: unrestricted polar quantization, with more phases on larger circles: Wil
 independent Gaussian variates", IEEE Trans. Commun. 28(11), 1980; Swaszek & Thomas, "Optimal circularly symmetric
 quantizers", J. Franklin Inst. 313(6), 1982. Our own: these designs, an exact search among all points, and the use for a
 KV cache.
-Bits per value: m/2 + 8/D for `ring3`, `ring3.5`, `ring4` and `ring5` with m = 6, 7, 8, 10, and m/2 + 16/D with the
-option `norm16`. Mean squared error on Gaussian vectors of 128 values: .0292, .0151, .0077, .0020 per variance.
+Bits per value: m/2 + 8/D for `ring2.5`, `ring3`, `ring3.5`, `ring4` and `ring5` with m = 5, 6, 7, 8, 10, and m/2 +
+16/D with the option `norm16`. Mean squared error on Gaussian vectors of 128 values: .0572, .0292, .0151, .0077, .0020
+per variance.
 Decode, per value: a quarter of a lookup of four values (`ring5`: half a lookup of two), one multiplication by the norm.
 
 **Codes.** Points are numbered ring by ring from the inside, and counter-clockwise on each ring. Odd rings (the
@@ -42,10 +43,11 @@ import numpy as np
 from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.parts.pair_codec import PairStore, RotatedPairs, parse_options
 
-NAMES = ("ring3", "ring3.5", "ring4", "ring5")
+NAMES = ("ring2.5", "ring3", "ring3.5", "ring4", "ring5")
 
 # Bits per pair → (phases, radius) of each ring.
 RINGS: dict[int, tuple[tuple[int, float], ...]] = {
+    5: ((2, 0.2297), (8, 0.8013), (11, 1.4678), (11, 2.3123)),
     6: ((1, 0.0), (6, 0.4604), (12, 0.892), (15, 1.3725), (15, 1.9139), (15, 2.6469)),
     7: ((1, 0.0), (8, 0.3773), (13, 0.6947), (18, 1.0251), (23, 1.3894), (23, 1.7962), (23, 2.2838), (19, 2.9727)),
     8: (

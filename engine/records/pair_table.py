@@ -23,7 +23,7 @@ class PairRecord(Record):
 
     points (P, width) float32: the value (width 1) or pair (width 2) of each code that the encoder chooses. pairs
     (2^bits, 2) float32: the values of each pair code, or (256, 2): of each byte, which with ten bits is a code without
-    its signs.
+    its signs; empty with 16 bits, which no table decodes.
     """
 
     codec: str
@@ -35,8 +35,8 @@ class PairRecord(Record):
 
     @property
     def rows(self) -> int:
-        """A row for each byte, and 8 more for the 256 norms if norms are bytes."""
-        return 256 + (8 if self.store.norms.dtype.itemsize == 1 else 0)
+        """A row for each byte that is looked up, and 8 more for the 256 norms if norms are bytes."""
+        return (256 if len(self.pairs) else 0) + (8 if self.store.norms.dtype.itemsize == 1 else 0)
 
     @cached_property
     def constants(self) -> dict[str, int]:
@@ -88,4 +88,5 @@ def record(codec: PairCodec, geometry: Geometry) -> PairRecord | None:
     """The codec's record; None if it has no points."""
     if codec.points is None:
         return None
-    return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pair_points(codec)[:256])
+    pairs = pair_points(codec)[:256] if codec.store.bits <= 10 else np.empty((0, 2), np.float32)
+    return PairRecord(codecs.file_of(codec), geometry, codec.store, codec.points, pairs)

@@ -97,13 +97,17 @@ CACHES = [
     ("ring4", "polarquant", 80, 1, 64, 8),
     ("polarpair-m4n4", "ring3", 64, 4, 64, 8),
     ("polarpair-m4n2+minmax-radius+g16", "polarquant", 96, 1, 32, 0),
+    ("linear8", "ring2.5", 16, 3, 32, 8),
+    ("ring2.5", "linear8", 80, 4, 64, 8),
+    ("ring2.5", "ring2.5", 256, 2, 64, 8),
+    ("linear8", "linear8", 128, 4, 64, 8),
     ("trellis4", "trellis3.5", 128, 8, 64, 8),
     ("trellis3", "trellis4", 80, 3, 32, 8),
     ("trellis3.5", "trellis3", 256, 2, 64, 16),
 ]
 
 
-@pytest.mark.parametrize("case", [CACHES[2], CACHES[7], CACHES[14]], ids=str)
+@pytest.mark.parametrize("case", [CACHES[2], CACHES[7], CACHES[14], CACHES[18]], ids=str)
 def test_sequences_attend(rng: np.random.Generator, case: tuple) -> None:
     check_lengths(rng, None, *case)
     check_lengths(rng, [5, 4, 1, 9, 5, 3], *case)

@@ -273,6 +273,8 @@ def test_exceptional_blocks_with_a_metric_have_the_codes_of_numpy() -> None:
     [
         ("ring4", 64, 128, 12),
         ("turbo4", 64, 64, 12),
+        ("linear8", 64, 128, 12),
+        ("ring2.5", 64, 128, 12),
         ("ring4", 128, 128, 10),
         ("ring4", 64, 256, 10),
         ("trellis3", 192, 64, 8),

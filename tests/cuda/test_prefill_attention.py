@@ -114,6 +114,8 @@ CODED = [
     ("polarquant", "polarquant", 64, 2, 140, 9, 64, 8),
     ("polarpair-m4n4", "polarquant", 128, 1, 135, 5, 32, 16),
     ("ring4", "ring4", 16, 1, 400, 20, 128, 8),
+    ("linear8", "ring2.5", 64, 2, 205, 20, 64, 8),
+    ("ring2.5", "linear8", 80, 1, 140, 9, 32, 8),
     ("trellis4", "trellis3.5", 64, 2, 205, 20, 64, 8),
     ("trellis3", "trellis4", 144, 1, 140, 9, 32, 8),
 ]

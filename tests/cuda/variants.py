@@ -134,7 +134,7 @@ def _of_other_scores(variants: list[Variant]) -> list[Variant]:
 def _decode_attention() -> list[Variant]:
     types = (("f16", "f16"), ("ring4", "ring3.5"), ("ring3.5", "ring3"), ("ring4", "ring4"), ("ring5", "ring5"))
     types += (("ring5", "turbo3"), ("turbo4", "f16"), ("f16", "ring4"), ("ring3", "turbo2"), ("turbo4", "turbo4"))
-    types += (("trellis4", "trellis3.5"), ("trellis3", "trellis4"))
+    types += (("trellis4", "trellis3.5"), ("trellis3", "trellis4"), ("linear8", "ring2.5"), ("ring2.5", "linear8"))
     caches = [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
     caches += [Cache("f16", "f16", d, mean_bits=0) for d in _HEAD_DIMS]
     caches += [Cache("ring4+norm16", "ring4+norm16", d, mean_bits=16) for d in _HEAD_DIMS]
@@ -188,6 +188,7 @@ def _prefill_attention() -> list[Variant]:
     caches += [Cache("polarquant", "polarquant", d) for d in (64, 80, 128, 256)]
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
     caches += [Cache("trellis4", "trellis3.5", d) for d in _HEAD_DIMS]
+    caches += [Cache("linear8", "ring2.5", 128), Cache("ring2.5", "linear8", 256)]
     caches += _others(caches)
     # Those with the fewest registers to spare.
     caches += [Cache("trellis3.5", "ring3.5", 256), Cache("polarpair-m4n2", "ring4", 256)]
@@ -210,6 +211,7 @@ def _encode_blocks() -> list[Variant]:
         Cache("trellis4", "ring3.5", 256),
         Cache("trellis3.5", "trellis3", 128, 128),
         Cache("f16", "trellis4", 80),
+        Cache("linear8", "ring2.5", 128),
     ]
     caches += _others(caches)
     variants = []
@@ -222,7 +224,7 @@ def _encode_blocks() -> list[Variant]:
 def _encode_keys() -> list[Variant]:
     """Codes of one byte and of two, of pairs and of values; targets in registers at once and in several parts."""
     shapes = itertools.cycle([(64, 64, 8), (80, 32, 0), (128, 64, 16), (96, 16, 8), (256, 64, 8), (128, 128, 8)])
-    types = ("ring4", "ring5", "ring3.5", "turbo2", "ring4+norm16", "ring3", "turbo4")
+    types = ("ring4", "ring5", "ring3.5", "turbo2", "ring2.5", "linear8", "turbo4")
     caches = [Cache(keys, "f16", *next(shapes)) for keys in 3 * types] + [Cache("ring4", "f16", 128)]
     variants = []
     for cache in caches:
@@ -235,7 +237,7 @@ def _encode_keys() -> list[Variant]:
 def _encode_tiles() -> list[Variant]:
     """Values and keys, with whole and half tiles, all tokens at once or some of them."""
     shapes = itertools.cycle([(128, 64, 8), (64, 64, 16), (80, 32, 0), (256, 64, 8), (96, 16, 8), (128, 128, 8)])
-    types = ("ring3.5", "ring4", "ring5", "turbo4", "ring4+norm16", "ring3", "turbo2")
+    types = ("ring3.5", "ring4", "ring5", "turbo4", "linear8", "ring2.5", "turbo2")
     variants = []
     for number, name in enumerate(3 * types):
         values = number % 3 != 2

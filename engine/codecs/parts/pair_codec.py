@@ -95,7 +95,7 @@ class PairCodec(Codec):
     def sizes(self, fields: Mapping[str, np.ndarray]) -> tuple[int, int]:
         norms, codes = fields["norm"], fields["codes"]
         block_size = norms.shape[-1]
-        nbytes = math.prod(codes.shape[norms.ndim - 1 :])
+        nbytes = math.prod(codes.shape[norms.ndim - 1 :]) * codes.itemsize
         return block_size, 16 * nbytes // (block_size * self.store.bits)
 
     def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:

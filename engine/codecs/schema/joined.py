@@ -6,12 +6,16 @@ import numpy as np
 
 
 def join(codes: np.ndarray, bits: int) -> np.ndarray:
-    """codes (..., 2n) uint8 below 2^bits, with bits ≤ 4 → (..., n) uint8."""
+    """codes (..., 2n) uint8 below 2^bits → (..., n), with bits ≤ 4 uint8; with 8 bits uint16."""
+    if bits == 8:
+        return np.ascontiguousarray(codes).view("<u2")
     return codes[..., 0::2] | codes[..., 1::2] << np.uint8(bits)
 
 
 def split(codes: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of `join`: (..., n) uint8 → (..., 2n) uint8."""
+    """The inverse of `join`: (..., n) → (..., 2n) uint8."""
+    if bits == 8:
+        return np.ascontiguousarray(codes, "<u2").view(np.uint8)
     both = np.stack([codes & np.uint8(2**bits - 1), codes >> np.uint8(bits)], -1)
     return both.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 

@@ -72,8 +72,8 @@ Schema = Mapping[str, Stream]
 
 
 def codes(bits: int, *shape: int) -> Stream:
-    """A stream of codes of 2 to 8 or 10 bits, uint8 or uint16. Their number is a multiple of a run of `Planes`."""
-    return Stream(shape, None if bits == 8 else bits, code_type(bits))
+    """A stream of codes of 2 to 8, 10 or 16 bits, uint8 or uint16. Their number is a multiple of a run of `Planes`."""
+    return Stream(shape, None if bits in (8, 16) else bits, code_type(bits))
 
 
 def numbers(dtype: DTypeLike, *shape: int) -> Stream:

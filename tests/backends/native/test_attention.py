@@ -38,6 +38,8 @@ TYPES = [
     ("f16", "q4_0"),
     ("polarpair-m4n4", "ring4"),
     ("ring3", "turbo2"),
+    ("ring2.5", "linear8"),
+    ("linear8", "ring2.5"),
     ("q4_0", "q8_0"),
     ("polarquant", "polarquant"),
 ]

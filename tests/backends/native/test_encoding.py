@@ -26,6 +26,8 @@ from tests.backends.native.launching import launcher
 from tests.pairs import each, in_turn
 
 WITH_KERNELS = [
+    "linear8",
+    "ring2.5",
     "ring3",
     "ring3.5",
     "ring4",

@@ -12,7 +12,7 @@ from polarlm.engine import codecs
 from tests.jit.levels import declared, run, some_levels
 
 from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
-from polarlm.engine.backends.native.kernels.encode.nearest import NearestLevels, NearestOfRings
+from polarlm.engine.backends.native.kernels.encode.nearest import search
 from polarlm.engine.jit.lang import F32, Emitter, Level, Value, vector
 
 
@@ -22,10 +22,10 @@ def kernel(bits: int, width: int) -> Kernel:
 
     def emit(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
         x, codes, points = args
-        search = (NearestOfRings if width == 2 else NearestLevels)(e, bits)
+        nearest = search(e, bits, width)
         with e.loop(begin, end) as unit:
             at = unit * (64 * width)
-            found = search([e.load(x + at, vector(F32, 16), 64 * axis) for axis in range(width)])
+            found = nearest([e.load(x + at, vector(F32, 16), 64 * axis) for axis in range(width)])
             e.store(found.codes, codes + unit * 64)
             for axis, point in enumerate(found.points):
                 e.store(point, points + at, 64 * axis)
@@ -46,7 +46,7 @@ def pairs() -> np.ndarray:
 
 
 @some_levels
-@pytest.mark.parametrize("name", ["ring3.5", "ring5", "turbo2", "turbo4"])
+@pytest.mark.parametrize("name", ["linear8", "ring2.5", "ring3.5", "ring5", "turbo2", "turbo4"])
 def test_codes_and_points_are_those_of_numpy(name: str, level: Level) -> None:
     rounding = codecs.get(name).rounding
     x = pairs().reshape(-1, rounding.width).astype(np.float32)

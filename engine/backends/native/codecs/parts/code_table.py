@@ -2,7 +2,8 @@
 
 The points of `ring` are mirror images: for (x, y) there is (x, −y). So a tile numbers codes in an order in which the
 second half of the points is the image of the first. Levels that look up 16 bytes at a time then look up half as many.
-Of codes of ten bits, as `ring5` has them, the low eight are looked up, and the high two negate coordinates.
+Of codes of ten bits, as `ring5` has them, the low eight are looked up, and the high two negate coordinates. Codes of
+`linear8` are bytes themselves.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class CodeTable:
 
     def emit(self, e: Emitter, bias: int) -> Callable[..., Iterator[Value]]:
         """Returns a function: numbers from `Packing.emit`, channels or None for all → for each channel a vector of its
-        bytes plus bias, see `_table`."""
+        bytes plus bias, 0 or 128; see `_table`."""
+        if self.width == 1 and self.bits == 8:  # evenly spaced: number 128 has the byte 0
+            return lambda code, channels=(): iter(code if bias else [code[0] ^ -128])
         quadrant = self.bytes_[:256]  # with ten bits, else all points
         entries = np.resize((quadrant.astype(np.int16) + bias).astype(np.uint8).T, (self.width, max(16, len(quadrant))))
         table = _table(e, entries)

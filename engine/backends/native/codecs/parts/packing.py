@@ -27,7 +27,7 @@ class Packing(Planes):
         stored = [e.load(at, _WORDS, 64 * i) for i in range(self.stored(count))]
         codes: list[list[Value]] = [[] for _ in range(count)]
         for code, low, byte, place, bits in self.pieces(count):
-            is_clean = bits == 8 or (dirty and bits == self.bits > 4)
+            is_clean = bits == 8 or (dirty and bits == self.bits > 5)
             part = _moved(stored[byte], low % 8 - place)
             part = part if is_clean else part & _bytes((1 << bits) - 1 << low % 8)
             if low % 8:

@@ -1,4 +1,4 @@
-"""The nearest points of the tables of `ring` and `turbo`, for 16 pairs or values at once. Codes equal NumPy's.
+"""The nearest points of the tables of `ring`, `turbo` and `linear`, for 16 pairs or values at once: the codes of NumPy.
 
 A pair lies between two circles of a ring table. Its nearest point is on one of these two, since points of a circle
 are closer to each other than to the next circle; on each circle the candidate is the phase nearest to the pair's
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polarlm.engine.codecs.linear import BITS, MIDDLE, STEPS
 from polarlm.engine.codecs.ring import RINGS, in_quadrants, points_of
 from polarlm.engine.codecs.turbo import levels_of, thresholds_of
 from polarlm.engine.jit.lang import F32, I32, Emitter, Value, Values, gather_pairs, vector
@@ -49,6 +50,7 @@ class NearestOfRings:
         rings, points = [(phases // quarters, radius) for phases, radius in RINGS[bits]], points_of(bits)
         points = points[: len(points) // quarters]
         self._points = e.constant_bytes(points.astype("<f4").tobytes())
+        self._several_innermost = rings[0][0] > 1 and not self._symmetric
         self._limits = [radius**2 for _, radius in rings[1:-1]]
         self._words, first = [], 0
         for number, ((inner, _), (outer, _)) in enumerate(itertools.pairwise(rings)):
@@ -81,7 +83,7 @@ class NearestOfRings:
         firsts, shifts = (first, first + phases[0]), (shift, -shift + 0.5)
         if self._symmetric:
             shifts = e.constant(_F16, 0.5), e.constant(_F16, 0.5)
-        others, unsure = [], None
+        others, unsure = [], square < 1e-9 if self._several_innermost else None  # so small, scores round to equal ones
         best, score = None, square
         for start, count, shift in zip(firsts, phases, shifts, strict=True):
             steps = turn * count.to_float() - shift  # from −½ to the number of phases
@@ -171,3 +173,24 @@ class NearestLevels:
             codes = e.select(is_above, e.constant(_I16, number + 1), codes)
             level = e.select(is_above, e.constant(_F16, above), level)
         return Found(codes, [level])
+
+
+class NearestEvenLevels:
+    """The search among the levels of `linear8`."""
+
+    def __init__(self, e: Emitter, bits: int) -> None:
+        self._e = e
+
+    def __call__(self, x: Values) -> Found:
+        e, (value,) = self._e, x
+        codes = e.fmin(e.fmax(value * float(STEPS) + (MIDDLE + 0.5), 1.0), 255.0).to_int()
+        return Found(codes, [(codes - MIDDLE).to_float() * (1 / STEPS)])
+
+
+Search = NearestOfRings | NearestLevels | NearestEvenLevels
+
+
+def search(e: Emitter, bits: int, width: int) -> Search:
+    """The search among the points of codes of `bits` bits, each of `width` values."""
+    kind = NearestOfRings if width == 2 else NearestLevels if bits < BITS else NearestEvenLevels
+    return kind(e, bits)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from polarlm.engine.backends.native.kernels.encode.nearest import search
 from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Unit, add_chains
 from polarlm.engine.jit.lang import F32, I32, Emitter, Value, Values, Variable, vector
 from polarlm.engine.quantization.encode import TILT_RANGE
@@ -46,7 +47,7 @@ def round_with_best_norms(unit: Unit, round_: Callable[[Unit], None]) -> None:
 def round_all_tokens(unit: Unit) -> None:
     """Round pair by pair, all tokens at once → `codes`, and the errors of `x` → `errors`."""
     e, width = unit.e, unit.width
-    search = unit.encoding.table(e, unit.encoding.bits)
+    nearest_to = search(e, unit.encoding.bits, unit.width)
     unit.clear(unit.errors, unit.dim * unit.row)
     vector_tile = unit.vector_tile(8 // width)
     with e.loop(0, unit.pairs) as pair:
@@ -63,7 +64,7 @@ def round_all_tokens(unit: Unit) -> None:
             offsets = [offset + row * unit.row for row in range(width)]
             aims = [e.load(unit.target_of_pair + at, _F16) for at in offsets]
             norm, inverse = e.load(unit.norms + offset, _F16), e.load(unit.inverses + offset, _F16)
-            nearest = search([aim * inverse for aim in aims])
+            nearest = nearest_to([aim * inverse for aim in aims])
             e.store(nearest.codes, unit.codes + pair * unit.row + offset)
             points = [point * norm for point in nearest.points]
             for at, point in zip(offsets, points, strict=True):
@@ -73,7 +74,7 @@ def round_all_tokens(unit: Unit) -> None:
 def round_alone(unit: Unit) -> None:
     """Round without feedback, as `Codec.encode` does; norms are limited to `Encoding.largest`."""
     e = unit.e
-    search = unit.encoding.table(e, unit.encoding.bits)
+    nearest_to = search(e, unit.encoding.bits, unit.width)
     with unit.vectors() as offset:
         norm = e.load(unit.norms + offset, _F16)
         if unit.encoding.largest < math.inf:
@@ -82,7 +83,7 @@ def round_alone(unit: Unit) -> None:
         divisor = e.select(norm > 0.0, norm, e.constant(_F16, 1.0))
         with e.loop(0, unit.pairs) as pair:
             source = unit.x + pair * unit.row_of_pairs + offset
-            nearest = search([e.load(source, _F16, axis * unit.row) / divisor for axis in range(unit.width)])
+            nearest = nearest_to([e.load(source, _F16, axis * unit.row) / divisor for axis in range(unit.width)])
             e.store(nearest.codes, unit.codes + pair * unit.row + offset)
 
 
@@ -94,7 +95,7 @@ def round_skewed(unit: Unit) -> None:
     error of pair j of token t − m is in row d − m, lane j.
     """
     e, width, row_bytes = unit.e, unit.width, unit.row_of_lanes * unit.width
-    search = unit.encoding.table(e, unit.encoding.bits)
+    nearest_to = search(e, unit.encoding.bits, unit.width)
     pad = row_bytes + unit.row_of_lanes  # zeros that are read for rows and lanes before the first
     nbytes = row_bytes * unit.encoding.rows(unit.pairs) + pad
     targets, errors, target_errors = (unit.take(nbytes) + pad for _ in range(3))
@@ -114,7 +115,7 @@ def round_skewed(unit: Unit) -> None:
             from_pairs = _from_pairs(unit, target_errors + at, row, pair)
             token_at = (-token + (ROW_PAD + unit.tokens - 1)) * 4
             inverse, norm = e.load(inverses + token_at, _F16), e.load(norms + token_at, _F16)
-            nearest = search([(x + total) * inverse for x, total in zip(own_targets, from_pairs, strict=True)])
+            nearest = nearest_to([(x + total) * inverse for x, total in zip(own_targets, from_pairs, strict=True)])
             e.store(nearest.codes, unit.codes + unit.row_of_lanes * row + pair * 4)
             lane = e.splat(token.trunc(I32), LANES) - e.constant(_I16, tuple(range(LANES)))
             exists = (lane >= 0) & (lane < unit.tokens)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.native.kernels.encode.nearest import NearestLevels, NearestOfRings
+from polarlm.engine.codecs.linear import LinearTable
 from polarlm.engine.codecs.ring import RingTable
 from polarlm.engine.codecs.trellis import TrellisTable
 from polarlm.engine.codecs.turbo import TurboTable
@@ -56,7 +56,7 @@ class Block(NamedTuple):
 class Encoding:
     """The properties that a kernel is specialized for.
 
-    bits: bits of a code. width: values per code, 2 for `ring`, 1 for `turbo`. tokens: N, a multiple of 16.
+    bits: bits of a code. width: values per code, 2 for `ring`, 1 for `turbo` and `linear`. tokens: N, a multiple of 16.
     tilted: norms are tilted, by `mean_query` (D,) and the second moment of queries, `matrix` (D, D); else they are
     fitted, by the metric's `matrix`. along_tokens: whether there is feedback along tokens. mean_bits: bits of the block
     mean that is subtracted; 0 for none. has_metric: if False, codes name the nearest points, and norms are the
@@ -102,10 +102,6 @@ class Encoding:
     def code(self) -> Type:
         return I16 if self.bits > 8 else I8
 
-    @property
-    def table(self) -> type[NearestOfRings] | type[NearestLevels]:
-        return NearestOfRings if self.width == 2 else NearestLevels
-
     def rows(self, pairs: Any) -> Any:
         """Rows that are rounded in order: P, or P + N − 1 with feedback along tokens."""
         return pairs + (self.tokens - 1) if self.along_tokens else pairs
@@ -141,7 +137,7 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
     """The encoding of keys (side 0) or values (1) for a codec that rounds to a table of points; None without kernel."""
     codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
     rounding = codec.rounding
-    if not isinstance(rounding, (RingTable, TurboTable, TrellisTable)) or format.block_size % LANES:
+    if not isinstance(rounding, (RingTable, TurboTable, LinearTable, TrellisTable)) or format.block_size % LANES:
         return None
     feedback = None if metric is None else metric.token_feedback
     rounds = 0 if not isinstance(rounding, TrellisTable) else 1 if feedback is None else feedback.shape[1]

@@ -1,0 +1,30 @@
+// A byte for each value, in evenly spaced levels; decoding looks nothing up. Twin of engine/codecs/linear.py.
+//
+// Word t of a record has the first values of tile t's pairs, word TILES + t the second ones.
+
+template <class L>
+struct linear : PairTable<L> {
+    struct Decoder {
+        static constexpr float STEPS = 32.0f, MIDDLE = 128.0f;
+
+        const typename PairTable<L>::Codes &codes;
+
+        __device__ __forceinline__ Decoder(const typename PairTable<L>::Codes &codes, const unsigned char *, int)
+            : codes(codes) {}
+
+        // The bytes of a half are 0x64 and a code: 1024 + code.
+        __device__ __forceinline__ void next(int t, unsigned (&a)[4]) const {
+            const unsigned first = codes.words[t], second = codes.words[L::TILES + t];
+            unsigned c[4];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const unsigned pair = __byte_perm(first, second, 0x4400 | r * 0x1111) & 0x00ff00ffu | 0x64006400u;
+                c[r] = as_bits(__hfma2(as_half2(pair), __float2half2_rn(1 / STEPS),
+                                       __float2half2_rn(-(1024 + MIDDLE) / STEPS)));
+            }
+            PairTable<L>::Decoder::arrange(c, a);
+        }
+
+        __device__ __forceinline__ void pass(int) const {}
+    };
+};
