@@ -35,7 +35,7 @@ def prompt(number: int, tokens: int = 120) -> list[int]:
 
 def types(engine: Engine) -> tuple[int, int]:
     found = engine.status().types
-    return found["quality"], found["compact"]
+    return found["ring5/ring4"], found["ring3/ring3.5"]
 
 
 def known(engine: Engine) -> int:
@@ -163,10 +163,13 @@ def test_what_it_does_not_take_is_refused(tiny_path: Path, settings: dict[str, A
         Engine.load(tiny_path, device="cpu", **settings)
 
 
-def test_a_model_of_windows_alone_is_refused(tmp_path: Path) -> None:
+def test_blocks_of_a_model_of_windows_alone_are_alike(tmp_path: Path) -> None:
     path = make_model(tmp_path, "mistral_window_sharded")
-    with pytest.raises(EngineError, match="no layer of this model keeps keys and values of a whole text; choose"):
-        load(path, "auto")
+    with load(path, "auto") as engine, load(path, "quality") as quality:
+        own, expected = (one.generate(prompt(0), GREEDY) for one in (engine, quality))
+        assert own.token_ids == expected.token_ids
+        assert engine.status().types is None
+        assert "as auto (ring5/ring4) (" in engine.fit_line()
 
 
 def test_a_session_has_blocks_of_both_types(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ class Parts:
 def fit_line(parts: Parts) -> str:
     """Return a line for users: the model, how its weights are kept, the memory of weights and KV store, its context."""
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
-    types = cache_types.in_words(parts.config)
+    types = cache_types.in_words(parts.config, shape)
     weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
     where = ", mapped from the tile cache" if parts.is_mapped else ""
     if parts.experts is not None:

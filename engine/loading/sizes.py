@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from polarlm.engine import codecs, weight_formats
@@ -16,6 +17,7 @@ from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
+from polarlm.engine.state.cache_types import TWO_KINDS, TwoKinds
 from polarlm.engine.state.layer_shapes import LayerShape, SharedShape, StateShape
 from polarlm.engine.state.plan import StorePlan, format_bytes, parse_size
 from polarlm.engine.state.recurrent.delta import DeltaShape
@@ -57,7 +59,6 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
     mean_bits, attentions = 8 if encoding.small_means else 16, model.kv_attentions
     head_dims = [attentions[layer].head_dim if layer in attentions else None for layer in range(len(model.layers))]
     layers: list[StateShape] = []
-    finer = cache_types.finer_kind(config)
     for layer, (codec_k, codec_v) in zip(model.layers, cache_types.layer_codecs(config, head_dims), strict=True):
         mixer = layer.mixer
         if not isinstance(mixer, Attention):
@@ -68,12 +69,10 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
             continue
         # Full precision gains nothing from centring.
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
-        layer_shape = LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window, finer)
-        if finer is not None and mixer.window is not None:  # no more blocks than its window has, however long the text
-            layer_shape = layer_shape.finest
+        layer_shape = LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window)
         layers.append(layer_shape)
-    if finer is not None:
-        _check_two_kinds(config, layers)
+    if config.cache_type in TWO_KINDS:
+        layers = _of_two_kinds(TWO_KINDS[config.cache_type], layers)
     shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
     try:
         return replace(shape, stored={layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers})
@@ -81,14 +80,23 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         raise EngineError(str(error)) from None
 
 
-def _check_two_kinds(config: EngineConfig, layers: Sequence[StateShape]) -> None:
-    kinds = {layer.group for layer in layers if isinstance(layer, LayerShape) and layer.finer}
-    if not kinds:
-        raise cache_types.not_two_kinds(config, "no layer of this model keeps keys and values of a whole text")
-    if len(kinds) > 1:
-        raise cache_types.not_two_kinds(
-            config, "this model has layers with heads of several shapes, which it does not serve yet"
-        )
+def _of_two_kinds(kinds: TwoKinds, layers: Sequence[StateShape]) -> list[StateShape]:
+    """Return the layers with blocks of two kinds in the group that keeps the most of a whole text. In all others,
+    blocks are alike: a window has no more of them, however long the text."""
+    values: Counter[Hashable] = Counter()
+    for layer in layers:
+        if isinstance(layer, LayerShape) and layer.window is None:
+            values[layer.group] += layer.values
+    mixed = max(values, key=values.__getitem__, default=None)
+    k, v = map(codecs.get, kinds.alike)
+    return [
+        layer
+        if not isinstance(layer, LayerShape)
+        else replace(layer, finer=kinds.finer_kind)
+        if layer.group == mixed
+        else replace(layer, codec_k=k, codec_v=v)
+        for layer in layers
+    ]
 
 
 def _with_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:

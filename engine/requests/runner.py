@@ -16,7 +16,6 @@ from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
 from polarlm.engine.requests.steps import Steps
 from polarlm.engine.state.blocks import BlockAllocator
-from polarlm.engine.state.cache_types import TWO_KINDS, of_two_kinds
 from polarlm.engine.state.finer.blocks import CodingAgain
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV
@@ -150,8 +149,7 @@ class Runner:
         finer = self._store.finer
         if finer is None:
             return None
-        names = TWO_KINDS[of_two_kinds(self._store.shape)].names
-        return dict(zip(names, finer.blocks.places.counts(), strict=True))
+        return dict(zip(self._store.shape.kinds, finer.blocks.places.counts(), strict=True))
 
     def cache_stats(self) -> CacheStats:
         newest, shape = self.newest, self._store.shape

@@ -22,18 +22,24 @@ PRESETS = {
 
 
 class TwoKinds(NamedTuple):
-    """Types of keys and of values, and a name, of blocks with more bits, and of those that are coded again."""
+    """Types of keys and of values: of blocks with more bits, of those that are coded again, and of layers whose blocks
+    are all alike. is_by_age: whether the newest blocks of sequences have more bits, and not as many as there is room
+    for."""
 
     finer: tuple[str, str]
     coarser: tuple[str, str]
-    names: tuple[str, str]
+    alike: tuple[str, str]
+    is_by_age: bool
+
+    @property
+    def finer_kind(self) -> FinerKind:
+        k, v = map(codecs.get, self.finer)
+        return FinerKind(k, v, self.is_by_age)
 
 
-BY_ROOM = "auto"  # blocks have more bits while there is room
-BY_AGE = "by-age"  # blocks have more bits while they are the newest ones of a sequence
 TWO_KINDS = {
-    BY_ROOM: TwoKinds(PRESETS["quality"], PRESETS["compact"], ("quality", "compact")),
-    BY_AGE: TwoKinds(("ring5", "ring5"), ("ring3", "ring3"), ("ring5", "ring3")),
+    "auto": TwoKinds(PRESETS["quality"], PRESETS["compact"], PRESETS["quality"], is_by_age=False),
+    "by-age": TwoKinds(("ring5", "ring5"), ("ring3", "ring3"), ("ring5", "ring5"), is_by_age=True),
 }
 
 _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
@@ -69,14 +75,6 @@ def layer_codecs(config: EngineConfig, head_dims: Sequence[int | None]) -> list[
     return list(zip(*sides, strict=True))
 
 
-def finer_kind(config: EngineConfig) -> FinerKind | None:
-    """Return what blocks with more bits are; None if all blocks are alike."""
-    if config.cache_type not in TWO_KINDS:
-        return None
-    k, v = TWO_KINDS[config.cache_type].finer
-    return FinerKind(codecs.get(k), codecs.get(v), config.cache_type == BY_AGE)
-
-
 def check_names(config: EngineConfig) -> None:
     """Check the cache types as far as no model is needed. Raises an EngineError that names the setting."""
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
@@ -85,11 +83,6 @@ def check_names(config: EngineConfig) -> None:
             raise _refusal("cache_type", config.cache_type, problem)
         for part in types.split(","):
             _codec(side, setting, _parse(setting, types, part)["name"], None, config.block_size)
-
-
-def not_two_kinds(config: EngineConfig, why: str) -> EngineError:
-    """Return the error for blocks of two kinds where there cannot be any."""
-    return _refusal("cache_type", config.cache_type, f"{why}; choose quality, balanced or compact")
 
 
 def by_layer(names: Sequence[str | None]) -> str:
@@ -115,19 +108,18 @@ def stored(config: EngineConfig) -> tuple[str, str]:
     return k, v
 
 
-def of_two_kinds(shape: CacheShape) -> str:
-    """Return the cache type of a shape with two kinds of blocks."""
-    return BY_AGE if shape.is_by_age else BY_ROOM
-
-
-def in_words(config: EngineConfig) -> str:
-    """Return the types of a store for people, such as "ring4/ring3.5"."""
+def in_words(config: EngineConfig, shape: CacheShape) -> str:
+    """Return the types of a store of this shape for people, such as "ring4/ring3.5"."""
     if config.cache_type not in TWO_KINDS:
         return "/".join(dict.fromkeys(stored(config)))
-    kinds = TWO_KINDS[config.cache_type]
-    finer, coarser = ("/".join(dict.fromkeys(types)) for types in (kinds.finer, kinds.coarser))
-    rest = f"{coarser} for older tokens" if config.cache_type == BY_AGE else f"and {coarser} as the store fills"
-    return f"{config.cache_type} ({finer}, {rest})"
+    kinds, layers = TWO_KINDS[config.cache_type], shape.kv_layers.values()
+    finer, coarser, alike = ("/".join(dict.fromkeys(types)) for types in kinds[:3])
+    others = sum(layer.finer is None for layer in layers)
+    if others == len(layers):
+        return f"{config.cache_type} ({alike})"
+    rest = f"{coarser} for older tokens" if kinds.is_by_age else f"and {coarser} as the store fills"
+    where = f"; {alike} in {others} of {len(layers)} layers" if others else ""
+    return f"{config.cache_type} ({finer}, {rest}{where})"
 
 
 def _names(setting: str, types: str, layers: int) -> list[str]:

@@ -125,6 +125,11 @@ class LayerShape(StateShape):
     finer: FinerKind | None = None
 
     @property
+    def types(self) -> str:
+        """The types of keys and of values, one name if they are equal. With two kinds of blocks, of the coarser."""
+        return "/".join(dict.fromkeys((self.codec_k.name, self.codec_v.name)))
+
+    @property
     def finest(self) -> LayerShape:
         """The shape if all blocks have the most bits that they can have."""
         if self.finer is None:
@@ -133,8 +138,11 @@ class LayerShape(StateShape):
 
     def needed_blocks(self, tokens: int, block_size: int) -> int:
         needed = super().needed_blocks(tokens, block_size)
-        is_by_age = self.finer is not None and self.finer.is_by_age
-        return needed + is_by_age * min(needed, NEWEST)  # a finer block takes no more than two others
+        if self.finer is None or not self.finer.is_by_age:
+            return needed
+        finer, other = (shape.quantized_bytes(block_size) for shape in (self.finest, self))
+        newest = min(needed, NEWEST + 1)  # until the oldest of these is coded again
+        return needed + -(-newest * (finer - other) // other)
 
     def more_blocks(self, full_slots: int, more: int) -> int:
         return int(self.finer is not None)  # for the block that is being coded again

@@ -37,6 +37,12 @@ class CacheShape:
         return any(layer.finer and layer.finer.is_by_age for layer in self.kv_layers.values())
 
     @property
+    def kinds(self) -> tuple[str, str]:
+        """The types of blocks with more bits, and of the others, where they are of two kinds."""
+        layer = next(layer for layer in self.kv_layers.values() if layer.finer)
+        return layer.finest.types, layer.types
+
+    @property
     def finest(self) -> CacheShape:
         """The shape if all blocks have the most bits that they can have, without a backend's padding of these."""
         if not self.has_two_kinds:

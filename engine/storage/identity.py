@@ -11,7 +11,7 @@ import numpy as np
 
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.state.cache_types import by_layer, of_two_kinds
+from polarlm.engine.state.cache_types import by_layer
 
 # What determines codes, in the order in which it is checked → what to say if it differs.
 _DIFFERENCES = {
@@ -44,7 +44,7 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
         "block_size": str(shape.block_size),
         "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values())
         + "".join(f" state:{name}" for name in _state_types(shape.layers) if name != _UNNAMED_STATE)
-        + (f" {of_two_kinds(shape)}" if shape.has_two_kinds else ""),
+        + (f" {'by-age' if shape.is_by_age else 'auto'}:{shape.kinds[0]}" if shape.has_two_kinds else ""),
         "conditioning": conditioned.hexdigest(),
     }
 

@@ -39,7 +39,7 @@ def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict
     numbers: dict[str, Any] = {
         "model": engine.model.name,
         "context": engine.context,
-        "cache_types": in_words(engine.config),
+        "cache_types": in_words(engine.config, cache),
         "cache_type_k": type_k,
         "cache_type_v": type_v,
         "block_size": cache.block_size,
