@@ -71,11 +71,13 @@ class Codec(ABC):
 
     A codec maps vectors to streams of codes and numbers, and back; how fields store them follows from the schema.
     Codecs are values: two of the same name are equal and have the same hash. name: the cache type that `get` makes this
-    codec from, with its options. serves: the sides that it can store: keys ("k"), values ("v"), or both.
+    codec from, with its options. serves: the sides that it can store: keys ("k"), values ("v"), or both. takes_metric:
+    whether an engine chooses codes by what their errors cost, if there is a table.
     """
 
     name: str
     serves = KEYS_AND_VALUES
+    takes_metric = True
 
     @abstractmethod
     def schema(self, block_size: int, head_dim: int) -> Schema:

@@ -74,6 +74,8 @@ class LinearTable:
 
 @dataclass(frozen=True)
 class Linear(RotatedPairs):
+    takes_metric = False  # errors are small, and a block that is coded again soon is coded fast
+
     @property
     def rounding(self) -> LinearTable:
         return LinearTable()

@@ -68,16 +68,16 @@ def _metrics(
     encoding: Encoding, layer: LayerShape, stored: Sequence[Conditioning], statistics: Sequence[LayerStatistics]
 ) -> Metrics:
     """Return the error metrics of the keys and of the values of all heads of these layers; None for a codec that does
-    not round to a table of points."""
+    not round to a table of points, or takes none."""
 
     def all_heads(name: str) -> np.ndarray:
         return np.concatenate([getattr(one, name) for one in statistics])
 
     k = v = None
-    if (rounding := layer.codec_k.rounding) is not None:
+    if layer.codec_k.takes_metric and (rounding := layer.codec_k.rounding) is not None:
         scales = np.concatenate([one.scale.keys for one in stored if one.scale is not None])
         k = key_metric(all_heads("query_second"), all_heads("query_mean"), scales, stored[0].key_rotation, rounding)
-    if (rounding := layer.codec_v.rounding) is not None:
+    if layer.codec_v.takes_metric and (rounding := layer.codec_v.rounding) is not None:
         tokens = np.stack([one.token_correlation for one in statistics]) if encoding.token_feedback else None
         v = value_metric(all_heads("output_second"), stored[0].value_rotation, rounding, tokens)
     if k is not None and not encoding.tilt:

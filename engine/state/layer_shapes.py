@@ -160,8 +160,8 @@ class LayerShape(StateShape):
         return CacheFormat(
             codec_k=self.codec_k,
             codec_v=self.codec_v,
-            metric_k=metric_k,
-            metric_v=metric_v,
+            metric_k=metric_k if self.codec_k.takes_metric else None,
+            metric_v=metric_v if self.codec_v.takes_metric else None,
             mean_bits=self.mean_bits,
             block_size=block_size,
             kv_heads=self.kv_heads,

@@ -224,7 +224,7 @@ def _encode_blocks() -> list[Variant]:
 def _encode_keys() -> list[Variant]:
     """Codes of one byte and of two, of pairs and of values; targets in registers at once and in several parts."""
     shapes = itertools.cycle([(64, 64, 8), (80, 32, 0), (128, 64, 16), (96, 16, 8), (256, 64, 8), (128, 128, 8)])
-    types = ("ring4", "ring5", "ring3.5", "turbo2", "ring2.5", "linear8", "turbo4")
+    types = ("ring4", "ring5", "ring3.5", "turbo2", "ring4+norm16", "ring2.5", "turbo4")
     caches = [Cache(keys, "f16", *next(shapes)) for keys in 3 * types] + [Cache("ring4", "f16", 128)]
     variants = []
     for cache in caches:
@@ -237,7 +237,7 @@ def _encode_keys() -> list[Variant]:
 def _encode_tiles() -> list[Variant]:
     """Values and keys, with whole and half tiles, all tokens at once or some of them."""
     shapes = itertools.cycle([(128, 64, 8), (64, 64, 16), (80, 32, 0), (256, 64, 8), (96, 16, 8), (128, 128, 8)])
-    types = ("ring3.5", "ring4", "ring5", "turbo4", "linear8", "ring2.5", "turbo2")
+    types = ("ring3.5", "ring4", "ring5", "turbo4", "ring4+norm16", "ring2.5", "turbo2")
     variants = []
     for number, name in enumerate(3 * types):
         values = number % 3 != 2
