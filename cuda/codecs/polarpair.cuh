@@ -203,7 +203,7 @@ private:
     static __device__ __forceinline__ unsigned byte_of(const float *x, const __half *scales,
                                                        const unsigned char *tables, int part, int word, int lane,
                                                        int r) {
-        constexpr int spare = 8 - L::BITS, span = Pairs::Decoder::SPAN;
+        constexpr int spare = 8 - L::BITS, span = spare ? L::BITS / spare : 1;
         unsigned byte = code_of(x, scales, tables, part, word, lane, r) << spare;
         const int tile = L::PAIR_WORDS + word / span;
         if (spare && tile < L::TILES)
