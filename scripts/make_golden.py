@@ -40,6 +40,7 @@ _FAMILIES = (
     "polarpair-m4n4/ring4",
     "turbo3",
     "trellis3.5",
+    "linear8/ring2.5",
 )
 TYPES: dict[str, tuple[str, ...]] = {
     "llama_gqa_linear": _FAMILIES,

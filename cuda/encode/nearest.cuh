@@ -13,7 +13,7 @@ struct Nearest {
 
     __device__ __forceinline__ unsigned operator()(const float (&u)[Codec::WIDTH]) const {
         if constexpr (Codec::WIDTH == 1 && Codec::POINTS == 256) {  // evenly spaced: linear
-            return unsigned(fminf(fmaxf(u[0] * 32.0f + 128.5f, 1.0f), 255.0f));
+            return unsigned(fminf(fmaxf(u[0] * 32.0f + 128.5f, 0.0f), 255.0f));
         } else if constexpr (Codec::WIDTH == 1) {
             unsigned code = 0;  // a value in the middle between two levels takes the lower one
 #pragma unroll

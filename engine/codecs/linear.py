@@ -1,6 +1,6 @@
-"""Linear: every rotated value takes the nearest of 255 evenly spaced levels; one norm per vector.
+"""Linear: every rotated value takes the nearest of 256 evenly spaced levels; one norm per vector.
 
-    x = n·y,  n = rms(x);  yᵢ is close to N(0, 1), and takes c/32, c = −127 … 127
+    x = n·y,  n = rms(x);  yᵢ is close to N(0, 1), and takes c/32, c = −128 … 127
 
 Source: uniform quantization; its steps suit N(0, 1): Max, "Quantizing for minimum distortion", IRE Trans. Inf. Theory
 6(1), 1960, Table II. Bytes of codes are integers for every kernel, so it is for the few tokens whose errors cost most.
@@ -44,8 +44,8 @@ MIDDLE = 128  # the code of zero
 
 @cache
 def levels() -> np.ndarray:
-    """The level of each code, (256,) float32, read-only. Code 0, which no value gets, has the level of code 1."""
-    levels = (np.maximum(np.arange(1 << BITS), 1) - MIDDLE).astype(np.float32) / STEPS
+    """The level of each code, (256,) float32, read-only."""
+    levels = (np.arange(1 << BITS) - MIDDLE).astype(np.float32) / STEPS
     levels.flags.writeable = False
     return levels
 
@@ -64,7 +64,7 @@ class LinearTable:
 
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (R, 1) float32 → codes (R,) uint8, levels (R, 1) float32. A value in the middle takes the upper level."""
-        codes = np.clip(x[:, 0] * np.float32(STEPS) + np.float32(MIDDLE + 0.5), 1, 255).astype(np.uint8)
+        codes = np.clip(x[:, 0] * np.float32(STEPS) + np.float32(MIDDLE + 0.5), 0, 255).astype(np.uint8)
         return codes, levels()[codes][:, None]
 
     def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:

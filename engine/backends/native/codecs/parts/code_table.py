@@ -55,8 +55,15 @@ class CodeTable:
         return self.by_code[self.codes]
 
     @property
+    def is_even(self) -> bool:
+        """Whether points are evenly spaced, so that a number is a byte itself: number 128 has the byte 0."""
+        return self.width == 1 and self.bits == 8
+
+    @property
     def scale(self) -> float:
         """The quantization step of `bytes_`."""
+        if self.is_even:
+            return float(self.points[1, 0] - self.points[0, 0])
         return float(np.abs(self.points).max()) / (127 + self.beyond)
 
     @property
@@ -72,7 +79,7 @@ class CodeTable:
     def emit(self, e: Emitter, bias: int) -> Callable[..., Iterator[Value]]:
         """Returns a function: numbers from `Packing.emit`, channels or None for all → for each channel a vector of its
         bytes plus bias, 0 or 128; see `_table`."""
-        if self.width == 1 and self.bits == 8:  # evenly spaced: number 128 has the byte 0
+        if self.is_even:
             return lambda code, channels=(): iter(code if bias else [code[0] ^ -128])
         quadrant = self.bytes_[:256]  # with ten bits, else all points
         entries = np.resize((quadrant.astype(np.int16) + bias).astype(np.uint8).T, (self.width, max(16, len(quadrant))))

@@ -183,7 +183,7 @@ class NearestEvenLevels:
 
     def __call__(self, x: Values) -> Found:
         e, (value,) = self._e, x
-        codes = e.fmin(e.fmax(value * float(STEPS) + (MIDDLE + 0.5), 1.0), 255.0).to_int()
+        codes = e.fmin(e.fmax(value * float(STEPS) + (MIDDLE + 0.5), 0.0), 255.0).to_int()
         return Found(codes, [(codes - MIDDLE).to_float() * (1 / STEPS)])
 
 
