@@ -5,15 +5,16 @@
 // keys, lane g - 1 for values. For the first of these lanes they are pairs 8s + 4h - 1 of keys and 8j - 1 of values:
 // the last lane has them, in this tile's word or in the word of tile (s - 1, i) or (u, j - 1). So the last lane hands
 // on bytes of two words, others their word, and one shuffle a tile brings all codes before.
-// With six bits, a code has two to spare in its byte, once the digits there have been collected: they choose among rows
-// with all signs of a point, and PAIRS has 256 points. Otherwise signs are added to what has been looked up.
+// With five or six bits, a code has two to spare in its byte, once the digits there have been collected: they choose
+// among rows with all signs of a point, and PAIRS has four for each. Otherwise signs are added to what has been looked
+// up.
 template <class L>
 struct trellis : PairTable<L> {
     using Table = PairTable<L>;
-    static constexpr bool PATHS = true, SIGNED_ROWS = L::BITS == 6;
+    static constexpr bool PATHS = true, SIGNED_ROWS = L::BITS <= 6;
 
     struct SignedRows : L {
-        static constexpr int BITS = 8;
+        static constexpr int BITS = L::BITS + 2;
     };
     static __device__ __forceinline__ uint4 piece(const unsigned char *tables, int row, int number, int last) {
         if constexpr (SIGNED_ROWS) return PairTable<SignedRows>::piece(tables, row, number, last);
@@ -37,7 +38,8 @@ struct trellis : PairTable<L> {
             const unsigned word = this->word(t), before = codes_before(t, word);
             unsigned c[4];
             if constexpr (SIGNED_ROWS) {
-                this->bytes(word & 0xfcfcfcfcu | before >> 2 & 0x03030303u, c);
+                constexpr unsigned code = (0xffu << 8 - L::BITS) & 0xff, signs = 3u << 6 - L::BITS, bytes = 0x01010101u;
+                this->bytes(word & code * bytes | before >> 2 & signs * bytes, c);
             } else {
                 this->bytes(word, c);
                 this->negate(c, before, 8 - L::BITS);

@@ -8,9 +8,10 @@ two zero bits, so that each token can be decoded on its own, and all of its pair
 Source: trellis-coded quantization: Marcellin & Fischer, IEEE Trans. Commun. 38(1), 1990; bit-shift trellises, whose
 decoder is a window on the stream of codes: Tseng et al., "QTIP", 2024. Our own: pairs, states that negate the values of
 one table, and these tables.
-Bits per value: m/2 + 8/D for `trellis3`, `trellis3.5` and `trellis4` with m = 6, 7, 8, and m/2 + 16/D with the option
-`norm16`. Mean squared error on Gaussian vectors of 128 values: .0233, .0118, .0059 per variance. States that rotate the
-table by right angles have 2 % less, but exchange x and y, which takes three instructions more for 64 pairs.
+Bits per value: m/2 + 8/D for `trellis2.5`, `trellis3`, `trellis3.5` and `trellis4` with m = 5, 6, 7, 8, and m/2 + 16/D
+with the option `norm16`. Mean squared error on Gaussian vectors of 128 values: .0460, .0233, .0118, .0059 per variance.
+States that rotate the table by right angles have 2 % less, but exchange x and y, which takes three instructions more
+for 64 pairs.
 Decode, per value: a quarter of a lookup of four values (`trellis4`: half a lookup of two), one multiplication by the
 norm. Kernels of a CPU look up x and y as for `ring`, and xor each with what the code before looks up.
 
@@ -38,7 +39,7 @@ from polarlm.engine.codecs.parts.trellis_points import THOUSANDTHS
 from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 from polarlm.engine.codecs.schema.joined import join_wide
 
-NAMES = ("trellis3", "trellis3.5", "trellis4")
+NAMES = ("trellis2.5", "trellis3", "trellis3.5", "trellis4")
 
 
 @cache

@@ -13,10 +13,10 @@ from polarlm.engine.records.pair_table import PairRecord
 
 
 def record(codec: Trellis, geometry: Geometry) -> PairRecord:
-    """The codec's record. Codes of six bits leave room for the state in a byte: then `pairs` has every state's points,
-    by 4 · code + state; otherwise the first code's points."""
+    """The codec's record. Codes of five or six bits leave room for the state in a byte: then `pairs` has every state's
+    points, by 4 · code + state; otherwise the first code's points."""
     points, bits = codec.points, codec.store.bits
     pairs = points
-    if bits == 6:
+    if bits <= 6:
         pairs = flip(points[:, None], np.arange(STATES)).reshape(-1, 2)
     return PairRecord(codecs.file_of(codec), geometry, codec.store, points, pairs, searches_paths=True)

@@ -135,6 +135,7 @@ def _decode_attention() -> list[Variant]:
     types = (("f16", "f16"), ("ring4", "ring3.5"), ("ring3.5", "ring3"), ("ring4", "ring4"), ("ring5", "ring5"))
     types += (("ring5", "turbo3"), ("turbo4", "f16"), ("f16", "ring4"), ("ring3", "turbo2"), ("turbo4", "turbo4"))
     types += (("trellis4", "trellis3.5"), ("trellis3", "trellis4"), ("linear8", "ring2.5"), ("ring2.5", "linear8"))
+    types += (("trellis2.5", "trellis2.5"),)
     caches = [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
     caches += [Cache("f16", "f16", d, mean_bits=0) for d in _HEAD_DIMS]
     caches += [Cache("ring4+norm16", "ring4+norm16", d, mean_bits=16) for d in _HEAD_DIMS]

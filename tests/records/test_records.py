@@ -88,6 +88,8 @@ CHECKSUMS = {
     "ring4+norm16": 4267991224,
     "ring5": 3079785064,
     "ring5+norm16": 301998326,
+    "trellis2.5": 2622695087,
+    "trellis2.5+norm16": 3063169778,
     "trellis3": 1929782834,
     "trellis3.5": 2709558311,
     "trellis4": 2027652924,

@@ -40,6 +40,7 @@ TYPES = [
     ("ring3", "turbo2"),
     ("ring2.5", "linear8"),
     ("linear8", "ring2.5"),
+    ("trellis2.5", "trellis2.5"),
     ("q4_0", "q8_0"),
     ("polarquant", "polarquant"),
 ]

@@ -32,6 +32,7 @@ WITH_KERNELS = [
     "ring3.5",
     "ring4",
     "ring5",
+    "trellis2.5",
     "trellis3",
     "trellis3.5",
     "trellis4",
