@@ -153,6 +153,23 @@ def test_by_age_the_newest_blocks_alone_are_finer(ops: Ops) -> None:
     assert store.finer.blocks.places.counts()[0] == newest(store, [kept])
 
 
+def test_blocks_of_several_sequences_age_together(ops: Ops) -> None:
+    store = make_store(ops, 800, COMPACT, BY_AGE)
+    sequences = [Unchecked(store, seed) for seed in range(3)]
+    for fed in sequences:
+        fed.feed((NEWEST + 1) * N)
+        fed.feed(2 * N)
+    calls = list[list[int]]()
+    with pytest.MonkeyPatch.context() as patched:
+        encode = ops.encode_blocks
+        patched.setattr(
+            ops, "encode_blocks", lambda filled: calls.append([len(f.blocks) for f in filled]) or encode(filled)
+        )
+        store.finer.code_aged()
+    assert calls == [[len(sequences) * 2] * LAYERS]
+    assert store.finer.blocks.places.counts()[0] == newest(store, sequences)
+
+
 def newest(store: KVStore, sequences: list[Fed]) -> int:
     """How many blocks are the newest of a sequence. All of these must be finer."""
     blocks = [block for fed in sequences for block in fed.kv.tables[0].quantized[-NEWEST:]]
@@ -188,7 +205,7 @@ def test_an_error_while_a_block_is_coded_again_leaves_it_as_it_was(ops: Ops, mon
         np.testing.assert_array_equal(contents(fed.store, LAYERS - 1, block), given)
     assert fed.store.finer.code_again()  # it goes on
     assert places.counts() == (len(blocks) - 1, 1)
-    assert places.coding is None
+    assert not places.coding
 
 
 def test_a_block_is_written_to_the_kind_that_there_is_room_for(ops: Ops) -> None:

@@ -91,7 +91,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule()
     def code_again(self) -> None:
-        begun, could_be = self.blocks.places.coding, set(self.kept) & set(self.blocks._settled)
+        begun, could_be = next(iter(self.blocks.places.coding), None), set(self.kept) & set(self.blocks._settled)
         block = self.blocks.begin_to_code()
         if block is None:
             return
@@ -101,9 +101,19 @@ class Memory(RuleBasedStateMachine):
             return
         content = {**self.held, **self.kept}[block]
         if not self.coded:  # it may be moved until it is finished
-            self.coded = self.fill(block, self.blocks.places.coded, content[0])
+            self.coded = self.fill(block, self.blocks.places.coding[block], content[0])
             return
-        self.blocks.finish()
+        self.blocks.finish(block)
+
+    @precondition(lambda self: not self.blocks.places.coding)
+    @rule()
+    def code_settled(self) -> None:
+        contents, blocks = {**self.held, **self.kept}, self.blocks.begin_with_settled()
+        assert bool(blocks) == bool(self.blocks._settled)
+        for block in blocks:
+            self.fill(block, self.blocks.places.coding[block], contents[block][0])
+        for block in blocks:
+            self.blocks.finish(block)
 
     @invariant()
     def every_block_has_its_own_contents(self) -> None:
@@ -114,11 +124,10 @@ class Memory(RuleBasedStateMachine):
             assert self.memory[own] == content * (own.stop - own.start)
             used[own] = b"\1" * (own.stop - own.start)
         each = [self.each[self.blocks.places[block].is_finer] for block in known]
-        if self.blocks.places.coding is not None:
-            used[self.bytes_of(self.blocks.places.coded)] = b"\1" * self.each[False]
-            each_coded = self.each[False]
-        else:
-            each_coded = 0
+        coding = self.blocks.places.coding.values()
+        for place in coding:
+            used[self.bytes_of(place)] = b"\1" * self.each[False]
+        each_coded = len(coding) * self.each[False]
         assert sum(used) == sum(each) + each_coded == len(self.memory) - self.blocks.places.free  # none overlap
         assert sum(each) <= self.blocks.size * self.each[False]
         kinds = [self.blocks.places[block].is_finer for block in known]
@@ -140,8 +149,7 @@ def test_as_many_blocks_fit_as_if_none_were_finer(size: int, is_by_age: bool) ->
             try:
                 (block,) = blocks.allocate()
             except CodeAgain:
-                assert blocks.begin_to_code() is not None
-                blocks.finish()
+                blocks.finish(blocks.begin_to_code())
             else:
                 blocks.complete(block)
                 break

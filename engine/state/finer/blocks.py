@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, SpanView
+from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, SpanView, layers_together
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.state.blocks import BlockAllocator, CodeAgain, OutOfBlocks
 from polarlm.engine.state.finer.places import Place, Places
@@ -29,6 +29,7 @@ from polarlm.engine.state.tables import BlockTable, Growth
 _LOW = 16  # the part of the store that new finer blocks leave free: running sequences take their next blocks from it
 _HIGH = 8  # the part that coding again makes free
 _RECENT = 8  # latest layers: the next one is expected to take as long as the slowest of them
+_SHARED = 256  # blocks of a KV head that the threads of a CPU share
 _ALONE = 0.05  # seconds between two units while no request takes steps
 
 
@@ -50,7 +51,7 @@ class FinerAllocator(BlockAllocator):
 
     @property
     def _room(self) -> int:
-        return self.places.free - self._bytes * (self.places.coding is None)
+        return self.places.free - self._bytes * (not self.places.coding)
 
     def lacks_room(self, more: int | None = None) -> bool:
         """Whether blocks should be coded again before `more` are allocated; None: before anything is."""
@@ -126,17 +127,24 @@ class FinerAllocator(BlockAllocator):
 
     def begin_to_code(self) -> int | None:
         """Return the block that is being coded again, or else begin with the next one; None if there is none."""
-        if self.places.coding is None and (finer := self._settled or self._newest):
+        if not self.places.coding and (finer := self._settled or self._newest):
             first = next(iter(finer))
             self.places.begin(next((block for block in self._free if block in finer), first))
-        return self.places.coding
+        return next(iter(self.places.coding), None)
 
-    def finish(self) -> None:
-        """Let the block that is coded again be one of fewer bits."""
-        assert self.places.coding is not None
-        self._settled.pop(self.places.coding, None)
-        self._newest.pop(self.places.coding, None)
-        self.places.finish()
+    def begin_with_settled(self) -> list[int]:
+        """Return the blocks that are being coded again, and begin with as many others as have room beside these, but
+        not with the newest ones."""
+        for block in self._settled:
+            if block not in self.places.coding and self.places.free >= self._bytes:
+                self.places.begin(block)
+        return [*self.places.coding]
+
+    def finish(self, block: int) -> None:
+        """Let a block that is being coded again be one of fewer bits."""
+        self._settled.pop(block, None)
+        self._newest.pop(block, None)
+        self.places.finish(block)
 
 
 class FinerBlocks(KVBlocks):
@@ -154,8 +162,8 @@ class FinerBlocks(KVBlocks):
         self.quantized = self.blocks = FinerAllocator(
             Places(blocks[0], (finer, other), self._move), blocks[0] - 1, (finer, other), is_by_age=shape.is_by_age
         )
-        heads = sum(shape.kv_layers[layer].kv_heads for layer in layers)
-        self._more_bytes = heads * (finer - other)  # additional bytes of a finer block, in all layers
+        self._heads = [shape.kv_layers[layer].kv_heads for layer in layers]
+        self._more_bytes = sum(self._heads) * (finer - other)  # additional bytes of a finer block, in all layers
 
     def _of_kind(self, layer: int, *, is_finer: bool) -> Cache:
         return self._caches[layer].finer if is_finer else self._caches[layer]
@@ -177,31 +185,41 @@ class FinerBlocks(KVBlocks):
 
     def code_again(self) -> bool:
         """Code one block again with fewer bits, all layers at once; False if there is none to be coded."""
-        return self._code(len(self.layers))
-
-    def code_aged(self) -> None:
-        """Code all blocks again that have become too old for their bits."""
-        while self.blocks.is_by_age and self.lacks_room():
-            self.code_again()
+        return self._code_next(len(self.layers))
 
     def code_layer(self) -> bool:
         """Code a layer of one block again; its last layer makes it one of fewer bits. False if there is no block to be
         coded."""
-        return self._code(1)
+        return self._code_next(1)
 
-    def _code(self, most: int) -> bool:
-        block, places, ops = self.blocks.begin_to_code(), self.blocks.places, self._ops
+    def _code_next(self, most: int) -> bool:
+        block, places = self.blocks.begin_to_code(), self.blocks.places
         if block is None:
             return False
-        layers, filled = self.layers[places.done : places.done + most], []
-        for layer in layers:
-            buffer = ops.decode_blocks(self._of_kind(layer, is_finer=True), [places[block].number])
-            filled.append(FilledBlocks([self._caches[layer]], [places.coded.number], [KVLocation(buffer, 0)]))
-        encode(ops, filled)
-        places.done += len(layers)
-        if places.done == len(self.layers):
-            self.blocks.finish()
+        self._code([block], self.layers[places.done : places.done + most])
+        places.done += most
+        if places.done >= len(self.layers):
+            self.blocks.finish(block)
         return True
+
+    def code_aged(self) -> None:
+        """Code all blocks again that have become too old for their bits, of all sequences together."""
+        while self.blocks.is_by_age and self.lacks_room():
+            blocks = self.blocks.begin_with_settled()
+            together = layers_together(max(self._ops.encoded_at_once, _SHARED), self._heads, len(blocks))
+            for first in range(0, len(self.layers), together):
+                self._code(blocks, self.layers[first : first + together])
+            for block in blocks:
+                self.blocks.finish(block)
+
+    def _code(self, blocks: Sequence[int], layers: Sequence[int]) -> None:
+        places, filled = self.blocks.places, []
+        sources, targets = ([of[block].number for block in blocks] for of in (places, places.coding))
+        for layer in layers:
+            buffer = self._ops.decode_blocks(self._of_kind(layer, is_finer=True), sources)
+            decoded = [KVLocation(buffer, number) for number in range(len(blocks))]
+            filled.append(FilledBlocks([self._caches[layer]], targets, decoded))
+        encode(self._ops, filled)
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> SpanView:
         view = super().view(layer, table, growth, start, rows, position)

@@ -61,9 +61,9 @@ class Places:
         assert self._finer_bytes >= self._bytes
         self._kinds = {True: _Kind(), False: _Kind()}
         self._of: dict[int, Place] = {}
-        self.coding: int | None = None  # the block that is being coded again
-        self.done = 0  # its layers that have been coded again
-        self._coded: Place | None = None
+        # The blocks that are being coded again → their places of the other kind, which change when blocks are moved.
+        self.coding: dict[int, Place] = {}
+        self.done = 0  # layers of the first of them that have been coded again
         self.free = size * self._bytes  # bytes that no block has
         self.changes = 0  # how many times a block has got another place
 
@@ -73,7 +73,7 @@ class Places:
     def counts(self) -> tuple[int, int]:
         """Return how many finer blocks there are, and how many others."""
         finer, others = (sum(owner is not None for owner in self._kinds[kind].owners) for kind in (True, False))
-        return finer, others - (self.coding is not None)
+        return finer, others - len(self.coding)
 
     def place(self, block: int, *, is_finer: bool) -> None:
         """Give a block without a place one of this kind, for which others may be moved. There must be enough bytes."""
@@ -86,27 +86,14 @@ class Places:
         self.changes += 1
 
     def begin(self, block: int) -> None:
-        """Give a finer block a place of the other kind, `coded`, until `finish` or `cancel`. One block at a time."""
-        assert self.coding is None
-        self._coded, self.coding, self.done = self._take(block, is_finer=False), block, 0
+        """Give a finer block a place of the other kind, too, until `finish` or `release`. There must be room."""
+        self.coding[block], self.done = self._take(block, is_finer=False), 0
 
-    @property
-    def coded(self) -> Place:
-        """The place that `begin` has given. Like every place, it changes when blocks are moved."""
-        assert self._coded is not None
-        return self._coded
-
-    def finish(self) -> None:
-        """Let the block that is being coded have the place of the other kind alone."""
-        assert self.coding is not None
-        self._free_place(self._of[self.coding])
-        self._of[self.coding] = self.coded
-        self.coding, self._coded, self.changes = None, None, self.changes + 1
-
-    def cancel(self) -> None:
-        """Let the block that is being coded have the place that it had before alone."""
-        self._free_place(self.coded)
-        self.coding, self._coded = None, None
+    def finish(self, block: int) -> None:
+        """Let a block that is being coded again have the place of the other kind alone."""
+        self._free_place(self._of[block])
+        self._of[block], self.done = self.coding.pop(block), 0
+        self.changes += 1
 
     def _take(self, block: int, *, is_finer: bool) -> Place:
         each = self._each(is_finer)
@@ -120,8 +107,8 @@ class Places:
 
     def release(self, block: int) -> None:
         """Free a block's places."""
-        if block == self.coding:
-            self.cancel()
+        if block in self.coding:
+            self._free_place(self.coding.pop(block))
         self._free_place(self._of.pop(block))
 
     def _free_place(self, place: Place) -> None:
@@ -139,7 +126,7 @@ class Places:
         if self._of[block] == source:
             self._of[block] = target
         else:
-            self._coded = target
+            self.coding[block] = target
         self.changes += 1
         kind.free(kind.end - 1)
 
