@@ -2,52 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pytest
 
 from polarlm.engine import codecs
-from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.backends.cuda.device import Addresses
-from polarlm.engine.backends.cuda.device.kernel_source import source
-from polarlm.engine.backends.cuda.kv.store import feedback_tiles
-from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.quantization.conditioning import centre
 from polarlm.engine.quantization.encode import encode_with_metric
-from polarlm.engine.quantization.metric import Metric, residue_costs, without_feedback
-from polarlm.engine.records import Layout
-from tests.cuda.programs import Program
-from tests.cuda.test_encode_blocks import BlockShape, Side, arrays, codes_of, edges, halves, metric_of
-
-
-@cache
-def program(layout: Layout) -> Program:
-    """It does not compile where `launch_configs.encode_keys` does not reckon with the size of KeyArrays."""
-    config = config_of(layout)
-    text = source("encode_keys", layout, None, **config.defines)
-    return Program(text + f'static_assert(sizeof(KeyArrays<KeyLayout, KeyCodec>) == {config.shared}, "");\n')
-
-
-def config_of(layout: Layout) -> LaunchConfig:
-    config = launch_configs.encode_keys(layout)
-    assert config is not None
-    return config
-
-
-def encoded(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> np.ndarray:
-    """x (K, B, N, D), halves as float32 → the kernel's records (K, B, bytes)."""
-    heads, blocks = x.shape[:2]
-    full = np.ascontiguousarray(side.layout.full.pack(codecs.get("f16").encode(x)).swapaxes(0, 1))
-    out = np.zeros((blocks, heads, side.layout.nbytes), np.uint8)
-    factor, residues = residue_costs(metric)
-    tiles = np.ascontiguousarray(feedback_tiles(factor))
-    row = arrays(side, metric, out, full)._replace(feedback=tiles, residues=residues, matrix=None)
-    jobs = np.stack([np.zeros(blocks), np.arange(blocks), np.arange(blocks)], axis=1).astype(np.int32)
-    args, config = (Addresses([row], written=1), jobs, np.int32(heads)), config_of(side.layout)
-    launch = "encode_keys_kernel", (blocks, heads), (config.threads,)
-    program(side.layout).launch(*launch, *args, shared=config.shared, seed=seed)
-    return out.swapaxes(0, 1)
+from polarlm.engine.quantization.metric import Metric, without_feedback
+from tests.cuda.test_encode_blocks import BlockShape, Side, codes_of, edges, halves, metric_of
+from tests.cuda.test_encode_tiles import encoded
 
 
 def tilted_costs(side: Side, x: np.ndarray, fields: dict[str, np.ndarray], metric: Metric) -> np.ndarray:
@@ -61,7 +24,7 @@ def tilted_costs(side: Side, x: np.ndarray, fields: dict[str, np.ndarray], metri
 
 def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> None:
     """Sums are added in another order than NumPy's, and products are of two halves for each number."""
-    fields, mean = side.layout.unpack(encoded(side, x, metric, seed))
+    fields, mean = side.layout.unpack(encoded("encode_keys", side, x, metric, seed))
     if side.mean_bits:
         x, wanted_mean = centre(x, side.mean_bits)
         for name, field in wanted_mean.items():

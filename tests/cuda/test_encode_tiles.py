@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -11,6 +12,7 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses
 from polarlm.engine.backends.cuda.device.kernel_source import source
+from polarlm.engine.backends.cuda.kv.store import feedback_tiles
 from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.quantization.conditioning import centre
 from polarlm.engine.quantization.metric import Metric, residue_costs, without_feedback
@@ -18,33 +20,34 @@ from polarlm.engine.records import Layout
 from tests.cuda.programs import Program
 from tests.cuda.test_encode_blocks import BlockShape, Side, arrays, codes_of, edges, halves, metric_of
 
+# Kernel → its shared memory, and how it has F (K, D, D) of the metric.
+KERNELS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
+    "encode_tiles": ("TileArrays<SIDE, CODEC>", lambda factor: factor.swapaxes(1, 2)),
+    "encode_keys": ("KeyArrays<KeyLayout, KeyCodec>", feedback_tiles),
+}
+
 
 @cache
-def program(layout: Layout) -> Program:
-    """It does not compile where `launch_configs.encode_tiles` does not reckon with the size of TileArrays."""
-    sides, config = (None, layout) if layout.record.geometry.values else (layout, None), config_of(layout)
-    text = source("encode_tiles", *sides, **config.defines)
-    return Program(text + f'static_assert(sizeof(TileArrays<SIDE, CODEC>) == {config.shared}, "");\n')
+def program(kernel: str, layout: Layout) -> tuple[Program, LaunchConfig]:
+    """The program does not compile where `launch_configs` does not reckon with the size of the shared memory."""
+    config = getattr(launch_configs, kernel)(layout)
+    sides = (None, layout) if layout.record.geometry.values else (layout, None)
+    text = source(kernel, *sides, **config.defines)
+    return Program(text + f'static_assert(sizeof({KERNELS[kernel][0]}) == {config.shared}, "");\n'), config
 
 
-def config_of(layout: Layout) -> LaunchConfig:
-    config = launch_configs.encode_tiles(layout)
-    assert config is not None
-    return config
-
-
-def encoded(side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> np.ndarray:
+def encoded(kernel: str, side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> np.ndarray:
     """x (K, B, N, D), halves as float32 → the kernel's records (K, B, bytes)."""
     heads, blocks = x.shape[:2]
     full = np.ascontiguousarray(side.layout.full.pack(codecs.get("f16").encode(x)).swapaxes(0, 1))
     out = np.zeros((blocks, heads, side.layout.nbytes), np.uint8)
     factor, residues = residue_costs(metric)
-    feedback = np.ascontiguousarray(factor.swapaxes(1, 2))
+    feedback = np.ascontiguousarray(KERNELS[kernel][1](factor))
     row = arrays(side, metric, out, full)._replace(feedback=feedback, residues=residues, matrix=None)
     jobs = np.stack([np.zeros(blocks), np.arange(blocks), np.arange(blocks)], axis=1).astype(np.int32)
-    args, config = (Addresses([row], written=1), jobs, np.int32(heads)), config_of(side.layout)
-    launch = "encode_tiles_kernel", (blocks, heads), (config.threads,)
-    program(side.layout).launch(*launch, *args, shared=config.shared, seed=seed)
+    args, (compiled, config) = (Addresses([row], written=1), jobs, np.int32(heads)), program(kernel, side.layout)
+    launch = f"{kernel}_kernel", (blocks, heads), (config.threads,)
+    compiled.launch(*launch, *args, shared=config.shared, seed=seed)
     return out.swapaxes(0, 1)
 
 
@@ -59,7 +62,7 @@ def costs(side: Side, x: np.ndarray, fields: dict[str, np.ndarray], metric: Metr
 
 def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0, most: float = 1e-4) -> None:
     """Sums are added in another order than NumPy's, and products are of two halves for each number."""
-    fields, mean = side.layout.unpack(encoded(side, x, metric, seed))
+    fields, mean = side.layout.unpack(encoded("encode_tiles", side, x, metric, seed))
     wanted, wanted_mean = side.expected(x, metric)
     for name, field in wanted_mean.items():
         np.testing.assert_array_equal(mean[name], field)

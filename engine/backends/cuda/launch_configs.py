@@ -165,7 +165,7 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
 @cache
 def encode_keys(keys: Layout) -> LaunchConfig | None:
     """The launch of encode_keys; None for a codec that it does not take. Raises ValueError as `encode_blocks`. Shared
-    memory: KeyArrays of `cuda/encode/encode_keys.cu`, whose size `tests/cuda/test_encode_keys.py` compares."""
+    memory: KeyArrays of `cuda/encode/encode_keys.cu`, whose size `tests/cuda/test_encode_tiles.py` compares."""
     constants, dim, size = keys.record.constants, keys.record.geometry.head_dim, keys.record.geometry.block_size
     if "POINTS" not in constants or keys.record.searches_paths:
         return None
