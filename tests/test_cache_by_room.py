@@ -153,7 +153,6 @@ def test_blocks_are_coded_for_no_longer_than_a_step(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"cache_type": "auto", "cache_type_k": "ring4"}, "leave cache_type_k out"),
         ({"cache_type": "auto:3.5"}, "cache_type=auto:3.5: there is no such type; choose .* auto, by-age, "),
         ({"cache_type_k": "auto:3.5"}, "cache_type_k=auto:3.5: there is no such type"),
     ],

@@ -17,7 +17,7 @@ from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.model.layers.kinds import MIXERS
 from polarlm.engine.quantization import snapshot_codes
 from polarlm.engine.state import cache_types
-from polarlm.engine.state.cache_types import TWO_KINDS, TwoKinds
+from polarlm.engine.state.cache_types import TwoKinds
 from polarlm.engine.state.layer_shapes import LayerShape, SharedShape, StateShape
 from polarlm.engine.state.plan import StorePlan, format_bytes, parse_size
 from polarlm.engine.state.recurrent.delta import DeltaShape
@@ -71,8 +71,8 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
         layer_shape = LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window)
         layers.append(layer_shape)
-    if config.cache_type in TWO_KINDS:
-        layers = _of_two_kinds(TWO_KINDS[config.cache_type], layers)
+    if (kinds := cache_types.two_kinds(config)) is not None:
+        layers = _of_two_kinds(kinds, layers)
     shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
     try:
         return replace(shape, stored={layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers})

@@ -45,11 +45,18 @@ TWO_KINDS = {
 _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
 
 
+def two_kinds(config: EngineConfig) -> TwoKinds | None:
+    """Return the types of blocks of two kinds; None if all are alike, as they are with a type for one side."""
+    return TWO_KINDS.get(config.cache_type) if config.cache_type_k is config.cache_type_v is None else None
+
+
 def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
     """Return (setting, types) for keys and for values: cache_type_k and cache_type_v if set, else cache_type. Raises
     EngineError for a cache_type that is neither one type nor two."""
-    both = TWO_KINDS.get(config.cache_type)
-    k, v = both.coarser if both else PRESETS.get(config.cache_type) or _both(config.cache_type)
+    if kinds := TWO_KINDS.get(config.cache_type):
+        k, v = kinds.coarser if two_kinds(config) else kinds.alike
+    else:
+        k, v = PRESETS.get(config.cache_type) or _both(config.cache_type)
     return (
         ("cache_type", k) if config.cache_type_k is None else ("cache_type_k", config.cache_type_k),
         ("cache_type", v) if config.cache_type_v is None else ("cache_type_v", config.cache_type_v),
@@ -78,9 +85,6 @@ def layer_codecs(config: EngineConfig, head_dims: Sequence[int | None]) -> list[
 def check_names(config: EngineConfig) -> None:
     """Check the cache types as far as no model is needed. Raises an EngineError that names the setting."""
     for side, (setting, types) in zip("kv", chosen(config), strict=True):
-        if config.cache_type in TWO_KINDS and setting != "cache_type":
-            problem = f"it has types of its own for keys and for values; leave {setting} out, or name both types"
-            raise _refusal("cache_type", config.cache_type, problem)
         for part in types.split(","):
             _codec(side, setting, _parse(setting, types, part)["name"], None, config.block_size)
 
@@ -110,9 +114,9 @@ def stored(config: EngineConfig) -> tuple[str, str]:
 
 def in_words(config: EngineConfig, shape: CacheShape) -> str:
     """Return the types of a store of this shape for people, such as "ring4/ring3.5"."""
-    if config.cache_type not in TWO_KINDS:
+    kinds, layers = two_kinds(config), shape.kv_layers.values()
+    if kinds is None:
         return "/".join(dict.fromkeys(stored(config)))
-    kinds, layers = TWO_KINDS[config.cache_type], shape.kv_layers.values()
     finer, coarser, alike = ("/".join(dict.fromkeys(types)) for types in kinds[:3])
     others = sum(layer.finer is None for layer in layers)
     if others == len(layers):
