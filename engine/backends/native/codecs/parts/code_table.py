@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from polarlm.engine.backends.native.codecs.parts.packing import BYTES
-from polarlm.engine.jit.lang import Emitter, Value
+from polarlm.engine.jit.lang import I32, Emitter, Value, vector
 from polarlm.model_loaders.forks import cached_property
 
+_WORDS = vector(I32, 16)
 _PART = 16  # entries of the tables that a register holds
 
 
@@ -77,17 +79,23 @@ class CodeTable:
         return np.clip(np.rint(self.points / self.scale - self.beyond), -128, 127).astype(np.int8)
 
     def emit(self, e: Emitter, bias: int) -> Callable[..., Iterator[Value]]:
-        """Returns a function: numbers from `Packing.emit`, channels or None for all → for each channel a vector of its
-        bytes plus bias, 0 or 128; see `_table`."""
+        """Returns a function: numbers from `Packing.emit`, channels, and with `flips` bytes whose two lowest bits are
+        the previous codes' → for each channel a vector of its bytes plus bias, 0 or 128; see `_table`."""
         if self.is_even:
-            return lambda code, channels=(): iter(code if bias else [code[0] ^ -128])
+            return lambda code, channels, previous=None: iter(code if bias else [code[0] ^ -128])
         quadrant = self.bytes_[:256]  # with ten bits, else all points
-        entries = np.resize((quadrant.astype(np.int16) + bias).astype(np.uint8).T, (self.width, max(16, len(quadrant))))
-        table = _table(e, entries)
+        if self.flips and e.level.wide_tables and self.bits + 2 <= 7:  # all signs of a point in one table
+            states = np.arange(4)[:, None, None] >> np.arange(self.width) & 1
+            signed = (quadrant ^ -states.astype(np.int8)).reshape(-1, self.width)
+            table = _table(e, _biased(signed, bias))
+            return lambda code, channels, previous: table(self._with_state(code[0], previous), channels)
+        table, flip = _table(e, _biased(quadrant, bias)), self._emit_flips(e) if self.flips else None
 
-        def lookup(code: list[Value], channels: Sequence[int] = range(self.width)) -> Iterator[Value]:
+        def lookup(code: list[Value], channels: Sequence[int], previous: Value | None = None) -> Iterator[Value]:
             for channel, value in zip(channels, table(code[0], channels), strict=True):
-                if len(code) == 1:
+                if flip is not None:
+                    yield value ^ flip(previous, channel)
+                elif len(code) == 1:
                     yield value
                 else:
                     is_negative = (code[1] & (1 << channel)).equals(1 << channel)
@@ -95,7 +103,13 @@ class CodeTable:
 
         return lookup
 
-    def emit_flips(self, e: Emitter) -> Callable[[Value, int], Value]:
+    def _with_state(self, code: Value, previous: Value) -> Value:
+        """Codes with the two lowest bits of the previous codes above them, in bytes."""
+        state = previous.bits(_WORDS) << self.bits & int.from_bytes(bytes(4 * [3 << self.bits]), "little")
+        return (state | code.bits(_WORDS)).bits(code.type)
+
+    @staticmethod
+    def _emit_flips(e: Emitter) -> Callable[[Any, int], Value]:
         """Returns a function: bytes whose two lowest bits are the previous codes', a channel → the bytes that flip the
         signs of what is looked up, by xor."""
         size = 64 if e.level.wide_tables else _PART
@@ -126,6 +140,11 @@ def _mirrored(points: np.ndarray) -> np.ndarray | None:
         return None
     first, second = on_axis[::2], on_axis[1::2]
     return np.concatenate([above, first, [images[code] for code in above], second])
+
+
+def _biased(bytes_: np.ndarray, bias: int) -> np.ndarray:
+    """bytes_ (P, width) int8 → the rows of a table, (width, at least 16) uint8."""
+    return np.resize((bytes_.astype(np.int16) + bias).astype(np.uint8).T, (bytes_.shape[1], max(16, len(bytes_))))
 
 
 def _table(e: Emitter, entries: np.ndarray) -> Callable[[Value, Sequence[int]], Iterator[Value]]:

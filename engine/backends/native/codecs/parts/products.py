@@ -68,7 +68,6 @@ def emit_products(
     starts = [[e.broadcast(query, I32, 16, factor_at + 4) for query in queries] for queries in prepared]
     totals = [[e.variable(start) for start in starts[group // each]] for group in range(groups)]
 
-    flip = table.emit_flips(e) if table.flips else None
     previous: dict[int, Variable] = {}  # the last code vector of each group
 
     def add(at: Value, part_queries: Sequence[Values], count: int, chosen: Sequence[int]) -> None:
@@ -78,12 +77,12 @@ def emit_products(
             if group not in chosen:
                 continue
             e.keep_order()
-            if flip:
+            before = None
+            if table.flips:
                 word = code[0].bits(_I16)
                 before = e.same("fshl", word, previous[group].get(), 8).bits(BYTES)  # each byte is the one before it
                 previous[group].set(word)
-            for channel, value in enumerate(lookup(code)):
-                value = value ^ flip(before, channel) if flip else value
+            for channel, value in enumerate(lookup(code, range(width), before)):
                 for query, total in zip(part_queries[group // each], totals[group], strict=True):
                     e.keep_order()
                     factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
@@ -93,7 +92,7 @@ def emit_products(
     together = sum_tile(e, len(prepared[0]), groups) if e.level.keeps_order else groups
     for first in range(0, groups, together):
         chosen = range(first, first + together)
-        if flip:
+        if table.flips:
             previous.update({group: e.variable(e.zero(_I16)) for group in chosen})
         if vectors % code_tile:
             if not first:

@@ -199,7 +199,7 @@ class TableValues(_TableTiles, ValueTiles):
         factors = [step * self._table.scale for step in steps]
         extra = [count.to_float() * self._table.beyond for count in counts]
         lookup = self._table.emit(e, 0)
-        flip = self._table.emit_flips(e) if self._table.flips else None
+        flips = self._table.flips
         totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
 
         def add(code: list[Value], last: Value | None, at: Values, place: int, channels: Sequence[int]) -> None:
@@ -207,9 +207,7 @@ class TableValues(_TableTiles, ValueTiles):
             with flips, the same tokens' codes before these."""
             fours = [self._weights(e, weight, place) for weight in at]
             before = None if last is None else self._shifted(e, code[0], last)
-            for channel, values in zip(channels, lookup(code, channels), strict=True):
-                if flip and before is not None:
-                    values = values ^ flip(before, channel)
+            for channel, values in zip(channels, lookup(code, channels, before), strict=True):
                 for four, total in zip(fours, totals, strict=True):
                     e.keep_order()
                     total[channel].set(e.level.dot4(e, total[channel].get(), four, values.bits(_I16), fits=True))
@@ -218,7 +216,7 @@ class TableValues(_TableTiles, ValueTiles):
             """Add a chunk's totals to the sums at this offset, and reset them to zero."""
             for total, factor, target, more in zip(totals, factors, sums, extra, strict=True):
                 channels = [self._folded(e, channel.get()).to_float() for channel in total]
-                if flip:
+                if flips:
                     channels = [channel + more for channel in channels]
                 self._add_to_sums(e, channels, factor, target + offset)
                 for channel in total:
@@ -228,7 +226,7 @@ class TableValues(_TableTiles, ValueTiles):
             e.prefetch(after, self._norms_at)
             last: dict[int, Value] = {}
             for number, code in enumerate(read_codes(e, self._packing, block, self._vectors)):
-                before = last.get(number % along, e.zero(code[0].type)) if flip else None
+                before = last.get(number % along, e.zero(code[0].type)) if flips else None
                 add(code, before, weights, number % along, range(width))
                 last[number % along] = code[0]
                 if number % along == along - 1:
@@ -237,7 +235,7 @@ class TableValues(_TableTiles, ValueTiles):
         code_tile = math.lcm(run, 4) if along % math.lcm(run, 4) == 0 else run
         # Where few registers hold sums, a channel's sums are finished before the next one's.
         turns: list[Sequence[int]] = [[channel] for channel in range(width)] if e.level.keeps_order else [range(width)]
-        none = e.constant_bytes(bytes(self._packing.nbytes(along))) if flip else block  # codes before the first ones
+        none = e.constant_bytes(bytes(self._packing.nbytes(along))) if flips else block  # codes before the first ones
         with e.loop(0, chunks) as chunk:
             start, nbytes = chunk * self._packing.nbytes(along), self._packing.nbytes(code_tile)
             earlier = e.select(chunk > 0, block + (start - self._packing.nbytes(along)), none)
@@ -247,7 +245,7 @@ class TableValues(_TableTiles, ValueTiles):
                     offset = start + part * nbytes
                     if channels[0] == 0:
                         e.prefetch(after + offset, nbytes)
-                    earlier_codes = read_low(e, self._packing, earlier + part * nbytes, code_tile if flip else 0)
+                    earlier_codes = read_low(e, self._packing, earlier + part * nbytes, code_tile if flips else 0)
                     for place, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
                         add(code, next(earlier_codes, None), at, place, channels)
             finish(chunk * (4 * self._lanes * width))
