@@ -134,8 +134,7 @@ def _of_other_scores(variants: list[Variant]) -> list[Variant]:
 def _decode_attention() -> list[Variant]:
     types = (("f16", "f16"), ("ring4", "ring3.5"), ("ring3.5", "ring3"), ("ring4", "ring4"), ("ring5", "ring5"))
     types += (("ring5", "turbo3"), ("turbo4", "f16"), ("f16", "ring4"), ("ring3", "turbo2"), ("turbo4", "turbo4"))
-    types += (("trellis4", "trellis3.5"), ("trellis3", "trellis4"), ("linear8", "ring2.5"), ("ring2.5", "linear8"))
-    types += (("trellis2.5", "trellis2.5"),)
+    types += (("trellis4", "trellis3.5"), ("trellis3", "trellis4"))
     caches = [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
     caches += [Cache("f16", "f16", d, mean_bits=0) for d in _HEAD_DIMS]
     caches += [Cache("ring4+norm16", "ring4+norm16", d, mean_bits=16) for d in _HEAD_DIMS]
@@ -144,6 +143,8 @@ def _decode_attention() -> list[Variant]:
     caches += [Cache("polarquant", "ring5", 128), Cache("ring4", "polarquant", 128), Cache("ring5", "polarquant", 128)]
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
     caches += _others(caches)
+    types = (("linear8", "ring2.5"), ("trellis2.5", "linear8"))
+    caches += [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
     variants = _decode("decode_attention", caches)
     return [*variants, *_of_other_scores(variants)]
 
@@ -189,13 +190,13 @@ def _prefill_attention() -> list[Variant]:
     caches += [Cache("polarquant", "polarquant", d) for d in (64, 80, 128, 256)]
     caches += [Cache("polarpair-m4n4", "polarquant", 128), Cache("polarpair-m4n2", "ring4", 256, mean_bits=16)]
     caches += [Cache("trellis4", "trellis3.5", d) for d in _HEAD_DIMS]
-    caches += [Cache("linear8", "ring2.5", 128), Cache("ring2.5", "linear8", 256)]
     caches += _others(caches)
     # Those with the fewest registers to spare.
     caches += [Cache("trellis3.5", "ring3.5", 256), Cache("polarpair-m4n2", "ring4", 256)]
     groups = [*itertools.islice(itertools.cycle((1, 4, 8, 3)), len(caches) - 2), 4, 3]
-    two_kinds = [Cache(*types, d, finer=finer) for (types, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
-    caches, groups = [*caches, *two_kinds], [*groups, *itertools.islice(itertools.cycle((4, 1, 8)), len(two_kinds))]
+    more = [Cache(*types, d, finer=finer) for (types, finer), d in itertools.product(_TWO_KINDS, _HEAD_DIMS)]
+    more += [Cache("linear8", "ring2.5", 128), Cache("ring2.5", "linear8", 256)]
+    caches, groups = [*caches, *more], [*groups, *itertools.islice(itertools.cycle((4, 1, 8)), len(more))]
     variants = []
     for cache, group in zip(caches, groups, strict=True):
         config, _ = launch_configs.prefill_attention(*cache.layouts(), group)
