@@ -36,7 +36,6 @@ STYLE: Any = {
 # Prefix of a codec's name → its colour on a light page, and on a dark one. They also differ in lightness.
 COLOURS = {
     "ring": ("#c2410c", "#fb923c"),
-    "linear": ("#15803d", "#4ade80"),
     "trellis": ("#be123c", "#fb7185"),
     "polarquant": ("#1d4ed8", "#7ea6ff"),
     "polarpair": ("#0d9488", "#2dd4bf"),

@@ -89,14 +89,14 @@ def _of_two_kinds(kinds: TwoKinds, layers: Sequence[StateShape]) -> list[StateSh
             values[layer.group] += layer.values
     mixed = max(values, key=values.__getitem__, default=None)
     k, v = map(codecs.get, kinds.alike)
-    return [
-        layer
-        if not isinstance(layer, LayerShape)
-        else replace(layer, finer=kinds.finer_kind)
-        if layer.group == mixed
-        else replace(layer, codec_k=k, codec_v=v)
-        for layer in layers
-    ]
+
+    def with_types(layer: StateShape) -> StateShape:
+        if not isinstance(layer, LayerShape):
+            return layer
+        is_mixed = layer.group == mixed
+        return replace(layer, finer=kinds.finer_kind) if is_mixed else replace(layer, codec_k=k, codec_v=v)
+
+    return [*map(with_types, layers)]
 
 
 def _with_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:

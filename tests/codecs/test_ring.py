@@ -10,7 +10,7 @@ from polarlm.engine.codecs.ring import RINGS, points_of
 from tests.codecs.data import gaussian, stored_norms
 from tests.pairs import in_turn
 
-NAMES = {"ring3": 6, "ring3.5": 7, "ring4": 8, "ring5": 10}
+NAMES = {"ring2.5": 5, "ring3": 6, "ring3.5": 7, "ring4": 8, "ring5": 10}
 every_ring = pytest.mark.parametrize(("name", "bits"), NAMES.items())
 every_design = pytest.mark.parametrize("bits", RINGS)
 
@@ -33,7 +33,8 @@ def test_points_of_ring5_are_images_of_those_in_a_quadrant():
 
 
 @pytest.mark.parametrize(
-    ("name", "target"), [("ring3", 0.0296), ("ring3.5", 0.0152), ("ring4", 0.0080), ("ring5", 0.0021)]
+    ("name", "target"),
+    [("ring2.5", 0.0572), ("ring3", 0.0296), ("ring3.5", 0.0152), ("ring4", 0.0080), ("ring5", 0.0021)],
 )
 def test_error_on_normalised_gaussian_vectors(name, target):
     x = gaussian(64, 64, 128)
