@@ -51,28 +51,35 @@ class Gate:
 
     def __init__(self, engine: Engine) -> None:
         self._work = engine.work
-        self._units = threading.Semaphore(0)
+        self._units = 0
         self._open = True
+        self._changed = threading.Condition()  # held by a unit of work: whoever closes the gate waits for its end
         engine.work = self._pass  # type: ignore[method-assign]
 
     def _pass(self) -> bool:
-        while not self._open and not self._units.acquire(timeout=0.05):
-            pass
-        return self._work()
+        with self._changed:
+            self._changed.wait_for(lambda: self._open or self._units)
+            self._units -= not self._open
+            return self._work()
 
     def close(self) -> None:
-        self._open = False
+        with self._changed:
+            self._open, self._units = False, 0
 
     def let(self, units: int) -> None:
-        self._units.release(units)
+        with self._changed:
+            self._units += units
+            self._changed.notify_all()
 
     def let_another(self) -> None:
         """One more unit, unless there is one left."""
-        if not self._units._value:  # type: ignore[attr-defined]
-            self.let(1)
+        with self._changed:
+            self.let(not self._units)
 
     def open(self) -> None:
-        self._open = True
+        with self._changed:
+            self._open = True
+            self._changed.notify_all()
 
 
 @dataclass
