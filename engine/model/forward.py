@@ -21,7 +21,7 @@ from polarlm.engine.model.layers import Eps, Norm
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
-from polarlm.engine.model.passes import MOST_ROWS, Passes
+from polarlm.engine.model.passes import Passes
 from polarlm.engine.model.prefill import Prefill, PromptTap, stages
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
@@ -80,7 +80,7 @@ class Transformer:
             decoder_layer(of_layer(number), layer, eps, w, cache(number), transform(number), number)
             for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]
-        self._passes = Passes(self.ops, self.store, self._layers, self._ropes, self._embed)
+        self._passes = Passes(self.ops, self.store, self._layers, self._ropes, self.config.hidden_size, self._embed)
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone
@@ -154,7 +154,7 @@ class Transformer:
         parts = [*(span.part(0, span.count - 1) for span in spans if span.count > 1), *last]
         rows = [*chain.from_iterable(one[:-1] for one in ids), *(one[-1] for one in ids), *step_ids]
         outputs = len(spans) + len(step_ids)
-        if len(rows) > MOST_ROWS:
+        if len(rows) > self._passes.most_rows:
             return self.forward(spans, rows, outputs, parts)
         return self._passes.run(spans, rows_of(self.weights.embedding, rows), outputs, parts)
 

@@ -19,8 +19,11 @@ from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.state.store import KVStore, Span, positions
 
-_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256)  # rows
-MOST_ROWS = _BUCKETS[-1]  # of a recorded pass: more rows take longer than their launches
+_BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # rows
+# Rows that are not there are computed, too, which pays while a layer takes less time than its launches, some 0.1 ms
+# from Python: up to 256 rows, whose products wait for bytes of weights, and as long as E² · rows is at most this. (The
+# products of a layer are some 25 E² operations a row, of which a large GPU does 4e14 a second.)
+_FEW_ROWS, _SHORT = 256, 1 << 30
 
 
 class Passes:
@@ -35,11 +38,14 @@ class Passes:
         store: KVStore,
         layers: Sequence[DecoderLayer],
         ropes: RopeTables,
+        hidden_size: int,
         embed: Callable[..., tuple[Array, Array | None]],
     ) -> None:
         self._ops, self._store, self._layers, self._ropes, self._embed = ops, store, layers, ropes, embed
         self._groups = [RecordedSpans(self._begin, self._seal) for _ in store.groups]
         self._spans: Sequence[Span] = ()  # of the prompts in the pass that runs
+        most = max(_FEW_ROWS, _SHORT // hidden_size**2)
+        self.most_rows = max(size for size in _BUCKETS if size <= most)  # of a recorded pass
 
     def _begin(self, layer: int) -> None:
         for span in self._spans:
@@ -49,7 +55,7 @@ class Passes:
         self._store.seal(layer, *self._spans)
 
     def run(self, spans: Sequence[Span], ids: np.ndarray, outputs: int, parts: Sequence[Span]) -> Array:
-        """Compute rows with the tokens ids (T,) int32, T ≤ MOST_ROWS, and return the hidden states of the last
+        """Compute rows with the tokens ids (T,) int32, T ≤ most_rows, and return the hidden states of the last
         `outputs` rows. spans: of prompts. parts: of these and of steps, in the order of the rows."""
         store, count, of_rows = self._store, len(ids), row_adapters(parts)
         rows = next(size for size in _BUCKETS if size >= count)

@@ -13,6 +13,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from polarlm.engine.backends.cuda import wide
 from polarlm.engine.backends.cuda.device import Carried, cublas_lt, overlap, packed_launch
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
@@ -27,7 +28,8 @@ from tests.cuda import fake_cupy, test_model_emulated
 from tests.cuda.fake_cublas_lt import Library
 from tests.cuda.fake_cupy import CUDADriverError, CUDARuntimeError, Machine
 from tests.cuda.formats import STEP, read, store
-from tests.cuda.test_model_emulated import model_of, talk
+from tests.cuda.test_model_emulated import model_from, model_of, talk
+from tests.cuda.test_packed_model import mixed_model
 from tests.cuda.test_sampler_inputs import stepped
 from tests.cuda.test_schedules import compare_with_waiting
 from tests.pairs import pairs
@@ -410,16 +412,24 @@ def passes_of(model: Transformer) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama_gqa_linear", "gemma4_shared_kv"])
-def test_a_pass_answers_the_same_recorded_or_not(device, name: str) -> None:
+@pytest.mark.parametrize("name", ["llama_gqa_linear", "gemma4_shared_kv", "packed", "packed, by the library"])
+def test_a_pass_answers_the_same_recorded_or_not(device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replayed with other numbers of rows, prompts and steps, and with rows that are not filled."""
-    model = model_of(CudaOps(device), name, ("ring4", "ring3.5"), room=(256, 12), more=2560)
-    recorded = passes_of(model)
+    if "library" in name:
+        monkeypatch.setattr(wide, "WIDE_RECORDED_ROWS", 16)
+
+    def model() -> Transformer:
+        ops, types, room = CudaOps(device), ("ring4", "ring3.5"), {"room": (256, 12), "more": 2560}
+        return (
+            model_from(ops, *mixed_model(), types, **room) if "packed" in name else model_of(ops, name, types, **room)
+        )
+
+    passed = model()
+    recorded = passes_of(passed)
     (kept,) = device._recordings._kept.values()
-    assert len(kept.parts) == 2 * len(model.config.layers) + 1
+    assert len(kept.parts) == 2 * len(passed.config.layers) + 1
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
-    plain = model_of(CudaOps(device), name, ("ring4", "ring3.5"), room=(256, 12), more=2560)
-    np.testing.assert_equal(recorded, passes_of(plain))
+    np.testing.assert_equal(recorded, passes_of(model()))
 
 
 @pytest.mark.slow

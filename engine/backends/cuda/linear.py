@@ -132,10 +132,10 @@ class LinearOps:
         whole = y if activation is None else self._device.empty((rows, w.shape[0]), np.float32)
         if rows > GEMV_ROWS and len({_narrow_type(matrix) for matrix in w.parts}) == 1:
             x, norm = self.narrowed(x, Product(w.parts[0], None, norm, False, None)), None
-        end, parts = 0, list(w.parts)
+        end, parts, most = 0, list(w.parts), wide.WIDE_RECORDED_ROWS if recorded else wide.WIDE_ROWS
         while parts:
             matrix = parts.pop(0)
-            is_joined = bool(parts) and packed.joins(matrix, parts[0]) and (recorded or rows <= wide.WIDE_ROWS)
+            is_joined = bool(parts) and packed.joins(matrix, parts[0]) and rows <= most
             beside = parts.pop(0) if is_joined else None
             columns = slice(end, end := end + matrix.shape[0] + (0 if beside is None else beside.shape[0]))
             bias = None if w.bias is None else w.bias[columns]
@@ -148,8 +148,8 @@ class LinearOps:
     def _multiply(self, y: Array, x: Array, product: Product, recorded: bool) -> None:
         """`linear` with one matrix into y, which may be columns of a wider array."""
         (rows, width), weight, launch = x.shape, product.weight, self._launch
-        is_packed = packed.is_packed(weight.format)
-        if (rows > GEMV_ROWS and not is_packed) or (rows > wide.WIDE_ROWS and not recorded):
+        is_packed, most = packed.is_packed(weight.format), wide.WIDE_RECORDED_ROWS if recorded else wide.WIDE_ROWS
+        if (rows > GEMV_ROWS and not is_packed) or rows > most:
             self._large(y, x, product)
         elif rows > GEMV_ROWS:
             wide.multiply(self._device, launch, y, self.narrowed(x, product), product._replace(norm=None))

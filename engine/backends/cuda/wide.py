@@ -16,10 +16,11 @@ from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, Product,
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
 from polarlm.engine.weight_formats import WeightFormat
 
-# Most rows with packed weights, unless a step is recorded: more are faster dequantized and multiplied by cuBLAS. On an
-# H200 (2026-11-26), 64 rows of a layer of an 8B model take 121 µs with q4_k, so 128 rows about 242; cuBLAS takes 134 µs
-# for them, after dequantizing, about 130 µs as reckoned from its bytes.
-WIDE_ROWS = 128
+# Most rows with packed weights: more are faster dequantized and multiplied by cuBLAS. On an H200 (2026-11-26), 64 rows
+# of a layer of an 8B model take 121 µs with q4_k, so 128 rows about 242; cuBLAS takes 134 µs for them, after
+# dequantizing, about 130 µs as reckoned from its bytes. Recorded, twice as many, so that a step of any number of rows
+# gives what one row gives, to the bit.
+WIDE_ROWS, WIDE_RECORDED_ROWS = 128, 256
 
 _MOST_ROWS = 64  # of x, of a block: with 128, some formats need more registers than there are
 _FEW_ROWS = 16  # rows of an expert, at most, where experts have half as many on average
