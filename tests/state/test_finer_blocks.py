@@ -153,21 +153,31 @@ def test_by_age_the_newest_blocks_alone_are_finer(ops: Ops) -> None:
     assert store.finer.blocks.places.counts()[0] == newest(store, [kept])
 
 
-def test_blocks_of_several_sequences_age_together(ops: Ops) -> None:
+def test_blocks_of_several_sequences_age_together(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no step may read any more at once; then, while the last of the newest blocks is still read, a layer at a
+    step, until it is ready."""
     store = make_store(ops, 800, COMPACT, BY_AGE)
     sequences = [Unchecked(store, seed) for seed in range(3)]
     for fed in sequences:
         fed.feed((NEWEST + 1) * N)
         fed.feed(2 * N)
-    calls = list[list[int]]()
-    with pytest.MonkeyPatch.context() as patched:
-        encode = ops.encode_blocks
-        patched.setattr(
-            ops, "encode_blocks", lambda filled: calls.append([len(f.blocks) for f in filled]) or encode(filled)
-        )
-        store.finer.code_aged()
-    assert calls == [[len(sequences) * 2] * LAYERS]
+    calls, encode = list[list[int]](), ops.encode_blocks
+    monkeypatch.setattr(
+        ops, "encode_blocks", lambda filled: calls.append([len(f.blocks) for f in filled]) or encode(filled)
+    )
+    store.finer.code_aged()
+    assert calls == [[len(sequences) * 2] * LAYERS, [len(sequences)]]
     assert store.finer.blocks.places.counts()[0] == newest(store, sequences)
+    calls.clear()
+    for _ in range(N):
+        for fed in sequences:
+            fed.feed(1, step=True)
+        written = len(calls)
+        store.finer.code_aged()
+        assert calls[written:] in ([], [[len(sequences)]])
+        assert store.finer.blocks.places.counts()[0] == newest(store, sequences)
+    aged = [calls[number] for number in range(len(calls)) if calls[number] == [len(sequences)]]
+    assert len(aged) == LAYERS  # of one block the rest, and of the next one the first
 
 
 def newest(store: KVStore, sequences: list[Fed]) -> int:

@@ -27,6 +27,7 @@ class Memory(RuleBasedStateMachine):
         self.blocks, self.is_by_age = FinerAllocator(places, size, each, is_by_age=is_by_age), is_by_age
         self.held: dict[int, bytes] = {}  # block → its contents
         self.kept: dict[int, bytes] = {}  # released blocks that can be found
+        self.coded: set[int] = set()  # the blocks whose place of the other kind has contents
         self.count = 0
 
     def bytes_of(self, place: Place) -> slice:
@@ -65,9 +66,12 @@ class Memory(RuleBasedStateMachine):
             self.blocks.complete(block)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def age(self, data: st.DataObject) -> None:
-        self.blocks.settle(data.draw(st.sampled_from(sorted(self.held))))
+    @rule(data=st.data(), is_due=st.booleans())
+    def age(self, data: st.DataObject, is_due: bool) -> None:
+        block = data.draw(st.sampled_from(sorted(self.held)))
+        self.blocks.settle(block)
+        if is_due:
+            self.blocks.require(block)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), is_kept=st.booleans())
@@ -96,24 +100,22 @@ class Memory(RuleBasedStateMachine):
         if block is None:
             return
         assert block == begun or block in self.kept or not could_be  # blocks of the prefix cache come first
-        if begun is None:
-            self.coded = b""
-            return
-        content = {**self.held, **self.kept}[block]
-        if not self.coded:  # it may be moved until it is finished
-            self.coded = self.fill(block, self.blocks.places.coding[block], content[0])
+        if block not in self.coded:  # it may be moved until it is finished
+            self.fill(block, self.blocks.places.coding[block], {**self.held, **self.kept}[block][0])
+            self.coded.add(block)
             return
         self.blocks.finish(block)
 
-    @precondition(lambda self: not self.blocks.places.coding)
     @rule()
     def code_settled(self) -> None:
-        contents, blocks = {**self.held, **self.kept}, self.blocks.begin_with_settled()
-        assert bool(blocks) == bool(self.blocks._settled)
-        for block in blocks:
-            self.fill(block, self.blocks.places.coding[block], contents[block][0])
-        for block in blocks:
+        due, others = self.blocks.begin_with_settled()
+        assert due or others or not self.blocks._settled
+        for block in (*due, *others):
+            self.fill(block, self.blocks.places.coding[block], {**self.held, **self.kept}[block][0])
+        self.coded |= {*others}
+        for block in due:
             self.blocks.finish(block)
+        assert not self.blocks._due or others
 
     @invariant()
     def every_block_has_its_own_contents(self) -> None:
@@ -124,8 +126,11 @@ class Memory(RuleBasedStateMachine):
             assert self.memory[own] == content * (own.stop - own.start)
             used[own] = b"\1" * (own.stop - own.start)
         each = [self.each[self.blocks.places[block].is_finer] for block in known]
-        coding = self.blocks.places.coding.values()
-        for place in coding:
+        coding = self.blocks.places.coding
+        self.coded &= coding.keys()
+        for block in self.coded:
+            assert self.memory[self.bytes_of(coding[block])] == known[block] * self.each[False]
+        for place in coding.values():
             used[self.bytes_of(place)] = b"\1" * self.each[False]
         each_coded = len(coding) * self.each[False]
         assert sum(used) == sum(each) + each_coded == len(self.memory) - self.blocks.places.free  # none overlap

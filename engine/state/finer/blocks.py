@@ -1,7 +1,7 @@
 """The state of attention with two kinds of blocks: finer ones, which are coded again for want of room, or by age.
 
-The newest blocks of sequences are coded again last: errors in these cost most. By age, all others are coded again
-before the next step.
+The newest blocks of sequences are coded again last: errors in these cost most. By age, the last
+of these is coded again while the next block of its sequence fills, some layers at every step, so that no step waits.
 
 A block's id is its name. Its place says where it lies, and its kind. Coding a block again, or moving it,
 changes only its place: tables, the prefix cache and reference counts know nothing of it.
@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 
@@ -48,6 +49,7 @@ class FinerAllocator(BlockAllocator):
         self.places, (self._finer_bytes, self._bytes), self.is_by_age = places, bytes_each, is_by_age
         self._newest: dict[int, None] = {}  # the finer blocks that are the newest ones of a sequence, oldest first
         self._settled: dict[int, None] = {}  # the other finer blocks whose contents are complete, oldest first
+        self._due: dict[int, None] = {}  # those of them, by age, that no step may read any more
 
     @property
     def _room(self) -> int:
@@ -56,7 +58,7 @@ class FinerAllocator(BlockAllocator):
     def lacks_room(self, more: int | None = None) -> bool:
         """Whether blocks should be coded again before `more` are allocated; None: before anything is."""
         if more is None and self.is_by_age:
-            return bool(self._settled)
+            return bool(self._due)
         wanted = self.size // _HIGH if more is None else more + self.size // _LOW
         return bool(self._settled or self._newest) and self._room < wanted * self._bytes
 
@@ -108,10 +110,14 @@ class FinerAllocator(BlockAllocator):
             self._free_place(block)
         elif not self.is_by_age:
             self.settle(block)
+        elif block in self._settled and block not in self._due:  # its sequence may go on
+            del self._settled[block]
+            self._newest[block] = None
+            self.places.give_up(block)
 
     def _free_place(self, block: int) -> None:
-        self._newest.pop(block, None)
-        self._settled.pop(block, None)
+        for blocks in (self._newest, self._settled, self._due):
+            blocks.pop(block, None)
         self.places.release(block)
 
     def complete(self, block: int) -> None:
@@ -125,6 +131,11 @@ class FinerAllocator(BlockAllocator):
             del self._newest[block]
             self._settled[block] = None
 
+    def require(self, block: int) -> None:
+        """Let a block that can be coded again be so before the next step."""
+        if block in self._settled:
+            self._due[block] = None
+
     def begin_to_code(self) -> int | None:
         """Return the block that is being coded again, or else begin with the next one; None if there is none."""
         if not self.places.coding and (finer := self._settled or self._newest):
@@ -132,18 +143,19 @@ class FinerAllocator(BlockAllocator):
             self.places.begin(next((block for block in self._free if block in finer), first))
         return next(iter(self.places.coding), None)
 
-    def begin_with_settled(self) -> list[int]:
-        """Return the blocks that are being coded again, and begin with as many others as have room beside these, but
-        not with the newest ones."""
-        for block in self._settled:
+    def begin_with_settled(self) -> tuple[list[int], list[int]]:
+        """Return the blocks that are being coded again, those that are due and others, and begin with as many as have
+        room beside these, but not with the newest ones."""
+        for block in (*self._due, *self._settled):
             if block not in self.places.coding and self.places.free >= self._bytes:
                 self.places.begin(block)
-        return [*self.places.coding]
+        due = [block for block in self.places.coding if block in self._due]
+        return due, [block for block in self.places.coding if block not in self._due]
 
     def finish(self, block: int) -> None:
         """Let a block that is being coded again be one of fewer bits."""
-        self._settled.pop(block, None)
-        self._newest.pop(block, None)
+        for blocks in (self._newest, self._settled, self._due):
+            blocks.pop(block, None)
         self.places.finish(block)
 
 
@@ -193,33 +205,49 @@ class FinerBlocks(KVBlocks):
         return self._code_next(1)
 
     def _code_next(self, most: int) -> bool:
-        block, places = self.blocks.begin_to_code(), self.blocks.places
+        block = self.blocks.begin_to_code()
         if block is None:
             return False
-        self._code([block], self.layers[places.done : places.done + most])
-        places.done += most
-        if places.done >= len(self.layers):
-            self.blocks.finish(block)
+        self._code([block], most)
+        self._finish([block])
         return True
 
     def code_aged(self) -> None:
-        """Code all blocks again that have become too old for their bits, of all sequences together."""
-        while self.blocks.is_by_age and self.lacks_room():
-            blocks = self.blocks.begin_with_settled()
-            together = layers_together(max(self._ops.encoded_at_once, _SHARED), self._heads, len(blocks))
-            for first in range(0, len(self.layers), together):
-                self._code(blocks, self.layers[first : first + together])
-            for block in blocks:
+        """Code blocks again that have become too old for their bits, of all sequences together: all that a step may not
+        read any more, and of the others as many layers as let them be ready after half a block's steps."""
+        if not self.blocks.is_by_age:
+            return
+        count = len(self.layers)
+        while self.lacks_room():
+            due, others = self.blocks.begin_with_settled()
+            self._code(due or others, count)
+            self._finish(due or others)
+        _, others = self.blocks.begin_with_settled()
+        at_once = layers_together(self._ops.encoded_at_once, self._heads, len(others))
+        self._code(others, max(at_once, -(-2 * count // self.block_size)))
+
+    def _finish(self, blocks: Sequence[int]) -> None:
+        """Let blocks have fewer bits whose layers have all been coded again."""
+        for block in blocks:
+            if self.blocks.places.done[block] == len(self.layers):
                 self.blocks.finish(block)
 
-    def _code(self, blocks: Sequence[int], layers: Sequence[int]) -> None:
-        places, filled = self.blocks.places, []
-        sources, targets = ([of[block].number for block in blocks] for of in (places, places.coding))
-        for layer in layers:
-            buffer = self._ops.decode_blocks(self._of_kind(layer, is_finer=True), sources)
-            decoded = [KVLocation(buffer, number) for number in range(len(blocks))]
-            filled.append(FilledBlocks([self._caches[layer]], targets, decoded))
-        encode(self._ops, filled)
+    def _code(self, blocks: Sequence[int], most: int) -> None:
+        """Code the next layers of blocks that are being coded again, at most `most` of each."""
+        places = self.blocks.places
+        for first, alike in groupby(sorted(blocks, key=places.done.__getitem__), places.done.__getitem__):
+            group = [*alike]
+            sources, targets = ([of[block].number for block in group] for of in (places, places.coding))
+            layers = self.layers[first : first + most]
+            together = layers_together(max(self._ops.encoded_at_once, _SHARED), self._heads, len(group))
+            for start in range(0, len(layers), together):
+                filled = []
+                for layer in layers[start : start + together]:
+                    buffer = self._ops.decode_blocks(self._of_kind(layer, is_finer=True), sources)
+                    decoded = [KVLocation(buffer, number) for number in range(len(group))]
+                    filled.append(FilledBlocks([self._caches[layer]], targets, decoded))
+                encode(self._ops, filled)
+            places.done.update(dict.fromkeys(group, first + len(layers)))
 
     def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> SpanView:
         view = super().view(layer, table, growth, start, rows, position)
@@ -237,8 +265,10 @@ class FinerBlocks(KVBlocks):
             return
         for block in table.quantized[before:]:
             self.blocks.complete(block)
-        for block in table.quantized[:-NEWEST]:
+        for block in table.quantized[: 1 - NEWEST]:
             self.blocks.settle(block)
+        for block in table.quantized[:-NEWEST]:
+            self.blocks.require(block)
 
     def is_finer(self, block: int) -> bool:
         """Whether a block is of the finer kind."""

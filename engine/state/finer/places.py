@@ -63,7 +63,7 @@ class Places:
         self._of: dict[int, Place] = {}
         # The blocks that are being coded again → their places of the other kind, which change when blocks are moved.
         self.coding: dict[int, Place] = {}
-        self.done = 0  # layers of the first of them that have been coded again
+        self.done: dict[int, int] = {}  # how many layers of each of them have been coded again
         self.free = size * self._bytes  # bytes that no block has
         self.changes = 0  # how many times a block has got another place
 
@@ -87,13 +87,20 @@ class Places:
 
     def begin(self, block: int) -> None:
         """Give a finer block a place of the other kind, too, until `finish` or `release`. There must be room."""
-        self.coding[block], self.done = self._take(block, is_finer=False), 0
+        self.coding[block], self.done[block] = self._take(block, is_finer=False), 0
 
     def finish(self, block: int) -> None:
         """Let a block that is being coded again have the place of the other kind alone."""
         self._free_place(self._of[block])
-        self._of[block], self.done = self.coding.pop(block), 0
+        self._of[block] = self.coding.pop(block)
+        del self.done[block]
         self.changes += 1
+
+    def give_up(self, block: int) -> None:
+        """Free the place of the other kind of a block that is being coded again, if it is."""
+        if block in self.coding:
+            self._free_place(self.coding.pop(block))
+            del self.done[block]
 
     def _take(self, block: int, *, is_finer: bool) -> Place:
         each = self._each(is_finer)
@@ -107,8 +114,7 @@ class Places:
 
     def release(self, block: int) -> None:
         """Free a block's places."""
-        if block in self.coding:
-            self._free_place(self.coding.pop(block))
+        self.give_up(block)
         self._free_place(self._of.pop(block))
 
     def _free_place(self, place: Place) -> None:
