@@ -9,7 +9,7 @@ from polarlm.engine import EngineConfig, codecs
 from polarlm.engine.cli.flags import Check, FlagError
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
+from polarlm.engine.state.cache_types import TWO_KINDS
 
 _PLAIN = ":plain"
 
@@ -43,7 +43,7 @@ class CacheType:
         names = text.removesuffix(_PLAIN)
         if names in TWO_KINDS:
             return cls(text, names, names, key_conditioning=not text.endswith(_PLAIN))
-        key, _, value = "/".join(PRESETS.get(names, (names,))).partition("/")
+        key, _, value = names.partition("/")
         parsed = cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
         for name in parsed.names():
             try:

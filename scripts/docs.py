@@ -12,7 +12,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 from polarlm.engine import codecs, records
@@ -128,14 +128,15 @@ def bits() -> str:
 
 def memory() -> str:
     """A row for each model of MODELS: the memory of a token and of a long sequence on a CPU."""
-    types = {"f16": ("f16", "f16"), **PRESETS}
-    rows = []
+    types, rows = ("f16", *PRESETS), []
     for model, (layers, kv_heads, head_dim) in MODELS.items():
 
         def a_token(name: str, layers: int = layers, kv_heads: int = kv_heads, head_dim: int = head_dim) -> int:
-            keys, values = map(codecs.get, types[name])
-            layer = LayerShape(keys, values, kv_heads, head_dim, 0 if name == "f16" else MEAN_BITS)
-            return CacheShape(BLOCK, (layer,) * layers).bytes_per_token
+            kinds = PRESETS.get(name)
+            keys, values = map(codecs.get, ("f16", "f16") if kinds is None else kinds.coarser)
+            layer = LayerShape(keys, values, kv_heads, head_dim, 0 if kinds is None else MEAN_BITS)
+            layer = layer if kinds is None else replace(layer, finer=kinds.finer_kind)
+            return CacheShape(BLOCK, (layer,) * layers).sequence_bytes(CONTEXT) / CONTEXT
 
         sizes = [format_bytes(a_token(name)) for name in types]
         sizes += [format_bytes(CONTEXT * a_token(name)) for name in ("f16", "balanced")]

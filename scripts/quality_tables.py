@@ -12,7 +12,7 @@ from polarlm.bench.quality import tables as quality
 from polarlm.bench.quality.scores import CODED, SERVED
 from polarlm.bench.quality.tables import Table, small, two_digits, with_error
 from polarlm.engine.errors import counted
-from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
+from polarlm.engine.state.cache_types import TWO_KINDS
 from polarlm.engine.state.plan import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,8 +159,7 @@ def _by_type(measured: Measured) -> dict[str, dict[str, dict]]:
 
 def _label(name: str) -> str:
     """A type for a table, with its preset, and "as published" if it is."""
-    presets = {"/".join(dict.fromkeys(types)): preset for preset, types in PRESETS.items()}
-    preset = f" = **{presets[name]}**" if name in presets else ""
+    preset = ""
     if name in TWO_KINDS:
         preset, name = f" = **{name}**", " → ".join("/".join(dict.fromkeys(types)) for types in TWO_KINDS[name][:2])
     published = name.removesuffix(PLAIN)

@@ -13,13 +13,6 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.state.layer_shapes import FinerKind
 from polarlm.engine.state.shapes import CacheShape
 
-# (type of keys, type of values), chosen by measurement: see docs/quality.md.
-PRESETS = {
-    "quality": ("ring5", "ring4"),
-    "balanced": ("ring4", "ring3.5"),
-    "compact": ("ring3", "ring3.5"),
-}
-
 
 class TwoKinds(NamedTuple):
     """Types of keys and of values: of blocks with more bits, of those that are coded again, and of layers whose blocks
@@ -37,9 +30,18 @@ class TwoKinds(NamedTuple):
         return FinerKind(k, v, self.is_by_age)
 
 
+_NEWEST = ("linear8", "linear8")
+
+# Chosen by measurement: see docs/quality.md.
+PRESETS = {
+    "quality": TwoKinds(_NEWEST, ("ring4", "ring4"), ("ring5", "ring4"), is_by_age=True),
+    "balanced": TwoKinds(_NEWEST, ("ring3", "ring3"), ("ring4", "ring3.5"), is_by_age=True),
+    "compact": TwoKinds(_NEWEST, ("ring2.5", "ring2.5"), ("ring3", "ring3.5"), is_by_age=True),
+}
 TWO_KINDS = {
-    "auto": TwoKinds(PRESETS["quality"], PRESETS["compact"], PRESETS["quality"], is_by_age=False),
-    "by-age": TwoKinds(("ring5", "ring5"), ("ring3", "ring3"), ("ring5", "ring5"), is_by_age=True),
+    **PRESETS,
+    "auto": PRESETS["compact"]._replace(is_by_age=False),
+    "by-age": PRESETS["balanced"],
 }
 
 _PART = re.compile(r"(?P<name>[^@]+)(?:@(?P<first>\d+)(?:-(?P<last>\d+))?)?")
@@ -56,7 +58,7 @@ def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
     if kinds := TWO_KINDS.get(config.cache_type):
         k, v = kinds.coarser if two_kinds(config) else kinds.alike
     else:
-        k, v = PRESETS.get(config.cache_type) or _both(config.cache_type)
+        k, v = _both(config.cache_type)
     return (
         ("cache_type", k) if config.cache_type_k is None else ("cache_type_k", config.cache_type_k),
         ("cache_type", v) if config.cache_type_v is None else ("cache_type_v", config.cache_type_v),
@@ -173,11 +175,11 @@ def _codec(side: str, setting: str, name: str, head_dim: int | None, block_size:
 
 def _unknown(setting: str, name: str) -> EngineError:
     types = ", ".join(codecs.available())
-    if name in PRESETS:
+    if name in TWO_KINDS:
         problem = f"a preset stands alone, as cache_type={name}; choose one of {types} here"
     elif setting == "cache_type":
         problem = (
-            f"there is no such type; choose {', '.join((*PRESETS, *TWO_KINDS))}, one of {types}, or two as "
+            f"there is no such type; choose {', '.join(TWO_KINDS)}, one of {types}, or two as "
             "KEYS/VALUES; cache_type_k and cache_type_v set keys and values by themselves"
         )
     else:

@@ -65,8 +65,9 @@ class StateShape:
         that are only kept."""
         return full_slots + more
 
-    def more_blocks(self, full_slots: int, more: int) -> int:
-        """Return the number of quantized blocks that such a store has for what no sequence needs."""
+    def more_blocks(self, full_slots: int, more: int, tokens: int, block_size: int) -> int:
+        """Return the number of quantized blocks that such a store has besides what its longest sequence needs. tokens:
+        those that all sequences share."""
         return 0
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
@@ -103,6 +104,8 @@ NEWEST = 3
 """Complete blocks at the end of a sequence that have more bits than older ones, where blocks are of two kinds: their
 errors cost more than the errors of all older blocks together (docs/quality.md, "Deeper in a text")."""
 
+_MOST_FINER = NEWEST + 1  # of a sequence, until the oldest one has been coded again
+
 
 class FinerKind(NamedTuple):
     """The blocks of a layer that have more bits than others."""
@@ -137,15 +140,21 @@ class LayerShape(StateShape):
         return replace(self, codec_k=self.finer.codec_k, codec_v=self.finer.codec_v, finer=None)
 
     def needed_blocks(self, tokens: int, block_size: int) -> int:
-        needed = super().needed_blocks(tokens, block_size)
-        if self.finer is None or not self.finer.is_by_age:
-            return needed
-        finer, other = (shape.quantized_bytes(block_size) for shape in (self.finest, self))
-        newest = min(needed, NEWEST + 1)  # until the oldest of these is coded again
-        return needed + -(-newest * (finer - other) // other)
+        complete = super().needed_blocks(tokens, block_size)
+        return complete + self._room_of_finer(min(complete, _MOST_FINER), block_size)
 
-    def more_blocks(self, full_slots: int, more: int) -> int:
-        return int(self.finer is not None)  # for the block that is being coded again
+    def more_blocks(self, full_slots: int, more: int, tokens: int, block_size: int) -> int:
+        shared = max(0, super().needed_blocks(tokens, block_size) - _MOST_FINER)
+        of_others = min(shared, (full_slots // 2 - 1) * _MOST_FINER)
+        return self._room_of_finer(of_others, block_size) + (self.finer is not None)  # for one that is coded again
+
+    def _room_of_finer(self, blocks: int, block_size: int) -> int:
+        """Return how many other blocks have the room that `blocks` of the newest blocks of sequences need beyond
+        theirs."""
+        if self.finer is None or not self.finer.is_by_age:
+            return 0
+        finer, other = (shape.quantized_bytes(block_size) for shape in (self.finest, self))
+        return -(-blocks * (finer - other) // other)
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         arrays = transfer.block_arrays(self.format(block_size), stored_as)

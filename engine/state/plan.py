@@ -77,7 +77,7 @@ def _quantized_blocks(
     longer."""
     whole, rest = divmod(more_tokens, max(1, tokens))
     each, last = shape.quantized_blocks(tokens), shape.quantized_blocks(rest)
-    beside = shape.more_blocks(slots, more_slots)
+    beside = shape.more_blocks(slots, more_slots, tokens)
     return tuple((1 + whole) * a + b + more for a, b, more in zip(each, last, beside, strict=True))
 
 
@@ -85,7 +85,7 @@ def plan_for_sequences(shape: CacheShape, tokens: int, sequences: int) -> StoreP
     """Return the smallest store that can always hold `sequences` sequences of `tokens` each at once. `plan_for_tokens`
     for as many tokens in all has the blocks of windows for one sequence alone."""
     plan = plan_for_tokens(shape, sequences * tokens, sequences)
-    blocks = zip(shape.quantized_blocks(tokens), shape.more_blocks(plan.full_slots, 0), strict=True)
+    blocks = zip(shape.quantized_blocks(tokens), shape.more_blocks(plan.full_slots, 0, 0), strict=True)
     return replace(plan, quantized_blocks=tuple(sequences * each + more for each, more in blocks))
 
 

@@ -142,9 +142,11 @@ class CacheShape:
         """Return the sum of `blocks`, numbers for each group, over the groups that have K/V."""
         return sum(count for (_, layers), count in zip(self.groups, blocks, strict=True) if layers[0] in self.kv_layers)
 
-    def more_blocks(self, full_slots: int, more: int) -> tuple[int, ...]:
-        """Return how many quantized blocks a store has besides those that sequences need, per group."""
-        return tuple(self.layers[layers[0]].more_blocks(full_slots, more) for _, layers in self.groups)
+    def more_blocks(self, full_slots: int, more: int, tokens: int) -> tuple[int, ...]:
+        """Return how many quantized blocks a store has besides those that its longest sequence needs, per group.
+        tokens: those that all sequences share; 0 if each has its blocks."""
+        shapes = (self.layers[layers[0]] for _, layers in self.groups)
+        return tuple(shape.more_blocks(full_slots, more, tokens, self.block_size) for shape in shapes)
 
     def bytes(
         self, quantized_blocks: tuple[int, ...], full_slots: int, more: int = 0, of: Container[int] | None = None

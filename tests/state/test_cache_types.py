@@ -32,13 +32,13 @@ def test_one_type_serves_keys_and_values() -> None:
 
 def test_presets_name_types_that_exist() -> None:
     for preset in PRESETS:
-        assert names(cache_type=preset) == [PRESETS[preset]] * LAYERS
+        assert names(cache_type=preset) == [PRESETS[preset].coarser] * LAYERS
 
 
 def test_cache_type_k_and_cache_type_v_override_cache_type() -> None:
     assert names(cache_type="f16", cache_type_k="polarquant") == [("polarquant", "f16")] * LAYERS
     assert names(cache_type="f16", cache_type_v="polarquant") == [("f16", "polarquant")] * LAYERS
-    assert names(cache_type="by-age", cache_type_k="f16") == [("f16", "ring5")] * LAYERS  # then blocks are alike
+    assert names(cache_type="by-age", cache_type_k="f16") == [("f16", "ring3.5")] * LAYERS  # then blocks are alike
     assert chosen(EngineConfig(cache_type="f16", cache_type_v="turbo3")) == (
         ("cache_type", "f16"),
         ("cache_type_v", "turbo3"),

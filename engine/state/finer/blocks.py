@@ -72,14 +72,17 @@ class FinerAllocator(BlockAllocator):
         more = max(1, self._finer_bytes - self._bytes)  # additional bytes of a finer block
         newest = min(count, NEWEST) if self.is_by_age else 0  # for as many finer blocks room is made
         while self._room < count * self._bytes + newest * more:
-            if self._settled or (self._newest and not self.is_by_age):
+            if self._due or ((self._settled or self._newest) and not self.is_by_age):
                 raise CodeAgain(f"{count} blocks wanted, and others can be coded again")
+            if self.places.coding and self.is_by_age:  # of blocks that a step may read as they are
+                self.places.give_up(next(iter(self.places.coding)))
+                continue
             kept = next((block for block in self._free if block in self._kept), None)
             if kept is not None:
                 self._evict(kept)
             elif self._room >= count * self._bytes:
                 break
-            elif self._newest:
+            elif self._settled or self._newest:
                 raise CodeAgain(f"{count} blocks wanted, and the newest of sequences can be coded again")
             else:  # the blocks of open spans are finer
                 raise OutOfBlocks(f"{count} blocks wanted, and there is no room")

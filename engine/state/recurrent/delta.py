@@ -51,7 +51,7 @@ class DeltaShape(OwnShape):
         """One for each sequence, which has at least two of K/V, and a spare one; further ones are kept as snapshots."""
         return (full_slots + 1) // 2
 
-    def more_blocks(self, full_slots: int, more: int) -> int:
+    def more_blocks(self, full_slots: int, more: int, tokens: int, block_size: int) -> int:
         return _SNAPSHOTS * self.slots(full_slots + more, 0) if self.snapshots is None else self.snapshots
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
