@@ -97,7 +97,8 @@ def decode_two_kinds(
 ) -> LaunchConfig:
     """The launch for two kinds of blocks, of these layouts of keys and values; the rest as for `decode_attention`."""
     warps = min(_decode_warps(*both, most) for both in (layouts, finer))
-    config = decode_attention_by(warps, *layouts, group, most, sequences, order)
+    kinds = [decode_attention_by(warps, *kind, group, most, sequences, order) for kind in (layouts, finer)]
+    config = max(kinds, key=lambda kind: kind.shared)
     return config._replace(shared=config.shared + 4)
 
 
