@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polarlm.engine import EngineConfig, codecs
@@ -56,6 +56,14 @@ class CacheType:
     def pair(self) -> str:
         """The types of keys and of values, such as "ring4/ring3.5", or one name for both."""
         return self.key if self.key == self.value else f"{self.key}/{self.value}"
+
+    @property
+    def older(self) -> CacheType:
+        """The type of the older blocks alone, where blocks are of two kinds."""
+        if self.key not in TWO_KINDS:
+            return self
+        key, value = TWO_KINDS[self.key].coarser
+        return replace(self, key=key, value=value)
 
     def check(self, head_dim: int) -> None:
         """Raises FlagError if a codec does not support this head dim."""

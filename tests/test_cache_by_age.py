@@ -1,4 +1,4 @@
-"""`--cache-type by-age`: the newest blocks of a sequence are `ring5`, and older ones become `ring3`."""
+"""Presets: the newest blocks of a sequence have more bits than older ones."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import pytest
 
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.sampling.sample import log_softmax
+from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
 from polarlm.engine.state.layer_shapes import NEWEST
 from tests.conftest import TRAINED_HYBRID
-from tests.test_cache_by_room import GREEDY, MODELS, N, continued, known, load, prompt
+from tests.test_cache_by_room import GREEDY, MODELS, N, continued, known, load, load_finest, prompt
 from tests.tiny import assert_idle, make_model
+
+OLDER = "/".join(TWO_KINDS["by-age"].coarser)
 
 
 def types(engine: Engine) -> tuple[int, int]:
     found = engine.status().types
     assert found is not None
-    return found["ring5"], found["ring3"]
+    return found["linear8"], found[OLDER]
 
 
 @pytest.fixture(params=MODELS)
@@ -29,11 +32,11 @@ def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return make_model(folder, request.param)
 
 
-def test_texts_of_the_newest_blocks_alone_have_the_answers_of_ring5(path: Path) -> None:
-    with load(path, "by-age") as by_age, load(path, "ring5") as ring5:
+def test_texts_of_the_newest_blocks_alone_have_the_answers_of_their_type(path: Path) -> None:
+    with load(path, "by-age") as by_age, load_finest(path, "by-age") as finest:
         ids = prompt(0, 2 * N)
         for _ in range(2):  # 32 + 20 tokens, and 20 more: the sink, three blocks and the current one
-            own, expected = (engine.generate(ids, replace(GREEDY, max_tokens=20)) for engine in (by_age, ring5))
+            own, expected = (engine.generate(ids, replace(GREEDY, max_tokens=20)) for engine in (by_age, finest))
             assert (own.token_ids, own.logprobs) == (expected.token_ids, expected.logprobs)
             ids = [*ids, *own.token_ids]
         assert types(by_age)[1] == 0
@@ -75,29 +78,30 @@ def test_a_session_and_a_disk_keep_each_block_as_it_is(path: Path, tmp_path: Pat
         engine.load_session(tmp_path / "session")
 
 
-def test_it_is_nearer_to_full_precision_than_compact_with_fewer_bits() -> None:
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_nearer_to_full_precision_than_blocks_alike_with_more_bits(preset: str) -> None:
     """A trained model, every token coded, as long a text as its context."""
     text = (TRAINED_HYBRID / "held_out.txt").read_text(encoding="utf-8")
-    kl = {}
-    for cache_type in ("f16", "compact", "by-age"):
+    kl, alike = {}, "/".join(PRESETS[preset].alike)
+    for cache_type in ("f16", preset, alike):
         with Engine.load(TRAINED_HYBRID, device="cpu", cache_type=cache_type, threads=1) as engine:
             ids = engine.tokenize(text)[: engine.context]
             own = log_softmax(engine.score(ids, every_token_coded=cache_type != "f16", logits=True).logits)
             exact = kl.setdefault("f16", own)
             if cache_type != "f16":
                 kl[cache_type] = np.sum(np.exp(exact) * (exact - own), axis=1).mean()
-    assert kl["by-age"] < 0.7 * kl["compact"]
+    assert kl[preset] < 0.7 * kl[alike]
 
 
 def test_the_bits_of_a_text_are_those_of_its_blocks(tiny_path: Path) -> None:
     shapes = {}
-    for cache_type in ("by-age", "ring5", "ring3"):
+    for cache_type in ("by-age", "linear8", OLDER):
         with load(tiny_path, cache_type) as engine:
             shapes[cache_type] = engine.cache_shape
-    own, ring5, ring3 = shapes["by-age"], *(shapes[name].bits_per_value for name in ("ring5", "ring3"))
-    assert own.bits_of_text(5 * N) == ring5  # without the first block
-    assert own.bits_of_text(32 * N) == pytest.approx((4 * ring5 + 27 * ring3) / 31)
-    assert shapes["ring3"].bits_of_text(32 * N) == ring3
-    assert own.sequence_bytes(33 * N) == shapes["ring3"].sequence_bytes(33 * N) + NEWEST * (
+    own, newest, older = shapes["by-age"], *(shapes[name].bits_per_value for name in ("linear8", OLDER))
+    assert own.bits_of_text(5 * N) == newest  # without the first block
+    assert own.bits_of_text(32 * N) == pytest.approx((4 * newest + 27 * older) / 31)
+    assert shapes[OLDER].bits_of_text(32 * N) == older
+    assert own.sequence_bytes(33 * N) == shapes[OLDER].sequence_bytes(33 * N) + NEWEST * (
         own.finest.quantized_bytes(range(len(own.layers))) - own.quantized_bytes(range(len(own.layers)))
     )

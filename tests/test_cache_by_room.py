@@ -1,4 +1,4 @@
-"""`--cache-type auto`: with room, answers equal the answers of `quality`; blocks are coded again as the store fills."""
+"""`--cache-type auto`: with room, answers equal the answers of the finer type; else blocks are coded again."""
 
 from __future__ import annotations
 
@@ -14,19 +14,30 @@ import pytest
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.outputs import Completion
+from polarlm.engine.state.cache_types import TWO_KINDS, by_layer
 from polarlm.engine.state.finer import blocks as finer_blocks
 from polarlm.engine.state.finer.blocks import CodingAgain, FinerBlocks
 from tests.patience import SECONDS
 from tests.state.test_finer_blocks import BY_ROOM, COMPACT, Unchecked, make_store
 from tests.tiny import assert_idle, by_count, make_model
 
-N = 16
+N, COARSER = 16, "/".join(TWO_KINDS["auto"].coarser)
 MODELS = ["llama_gqa_linear", "gemma4_shared_kv", "qwen3_next_shared_keys"]  # also with windows, or recurrent layers
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, logprobs=2)
 
 
 def load(path: Path, cache_type: str, **settings: Any) -> Engine:
-    return Engine.load(path, device="cpu", block_size=N, ctx_size=256, cache_type=cache_type, threads=1, **settings)
+    common = {"device": "cpu", "block_size": N, "ctx_size": 256, "threads": 1}
+    return Engine.load(path, cache_type=cache_type, **{**common, **settings})
+
+
+def load_finest(path: Path, cache_type: str, **settings: Any) -> Engine:
+    """The engine whose blocks have the most bits that they have with this type of two kinds."""
+    with load(path, cache_type) as engine:
+        layers = engine.cache_shape.finest.kv_layers
+    sides = ([getattr(layers.get(n), side, None) for n in range(max(layers) + 1)] for side in ("codec_k", "codec_v"))
+    k, v = (by_layer([codec and codec.name for codec in side]) for side in sides)
+    return load(path, "f16", cache_type_k=k, cache_type_v=v, **settings)
 
 
 def prompt(number: int, tokens: int = 120) -> list[int]:
@@ -35,7 +46,7 @@ def prompt(number: int, tokens: int = 120) -> list[int]:
 
 def types(engine: Engine) -> tuple[int, int]:
     found = engine.status().types
-    return found["ring5/ring4"], found["ring3/ring3.5"]
+    return found["linear8"], found[COARSER]
 
 
 def known(engine: Engine) -> int:
@@ -56,17 +67,20 @@ def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize(("model", "spec_type"), [*((model, "none") for model in MODELS), (MODELS[0], "ngram-simple")])
-def test_answers_with_room_are_those_of_quality(tmp_path: Path, model: str, spec_type: str) -> None:
+def test_answers_with_room_are_those_of_the_finer_type(tmp_path: Path, model: str, spec_type: str) -> None:
     path = make_model(tmp_path, model)
-    with load(path, "auto", spec_type=spec_type) as by_room, load(path, "quality") as quality:
+    with (
+        load(path, "auto", ctx_size=512, spec_type=spec_type) as by_room,
+        load_finest(path, "auto", ctx_size=512) as finer,
+    ):
         ids = prompt(0, 90)
         for turn in range(2):
-            own, expected = (engine.generate(ids, GREEDY) for engine in (by_room, quality))
+            own, expected = (engine.generate(ids, GREEDY) for engine in (by_room, finer))
             assert own.token_ids == expected.token_ids
+            assert own.usage.cached_tokens == expected.usage.cached_tokens
             assert spec_type != "none" or own.logprobs == expected.logprobs  # rows together have other last bits
             ids = [*ids, *own.token_ids, *prompt(turn + 1, 20)]
         assert types(by_room) == (known(by_room), 0)
-        assert by_room.status().blocks_kept == quality.status().blocks_kept
 
 
 def test_as_the_store_fills_blocks_are_coded_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +178,8 @@ def test_what_it_does_not_take_is_refused(tiny_path: Path, settings: dict[str, A
 
 def test_blocks_of_a_model_of_windows_alone_are_alike(tmp_path: Path) -> None:
     path = make_model(tmp_path, "mistral_window_sharded")
-    with load(path, "auto") as engine, load(path, "quality") as quality:
-        own, expected = (one.generate(prompt(0), GREEDY) for one in (engine, quality))
+    with load(path, "auto") as engine, load(path, "ring5/ring4") as alike:
+        own, expected = (one.generate(prompt(0), GREEDY) for one in (engine, alike))
         assert own.token_ids == expected.token_ids
         assert engine.status().types is None
         assert "as auto (ring5/ring4) (" in engine.fit_line()
@@ -201,9 +215,9 @@ def test_a_session_has_blocks_of_both_types(path: Path, tmp_path: Path, monkeypa
 
 
 def test_blocks_come_back_from_a_disk_as_there_is_room(path: Path, tmp_path: Path) -> None:
-    """With room, as they were written: there they had the bits of `quality`."""
-    folder: dict[str, Any] = {"cache_disk": "100M", "cache_disk_folder": str(tmp_path / "blocks")}
-    with load(path, "quality") as engine:
+    """With room, as they were written: there they were finer."""
+    folder: dict[str, Any] = {"ctx_size": 384, "cache_disk": "100M", "cache_disk_folder": str(tmp_path / "blocks")}
+    with load_finest(path, "auto") as engine:
         expected = continued(engine, 0, engine.generate(prompt(0), GREEDY))
     with load(path, "auto", **folder) as engine:
         answers = []

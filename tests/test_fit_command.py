@@ -62,7 +62,7 @@ def test_the_advised_command_loads_what_it_says(tiny_path: Path, memory, capsys)
     memory(1 << 20)
     result = as_json(capsys, str(tiny_path), "-c", "20000")
     settings = result["advice"]["settings"]
-    assert settings["cache_type"] in PRESETS
+    assert settings.get("cache_type", DEFAULT_CACHE_TYPE) in PRESETS
     assert 64 < settings["ctx_size"] < 20_000
     assert result["command"].startswith(f"polarlm chat --model {tiny_path} ")
     assert f"--ctx-size {settings['ctx_size']}" in result["command"]

@@ -125,7 +125,7 @@ class Plan:
                 yield f"{name}, {weights}", partial(measure_products, self.gpu, self.sizes, weights, name)
         for name in MATRICES:
             yield f"{name}, PyTorch", partial(torch_products, self.sizes, name)
-        yield "encoding", partial(measure_encoding, self.gpu, self.sizes, self._content, self.types[0])
+        yield "encoding", partial(measure_encoding, self.gpu, self.sizes, self._content, self.types[0].older)
         for batch in self.batches[1:]:
             yield from self._attention(batch)
 
@@ -149,5 +149,5 @@ class Plan:
             shape = sizes.config, context, batch, sizes.rotated, sizes.runs
             yield f"fp16 kernels of PyTorch, {context} × {batch}", partial(half_attention, *shape)
             for types in self.types:
-                work = partial(measure_attention, self.gpu, sizes, self._content, types, context, batch)
+                work = partial(measure_attention, self.gpu, sizes, self._content, types.older, context, batch)
                 yield f"attention, {types.label}, {context} × {batch}", work

@@ -35,12 +35,12 @@ _NEWEST = ("linear8", "linear8")
 # Chosen by measurement: see docs/quality.md.
 PRESETS = {
     "quality": TwoKinds(_NEWEST, ("ring4", "ring4"), ("ring5", "ring4"), is_by_age=True),
-    "balanced": TwoKinds(_NEWEST, ("ring3", "ring3"), ("ring4", "ring3.5"), is_by_age=True),
-    "compact": TwoKinds(_NEWEST, ("ring2.5", "ring2.5"), ("ring3", "ring3.5"), is_by_age=True),
+    "balanced": TwoKinds(_NEWEST, ("ring3.5", "ring3"), ("ring4", "ring3.5"), is_by_age=True),
+    "compact": TwoKinds(_NEWEST, ("ring3", "ring2.5"), ("ring3", "ring3.5"), is_by_age=True),
 }
 TWO_KINDS = {
     **PRESETS,
-    "auto": PRESETS["compact"]._replace(is_by_age=False),
+    "auto": PRESETS["compact"]._replace(alike=PRESETS["quality"].alike, is_by_age=False),
     "by-age": PRESETS["balanced"],
 }
 

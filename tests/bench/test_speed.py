@@ -87,7 +87,7 @@ class Stand:
     rates: Callable[[str, int, str, int], float]
 
     def __init__(self, path: str, context: int, threads: int, cache: str | dict[str, Any]) -> None:
-        keys = cache if isinstance(cache, str) else f"ours {cache.get('cache_type_k')}"
+        keys = cache if isinstance(cache, str) else f"ours {cache.get('cache_type_k') or cache['cache_type']}"
         self.label, self.threads, self.context = f"peer {keys}" if isinstance(cache, str) else keys, threads, context
         self._record("start", context)
 
@@ -183,9 +183,9 @@ def stands(local: type[Local], monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
 
 def test_starts_alone_are_new_processes_of_the_first_caches_in_turn(measure_with: Measure, stands: type[Stand]) -> None:
     whole, out, _ = measure_with(*FOUR, "--only", "starts")
-    one = [(label, 2, call, tokens) for label in ("ours ring4", "peer f16") for call, tokens in CALLS]
-    first_ever = [("ours ring4", 2, call, tokens) for call, tokens in 2 * CALLS]
-    mapped = [("ours ring4", 2, call, tokens) for call, tokens in 3 * CALLS]
+    one = [(label, 2, call, tokens) for label in ("ours balanced", "peer f16") for call, tokens in CALLS]
+    first_ever = [("ours balanced", 2, call, tokens) for call, tokens in 2 * CALLS]
+    mapped = [("ours balanced", 2, call, tokens) for call, tokens in 3 * CALLS]
     asked = [("peer f16", 1, "start", measure.SHORT_DEPTH)]
     assert stands.calls == asked + 3 * one + first_ever + mapped, "one run before those that count, and two that do"
     assert whole["rows"] == whole["memory"] == []
@@ -232,8 +232,8 @@ def test_a_whole_measurement_in_processes(measure_with: Measure, tmp_path: Path)
 def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure, stands: type[Stand]) -> None:
     whole, out, _ = measure_with(*FOUR, "--depth", "100")
     calls = [call for call in stands.calls if call[2] != "start"]
-    ours, theirs = ["ours ring4", "ours f16"], ["peer f16", "peer q4_0"]
-    tried = [("ours ring4", 1, "steps", 8), ("ours ring4", 2, "steps", 8)]
+    ours, theirs = ["ours balanced", "ours f16"], ["peer f16", "peer q4_0"]
+    tried = [("ours balanced", 1, "steps", 8), ("ours balanced", 2, "steps", 8)]
     assert calls[:6] == 3 * tried, "in turn, one run before those that count, and two that do"
     in_a_row = [*((label, 2) for label in ours), *((label, threads) for label in theirs for threads in (2, 1))]
     last = [(label, 2) for label in [*ours, *theirs]]  # two runs with two threads agree, twice as fast as with one
@@ -241,10 +241,10 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     expected += [(*who, "prompt", 40) for who in [*in_a_row, *in_a_row, *last]]
     expected += [(*who, "prompt", 100) for who in [*in_a_row, *last]]
     expected += [(*who, "steps", 100) for who in [*in_a_row, *last]]
-    expected += 3 * [("ours ring4", 2, "together", count) for count in (1, 8, 16)]
+    expected += 3 * [("ours balanced", 2, "together", count) for count in (1, 8, 16)]
     expected += [(label, 2, "steps", 100) for label in [*ours, *theirs]]
-    starts = ["ours ring4", "peer f16"] * 3
-    starts += ["ours ring4"] * 5  # two with an empty cache folder, three with mapped weights
+    starts = ["ours balanced", "peer f16"] * 3
+    starts += ["ours balanced"] * 5  # two with an empty cache folder, three with mapped weights
     expected += [(label, 2, "prompt", START_TOKENS) for label in starts]
     assert calls[6:] == expected
     assert "polarlm, backend native: 24 MiB\nllama-cpp-python: 1.2.3 (AVX2 = 1)\n" in out
@@ -290,7 +290,7 @@ def test_the_ratio_is_to_the_strongest_peer_which_each_row_names(measure_with: M
     """Ours lose where they are slower. A peer has the caches that it knows."""
 
     def rates(label: str, threads: int, call: str, tokens: int) -> float:
-        return {"ours ring4": 90.0, "peer f16": 60.0}.get(label, 120.0 if call == "prompt" else 30.0)
+        return {"ours balanced": 90.0, "peer f16": 60.0}.get(label, 120.0 if call == "prompt" else 30.0)
 
     stands.rates = staticmethod(rates)
     several = ["--types", "balanced", "--peer-types", "f16,u8", "--peer", f"{PEER},openvino-genai=some/python"]

@@ -152,7 +152,10 @@ def test_steps_over_codes_are_the_same_at_every_level(
         np.testing.assert_allclose(logprobs[:first], wanted[:first], atol=MARGIN, err_msg=level.name)
 
 
-@pytest.mark.parametrize(("name", "cache_type"), [*((name, "balanced") for name in FEW), ("llama_mha", "polarquant")])
+CACHES = [*((name, "ring4/ring3.5") for name in FEW), ("llama_mha", "polarquant")]
+
+
+@pytest.mark.parametrize(("name", "cache_type"), CACHES)
 def test_a_quantized_cache_costs_what_it_costs_in_float32(name: str, cache_type: str, tmp_path: Path) -> None:
     """Heads of 8 or 16 numbers are few: a code that rounds the other way changes more than in a real model, and in a
     mixture of experts also which of them are chosen."""
