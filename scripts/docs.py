@@ -12,7 +12,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 from polarlm.engine import codecs, records
@@ -126,22 +126,37 @@ def bits() -> str:
     return table("Type | Stores | bits/value, D = 128 | D = 64 | GPU", rows)
 
 
+def presets() -> str:
+    """A row for each preset: the types of its blocks, and its bits in texts of some lengths, with heads of 128."""
+    rows = []
+    for name, kinds in PRESETS.items():
+        shape = _of_types(name, 1, 1, 128)
+        bits = [f"{shape.bits_of_text(tokens):.2f}" for tokens in (2048, 8192)]
+        types = ("/".join(dict.fromkeys(types)) for types in kinds[:3])
+        rows.append(
+            f"`{name}` | {' | '.join(f'`{one}`' for one in types)} | {' | '.join(bits)} | {shape.bits_per_value:.2f}"
+        )
+    return table("Preset | newest | older | windows | bits/value of 2,048 tokens | 8,192 | longer", rows)
+
+
 def memory() -> str:
-    """A row for each model of MODELS: the memory of a token and of a long sequence on a CPU."""
+    """A row for each model of MODELS: the memory of a long sequence on a CPU, and a token's share of it."""
     types, rows = ("f16", *PRESETS), []
-    for model, (layers, kv_heads, head_dim) in MODELS.items():
-
-        def a_token(name: str, layers: int = layers, kv_heads: int = kv_heads, head_dim: int = head_dim) -> int:
-            kinds = PRESETS.get(name)
-            keys, values = map(codecs.get, ("f16", "f16") if kinds is None else kinds.coarser)
-            layer = LayerShape(keys, values, kv_heads, head_dim, 0 if kinds is None else MEAN_BITS)
-            layer = layer if kinds is None else replace(layer, finer=kinds.finer_kind)
-            return CacheShape(BLOCK, (layer,) * layers).sequence_bytes(CONTEXT) / CONTEXT
-
-        sizes = [format_bytes(a_token(name)) for name in types]
-        sizes += [format_bytes(CONTEXT * a_token(name)) for name in ("f16", "balanced")]
-        rows.append(f"{model} | {layers}, {kv_heads}, {head_dim} | {' | '.join(sizes)}")
+    for model, sizes in MODELS.items():
+        whole = {name: _of_types(name, *sizes).sequence_bytes(CONTEXT) for name in types}
+        cells = [format_bytes(whole[name] / CONTEXT) for name in types]
+        cells += [format_bytes(whole[name]) for name in ("f16", "balanced")]
+        rows.append(f"{model} | {', '.join(map(str, sizes))} | {' | '.join(cells)}")
     return table(f"Model | L, K, D | {' | '.join(types)} | {CONTEXT:,} tokens, f16 | balanced", rows)
+
+
+def _of_types(name: str, layers: int, kv_heads: int, head_dim: int) -> CacheShape:
+    """The shape of a store whose cache type is a preset or one type."""
+    kinds = PRESETS.get(name)
+    keys, values = map(codecs.get, (name, name) if kinds is None else kinds.coarser)
+    finer = None if kinds is None else kinds.finer_kind
+    layer = LayerShape(keys, values, kv_heads, head_dim, 0 if name == codecs.FULL else MEAN_BITS, finer=finer)
+    return CacheShape(BLOCK, (layer,) * layers)
 
 
 # -- the lines of a step ---------------------------------------------------------------------------------------------
@@ -196,6 +211,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "step": step,
     "families": model_families,
     "bits": bits,
+    "presets": presets,
     "memory": memory,
     **quality_tables.PARTS,
     **speed_tables.PARTS,

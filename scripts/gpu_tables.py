@@ -71,7 +71,7 @@ def _attention(everything: list[Measured]) -> Iterator[str]:
         "Attention of one token for each sequence (32 heads, 8 KV heads of 128), in µs a layer, compared with the best "
         "of PyTorch's fp16 kernels (flash and cuDNN):"
     )
-    header = ["Context × sequences", "fp16, best other", "`f16` here", "**balanced**", "× fp16"]
+    header = ["Context × sequences", "fp16, best other", "`f16` here", "`ring4/ring3.5`", "× fp16"]
     yield report.table([*header, *(f"× on an {_gpu(one)}" for one in others)], lines)
     yield "\n".join(f"{_gpu(one)} {_when(one)} with `{one['command']}`." for one in (first, *others))
 

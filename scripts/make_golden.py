@@ -29,7 +29,7 @@ from tests.tiny import VOCABULARY, load_tiny, make_model
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "golden.json"
 DEMO = "demonstration model"
-SETTINGS = {"ctx_size": 256, "block_size": 32}  # so that presets have blocks of both kinds
+SETTINGS = {"ctx_size": 256}
 
 # Model → cache types, each codec family at least once. Blocks of 64 numbers, as q8_0 has them, need larger heads.
 _FAMILIES = (

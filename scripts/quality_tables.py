@@ -12,13 +12,14 @@ from polarlm.bench.quality import tables as quality
 from polarlm.bench.quality.scores import CODED, SERVED
 from polarlm.bench.quality.tables import Table, small, two_digits, with_error
 from polarlm.engine.errors import counted
-from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
 from polarlm.engine.state.plan import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 DEMO = "smollm2-135m-instruct-????-??-??"
 _SAME = "model", "weights", "text", "windows", "window"  # equal in measurements of one table
+_BY_AGE_SINCE = "2026-11-27"
 PLAIN = ":plain"  # a type as published, without conditioning
 
 Measured = Mapping[str, Any]
@@ -26,7 +27,17 @@ Measured = Mapping[str, Any]
 
 def newest(name: str) -> Measured:
     """The latest measurement whose file name matches the pattern `name`."""
-    return json.loads(max(RESULTS.glob(f"{name}.json")).read_text(encoding="utf-8"))
+    return _read(max(RESULTS.glob(f"{name}.json")))
+
+
+def _read(file: Path) -> Measured:
+    """A measurement. The presets of older ones were of blocks that are all alike."""
+    measured = json.loads(file.read_text(encoding="utf-8"))
+    if measured["date"] < _BY_AGE_SINCE:
+        for row in measured.get("rows", ()):
+            if row.get("type") in PRESETS:
+                row["type"] = "/".join(PRESETS[row["type"]].alike)
+    return measured
 
 
 def quality_table() -> str:
@@ -55,7 +66,7 @@ def _by_bits(name: str, header: Sequence[str], cells: Callable[[Measured, Measur
 def newest_of_each(name: str) -> list[tuple[Measured, dict[str, dict[str, dict]]]]:
     """The measurements with the windows of the newest, newest first, each with the types that no newer one has."""
     files = sorted(RESULTS.glob(f"{name}.json"), reverse=True)
-    latest, *older = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    latest, *older = map(_read, files)
     measurements: list[tuple[Measured, dict[str, dict[str, dict]]]] = []
     shown: set[str] = set()
     for measured in [latest, *(one for one in older if all(one[key] == latest[key] for key in _SAME))]:

@@ -10,6 +10,7 @@ import pytest
 
 from polarlm import fit
 from polarlm.engine import Engine
+from polarlm.engine.config import DEFAULT_CACHE_TYPE
 from polarlm.engine.loading.fit import CACHE_TYPES
 from polarlm.engine.model.file_matrix import FileMatrix
 from polarlm.engine.state.cache_types import PRESETS

@@ -79,7 +79,7 @@ def _load(done: Totals, now: Status) -> Iterator[Metric]:
         ("snapshot_bytes", "Bytes of the computer's memory that there are for snapshots", state.bytes),
     ):
         yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
-    meaning = "Used and kept blocks by cache type, with --cache-type auto or by-age"
+    meaning = "Used and kept blocks by cache type, where they are of two kinds"
     by_type = GaugeMetricFamily("polarlm_kv_blocks_of_type", meaning, labels=["type"])
     for name, count in (now.types or {}).items():
         by_type.add_metric([name], count)
