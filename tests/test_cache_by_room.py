@@ -182,7 +182,7 @@ def test_blocks_of_a_model_of_windows_alone_are_alike(tmp_path: Path) -> None:
         own, expected = (one.generate(prompt(0), GREEDY) for one in (engine, alike))
         assert own.token_ids == expected.token_ids
         assert engine.status().types is None
-        assert "as auto (ring5/ring4) (" in engine.fit_line()
+        assert "as auto: ring5/ring4 (" in engine.fit_line()
 
 
 def test_a_session_has_blocks_of_both_types(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,6 @@ def fit_line(parts: Parts) -> str:
         f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; "
         f"KV store {format_bytes(plan.bytes)}{beside}, "
         f"{shape.blocks_of_kv(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
-        f"({shape.bits_per_value:.2f} bits/value): {plan.capacity:,} tokens fit"
+        f"({shape.bits_of_text(plan.tokens):.2f} bits/value): {plan.capacity:,} tokens fit"
     )
     return line if types == codecs.FULL else f"{line} (with an f16 cache: {f16_tokens(plan):,})"

@@ -122,10 +122,10 @@ def in_words(config: EngineConfig, shape: CacheShape) -> str:
     finer, coarser, alike = ("/".join(dict.fromkeys(types)) for types in kinds[:3])
     others = sum(layer.finer is None for layer in layers)
     if others == len(layers):
-        return f"{config.cache_type} ({alike})"
+        return f"{config.cache_type}: {alike}"
     rest = f"{coarser} for older tokens" if kinds.is_by_age else f"and {coarser} as the store fills"
     where = f"; {alike} in {others} of {len(layers)} layers" if others else ""
-    return f"{config.cache_type} ({finer}, {rest}{where})"
+    return f"{config.cache_type}: {finer}, {rest}{where}"
 
 
 def _names(setting: str, types: str, layers: int) -> list[str]:
