@@ -158,7 +158,7 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
                 const unsigned own = pools.record(work.quantized.ids[work.first + number], work.columns.kv_head);
                 const unsigned record = __shfl_sync(ALL_LANES, own, 0);
                 codes.keys.load(pools.key(record), 0, lane);
-                codes.values.load(pools.value(record), 0, lane);
+                if constexpr (!ONE_SIDE_AT_A_TIME) codes.values.load(pools.value(record), 0, lane);
                 if (number == lane) {
                     expect_norms<KeyCodec, KeyLayout>(pools.key(own));
                     expect_norms<ValueCodec, ValueLayout>(pools.value(own));

@@ -38,6 +38,10 @@ struct Codes {
     typename ValueCodec::Codes values;
 };
 
+// Codes of both sides that take 64 registers leave none for codes in flight: values are loaded after the keys' use, and
+// the next keys after the values'.
+constexpr bool ONE_SIDE_AT_A_TIME = sizeof(Codes) >= 64 * sizeof(unsigned);
+
 // Part `number` of a quantized block, after which the warp's turn has `left` − 1 of them.
 struct BlockPart {
     unsigned record;
@@ -60,7 +64,10 @@ __device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, co
             mma_m16n8k16_f16(scores[t % PT], a, state.q[t / PT]);
         }
     }
-    if (!last) codes.keys.load(pools.key(next.record), next.number, lane);
+    if constexpr (ONE_SIDE_AT_A_TIME)
+        codes.values.load(pools.value(part.record), part.number, lane);
+    else if (!last)
+        codes.keys.load(pools.key(next.record), next.number, lane);
 #pragma unroll
     for (int i = 0; i < PT; ++i)
 #pragma unroll
@@ -87,7 +94,11 @@ __device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, co
         decoder.next(t, a);
         mma_m16n8k16_f16(state.acc[t % STEPS], a, p);
     }
-    if (!last) codes.values.load(pools.value(next.record), next.number, lane);
+    if (last) return;
+    if constexpr (ONE_SIDE_AT_A_TIME)
+        codes.keys.load(pools.key(next.record), next.number, lane);
+    else
+        codes.values.load(pools.value(next.record), next.number, lane);
 }
 
 // Attention over the quantized blocks of the warp's turn, `left` of them. codes: of the first block's first part.

@@ -8,7 +8,7 @@
 // finer blocks, as many as their share of all units says and at least one, the other CTAs have all else. The kind that
 // comes last finishes a head whose sequence has both (sums.cuh).
 // Grid (CTAs), two or more, best one per SM; block and dynamic shared memory as in decode_attention.cu, 4 bytes more.
-// DEFINES: as in decode_attention.cu; both kinds need the same SHARED.
+// DEFINES: as in decode_attention.cu; SHARED is of the kind that needs more.
 // PRECOND: as for decode_attention.cu; no window.
 // JOINS: decode_attention.cu.
 
