@@ -100,7 +100,7 @@ CACHES = [
     ("linear8", "ring2.5", 16, 3, 32, 8),
     ("ring2.5", "linear8", 80, 4, 64, 8),
     ("ring2.5", "ring2.5", 256, 2, 64, 8),
-    ("linear8", "linear8", 128, 4, 64, 8),
+    ("linear8", "linear8", 256, 4, 64, 8),
     ("trellis2.5", "trellis2.5", 80, 3, 32, 8),
     ("trellis4", "trellis3.5", 128, 8, 64, 8),
     ("trellis3", "trellis4", 80, 3, 32, 8),
