@@ -32,7 +32,7 @@
 
 #ifdef TWO_KINDS
 using namespace coarser;
-static_assert(finer::Tables::BYTES == Tables::BYTES, "tables of both kinds have one place");
+static_assert(finer::Tables::BYTES <= Tables::BYTES, "tables of both kinds have one place");
 #endif
 
 // The two tasks of a warp between two barriers: fetch a part of one side, use a part of the other. Copies are
@@ -82,7 +82,8 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
         if (is_finer(part)) {
             const unsigned char *record = key_pools.record<finer::KeyLayout::STRIDE>(finer_keys, part.block);
             const int thread = decoding_thread();
-            finer::decode_keys(shared + KEYS, record, part.number, Tables::keys(shared), thread / 32, thread % 32);
+            const unsigned char *tables = finer::Tables::keys(shared);
+            finer::decode_keys(shared + KEYS, record, part.number, tables, thread / 32, thread % 32);
             return;
         }
 #endif
@@ -96,8 +97,8 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
         if (is_finer(part)) {
             const unsigned char *record = value_pools.record<finer::ValueLayout::STRIDE>(finer_values, part.block);
             const int thread = decoding_thread();
-            finer::decode_values(shared + VALUES, record, part.number, Tables::values(shared), thread / 32,
-                                 thread % 32);
+            const unsigned char *tables = finer::Tables::values(shared);
+            finer::decode_values(shared + VALUES, record, part.number, tables, thread / 32, thread % 32);
             return;
         }
 #endif

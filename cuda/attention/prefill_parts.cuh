@@ -7,7 +7,13 @@ constexpr int KEYS = Tables::BYTES;  // the tables begin at 0
 constexpr int VALUES = KEYS + PART_BYTES;
 constexpr int QUERIES = VALUES + PART_BYTES;
 constexpr bool QUERIES_SHARED = MT > 1 && DP > 64;  // registers are needed for sums
-static_assert(SHARED == QUERIES + (QUERIES_SHARED ? WARPS * WARP_ROWS * DP * 2 : 0), "tables, a part, and queries");
+#ifdef TWO_KINDS
+constexpr bool HAS_SHARED = !IS_FINER;  // finer blocks take the place of the others' tables
+#else
+constexpr bool HAS_SHARED = true;
+#endif
+static_assert(!HAS_SHARED || SHARED == QUERIES + (QUERIES_SHARED ? WARPS * WARP_ROWS * DP * 2 : 0),
+              "tables, a part, and queries");
 
 // Starts the asynchronous copy of a full-precision part.
 __device__ __forceinline__ void copy_part(unsigned char *to, const unsigned char *from) {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine import SamplingParams, codecs
+from polarlm.engine import SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
@@ -17,7 +17,7 @@ from polarlm.engine.backends.transfer import FIELDS, converted
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Completion
 from polarlm.engine.quantization.encode import encode_centred
-from polarlm.engine.state.layer_shapes import FinerKind
+from polarlm.engine.state.cache_types import TWO_KINDS
 from polarlm.engine.state.store import KVStore
 from tests.cuda.emulated import EmulatedDevice, _program, open_device
 from tests.cuda.test_model_emulated import Rounded, SameWeights, Talk, close, model_of
@@ -169,13 +169,12 @@ def talk(model: Transformer) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_by_age", [True, False], ids=["by age", "by room"])
-def test_logits_equal_those_of_numpy(is_by_age: bool) -> None:
+@pytest.mark.parametrize("name", ["balanced", "auto"])
+def test_logits_equal_those_of_numpy(name: str) -> None:
     device = CudaOps(open_device(checked=False))
-    types, finer = (("ring3", "ring3"), "ring5/ring5") if is_by_age else (("ring3", "ring3.5"), "ring5/ring4")
-    kind = FinerKind(*map(codecs.get, finer.split("/")), is_by_age=is_by_age)
+    kinds = TWO_KINDS[name]
     backends = device, SameWeights(device), Rounded(device)
-    close(*(talk(model_of(ops, FIXTURE, types, finer=kind)) for ops in backends))
+    close(*(talk(model_of(ops, FIXTURE, kinds.coarser, finer=kinds.finer_kind)) for ops in backends))
 
 
 GREEDY = SamplingParams(max_tokens=N + 5, temperature=0.0, ignore_eos=True, logprobs=2)
