@@ -107,8 +107,9 @@ def _decode_warps(keys: Layout, values: Layout, most: int) -> int:
     full = [not side.is_quantized for side in (keys, values)]
     beside_codes = any(full) and not (all(full) and keys.mean_bits == 0)
     words = sum(side.record.constants.get("WORDS", 0) for side in (keys, values))  # registers that codes take
-    wide = keys.record.geometry.padded > 128 or words > 64 or beside_codes or step_rows(most) > 1
-    return 8 if wide else 12
+    padded = keys.record.geometry.padded
+    many = 63 if padded <= 64 else 64  # small heads: more tokens of a part have scores
+    return 8 if padded > 128 or words > many or beside_codes or step_rows(most) > 1 else 12
 
 
 def decode_attention_by(

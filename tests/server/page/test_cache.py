@@ -104,7 +104,7 @@ def test_what_is_shared_is_seen_while_the_prompt_is_computed(page: Page) -> None
     page.send("go")
     page.until(lambda: "shared" in page.text("#blocks-say"))
     assert page.text("#blocks-say") == (
-        "6 blocks of 64 tokens: 1 in full precision, 5 coded (4.8 bits), 5 shared with an earlier prompt"
+        "6 blocks of 64 tokens: 1 in full precision, 5 coded (9.1 bits), 5 shared with an earlier prompt"
     )
     assert page.text("#progress") == "384 of 640 tokens"
 
@@ -112,5 +112,5 @@ def test_what_is_shared_is_seen_while_the_prompt_is_computed(page: Page) -> None
 def test_a_server_that_hides_what_is_cached_shows_no_block_as_shared(page: Page) -> None:
     page.says(["one", usage(300, 20, prompt_tokens_details=None)])
     page.send_and_wait("go")
-    assert page.text("#blocks-say") == "5 blocks of 64 tokens: 1 in full precision, 4 coded (4.8 bits)"
+    assert page.text("#blocks-say") == "5 blocks of 64 tokens: 1 in full precision, 4 coded (9.1 bits)"
     assert page.figures().startswith("300 prompt tokens · 20 tokens")
