@@ -38,8 +38,8 @@ struct Codes {
     typename ValueCodec::Codes values;
 };
 
-// With wide heads or many warps, codes that take 64 registers leave none for codes in flight: values are loaded after the
-// keys' use, and the next keys after the values'.
+// With wide heads or many warps, codes that take 64 registers leave none for codes in flight: values are loaded after
+// the keys' use, and the next keys after the values'.
 constexpr bool ONE_SIDE_AT_A_TIME = (DP > 128 || WARPS > 8) && sizeof(Codes) >= 64 * sizeof(unsigned);
 
 // Part `number` of a quantized block, after which the warp's turn has `left` − 1 of them.
