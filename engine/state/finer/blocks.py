@@ -1,7 +1,7 @@
 """The state of attention with two kinds of blocks: finer ones, which are coded again for want of room, or by age.
 
-The newest blocks of sequences are coded again last: errors in these cost most. By age, the last
-of these is coded again while the next block of its sequence fills, some layers at every step, so that no step waits.
+The newest blocks of sequences are coded again last: errors in these cost most. By age, the oldest of these is coded
+again while the next block of its sequence fills, some layers at every step, so that no step waits for it.
 
 A block's id is its name. Its place says where it lies, and its kind. Coding a block again, or moving it,
 changes only its place: tables, the prefix cache and reference counts know nothing of it.
@@ -49,7 +49,7 @@ class FinerAllocator(BlockAllocator):
         self.places, (self._finer_bytes, self._bytes), self.is_by_age = places, bytes_each, is_by_age
         self._newest: dict[int, None] = {}  # the finer blocks that are the newest ones of a sequence, oldest first
         self._settled: dict[int, None] = {}  # the other finer blocks whose contents are complete, oldest first
-        self._due: dict[int, None] = {}  # those of them, by age, that no step may read any more
+        self._due: dict[int, None] = {}  # by age: the settled ones that no step may read any more
 
     @property
     def _room(self) -> int:
@@ -268,9 +268,10 @@ class FinerBlocks(KVBlocks):
             return
         for block in table.quantized[before:]:
             self.blocks.complete(block)
-        for block in table.quantized[: 1 - NEWEST]:
+        settled = table.quantized[: 1 - NEWEST]
+        for block in settled:
             self.blocks.settle(block)
-        for block in table.quantized[:-NEWEST]:
+        for block in settled[:-1]:
             self.blocks.require(block)
 
     def is_finer(self, block: int) -> bool:
