@@ -132,11 +132,10 @@ def presets() -> str:
     for name, kinds in PRESETS.items():
         shape = _of_types(name, 1, 1, 128)
         bits = [f"{shape.bits_of_text(tokens):.2f}" for tokens in (2048, 8192)]
-        types = ("/".join(dict.fromkeys(types)) for types in kinds[:3])
-        rows.append(
-            f"`{name}` | {' | '.join(f'`{one}`' for one in types)} | {' | '.join(bits)} | {shape.bits_per_value:.2f}"
-        )
-    return table("Preset | newest | older | windows | bits/value of 2,048 tokens | 8,192 | longer", rows)
+        newest, older, windows = ("/".join(dict.fromkeys(types)) for types in kinds[:3])
+        cells = f"`{name}` | {kinds.newest * BLOCK} as `{newest}`", f"`{older}`", f"`{windows}`", *bits
+        rows.append(f"{' | '.join(cells)} | {shape.bits_per_value:.2f}")
+    return table("Preset | newest tokens | older | windows | bits/value of 2,048 tokens | 8,192 | longer", rows)
 
 
 def memory() -> str:

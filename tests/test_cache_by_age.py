@@ -12,12 +12,11 @@ import pytest
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.sampling.sample import log_softmax
 from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
-from polarlm.engine.state.layer_shapes import NEWEST
 from tests.conftest import TRAINED_HYBRID
 from tests.test_cache_by_room import GREEDY, MODELS, N, continued, known, load, load_finest, prompt
 from tests.tiny import assert_idle, make_model
 
-OLDER = "/".join(TWO_KINDS["by-age"].coarser)
+OLDER, NEWEST = "/".join(dict.fromkeys(TWO_KINDS["by-age"].coarser)), TWO_KINDS["by-age"].newest
 
 
 def types(engine: Engine) -> tuple[int, int]:
@@ -100,7 +99,7 @@ def test_the_bits_of_a_text_are_those_of_its_blocks(tiny_path: Path) -> None:
             shapes[cache_type] = engine.cache_shape
     own, newest, older = shapes["by-age"], *(shapes[name].bits_per_value for name in ("linear8", OLDER))
     assert own.bits_of_text(5 * N) == newest  # without the first block
-    assert own.bits_of_text(32 * N) == pytest.approx((4 * newest + 27 * older) / 31)
+    assert own.bits_of_text(32 * N) == pytest.approx(((NEWEST + 1) * newest + (30 - NEWEST) * older) / 31)
     assert shapes[OLDER].bits_of_text(32 * N) == older
     assert own.sequence_bytes(33 * N) == shapes[OLDER].sequence_bytes(33 * N) + NEWEST * (
         own.finest.quantized_bytes(range(len(own.layers))) - own.quantized_bytes(range(len(own.layers)))

@@ -16,26 +16,26 @@ from polarlm.engine.state.shapes import CacheShape
 
 class TwoKinds(NamedTuple):
     """Types of keys and of values: of blocks with more bits, of those that are coded again, and of layers whose blocks
-    are all alike. is_by_age: whether the newest blocks of sequences have more bits, and not as many as there is room
-    for."""
+    are all alike. is_by_age, newest: see `FinerKind`."""
 
     finer: tuple[str, str]
     coarser: tuple[str, str]
     alike: tuple[str, str]
     is_by_age: bool
+    newest: int = 3
 
     @property
     def finer_kind(self) -> FinerKind:
         k, v = map(codecs.get, self.finer)
-        return FinerKind(k, v, self.is_by_age)
+        return FinerKind(k, v, self.is_by_age, self.newest)
 
 
 _NEWEST = ("linear8", "linear8")
 
 # Chosen by measurement: see docs/quality.md.
 PRESETS = {
-    "quality": TwoKinds(_NEWEST, ("ring4", "ring4"), ("ring5", "ring4"), is_by_age=True),
-    "balanced": TwoKinds(_NEWEST, ("ring3.5", "ring3"), ("ring4", "ring3.5"), is_by_age=True),
+    "quality": TwoKinds(_NEWEST, ("ring4", "ring4"), ("ring5", "ring4"), is_by_age=True, newest=2),
+    "balanced": TwoKinds(_NEWEST, ("ring3", "ring3"), ("ring4", "ring3.5"), is_by_age=True, newest=4),
     "compact": TwoKinds(_NEWEST, ("ring3", "ring2.5"), ("ring3", "ring3.5"), is_by_age=True),
 }
 TWO_KINDS = {

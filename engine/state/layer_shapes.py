@@ -100,19 +100,15 @@ class OwnShape(StateShape):
         raise NotImplementedError
 
 
-NEWEST = 3
-"""Complete blocks at the end of a sequence that have more bits than older ones, where blocks are of two kinds: their
-errors cost more than the errors of all older blocks together (docs/quality.md, "Deeper in a text")."""
-
-_MOST_FINER = NEWEST + 1  # of a sequence, until the oldest one has been coded again
-
-
 class FinerKind(NamedTuple):
-    """The blocks of a layer that have more bits than others."""
+    """The blocks of a layer that have more bits than others. newest: complete blocks at the end of a sequence that have
+    them last, since their errors cost more than the errors of all older blocks together (docs/quality.md, "Deeper in a
+    text")."""
 
     codec_k: Codec
     codec_v: Codec
-    is_by_age: bool  # whether they are the newest ones of sequences, and not as many as there is room for
+    is_by_age: bool  # whether only the newest ones have them, and not as many as there is room for
+    newest: int = 3
 
 
 @dataclass(frozen=True)
@@ -141,18 +137,21 @@ class LayerShape(StateShape):
 
     def needed_blocks(self, tokens: int, block_size: int) -> int:
         complete = super().needed_blocks(tokens, block_size)
-        return complete + self._room_of_finer(min(complete, _MOST_FINER), block_size)
+        return complete + self._room_of_finer(min(complete, self._most_finer), block_size)
 
     def more_blocks(self, full_slots: int, more: int, tokens: int, block_size: int) -> int:
-        shared = max(0, super().needed_blocks(tokens, block_size) - _MOST_FINER)
-        of_others = min(shared, (full_slots // 2 - 1) * _MOST_FINER)
+        shared = max(0, super().needed_blocks(tokens, block_size) - self._most_finer)
+        of_others = min(shared, (full_slots // 2 - 1) * self._most_finer)
         return self._room_of_finer(of_others, block_size) + (self.finer is not None)  # for one that is coded again
+
+    @property
+    def _most_finer(self) -> int:
+        """Blocks of a sequence with more bits by age, until the oldest one has been coded again."""
+        return 0 if self.finer is None else (self.finer.newest + 1) * self.finer.is_by_age
 
     def _room_of_finer(self, blocks: int, block_size: int) -> int:
         """Return how many other blocks have the room that `blocks` of the newest blocks of sequences need beyond
         theirs."""
-        if self.finer is None or not self.finer.is_by_age:
-            return 0
         finer, other = (shape.quantized_bytes(block_size) for shape in (self.finest, self))
         return -(-blocks * (finer - other) // other)
 

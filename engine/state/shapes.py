@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.quantization.metric import Metric
-from polarlm.engine.state.layer_shapes import NEWEST, LayerShape, SharedShape, StateShape
+from polarlm.engine.state.layer_shapes import FinerKind, LayerShape, SharedShape, StateShape
 from polarlm.model_loaders.forks import cached_property
 
 
@@ -26,15 +26,25 @@ class CacheShape:
         """Return the format of the cache of a layer with K/V, for the ops."""
         return self.kv_layers[layer].format(self.block_size, metric_k, metric_v)
 
-    @cached_property
+    @property
     def has_two_kinds(self) -> bool:
         """Whether some blocks have more bits than others."""
-        return any(layer.finer for layer in self.kv_layers.values())
+        return self.finer is not None
 
     @cached_property
+    def finer(self) -> FinerKind | None:
+        """The blocks that have more bits than others, in the layers that have two kinds."""
+        return next((layer.finer for layer in self.kv_layers.values() if layer.finer), None)
+
+    @property
     def is_by_age(self) -> bool:
         """Whether these are the newest blocks of sequences."""
-        return any(layer.finer and layer.finer.is_by_age for layer in self.kv_layers.values())
+        return self.finer is not None and self.finer.is_by_age
+
+    @property
+    def _newest(self) -> int:
+        """How many of a sequence's newest complete blocks have more bits, by age."""
+        return self.finer.newest if self.finer is not None and self.finer.is_by_age else 0
 
     @property
     def kinds(self) -> tuple[str, str]:
@@ -106,7 +116,7 @@ class CacheShape:
         its sink and its current block. Blocks outside a layer's window do not count."""
         total = 0
         for layers, quantized, full in self._blocks(tokens):
-            newest = min(quantized, NEWEST * self.is_by_age)
+            newest = min(quantized, self._newest)
             total += (quantized - newest) * self.quantized_bytes(layers) + full * self.full_bytes(layers)
             total += newest * self.finest.quantized_bytes(layers)
         return total
@@ -131,7 +141,7 @@ class CacheShape:
         """Return `bits_per_value` of a text of `tokens` without its first block, if the current block is coded, too: it
         is one more of the newest."""
         blocks = max(1, -(-tokens // self.block_size) - 1)
-        finer = min(blocks, NEWEST + 1) * self.is_by_age
+        finer = min(blocks, self._newest + self.is_by_age)
         return (finer * self.finest.bits_per_value + (blocks - finer) * self.bits_per_value) / blocks
 
     def quantized_blocks(self, tokens: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.backends.transfer import FIELDS, converted
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.encode import decode_centred, encode_centred
-from polarlm.engine.state.layer_shapes import NEWEST, FinerKind, LayerShape
+from polarlm.engine.state.layer_shapes import FinerKind, LayerShape
 from polarlm.engine.state.plan import plan_for_sequences, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
@@ -23,6 +23,7 @@ from tests.state.reference import attention
 N, LAYERS = 16, 2
 QUALITY = codecs.get("ring5"), codecs.get("ring4")
 BY_ROOM, BY_AGE = FinerKind(*QUALITY, is_by_age=False), FinerKind(*QUALITY, is_by_age=True)
+NEWEST = BY_AGE.newest
 COMPACT = codecs.get("ring3"), codecs.get("ring3.5")
 _SIDES = "k.", "mean.", "v."
 

@@ -10,21 +10,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from polarlm.engine.state.blocks import CodeAgain, OutOfBlocks
 from polarlm.engine.state.finer.blocks import FinerAllocator
 from polarlm.engine.state.finer.places import Place, Places
-from polarlm.engine.state.layer_shapes import NEWEST
 
 
 class Memory(RuleBasedStateMachine):
     """An allocator over real bytes: each block is filled with its own number when it is allocated."""
 
     @initialize(
-        size=st.integers(1, 24), bytes_each=st.tuples(st.integers(2, 9), st.integers(2, 9)), is_by_age=st.booleans()
+        size=st.integers(1, 24),
+        bytes_each=st.tuples(st.integers(2, 9), st.integers(2, 9)),
+        newest=st.integers(1, 4),
+        is_by_age=st.booleans(),
     )
-    def make(self, size: int, bytes_each: tuple[int, int], is_by_age: bool) -> None:
+    def make(self, size: int, bytes_each: tuple[int, int], newest: int, is_by_age: bool) -> None:
         self.each = {True: max(bytes_each), False: min(bytes_each)}
         self.memory = bytearray((size + 1) * self.each[False])
         places = Places(size + 1, (self.each[True], self.each[False]), self.move)
         each = self.each[True], self.each[False]
-        self.blocks, self.is_by_age = FinerAllocator(places, size, each, is_by_age=is_by_age), is_by_age
+        self.blocks, self.is_by_age = FinerAllocator(places, size, each, newest, is_by_age=is_by_age), is_by_age
         self.held: dict[int, bytes] = {}  # block → its contents
         self.kept: dict[int, bytes] = {}  # released blocks that can be found
         self.coded: set[int] = set()  # the blocks whose place of the other kind has contents
@@ -59,7 +61,7 @@ class Memory(RuleBasedStateMachine):
             return
         kinds = [self.blocks.places[block].is_finer for block in taken]
         assert kinds == sorted(kinds)  # the last ones are finer
-        assert not self.is_by_age or sum(kinds) <= NEWEST
+        assert not self.is_by_age or sum(kinds) <= self.blocks.newest
         for block in taken:
             self.count = (self.count + 1) % 256
             self.held[block] = self.fill(block, self.blocks.places[block], self.count)
@@ -148,7 +150,7 @@ TestMemory = Memory.TestCase
 @settings(max_examples=40)
 def test_as_many_blocks_fit_as_if_none_were_finer(size: int, is_by_age: bool) -> None:
     places = Places(size + 1, (7, 5), lambda target, source: None)
-    blocks = FinerAllocator(places, size, (7, 5), is_by_age=is_by_age)
+    blocks = FinerAllocator(places, size, (7, 5), 3, is_by_age=is_by_age)
     for count in range(size):
         while True:
             try:

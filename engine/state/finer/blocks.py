@@ -22,7 +22,6 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.state.blocks import BlockAllocator, CodeAgain, OutOfBlocks
 from polarlm.engine.state.finer.places import Place, Places
 from polarlm.engine.state.kv_blocks import KVBlocks, OneKind, encode, of_layer
-from polarlm.engine.state.layer_shapes import NEWEST
 from polarlm.engine.state.layer_state import BlockArrays
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.tables import BlockTable, Growth
@@ -42,11 +41,12 @@ class FinerAllocator(BlockAllocator):
     it keeps the newest ones of a sequence, and gives up blocks before blocks of running sequences are coded again.
     """
 
-    def __init__(self, places: Places, size: int, bytes_each: tuple[int, int], *, is_by_age: bool) -> None:
+    def __init__(self, places: Places, size: int, bytes_each: tuple[int, int], newest: int, *, is_by_age: bool) -> None:
         """size: the blocks that fit if none is finer; beside them, `places` has room for the one that is being coded.
-        bytes_each: of a finer block, and of another one."""
+        bytes_each: of a finer block, and of another one. newest: of a sequence's blocks, see `FinerKind`."""
         super().__init__(size)
         self.places, (self._finer_bytes, self._bytes), self.is_by_age = places, bytes_each, is_by_age
+        self.newest = newest
         self._newest: dict[int, None] = {}  # the finer blocks that are the newest ones of a sequence, oldest first
         self._settled: dict[int, None] = {}  # the other finer blocks whose contents are complete, oldest first
         self._due: dict[int, None] = {}  # by age: the settled ones that no step may read any more
@@ -70,7 +70,7 @@ class FinerAllocator(BlockAllocator):
         if count > self.free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
         more = max(1, self._finer_bytes - self._bytes)  # additional bytes of a finer block
-        newest = min(count, NEWEST) if self.is_by_age else 0  # for as many finer blocks room is made
+        newest = min(count, self.newest) if self.is_by_age else 0  # for as many finer blocks room is made
         while self._room < count * self._bytes + newest * more:
             if self._due or ((self._settled or self._newest) and not self.is_by_age):
                 raise CodeAgain(f"{count} blocks wanted, and others can be coded again")
@@ -174,8 +174,10 @@ class FinerBlocks(KVBlocks):
         super().__init__(ops, shape, layers, caches, blocks)
         assert self.window is None
         ((finer, other),) = {(cache.finer.code_bytes, cache.code_bytes) for cache in caches}
+        places, kind = Places(blocks[0], (finer, other), self._move), shape.finer
+        assert kind is not None
         self.quantized = self.blocks = FinerAllocator(
-            Places(blocks[0], (finer, other), self._move), blocks[0] - 1, (finer, other), is_by_age=shape.is_by_age
+            places, blocks[0] - 1, (finer, other), kind.newest, is_by_age=kind.is_by_age
         )
         self._heads = [shape.kv_layers[layer].kv_heads for layer in layers]
         self._more_bytes = sum(self._heads) * (finer - other)  # additional bytes of a finer block, in all layers
@@ -268,7 +270,7 @@ class FinerBlocks(KVBlocks):
             return
         for block in table.quantized[before:]:
             self.blocks.complete(block)
-        settled = table.quantized[: 1 - NEWEST]
+        settled = table.quantized[: max(0, len(table.quantized) + 1 - self.blocks.newest)]
         for block in settled:
             self.blocks.settle(block)
         for block in settled[:-1]:
