@@ -169,7 +169,7 @@ def talk(model: Transformer) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["balanced", "auto"])
+@pytest.mark.parametrize("name", ["quality", "auto"])
 def test_logits_equal_those_of_numpy(name: str) -> None:
     device = CudaOps(open_device(checked=False))
     kinds = TWO_KINDS[name]
