@@ -26,7 +26,7 @@ class StepTable:
     """The spans of a step's B sequences, and the arrays that kernels read.
 
     unit_counts: chunks of all sequences, for each kind of blocks. With two kinds, the finer blocks of a sequence are
-    its first chunks after chunk 0, and its others the next ones. A kernel for one kind is given the chunks of that
+    its first chunks, and its others the next ones. A kernel for one kind is given the chunks of that
     kind, and a header in which the blocks of the table end with that kind's.
     """
 
@@ -49,16 +49,16 @@ class StepTable:
         sequences: list[int] = []
         places: list[int] = []
         for number, (view, cut) in enumerate(zip(views, cuts, strict=True)):
-            rows, chunks = view.rows.stop - view.rows.start, 1 + -(-cut.ends[-1] // cut.chunk_blocks)
+            rows, chunks = view.rows.stop - view.rows.start, max(1, -(-cut.ends[-1] // cut.chunk_blocks))
             slots = [view.current.block, *view.following]
             full_blocks = [] if view.sink is None else [view.sink, 0]
             for i, slot in enumerate(slots):
                 full_blocks += slot, view.current_start + n * i
-            first_chunk = 1
+            first_chunk = 0
             for kind, end in enumerate(cut.ends):
                 rest = view.position, end, view.table_start, cut.chunk_blocks, chunks, len(full_blocks) // FULL
                 headers[kind] += SpanHeader(len(sequences), rows, *rest)
-                after = 1 + -(-end // cut.chunk_blocks)
+                after = max(1, -(-end // cut.chunk_blocks))
                 for chunk in range(first_chunk, after):
                     units[kind] += number, chunk
                 first_chunk = max(first_chunk, after)
@@ -70,9 +70,6 @@ class StepTable:
             first = view.position - view.current_start
             for i in range(first, first + rows):
                 places += slots[i // n], i % n
-        # The short units (chunk 0) come last: whatever starts last decides how long other threads wait.
-        for number in range(len(views)):
-            units[0] += number, 0
         self.unit_counts = [len(one) // UNIT for one in units]
         words = [ids, full, sequences, places, *headers]
         for one in units[:-1]:
@@ -116,7 +113,7 @@ def _cut(view: SpanView, block_size: int) -> _Cut:
     chunk_blocks = max(_least_blocks(block_size), -(-(len(finer) + len(view.table)) // MOST_CHUNKS))
     if view.finer is None:
         return _Cut(view.table, [len(view.table)], chunk_blocks)
-    filled = [*finer, *[0] * (-len(finer) % chunk_blocks * bool(view.table))]
+    filled = [*finer, *[0] * ((-len(finer) % chunk_blocks if finer else chunk_blocks) * bool(view.table))]
     return _Cut([*filled, *view.table], [len(finer), len(filled) + len(view.table)], chunk_blocks)
 
 
@@ -161,8 +158,8 @@ class Arrays(NamedTuple):
 
 
 def most_chunks(block_size: int, width: int, kinds: int) -> int:
-    """The most chunks of a sequence of `width` quantized blocks: chunk 0, and one more where the second kind begins."""
-    return kinds + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
+    """The most chunks of a sequence of `width` quantized blocks: one more where the second kind begins."""
+    return kinds - 1 + max(1, min(MOST_CHUNKS, -(-width // _least_blocks(block_size))))
 
 
 def _most_full(block_size: int) -> int:

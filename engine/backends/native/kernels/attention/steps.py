@@ -126,8 +126,9 @@ class _Body:
                 queries = self._queries(first)
                 with e.when(chunk.equals(0)):
                     self._full_blocks(queries, self._full(sequence))
-                with e.when(chunk > 0):
-                    self._quantized_blocks(queries, args.table + sequence * args.width * 8, chunk - 1)
+                begin = chunk * self.header.chunk_blocks
+                with e.when(begin < self.header.quantized):
+                    self._quantized_blocks(queries, args.table + sequence * args.width * 8, begin)
                 self._write(queries, first, chunk)
 
     # -- queries and results -----------------------------------------------------------------------------------
@@ -186,12 +187,11 @@ class _Body:
 
     # -- quantized blocks --------------------------------------------------------------------------------------
 
-    def _quantized_blocks(self, queries: Sequence[Query], table: Value, chunk: Value) -> None:
+    def _quantized_blocks(self, queries: Sequence[Query], table: Value, begin: Value) -> None:
         """Attend to a chunk, several blocks per softmax step: its dependency chain is hidden by independent blocks."""
         e, spec, args, header = self.e, self.spec, self.args, self.header
         for query in queries:
             spec.keys.emit_query(e, query.vector, query.prepared)
-        begin = chunk * header.chunk_blocks
         end = e.imin(begin + header.chunk_blocks, header.quantized)
         oldest = queries[0].position - args.window + 1 - header.table_start
         begin = e.imax(begin, e.imax(oldest, 0) // spec.block_size)
