@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 pytest.importorskip("llvmlite")
@@ -30,7 +32,7 @@ def test_the_rows_of_a_sequence_go_to_its_current_block_and_those_that_follow() 
     assert table.arrays.row_sequences.tolist() == [0, 1, 1, 1, 1]
     assert table.arrays.full[0, :1].tolist() == [[5, 0]]
     assert table.arrays.full[1].tolist() == [[7, 0], [5, 64], [9, 80]]
-    assert SpanHeader(*table.arrays.headers[0, 1].tolist()) == SpanHeader(1, 4, 78, 3, 16, 32, 2, 3)
+    assert SpanHeader(*table.arrays.headers[0, 1].tolist()) == SpanHeader(1, 4, 78, 3, 16, 32, 1, 2, 3)
     assert table.arrays.table[1, :3].tolist() == [100, 101, 102]
     assert table.arrays.units[0, : table.unit_counts[0]].tolist() == [[1, 1], [0, 0], [1, 0]]
 
@@ -43,6 +45,23 @@ def test_chunks_cover_all_quantized_blocks(blocks: int) -> None:
     assert chunks == list(range(header.chunks))
     assert (header.chunks - 2) * header.chunk_blocks < blocks <= (header.chunks - 1) * header.chunk_blocks
     assert header.chunks <= table.arrays.most_chunks
+
+
+@pytest.mark.parametrize(("finer", "others"), [(0, 0), (0, 40), (3, 0), (3, 1), (40, 2000)])
+def test_the_first_finer_blocks_share_a_chunk_with_those_in_full_precision(finer: int, others: int) -> None:
+    one = view(0, 1, 16 * (finer + others + 1), others)
+    table = StepTable([dataclasses.replace(one, finer=range(7000, 7000 + finer))], 16)
+    headers = [SpanHeader(*header.tolist()) for header in table.arrays.headers[:, 0]]
+    read: list[int] = []
+    for header, units, count in zip(headers, table.arrays.units, table.unit_counts, strict=True):
+        for _, chunk in sorted(units[:count].tolist()):
+            begin = (chunk - header.first_quantized) * header.chunk_blocks
+            if begin < 0:
+                continue
+            read += table.arrays.table[0, begin : min(begin + header.chunk_blocks, header.quantized)].tolist()
+    assert read == [*range(7000, 7000 + finer), *range(100, 100 + others)]
+    assert headers[0].first_quantized == (0 if finer and others else 1)
+    assert sum(table.unit_counts) == headers[0].chunks <= table.arrays.most_chunks
 
 
 def test_tables_with_the_same_key_are_copied_into_each_other() -> None:

@@ -49,19 +49,19 @@ class StepTable:
         sequences: list[int] = []
         places: list[int] = []
         for number, (view, cut) in enumerate(zip(views, cuts, strict=True)):
-            rows, chunks = view.rows.stop - view.rows.start, max(1, -(-cut.ends[-1] // cut.chunk_blocks))
+            rows = view.rows.stop - view.rows.start
+            # Where blocks have two kinds, the first finer ones, which are few, share chunk 0.
+            first_quantized = 0 if view.finer and view.table else 1
+            ends = [max(1, first_quantized + -(-end // cut.chunk_blocks)) for end in cut.ends]
             slots = [view.current.block, *view.following]
             full_blocks = [] if view.sink is None else [view.sink, 0]
             for i, slot in enumerate(slots):
                 full_blocks += slot, view.current_start + n * i
-            first_chunk = 0
-            for kind, end in enumerate(cut.ends):
-                rest = view.position, end, view.table_start, cut.chunk_blocks, chunks, len(full_blocks) // FULL
-                headers[kind] += SpanHeader(len(sequences), rows, *rest)
-                after = max(1, -(-end // cut.chunk_blocks))
-                for chunk in range(first_chunk, after):
+            of_table = view.table_start, cut.chunk_blocks, first_quantized, ends[-1], len(full_blocks) // FULL
+            for kind, quantized in enumerate(cut.ends):
+                headers[kind] += SpanHeader(len(sequences), rows, view.position, quantized, *of_table)
+                for chunk in range(ends[kind - 1] if kind else 1, ends[kind]):
                     units[kind] += number, chunk
-                first_chunk = max(first_chunk, after)
             ids += cut.ids
             ids += [0] * (width - len(cut.ids))
             full += full_blocks
@@ -70,10 +70,13 @@ class StepTable:
             first = view.position - view.current_start
             for i in range(first, first + rows):
                 places += slots[i // n], i % n
+        # The short units (chunk 0) come last: whatever starts last decides how long other threads wait.
+        for number in range(len(views)):
+            units[0] += number, 0
         self.unit_counts = [len(one) // UNIT for one in units]
         words = [ids, full, sequences, places, *headers]
         for one in units[:-1]:
-            words += one, [0] * (len(views) * most_chunks(n, width, kinds) * UNIT - len(one))
+            words += one, [0] * (len(views) * most_chunks(n, width) * UNIT - len(one))
         self._words = array("q", itertools.chain(*words, units[-1]))
 
     @cached_property
@@ -113,7 +116,7 @@ def _cut(view: SpanView, block_size: int) -> _Cut:
     chunk_blocks = max(_least_blocks(block_size), -(-(len(finer) + len(view.table)) // MOST_CHUNKS))
     if view.finer is None:
         return _Cut(view.table, [len(view.table)], chunk_blocks)
-    filled = [*finer, *[0] * ((-len(finer) % chunk_blocks if finer else chunk_blocks) * bool(view.table))]
+    filled = [*finer, *[0] * (-len(finer) % chunk_blocks * bool(view.table))]
     return _Cut([*filled, *view.table], [len(finer), len(filled) + len(view.table)], chunk_blocks)
 
 
@@ -148,7 +151,7 @@ class Arrays(NamedTuple):
             (rows,),
             (rows, PLACE),
             (kinds, count, HEADER),
-            (kinds, count * most_chunks(block_size, width, kinds), UNIT),
+            (kinds, count * most_chunks(block_size, width), UNIT),
         )
         sizes = [math.prod(shape) for shape in shapes]
         memory = aligned(8 * sum(sizes)).view(np.int64)
@@ -157,9 +160,10 @@ class Arrays(NamedTuple):
         return Arrays(memory, *parts)
 
 
-def most_chunks(block_size: int, width: int, kinds: int) -> int:
-    """The most chunks of a sequence of `width` quantized blocks: one more where the second kind begins."""
-    return kinds - 1 + max(1, min(MOST_CHUNKS, -(-width // _least_blocks(block_size))))
+def most_chunks(block_size: int, width: int) -> int:
+    """The most chunks of a sequence of `width` quantized blocks: one more than these fill, for chunk 0, or because a
+    second kind begins a chunk."""
+    return 1 + min(MOST_CHUNKS, -(-width // _least_blocks(block_size)))
 
 
 def _most_full(block_size: int) -> int:

@@ -23,8 +23,8 @@ _F16 = vector(F32, 16)
 
 
 class SpanHeader(NamedTuple):
-    """A sequence of the step. Its attention is cut into chunks: chunk 0 is the full-precision blocks, each other one is
-    `chunk_blocks` quantized blocks."""
+    """A sequence of the step. Its attention is cut into chunks: chunk 0 has the full-precision blocks, and each from
+    `first_quantized` on, which is 0 or 1, `chunk_blocks` quantized blocks."""
 
     first_row: Int64
     rows: Int64
@@ -32,6 +32,7 @@ class SpanHeader(NamedTuple):
     quantized: Int64  # number of quantized blocks
     table_start: Int64  # position of their first token
     chunk_blocks: Int64
+    first_quantized: Int64
     chunks: Int64
     full: Int64  # number of blocks in full precision
 

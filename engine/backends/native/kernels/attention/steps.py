@@ -126,8 +126,8 @@ class _Body:
                 queries = self._queries(first)
                 with e.when(chunk.equals(0)):
                     self._full_blocks(queries, self._full(sequence))
-                begin = chunk * self.header.chunk_blocks
-                with e.when(begin < self.header.quantized):
+                begin = (chunk - self.header.first_quantized) * self.header.chunk_blocks
+                with e.when((begin >= 0) & (begin < self.header.quantized)):
                     self._quantized_blocks(queries, args.table + sequence * args.width * 8, begin)
                 self._write(queries, first, chunk)
 
