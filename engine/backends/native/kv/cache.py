@@ -11,10 +11,12 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, tiles
+from polarlm.engine.backends.native.kernels.encode.unit import Block
 from polarlm.engine.backends.native.kv.encoders import Encoder, encoder
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides
 from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.model_loaders.forks import cached_property
 
 _TILES = "tiles"
 
@@ -68,6 +70,21 @@ class TileCache(LayerCache):
             "key_bytes": keys.strides[1],
             "value_bytes": values.strides[1],
         }
+
+    @cached_property
+    def block_addresses(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """For each side that kernels encode: the `Block` of block 0, without x, int64 (K, 1, its fields), and what each
+        next block adds to it, int64 (its fields)."""
+        of_sides = {}
+        for side, of_side in enumerate(self.encoders):
+            if isinstance(of_side, Encoder):
+                first, steps = of_side.addresses[:, None].copy(), np.zeros(len(Block._fields), np.int64)
+                for name, array in {"tiles": self.memory[side], **({} if side else self.mean)}.items():
+                    field, heads = Block._fields.index(name), np.arange(len(array), dtype=np.int64)
+                    first[:, 0, field] = array.ctypes.data + heads * array.strides[0]
+                    steps[field] = array.strides[1]
+                of_sides[side] = first, steps
+        return of_sides
 
     def of_one_block(self) -> TileCache:
         """A cache with the same format and slots, and memory of its own for one quantized block."""

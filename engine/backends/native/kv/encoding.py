@@ -83,21 +83,10 @@ def _encode_side(layers: Sequence[TileCache], blocks: Sequence[int], sources: Se
 
 def _addresses(layer: TileCache, blocks: Sequence[int], sources: Sequence[KVLocation], side: int) -> np.ndarray:
     """The `Block` of each KV head and block, which a kernel reads: int64 (K, B, fields of `Block`)."""
-    encoder = layer.encoders[side]
-    assert isinstance(encoder, Encoder)
-    places = {"x": _sources(layer, sources, side), "tiles": _by_block(layer.memory[side], blocks)}
-    if side == 0:
-        places |= {name: _by_block(array, blocks) for name, array in layer.mean.items()}
-    addresses = np.repeat(encoder.addresses[:, None], len(blocks), axis=1)
-    for name, array in places.items():
-        addresses[..., Block._fields.index(name)] = array
+    first, steps = layer.block_addresses[side]
+    addresses = first + steps * np.asarray(blocks, np.int64)[:, None]
+    addresses[..., Block._fields.index("x")] = _sources(layer, sources, side)
     return addresses
-
-
-def _by_block(array: np.ndarray, blocks: Sequence[int]) -> np.ndarray:
-    """Addresses (K, B) int64 of `blocks` in array (K, all blocks, …)."""
-    heads = np.arange(len(array), dtype=np.int64) * array.strides[0]
-    return array.ctypes.data + heads[:, None] + np.asarray(blocks, np.int64) * array.strides[1]
 
 
 def _sources(layer: LayerCache, sources: Sequence[KVLocation], side: int) -> np.ndarray:
