@@ -92,6 +92,22 @@ def positions_table() -> str:
     return _figures(measured, [quality.kl_by_position(measured["rows"])])
 
 
+def models_table() -> str:
+    """KL on several models and texts, with its tail, as served and with every token coded."""
+    figures = "kl_mean", "kl_median", "kl_999th_percentile"
+    header = [name for words in ("served", "coded") for name in (f"KL {words}", "median", "99.9 %", "same top-1")]
+    parts = []
+    for measured in map(_read, sorted(RESULTS.glob("models-*.json"))):
+        lines = []
+        for name, by_scoring in _by_type(measured).items():
+            cells = [_label(name), f"{by_scoring[SERVED]['bits_per_value']:.2f}"]
+            for row in by_scoring[SERVED], by_scoring[CODED]:
+                cells += [*(small(row[figure]) for figure in figures), f"{100 * row['same_top1']:.1f} %"]
+            lines.append(cells)
+        parts += [report.table(["Keys/values", "bits/value", *header], lines), _source(measured)]
+    return "\n\n".join(parts)
+
+
 def snapshots_table() -> str:
     """KL after snapshots by state type and tokens since, and the cost of coded keys and values at these positions."""
     measured, presets = (newest(f"{kind}-trained-hybrid-????-??-??") for kind in ("state", "quality"))
@@ -192,6 +208,7 @@ def _source(measured: Measured) -> str:
 PARTS: Mapping[str, Callable[[], str]] = {
     "quality": quality_table,
     "positions": positions_table,
+    "models": models_table,
     "snapshots": snapshots_table,
     "figures": figures_table,
     "peers": peers_table,
