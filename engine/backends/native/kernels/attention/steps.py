@@ -29,7 +29,7 @@ from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
 
 _F16 = vector(F32, 16)
 _TILE_TOKENS = 256  # tokens per step of the softmax, but at least a block
-_BLOCKS_AHEAD = 4  # prefetch distance in blocks
+_BYTES_AHEAD = 6144  # prefetch distance, in tiles as they are read: the keys of a softmax step, then its values
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,11 @@ class Attention:
     def block_tile(self) -> int:
         """Quantized blocks per step of the softmax."""
         return max(1, _TILE_TOKENS // self.block_size)
+
+    @property
+    def tiles_ahead(self) -> int:
+        """Prefetch distance in tiles."""
+        return max(1, min(self.block_tile, round(_BYTES_AHEAD / self.keys.nbytes)))
 
     @property
     def name(self) -> str:
@@ -201,8 +206,11 @@ class _Body:
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 scores = [query.scores + offset for query in queries]
-                after = e.load(table + e.imin(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
-                self._block_scores(queries, keys, block, after, scores)
+                following = i + spec.tiles_ahead
+                are_keys = following < count
+                after = e.load(ids + e.select(are_keys, following, e.imin(following - count, count - 1)) * 8, I64)
+                ahead = e.select(are_keys, keys + after * args.key_bytes, values + after * args.value_bytes)
+                self._block_scores(queries, keys, block, ahead, scores)
             start = header.table_start + number * spec.block_size
             lows = [query.position - args.window + 1 - start for query in queries]
             tokens = count * spec.block_size
@@ -214,14 +222,18 @@ class _Body:
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 weights = [query.scores + offset for query in queries]
-                after = e.load(table + e.imin(number + i + _BLOCKS_AHEAD, header.quantized - 1) * 8, I64)
-                tile, ahead = values + block * args.value_bytes, values + after * args.value_bytes
+                following = i + spec.tiles_ahead
+                after = e.load(table + e.imin(number + following, header.quantized - 1) * 8, I64)
+                are_values = following < count
+                ahead = e.select(are_values, values + after * args.value_bytes, keys + after * args.key_bytes)
+                tile = values + block * args.value_bytes
                 spec.values.emit_values(e, tile, ahead, weights, [query.weighted for query in queries])
 
-    def _block_scores(self, queries: Sequence[Query], keys: Value, block: Value, after: Value, scores: Values) -> None:
-        """Scores q·k + q·μ of each query with the keys of a block, whose mean is μ → N float32 at each of `scores`."""
+    def _block_scores(self, queries: Sequence[Query], keys: Value, block: Value, ahead: Value, scores: Values) -> None:
+        """Scores q·k + q·μ of each query with the keys of a block, whose mean is μ → N float32 at each of `scores`.
+        ahead: a tile to prefetch."""
         e, spec = self.e, self.spec
-        tile, ahead = keys + block * self.args.key_bytes, keys + after * self.args.key_bytes
+        tile = keys + block * self.args.key_bytes
         spec.keys.emit_scores(e, tile, ahead, [query.prepared for query in queries], scores)
         if not spec.mean_bits:
             return
