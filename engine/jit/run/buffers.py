@@ -12,6 +12,7 @@ import numpy as np
 
 _LEAST = 1 << 12  # bytes of the smallest array of a pool
 MOST = 1 << 26  # bytes of the largest array that a pool keeps
+_FEW = 1 << 22  # bytes that a pool does not give back: steps that code a block again use them
 _LINE = 64  # bytes of a cache line
 _PIECE = 32 << 20  # bytes that an arena requests from the system at a time
 _MAPPED = 1 << 16  # bytes from which zeros have pages of their own
@@ -105,8 +106,8 @@ class Buffers:
         return np.asarray(_Lease(memory, free, shape, kind))
 
     def give_back(self) -> None:
-        """Return all memory to the system, unless some array still uses part of it."""
-        if len(self._all) == sum(map(len, self._free.values())):
+        """Return the memory to the system, unless it is little, or some array still uses part of it."""
+        if self.nbytes > _FEW and len(self._all) == sum(map(len, self._free.values())):
             for free in self._free.values():
                 free.clear()
             self._all.clear()
