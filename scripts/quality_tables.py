@@ -97,7 +97,7 @@ def models_table() -> str:
     figures = "kl_mean", "kl_median", "kl_999th_percentile"
     header = [name for words in ("served", "coded") for name in (f"KL {words}", "median", "99.9 %", "same top-1")]
     parts = []
-    for measured in map(_read, sorted(RESULTS.glob("models-*.json"))):
+    for measured in map(_read, [*sorted(RESULTS.glob("models-*.json")), *RESULTS.glob(f"positions-{DEMO}.json")]):
         lines = []
         for name, by_scoring in _by_type(measured).items():
             cells = [_label(name), f"{by_scoring[SERVED]['bits_per_value']:.2f}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,15 +142,25 @@ class Launcher:
         packed, count = kernel.pack(arguments), units if isinstance(units, int) else units()
         grain = grain or max(1, count // (_CHUNKS * self.threads))
         if self._recording is None:
-            self._run(kernel, packed, count, grain)
+            self._run([(kernel, packed, count, grain)])
         else:
             arrays = [x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)]
             self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, overlaps))
 
-    def _run(self, kernel: Kernel, arguments: np.ndarray, count: int, grain: int) -> None:
-        if count:
-            call = Launch(self.library.address(kernel), arguments.ctypes.data, count, grain)
-            self._workers.run(CommandBuffer([call]), self.threads)
+    def together(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> None:
+        """Run kernels that need not wait for each other: each kernel, its number of units, and its arguments."""
+        packed = [(kernel, kernel.pack(arguments), units) for kernel, units, arguments in launches]
+        grain = max(1, sum(units for *_, units in packed) // (_CHUNKS * self.threads))
+        self._run([(*launch, grain) for launch in packed])
+
+    def _run(self, launches: Sequence[tuple[Kernel, np.ndarray, int, int]]) -> None:
+        """Run kernels at the same time: each kernel, its arguments, its number of units and its grain."""
+        address = self.library.address
+        calls = [
+            Launch(address(kernel), x.ctypes.data, units, grain, 1) for kernel, x, units, grain in launches if units
+        ]
+        if calls:
+            self._workers.run(CommandBuffer(calls), self.threads)
 
     def call(self, function: Callable[..., None], *arrays: np.ndarray) -> None:
         """Call function(*arrays), which may launch kernels itself, or record the call.

@@ -27,8 +27,9 @@ class WarmUpLauncher(Launcher):
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         return np.zeros(shape, dtype)
 
-    def _run(self, kernel: Kernel, arguments: np.ndarray, count: int, grain: int) -> None:
-        self._need(kernel)
+    def _run(self, launches: Sequence[tuple[Kernel, np.ndarray, int, int]]) -> None:
+        for kernel, *_ in launches:
+            self._need(kernel)
 
     def _need(self, kernel: Kernel) -> None:
         self._needed[kernel] = None

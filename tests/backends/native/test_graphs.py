@@ -52,7 +52,7 @@ def test_a_recorded_step_gives_back_what_a_prompt_took() -> None:
     model, graphs = Model(launch), Graphs(launch)
     x = np.ones((1, 64), np.float32)
 
-    hidden = launch.empty((500, 64))
+    hidden = launch.empty((50_000, 64))
     graphs.run("step", model.forward, [x])
     assert launch._buffers.nbytes > 0
     del hidden

@@ -48,8 +48,7 @@ class EncodingOps(KernelOps):
                     launches.setdefault(launch, []).extend(x.reshape(-1, x.shape[-1]) for x in addresses)
                 else:
                     self._launch.in_numpy(_encode_side, tiled, blocks, sources, side)
-        for launch, parts in launches.items():
-            self._encode(launch, np.concatenate(parts))
+        self._encode({launch: np.concatenate(parts) for launch, parts in launches.items()})
 
     def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
         if not isinstance(cache, TileCache):
@@ -63,13 +62,20 @@ class EncodingOps(KernelOps):
         read_back = decode_centred(format.codec_k, k, mean), decode_centred(format.codec_v, v, {})
         cache.store(place, (read_back[0][:, 0, :tokens], read_back[1][:, 0, :tokens]))
 
-    def _encode(self, launch: _Launch, addresses: np.ndarray) -> None:
-        """Encode the keys or the values of blocks of KV heads, of all layers. Raises NotFinite."""
-        damaged = np.zeros(len(addresses), np.uint8)
-        arguments = EncodeArguments(blocks=addresses, damaged=damaged, dim=launch.dim, is_half=launch.is_half)
-        self._launch(launch.kernel, damaged.size, arguments)
-        if damaged.any():
-            raise NotFinite(launch.codec)
+    def _encode(self, launches: dict[_Launch, np.ndarray]) -> None:
+        """Encode the keys or the values of blocks of KV heads, of all layers, at the same time. Raises NotFinite."""
+        damaged = {launch: np.zeros(len(addresses), np.uint8) for launch, addresses in launches.items()}
+        self._launch.together(
+            (
+                launch.kernel,
+                len(addresses),
+                EncodeArguments(addresses, damaged[launch], dim=launch.dim, is_half=launch.is_half),
+            )
+            for launch, addresses in launches.items()
+        )
+        for launch, of_blocks in damaged.items():
+            if of_blocks.any():
+                raise NotFinite(launch.codec)
 
 
 def _encode_side(layers: Sequence[TileCache], blocks: Sequence[int], sources: Sequence[KVLocation], side: int) -> None:
