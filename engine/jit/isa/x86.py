@@ -259,7 +259,9 @@ class Avx512Vbmi(Avx512Vnni):
         """With more than 16 entries, one instruction looks up among 64 or 128 of them."""
         if entries <= 16:
             return super().table(e, pointer, entries)
-        parts = [e.load(pointer, vector(I8, 64), first) for first in range(0, entries, 64)]
+        size = min(entries, 64)
+        parts = [e.load(pointer, vector(I8, size), first) for first in range(0, entries, size)]
+        parts = [e.shuffle(part, part, [lane % size for lane in range(64)]) if size < 64 else part for part in parts]
         return lambda index: e.by_parts(64, partial(_bytes, e, parts), index)
 
     def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
