@@ -66,9 +66,14 @@ def write(path: Path, parts: Iterable[bytes | memoryview], progress: Progress = 
             for part in parts:
                 _put(file, part, progress)
             _flush(file)
-        os.replace(name, path)
+            if fcntl is not None:
+                lock(file, is_shared=True)  # for `remove_unfinished` it is being written, and readers share it
+                os.replace(name, path)
+        if fcntl is None:  # Windows, where an open file keeps its name
+            os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        with suppress(FileNotFoundError):
+            os.unlink(name)
         raise
 
 

@@ -27,6 +27,19 @@ def test_a_file_that_is_removed_before_it_is_locked_is_created_again(tmp_path: P
     assert (tmp_path / "file").read_bytes() == b"abc"
 
 
+@pytest.mark.skipif(files.fcntl is None, reason="this system has no locks")
+def test_a_file_is_not_taken_for_unfinished_before_it_has_its_name(tmp_path: Path, monkeypatch) -> None:
+    replace = os.replace
+
+    def replace_meanwhile(name: str, path: Path) -> None:
+        files.remove_unfinished(tmp_path)  # as another process may
+        replace(name, path)
+
+    monkeypatch.setattr(os, "replace", replace_meanwhile)
+    files.write(tmp_path / "file", [b"content"])
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"content")]
+
+
 def test_only_own_files_with_temporary_names_are_removed(tmp_path: Path) -> None:
     """A server may be given any folder for its sessions."""
     folder = tmp_path / "folder"
