@@ -26,8 +26,8 @@ class StepTable:
     """The spans of a step's B sequences, and the arrays that kernels read.
 
     unit_counts: chunks of all sequences, for each kind of blocks. With two kinds, the finer blocks of a sequence are
-    its first chunks, and its others the next ones. A kernel for one kind is given the chunks of that
-    kind, and a header in which the blocks of the table end with that kind's.
+    its first chunks, and its others the next ones. A kernel for one kind is given the chunks of that kind, and a header
+    in which the blocks of the table end with that kind's.
     """
 
     def __init__(self, views: Sequence[SpanView], block_size: int) -> None:
