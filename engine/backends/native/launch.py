@@ -48,6 +48,18 @@ class Recorded(NamedTuple):
     overlaps: bool
 
 
+class Prepared(NamedTuple):
+    """Launches that are made again and again, one after the other, with little Python between.
+
+    arguments: of each launch, packed as the kernel reads them, int64; its words are writable between runs. arrays: what
+    they point to, referenced here to keep it alive.
+    """
+
+    commands: CommandBuffer
+    arguments: Sequence[np.ndarray]
+    arrays: Sequence[np.ndarray]
+
+
 class HostCall(NamedTuple):
     """A recorded call of Python code, between launches. The memory of the arrays belongs to the recording."""
 
@@ -147,6 +159,16 @@ class Launcher:
             arrays = [x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)]
             self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, overlaps))
 
+    def prepare(self, launches: Sequence[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> Prepared:
+        """Launches for `run`, which need not wait for each other: of each the kernel, its number of units, and its
+        arguments."""
+        packed = [(kernel, kernel.pack(arguments).copy(), units) for kernel, units, arguments in launches]
+        arrays = [x for *_, arguments in launches for x in arguments if isinstance(x, np.ndarray)]
+        return Prepared(self._commands([(*launch, 1) for launch in packed]), [x for _, x, _ in packed], arrays)
+
+    def run(self, prepared: Prepared) -> None:
+        self._workers.run(prepared.commands, self.threads)
+
     def together(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> None:
         """Run kernels that need not wait for each other: each kernel, its number of units, and its arguments."""
         packed = [(kernel, kernel.pack(arguments), units) for kernel, units, arguments in launches]
@@ -155,12 +177,12 @@ class Launcher:
 
     def _run(self, launches: Sequence[tuple[Kernel, np.ndarray, int, int]]) -> None:
         """Run kernels at the same time: each kernel, its arguments, its number of units and its grain."""
+        if launches := [launch for launch in launches if launch[2]]:
+            self._workers.run(self._commands(launches), self.threads)
+
+    def _commands(self, launches: Sequence[tuple[Kernel, np.ndarray, int, int]]) -> CommandBuffer:
         address = self.library.address
-        calls = [
-            Launch(address(kernel), x.ctypes.data, units, grain, 1) for kernel, x, units, grain in launches if units
-        ]
-        if calls:
-            self._workers.run(CommandBuffer(calls), self.threads)
+        return CommandBuffer([Launch(address(kernel), x.ctypes.data, n, grain, 1) for kernel, x, n, grain in launches])
 
     def call(self, function: Callable[..., None], *arrays: np.ndarray) -> None:
         """Call function(*arrays), which may launch kernels itself, or record the call.

@@ -46,13 +46,13 @@ def pack(record: tuple[Any, ...]) -> bytes:
     for number in pointers:
         field = fields[number]
         if isinstance(field, np.ndarray):
-            fields[number] = _address(field)
+            fields[number] = address(field)
         elif field is None:
             fields[number] = 0
     return words.pack(*fields)
 
 
-def _address(array: np.ndarray) -> int:
+def address(array: np.ndarray) -> int:
     """The address of its data. `ctypes.data` takes three times as long, and is most of a kernel call's overhead."""
     try:
         return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]

@@ -228,6 +228,8 @@ class FinerBlocks(KVBlocks):
             self._code(due or others, count)
             self._finish(due or others)
         _, others = self.blocks.begin_with_settled()
+        if not others:
+            return
         at_once = layers_together(self._ops.encoded_at_once, self._heads, len(others))
         self._code(others, max(at_once, -(-2 * count // self.block_size)))
 

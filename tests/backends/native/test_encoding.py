@@ -215,6 +215,7 @@ def test_blocks_are_those_that_are_encoded_alone(
     large = (full[[0, 2, 1]].astype(np.float32) * 1e4 for full in (alone.full_k, alone.full_v))  # half norms saturate
     places = in_buffer(*large)
     ops.encode_blocks([FilledBlocks([together], [3, 1, 0], places)])
+    ops.encode_blocks([FilledBlocks([alone], [3], slots(1))])  # from half precision, and then from single precision
     for block, place in zip([3, 1, 0], places, strict=True):
         ops.encode_blocks([FilledBlocks([alone], [block], [place])])
     for name, array in arrays(alone).items():

@@ -10,14 +10,11 @@ from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels.attention.prompts import (
-    DecodeArguments,
-    Decoding,
     PromptArguments,
     Segment,
     TextArguments,
     attend,
     attend_to_texts,
-    decode,
 )
 from polarlm.engine.backends.native.kernels.attention.unit import MOST_QUERIES, Prompt
 from polarlm.engine.backends.native.kv.cache import TileCache
@@ -163,23 +160,9 @@ class PromptOps(KernelOps):
 
     def decoded(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decode the B quantized blocks `ids` → k, v (K, B·N, D) float32."""
-        format = cache.format
-        kernel = decode(
-            Decoding(cache.key_tiles, cache.value_tiles, format.mean_bits, format.block_size, format.head_dim)
-        )
+        format, (kernel, arguments) = cache.format, cache.decoding
         k, v = self._launch.empty((2, format.kv_heads, len(ids) * format.block_size, format.head_dim))
-        keys, values = cache.memory
-        arguments = DecodeArguments(
-            keys=keys,
-            values=values,
-            mean=cache.mean.get("mean"),
-            mean_scale=cache.mean.get("mean_scale"),
-            ids=ids,
-            k=k,
-            v=v,
-            count=len(ids),
-            **cache.strides,
-        )
+        arguments = arguments._replace(ids=ids, k=k, v=v, count=len(ids))
         self._launch(kernel, format.kv_heads * len(ids), arguments)
         return k, v
 

@@ -12,11 +12,15 @@ from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, Prep
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels.attention.partials import MergeArguments, merge, partial_bytes
+from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.numpy.attention import ScoreRule
 from polarlm.engine.backends.numpy.kv.cache import Buffer, LayerCache
+from polarlm.engine.jit.lang.records import address
 from polarlm.engine.weight_formats import Linear
+
+_K, _V = (DecodeArguments._fields.index(name) for name in ("k", "v"))
 
 
 class AttentionOps(PromptOps):
@@ -27,9 +31,20 @@ class AttentionOps(PromptOps):
         return StepTable(spans, block_size) if in_slots else spans
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
-        if isinstance(cache, TileCache):
+        if not isinstance(cache, TileCache):
+            return super().decode_blocks(cache, blocks)
+        if len(blocks) > 1:
             return self.decoded(cache, np.asarray(blocks, np.int64))
-        return super().decode_blocks(cache, blocks)
+        # Steps decode a block at a time: Python that prepares a launch anew takes three times as long as its kernel.
+        if cache.decoding_one is None:
+            kernel, fixed = cache.decoding
+            of_one = fixed._replace(ids=np.zeros(1, np.int64), count=1)
+            cache.decoding_one = self._launch.prepare([(kernel, cache.format.kv_heads, of_one)])
+        _, (arguments,), (ids,) = cache.decoding_one
+        k, v = self._launch.empty((2, cache.format.kv_heads, cache.format.block_size, cache.format.head_dim))
+        ids[0], arguments[_K], arguments[_V] = blocks[0], address(k), address(v)
+        self._launch.run(cache.decoding_one)
+        return k, v
 
     def attention(
         self,

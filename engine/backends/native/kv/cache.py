@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, cast
 
 import numpy as np
@@ -11,11 +11,14 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, tiles
+from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments, Decoding, decode
 from polarlm.engine.backends.native.kernels.encode.unit import Block
 from polarlm.engine.backends.native.kv.encoders import Encoder, encoder
+from polarlm.engine.backends.native.launch import Prepared
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides
 from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.jit.lang import Kernel
 from polarlm.model_loaders.forks import cached_property
 
 _TILES = "tiles"
@@ -26,12 +29,15 @@ class TileCache(LayerCache):
     """The stored K/V of one layer, with quantized blocks in tiles, which kernels read.
 
     k, v: {"tiles": uint8 (K, quantized blocks, bytes of a tile)}. encoders: for keys and for values the encoder, or the
-    reason why NumPy encodes them.
+    reason why NumPy encodes them. encoding_one, decoding_one: the launches that encode and decode a single block, once
+    they have been prepared.
     """
 
     key_tiles: KeyTiles
     value_tiles: ValueTiles
     encoders: tuple[Encoder | str, Encoder | str]
+    encoding_one: Prepared | None = field(default=None, init=False)
+    decoding_one: Prepared | None = field(default=None, init=False)
 
     stored_as: ClassVar[str] = transfer.TILES
 
@@ -72,9 +78,9 @@ class TileCache(LayerCache):
         }
 
     @cached_property
-    def block_addresses(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """For each side that kernels encode: the `Block` of block 0, without x, int64 (K, 1, its fields), and what each
-        next block adds to it, int64 (its fields)."""
+    def block_addresses(self) -> dict[int, tuple[Encoder, np.ndarray, np.ndarray]]:
+        """For each side that kernels encode: its encoder, the `Block` of block 0, without x, int64 (K, 1, its fields),
+        and what each next block adds to it, int64 (its fields)."""
         of_sides = {}
         for side, of_side in enumerate(self.encoders):
             if isinstance(of_side, Encoder):
@@ -83,8 +89,18 @@ class TileCache(LayerCache):
                     field, heads = Block._fields.index(name), np.arange(len(array), dtype=np.int64)
                     first[:, 0, field] = array.ctypes.data + heads * array.strides[0]
                     steps[field] = array.strides[1]
-                of_sides[side] = first, steps
+                of_sides[side] = of_side, first, steps
         return of_sides
+
+    @cached_property
+    def decoding(self) -> tuple[Kernel[DecodeArguments], DecodeArguments]:
+        """The kernel that decodes blocks, and its arguments without the blocks and what they are decoded to."""
+        format = self.format
+        spec = Decoding(self.key_tiles, self.value_tiles, format.mean_bits, format.block_size, format.head_dim)
+        keys, values, *mean = (array.ctypes.data for array in (*self.memory, *self.mean.values()))
+        means = dict(zip(self.mean, mean, strict=True))
+        places = {"keys": keys, "values": values, "mean": means.get("mean"), "mean_scale": means.get("mean_scale")}
+        return decode(spec), DecodeArguments(**places, ids=None, k=None, v=None, count=0, **self.strides)
 
     def of_one_block(self) -> TileCache:
         """A cache with the same format and slots, and memory of its own for one quantized block."""

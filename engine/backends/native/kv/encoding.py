@@ -10,13 +10,15 @@ import numpy as np
 from polarlm.engine.backends.kv import FilledBlocks, KVLocation
 from polarlm.engine.backends.native.kernels.encode.unit import Block, EncodeArguments
 from polarlm.engine.backends.native.kv.cache import TileCache
-from polarlm.engine.backends.native.kv.encoders import Encoder, by_head
+from polarlm.engine.backends.native.kv.encoders import by_head
 from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.quantization.encode import decode_centred, fill_up
+
+_X, _IS_HALF = Block._fields.index("x"), EncodeArguments._fields.index("is_half")
 
 
 class _Launch(NamedTuple):
@@ -32,23 +34,52 @@ class EncodingOps(KernelOps):
     """The ops that encode blocks. Layers whose cache is not a `TileCache` are encoded by NumPy."""
 
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+        if len(filled) == 1 and self._encode_one(*filled[0]):
+            return
         launches: dict[_Launch, list[np.ndarray]] = {}
         for layers, blocks, sources in alike(filled):
             tiled = [layer for layer in layers if isinstance(layer, TileCache)]  # all of them, or none
             if not tiled:
                 self._launch.in_numpy(super().encode_blocks, [FilledBlocks(layers, blocks, sources)])
                 continue
-            format = tiled[0].format
-            for side in (0, 1):
-                if isinstance(encoder := tiled[0].encoders[side], Encoder):
-                    is_half = tiled[0].full(sources[0])[side].dtype == np.float16
-                    codec = (format.codec_k, format.codec_v)[side].name
-                    launch = _Launch(encoder.kernel, format.head_dim, is_half, codec)
-                    addresses = [_addresses(layer, blocks, sources, side) for layer in tiled]
-                    launches.setdefault(launch, []).extend(x.reshape(-1, x.shape[-1]) for x in addresses)
-                else:
-                    self._launch.in_numpy(_encode_side, tiled, blocks, sources, side)
+            targets = np.array(blocks, np.int64)[:, None]
+            codecs, dim = (layers[0].format.codec_k.name, layers[0].format.codec_v.name), layers[0].format.head_dim
+            for layer in tiled:
+                for side, (encoder, first, steps) in layer.block_addresses.items():
+                    x, is_half = _sources(layer, sources, side)
+                    addresses = first + steps * targets
+                    addresses[..., _X] = x
+                    launch = _Launch(encoder.kernel, dim, is_half, codecs[side])
+                    launches.setdefault(launch, []).append(addresses.reshape(-1, addresses.shape[-1]))
+            for side in {0, 1} - tiled[0].block_addresses.keys():
+                self._launch.in_numpy(_encode_side, tiled, blocks, sources, side)
         self._encode({launch: np.concatenate(parts) for launch, parts in launches.items()})
+
+    def _encode_one(self, layers: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[KVLocation]) -> bool:
+        """Encode a block of a layer, if it is only one, and kernels encode both sides; return whether it is so. Steps
+        do that again and again: launches that are prepared take less Python."""
+        if len(layers) != 1 or len(blocks) != 1 or not isinstance(layer := layers[0], TileCache):
+            return False
+        if len(of_sides := layer.block_addresses) < 2:
+            return False
+        if layer.encoding_one is None:
+            heads, dim, launches = layer.format.kv_heads, layer.format.head_dim, []
+            for encoder, first, _ in of_sides.values():
+                arguments = EncodeArguments(first[:, 0].copy(), np.zeros(heads, np.uint8), dim, is_half=False)
+                launches.append((encoder.kernel, heads, arguments))
+            layer.encoding_one = self._launch.prepare(launches)
+        _, packed, arrays = layer.encoding_one
+        for side, (_, first, steps) in of_sides.items():
+            x, is_half = _sources(layer, sources, side)
+            addresses = arrays[2 * side]
+            np.add(first[:, 0], steps * blocks[0], out=addresses)
+            addresses[:, _X] = x[:, 0]
+            packed[side][_IS_HALF] = is_half
+        self._launch.run(layer.encoding_one)
+        for damaged, codec in zip(arrays[1::2], (layer.format.codec_k, layer.format.codec_v), strict=True):
+            if damaged.any():
+                raise NotFinite(codec.name)
+        return True
 
     def round_trip(self, cache: LayerCache, place: KVLocation, tokens: int) -> None:
         if not isinstance(cache, TileCache):
@@ -87,19 +118,11 @@ def _encode_side(layers: Sequence[TileCache], blocks: Sequence[int], sources: Se
         layer.write_side(blocks, side, *({name: x[part] for name, x in arrays.items()} for arrays in (fields, mean)))
 
 
-def _addresses(layer: TileCache, blocks: Sequence[int], sources: Sequence[KVLocation], side: int) -> np.ndarray:
-    """The `Block` of each KV head and block, which a kernel reads: int64 (K, B, fields of `Block`)."""
-    first, steps = layer.block_addresses[side]
-    addresses = first + steps * np.asarray(blocks, np.int64)[:, None]
-    addresses[..., Block._fields.index("x")] = _sources(layer, sources, side)
-    return addresses
-
-
-def _sources(layer: LayerCache, sources: Sequence[KVLocation], side: int) -> np.ndarray:
-    """Addresses (K, B) int64 of the full-precision blocks at `sources`."""
+def _sources(layer: LayerCache, sources: Sequence[KVLocation], side: int) -> tuple[np.ndarray, bool]:
+    """Addresses (K, B) int64 of the full-precision blocks at `sources`, and whether they are float16."""
     numbers = np.array([source.block for source in sources])
     if (buffer := sources[0].buffer) is not None:
-        heads, block = buffer[side], layer.format.block_size * buffer[side].strides[1]
-        return by_head(heads, len(heads))[:, None] + numbers * block
+        x, block = buffer[side], layer.format.block_size * buffer[side].strides[1]
+        return by_head(x, len(x))[:, None] + numbers * block, x.dtype == np.float16
     full = (layer.full_k, layer.full_v)[side]
-    return by_head(full, len(full))[numbers] + np.arange(full.shape[1])[:, None] * full.strides[1]
+    return by_head(full, len(full))[numbers] + np.arange(full.shape[1])[:, None] * full.strides[1], True
