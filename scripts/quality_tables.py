@@ -199,9 +199,10 @@ def _cost(row: Measured, full: float) -> str:
 
 def _source(measured: Measured) -> str:
     windows = f"{counted(measured['windows'], 'window')} of {measured['window']:,} tokens"
+    kernels = ", with compiled kernels" if measured.get("arithmetic") == "compiled kernels" else ""
     return (
         f"{measured['model']} on {measured['text']}, {windows}, perplexity {measured['exact_perplexity']:.2f} in full "
-        f"precision; measured on {measured['date']} with\n`{measured['command']}`."
+        f"precision{kernels}; measured on {measured['date']} with\n`{measured['command']}`."
     )
 
 
