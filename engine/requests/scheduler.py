@@ -86,6 +86,7 @@ class Scheduler:
         self._prefill_ahead = 0.0  # seconds that prefill has had beyond its share, while steps waited for it
         self._prefill_since = 0.0  # seconds that prefill has had since the last step
         self._steps: deque[float] = deque(maxlen=_RECENT)  # seconds of recent steps
+        self._usual: float | None = None  # the median of these
         self._filling_steps: deque[float] = deque(maxlen=_RECENT)  # seconds of recent steps that filled a block
         self._joining = 0  # rows of prompts in the next step
         self._has_step = False  # whether the unit of prefill under way is a step, too
@@ -108,7 +109,7 @@ class Scheduler:
     @property
     def usual_step(self) -> float | None:
         """The seconds of a usual step; None if no sequence runs or none has taken a step yet."""
-        return median(self._steps) if self._running and self._steps else None
+        return self._usual if self._running else None
 
     @property
     def prefill_follows(self) -> bool:
@@ -130,9 +131,9 @@ class Scheduler:
 
     @property
     def _prefill_is_due(self) -> bool:
-        if self._prefill_ahead > 0 or not self._steps or self._joining >= _JOINING:
+        if self._prefill_ahead > 0 or self._usual is None or self._joining >= _JOINING:
             return False
-        share, usual = self._share, median(self._steps)
+        share, usual = self._share, self._usual
         budget = _CATCH_UP * share / (1 - share) * usual - max(0.0, self._steps[-1] - usual)
         if self._filling_steps and self._step_fills_a_block:
             budget -= max(0.0, median(self._filling_steps) - usual)
@@ -163,6 +164,7 @@ class Scheduler:
             self._prefill_ahead -= seconds * share
             self._prefill_since = 0.0
             self._steps.append(seconds)
+            self._usual = median(self._steps)
             if unit.fills_a_block:
                 self._filling_steps.append(seconds)
 

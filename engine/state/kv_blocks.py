@@ -74,16 +74,22 @@ class KVBlocks(TableGroup):
             current = KVLocation(None, slot)
         else:
             current, following = KVLocation(growth.buffer, growth.first), []
+        ids, finer = self._by_place(table.quantized)
         return SpanView(
             rows=rows,
             position=position,
             current=current,
             current_start=first * n,
             sink=table.sink if first else None,
-            table=table.quantized,
+            table=ids,
             table_start=(1 + table.dropped) * n,
             following=following,
+            finer=finer,
         )
+
+    def _by_place(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
+        """Return the numbers of blocks in the cache: of all, or of those that are not finer, and of the finer ones."""
+        return blocks, None
 
     def spans(self, views: Sequence[SpanView]) -> Spans:
         return self._ops.spans(views, self.block_size)

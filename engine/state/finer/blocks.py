@@ -12,12 +12,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, SpanView, layers_together
+from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, layers_together
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.state.blocks import BlockAllocator, CodeAgain, OutOfBlocks
 from polarlm.engine.state.finer.places import Place, Places
@@ -256,11 +255,8 @@ class FinerBlocks(KVBlocks):
                 encode(self._ops, filled)
             places.done.update(dict.fromkeys(group, first + len(layers)))
 
-    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> SpanView:
-        view = super().view(layer, table, growth, start, rows, position)
-        at = [self.blocks.places[block] for block in table.quantized]
-        finer, others = ([place.number for place in at if place.is_finer is kind] for kind in (True, False))
-        return replace(view, table=others, finer=finer)
+    def _by_place(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        return self.blocks.places.numbers(blocks)
 
     def _cache_of_newest(self, layer: int) -> Cache:
         return self._of_kind(layer, is_finer=True)

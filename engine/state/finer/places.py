@@ -7,7 +7,7 @@ s with number i begins at byte i · s, so both kinds are arrays over the whole m
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 
@@ -69,6 +69,13 @@ class Places:
 
     def __getitem__(self, block: int) -> Place:
         return self._of[block]
+
+    def numbers(self, blocks: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Return the numbers of those blocks that are not finer, and of the finer ones, in order."""
+        numbers: tuple[list[int], list[int]] = [], []
+        for is_finer, number in map(self._of.__getitem__, blocks):
+            numbers[is_finer].append(number)
+        return numbers
 
     def counts(self) -> tuple[int, int]:
         """Return how many finer blocks there are, and how many others."""
