@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,16 +49,17 @@ class Recorded(NamedTuple):
     overlaps: bool
 
 
-class Prepared(NamedTuple):
-    """Launches that are made again and again, one after the other, with little Python between.
+@dataclass
+class Prepared:
+    """Launches that are made again and again with little Python between; none need wait for another.
 
-    arguments: of each launch, packed as the kernel reads them, int64; its words are writable between runs. arrays: what
-    they point to, referenced here to keep it alive.
+    launches: of each the kernel, its arguments as it reads them, int64, whose words are writable between runs, its
+    number of units and its grain. arrays: what the arguments point to, referenced here to keep it alive.
     """
 
-    commands: CommandBuffer
-    arguments: Sequence[np.ndarray]
+    launches: Sequence[tuple[Kernel, np.ndarray, int, int]]
     arrays: Sequence[np.ndarray]
+    commands: CommandBuffer | None = None  # once they have run
 
 
 class HostCall(NamedTuple):
@@ -160,13 +162,13 @@ class Launcher:
             self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, overlaps))
 
     def prepare(self, launches: Sequence[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> Prepared:
-        """Launches for `run`, which need not wait for each other: of each the kernel, its number of units, and its
-        arguments."""
-        packed = [(kernel, kernel.pack(arguments).copy(), units) for kernel, units, arguments in launches]
-        arrays = [x for *_, arguments in launches for x in arguments if isinstance(x, np.ndarray)]
-        return Prepared(self._commands([(*launch, 1) for launch in packed]), [x for _, x, _ in packed], arrays)
+        """Launches for `run`: of each the kernel, its number of units, and its arguments."""
+        packed = [(kernel, kernel.pack(arguments).copy(), units, 1) for kernel, units, arguments in launches]
+        return Prepared(packed, [x for *_, arguments in launches for x in arguments if isinstance(x, np.ndarray)])
 
     def run(self, prepared: Prepared) -> None:
+        if prepared.commands is None:
+            prepared.commands = self._commands(prepared.launches)
         self._workers.run(prepared.commands, self.threads)
 
     def together(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> None:

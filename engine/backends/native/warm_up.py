@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.native.launch import Launcher, Recorded, Recording
+from polarlm.engine.backends.native.launch import Launcher, Prepared, Recorded, Recording
 from polarlm.engine.jit.lang import Kernel
 
 
@@ -30,6 +30,9 @@ class WarmUpLauncher(Launcher):
     def _run(self, launches: Sequence[tuple[Kernel, np.ndarray, int, int]]) -> None:
         for kernel, *_ in launches:
             self._need(kernel)
+
+    def run(self, prepared: Prepared) -> None:
+        self._run(prepared.launches)
 
     def _need(self, kernel: Kernel) -> None:
         self._needed[kernel] = None

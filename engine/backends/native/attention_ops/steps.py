@@ -40,7 +40,7 @@ class AttentionOps(PromptOps):
             kernel, fixed = cache.decoding
             of_one = fixed._replace(ids=np.zeros(1, np.int64), count=1)
             cache.decoding_one = self._launch.prepare([(kernel, cache.format.kv_heads, of_one)])
-        _, (arguments,), (ids,) = cache.decoding_one
+        ((_, arguments, *_),), (ids,) = cache.decoding_one.launches, cache.decoding_one.arrays
         k, v = self._launch.empty((2, cache.format.kv_heads, cache.format.block_size, cache.format.head_dim))
         ids[0], arguments[_K], arguments[_V] = blocks[0], address(k), address(v)
         self._launch.run(cache.decoding_one)

@@ -65,16 +65,17 @@ class EncodingOps(KernelOps):
         if layer.encoding_one is None:
             heads, dim, launches = layer.format.kv_heads, layer.format.head_dim, []
             for encoder, first, _ in of_sides.values():
-                arguments = EncodeArguments(first[:, 0].copy(), np.zeros(heads, np.uint8), dim, is_half=False)
-                launches.append((encoder.kernel, heads, arguments))
+                blank = EncodeArguments(first[:, 0].copy(), np.zeros(heads, np.uint8), dim, is_half=False)
+                launches.append((encoder.kernel, heads, blank))
             layer.encoding_one = self._launch.prepare(launches)
-        _, packed, arrays = layer.encoding_one
+        prepared, arrays = layer.encoding_one.launches, layer.encoding_one.arrays
         for side, (_, first, steps) in of_sides.items():
             x, is_half = _sources(layer, sources, side)
             addresses = arrays[2 * side]
             np.add(first[:, 0], steps * blocks[0], out=addresses)
             addresses[:, _X] = x[:, 0]
-            packed[side][_IS_HALF] = is_half
+            _, arguments, *_ = prepared[side]
+            arguments[_IS_HALF] = is_half
         self._launch.run(layer.encoding_one)
         for damaged, codec in zip(arrays[1::2], (layer.format.codec_k, layer.format.codec_v), strict=True):
             if damaged.any():
