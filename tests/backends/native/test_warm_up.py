@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams, codecs
-from polarlm.engine.backends.kv import CacheFormat, KVLocation, Move
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move
 from polarlm.engine.backends.native import launch as launch_module
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
 from polarlm.engine.backends.native.ops import NativeOps
@@ -253,3 +253,18 @@ def test_a_warm_up_writes_to_no_slot() -> None:
     assert not cache.full_k.any()
     ops.copy_full([cache], [Move(KVLocation(None, 1), KVLocation(source, 0), 4)])
     assert cache.full_k[1].all()
+
+
+def test_a_warm_up_encodes_no_block() -> None:
+    """What it would read was not computed. The launches that it prepares run later."""
+    ops = NativeOps(1)
+    f16 = codecs.get("f16")
+    format = CacheFormat(f16, f16, None, None, mean_bits=0, block_size=16, kv_heads=2, head_dim=16)
+    cache = ops.cache(format, 2, 2)
+    cache.full_k[0], cache.full_k[1], cache.full_v[1] = np.nan, 1, 2
+    blocks = [FilledBlocks([cache], [1], [KVLocation(None, slot)]) for slot in range(2)]
+    ops.warm_up().ops.encode_blocks(blocks[:1])
+    assert not cache.k["tiles"].any()
+    ops.encode_blocks(blocks[1:])
+    for decoded, expected in zip(ops.decode_blocks(cache, [1]), (1, 2), strict=True):
+        np.testing.assert_array_equal(decoded, np.full((2, 16, 16), expected, np.float32))
