@@ -161,21 +161,17 @@ class Launcher:
             arrays = [x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)]
             self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, overlaps))
 
-    def prepare(self, launches: Sequence[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> Prepared:
+    def prepare(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> Prepared:
         """Launches for `run`: of each the kernel, its number of units, and its arguments."""
-        packed = [(kernel, kernel.pack(arguments).copy(), units, 1) for kernel, units, arguments in launches]
-        return Prepared(packed, [x for *_, arguments in launches for x in arguments if isinstance(x, np.ndarray)])
+        whole = [*launches]
+        grain = max(1, sum(units for _, units, _ in whole) // (_CHUNKS * self.threads))
+        packed = [(kernel, kernel.pack(arguments).copy(), units, grain) for kernel, units, arguments in whole]
+        return Prepared(packed, [x for *_, arguments in whole for x in arguments if isinstance(x, np.ndarray)])
 
     def run(self, prepared: Prepared) -> None:
         if prepared.commands is None:
             prepared.commands = self._commands(prepared.launches)
         self._workers.run(prepared.commands, self.threads)
-
-    def together(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> None:
-        """Run kernels that need not wait for each other: each kernel, its number of units, and its arguments."""
-        packed = [(kernel, kernel.pack(arguments), units) for kernel, units, arguments in launches]
-        grain = max(1, sum(units for *_, units in packed) // (_CHUNKS * self.threads))
-        self._run([(*launch, grain) for launch in packed])
 
     def _run(self, launches: Sequence[tuple[Kernel, np.ndarray, int, int]]) -> None:
         """Run kernels at the same time: each kernel, its arguments, its number of units and its grain."""

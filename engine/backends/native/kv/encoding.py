@@ -96,8 +96,10 @@ class EncodingOps(KernelOps):
 
     def _encode(self, launches: dict[_Launch, np.ndarray]) -> None:
         """Encode the keys or the values of blocks of KV heads, of all layers, at the same time. Raises NotFinite."""
+        if not launches:
+            return
         damaged = {launch: np.zeros(len(addresses), np.uint8) for launch, addresses in launches.items()}
-        self._launch.together(
+        prepared = self._launch.prepare(
             (
                 launch.kernel,
                 len(addresses),
@@ -105,6 +107,7 @@ class EncodingOps(KernelOps):
             )
             for launch, addresses in launches.items()
         )
+        self._launch.run(prepared)
         for launch, of_blocks in damaged.items():
             if of_blocks.any():
                 raise NotFinite(launch.codec)
