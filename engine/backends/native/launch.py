@@ -51,7 +51,7 @@ class Recorded(NamedTuple):
 
 @dataclass
 class Prepared:
-    """Launches that are made again and again with little Python between; none need wait for another.
+    """Launches that can be run again and again with little Python between; none need wait for another.
 
     launches: of each the kernel, its arguments as it reads them, int64, whose words are writable between runs, its
     number of units and its grain. arrays: what the arguments point to, referenced here to keep it alive.
@@ -156,7 +156,7 @@ class Launcher:
         packed, count = kernel.pack(arguments), units if isinstance(units, int) else units()
         grain = grain or max(1, count // (_CHUNKS * self.threads))
         if self._recording is None:
-            self._run([(kernel, packed, count, grain)])
+            self.run(Prepared([(kernel, packed, count, grain)], ()))
         else:
             arrays = [x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)]
             self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, overlaps))
@@ -169,18 +169,15 @@ class Launcher:
         return Prepared(packed, [x for *_, arguments in whole for x in arguments if isinstance(x, np.ndarray)])
 
     def run(self, prepared: Prepared) -> None:
+        """Run the launches, at the same time."""
         if prepared.commands is None:
-            prepared.commands = self._commands(prepared.launches)
-        self._workers.run(prepared.commands, self.threads)
-
-    def _run(self, launches: Sequence[tuple[Kernel, np.ndarray, int, int]]) -> None:
-        """Run kernels at the same time: each kernel, its arguments, its number of units and its grain."""
-        if launches := [launch for launch in launches if launch[2]]:
-            self._workers.run(self._commands(launches), self.threads)
-
-    def _commands(self, launches: Sequence[tuple[Kernel, np.ndarray, int, int]]) -> CommandBuffer:
-        address = self.library.address
-        return CommandBuffer([Launch(address(kernel), x.ctypes.data, n, grain, 1) for kernel, x, n, grain in launches])
+            address = self.library.address
+            calls = [
+                Launch(address(kernel), x.ctypes.data, n, grain, 1) for kernel, x, n, grain in prepared.launches if n
+            ]
+            prepared.commands = CommandBuffer(calls)
+        if len(prepared.commands.units):
+            self._workers.run(prepared.commands, self.threads)
 
     def call(self, function: Callable[..., None], *arrays: np.ndarray) -> None:
         """Call function(*arrays), which may launch kernels itself, or record the call.

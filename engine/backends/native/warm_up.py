@@ -27,12 +27,9 @@ class WarmUpLauncher(Launcher):
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         return np.zeros(shape, dtype)
 
-    def _run(self, launches: Sequence[tuple[Kernel, np.ndarray, int, int]]) -> None:
-        for kernel, *_ in launches:
-            self._need(kernel)
-
     def run(self, prepared: Prepared) -> None:
-        self._run(prepared.launches)
+        for kernel, *_ in prepared.launches:
+            self._need(kernel)
 
     def _need(self, kernel: Kernel) -> None:
         self._needed[kernel] = None

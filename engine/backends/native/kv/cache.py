@@ -97,10 +97,10 @@ class TileCache(LayerCache):
         """The kernel that decodes blocks, and its arguments without the blocks and what they are decoded to."""
         format = self.format
         spec = Decoding(self.key_tiles, self.value_tiles, format.mean_bits, format.block_size, format.head_dim)
-        keys, values, *mean = (array.ctypes.data for array in (*self.memory, *self.mean.values()))
-        means = dict(zip(self.mean, mean, strict=True))
-        places = {"keys": keys, "values": values, "mean": means.get("mean"), "mean_scale": means.get("mean_scale")}
-        return decode(spec), DecodeArguments(**places, ids=None, k=None, v=None, count=0, **self.strides)
+        keys, values = self.memory
+        read = {name: x.ctypes.data for name, x in {"keys": keys, "values": values, **self.mean}.items()}
+        blank = dict.fromkeys(DecodeArguments._fields, None)
+        return decode(spec), DecodeArguments(**{**blank, **read, **self.strides})
 
     def of_one_block(self) -> TileCache:
         """A cache with the same format and slots, and memory of its own for one quantized block."""

@@ -96,8 +96,6 @@ class EncodingOps(KernelOps):
 
     def _encode(self, launches: dict[_Launch, np.ndarray]) -> None:
         """Encode the keys or the values of blocks of KV heads, of all layers, at the same time. Raises NotFinite."""
-        if not launches:
-            return
         damaged = {launch: np.zeros(len(addresses), np.uint8) for launch, addresses in launches.items()}
         prepared = self._launch.prepare(
             (
