@@ -61,6 +61,13 @@ class EngineConfig:
         metavar="TYPE",
         help="convert matrices while they are loaded, to f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or mxfp4",
     )
+    input_bits: int = setting(
+        16,
+        "--input-bits",
+        choices=(8, 16),
+        help="on a CPU, bits of the inputs that are multiplied by quantized weights: 8, as llama.cpp has them, reads "
+        "prompts and answers several requests faster, for about a hundred times the rounding",
+    )
     device: str = setting(
         "auto",
         "--device",

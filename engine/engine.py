@@ -49,6 +49,8 @@ class Engine(Vectors):
         self._identity = identity.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
         determines = {key: value for key, value in self._identity.items() if key != "name"}
+        if (bits := parts.config.input_bits) != EngineConfig.input_bits:  # other keys and values
+            determines["input_bits"] = str(bits)
         self._prefixes = PrefixCache(self._store, json.dumps(determines).encode(), enabled=keeps)
         self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model)

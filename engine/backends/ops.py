@@ -190,6 +190,13 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def kept_as(self, format: WeightFormat) -> WeightFormat:
         """The format in which the device keeps matrices that come to it in `format`."""
 
+    def take_inputs(self, bits: int) -> str:
+        """Let inputs of products with quantized weights have 8 or 16 bits; return why 8 have no effect, or nothing."""
+
+    @property
+    def inputs(self) -> str:
+        """What inputs of these products have, for users; empty if they are floats."""
+
     def warm_up(self) -> WarmUp | None:
         """Ops for a warm-up, and a function that waits for the kernels they need; None if nothing is compiled."""
 

@@ -181,7 +181,7 @@ def _value_name(field: Field[Any]) -> str:
     if _is_word(field):
         return str(field.metadata["flags"][0])
     if "choices" in field.metadata:
-        return "{" + ",".join(field.metadata["choices"]) + "}"
+        return "{" + ",".join(map(str, field.metadata["choices"])) + "}"
     return str(field.metadata.get("metavar", field.name.upper()))
 
 

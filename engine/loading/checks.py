@@ -11,7 +11,7 @@ from typing import Any, get_origin, get_type_hints
 from polarlm.engine.backends.select import gpu_numbers
 from polarlm.engine.config import AUTO, EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFT_MODEL, DRAFTS, MOST_DRAFTED
+from polarlm.engine.limits import DRAFT_MODEL, MOST_DRAFTED
 from polarlm.engine.loading.placement.cards import shares_of
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import parsed
@@ -51,6 +51,9 @@ def settle(
 
 
 def _check_values(config: EngineConfig) -> None:
+    for field in fields(EngineConfig):
+        if (choices := field.metadata.get("choices")) is not None and getattr(config, field.name) not in choices:
+            raise _wrong(field.name, config, f"choose from {', '.join(map(str, choices))}")
     if config.ctx_size < 0:
         raise _wrong("ctx_size", config, "give a number of tokens, or 0 for the model's own")
     if config.ctx_size == 1:
@@ -61,8 +64,6 @@ def _check_values(config: EngineConfig) -> None:
         raise EngineError(f"block_size is {config.block_size}, but must be a multiple of 4")
     if config.parallel < 1:
         raise _wrong("parallel", config, "give the number of requests to compute at a time, 1 or more")
-    if config.spec_type not in DRAFTS:
-        raise _wrong("spec_type", config, f"choose from {', '.join(DRAFTS)}")
     if not 0 <= config.draft_max <= MOST_DRAFTED:
         raise _wrong("draft_max", config, f"give the most tokens of a draft, 0 to {MOST_DRAFTED}")
     if config.spec_type == DRAFT_MODEL and config.model_draft is None:

@@ -67,7 +67,8 @@ def fit_line(parts: Parts) -> str:
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = cache_types.in_words(parts.config, shape)
     weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
-    where = ", mapped from the tile cache" if parts.is_mapped else ""
+    where = f", {ops.inputs}" if ops.inputs else ""
+    where += ", mapped from the tile cache" if parts.is_mapped else ""
     if parts.experts is not None:
         where += f" ({parts.experts})"
     if model.config.is_encoder:

@@ -164,6 +164,15 @@ class CudaOps:
     def wait(self) -> None:
         self._device.wait()
 
+    def take_inputs(self, bits: int) -> str:
+        if self.host is not None:
+            return self.host.take_inputs(bits)
+        return "" if bits == 16 else "it is for CPUs"
+
+    @property
+    def inputs(self) -> str:
+        return ""
+
     def threads(self) -> Threads | None:
         return None if self.host is None else self.host.threads()
 

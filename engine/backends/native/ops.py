@@ -51,6 +51,18 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
         super().__init__(Launcher(self._count.number, choice.level))
         self._graphs = Graphs(self._launch)
 
+    def take_inputs(self, bits: int) -> str:
+        self._launch.input_bits = bits if self._launch.level.most_code else 16
+        if bits == self._launch.input_bits:
+            return ""
+        return f"kernels for {self._launch.level.name} have no instructions that multiply bytes"
+
+    @property
+    def inputs(self) -> str:
+        most, bits = self._launch.level.most_code, self._launch.input_bits
+        limit = f" for codes of up to {most.bit_length()}, else of 16" if bits == 8 and most < 255 else ""
+        return f"inputs of {bits} bits{limit}"
+
     def warm_up(self) -> WarmUp:
         ops, launch = copy(self), WarmUpLauncher(self._launch)
         ops._launch, ops._graphs = launch, Graphs(launch)
@@ -67,7 +79,7 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
         number, why, library = self._count.number, self._count.why, self._launch.library
         if (started := workers().start(number)) < number:
             number, why = started, f"{why}: {number}, of which the system starts no more"
-        why = f"{why}; kernels compiled for {library.level.name}"
+        why = f"{why}; kernels compiled for {library.level.name}, {self.inputs}"
         if failed := library.failed:
             why += f"; without {', '.join(failed)}, which cannot be compiled"
         return Threads(number, why, tuple(library.names))

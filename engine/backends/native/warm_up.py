@@ -21,7 +21,7 @@ class WarmUpLauncher(Launcher):
 
     def __init__(self, launch: Launcher) -> None:
         super().__init__(launch.threads, launch.level)
-        self.library = launch.library
+        self.library, self.input_bits = launch.library, launch.input_bits
         self._needed: dict[Kernel, None] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:

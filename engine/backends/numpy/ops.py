@@ -70,6 +70,13 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def threads(self) -> Threads:
         return Threads(blas.threads(), "by the setting threads" if self._is_set else "as BLAS has them")
 
+    def take_inputs(self, bits: int) -> str:
+        return "" if bits == 16 else "NumPy multiplies float32"
+
+    @property
+    def inputs(self) -> str:
+        return ""
+
     def of_layer(self, layer: int) -> NumpyOps:
         return self
 

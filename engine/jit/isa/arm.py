@@ -108,6 +108,7 @@ class NeonDot(Neon):
     needs = (*Neon.needs, "dotprod")
     code_outputs = 8
     splits_words = True
+    most_code = 255
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         """Unsigned bytes less 128 are signed. What that lacks does not depend on them, so it is shared by products."""
@@ -131,10 +132,9 @@ class NeonI8mm(NeonDot):
     needs = (*NeonDot.needs, "i8mm")
     code_tiles = ((3, 1),)
 
-    def split_start(self, e: Emitter, start: Value) -> list[Value]:
-        """Sums of high and of low bytes in turn, since a product of matrices is of two lanes with both."""
-        zero = e.zero(start.type)
-        return [e.shuffle(zero, start, [i for lane in range(start.lanes) for i in (lane, lane + start.lanes)])]
+    def split_start(self, e: Emitter, high: Value, low: Value) -> list[Value]:
+        """Sums of both rows in turn, since a product of matrices is of two lanes with both."""
+        return [e.shuffle(high, low, [i for lane in range(low.lanes) for i in (lane, lane + low.lanes)])]
 
     def split_add(self, e: Emitter, sums: Values, codes: Values, words: Value) -> list[Value]:
         even, odd = codes
@@ -145,10 +145,9 @@ class NeonI8mm(NeonDot):
 
         return [e.by_parts(4, add, *sums, both)]
 
-    def split_end(self, e: Emitter, sums: Values) -> Value:
+    def split_end(self, e: Emitter, sums: Values) -> list[Value]:
         (both,) = sums
-        high, low = (e.shuffle(both, both, range(first, both.lanes, 2)) for first in (0, 1))
-        return (high << 8) + low
+        return [e.shuffle(both, both, range(first, both.lanes, 2)) for first in (0, 1)]
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         return _dots(e, "usdot", total, unsigned, signed)

@@ -9,6 +9,7 @@ from itertools import product
 
 from polarlm.engine.jit.isa.generic import ConvertsHalves
 from polarlm.engine.jit.lang import I8, I16, Emitter, Level, Type, Value, Values, vector
+from polarlm.engine.jit.lang.level import ByteSum
 
 _PAIR_PRODUCTS = {32: "avx2.pmadd.ub.sw", 64: "avx512.pmaddubs.w.512"}
 _WORD_PRODUCTS = {32: "avx2.pmadd.wd", 64: "avx512.pmaddw.d.512"}
@@ -19,6 +20,8 @@ _SHUFFLE = {32: "avx2.pshuf.b", 64: "avx512.pshuf.b.512"}
 _ROWS, _BYTES = 16, 64  # a tile's
 _SUM, _LEFT, _RIGHT = 0, (1, 2), 3  # tiles
 _PALETTE, _PLACE_OF_BYTES, _PLACE_OF_ROWS = 1, 16, 48  # a configuration's, which has 64 bytes
+
+_MOST_WORD, _MOST_BYTE = 2**15 - 1, 127  # an int16, and the largest magnitude of an input of 8 bits
 
 _LINE = 16  # entries of a part of a table
 _PARTS = 8  # parts: 128 entries, all of whose indices are ≥ 0 as signed bytes
@@ -36,6 +39,7 @@ class Avx2(ConvertsHalves):
     unpacks_first = True
     byte_register = 32
     fuses = True
+    most_code = 63  # two products with a larger one may not fit an int16
     multiplies_words = True
 
     def by_registers(self, e: Emitter, operation: Callable[..., Value], *operands: Value) -> Value:
@@ -67,6 +71,9 @@ class Avx2(ConvertsHalves):
             return total + e.intrinsic(name, total.type, products, e.constant(words, 1))
 
         return self.by_registers(e, add, total, unsigned, signed)
+
+    def sum_of_bytes(self, e: Emitter, start: Value, most: int) -> ByteSum:
+        return _PairSum(e, start, most)
 
     def dot2(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
         def add(width: int, total: Value, a: Value, b: Value) -> Value:
@@ -143,6 +150,30 @@ class Avx2(ConvertsHalves):
         return find
 
 
+class _PairSum(ByteSum):
+    """Products are added in pairs as int16, as many as fit, and then these in pairs as int32."""
+
+    def __init__(self, e: Emitter, start: Value, most: int) -> None:
+        super().__init__(partial(e.level.dot2, e), start)
+        self.at_once = _MOST_WORD // (2 * most * _MOST_BYTE)
+        self._e, self._pairs, self._count = e, e.zero(start.type), 0
+
+    def add(self, codes: Value, fours: Value) -> None:
+        e, bytes_ = self._e, vector(I8, 4 * codes.lanes)
+        products = e.level.pair_products(e, codes.bits(bytes_), fours.bits(bytes_))
+        self._pairs = products if self._count == 0 else self._pairs + products
+        self._count += 1
+        if self._count == self.at_once:
+            self.end()
+
+    def end(self) -> Value:
+        if self._count:
+            lanes = self._total.type
+            super().add(self._pairs.bits(lanes), self._e.constant(self._pairs.type, 1).bits(lanes))
+            self._count = 0
+        return self._total
+
+
 def _is_mirrored(first: bytes, second: bytes) -> bool:
     """Whether entries of the tables' second halves equal the first halves, but for the sign of `second`, and for
     the last 16 of `first`."""
@@ -180,6 +211,11 @@ def _shuffled(e: Emitter, tables: Sequence[Values], pieces: Values) -> list[list
 
 class _Vnni(Avx2):
     """Dot products of bytes or of int16, added to a total, are one instruction."""
+
+    most_code = 255
+
+    def sum_of_bytes(self, e: Emitter, start: Value, most: int) -> ByteSum:
+        return Level.sum_of_bytes(self, e, start, most)
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         return self._dot(e, "vpdpbusd", total, unsigned, signed)
@@ -292,7 +328,7 @@ def _bytes(e: Emitter, table: Values, index: Value) -> Value:
 
 class Avx512Amx(Avx512Vbmi):
     name = "avx512-amx"
-    needs = (*Avx512Vbmi.needs, "amx-tile", "amx-bf16")
+    needs = (*Avx512Vbmi.needs, "amx-tile", "amx-bf16", "amx-int8")
     matrix_rows = _ROWS
 
     def word_table(self, e: Emitter, entries: Sequence[int]) -> Callable[[Value], Value]:
@@ -303,8 +339,8 @@ class Avx512Amx(Avx512Vbmi):
         low, high = (e.constant(words, tuple(entries[first : first + half])) for first in (0, half))
         return lambda index: e.intrinsic("llvm.x86.avx512.vpermi2var.hi.512", words, low, index, high)
 
-    def begin_tiles(self, e: Emitter, pairs: int) -> None:
-        shapes = {_SUM: (_ROWS, _BYTES), _RIGHT: (pairs, _BYTES), **dict.fromkeys(_LEFT, (_ROWS, 4 * pairs))}
+    def begin_tiles(self, e: Emitter, words: int) -> None:
+        shapes = {_SUM: (_ROWS, _BYTES), _RIGHT: (words, _BYTES), **dict.fromkeys(_LEFT, (_ROWS, 4 * words))}
         configuration = bytearray(64)
         configuration[0] = _PALETTE
         for tile, (rows, nbytes) in shapes.items():
@@ -315,15 +351,15 @@ class Avx512Amx(Avx512Vbmi):
         """The system no longer saves tiles when it switches threads."""
         e.intrinsic("llvm.x86.tilerelease", None)
 
-    def multiply_tiles(self, e: Emitter, left: Values, right: Value, out: Value) -> None:
-        total, factor, stride = e.constant(I8, _SUM), e.constant(I8, _RIGHT), e.i64(_BYTES)
-        e.intrinsic("llvm.x86.tileloadd64", None, factor, right, stride)
+    def multiply_tiles(self, e: Emitter, left: Values, stride: int, right: Value, out: Value) -> None:
+        total, factor, line = e.constant(I8, _SUM), e.constant(I8, _RIGHT), e.i64(_BYTES)
+        e.intrinsic("llvm.x86.tileloadd64", None, factor, right, line)
         e.intrinsic("llvm.x86.tilezero", None, total)
         for tile, at in zip(_LEFT, left, strict=False):
             number = e.constant(I8, tile)
-            e.intrinsic("llvm.x86.tileloadd64", None, number, at, stride)
-            e.intrinsic("llvm.x86.tdpbf16ps", None, total, number, factor)
-        e.intrinsic("llvm.x86.tilestored64", None, total, out, stride)
+            e.intrinsic("llvm.x86.tileloadd64", None, number, at, e.i64(stride))
+            e.intrinsic(f"llvm.x86.{'tdpbf16ps' if stride == _BYTES else 'tdpbsud'}", None, total, number, factor)
+        e.intrinsic("llvm.x86.tilestored64", None, total, out, line)
 
 
 # In ascending order. A level is a subset of every later one, except for avx2-vnni.

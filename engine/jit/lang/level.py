@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from polarlm.engine.jit.lang.values import F32, I8, I16, I32, I64, Value, Values, vector
 
 LARGEST_SPLIT = 127 * 256 + 127  # the largest int16 that is 256 times a signed byte, and a signed byte
+
+
+class ByteSum:
+    """A sum of products of vectors of bytes, in int32 lanes. at_once: vectors that a turn of a loop should add."""
+
+    at_once = 2
+
+    def __init__(self, add: Callable[[Value, Value, Value], Value], start: Value) -> None:
+        """add(total, codes, fours): total plus the products of the 4 bytes of each lane."""
+        self._add, self._total = add, start
+
+    def add(self, codes: Value, fours: Value) -> None:
+        self._total = self._add(self._total, codes, fours)
+
+    def end(self) -> Value:
+        return self._total
 
 
 class Level:
@@ -40,6 +57,8 @@ class Level:
     fuses = False  # whether multiply-add of floats is one instruction with one rounding
     signed_dots = False
     """Whether signed bytes times signed bytes take fewer instructions than unsigned bytes times signed bytes."""
+    most_code = 0
+    """The largest code whose products with inputs of 8 bits take less time than with 16 bits; 0 if there is none."""
     splits_words = False  # whether products of bytes with int16 are faster as products with the two bytes of each int16
     split_rows = 0
     """Rows up to which products of unsigned bytes with int16 are faster as products with the two bytes of each int16:
@@ -92,16 +111,22 @@ class Level:
         """total + Σ a · b over the 2 int16 of each int32 lane, exact."""
         return total + (a << 16).ashr(16) * (b << 16).ashr(16) + a.ashr(16) * b.ashr(16)
 
-    def split_start(self, e: Any, start: Value) -> list[Value]:
-        """What `split_add` adds to, with a start value for each lane: sums of products of signed bytes with int16 of
-        magnitude up to `LARGEST_SPLIT`, exact. With `splits_words` they are faster than `dot2`."""
-        return [e.zero(start.type), start]
+    def sum_of_bytes(self, e: Any, start: Value, most: int) -> ByteSum:
+        """start + products of bytes with signed bytes above -128, exact, in int32 lanes. most: the largest of the
+        former, at most `most_code`. They are unsigned, except with `signed_dots`."""
+        return ByteSum(partial(self.dot4_signed if self.signed_dots else self.dot4, e), start)
+
+    def split_start(self, e: Any, high: Value, low: Value) -> list[Value]:
+        """What `split_add` adds to: two sums, with a start value for each lane, of products of signed bytes with two
+        rows of signed bytes. With `splits_words` the rows may be the high and the low bytes of int16 of magnitude up to
+        `LARGEST_SPLIT`, which is faster than `dot2`."""
+        return [high, low]
 
     def split_add(self, e: Any, sums: Values, codes: Values, words: Value) -> list[Value]:
-        """Add, for each lane, the products of its 8 bytes with the same 8 int16.
+        """Add, for each lane, the products of its 8 bytes with the same 8 bytes of both rows.
 
-        codes: two vectors of int32 lanes, of 4 bytes each. words (16,): 8 high bytes, and then 8 low bytes, both
-        signed, so that an int16 is 256 times the one plus the other.
+        codes: two vectors of int32 lanes, of 4 bytes each. words (16,): 8 bytes of the first row, and then of the
+        second.
         """
         fours, totals = words.bits(vector(I32, 4)), []
         for part, total in enumerate(sums):
@@ -110,27 +135,28 @@ class Level:
             totals.append(total)
         return totals
 
-    def split_end(self, e: Any, sums: Values) -> Value:
-        """The sums, int32."""
-        high, low = sums
-        return (high << 8) + low
+    def split_end(self, e: Any, sums: Values) -> list[Value]:
+        """Both sums, int32."""
+        return list(sums)
 
     def word_table(self, e: Any, entries: Sequence[int]) -> Callable[[Value], Value]:
         """A function that looks up int16 (32,) in up to 64 int16. Levels that multiply matrices have it."""
         raise NotImplementedError
 
-    def begin_tiles(self, e: Any, pairs: int) -> None:
-        """What precedes `multiply_tiles`. pairs: of numbers in a row of `left`, up to 16."""
+    def begin_tiles(self, e: Any, words: int) -> None:
+        """What precedes `multiply_tiles`. words: of 32 bits in a row of `left`, up to 16."""
         raise NotImplementedError
 
     def end_tiles(self, e: Any) -> None:
         """What follows the last `multiply_tiles`."""
         raise NotImplementedError
 
-    def multiply_tiles(self, e: Any, left: Values, right: Value, out: Value) -> None:
+    def multiply_tiles(self, e: Any, left: Values, stride: int, right: Value, out: Value) -> None:
         """Write the sum of the products of one or two matrices `left` with `right` to `out`: addresses. left: bfloat16
-        (16, 2 · pairs), a row every 64 bytes. right: bfloat16 (pairs, 16, 2), a pair for each column. out: float32
-        (16, 16). Integers are exact if the magnitudes of the products in a sum add up to 2²⁴ at most."""
+        (16, 2 · words), a row every `stride` = 64 bytes. right: bfloat16 (words, 16, 2), a pair for each column. out:
+        float32 (16, 16). Integers are exact if the magnitudes of the products in a sum add up to 2²⁴ at most.
+
+        With a stride of 32 bytes left is int8 (16, 4 · words), right uint8 (words, 16, 4), and out int32."""
         raise NotImplementedError
 
     def pair_products(self, e: Any, unsigned: Value, signed: Value) -> Value:

@@ -18,6 +18,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     Inputs,
     RowArguments,
     are_matrices,
+    are_paired,
     inputs_for,
     interleave_rows,
     number_bytes,
@@ -84,17 +85,32 @@ def quantized(
     """x in panels of `quantize_rows`, its words (rows, groups, 32), and their numbers (rows, groups, 4 or 8) int32: the
     bits of a float32, three sums, and three of products of pairs."""
     count, columns = x.shape
-    out = np.zeros((-(-count // row_tile), panel_bytes(columns, row_tile, level)), np.uint8)
+    out = np.zeros((-(-count // row_tile), panel_bytes(columns, row_tile, level, inputs)), np.uint8)
     run(quantize_rows(False, row_tile, inputs=inputs), level, count, _rows(x, out))
-    groups = out.reshape(len(out), columns // 32, -1)
-    if are_matrices(level, row_tile, inputs):
+    groups, size = out.reshape(len(out), columns // 32, -1), 32 * inputs.size * row_tile
+    if inputs is Inputs.CODES and are_matrices(level, row_tile, inputs):
         return out, *(part[:count] for part in of_matrices(groups))
-    own = np.ascontiguousarray(groups[..., : 64 * row_tile]).reshape(len(out), -1, row_tile, 64).swapaxes(1, 2)
-    words = joined(own) if splits(level, row_tile, inputs) else np.ascontiguousarray(own).view(np.int16)
-    numbers = np.ascontiguousarray(groups[..., 64 * row_tile :]).view(np.int32)
-    each = number_bytes(level) // 4
+    own = np.ascontiguousarray(groups[..., :size])
+    if inputs is Inputs.BYTES:
+        words = in_order(own.view(np.int8), row_tile, paired=are_paired(level, row_tile, inputs))
+    else:
+        own = own.reshape(len(out), -1, row_tile, 64).swapaxes(1, 2)
+        words = joined(own) if splits(level, row_tile, inputs) else np.ascontiguousarray(own).view(np.int16)
+    numbers = np.ascontiguousarray(groups[..., size:]).view(np.int32)
+    if are_matrices(level, row_tile, inputs):
+        numbers = integers_of(numbers.view(np.float32))
+    each = number_bytes(level, inputs) // 4
     numbers = numbers.reshape(len(out), -1, row_tile, each).swapaxes(1, 2)
     return out, words.reshape(-1, columns // 32, 32)[:count], numbers.reshape(-1, columns // 32, each)[:count]
+
+
+def in_order(own: np.ndarray, row_tile: int, *, paired: bool) -> np.ndarray:
+    """The int8 of panels (panels, groups, 32 R), with paired rows or without → (panels, R, groups, 32)."""
+    panels, groups, _ = own.shape
+    if paired:
+        own = own.reshape(panels, groups, row_tile // 2, 4, 2, 8).swapaxes(3, 4)
+    fours = own.reshape(panels, groups, row_tile, 8, 4)[..., [0, 2, 1, 3]]
+    return fours.reshape(panels, groups, row_tile, 32).swapaxes(1, 2)
 
 
 def of_matrices(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -102,10 +118,16 @@ def of_matrices(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     halves = groups[..., : 4 * 16 * GROUP].copy().view(np.uint16).astype(np.uint32) << 16
     words = halves.view(np.float32).reshape(*groups.shape[:2], 2, 16, GROUP).sum(2)
     numbers = groups[..., 4 * 16 * GROUP :].copy().view(np.float32).reshape(*groups.shape[:2], 16, 4)
-    integers = numbers.astype(np.int32)
-    integers[..., 0] = numbers[..., 0].view(np.int32)
-    by_row = [part.swapaxes(1, 2).reshape(-1, groups.shape[1], part.shape[-1]) for part in (words, integers)]
+    both = words, integers_of(numbers)
+    by_row = [part.swapaxes(1, 2).reshape(-1, groups.shape[1], part.shape[-1]) for part in both]
     return by_row[0].astype(np.int16), by_row[1]
+
+
+def integers_of(numbers: np.ndarray) -> np.ndarray:
+    """A scale and three sums of each row, float32, as elsewhere: the bits of the scale, and integers."""
+    integers = numbers.astype(np.int32)
+    integers.reshape(-1, 4)[:, 0] = numbers.view(np.int32).reshape(-1, 4)[:, 0]
+    return integers
 
 
 def joined(split: np.ndarray) -> np.ndarray:
@@ -150,17 +172,18 @@ def read_back(words: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 @some_levels
 @pytest.mark.parametrize("row_tile", [1, 2])
-def test_rows_are_quantized_to_the_nearest_word(level: Level, row_tile: int) -> None:
+@pytest.mark.parametrize("kind", [Inputs.CODES, Inputs.BYTES])
+def test_rows_are_quantized_to_the_nearest_integer(level: Level, row_tile: int, kind: Inputs) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((3, 128)).astype(np.float32)
     x[1, :32] = 0
-    _, words, numbers = quantized(x, row_tile, level)
-    step = np.abs(x.reshape(3, -1, 32)).max(-1) / 32639
+    _, words, numbers = quantized(x, row_tile, level, kind)
+    step = np.abs(x.reshape(3, -1, 32)).max(-1) / kind.value
     errors = np.abs(read_back(words, numbers) - x).reshape(3, -1, 32)
     assert (errors <= 0.51 * step[..., None]).all()
     np.testing.assert_array_equal(numbers[..., 1], -words.sum(-1, dtype=int))
     np.testing.assert_array_equal(numbers[..., 2:4], -words.reshape(3, -1, 2, 16).sum(-1, dtype=int))
-    if level.halves_products:
+    if numbers.shape[-1] > 4:
         pairs_of_fours = words.astype(np.int64).reshape(3, -1, 2, 4, 2, 2)
         halves = -pairs_of_fours.prod(-2).sum((-1, -2)).astype(np.int32)
         np.testing.assert_array_equal(numbers[..., 5:7], halves)
@@ -179,13 +202,13 @@ def test_rows_are_normed_and_interleaved(level: Level) -> None:
         np.testing.assert_allclose(out.swapaxes(1, 2).reshape(4, columns)[:3], want, rtol=1e-5, atol=1e-6)
 
 
-def check_product(name: str, level: Level, count: int) -> None:
+def check_product(name: str, level: Level, count: int, bits: int = 16) -> None:
     """36 outputs: the last tile has rows that do not exist, and none beside it. Up to 40 rows: more than the panels for
     which weights are unpacked once, and than the matrices of a level have."""
     rng = np.random.default_rng(1)
     format, packed, values = stored(rng, name, 36, 512)
     x = rng.standard_normal((count, 512)).astype(np.float32)
-    kind = inputs_for(format, 512, level, waits=count == 1)
+    kind = inputs_for(format, 512, level, waits=count == 1, bits=bits)
     sizes = tiling(count, level, kind)
     panels, exact, values = given(x, values, sizes, level, kind)
     bias = rng.standard_normal(36).astype(np.float32)
@@ -200,9 +223,11 @@ def check_product(name: str, level: Level, count: int) -> None:
 
 COUNTS = [1, 3, 5, 9, 20, 40]
 test_product = in_turn("level name count", each(SOME, FEW, COUNTS))(check_product)
+OF_CODES = [name for name in FEW if get(name).unpack is not None]
+test_product_with_bytes = in_turn("level name count bits", each(SOME, OF_CODES, [1, 2, 6, 20, 40], [8]))(check_product)
 # Every format at every level, with every number of rows: minutes of compilation.
 test_products_of_all_levels = pytest.mark.slow(
-    in_turn("level name count", pairs(levels(), available(), COUNTS))(check_product)
+    in_turn("level name count bits", pairs(levels(), available(), COUNTS, [8, 16]))(check_product)
 )
 
 
@@ -238,8 +263,8 @@ def test_rows_of_a_matrix_are_those_of_the_file(name: str, level: Level) -> None
     np.testing.assert_array_equal(out, values[ids])
 
 
-@in_turn("level name", each(SOME, ["iq3_s", "iq1_m", "q4_1", "q6_k", "mxfp4", "f16"]))
-def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level) -> None:
+@in_turn("level name bits", each(SOME, ["iq3_s", "iq1_m", "q4_1", "q6_k", "mxfp4", "f16"], [8, 16]))
+def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level, bits: int) -> None:
     """To the bit, beyond the panels for which a block is expanded once, and where the last block of codes that become
     words is alone."""
     rng = np.random.default_rng(6)
@@ -247,7 +272,7 @@ def test_rows_of_a_long_prompt_are_multiplied_as_one_row(name: str, level: Level
     format, packed, values = stored(rng, name, 16, columns)
     count = 35 * largest_tiling(level).rows
     x = rng.standard_normal((count, columns)).astype(np.float32)
-    outputs, kind = [], inputs_for(format, columns, level, waits=False)
+    outputs, kind = [], inputs_for(format, columns, level, waits=False, bits=bits)
     for rows in (count, 1):
         sizes = tiling(rows, level, kind)
         panels, exact, rounded = given(x, values, sizes, level, kind)

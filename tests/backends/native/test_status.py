@@ -21,7 +21,7 @@ def test_it_names_level_threads_and_kernels(tiny_path: Path) -> None:
         threads, line, names = engine.status().threads, session.cpu(engine), session.kernels(engine)
         assert "F16 weights as stored," in engine.fit_line()
     assert threads.number == thread_count(2).number  # two, if there are two CPUs
-    assert threads.why.endswith(f"kernels compiled for {best().name}")
+    assert threads.why.endswith(f"kernels compiled for {best().name}, inputs of 16 bits")
     assert line is not None
     assert best().name in line
     heading, *kinds = names.splitlines()

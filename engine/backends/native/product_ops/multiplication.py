@@ -67,8 +67,8 @@ class Multiplication:
         has_halves = len(w.parts) == 1 and w.shape[0] % (2 * tiles.ROWS) == 0
         self.activation = activation if activation is not None and is_gated(activation) and has_halves else None
         self.width = w.shape[0] // (1 if self.activation is None else 2)
-        waits = recorded or rows == 1
-        self.inputs = [inputs_for(part.format, part.shape[1], launch.level, waits=waits) for part in w.parts]
+        waits, level, bits = recorded or rows == 1, launch.level, launch.input_bits
+        self.inputs = [inputs_for(part.format, part.shape[1], level, waits=waits, bits=bits) for part in w.parts]
 
     def kernels(self, sizes: Tiling) -> list[Kernel]:
         """All kernels for a tiling."""
@@ -116,10 +116,12 @@ class Multiplication:
     def _panels(self, x: np.ndarray, sizes: Tiling, kind: Inputs, sources: np.ndarray | None) -> np.ndarray:
         """The rows of x, after their norm: (panels, bytes of a panel) uint8, or x itself if that is the same."""
         columns, row_tile, rows = x.shape[1], sizes.rows, len(x) if sources is None else len(sources)
-        is_same = not kind.are_words and self._norm is None and row_tile == 1 and sources is None
+        is_same = not kind.are_integers and self._norm is None and row_tile == 1 and sources is None
         if is_same and x.flags.c_contiguous:
             return x
-        nbytes = panel_bytes(columns, row_tile, self._launch.level, kind) if kind.are_words else 4 * columns * row_tile
+        nbytes = (
+            panel_bytes(columns, row_tile, self._launch.level, kind) if kind.are_integers else 4 * columns * row_tile
+        )
         out = self._launch.empty((-(-rows // row_tile), nbytes), np.uint8)
         weight, eps = self._norm or (None, 0.0)
         arguments = RowArguments(

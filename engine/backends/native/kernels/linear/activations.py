@@ -2,24 +2,26 @@
 
 A panel has the R rows that a product multiplies at once, so that a kernel reads everything at constant offsets from one
 address. For weights that are multiplied as float32 it is float32 (inputs, R). For codes and words it has, for each
-group of 32 inputs, the quantized inputs of all rows, int16 (R, 32), and then four numbers of each row: the scale,
-float32, and the sums of the 32 int16, of the first and of the last 16, all negative, int32. Where the level
-`halves_products`, three more follow: the sums of x0 x2 + x1 x3 of each four int16, negative, of all, of the first and
+group of 32 inputs, the quantized inputs of all rows, int16 or int8 (R, 32), and then four numbers of each row: the
+scale, float32, and the sums of the 32 integers, of the first and of the last 16, all negative, int32. Where the level
+`halves_products`, three more follow int16: the sums of x0 x2 + x1 x3 of each four, negative, of all, of the first and
 of the last 16.
 
-Where panels of R rows are split (`splits`), the int16 of each eight inputs are their high bytes and then their low
-bytes (see `Level.split_add`), whose fours are in the order of `tiles.QUAD`.
+The fours of bytes are in the order of `tiles.QUAD`. Where panels of R rows are split (`splits`), the int16 of each
+eight inputs are their high bytes and then their low bytes (see `Level.split_add`). Where int8 are paired
+(`are_paired`), each eight inputs of a row and of the next one lie together in the same way.
 
-Panels for matrices of a level (`Level.matrix_rows`) have 16 rows. Their int16 are split, too, into a multiple of 256
-and a signed byte, both bfloat16, and the sums are float32, exact:
+Panels for matrices of a level (`Level.matrix_rows`) have 16 rows, whose sums are float32, exact. Their int16 are split,
+too, into a multiple of 256 and a signed byte, both bfloat16:
 
     high       (16, 32) bfloat16
     low        (16, 32) bfloat16
     numbers    (16, 4) float32      of each row
 
-Inputs are quantized to int16, not to bytes: an error of 2⁻¹⁶ of a group's largest input leaves the model as the file
-has it. Bytes would change answers (a KL divergence of .006 where two tokens are about equally likely), and would be
-faster only for prompts and large batches, since a step waits for the weights.
+Inputs are quantized to int16 unless the user asks for int8 (`EngineConfig.input_bits`): an error of 2⁻¹⁶ of a group's
+largest input leaves the model as the file has it. Bytes take half of the products, which steps that wait for the
+weights do not feel. With int8 all products with codes have these inputs, so that a row's results do not depend on how
+many are multiplied together.
 """
 
 from __future__ import annotations
@@ -43,30 +45,48 @@ CROSSED = 16  # offset in the numbers of a row of the sums of products of pairs
 
 
 class Inputs(Enum):
-    """How a product reads its inputs. The values of int16 are their largest magnitudes: a weight can be added to it, as
-    `Level.halves_products` does, and no sum of 32 products with weights of that kind overflows an int32."""
+    """How a product reads its inputs. The values of integers are their largest magnitudes: a weight can be added to an
+    int16, as `Level.halves_products` does, and no sum of 32 products with weights of that kind overflows an int32."""
 
     CODES = LARGEST_SPLIT  # as int16, for codes of weights
+    BYTES = 127  # as int8, for codes of weights
     WORDS = 16380  # as int16, for numbers of 16 bits that become words (`words.NumberWords`)
     FLOATS = 0  # as float32
 
     @property
-    def are_words(self) -> bool:
+    def are_integers(self) -> bool:
         return self is not Inputs.FLOATS
+
+    @property
+    def size(self) -> int:
+        """Bytes of an integer."""
+        return 1 if self is Inputs.BYTES else 2
+
+    @property
+    def suffix(self) -> str:
+        """Of the names of kernels."""
+        return {Inputs.WORDS: "_words", Inputs.BYTES: "_bytes"}.get(self, "")
 
     @staticmethod
     def shared(kinds: Iterable[Inputs]) -> Inputs:
         """The kind that decides how many rows products with several matrices multiply at once."""
-        return min(kinds, key=lambda kind: kind.value)
+        return min(kinds, key=(Inputs.FLOATS, Inputs.WORDS, Inputs.BYTES, Inputs.CODES).index)
 
 
-def inputs_for(format: WeightFormat, columns: int, level: Level, *, waits: bool) -> Inputs:
+def inputs_for(format: WeightFormat, columns: int, level: Level, *, waits: bool, bits: int = 16) -> Inputs:
     """How products with a matrix read their inputs. columns: of the matrix. waits: whether the products wait for the
-    weights to come from memory, as a step's weights do: then words would only cost precision."""
+    weights to come from memory, as a step's weights do: then words would only cost precision. bits: that inputs of
+    products with codes should have, 8 or 16."""
     if format.unpack is not None:
-        return Inputs.CODES
+        return Inputs.BYTES if bits == 8 and most_code(format) <= level.most_code else Inputs.CODES
     becomes_words = format.nbytes == 2 and columns % GROUP == 0 and level.multiplies_words and not waits
     return Inputs.WORDS if becomes_words else Inputs.FLOATS
+
+
+def most_code(format: WeightFormat) -> int:
+    """The largest code of a format as it is multiplied: as an unsigned byte, 255 where codes are signed."""
+    is_unsigned = format.grid is None and format.runs is None and format.table is None and format.bits < 8
+    return 2**format.bits - 1 if is_unsigned else 255
 
 
 def splits(level: Level, row_tile: int, inputs: Inputs = Inputs.CODES) -> bool:
@@ -74,24 +94,41 @@ def splits(level: Level, row_tile: int, inputs: Inputs = Inputs.CODES) -> bool:
     return inputs is Inputs.CODES and (level.splits_words or row_tile <= level.split_rows)
 
 
+def are_paired(level: Level, row_tile: int, inputs: Inputs) -> bool:
+    """Whether the int8 of two rows are multiplied by bytes together."""
+    return inputs is Inputs.BYTES and level.splits_words and row_tile % 2 == 0
+
+
 def are_matrices(level: Level, row_tile: int, inputs: Inputs = Inputs.CODES) -> bool:
     """Whether panels of R rows are for matrices of the level."""
-    return inputs is Inputs.CODES and row_tile == level.matrix_rows
+    return inputs in (Inputs.CODES, Inputs.BYTES) and row_tile == level.matrix_rows
 
 
-def number_bytes(level: Level) -> int:
+def number_bytes(level: Level, inputs: Inputs) -> int:
     """Bytes of the numbers of a group of a row."""
-    return 32 if level.halves_products else 16
+    return 32 if level.halves_products and inputs is not Inputs.BYTES else 16
 
 
-def row_bytes(level: Level) -> int:
-    """Bytes of a group of a row."""
-    return 2 * GROUP + number_bytes(level)
+def row_bytes(level: Level, inputs: Inputs) -> int:
+    """Bytes of a group of a row, but where int16 are for matrices."""
+    return GROUP * inputs.size + number_bytes(level, inputs)
+
+
+def numbers_at(panel: Value, row_tile: int, level: Level, inputs: Inputs) -> list[Value]:
+    """The addresses of the numbers of all rows. panel: the address of a group."""
+    start, each = GROUP * inputs.size * row_tile, number_bytes(level, inputs)
+    return [panel + (start + each * row) for row in range(row_tile)]
+
+
+def place_of_sum(groups: int, group: int) -> int:
+    """The offset in a row's numbers of the sum of the inputs of a group. groups: that 32 inputs of weights have."""
+    return 4 if groups == 1 else 8 + 4 * group
 
 
 def panel_bytes(columns: int, row_tile: int, level: Level, inputs: Inputs = Inputs.CODES) -> int:
     """Bytes of a panel of `row_tile` rows; columns is a multiple of 32."""
-    of_row = MATRIX_ROW if are_matrices(level, row_tile, inputs) else row_bytes(level)
+    are_halves = inputs is Inputs.CODES and are_matrices(level, row_tile, inputs)
+    of_row = MATRIX_ROW if are_halves else row_bytes(level, inputs)
     return columns // GROUP * of_row * row_tile
 
 
@@ -109,7 +146,7 @@ class RowArguments(NamedTuple):
 def quantize_rows(
     normed: bool, row_tile: int, *, inputs: Inputs = Inputs.CODES, picks: bool = False
 ) -> Kernel[RowArguments]:
-    """Rows of x → panels of int16, one unit per row. A group's largest magnitude becomes the largest of `inputs`.
+    """Rows of x → panels of int16 or int8, one unit per row. A group's largest magnitude becomes that of `inputs`.
 
     normed: x / rms(x) * weight is quantized instead. columns: a multiple of 32. stride: bytes from row to row of x.
     picks: a unit is a row of the panels, whose row of x is in sources (units,) int32; negative: it is not written.
@@ -129,21 +166,19 @@ def quantize_rows(
                     norms = [e.load(args.weight + group * 128, f16, 64 * half) for half in (0, 1)]
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
                 integers, top = round_to(e, halves, float(inputs.value))
-                target = start + group * (size * row_tile)
-                if are_matrices(e.level, row_tile, inputs):
-                    numbers, of_sums = _write_matrices(e, target, place, integers), F32
+                target, each = start + group * (size * row_tile), number_bytes(e.level, inputs)
+                for_matrices = are_matrices(e.level, row_tile, inputs)
+                if for_matrices and inputs is Inputs.CODES:
+                    numbers = _write_matrices(e, target, place, integers)
                 else:
-                    words, is_split = target + place * (2 * GROUP), splits(e.level, row_tile, inputs)
-                    for number, half in enumerate(integers):
-                        e.store(_split(e, half) if is_split else half.trunc(I16), words, 32 * number)
-                    numbers, of_sums = target + place * number_bytes(e.level) + 2 * GROUP * row_tile, I32
+                    _write_integers(e, target, place, integers, row_tile, inputs)
+                    numbers = target + place * each + GROUP * inputs.size * row_tile
                 halved = e.join([half.trunc(I16) for half in integers]).bits(vector(I32, 16))
-                sums = _negative_sums(e, halved, crossed=e.level.halves_products)
+                sums = _negative_sums(e, halved, crossed=each > 16)
                 e.store(top * (1 / inputs.value), numbers)
-                e.store(sums if of_sums == I32 else sums.to_float(), numbers, 4)
+                e.store(sums.to_float() if for_matrices else sums, numbers, 4)
 
-    for_words = "_words" * (inputs is Inputs.WORDS)
-    return Kernel(f"quantize{for_words}{'_normed' * normed}{'_picked' * picks}_{row_tile}", emit, RowArguments)
+    return Kernel(f"quantize{inputs.suffix}{'_normed' * normed}{'_picked' * picks}_{row_tile}", emit, RowArguments)
 
 
 def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
@@ -160,10 +195,26 @@ def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
     return -e.shuffle(both, sums, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
 
 
+def _write_integers(e: Emitter, at: Value, row: Value, halves: Values, row_tile: int, inputs: Inputs) -> None:
+    """Write 32 inputs of a row, int32 (16,) each half, to the group at an address."""
+    is_paired, size = are_paired(e.level, row_tile, inputs), 16 * inputs.size
+    target = at + (row // 2 * (2 * GROUP) + row % 2 * 8 if is_paired else row * (2 * size))
+    for number, integers in enumerate(halves):
+        ordered = e.shuffle(integers, integers, [lane & ~3 | QUAD[lane & 3] for lane in range(16)])
+        if is_paired:
+            for part in (0, 1):
+                e.store(e.part(ordered, 8 * part, 8).trunc(I8), target, 16 * (2 * number + part))
+        elif inputs is Inputs.BYTES:
+            e.store(ordered.trunc(I8), target, size * number)
+        elif splits(e.level, row_tile, inputs):
+            e.store(_split(e, ordered), target, size * number)
+        else:
+            e.store(integers.trunc(I16), target, size * number)
+
+
 def _split(e: Emitter, integers: Value) -> Value:
     """int32 (16,) as bytes (32,): see above."""
-    ordered = e.shuffle(integers, integers, [lane & ~3 | QUAD[lane & 3] for lane in range(16)])
-    high, low = (ordered + 128).ashr(8).trunc(I8), ordered.trunc(I8)
+    high, low = (integers + 128).ashr(8).trunc(I8), integers.trunc(I8)
     return e.shuffle(high, low, [lane + 16 * i + first for first in (0, 8) for i in (0, 1) for lane in range(8)])
 
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, number_bytes, row_bytes, splits
+from polarlm.engine.backends.native.kernels.linear.activations import (
+    GROUP,
+    Inputs,
+    are_paired,
+    most_code,
+    numbers_at,
+    place_of_sum,
+    row_bytes,
+    splits,
+)
 from polarlm.engine.backends.native.kernels.linear.tile_reads import (
     read_pair,
     read_plain,
@@ -18,6 +28,7 @@ from polarlm.engine.backends.native.kernels.linear.tile_reads import (
 )
 from polarlm.engine.backends.native.tiles import ROWS, TileLayout
 from polarlm.engine.jit.lang import F32, I8, I32, Emitter, Level, Value, Values, Variable, vector
+from polarlm.engine.jit.lang.level import ByteSum
 from polarlm.engine.weight_formats import WeightFormat
 
 # Prefetch distance in bytes. The hardware does not prefetch where a loop reads several streams of vectors: without
@@ -97,24 +108,23 @@ def add_block(
     before: Callable[[Value], None] = lambda part: None,
 ) -> None:
     """Add the products of the rows of a panel and of blocks with the same inputs to `sums`, of each block and row. All
-    blocks are of the same outputs.
+    blocks are of the same outputs. The inputs are of the kind of `codes`.
 
     inputs: address of the block's first inputs in the panel. before: emits what precedes part `part` of 32 inputs.
     """
     place, row_tile, outputs = codes.place, len(sums[0]), blocks[0].outputs
-    format = place.format
+    format, multiply = place.format, _multiplier(e.level, codes, row_tile)
     with e.loop(0, format.values // 32) as part:
-        own_inputs = inputs + part * (row_bytes(e.level) * row_tile)
-        numbers = [own_inputs + (2 * GROUP * row_tile + number_bytes(e.level) * row) for row in range(row_tile)]
+        own_inputs = inputs + part * (row_bytes(e.level, codes.inputs) * row_tile)
+        numbers = numbers_at(own_inputs, row_tile, e.level, codes.inputs)
         at = [block.codes + part * place.part_bytes for block in blocks]
         sub = part * (16 * (32 // format.group))
         before(part)
         for group in range(32 // format.group):
-            place_of_sum = 4 if format.group == 32 else 8 + 4 * group
-            multiply = _dots_of_unsigned if codes.are_unsigned else _dots_of_bytes if e.level.splits_words else _dots
-            dots = multiply(e, codes, at, own_inputs, group, _less(e, numbers, place_of_sum, outputs))
+            place_in_numbers = place_of_sum(GROUP // format.group, group)
+            dots = multiply(e, codes, at, own_inputs, group, _less(e, numbers, place_in_numbers, outputs))
             e.keep_order()
-            less = _less(e, numbers, place_of_sum, outputs)  # where order is kept, read again
+            less = _less(e, numbers, place_in_numbers, outputs)  # where order is kept, read again
             for block, own_dots, totals in zip(blocks, dots, sums, strict=True):
                 own_scale = times_sub(e, block.scale, block.subs + sub, place.sub_scale, group, signed=True)
                 own_offset = block.offset
@@ -125,6 +135,13 @@ def add_block(
                     if own_offset is not None:
                         value = e.fma(x_less.to_float(), own_offset, value)
                     total.set(e.fma(value, e.broadcast(at_numbers, F32, outputs), total.get()))
+
+
+def _multiplier(level: Level, codes: Codes, row_tile: int) -> Callable[..., list[list[Value]]]:
+    """The function that multiplies a group, of those below."""
+    if codes.inputs is Inputs.BYTES:
+        return _dots_of_pairs if are_paired(level, row_tile, codes.inputs) else _dots_of_int8
+    return _dots_of_unsigned if codes.are_unsigned else _dots_of_bytes if level.splits_words else _dots
 
 
 def _less(e: Emitter, numbers: Values, place: int, outputs: int) -> list[Value]:
@@ -162,17 +179,49 @@ def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less:
 
 def _dots_of_bytes(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
     """The same with inputs that are split into bytes."""
-    count, outputs = codes.place.format.group // 4, less[0].lanes
-    sums = [[e.level.split_start(e, x_less * codes.zero) for x_less in less] for _ in at]
+    zero = e.zero(less[0].type)
+    starts = [(zero, x_less * codes.zero) for x_less in less]
+    dots = _split_dots(e, codes, at, inputs, group, starts)
+    return [[(high << 8) + low for high, low in of_tile] for of_tile in dots]
+
+
+def _dots_of_pairs(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
+    """The same with inputs of 8 bits, of two rows at a time."""
+    starts = [x_less * codes.zero for x_less in less]
+    dots = _split_dots(e, codes, at, inputs, group, list(zip(starts[::2], starts[1::2], strict=True)))
+    return [[*chain(*of_tile)] for of_tile in dots]
+
+
+def _split_dots(
+    e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, starts: Sequence[tuple[Value, Value]]
+) -> list[list[list[Value]]]:
+    """For each tile, and for both of each two rows of bytes, a start plus the dot products with a group's codes."""
+    count, outputs = codes.place.format.group // 4, starts[0][0].lanes
+    sums = [[e.level.split_start(e, *start) for start in starts] for _ in at]
     # Quads that share vectors of codes are multiplied in succession, as pairs above.
     for quad in sorted(range(group * count, (group + 1) * count, 2), key=codes.vector_of_quad):
         e.keep_order()
         own_codes = [[codes.quad(address, quad + i, outputs) for i in (0, 1)] for address in at]
-        for row in range(len(less)):
+        for row in range(len(starts)):
             words = e.load(inputs, vector(I8, 16), 2 * GROUP * row + 8 * quad)
             for dots, both in zip(sums, own_codes, strict=True):
                 dots[row] = e.level.split_add(e, dots[row], both, words)
-    return [[e.level.split_end(e, dot) for dot in dots] for dots in sums]
+    return [[e.level.split_end(e, both) for both in dots] for dots in sums]
+
+
+def _dots_of_int8(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
+    """The same with inputs of 8 bits."""
+    count, outputs = codes.place.format.group // 4, less[0].lanes
+    starts = [x_less * codes.zero if codes.zero else e.zero(x_less.type) for x_less in less]
+    sums = [[codes.sum_of_bytes(start) for start in starts] for _ in at]
+    for quad in sorted(range(group * count, (group + 1) * count), key=codes.vector_of_quad):
+        e.keep_order()
+        own_codes = [codes.quad(address, quad, outputs) for address in at]
+        for row in range(len(less)):
+            fours = e.broadcast(inputs, I32, outputs, GROUP * row + 4 * quad)
+            for of_tile, code in zip(sums, own_codes, strict=True):
+                of_tile[row].add(code, fours)
+    return [[one.end() for one in of_tile] for of_tile in sums]
 
 
 def _dots_of_unsigned(
@@ -195,17 +244,18 @@ def _dots_of_unsigned(
 
 class Codes:
     """The codes of a tile as int16, or as bytes. zero: the zero point, whose products are subtracted from the products
-    of the codes. are_unsigned: whether they are multiplied as unsigned bytes.
+    of the codes. are_unsigned: whether they are multiplied as unsigned bytes. inputs: what they are multiplied by.
 
     Codes of 8 bits and the values of tables are signed: sums of products with 32 codes up to 255 would not be exact as
     float32. As unsigned bytes they have the zero point 128.
     """
 
-    def __init__(self, e: Emitter, place: TileLayout, rows: int = 0) -> None:
-        """rows: that are multiplied at once; 0 if codes become words in memory."""
-        self._e, self.place = e, place
+    def __init__(self, e: Emitter, place: TileLayout, rows: int = 0, inputs: Inputs = Inputs.CODES) -> None:
+        """rows: that are multiplied at once; 0 if codes become words or bytes in memory."""
+        self._e, self.place, self.inputs = e, place, inputs
         format, self._is_signed = place.format, place.planes == (8,)
-        self.are_unsigned = rows > 0 and splits(e.level, rows) and not e.level.splits_words
+        are_split = rows > 0 and splits(e.level, rows) and not e.level.splits_words
+        self.are_unsigned = not e.level.signed_dots if inputs is Inputs.BYTES else are_split
         bias = 128 if self.are_unsigned else 0
         table = None if format.table is None else (format.table.view(np.uint8) ^ bias).astype(np.uint8)
         self._look_up = None if table is None else e.level.table(e, e.constant_bytes(table.tobytes()), 16)
@@ -231,6 +281,10 @@ class Codes:
         if self._look_up is not None:
             words = (self._look_up(words.bits(vector(I8, 4 * lanes))).bits(words.type) << 8).ashr(8)
         return words.bits(vector(I32, lanes))
+
+    def sum_of_bytes(self, start: Value) -> ByteSum:
+        """A sum of products of quads with fours of int8."""
+        return self._e.level.sum_of_bytes(self._e, start, most_code(self.place.format))
 
     def quad(self, at: Value, quad: int, lanes: int) -> Value:
         """The four codes of quad number `quad` of 8 or 16 rows, as the bytes of int32 lanes."""

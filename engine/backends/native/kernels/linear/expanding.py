@@ -13,7 +13,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inp
 from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, Outputs, add_block, by_passes
 from polarlm.engine.backends.native.kernels.linear.expanders import expander, has_expander
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, become_words
-from polarlm.engine.backends.native.kernels.linear.words import INPUTS, CodeWords, NumberWords, Words
+from polarlm.engine.backends.native.kernels.linear.words import INPUTS, CodeBytes, CodeWords, NumberWords, Words
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
 from polarlm.engine.jit.lang import F32, Emitter, Level, Value, Values, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -25,11 +25,11 @@ _ROW = 4 * ROWS
 
 def is_expanded(format: WeightFormat, inputs: Inputs, size: Tiling, level: Level) -> bool:
     """Whether blocks of a format are expanded before they are multiplied. inputs: how inputs are read."""
-    if inputs is Inputs.CODES:
-        if has_expander(format):
-            return True
-        return become_words(size, level) and not (size.unpacks_again and _are_simple(format))
-    return inputs is Inputs.WORDS
+    if inputs in (Inputs.FLOATS, Inputs.WORDS):
+        return inputs is Inputs.WORDS
+    if has_expander(format):
+        return True
+    return become_words(size, level, inputs) and not (size.unpacks_again and _are_simple(format))
 
 
 def _are_simple(format: WeightFormat) -> bool:
@@ -45,22 +45,24 @@ def expanded_sums(
     at_once: int,
     panels: tuple[Value, Value, Value, Value],
     kept: Value,
+    kind: Inputs,
 ) -> Iterator[tuple[Value, list[list[Value]]]]:
     """Yields once, inside a loop over all panels: a panel's first row, and the sums of each tile and each of its rows.
 
     tiles: addresses. at_once: how many of them are multiplied at a time. panels: the address of panels from
-    `quantize_rows`, the bytes of one, the blocks of a row, and the number of rows. kept: memory for the sums of 64
-    panels and all tiles, and then for words.
+    `quantize_rows` for `kind`, the bytes of one, the blocks of a row, and the number of rows. kept: memory for the sums
+    of 64 panels and all tiles, and then for words.
     """
     x, stride, blocks, rows = panels
     row_tile = sizes.rows
     most, size = _PANELS * row_tile, _ROW * row_tile
     zero, free = e.zero(vector(F32, ROWS)), kept + len(tiles) * _PANELS * size
     expanded: _InWords | _Bytes
-    if format.unpack is None or become_words(sizes, e.level):
-        expanded = _InWords(e, (NumberWords if format.unpack is None else CodeWords)(e, format), at_once, free)
+    if kind is Inputs.WORDS or become_words(sizes, e.level, kind):
+        words = {Inputs.WORDS: NumberWords, Inputs.CODES: CodeWords, Inputs.BYTES: CodeBytes}[kind]
+        expanded = _InWords(e, words(e, format), at_once, free)
     else:
-        expanded = _Bytes(e, format, at_once, row_tile)
+        expanded = _Bytes(e, format, at_once, row_tile, kind)
     with e.loop(0, rows, most) as begin:
         count = (e.imin(rows - begin, most) + (row_tile - 1)) // row_tile
         with e.loop(0, count) as panel:
@@ -77,7 +79,7 @@ def expanded_sums(
                         for tile_places in places
                     ]
                     number, step = begin // row_tile + panel, block * (max(format.values, GROUP) // GROUP)
-                    inputs = x + number * stride + step * (row_bytes(e.level) * row_tile)
+                    inputs = x + number * stride + step * (row_bytes(e.level, kind) * row_tile)
                     expanded.add(inputs, inputs + stride, totals)
                     for total, place in zip(chain(*totals), chain(*places), strict=True):
                         e.store(total.get(), kept + panel * size, place)
@@ -100,10 +102,10 @@ class _Bytes:
 
     blocks = 1
 
-    def __init__(self, e: Emitter, format: WeightFormat, tiles: int, row_tile: int) -> None:
+    def __init__(self, e: Emitter, format: WeightFormat, tiles: int, row_tile: int, kind: Inputs) -> None:
         self._e, self._format = e, format
         self._expanders = [expand for _ in range(tiles) if (expand := expander(e, format)) is not None]
-        self._codes = Codes(e, self._expanders[0].layout, row_tile)
+        self._codes = Codes(e, self._expanders[0].layout, row_tile, kind)
         self._expanded: list[Value] = []
 
     def expand(self, tiles: Values, block: Value, blocks: Value) -> None:
@@ -124,7 +126,7 @@ class _Bytes:
 
 
 class _InWords:
-    """256 inputs of each tile, which have become words."""
+    """256 inputs of each tile, which have become words or bytes."""
 
     def __init__(self, e: Emitter, words: Words, tiles: int, memory: Value) -> None:
         self._e, self._words, self.blocks = e, words, words.blocks

@@ -5,6 +5,8 @@ Codes become bfloat16 in memory of the thread that stays in the cache, once for 
 there as in `words`. Both parts of an input are multiplied by the same codes, and the sum of the products is the
 same integer as at other levels. float32 has all integers up to 2²⁴. Codes that are too large for that are multiplied by
 each part alone, or become smaller by a number whose product with the sum of the inputs is added later.
+
+Inputs of 8 bits are one part, and both they and codes stay bytes: one product, whose sums are int32.
 """
 
 from __future__ import annotations
@@ -14,9 +16,14 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.linear.activations import GROUP, MATRIX_ROW, Inputs
+from polarlm.engine.backends.native.kernels.linear.activations import (
+    GROUP,
+    Inputs,
+    panel_bytes,
+    place_of_sum,
+)
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair
-from polarlm.engine.backends.native.kernels.linear.words import INPUTS, CodeWords
+from polarlm.engine.backends.native.kernels.linear.words import INPUTS, CodeBytes, CodeWords
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes
 from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -25,8 +32,6 @@ _TILES = 16  # tiles of weights that are multiplied by inputs while these are in
 _PANELS = 32  # whose sums are kept meanwhile: enough that products cost much more than expanding codes
 _PRODUCTS = 8  # matrices that are written before they are scaled and added
 _ROW, _MATRIX = 4 * ROWS, 4 * ROWS * ROWS  # bytes of float32, or of the bfloat16 of 32 inputs
-_PANEL = MATRIX_ROW * ROWS  # bytes of 32 inputs
-_AHEAD = _PANEL // _TILES  # bytes of the next panel that each tile prefetches
 _EXACT = 1 << 24
 _F16, _I16 = vector(F32, ROWS), vector(I32, ROWS)
 
@@ -38,13 +43,13 @@ def together(units: int, tiles: int, threads: int) -> int:
 
 @contextmanager
 def runs(
-    e: Emitter, format: WeightFormat, units: tuple[Value, Value], of_matrix: Value, tiles: int
+    e: Emitter, format: WeightFormat, kind: Inputs, units: tuple[Value, Value], of_matrix: Value, tiles: int
 ) -> Iterator[tuple[Value, Value]]:
     """A loop over units from the first to the last, in runs for `matrix_sums`: the first unit of a run, and how many
     there are. of_matrix: units of a matrix; all of a run are of one. tiles: of a unit."""
     begin, end = units
     first = e.variable(begin)
-    e.level.begin_tiles(e, format.group // 2)
+    e.level.begin_tiles(e, format.group * kind.size // 4)
     with e.when(begin < end), e.repeat_while() as again:
         unit = first.get()
         count = e.imin(e.imin(end - unit, _TILES // tiles), of_matrix - unit % of_matrix)
@@ -57,6 +62,7 @@ def runs(
 def matrix_sums(
     e: Emitter,
     format: WeightFormat,
+    kind: Inputs,
     weights: tuple[Value, Value, Value],
     units: tuple[Value, int],
     panels: tuple[Value, Value, Value, Value],
@@ -72,7 +78,7 @@ def matrix_sums(
     KiB.
     """
     (weight, tile_bytes, distance), (count, tiles), (x, stride, blocks, rows) = weights, units, panels
-    words = _Words(e, format)
+    words = (_Bytes if kind is Inputs.BYTES else _Words)(e, format)
     products, of_tiles = kept, kept + _PRODUCTS * _MATRIX
     size = INPUTS // GROUP * words.nbytes
     sums, zero = of_tiles + _TILES * size, e.zero(_F16)
@@ -90,13 +96,13 @@ def matrix_sums(
                     words.write_blocks(at, e.i64(0), own_blocks, of_tiles + (unit * tiles + which) * size)
             with e.loop(0, some) as panel:
                 first = begin + panel * ROWS
-                inputs = x + first // ROWS * stride + block * (words.parts * _PANEL)
+                inputs = x + first // ROWS * stride + block * (words.parts * words.panel)
                 own_sums, out = sums + panel * (_TILES * _MATRIX), y[0] + first * y[1]
                 with e.loop(0, count * tiles) as number:
                     with e.when(is_last):
                         for row in range(ROWS):
                             e.prefetch(out + (y[1] * row + number // tiles * _ROW), _ROW, level=2)
-                    tile_words, following = of_tiles + number * size, inputs + stride + number * _AHEAD
+                    tile_words, following = of_tiles + number * size, inputs + stride + number * (words.panel // _TILES)
                     total = own_sums + number * _MATRIX
                     words.add_matrices(tile_words, own_blocks * words.parts, inputs, following, products, total)
                 with e.when(is_last), e.loop(0, ROWS) as place, e.loop(0, count) as unit:
@@ -104,19 +110,95 @@ def matrix_sums(
                     yield unit, first + place, [[e.load(at, _F16, _MATRIX * which)] for which in range(tiles)]
 
 
-class _Words(CodeWords):
+class _Multiplies(CodeWords):
+    """Multiplies 16 rows of a panel by codes in memory.
+
+    parts_of_input: each is multiplied by the same codes. are_added: whether by one product, with one sum. shift: what
+    codes have been made smaller by.
+    """
+
+    parts_of_input, are_added, shift = 1, True, 0
+
+    def __init__(self, e: Emitter, format: WeightFormat) -> None:
+        super().__init__(e, format)
+        self.panel = panel_bytes(GROUP, ROWS, e.level, self.inputs)  # bytes of 32 inputs
+
+    def add_matrices(
+        self, words: Value, parts: Value, inputs: Value, following: Value, products: Value, sums: Value
+    ) -> None:
+        """Add the products of a panel's rows with words to float32 (16, 16) at `sums`. parts: of 32 inputs. following:
+        what is prefetched for the next panel. products: memory for matrices."""
+        e, groups, size, ahead = self._e, self._groups, GROUP * self.inputs.size, self.panel // _TILES
+        each = 1 if self.are_added else self.parts_of_input
+        step = groups * each * _MATRIX
+        with e.loop(0, parts, _PRODUCTS // (groups * each)) as first:
+            count = e.imin(parts - first, _PRODUCTS // (groups * each))
+            own_words, own_inputs = words + first * self.nbytes, inputs + first * self.panel
+            with e.loop(0, count) as number:
+                for group in range(groups):
+                    right = own_words + number * self.nbytes + self._scales // groups * group
+                    start = own_inputs + number * self.panel + size // groups * group
+                    left = [start + size * ROWS * part for part in range(self.parts_of_input)]
+                    out = products + number * step + each * _MATRIX * group
+                    for place, matrices in enumerate([left] if self.are_added else [[part] for part in left]):
+                        e.level.multiply_tiles(e, matrices, size, right, out + _MATRIX * place)
+            totals = [e.variable(e.load(sums, _F16, _ROW * row)) for row in range(ROWS)]
+            with e.loop(0, count) as number:
+                e.prefetch(following + (first + number) * self.panel, ahead + 32, level=2)
+                for group in range(groups):
+                    out = products + number * step + each * _MATRIX * group
+                    panel = own_inputs + number * self.panel
+                    for row, total in enumerate(totals):
+                        at_numbers = panel + (size * ROWS * self.parts_of_input + 16 * row)
+                        self._add_row(own_words + number * self.nbytes, group, out + _ROW * row, at_numbers, total)
+            for row, total in enumerate(totals):
+                e.store(total.get(), sums, _ROW * row)
+
+    def _add_row(self, words: Value, group: int, product: Value, numbers: Value, total: Variable) -> None:
+        """Add the products of a row with a group of inputs, scaled, in the order of other levels."""
+        e = self._e
+        less = e.broadcast(numbers, F32, ROWS, place_of_sum(self._groups, group))
+        dot = self._product(product)
+        if not self.are_added:
+            dot = dot + self._product(product + _MATRIX)
+        if self.shift:
+            dot = e.fma(less, e.like(-float(self.shift), less), dot)
+        value = dot * e.load(words, _F16, self._scales + _ROW * group)
+        if self._offsets is not None:
+            value = e.fma(less, e.load(words, _F16, self._offsets + _ROW * group), value)
+        total.set(e.fma(value, e.broadcast(numbers, F32, ROWS), total.get()))
+
+    def _product(self, at: Value) -> Value:
+        """A row of a product, float32 (16,)."""
+        return self._e.load(at, _F16)
+
+
+class _Bytes(CodeBytes, _Multiplies):
+    """Writes blocks of a format as bytes, and multiplies them."""
+
+    def __init__(self, e: Emitter, format: WeightFormat) -> None:
+        super().__init__(e, format)
+        self.shift = -self._codes.zero
+
+    def _product(self, at: Value) -> Value:
+        return self._e.load(at, _I16).to_float()
+
+
+class _Words(_Multiplies):
     """Writes blocks of a format as bfloat16, and multiplies them."""
+
+    parts_of_input = 2
 
     def __init__(self, e: Emitter, format: WeightFormat) -> None:
         super().__init__(e, format)
         numbers = self._numbers()
         most = _EXACT // (format.group * (Inputs.CODES.value + 1))
         shift = max(0, int(numbers.max()) - most)
-        self._is_whole = int(numbers.min()) - shift >= -most
-        self._shift = shift if self._is_whole else 0
+        self.are_added = int(numbers.min()) - shift >= -most
+        self.shift = shift if self.are_added else 0
         self._find = None
         if len(numbers) < 256:
-            bits = (numbers - self._shift).astype(np.float32).view(np.int32) >> 16
+            bits = (numbers - self.shift).astype(np.float32).view(np.int32) >> 16
             self._find = e.level.word_table(e, bits.tolist())
 
     def _numbers(self) -> np.ndarray:
@@ -135,46 +217,3 @@ class _Words(CodeWords):
         words = super()._word(at, pair).bits(_I16)
         low, high = ((half.ashr(16).to_float().bits(_I16)) for half in (words << 16, words))
         return ((low >> 16) | (high & -65536)).bits(vector(I16, 2 * ROWS))
-
-    def add_matrices(
-        self, words: Value, parts: Value, inputs: Value, following: Value, products: Value, sums: Value
-    ) -> None:
-        """Add the products of a panel's rows with words to float32 (16, 16) at `sums`. parts: of 32 inputs. following:
-        what is prefetched for the next panel. products: memory for matrices."""
-        e, groups = self._e, self._groups
-        each = 1 if self._is_whole else 2
-        step = groups * each * _MATRIX
-        with e.loop(0, parts, _PRODUCTS // (groups * each)) as first:
-            count = e.imin(parts - first, _PRODUCTS // (groups * each))
-            own_words, own_inputs = words + first * self.nbytes, inputs + first * _PANEL
-            with e.loop(0, count) as number:
-                for group in range(groups):
-                    right = own_words + number * self.nbytes + _MATRIX // groups * group
-                    high = own_inputs + number * _PANEL + 2 * GROUP // groups * group
-                    out, left = products + number * step + each * _MATRIX * group, [high, high + _MATRIX]
-                    for place, matrices in enumerate([left] if self._is_whole else [[part] for part in left]):
-                        e.level.multiply_tiles(e, matrices, right, out + _MATRIX * place)
-            totals = [e.variable(e.load(sums, _F16, _ROW * row)) for row in range(ROWS)]
-            with e.loop(0, count) as number:
-                e.prefetch(following + (first + number) * _PANEL, _AHEAD + 32, level=2)
-                for group in range(groups):
-                    out = products + number * step + each * _MATRIX * group
-                    for row, total in enumerate(totals):
-                        numbers = own_inputs + number * _PANEL + (2 * _MATRIX + 16 * row)
-                        self._add_row(own_words + number * self.nbytes, group, out + _ROW * row, numbers, total)
-            for row, total in enumerate(totals):
-                e.store(total.get(), sums, _ROW * row)
-
-    def _add_row(self, words: Value, group: int, product: Value, numbers: Value, total: Variable) -> None:
-        """Add the products of a row with a group of inputs, scaled, in the order of other levels."""
-        e = self._e
-        less = e.broadcast(numbers, F32, ROWS, 4 if self._groups == 1 else 8 + 4 * group)
-        dot = e.load(product, _F16)
-        if not self._is_whole:
-            dot = dot + e.load(product, _F16, _MATRIX)
-        if self._shift:
-            dot = e.fma(less, e.like(-float(self._shift), less), dot)
-        value = dot * e.load(words, _F16, self._scales + _ROW * group)
-        if self._offsets is not None:
-            value = e.fma(less, e.load(words, _F16, self._offsets + _ROW * group), value)
-        total.set(e.fma(value, e.broadcast(numbers, F32, ROWS), total.get()))

@@ -56,7 +56,7 @@ class Product:
         options = "_add" * self.adds + "_bias" * self.has_bias + (f"_{self.activation}" if self.activation else "")
         rows, tiles, unpacks_again = self.tiling
         sizes = f"{rows}x{tiles}" if tiles > 1 else rows
-        kind = "_words" * (self.inputs is Inputs.WORDS) + "_codes" * unpacks_again
+        kind = self.inputs.suffix + "_codes" * unpacks_again
         return f"product_{self.format.name}{kind}_{sizes}{options}{'_experts' * self.by_expert}"
 
     @property
@@ -126,13 +126,13 @@ def product(spec: Product) -> Kernel[ProductArguments]:
         if are_matrices(e.level, spec.row_tile, spec.inputs):
             each = 1 if spec.activation is None else 2
             with (
-                runs(e, spec.format, (begin, end), tiles, each) as (unit, count),
+                runs(e, spec.format, spec.inputs, (begin, end), tiles, each) as (unit, count),
                 nullcontext(_operands(e, spec, args, unit, wide)) as of,
             ):
                 tile = of.weights + of.unit * args.tile_bytes
                 weights, panels = (tile, args.tile_bytes, tiles), (of.x, args.x_stride, args.blocks, of.rows)
                 y = of.y + of.unit * 64, args.y_stride
-                rows = matrix_sums(e, spec.format, weights, (count, each), panels, y, scratch + SUMS)
+                rows = matrix_sums(e, spec.format, spec.inputs, weights, (count, each), panels, y, scratch + SUMS)
                 for number, first, sums in rows:
                     finish(of._replace(unit=of.unit + number), sums, first)
             return
@@ -140,7 +140,8 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             with e.loop(begin, end) as unit, nullcontext(_operands(e, spec, args, unit, wide)) as of:
                 starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
                 inputs, at_once = (of.x, args.x_stride, args.blocks, of.rows), len(starts) // parts
-                for first, sums in expanded_sums(e, spec.format, spec.tiling, starts, at_once, inputs, scratch + SUMS):
+                kept, kind = scratch + SUMS, spec.inputs
+                for first, sums in expanded_sums(e, spec.format, spec.tiling, starts, at_once, inputs, kept, kind):
                     finish(of, sums, first)
             return
         with (
@@ -152,7 +153,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
 
             def multiply(part: int) -> list[list[Value]]:
                 part_tiles, inputs = starts[part::parts], (of.x, first, args.blocks, args.x_stride)
-                if not spec.inputs.are_words:
+                if not spec.inputs.are_integers:
                     panel = of.x + first // spec.row_tile * args.x_stride
                     return number_sums(e, spec.format, part_tiles, panel, args.blocks, spec.row_tile)
                 return _packed(e, spec, part_tiles, *inputs)
@@ -261,13 +262,13 @@ def _packed(
 ) -> list[list[Value]]:
     """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
     format, place = spec.format, layout(spec.format)
-    codes, distance = Codes(e, place, spec.row_tile), place.codes + ahead(e.level, spec.row_tile)
+    codes, distance = Codes(e, place, spec.row_tile, spec.inputs), place.codes + ahead(e.level, spec.row_tile)
     panel = x + first // spec.row_tile * stride
 
     def add(outputs: Outputs, sums: Sequence[Sequence[Variable]]) -> None:
         with e.loop(0, blocks) as block:
             starts = [tile + block * place.nbytes for tile in tiles]
-            inputs = panel + block * (format.values // GROUP * row_bytes(e.level) * spec.row_tile)
+            inputs = panel + block * (format.values // GROUP * row_bytes(e.level, spec.inputs) * spec.row_tile)
 
             def before_part(part: Value) -> None:
                 if outputs.first == 0:

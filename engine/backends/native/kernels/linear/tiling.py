@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.linear.activations import Inputs, are_matrices
+from polarlm.engine.backends.native.kernels.linear.activations import Inputs, are_matrices, are_paired
 from polarlm.engine.jit.lang import Level
 
 _FEW = 2  # rows per expert, on average, from which panels of several rows are faster than panels of one
@@ -26,6 +26,7 @@ class Tiling(NamedTuple):
 
 
 SINGLE = Tiling(1, 1)
+_PAIRS = Tiling(4, 1)  # for bytes that are multiplied in pairs of rows: their sums have half of the registers
 
 
 def tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
@@ -34,11 +35,13 @@ def tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
 
     inputs: how products read them; `Inputs.shared` of several.
     """
-    if level.sums_in_order and inputs.are_words and rows <= _FEW_ROWS:
+    if level.sums_in_order and inputs.are_integers and rows <= _FEW_ROWS:
         # Unpacking a tile of codes, and scaling its sums, take about as long as a row.
         size = Tiling(min(range(1, 1 + _MOST_IN_ORDER), key=lambda row_tile: -(-rows // row_tile) * (row_tile + 1)), 1)
-        return size._replace(unpacks_again=become_words(size, level))
-    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, inputs)
+        return size._replace(unpacks_again=become_words(size, level, inputs))
+    few, most = _few(level, inputs), largest_tiling(level, inputs)
+    if are_paired(level, most.rows, inputs) and rows > 1:
+        return most._replace(rows=2 * -(-rows // (2 * -(-rows // most.rows))))
     if are_matrices(level, most.rows, inputs):
         if rows > _FEW_OF_MATRICES:
             return most
@@ -53,9 +56,9 @@ def expert_tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Til
     are empty. Of float32 an empty row costs as much as another: panels have about as many rows as experts."""
     if rows < _FEW:
         return SINGLE
-    if not inputs.are_words:
+    if not inputs.are_integers:
         return tiling(rows, level, inputs)
-    few, most = Tiling(*level.code_tiles[0]), largest_tiling(level, inputs)
+    few, most = _few(level, inputs), largest_tiling(level, inputs)
     are_few = rows <= (_FEW_OF_MATRICES if are_matrices(level, most.rows, inputs) else _FEW_PANELS * few.rows)
     return few if few.rows < most.rows and are_few else most
 
@@ -63,17 +66,25 @@ def expert_tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Til
 def largest_tiling(level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
     """The tiling for many rows. Of float32, it is one whose sums are few where the largest is for words in memory. Of
     codes, it is the tiling of the level's matrices, if it has any."""
-    if level.matrix_rows and inputs is Inputs.CODES:
+    if level.matrix_rows and are_matrices(level, level.matrix_rows, inputs):
         return Tiling(level.matrix_rows, 1)
+    if are_paired(level, _PAIRS.rows, inputs):
+        return _PAIRS
     unpacks = level.unpacks_first and not level.has_room
-    return Tiling(*level.code_tiles[0 if unpacks and not inputs.are_words else -1])
+    return Tiling(*level.code_tiles[0 if unpacks and not inputs.are_integers else -1])
 
 
-def become_words(size: Tiling, level: Level) -> bool:
-    """Whether codes are unpacked to words in memory before they are multiplied: where more is multiplied at once than
-    of few rows."""
+def _few(level: Level, inputs: Inputs) -> Tiling:
+    """The tiling for few rows."""
+    return _PAIRS if are_paired(level, _PAIRS.rows, inputs) else Tiling(*level.code_tiles[0])
+
+
+def become_words(size: Tiling, level: Level, inputs: Inputs = Inputs.CODES) -> bool:
+    """Whether codes are unpacked to words, or to bytes, in memory before they are multiplied: where more is multiplied
+    at once than of few rows."""
     few = Tiling(*level.code_tiles[0])
-    return level.unpacks_first and size.rows * size.tiles > few.rows * few.tiles
+    unpacks = not level.splits_words if inputs is Inputs.BYTES else level.unpacks_first
+    return unpacks and size.rows * size.tiles > few.rows * few.tiles
 
 
 def short_prompts(level: Level) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Weights as words in memory: codes, for products of many rows, and numbers of 16 bits.
+"""Weights as words or bytes in memory: codes, for products of many rows, and numbers of 16 bits.
 
 Where a level has few registers, a product of many rows would unpack its codes again for every few rows, and spend half
 of its time so. Words in memory are loaded, multiplied and added. For 32 inputs of 16 outputs there are
@@ -7,6 +7,8 @@ of its time so. Words in memory are loaded, multiplied and added. For 32 inputs 
     scale    (32 / group, 16) float32
     offset   (32 / group, 16) float32   if the format has it; negative
     start    (32 / group, 16) int32     if the level `halves_products`: what a sum of products starts with
+
+Codes that are multiplied by inputs of 8 bits are bytes, (8, 16, 4), of each quad and output, with their zero point.
 
 Two pairs x, y of inputs and their words v, w give vx + wy = (x + w)(y + v) − xy − vw (Winograd, A New Algorithm for
 Inner Product, 1968): one product of two sums instead of two products. The sum of the xy belongs to a row and comes with
@@ -18,8 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from itertools import chain
 
-from polarlm.engine.backends.native.kernels.linear.activations import CROSSED, GROUP, number_bytes, row_bytes
+from polarlm.engine.backends.native.kernels.linear.activations import (
+    CROSSED,
+    GROUP,
+    Inputs,
+    numbers_at,
+    place_of_sum,
+    row_bytes,
+)
 from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes
 from polarlm.engine.backends.native.kernels.linear.expanders import expander
 from polarlm.engine.backends.native.kernels.linear.tile_reads import is_bfloat, read_plain, times_sub, widened
@@ -27,7 +37,7 @@ from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
 from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Values, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
 
-INPUTS = 256  # inputs that become words at a time: the largest block's
+INPUTS = 256  # inputs that become words or bytes at a time: the largest block's
 _NUMBER_BYTES = 2 * GROUP * ROWS  # bytes of 32 inputs of 16 outputs
 _SUM_BITS = 17
 _SHARE = 8  # the largest sum over the largest word: a word has 14 bits
@@ -38,23 +48,26 @@ _BIAS = 127
 _ROUNDING = 1.5 * 2.0**23  # the unit of its last bit is 1, and its lowest 16 bits are 0
 _F16, _I16, _WORDS = vector(F32, ROWS), vector(I32, ROWS), vector(I16, 2 * ROWS)
 _VECTOR = 4 * ROWS  # bytes of a pair, or of a scale, of 16 outputs
-_PAIRS = GROUP // 2
 
 
 class Words:
     """Multiplies words.
 
-    Subclasses write them. blocks: blocks of a tile in `INPUTS` inputs. parts: 32 inputs each, of a block.
+    Subclasses write them. blocks: blocks of a tile in `INPUTS` inputs. parts: 32 inputs each, of a block. vectors: of
+    32 inputs, as they are multiplied by `inputs`.
     """
 
     blocks: int
     parts: int
+    inputs = Inputs.CODES
+    vectors = GROUP // 2
 
     def __init__(self, e: Emitter, groups: int = 1, *, has_offset: bool = False) -> None:
         """groups: of 32 inputs, each with a scale of its own."""
-        self._e, self._groups, self._scales = e, groups, _VECTOR * _PAIRS
+        self._e, self._groups, self._scales = e, groups, _VECTOR * self.vectors
         self._offsets = self._scales + _VECTOR * self._groups if has_offset else None
-        self._halves, self._starts = e.level.halves_products, self._scales + _VECTOR * self._groups * (1 + has_offset)
+        self._halves = e.level.halves_products and self.inputs is not Inputs.BYTES
+        self._starts = self._scales + _VECTOR * self._groups * (1 + has_offset)
         self.nbytes = self._starts + _VECTOR * self._groups * self._halves
         """Of 32 inputs."""
 
@@ -65,7 +78,7 @@ class Words:
 
     def _crossed(self, at: Value, group: int) -> Value:
         """The sums of the products of a group's words, of one pair with the next: int32 (16,). at: address of words."""
-        e, size, total = self._e, _PAIRS // self._groups, self._e.zero(_I16)
+        e, size, total = self._e, self.vectors // self._groups, self._e.zero(_I16)
         for pair in range(group * size, (group + 1) * size, 2):
             total = e.level.dot2(e, total, *(e.load(at, _I16, _VECTOR * (pair + i)) for i in (0, 1)))
         return total
@@ -87,19 +100,25 @@ class Words:
         tiles: addresses of the words of `parts` times 32 inputs. inputs: address of the first ones in the panel.
         next_inputs: the next panel's inputs, which are prefetched: far apart, the hardware does not foresee them.
         """
-        e, row_tile, size = self._e, len(sums[0]), _PAIRS // self._groups
+        e, row_tile, size = self._e, len(sums[0]), self.vectors // self._groups
+        nbytes, at_once = row_bytes(e.level, self.inputs) * row_tile, self._at_once(size)
         with e.loop(0, parts) as part:
-            own_inputs = inputs + part * (row_bytes(e.level) * row_tile)
-            numbers = [own_inputs + (2 * GROUP * row_tile + number_bytes(e.level) * row) for row in range(row_tile)]
+            own_inputs = inputs + part * nbytes
+            numbers = numbers_at(own_inputs, row_tile, e.level, self.inputs)
             at = [tile + part * self.nbytes for tile in tiles]
-            e.prefetch(next_inputs + part * (row_bytes(e.level) * row_tile), row_bytes(e.level) * row_tile)
+            e.prefetch(next_inputs + part * nbytes, nbytes)
             for group in range(self._groups):
                 dots = [[e.variable(start) for start in self._start(address, group, numbers)] for address in at]
                 multiply = self._half_products if self._halves else self._products
-                with e.loop(group * size, (group + 1) * size, 2) as pair:
-                    multiply([address + pair * _VECTOR for address in at], own_inputs + pair * 4, dots)
+                with e.loop(group * size, (group + 1) * size, at_once) as number:
+                    multiply([address + number * _VECTOR for address in at], own_inputs + number * 4, dots)
                 for address, of_tile, totals in zip(at, dots, sums, strict=True):
                     self._add_group(address, group, [dot.get() for dot in of_tile], numbers, totals)
+
+    def _at_once(self, size: int) -> int:
+        """Vectors that are multiplied in a turn of the loop over the `size` vectors of a group: with more, LLVM
+        multiplies row by row and keeps the words on the stack."""
+        return 2
 
     def _start(self, at: Value, group: int, numbers: Values) -> list[Value]:
         """What the dot products of a group start with, of each row."""
@@ -117,7 +136,7 @@ class Words:
     def _products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         """Add products of two pairs of inputs to the sums of each tile and row. at: addresses of the tiles' words."""
         e = self._e
-        for number in range(2):  # with more, LLVM multiplies row by row and keeps the words on the stack
+        for number in range(2):
             words = [e.load(address, _I16, _VECTOR * number) for address in at]
             for row in range(len(dots[0])):
                 pair = e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number)
@@ -137,11 +156,11 @@ class Words:
 
     def _add_group(self, at: Value, group: int, dots: Values, numbers: Values, totals: Sequence[Variable]) -> None:
         """Add the dot products of a group, scaled. numbers: of each row, the address of its scale and sums."""
-        e, place_of_sum = self._e, 4 if self._groups == 1 else 8 + 4 * group
+        e, place = self._e, place_of_sum(self._groups, group)
         for at_numbers, dot, total in zip(numbers, dots, totals, strict=True):
             value = dot.to_float() * e.load(at, _F16, self._scales + _VECTOR * group)
             if self._offsets is not None:
-                less = e.broadcast(at_numbers, I32, ROWS, place_of_sum).to_float()
+                less = e.broadcast(at_numbers, I32, ROWS, place).to_float()
                 value = e.fma(less, e.load(at, _F16, self._offsets + _VECTOR * group), value)
             total.set(e.fma(value, e.broadcast(at_numbers, F32, ROWS), total.get()))
 
@@ -157,9 +176,14 @@ class CodeWords(Words):
     def __init__(self, e: Emitter, format: WeightFormat) -> None:
         self._format, self._expander = format, expander(e, format)
         self._layout = layout(format) if self._expander is None else self._expander.layout
-        self._codes = Codes(e, self._layout)
+        self._codes = Codes(e, self._layout, inputs=self.inputs)
         super().__init__(e, GROUP // format.group, has_offset=self._layout.offset is not None)
         self.blocks, self.parts = INPUTS // format.values, format.values // GROUP
+
+    def _write_codes(self, at: Value, out: Value) -> None:
+        """Write the words of 32 inputs. at: address of their codes."""
+        for pair in sorted(range(self.vectors), key=self._codes.vector):
+            self._e.store(self._word(at, pair), out, _VECTOR * pair)
 
     def _word(self, at: Value, pair: int) -> Value:
         """A pair of codes of 16 outputs, as words. at: address of the codes of 32 inputs."""
@@ -175,7 +199,7 @@ class CodeWords(Words):
             self._write(Block(e, self._layout, at, factor), out + number * (self.parts * self.nbytes))
 
     def _write(self, block: Block, out: Value) -> None:
-        e, codes, place = self._e, self._codes, self._layout
+        e, place = self._e, self._layout
         with e.loop(0, self.parts) as part:
             at, target, sub = (
                 block.codes + part * place.part_bytes,
@@ -183,8 +207,7 @@ class CodeWords(Words):
                 block.subs + part * ROWS * self._groups,
             )
             e.prefetch(at + AHEAD, place.part_bytes)
-            for pair in sorted(range(_PAIRS), key=codes.vector):
-                e.store(self._word(at, pair), target, _VECTOR * pair)
+            self._write_codes(at, target)
             for group in range(self._groups):
                 scale = times_sub(e, block.scale, sub, place.sub_scale, group, signed=True)
                 e.store(scale, target, self._scales + _VECTOR * group)
@@ -192,6 +215,34 @@ class CodeWords(Words):
                     offset = -times_sub(e, block.offset, sub, place.sub_offset, group)
                     e.store(offset, target, self._offsets + _VECTOR * group)
             self._write_starts(target)
+
+
+class CodeBytes(CodeWords):
+    inputs = Inputs.BYTES
+    vectors = GROUP // 4
+
+    def _write_codes(self, at: Value, out: Value) -> None:
+        for quad in sorted(range(self.vectors), key=self._codes.vector_of_quad):
+            self._e.store(self._codes.quad(at, quad, ROWS), out, _VECTOR * quad)
+
+    def _at_once(self, size: int) -> int:
+        return min(size, self._codes.sum_of_bytes(self._e.zero(_I16)).at_once)
+
+    def _start(self, at: Value, group: int, numbers: Values) -> list[Value]:
+        e, zero, place = self._e, self._codes.zero, place_of_sum(self._groups, group)
+        return [e.broadcast(row, I32, ROWS, place) * zero if zero else e.zero(_I16) for row in numbers]
+
+    def _products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
+        e, count = self._e, self._at_once(self.vectors // self._groups)
+        sums = [[self._codes.sum_of_bytes(total.get()) for total in of_tile] for of_tile in dots]
+        for number in range(count):
+            codes = [e.load(address, _I16, _VECTOR * number) for address in at]
+            for row in range(len(dots[0])):
+                fours = e.broadcast(inputs, I32, ROWS, GROUP * row + 4 * number)
+                for code, of_tile in zip(codes, sums, strict=True):
+                    of_tile[row].add(code, fours)
+        for total, one in zip(chain(*dots), chain(*sums), strict=True):
+            total.set(one.end())
 
 
 class NumberWords(Words):
