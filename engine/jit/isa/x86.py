@@ -161,7 +161,8 @@ class _PairSum(ByteSum):
     def add(self, codes: Value, fours: Value) -> None:
         e, bytes_ = self._e, vector(I8, 4 * codes.lanes)
         products = e.level.pair_products(e, codes.bits(bytes_), fours.bits(bytes_))
-        self._pairs = products if self._count == 0 else self._pairs + products
+        pairs = products if self._count == 0 else self._pairs + products
+        self._pairs = e.in_order(pairs.bits(self._total.type)).bits(pairs.type)
         self._count += 1
         if self._count == self.at_once:
             self.end()

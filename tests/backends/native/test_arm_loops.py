@@ -14,6 +14,7 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_kernel
 from polarlm.engine.backends.native.kernels.attention.unit import Prompt
+from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.block_sums import passes
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling
@@ -23,7 +24,7 @@ from polarlm.engine.weight_formats import get
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import ARM, Loop
 from tests.jit.levels import declared
-from tests.pairs import in_turn
+from tests.pairs import each, in_turn
 
 every_arm_level = in_turn("level", ARM)
 
@@ -59,6 +60,18 @@ def test_products(level: Level) -> None:
     assert turns * len(many) < rows * len(one) * (0.85 if level.splits_words else 0.7)
     assert one.on_stack == 0
     assert len(one) <= (190 if level.splits_words else 510)
+
+
+@in_turn("level name", each([level for level in ARM if level.most_code], ["q4_1", "q6_k", "q8_0", "iq4_xs"]))
+def test_products_of_inputs_of_8_bits(level: Level, name: str) -> None:
+    """Half of the products of a row with both bytes of 16 bits, and at most three quarters of the instructions."""
+    kernels = [Product(get(name), largest_tiling(level, kind), inputs=kind) for kind in (Inputs.CODES, Inputs.BYTES)]
+    words, of_bytes = (Loop(product(kernel), level) for kernel in kernels)
+    rows = [kernel.row_tile for kernel in kernels]
+    instruction = OF_WEIGHTS[level.name]
+    assert of_bytes.count(instruction) / rows[1] == words.count(instruction) / rows[0] / 2
+    assert len(of_bytes) / rows[1] < 0.75 * len(words) / rows[0]
+    assert of_bytes.spilled == 0
 
 
 @every_arm_level

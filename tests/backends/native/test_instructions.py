@@ -149,6 +149,28 @@ def test_products_of_words(name: str, level: Level) -> None:
     assert loop.on_stack == 0
 
 
+@in_turn("level name", each([level for level in X86 if not level.matrix_rows], ["q4_1", "q5_k", "q6_k", "q8_0"]))
+def test_products_of_inputs_of_8_bits(level: Level, name: str) -> None:
+    """Half of the products of words. With VNNI the loop of many rows has nothing but them and loads. Without, products
+    of two bytes are added as int16, as many as fit, and sums of these in pairs as int32; codes of 8 bits leave no room,
+    and keep inputs of 16 bits."""
+    kind = inputs_for(get(name), 256, level, waits=False, bits=8)
+    if "vnni" not in level.features and name == "q8_0":
+        assert kind is Inputs.CODES
+        return
+    sizes = largest_tiling(level, kind)
+    loop = Loop(product(Product(get(name), sizes, inputs=kind)), level, share_of=OF_SMALL_BYTES[level.name])
+    vectors, products = sizes.tiles * 16 // level.lanes, loop.count(OF_SMALL_BYTES[level.name])
+    if "vnni" in level.features:
+        assert products == 2 * sizes.rows * vectors
+        assert len(loop) == products + 2 * (sizes.rows + vectors)
+        assert loop.on_stack == 0
+    else:
+        together = {"q4_1": 8, "q5_k": 4, "q6_k": 2}[name]
+        assert products == together * loop.count("vpmaddwd")
+        assert loop.spilled <= products / 2
+
+
 @special_levels
 @pytest.mark.parametrize("name", ["iq2_s", "iq3_xxs"])
 def test_products_of_lattices(name: str, level: Level) -> None:

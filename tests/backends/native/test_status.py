@@ -11,7 +11,9 @@ pytest.importorskip("llvmlite")
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native.thread_count import thread_count
 from polarlm.engine.chat import session
-from polarlm.engine.jit.compile.target import best
+from polarlm.engine.errors import EngineError
+from polarlm.engine.jit.compile.target import VARIABLE, best, levels
+from tests.random_model import random_model
 
 
 def test_it_names_level_threads_and_kernels(tiny_path: Path) -> None:
@@ -28,6 +30,22 @@ def test_it_names_level_threads_and_kernels(tiny_path: Path) -> None:
     assert heading == "Compiled kernels:"
     assert any(line.startswith("  product ") and "f16_1, " in line for line in kinds)
     assert any(line.startswith("  attention ") for line in kinds)
+
+
+def test_it_names_inputs_of_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the level has instructions for it; else a sentence says that there are none."""
+    path, said = random_model(tmp_path), []
+    for level in levels():
+        monkeypatch.setenv(VARIABLE, level.name)
+        with Engine.load(path, device="cpu", calibration=False, input_bits=8, verbose=said.append) as engine:
+            line, threads = engine.fit_line(), engine.status().threads
+        wanted = "inputs of 8 bits" if level.most_code else "inputs of 16 bits"
+        assert f"on the cpu, {wanted}" in line
+        assert f"{level.name}, {wanted}" in threads.why
+        assert any("input_bits=8 has no effect here: " in sentence for sentence in said) is not bool(level.most_code)
+        said.clear()
+    with pytest.raises(EngineError, match="input_bits=4: choose from 8, 16"):
+        Engine.load(path, input_bits=4)
 
 
 @pytest.mark.parametrize(
