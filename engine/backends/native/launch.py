@@ -166,16 +166,14 @@ class Launcher:
         """Launches for `run`: of each the kernel, its number of units, and its arguments."""
         whole = [*launches]
         grain = max(1, sum(units for _, units, _ in whole) // (_CHUNKS * self.threads))
-        packed = [(kernel, kernel.pack(arguments).copy(), units, grain) for kernel, units, arguments in whole]
+        packed = [(kernel, kernel.pack(arguments), units, grain) for kernel, units, arguments in whole]
         return Prepared(packed, [x for *_, arguments in whole for x in arguments if isinstance(x, np.ndarray)])
 
     def run(self, prepared: Prepared) -> None:
         """Run the launches, at the same time."""
         if prepared.commands is None:
             address = self.library.address
-            calls = [
-                Launch(address(kernel), x.ctypes.data, n, grain, 1) for kernel, x, n, grain in prepared.launches if n
-            ]
+            calls = [Launch(address(kernel), x, n, grain, 1) for kernel, x, n, grain in prepared.launches if n]
             prepared.commands = CommandBuffer(calls)
         if len(prepared.commands.units):
             self._workers.run(prepared.commands, self.threads)
@@ -192,6 +190,8 @@ class Launcher:
 
     def can_run(self, kernels: Sequence[Kernel]) -> bool:
         """Whether all kernels compile. Waits until they have, or until one fails."""
+        if self.has_loaded(kernels):
+            return True
         try:
             self.library.wait(kernels)
         except KernelError:

@@ -61,8 +61,8 @@ def address(array: np.ndarray) -> int:
 
 
 def words(record: tuple[Any, ...]) -> np.ndarray:
-    """The packed record as int64, one per field."""
-    return np.frombuffer(pack(record), np.int64)
+    """The packed record as int64, one per field; writable."""
+    return np.frombuffer(bytearray(pack(record)), np.int64)
 
 
 def read(e: Emitter, record: type[Record], pointer: Value, number: Number = 0) -> Record:

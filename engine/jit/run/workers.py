@@ -300,10 +300,10 @@ class CommandBuffer:
     def __init__(self, launches: Sequence[Launch]) -> None:
         assert len(launches) <= MOST_ENTRIES, len(launches)
         assert all(launch.grain > 0 for launch in launches)
-        self._table = np.array(launches, np.int64).reshape(-1, len(Launch._fields))
-        self._table[-1:, Launch._fields.index("overlaps")] = 0  # the buffer ends when all of it is completed
-        self.units = self._table[:, 2]
-        self.address = self._table.ctypes.data
+        self._table = np.frombuffer(bytearray(b"".join(map(records.pack, launches))), np.int64)
+        self._table[-1:] = 0  # overlaps: the buffer ends when all of it is completed
+        self.units = self._table[2 :: len(Launch._fields)]
+        self.address = records.address(self._table)
 
     @cached_property
     def alone(self) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs, are_matrices, are_paired
@@ -29,6 +30,7 @@ SINGLE = Tiling(1, 1)
 _PAIRS = Tiling(4, 1)  # for bytes that are multiplied in pairs of rows: their sums have half of the registers
 
 
+@cache
 def tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
     """The tiling for `rows` rows, in panels of about equal sizes. For few rows weights should be unpacked once, for
     many inputs should be loaded seldom.
@@ -63,6 +65,7 @@ def expert_tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Til
     return few if few.rows < most.rows and are_few else most
 
 
+@cache
 def largest_tiling(level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
     """The tiling for many rows. Of float32, it is one whose sums are few where the largest is for words in memory. Of
     codes, it is the tiling of the level's matrices, if it has any."""
