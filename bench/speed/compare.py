@@ -37,6 +37,7 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     """Measure, write the JSON as figures come and a picture at the end, print tables. Raises FlagError, EngineError or
     LoadError."""
     types, threads = cache_types(options.types), sorted(numbers("--threads", options.threads or "1,2"))
+    bits_of_inputs = sorted(numbers("--input-bits", options.input_bits), reverse=True)
     prompts, depths = sorted(numbers("--prompt", options.prompt)), sorted(numbers("--depth", options.depth))
     paths = peer_paths(options.peer)
     caches = _peer_caches(options.peer_types, list(paths))
@@ -58,7 +59,11 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     attention = config.attention
     subject = Subject(path, device, len(config.layers), attention.kv_heads, attention.head_dim, size, paths)
     threads = threads[:1] if gpu else threads
-    ours = [Contestant(OURS, cache_type.label, cache_type) for cache_type in types]
+    ours = [
+        Contestant(OURS, cache_type.label + f", {bits}-bit inputs" * (bits != EngineConfig.input_bits), cache_type, bits)
+        for bits in bits_of_inputs
+        for cache_type in types
+    ]
     speed = Speed(source.name, weights, size, device, ours, most_threads=max(threads), peer_threads=threads)
     for name in paths:
         _ask_peer(name, speed, subject, caches[name])

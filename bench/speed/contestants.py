@@ -11,6 +11,7 @@ from typing import Any
 from polarlm.bench.command import CacheType
 from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Child
+from polarlm.engine import EngineConfig
 
 OURS = "polarlm"
 _OURS = "polarlm.bench.speed.ours"
@@ -22,7 +23,8 @@ class Contestant:
 
     engine: str
     cache: str
-    types: CacheType | None = field(default=None, compare=False)  # for our engine
+    types: CacheType | None = field(default=None, compare=False)  # for our engine, as is the next
+    input_bits: int = field(default=EngineConfig.input_bits, compare=False)
 
     def as_json(self) -> dict[str, str]:
         types = {} if self.types is None else {"types": self.types.pair}
@@ -98,7 +100,8 @@ def start(
     arguments: list[Any] = [contestant.cache]
     if contestant.is_ours:
         types = {} if contestant.types is None else contestant.types.settings()
-        arguments = [{"device": subject.device, **types, **(settings or {})}]
+        own = {"device": subject.device, "input_bits": contestant.input_bits}
+        arguments = [{**own, **types, **(settings or {})}]
     elif contestant.is_program:
         arguments.append(subject.peer_paths[contestant.engine])
     child.call("start", str(subject.path), context, threads, *arguments)

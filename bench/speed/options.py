@@ -43,6 +43,9 @@ class Options:
         metavar="TYPES",
         help=f"{TYPES_HELP}; the first decides the threads, and runs the batches",
     )
+    input_bits: str = setting(
+        "16", "--input-bits", metavar="N,N", help="as in the chat: 8, 16 or both, with a column of ours for each"
+    )
     peer: str = setting(
         peers.DEFAULT,
         "--peer",

@@ -105,7 +105,12 @@ class LinearOps(LoadOps):
         if rows > 1:
             most = largest_tiling(level, shared)
             sizes = compiled_tiling(self._launch, sizes, most, multiplication.kernels, recorded=recorded)
-        y = self._launch.empty((rows, multiplication.width)) if residual is None else residual
+        y, width = residual, multiplication.width
+        if y is None:
+            # Rows whose beginnings are a power of two apart share a few sets of the caches, and several are written at a
+            # time. What is activated is the input of another product, which takes rows at any distance.
+            apart = 16 if multiplication.activation is not None and width % 512 == 0 else 0
+            y = self._launch.empty((rows, width + apart))[:, :width]
         multiplication.launch(x, y, sizes)
         return y if activation is None or multiplication.activation else self.activate_halves(y, activation)
 
