@@ -22,6 +22,7 @@ from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased, unowned
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
+Launching = tuple[Kernel[Any], Units, Any, int]  # a kernel, its units, its arguments and the grain
 _ENGINE = Path(__file__).resolve().parents[2]
 # The folders whose code decides what these kernels do; their language, `jit/`, is always hashed.
 _SOURCES = tuple(
@@ -51,14 +52,16 @@ class Recorded(NamedTuple):
 
 @dataclass
 class Prepared:
-    """Launches that can be run again and again with little Python between; none need wait for another.
+    """Launches that can be run again and again with little Python between.
 
     launches: of each the kernel, its arguments as it reads them, int64, whose words are writable between runs, its
-    number of units and its grain. arrays: what the arguments point to, referenced here to keep it alive.
+    number of units and its grain. arrays: what the arguments point to, referenced here to keep it alive. in_order:
+    whether a launch reads what the one before it wrote.
     """
 
     launches: Sequence[tuple[Kernel, np.ndarray, int, int]]
     arrays: Sequence[np.ndarray]
+    in_order: bool = False
     commands: CommandBuffer | None = None  # once they have run
 
 
@@ -154,13 +157,26 @@ class Launcher:
         time; 0 cuts them into a few chunks for each thread. overlaps: whether the next launch need not wait for this
         one, if both are recorded.
         """
-        packed, count = kernel.pack(arguments), units if isinstance(units, int) else units()
-        grain = grain or max(1, count // (_CHUNKS * self.threads))
         if self._recording is None:
-            self.run(Prepared([(kernel, packed, count, grain)], ()))
+            self.run(Prepared([self._packed(kernel, units, arguments, grain)], ()))
         else:
+            kernel, packed, _, grain = self._packed(kernel, units, arguments, grain)
             arrays = [x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)]
             self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, overlaps))
+
+    def in_order(self, launches: Sequence[Launching]) -> None:
+        """As calls with each of the launches, which take less Python so."""
+        if self._recording is None:
+            self.run(Prepared([self._packed(*launch) for launch in launches], (), in_order=True))
+        else:
+            for launch in launches:
+                self(*launch)
+
+    def _packed(
+        self, kernel: Kernel[Any], units: Units, arguments: Any, grain: int
+    ) -> tuple[Kernel, np.ndarray, int, int]:
+        count = units if isinstance(units, int) else units()
+        return kernel, kernel.pack(arguments), count, grain or max(1, count // (_CHUNKS * self.threads))
 
     def prepare(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> Prepared:
         """Launches for `run`: of each the kernel, its number of units, and its arguments."""
@@ -170,10 +186,10 @@ class Launcher:
         return Prepared(packed, [x for *_, arguments in whole for x in arguments if isinstance(x, np.ndarray)])
 
     def run(self, prepared: Prepared) -> None:
-        """Run the launches, at the same time."""
+        """Run the launches, at the same time or in order."""
         if prepared.commands is None:
-            address = self.library.address
-            calls = [Launch(address(kernel), x, n, grain, 1) for kernel, x, n, grain in prepared.launches if n]
+            address, overlaps = self.library.address, int(not prepared.in_order)
+            calls = [Launch(address(kernel), x, n, grain, overlaps) for kernel, x, n, grain in prepared.launches if n]
             prepared.commands = CommandBuffer(calls)
         if len(prepared.commands.units):
             self._workers.run(prepared.commands, self.threads)

@@ -11,6 +11,7 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine.backends.native.kernels.linear.product import Product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, expert_tiling
+from polarlm.engine.backends.native.launch import Launching
 from polarlm.engine.backends.native.product_ops.experts import ExpertOps
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, with_rows
@@ -190,9 +191,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Product, np.ndarray]]:
     """The products that `experts` launches, and for which experts: entries of `ExpertRows` that have rows."""
     found = []
 
-    def product(self: Multiplication, spec: Product, *rest: Any) -> None:
+    def product(self: Multiplication, spec: Product, *rest: Any) -> Launching:
         found.append((spec, with_rows(rest[-1])))
-        launch(self, spec, *rest)
+        return launch(self, spec, *rest)
 
     launch = Multiplication._product
     monkeypatch.setattr(Multiplication, "_product", product)

@@ -107,8 +107,8 @@ class LinearOps(LoadOps):
             sizes = compiled_tiling(self._launch, sizes, most, multiplication.kernels, recorded=recorded)
         y, width = residual, multiplication.width
         if y is None:
-            # Rows whose beginnings are a power of two apart share a few sets of the caches, and several are written at a
-            # time. What is activated is the input of another product, which takes rows at any distance.
+            # Rows whose beginnings are a power of two apart share a few sets of the caches, and several are written
+            # together. What is activated is the input of another product, which takes rows at any distance.
             apart = 16 if multiplication.activation is not None and width % 512 == 0 else 0
             y = self._launch.empty((rows, width + apart))[:, :width]
         multiplication.launch(x, y, sizes)

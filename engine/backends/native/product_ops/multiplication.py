@@ -30,7 +30,7 @@ from polarlm.engine.backends.native.kernels.linear.product import (
 )
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling
 from polarlm.engine.backends.native.kernels.rows import gate, gate_arguments
-from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.launch import Launcher, Launching
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
@@ -89,19 +89,23 @@ class Multiplication:
         With experts: chosen (n, fields of `ExpertRows`), and sources (P,) int32, the row of x of each place.
         """
         panels: dict[Inputs, np.ndarray] = {}
-        first = 0
+        first, launches = 0, list[Launching]()
         for part, kind in zip(self._w.parts, self.inputs, strict=True):
             if kind not in panels:
-                panels[kind] = self._panels(x, sizes, kind, sources)
+                panels[kind] = self._panels(x, sizes, kind, sources, launches)
             spec, shape, data = self._spec(part, sizes, kind), (part.shape[0] // self._count, part.shape[1]), part.data
             bias, target = None if self._w.bias is None else self._w.bias[..., first:], y[:, first:]
             if isinstance(data, CachedTiles):
                 assert chosen is not None
-                work = partial(self._product_of_cached, spec, shape, bias, data)
+                self._launch.in_order(launches)
+                launches = []
+                work = partial(self._multiply_cached, spec, shape, bias, data)
                 self._launch.call(work, panels[kind], target, chosen)
             else:
-                self._product(spec, shape, bias, data.memory, self._count, panels[kind], target, chosen)
+                product = self._product(spec, shape, bias, data.memory, self._count, panels[kind], target, chosen)
+                launches.append(product)
             first += shape[0]
+        self._launch.in_order(launches)
 
     def _spec(self, part: Matrix, sizes: Tiling, kind: Inputs) -> Product:
         has_bias = self._w.bias is not None
@@ -113,8 +117,11 @@ class Multiplication:
             return interleave_rows(is_normed, sizes.rows, picks=self._is_stack)
         return quantize_rows(is_normed, sizes.rows, inputs=kind, picks=self._is_stack)
 
-    def _panels(self, x: np.ndarray, sizes: Tiling, kind: Inputs, sources: np.ndarray | None) -> np.ndarray:
-        """The rows of x, after their norm: (panels, bytes of a panel) uint8, or x itself if that is the same."""
+    def _panels(
+        self, x: np.ndarray, sizes: Tiling, kind: Inputs, sources: np.ndarray | None, launches: list[Launching]
+    ) -> np.ndarray:
+        """The rows of x, after their norm: (panels, bytes of a panel) uint8, which a launch writes, or x itself if that
+        is the same."""
         columns, row_tile, rows = x.shape[1], sizes.rows, len(x) if sources is None else len(sources)
         is_same = not kind.are_integers and self._norm is None and row_tile == 1 and sources is None
         if is_same and x.flags.c_contiguous:
@@ -127,7 +134,7 @@ class Multiplication:
         arguments = RowArguments(
             x=x, weight=weight, out=out, sources=sources, columns=columns, stride=x.strides[0], eps=eps
         )
-        self._launch(self._panel_kernel(sizes, kind), rows, arguments)
+        launches.append((self._panel_kernel(sizes, kind), rows, arguments, 0))
         return out
 
     def _product(
@@ -140,9 +147,9 @@ class Multiplication:
         x: np.ndarray,
         y: np.ndarray,
         chosen: np.ndarray | None,
-    ) -> None:
-        """Write the products of panels x with a part of the weights. memory: `count` matrices (out, in) of this shape,
-        in tiles one after another. bias (out,); with experts (count, out)."""
+    ) -> Launching:
+        """The launch for the products of panels x with a part of the weights. memory: `count` matrices (out, in) of
+        this shape, in tiles one after another. bias (out,); with experts (count, out)."""
         (outputs, columns), half, of_one = shape, 1 if spec.activation is None else 2, len(memory) // count
         number = units(spec, of_one // half)
         arguments = ProductArguments(
@@ -162,13 +169,11 @@ class Multiplication:
             bias_bytes=0 if bias is None else bias.strides[0],
         )
         if chosen is not None:
-            self._launch(product(spec), len(chosen) * number, arguments)
-            return
+            return product(spec), len(chosen) * number, arguments, 0
         at_once = are_matrices(self._launch.level, spec.row_tile, spec.inputs)
-        grain = together(number, half, self._launch.threads) if at_once else 0
-        self._launch(product(spec), number, arguments, grain)
+        return product(spec), number, arguments, together(number, half, self._launch.threads) if at_once else 0
 
-    def _product_of_cached(
+    def _multiply_cached(
         self,
         spec: Product,
         shape: tuple[int, int],
@@ -178,7 +183,7 @@ class Multiplication:
         y: np.ndarray,
         chosen: np.ndarray,
     ) -> None:
-        """As `_product`, with as many experts at a time as there are slots, and with slots in place of experts."""
+        """Multiply by as many experts at a time as there are slots, and with slots in place of experts."""
         entries, experts = with_rows(chosen), experts_of(chosen)
         for batch in data.batches(experts):
             of_slots, slot_bias = entries[batch], None
@@ -186,7 +191,7 @@ class Multiplication:
             if bias is not None:
                 slot_bias = self._launch.empty((data.slots, bias.shape[1]))
                 slot_bias[slots] = bias[entries[batch, _EXPERT]]
-            self._product(spec, shape, slot_bias, data.memory, data.slots, x, y, of_slots)
+            self._launch(*self._product(spec, shape, slot_bias, data.memory, data.slots, x, y, of_slots))
 
 
 def compiled_tiling(

@@ -168,13 +168,18 @@ def quantize_rows(
                 integers, top = round_to(e, halves, float(inputs.value))
                 target, each = start + group * (size * row_tile), number_bytes(e.level, inputs)
                 for_matrices = are_matrices(e.level, row_tile, inputs)
-                if for_matrices and inputs is Inputs.CODES:
-                    numbers = _write_matrices(e, target, place, integers)
+                numbers = target + place * each + GROUP * inputs.size * row_tile
+                if inputs is Inputs.BYTES:
+                    sums = _write_bytes(e, target, place, integers, is_paired=are_paired(e.level, row_tile, inputs))
                 else:
-                    _write_integers(e, target, place, integers, row_tile, inputs)
-                    numbers = target + place * each + GROUP * inputs.size * row_tile
-                halved = e.join([half.trunc(I16) for half in integers]).bits(vector(I32, 16))
-                sums = _negative_sums(e, halved, crossed=each > 16)
+                    if for_matrices:
+                        numbers = _write_matrices(e, target, place, integers)
+                    else:
+                        for number, half in enumerate(integers):
+                            own = _split(e, half) if splits(e.level, row_tile, inputs) else half.trunc(I16)
+                            e.store(own, target + place * (2 * GROUP), 32 * number)
+                    halved = e.join([half.trunc(I16) for half in integers]).bits(vector(I32, 16))
+                    sums = _negative_sums(e, halved, crossed=each > 16)
                 e.store(top * (1 / inputs.value), numbers)
                 e.store(sums.to_float() if for_matrices else sums, numbers, 4)
 
@@ -195,26 +200,33 @@ def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
     return -e.shuffle(both, sums, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
 
 
-def _write_integers(e: Emitter, at: Value, row: Value, halves: Values, row_tile: int, inputs: Inputs) -> None:
-    """Write 32 inputs of a row, int32 (16,) each half, to the group at an address."""
-    is_paired, size = are_paired(e.level, row_tile, inputs), 16 * inputs.size
-    target = at + (row // 2 * (2 * GROUP) + row % 2 * 8 if is_paired else row * (2 * size))
-    for number, integers in enumerate(halves):
-        ordered = e.shuffle(integers, integers, [lane & ~3 | QUAD[lane & 3] for lane in range(16)])
-        if is_paired:
-            for part in (0, 1):
-                e.store(e.part(ordered, 8 * part, 8).trunc(I8), target, 16 * (2 * number + part))
-        elif inputs is Inputs.BYTES:
-            e.store(ordered.trunc(I8), target, size * number)
-        elif splits(e.level, row_tile, inputs):
-            e.store(_split(e, ordered), target, size * number)
-        else:
-            e.store(integers.trunc(I16), target, size * number)
+def _write_bytes(e: Emitter, at: Value, row: Value, halves: Values, *, is_paired: bool) -> Value:
+    """Write 32 inputs of a row, int32, to the panel at an address. Returns the sums in its numbers, int32 (3,)."""
+    lanes = vector(I32, 8)
+    bytes_ = e.join([_in_quads(e, half) for half in halves]).trunc(I8)
+    if is_paired:
+        target = at + (row // 2 * (2 * GROUP) + row % 2 * 8)
+        for eight in range(0, GROUP, 8):
+            e.store(e.part(bytes_, eight, 8), target, 2 * eight)
+    else:
+        e.store(bytes_, at + row * GROUP)
+    fours = e.level.sum_of_bytes(e, e.zero(lanes), 1)
+    fours.add(e.constant(lanes, 0x01010101), bytes_.bits(lanes))
+    sums = fours.end()
+    for step in (2, 1):
+        sums = sums + e.shuffle(sums, sums, [lane ^ step for lane in range(8)])
+    both = sums + e.shuffle(sums, sums, [lane ^ 4 for lane in range(8)])
+    return -e.shuffle(both, sums, [0, 8, 12])
+
+
+def _in_quads(e: Emitter, integers: Value) -> Value:
+    return e.shuffle(integers, integers, [lane & ~3 | QUAD[lane & 3] for lane in range(16)])
 
 
 def _split(e: Emitter, integers: Value) -> Value:
     """int32 (16,) as bytes (32,): see above."""
-    high, low = (integers + 128).ashr(8).trunc(I8), integers.trunc(I8)
+    ordered = _in_quads(e, integers)
+    high, low = (ordered + 128).ashr(8).trunc(I8), ordered.trunc(I8)
     return e.shuffle(high, low, [lane + 16 * i + first for first in (0, 8) for i in (0, 1) for lane in range(8)])
 
 
