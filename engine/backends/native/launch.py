@@ -140,6 +140,11 @@ class Launcher:
         self._recording: Recording | None = None
         self._buffers = Buffers()
 
+    @property
+    def runs_now(self) -> bool:
+        """Whether launches run, and are not recorded."""
+        return self.computes and self._recording is None
+
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         """An uninitialized array for the result of an op.
 
@@ -164,19 +169,24 @@ class Launcher:
             arrays = [x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)]
             self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, overlaps))
 
-    def in_order(self, launches: Sequence[Launching]) -> None:
-        """As calls with each of the launches, which take less Python so."""
-        if self._recording is None:
-            self.run(Prepared([self._packed(*launch) for launch in launches], (), in_order=True))
-        else:
+    def in_order(self, launches: Sequence[Launching]) -> Prepared | None:
+        """As calls with each of the launches, which take less Python so; return them if they have run."""
+        if self._recording is not None:
             for launch in launches:
                 self(*launch)
+            return None
+        self.run(prepared := Prepared([self._packed(*launch) for launch in launches], (), in_order=True))
+        return prepared if self.runs_now else None
 
     def _packed(
         self, kernel: Kernel[Any], units: Units, arguments: Any, grain: int
     ) -> tuple[Kernel, np.ndarray, int, int]:
         count = units if isinstance(units, int) else units()
-        return kernel, kernel.pack(arguments), count, grain or max(1, count // (_CHUNKS * self.threads))
+        return kernel, kernel.pack(arguments), count, grain or self.grain(count)
+
+    def grain(self, units: int) -> int:
+        """Units that a thread takes at a time, unless a launch says otherwise."""
+        return max(1, units // (_CHUNKS * self.threads))
 
     def prepare(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> Prepared:
         """Launches for `run`: of each the kernel, its number of units, and its arguments."""

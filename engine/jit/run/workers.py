@@ -295,14 +295,15 @@ SCRATCH = 1 << 20  # bytes of scratch per thread
 
 
 class CommandBuffer:
-    """Launches that run in order. units (entries,) int64, below 2³¹: their unit counts, writable between runs."""
+    """Launches that run in order. units (entries,) int64, below 2³¹: their unit counts, writable between runs. grains
+    (entries,): how many of them a thread takes at a time."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
         assert len(launches) <= MOST_ENTRIES, len(launches)
         assert all(launch.grain > 0 for launch in launches)
         self._table = np.frombuffer(bytearray(b"".join(map(records.pack, launches))), np.int64)
         self._table[-1:] = 0  # overlaps: the buffer ends when all of it is completed
-        self.units = self._table[2 :: len(Launch._fields)]
+        self.units, self.grains = (self._table[field :: len(Launch._fields)] for field in (2, 3))
         self.address = records.address(self._table)
 
     @cached_property

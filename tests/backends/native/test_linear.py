@@ -91,6 +91,29 @@ def test_inputs_of_any_size_are_multiplied_rightly(level: Level) -> None:
     assert not actual[4:].any()
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+def test_products_are_repeated_with_other_rows(bits: int) -> None:
+    """To the bit what a product is that nothing was kept of: with other rows, their number and results, parts in two
+    formats, a norm and a bias."""
+    rng = np.random.default_rng(8)
+    stored = [weights.StoredBytes(weights.random_blocks(rng, name, 64, 256), name) for name in ("q4_k", "q6_k", "q4_k")]
+    bias, norm = rng.standard_normal(192).astype(np.float32), (rng.standard_normal(256).astype(np.float32), 1e-5)
+    ops = LinearOps(Launcher(2))
+    ops._launch.input_bits = bits
+    whole, first = Linear(ops.load(stored), bias), Linear(ops.load(stored[:1]))
+    for rows in (40, 40, 41, 7, 1, 100, 1, 40):
+        x, y = (rng.standard_normal((rows, size)).astype(np.float32) for size in (256, 64))
+        other = LinearOps(Launcher(2))
+        other._launch.input_bits = bits
+        sums = [y.copy(), y.copy()]
+        for number, one in enumerate((ops, other)):
+            assert one.linear(x, first, residual=sums[number]) is sums[number]
+        np.testing.assert_array_equal(*sums)
+        np.testing.assert_array_equal(ops.linear(x, whole, norm=norm), other.linear(x, whole, norm=norm))
+        gated = [one.linear(x, first, activation="silu").copy() for one in (ops, other)]
+        np.testing.assert_array_equal(*gated)
+
+
 @pytest.mark.skipif(best().lanes < 8, reason="kernels of this level take one row or two, which are the most")
 def test_prompts_do_not_wait_for_the_kernels_of_their_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take the kernels of many rows meanwhile, with the same results; steps, which are recorded, wait."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling, tiling
 from polarlm.engine.backends.native.kernels.rows import (
@@ -18,14 +19,23 @@ from polarlm.engine.backends.native.kernels.rows import (
     scale_rows,
     softcap_rows,
 )
+from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
 from polarlm.engine.backends.native.product_ops.loading import LoadOps
 from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, activate_halves, compiled_tiling
 from polarlm.engine.weight_formats import Linear, Matrix
 
+_MOST_PRODUCTS = 1024  # that are kept to be repeated: one for each matrix of a large model
+
 
 class LinearOps(LoadOps):
     """The ops on matrices and on rows of activations."""
+
+    def __init__(self, launch: Launcher) -> None:
+        super().__init__(launch)
+        # The latest products of prompts, the oldest first, by what their launches depend on. One that is being repeated
+        # is not among them.
+        self._products: dict[Hashable, Multiplication] = {}
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         parts = matrix.parts if isinstance(matrix, Linear) else (matrix,)
@@ -98,21 +108,33 @@ class LinearOps(LoadOps):
         then: Linear | None = None,
         recorded: bool = False,
     ) -> np.ndarray:
-        rows, level, adds = len(x), self._launch.level, residual is not None
-        multiplication = Multiplication(self._launch, w, rows, norm, activation, adds=adds, recorded=recorded)
-        shared = Inputs.shared(multiplication.inputs)
-        sizes = tiling(rows, level, shared)
-        if rows > 1:
-            most = largest_tiling(level, shared)
-            sizes = compiled_tiling(self._launch, sizes, most, multiplication.kernels, recorded=recorded)
-        y, width = residual, multiplication.width
+        rows, level, of_norm = len(x), self._launch.level, None if norm is None else (id(norm[0]), norm[1])
+        strides = x.strides, None if residual is None else residual.strides
+        key = id(w), of_norm, strides, activation, rows == 1
+        may_repeat = not recorded and self._launch.runs_now
+        product = self._products.pop(key, None) if may_repeat else None
+        if product is None:
+            adds = residual is not None
+            product = Multiplication(self._launch, w, rows, norm, activation, adds=adds, recorded=recorded)
+        y = residual
         if y is None:
             # Rows whose beginnings are a power of two apart share a few sets of the caches, and several are written
             # together. What is activated is the input of another product, which takes rows at any distance.
-            apart = 16 if multiplication.activation is not None and width % 512 == 0 else 0
-            y = self._launch.empty((rows, width + apart))[:, :width]
-        multiplication.launch(x, y, sizes)
-        return y if activation is None or multiplication.activation else self.activate_halves(y, activation)
+            apart = 16 if product.activation is not None and product.width % 512 == 0 else 0
+            y = self._launch.empty((rows, product.width + apart))[:, : product.width]
+        wanted = tiling(rows, level, product.shared)
+        if product.again is not None and product.again.sizes == wanted:
+            product.repeat(product.again, x, y)
+        else:
+            sizes, most = wanted, largest_tiling(level, product.shared)
+            if rows > 1:
+                sizes = compiled_tiling(self._launch, sizes, most, product.kernels, recorded=recorded)
+            product.launch(x, y, sizes)
+        if may_repeat:
+            self._products[key] = product
+            if len(self._products) > _MOST_PRODUCTS:
+                self._products.pop(next(iter(self._products)), None)
+        return y if activation is None or product.activation else self.activate_halves(y, activation)
 
     def activate_halves(self, x: np.ndarray, activation: str) -> np.ndarray:
         return activate_halves(self._launch, x, activation)

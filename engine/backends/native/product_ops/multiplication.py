@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,15 +31,31 @@ from polarlm.engine.backends.native.kernels.linear.product import (
 )
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling
 from polarlm.engine.backends.native.kernels.rows import gate, gate_arguments
-from polarlm.engine.backends.native.launch import Launcher, Launching
+from polarlm.engine.backends.native.launch import Launcher, Launching, Prepared
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
 from polarlm.engine.jit.lang import Kernel
+from polarlm.engine.jit.lang.records import address
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
 from polarlm.model_loaders.config import is_gated
 
 Norm = tuple[np.ndarray, float] | None
 
+
 _EXPERT, _ROWS = (ExpertRows._fields.index(name) for name in ("expert", "rows"))
+_X, _OUT = (RowArguments._fields.index(name) for name in ("x", "out"))
+_PANELS, _Y, _OF_ALL_ROWS = (ProductArguments._fields.index(name) for name in ("x", "y", "rows"))
+
+
+class Again(NamedTuple):
+    """Launches of a product, for a tiling. panels: the bytes of a panel, of each array of panels. uses: the launch, the
+    field of its arguments, the number of the array among x, y and these, and the offset in it. by_row: launches with a
+    unit for each row."""
+
+    sizes: Tiling
+    prepared: Prepared
+    panels: list[int]
+    uses: list[tuple[int, int, int, int]]
+    by_row: list[int]
 
 
 class Multiplication:
@@ -60,7 +77,7 @@ class Multiplication:
         recorded: bool,
     ) -> None:
         """rows: how many there are. adds: the product is added to the result. The rest is as in `Ops.linear`."""
-        self._launch, self._w, self._rows, self._norm, self._adds = launch, w, rows, norm, adds
+        self._launch, self._w, self._norm, self._adds = launch, w, norm, adds
         self._is_stack = isinstance(w, ExpertLinear)
         self._count = w.count if isinstance(w, ExpertLinear) else 1
         # One kernel multiplies by gate and up together if both halves of the outputs are whole tiles.
@@ -69,6 +86,23 @@ class Multiplication:
         self.width = w.shape[0] // (1 if self.activation is None else 2)
         waits, level, bits = recorded or rows == 1, launch.level, launch.input_bits
         self.inputs = [inputs_for(part.format, part.shape[1], level, waits=waits, bits=bits) for part in w.parts]
+        self.shared = Inputs.shared(self.inputs)
+        self.again: Again | None = None  # once launched, if it can be repeated
+
+    def repeat(self, again: Again, x: np.ndarray, y: np.ndarray) -> None:
+        """As the first `launch`, with other rows: what is packed already takes no Python."""
+        rows, (launches, commands) = len(x), (again.prepared.launches, again.prepared.commands)
+        panels = [self._launch.empty((-(-rows // again.sizes.rows), nbytes), np.uint8) for nbytes in again.panels]
+        addresses = [address(array) for array in (x, y, *panels)]
+        for number, place, array, offset in again.uses:
+            launches[number][1][place] = addresses[array] + offset
+        assert commands is not None
+        for number, (_, arguments, *_) in enumerate(launches):
+            if number in again.by_row:
+                commands.units[number], commands.grains[number] = rows, self._launch.grain(rows)
+            else:
+                arguments[_OF_ALL_ROWS] = rows
+        self._launch.run(again.prepared)
 
     def kernels(self, sizes: Tiling) -> list[Kernel]:
         """All kernels for a tiling."""
@@ -89,10 +123,15 @@ class Multiplication:
         With experts: chosen (n, fields of `ExpertRows`), and sources (P,) int32, the row of x of each place.
         """
         panels: dict[Inputs, np.ndarray] = {}
-        first, launches = 0, list[Launching]()
+        first, launches, arrays = 0, list[Launching](), [x, y]
+        uses, by_row = list[tuple[int, int, int, int]](), list[int]()
         for part, kind in zip(self._w.parts, self.inputs, strict=True):
             if kind not in panels:
                 panels[kind] = self._panels(x, sizes, kind, sources, launches)
+                if panels[kind] is not x:
+                    by_row.append(number := len(launches) - 1)
+                    uses += [(number, _X, 0, 0), (number, _OUT, len(arrays), 0)]
+                    arrays.append(panels[kind])
             spec, shape, data = self._spec(part, sizes, kind), (part.shape[0] // self._count, part.shape[1]), part.data
             bias, target = None if self._w.bias is None else self._w.bias[..., first:], y[:, first:]
             if isinstance(data, CachedTiles):
@@ -103,9 +142,13 @@ class Multiplication:
                 self._launch.call(work, panels[kind], target, chosen)
             else:
                 product = self._product(spec, shape, bias, data.memory, self._count, panels[kind], target, chosen)
+                which = next(number for number, array in enumerate(arrays) if array is panels[kind])
+                uses += [(len(launches), _PANELS, which, 0), (len(launches), _Y, 1, 4 * first)]
                 launches.append(product)
             first += shape[0]
-        self._launch.in_order(launches)
+        prepared = self._launch.in_order(launches)
+        if prepared is not None and chosen is None:
+            self.again = Again(sizes, prepared, [array.shape[1] for array in arrays[2:]], uses, by_row)
 
     def _spec(self, part: Matrix, sizes: Tiling, kind: Inputs) -> Product:
         has_bias = self._w.bias is not None
@@ -162,7 +205,7 @@ class Multiplication:
             tile_bytes=memory.shape[1],
             x_stride=x.strides[0],
             y_stride=y.strides[0],
-            rows=self._rows,
+            rows=len(y),
             outputs=outputs // half,
             tiles=of_one // half,
             expert_bytes=of_one * memory.shape[1],
