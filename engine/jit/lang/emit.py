@@ -238,7 +238,13 @@ class Emitter(MemoryEmitter):
         """
         expect(x.element == F32, "float32", x)
         x = self.select(x < -87.3, self.like(-88.0, x), x)  # unlike `fmax`, keeps NaN
-        x = self.select(x > 89.0, self.like(89.0, x), x)
+        return self._exp(self.select(x > 89.0, self.like(89.0, x), x))
+
+    def exp_of_negative(self, x: Value) -> Value:
+        """As `exp` for numbers up to 0, with fewer instructions: 0 below -88, and for NaN."""
+        return self._exp(self.select(x > -88.0, x, self.like(-88.0, x)))
+
+    def _exp(self, x: Value) -> Value:
         whole = self.round(x * 1.4426950408889634)
         n = whole.to_float()
         # ln 2 in two parts: n times the first is exact.

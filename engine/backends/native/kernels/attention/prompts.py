@@ -68,8 +68,10 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
     def emit(e: Emitter, args: PromptArguments, begin: Value, end: Value, scratch: Value) -> None:
         group, kv_heads, out = args.group, args.kv_heads, args.out
         state = Unit(e, spec, scratch, args.softcap if spec.is_capped else None)
+        last_tile = (args.rows - 1) // args.tile
         with e.loop(begin, end) as unit:
-            head, first_row = unit % kv_heads, unit // kv_heads * args.tile
+            # The last rows see most: first, so that no thread is left alone with a long unit.
+            head, first_row = unit % kv_heads, (last_tile - unit // kv_heads) * args.tile
             own_rows = e.imin(args.rows - first_row, args.tile)
             queries = own_rows * group
             first_position = args.position + first_row

@@ -180,19 +180,19 @@ class Unit:
             position = e.load(self._position + (i + row) * 8, I64)
             last = e.imax(e.imin(position - start, tokens - 1), -1).trunc(I32)
             first = e.imin(e.imax(position - start - window + 1, 0), most).trunc(I32)
-            at, seen, scores = self._weights + row * (4 * KEYS), [], []
+            at, scores = self._weights + row * (4 * KEYS), []
             for number, key in enumerate(keys):
-                seen.append((key <= last) & (key >= first))
+                seen = (key <= last) & (key >= first)
                 score = e.load(at, _F16, 64 * number)
                 if self._softcap is not None:
                     score = capped(e, score, e.like(self._softcap, score))
-                scores.append(e.select(seen[-1], score, e.like(LOWEST, score)))
+                scores.append(e.select(seen, score, e.like(LOWEST, score)))
             own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
             before = e.load(own_row_max, F32)
-            row_max = e.fmax(e.fmax_lanes(_reduced(scores, e.fmax)), before)
-            weights = [
-                e.select(mask, e.exp(score - row_max), e.zero(_F16)) for mask, score in zip(seen, scores, strict=True)
-            ]
+            row_max = e.fmax(e.fmax_lanes(_reduced(scores, _larger)), before)
+            # Of keys that are not seen the weight is 0, also where none is and the maximum is LOWEST.
+            top = e.select(row_max > LOWEST, row_max, e.zero(F32))
+            weights = [e.exp_of_negative(score - top) for score in scores]
             for number, weight in enumerate(weights):
                 e.store(weight, at, 64 * number)
             # The weight of a score of −infinity is 0: 0 · score makes the sum NaN where a score is not finite.
@@ -222,6 +222,11 @@ class Unit:
 def _copy(e: Emitter, source: Value, target: Value, dim: int) -> None:
     for first, lanes in pieces(dim):
         e.store(e.load(source, vector(F32, lanes), 4 * first), target, 4 * first)
+
+
+def _larger(a: Value, b: Value) -> Value:
+    """The larger of floats; b if one is NaN, which is one instruction."""
+    return a.emitter.select(a > b, a, b)
 
 
 def _reduced(values: Values, combine: Callable[[Value, Value], Value]) -> Value:
