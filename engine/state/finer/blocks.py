@@ -178,18 +178,18 @@ class FinerBlocks(KVBlocks):
         self.quantized = self.blocks = FinerAllocator(
             places, blocks[0] - 1, (finer, other), kind.newest, is_by_age=kind.is_by_age
         )
+        self._of_kinds = self._caches, {layer: cache.finer for layer, cache in self._caches.items()}  # others, finer
         self._heads = [shape.kv_layers[layer].kv_heads for layer in layers]
         self._more_bytes = sum(self._heads) * (finer - other)  # additional bytes of a finer block, in all layers
 
     def _of_kind(self, layer: int, *, is_finer: bool) -> Cache:
-        return self._caches[layer].finer if is_finer else self._caches[layer]
+        return self._of_kinds[is_finer][layer]
 
     def _by_kind(self, blocks: Sequence[int]) -> Iterator[OneKind]:
         places = [self.blocks.places[block] for block in blocks]
         for is_finer in (False, True):
             if indices := [index for index, place in enumerate(places) if place.is_finer is is_finer]:
-                caches = {layer: self._of_kind(layer, is_finer=is_finer) for layer in self.layers}
-                yield OneKind(caches, [places[index].number for index in indices], indices)
+                yield OneKind(self._of_kinds[is_finer], [places[index].number for index in indices], indices)
 
     def _move(self, target: Place, source: Place) -> None:
         for layer in self.layers:

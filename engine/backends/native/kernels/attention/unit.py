@@ -192,7 +192,7 @@ class Unit:
             row_max = e.fmax(e.fmax_lanes(_reduced(scores, _larger)), before)
             # Of keys that are not seen the weight is 0, also where none is and the maximum is LOWEST.
             top = e.select(row_max > LOWEST, row_max, e.zero(F32))
-            weights = [e.exp_of_negative(score - top) for score in scores]
+            weights = [e.exp(score - top) for score in scores]
             for number, weight in enumerate(weights):
                 e.store(weight, at, 64 * number)
             # The weight of a score of −infinity is 0: 0 · score makes the sum NaN where a score is not finite.
