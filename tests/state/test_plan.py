@@ -184,7 +184,8 @@ def test_the_fit_line_has_the_numbers_of_the_plan(tiny: Engine) -> None:
     line, plan = tiny.fit_line(), tiny._parts.plan
     assert line == fit_line(tiny._parts)
     words = re.search(
-        r"([\d.]+ \w+) on the cpu(?:, inputs of 16 bits)?; KV store ([\d.]+ \w+), (\d+) blocks of (\d+) as polarquant \(([\d.]+) bits/value\): "
+        r"([\d.]+ \w+) on the cpu(?:, inputs of 16 bits)?; "
+        r"KV store ([\d.]+ \w+), (\d+) blocks of (\d+) as polarquant \(([\d.]+) bits/value\): "
         r"(\d+) tokens fit \(with an f16 cache: (\d+)\)",
         line,
     )

@@ -21,7 +21,7 @@ _ROWS, _BYTES = 16, 64  # a tile's
 _SUM, _LEFT, _RIGHT = 0, (1, 2), 3  # tiles
 _PALETTE, _PLACE_OF_BYTES, _PLACE_OF_ROWS = 1, 16, 48  # a configuration's, which has 64 bytes
 
-_MOST_WORD, _MOST_BYTE = 2**15 - 1, 127  # an int16, and the largest magnitude of an input of 8 bits
+_MOST_WORD = 2**15 - 1
 
 _LINE = 16  # entries of a part of a table
 _PARTS = 8  # parts: 128 entries, all of whose indices are ≥ 0 as signed bytes
@@ -155,12 +155,12 @@ class _PairSum(ByteSum):
 
     def __init__(self, e: Emitter, start: Value, most: int) -> None:
         super().__init__(partial(e.level.dot2, e), start)
-        self.at_once = _MOST_WORD // (2 * most * _MOST_BYTE)
+        self.at_once = _MOST_WORD // (2 * most)
         self._e, self._pairs, self._count = e, e.zero(start.type), 0
 
-    def add(self, codes: Value, fours: Value) -> None:
-        e, bytes_ = self._e, vector(I8, 4 * codes.lanes)
-        products = e.level.pair_products(e, codes.bits(bytes_), fours.bits(bytes_))
+    def add(self, a: Value, b: Value) -> None:
+        e, bytes_ = self._e, vector(I8, 4 * a.lanes)
+        products = e.level.pair_products(e, a.bits(bytes_), b.bits(bytes_))
         pairs = products if self._count == 0 else self._pairs + products
         self._pairs = e.in_order(pairs.bits(self._total.type)).bits(pairs.type)
         self._count += 1
@@ -359,7 +359,7 @@ class Avx512Amx(Avx512Vbmi):
         for tile, at in zip(_LEFT, left, strict=False):
             number = e.constant(I8, tile)
             e.intrinsic("llvm.x86.tileloadd64", None, number, at, e.i64(stride))
-            e.intrinsic(f"llvm.x86.{'tdpbf16ps' if stride == _BYTES else 'tdpbsud'}", None, total, number, factor)
+            e.intrinsic(f"llvm.x86.{'tdpbf16ps' if stride == _BYTES else 'tdpbssd'}", None, total, number, factor)
         e.intrinsic("llvm.x86.tilestored64", None, total, out, line)
 
 

@@ -17,11 +17,11 @@ class ByteSum:
     at_once = 2
 
     def __init__(self, add: Callable[[Value, Value, Value], Value], start: Value) -> None:
-        """add(total, codes, fours): total plus the products of the 4 bytes of each lane."""
+        """add(total, a, b): total plus the products of the 4 bytes of each lane."""
         self._add, self._total = add, start
 
-    def add(self, codes: Value, fours: Value) -> None:
-        self._total = self._add(self._total, codes, fours)
+    def add(self, a: Value, b: Value) -> None:
+        self._total = self._add(self._total, a, b)
 
     def end(self) -> Value:
         return self._total
@@ -112,8 +112,8 @@ class Level:
         return total + (a << 16).ashr(16) * (b << 16).ashr(16) + a.ashr(16) * b.ashr(16)
 
     def sum_of_bytes(self, e: Any, start: Value, most: int) -> ByteSum:
-        """start + products of bytes with signed bytes above -128, exact, in int32 lanes. most: the largest of the
-        former, at most `most_code`. They are unsigned, except with `signed_dots`."""
+        """start + products of bytes with signed bytes, exact, in int32 lanes. most: the largest magnitude of a product.
+        The former are unsigned; with `signed_dots` signed, and the latter above -128."""
         return ByteSum(partial(self.dot4_signed if self.signed_dots else self.dot4, e), start)
 
     def split_start(self, e: Any, high: Value, low: Value) -> list[Value]:
@@ -156,7 +156,7 @@ class Level:
         (16, 2 · words), a row every `stride` = 64 bytes. right: bfloat16 (words, 16, 2), a pair for each column. out:
         float32 (16, 16). Integers are exact if the magnitudes of the products in a sum add up to 2²⁴ at most.
 
-        With a stride of 32 bytes left is int8 (16, 4 · words), right uint8 (words, 16, 4), and out int32."""
+        With a stride of 32 bytes left is int8 (16, 4 · words), right int8 (words, 16, 4), and out int32."""
         raise NotImplementedError
 
     def pair_products(self, e: Any, unsigned: Value, signed: Value) -> Value:

@@ -55,7 +55,7 @@ class Emulated(Avx512Amx):
                         x, y = ((half << shift & -65536).bits(total.type) for half in (a, b))
                         total = e.fma(x, y, total)
                     else:
-                        total = total + (a << shift).ashr(24) * (b << shift >> 24)
+                        total = total + (a << shift).ashr(24) * (b << shift).ashr(24)
             e.store(total, out + row * 64)
 
 
@@ -173,6 +173,6 @@ def test_instructions(name: str, products: int, sums: int, level: Level) -> None
     assert Loop(kernel, level, product=True).spilled <= 1
     of_bytes = product(Product(get(name), largest_tiling(level, Inputs.BYTES), inputs=Inputs.BYTES))
     text, scales = assembly(of_bytes, level), 32 // get(name).group
-    assert text.count("tdpbsud") == text.count("tilestored") == scales
+    assert text.count("tdpbssd") == text.count("tilestored") == scales
     assert "tdpbf16ps" not in text
     assert Loop(of_bytes, level, product=True).spilled <= 1

@@ -28,7 +28,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
 )
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product, units
-from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling, tiling
+from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, are_unsigned, largest_tiling, tiling
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.jit.compile.target import best, levels
 from polarlm.engine.jit.lang import Level
@@ -80,18 +80,19 @@ def _products(
 
 
 def quantized(
-    x: np.ndarray, row_tile: int, level: Level, inputs: Inputs = Inputs.CODES
+    x: np.ndarray, row_tile: int, level: Level, inputs: Inputs = Inputs.CODES, *, is_unsigned: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x in panels of `quantize_rows`, its words (rows, groups, 32), and their numbers (rows, groups, 4 or 8) int32: the
     bits of a float32, three sums, and three of products of pairs."""
     count, columns = x.shape
     out = np.zeros((-(-count // row_tile), panel_bytes(columns, row_tile, level, inputs)), np.uint8)
-    run(quantize_rows(False, row_tile, inputs=inputs), level, count, _rows(x, out))
+    run(quantize_rows(False, row_tile, inputs=inputs, is_unsigned=is_unsigned), level, count, _rows(x, out))
     groups, size = out.reshape(len(out), columns // 32, -1), 32 * inputs.size * row_tile
     if inputs is Inputs.CODES and are_matrices(level, row_tile, inputs):
         return out, *(part[:count] for part in of_matrices(groups))
     own = np.ascontiguousarray(groups[..., :size])
     if inputs is Inputs.BYTES:
+        own = own ^ 128 if is_unsigned else own
         words = in_order(own.view(np.int8), row_tile, paired=are_paired(level, row_tile, inputs))
     else:
         own = own.reshape(len(out), -1, row_tile, 64).swapaxes(1, 2)
@@ -161,7 +162,7 @@ def given(
     """Panels of x, and what a product multiplies exactly: x (rows, columns) and the weights `values`, float64."""
     if kind is Inputs.FLOATS:
         return interleaved(x, sizes.rows, level), x.astype(np.float64), values.astype(np.float64)
-    panels, *parts = quantized(x, sizes.rows, level, kind)
+    panels, *parts = quantized(x, sizes.rows, level, kind, is_unsigned=are_unsigned(sizes, level, kind))
     return panels, read_back(*parts), as_words(values) if kind is Inputs.WORDS else values.astype(np.float64)
 
 

@@ -29,7 +29,7 @@ from polarlm.engine.backends.native.kernels.linear.product import (
     product,
     units,
 )
-from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling
+from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, are_unsigned
 from polarlm.engine.backends.native.kernels.rows import gate, gate_arguments
 from polarlm.engine.backends.native.launch import Launcher, Launching, Prepared
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
@@ -158,7 +158,8 @@ class Multiplication:
         is_normed = self._norm is not None
         if kind is Inputs.FLOATS:
             return interleave_rows(is_normed, sizes.rows, picks=self._is_stack)
-        return quantize_rows(is_normed, sizes.rows, inputs=kind, picks=self._is_stack)
+        is_unsigned = are_unsigned(sizes, self._launch.level, kind)
+        return quantize_rows(is_normed, sizes.rows, inputs=kind, is_unsigned=is_unsigned, picks=self._is_stack)
 
     def _panels(
         self, x: np.ndarray, sizes: Tiling, kind: Inputs, sources: np.ndarray | None, launches: list[Launching]

@@ -7,7 +7,8 @@ scale, float32, and the sums of the 32 integers, of the first and of the last 16
 `halves_products`, three more follow int16: the sums of x0 x2 + x1 x3 of each four, negative, of all, of the first and
 of the last 16.
 
-The fours of bytes are in the order of `tiles.QUAD`. Where panels of R rows are split (`splits`), the int16 of each
+The fours of bytes are in the order of `tiles.QUAD`. Codes that are bytes in memory are signed: x86 multiplies them by
+unsigned inputs, int8 plus 128 (`tiling.are_unsigned`). Where panels of R rows are split (`splits`), the int16 of each
 eight inputs are their high bytes and then their low bytes (see `Level.split_add`). Where int8 are paired
 (`are_paired`), each eight inputs of a row and of the next one lie together in the same way.
 
@@ -144,12 +145,13 @@ class RowArguments(NamedTuple):
 
 @cache
 def quantize_rows(
-    normed: bool, row_tile: int, *, inputs: Inputs = Inputs.CODES, picks: bool = False
+    normed: bool, row_tile: int, *, inputs: Inputs = Inputs.CODES, is_unsigned: bool = False, picks: bool = False
 ) -> Kernel[RowArguments]:
     """Rows of x → panels of int16 or int8, one unit per row. A group's largest magnitude becomes that of `inputs`.
 
     normed: x / rms(x) * weight is quantized instead. columns: a multiple of 32. stride: bytes from row to row of x.
-    picks: a unit is a row of the panels, whose row of x is in sources (units,) int32; negative: it is not written.
+    is_unsigned: int8 become unsigned bytes, with the zero point 128. picks: a unit is a row
+    of the panels, whose row of x is in sources (units,) int32; negative: it is not written.
     """
 
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -170,7 +172,8 @@ def quantize_rows(
                 for_matrices = are_matrices(e.level, row_tile, inputs)
                 numbers = target + place * each + GROUP * inputs.size * row_tile
                 if inputs is Inputs.BYTES:
-                    sums = _write_bytes(e, target, place, integers, is_paired=are_paired(e.level, row_tile, inputs))
+                    is_paired = are_paired(e.level, row_tile, inputs)
+                    sums = _write_bytes(e, target, place, integers, is_paired=is_paired, is_unsigned=is_unsigned)
                 else:
                     if for_matrices:
                         numbers = _write_matrices(e, target, place, integers)
@@ -183,7 +186,8 @@ def quantize_rows(
                 e.store(top * (1 / inputs.value), numbers)
                 e.store(sums.to_float() if for_matrices else sums, numbers, 4)
 
-    return Kernel(f"quantize{inputs.suffix}{'_normed' * normed}{'_picked' * picks}_{row_tile}", emit, RowArguments)
+    kind = inputs.suffix + "_unsigned" * is_unsigned
+    return Kernel(f"quantize{kind}{'_normed' * normed}{'_picked' * picks}_{row_tile}", emit, RowArguments)
 
 
 def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
@@ -200,7 +204,7 @@ def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
     return -e.shuffle(both, sums, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
 
 
-def _write_bytes(e: Emitter, at: Value, row: Value, halves: Values, *, is_paired: bool) -> Value:
+def _write_bytes(e: Emitter, at: Value, row: Value, halves: Values, *, is_paired: bool, is_unsigned: bool) -> Value:
     """Write 32 inputs of a row, int32, to the panel at an address. Returns the sums in its numbers, int32 (3,)."""
     lanes = vector(I32, 8)
     bytes_ = e.join([_in_quads(e, half) for half in halves]).trunc(I8)
@@ -209,8 +213,8 @@ def _write_bytes(e: Emitter, at: Value, row: Value, halves: Values, *, is_paired
         for eight in range(0, GROUP, 8):
             e.store(e.part(bytes_, eight, 8), target, 2 * eight)
     else:
-        e.store(bytes_, at + row * GROUP)
-    fours = e.level.sum_of_bytes(e, e.zero(lanes), 1)
+        e.store(bytes_ ^ -128 if is_unsigned else bytes_, at + row * GROUP)
+    fours = e.level.sum_of_bytes(e, e.zero(lanes), Inputs.BYTES.value)
     fours.add(e.constant(lanes, 0x01010101), bytes_.bits(lanes))
     sums = fours.end()
     for step in (2, 1):

@@ -255,7 +255,8 @@ class Codes:
         self._e, self.place, self.inputs = e, place, inputs
         format, self._is_signed = place.format, place.planes == (8,)
         are_split = rows > 0 and splits(e.level, rows) and not e.level.splits_words
-        self.are_unsigned = not e.level.signed_dots if inputs is Inputs.BYTES else are_split
+        of_bytes = inputs is Inputs.BYTES and rows > 0 and not e.level.signed_dots
+        self.are_unsigned = of_bytes or are_split
         bias = 128 if self.are_unsigned else 0
         table = None if format.table is None else (format.table.view(np.uint8) ^ bias).astype(np.uint8)
         self._look_up = None if table is None else e.level.table(e, e.constant_bytes(table.tobytes()), 16)
@@ -284,7 +285,7 @@ class Codes:
 
     def sum_of_bytes(self, start: Value) -> ByteSum:
         """A sum of products of quads with fours of int8."""
-        return self._e.level.sum_of_bytes(self._e, start, most_code(self.place.format))
+        return self._e.level.sum_of_bytes(self._e, start, most_code(self.place.format) * Inputs.BYTES.value)
 
     def quad(self, at: Value, quad: int, lanes: int) -> Value:
         """The four codes of quad number `quad` of 8 or 16 rows, as the bytes of int32 lanes."""

@@ -174,11 +174,9 @@ class _Multiplies(CodeWords):
 
 
 class _Bytes(CodeBytes, _Multiplies):
-    """Writes blocks of a format as bytes, and multiplies them."""
+    """Writes blocks of a format as bytes, and multiplies them by signed inputs."""
 
-    def __init__(self, e: Emitter, format: WeightFormat) -> None:
-        super().__init__(e, format)
-        self.shift = -self._codes.zero
+    has_starts = False
 
     def _product(self, at: Value) -> Value:
         return self._e.load(at, _I16).to_float()

@@ -84,10 +84,18 @@ def _few(level: Level, inputs: Inputs) -> Tiling:
 
 def become_words(size: Tiling, level: Level, inputs: Inputs = Inputs.CODES) -> bool:
     """Whether codes are unpacked to words, or to bytes, in memory before they are multiplied: where more is multiplied
-    at once than of few rows."""
+    at once than of few rows. Words may be, by format, although a tiling says that codes are unpacked again."""
     few = Tiling(*level.code_tiles[0])
-    unpacks = not level.splits_words if inputs is Inputs.BYTES else level.unpacks_first
+    unpacks = level.unpacks_first
+    if inputs is Inputs.BYTES:
+        unpacks = not level.splits_words and not size.unpacks_again
     return unpacks and size.rows * size.tiles > few.rows * few.tiles
+
+
+def are_unsigned(size: Tiling, level: Level, inputs: Inputs) -> bool:
+    """Whether inputs of 8 bits are unsigned in panels: bytes in memory, which are signed, are multiplied by them."""
+    is_matrix = are_matrices(level, size.rows, inputs)
+    return inputs is Inputs.BYTES and not is_matrix and become_words(size, level, inputs)
 
 
 def short_prompts(level: Level) -> tuple[int, ...]:

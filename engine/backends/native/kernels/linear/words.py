@@ -8,7 +8,7 @@ of its time so. Words in memory are loaded, multiplied and added. For 32 inputs 
     offset   (32 / group, 16) float32   if the format has it; negative
     start    (32 / group, 16) int32     if the level `halves_products`: what a sum of products starts with
 
-Codes that are multiplied by inputs of 8 bits are bytes, (8, 16, 4), of each quad and output, with their zero point.
+Codes that are multiplied by inputs of 8 bits are bytes, (8, 16, 4), of each quad and output, and have a start, too.
 
 Two pairs x, y of inputs and their words v, w give vx + wy = (x + w)(y + v) − xy − vw (Winograd, A New Algorithm for
 Inner Product, 1968): one product of two sums instead of two products. The sum of the xy belongs to a row and comes with
@@ -26,6 +26,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     CROSSED,
     GROUP,
     Inputs,
+    most_code,
     numbers_at,
     place_of_sum,
     row_bytes,
@@ -34,7 +35,8 @@ from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Bloc
 from polarlm.engine.backends.native.kernels.linear.expanders import expander
 from polarlm.engine.backends.native.kernels.linear.tile_reads import is_bfloat, read_plain, times_sub, widened
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
-from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Values, Variable, vector
+from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Value, Values, Variable, vector
+from polarlm.engine.jit.lang.level import ByteSum
 from polarlm.engine.weight_formats import WeightFormat
 
 INPUTS = 256  # inputs that become words or bytes at a time: the largest block's
@@ -61,19 +63,21 @@ class Words:
     parts: int
     inputs = Inputs.CODES
     vectors = GROUP // 2
+    has_starts = False  # whatever the level
 
     def __init__(self, e: Emitter, groups: int = 1, *, has_offset: bool = False) -> None:
         """groups: of 32 inputs, each with a scale of its own."""
         self._e, self._groups, self._scales = e, groups, _VECTOR * self.vectors
         self._offsets = self._scales + _VECTOR * self._groups if has_offset else None
         self._halves = e.level.halves_products and self.inputs is not Inputs.BYTES
+        self._has_starts = self._halves or self.has_starts
         self._starts = self._scales + _VECTOR * self._groups * (1 + has_offset)
-        self.nbytes = self._starts + _VECTOR * self._groups * self._halves
+        self.nbytes = self._starts + _VECTOR * self._groups * self._has_starts
         """Of 32 inputs."""
 
     def _write_starts(self, at: Value) -> None:
         """Write what sums of products with the words at an address start with."""
-        for group in range(self._groups * self._halves):
+        for group in range(self._groups * self._has_starts):
             self._e.store(-self._crossed(at, group), at, self._starts + _VECTOR * group)
 
     def _crossed(self, at: Value, group: int) -> Value:
@@ -218,29 +222,46 @@ class CodeWords(Words):
 
 
 class CodeBytes(CodeWords):
+    """Codes less their zero point, int8. They are multiplied by inputs plus 128: sums start with what is too much."""
+
     inputs = Inputs.BYTES
     vectors = GROUP // 4
+    has_starts = True
 
     def _write_codes(self, at: Value, out: Value) -> None:
+        zero, bytes_ = self._codes.zero, vector(I8, 4 * ROWS)
         for quad in sorted(range(self.vectors), key=self._codes.vector_of_quad):
-            self._e.store(self._codes.quad(at, quad, ROWS), out, _VECTOR * quad)
+            codes = self._codes.quad(at, quad, ROWS).bits(bytes_)
+            self._e.store(codes - zero if zero else codes, out, _VECTOR * quad)
+
+    def _crossed(self, at: Value, group: int) -> Value:
+        """128 times the sum of the codes of a group."""
+        e, size, total = self._e, self.vectors // self._groups, self._sum(self._e.zero(_I16))
+        for quad in range(group * size, (group + 1) * size):
+            total.add(e.constant(_I16, 0x01010101), e.load(at, _I16, _VECTOR * quad))
+        return total.end() << 7
+
+    def _sum(self, start: Value) -> ByteSum:
+        """A sum of products of inputs with codes."""
+        format, zero = self._layout.format, self._codes.zero
+        most = max(zero, 2**format.bits - 1 - zero) if most_code(format) < 255 else 128
+        return self._e.level.sum_of_bytes(self._e, start, 255 * most)
 
     def _at_once(self, size: int) -> int:
-        return min(size, self._codes.sum_of_bytes(self._e.zero(_I16)).at_once)
+        return min(size, self._sum(self._e.zero(_I16)).at_once)
 
     def _start(self, at: Value, group: int, numbers: Values) -> list[Value]:
-        e, zero, place = self._e, self._codes.zero, place_of_sum(self._groups, group)
-        return [e.broadcast(row, I32, ROWS, place) * zero if zero else e.zero(_I16) for row in numbers]
+        return [self._e.load(at, _I16, self._starts + _VECTOR * group)] * len(numbers)
 
     def _products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         e, count = self._e, self._at_once(self.vectors // self._groups)
-        sums = [[self._codes.sum_of_bytes(total.get()) for total in of_tile] for of_tile in dots]
+        sums = [[self._sum(total.get()) for total in of_tile] for of_tile in dots]
         for number in range(count):
             codes = [e.load(address, _I16, _VECTOR * number) for address in at]
             for row in range(len(dots[0])):
                 fours = e.broadcast(inputs, I32, ROWS, GROUP * row + 4 * number)
                 for code, of_tile in zip(codes, sums, strict=True):
-                    of_tile[row].add(code, fours)
+                    of_tile[row].add(fours, code)
         for total, one in zip(chain(*dots), chain(*sums), strict=True):
             total.set(one.end())
 
