@@ -65,8 +65,8 @@ class EngineConfig:
         16,
         "--input-bits",
         choices=(8, 16),
-        help="on a CPU, bits of the inputs that are multiplied by quantized weights: 8, as llama.cpp has them, reads "
-        "prompts and answers several requests faster, for about a hundred times the rounding",
+        help="on a CPU, bits of the inputs that are multiplied by quantized weights: 8, as in llama.cpp, read prompts "
+        "and answer several requests faster, but are rounded 256 times as coarsely",
     )
     device: str = setting(
         "auto",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ _ENGINE = Path(__file__).resolve().parents[2]
 _SOURCES = tuple(
     _ENGINE / name for name in ("backends", "codecs", "quantization", "records", "sampling", "weight_formats")
 )
+_MOST_KEPT = 1024  # launches to repeat: of each matrix of a large model
 _CHUNKS = 8  # chunks of a launch's units per thread: small enough that no thread waits long for another
 
 
@@ -139,6 +140,18 @@ class Launcher:
         self._workers = workers()
         self._recording: Recording | None = None
         self._buffers = Buffers()
+        self._kept: dict[Hashable, Any] = {}  # the latest ones last
+
+    def take(self, key: Hashable) -> Any | None:
+        """What `keep` has kept for a key, which nobody else takes meanwhile; None in a recording."""
+        return self._kept.pop(key, None) if self.runs_now else None
+
+    def keep(self, key: Hashable, launches: Any) -> None:
+        """Keep launches that can be repeated. key: all that they depend on, but for what is replaced in them."""
+        if self.runs_now:
+            self._kept[key] = launches
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)), None)
 
     @property
     def runs_now(self) -> bool:

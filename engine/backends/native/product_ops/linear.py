@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
@@ -19,23 +17,14 @@ from polarlm.engine.backends.native.kernels.rows import (
     scale_rows,
     softcap_rows,
 )
-from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
 from polarlm.engine.backends.native.product_ops.loading import LoadOps
 from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, activate_halves, compiled_tiling
 from polarlm.engine.weight_formats import Linear, Matrix
 
-_MOST_PRODUCTS = 1024  # that are kept to be repeated: one for each matrix of a large model
-
 
 class LinearOps(LoadOps):
     """The ops on matrices and on rows of activations."""
-
-    def __init__(self, launch: Launcher) -> None:
-        super().__init__(launch)
-        # The latest products of prompts, the oldest first, by what their launches depend on. One that is being repeated
-        # is not among them.
-        self._products: dict[Hashable, Multiplication] = {}
 
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         parts = matrix.parts if isinstance(matrix, Linear) else (matrix,)
@@ -108,11 +97,11 @@ class LinearOps(LoadOps):
         then: Linear | None = None,
         recorded: bool = False,
     ) -> np.ndarray:
-        rows, level, of_norm = len(x), self._launch.level, None if norm is None else (id(norm[0]), norm[1])
+        rows, level, bits = len(x), self._launch.level, self._launch.input_bits
+        of_norm = None if norm is None else (id(norm[0]), norm[1])
         strides = x.strides, None if residual is None else residual.strides
-        key = id(w), of_norm, strides, activation, rows == 1
-        may_repeat = not recorded and self._launch.runs_now
-        product = self._products.pop(key, None) if may_repeat else None
+        key = id(w), of_norm, strides, activation, rows == 1, bits
+        product = None if recorded else self._launch.take(key)
         if product is None:
             adds = residual is not None
             product = Multiplication(self._launch, w, rows, norm, activation, adds=adds, recorded=recorded)
@@ -130,10 +119,8 @@ class LinearOps(LoadOps):
             if rows > 1:
                 sizes = compiled_tiling(self._launch, sizes, most, product.kernels, recorded=recorded)
             product.launch(x, y, sizes)
-        if may_repeat:
-            self._products[key] = product
-            if len(self._products) > _MOST_PRODUCTS:
-                self._products.pop(next(iter(self._products)), None)
+        if not recorded:
+            self._launch.keep(key, product)
         return y if activation is None or product.activation else self.activate_halves(y, activation)
 
     def activate_halves(self, x: np.ndarray, activation: str) -> np.ndarray:

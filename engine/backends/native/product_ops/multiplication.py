@@ -40,7 +40,6 @@ from polarlm.model_loaders.config import is_gated
 
 Norm = tuple[np.ndarray, float] | None
 
-
 _EXPERT, _ROWS = (ExpertRows._fields.index(name) for name in ("expert", "rows"))
 _X, _OUT = (RowArguments._fields.index(name) for name in ("x", "out"))
 _PANELS, _Y, _OF_ALL_ROWS = (ProductArguments._fields.index(name) for name in ("x", "y", "rows"))
@@ -147,7 +146,7 @@ class Multiplication:
                 launches.append(product)
             first += shape[0]
         prepared = self._launch.in_order(launches)
-        if prepared is not None and chosen is None:
+        if prepared is not None and chosen is None and len(x):
             self.again = Again(sizes, prepared, [array.shape[1] for array in arrays[2:]], uses, by_row)
 
     def _spec(self, part: Matrix, sizes: Tiling, kind: Inputs) -> Product:
