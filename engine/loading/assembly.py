@@ -179,7 +179,7 @@ class _Loading:
         ops, plan = placement.ops, placement.store_plan
         self._warn(placement)
         if why := ops.take_inputs(config.input_bits):
-            self._say(f"input_bits={config.input_bits} has no effect here: {why}.")
+            self._say(f"input_bits has no effect here: {why}.")
         tiers = open_tiers(config, plan.shape, ops.name)
         warm = ops.warm_up()
         on_host = placement.on_host.layers if placement.on_host else 0
