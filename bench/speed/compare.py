@@ -60,9 +60,9 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     subject = Subject(path, device, len(config.layers), attention.kv_heads, attention.head_dim, size, paths)
     threads = threads[:1] if gpu else threads
     ours = [
-        Contestant(OURS, cache_type.label + f", {bits}-bit inputs" * (bits != EngineConfig.input_bits), cache_type, bits)
+        Contestant(OURS, one.label if bits == EngineConfig.input_bits else f"{one.label}, {bits}-bit inputs", one, bits)
         for bits in bits_of_inputs
-        for cache_type in types
+        for one in types
     ]
     speed = Speed(source.name, weights, size, device, ours, most_threads=max(threads), peer_threads=threads)
     for name in paths:
