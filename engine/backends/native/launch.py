@@ -204,7 +204,7 @@ class Launcher:
     def prepare(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> Prepared:
         """Launches for `run`: of each the kernel, its number of units, and its arguments."""
         whole = [*launches]
-        grain = max(1, sum(units for _, units, _ in whole) // (_CHUNKS * self.threads))
+        grain = self.grain(sum(units for _, units, _ in whole))
         packed = [(kernel, kernel.pack(arguments), units, grain) for kernel, units, arguments in whole]
         return Prepared(packed, [x for *_, arguments in whole for x in arguments if isinstance(x, np.ndarray)])
 

@@ -121,16 +121,18 @@ class Multiplication:
 
         With experts: chosen (n, fields of `ExpertRows`), and sources (P,) int32, the row of x of each place.
         """
-        panels: dict[Inputs, np.ndarray] = {}
         first, launches, arrays = 0, list[Launching](), [x, y]
         uses, by_row = list[tuple[int, int, int, int]](), list[int]()
+        place_of: dict[Inputs, int] = {}  # among arrays
         for part, kind in zip(self._w.parts, self.inputs, strict=True):
-            if kind not in panels:
-                panels[kind] = self._panels(x, sizes, kind, sources, launches)
-                if panels[kind] is not x:
+            if kind not in place_of:
+                made = self._panels(x, sizes, kind, sources, launches)
+                place_of[kind] = 0 if made is x else len(arrays)
+                if made is not x:
                     by_row.append(number := len(launches) - 1)
                     uses += [(number, _X, 0, 0), (number, _OUT, len(arrays), 0)]
-                    arrays.append(panels[kind])
+                    arrays.append(made)
+            panels = arrays[place_of[kind]]
             spec, shape, data = self._spec(part, sizes, kind), (part.shape[0] // self._count, part.shape[1]), part.data
             bias, target = None if self._w.bias is None else self._w.bias[..., first:], y[:, first:]
             if isinstance(data, CachedTiles):
@@ -138,12 +140,10 @@ class Multiplication:
                 self._launch.in_order(launches)
                 launches = []
                 work = partial(self._multiply_cached, spec, shape, bias, data)
-                self._launch.call(work, panels[kind], target, chosen)
+                self._launch.call(work, panels, target, chosen)
             else:
-                product = self._product(spec, shape, bias, data.memory, self._count, panels[kind], target, chosen)
-                which = next(number for number, array in enumerate(arrays) if array is panels[kind])
-                uses += [(len(launches), _PANELS, which, 0), (len(launches), _Y, 1, 4 * first)]
-                launches.append(product)
+                uses += [(len(launches), _PANELS, place_of[kind], 0), (len(launches), _Y, 1, 4 * first)]
+                launches.append(self._product(spec, shape, bias, data.memory, self._count, panels, target, chosen))
             first += shape[0]
         prepared = self._launch.in_order(launches)
         if prepared is not None and chosen is None and len(x):

@@ -27,7 +27,7 @@ many are multiplied together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache
@@ -198,10 +198,14 @@ def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
         fours = e.level.dot2(e, zero, words, e.shuffle(words, words, [lane ^ 1 for lane in range(16)]))
     even, odd = range(0, 32, 2), range(1, 16, 2)
     sums = e.shuffle(pairs, fours, even) + e.shuffle(pairs, zero, [*odd, *range(16, 24)])
-    for step in (2, 1):  # the sum of each four lanes: of both halves of the words, and of both of products
-        sums = sums + e.shuffle(sums, sums, [lane ^ step for lane in range(16)])
-    both = sums + e.shuffle(sums, sums, [lane ^ 4 for lane in range(16)])
-    return -e.shuffle(both, sums, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
+    return -_of_lanes(e, sums, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
+
+
+def _of_lanes(e: Emitter, sums: Value, lanes: Sequence[int]) -> Value:
+    """Lanes of the sums of each eight lanes, and of each four, whose numbers follow: of a row, and of its halves."""
+    for step in (2, 1):
+        sums = sums + e.shuffle(sums, sums, [lane ^ step for lane in range(sums.lanes)])
+    return e.shuffle(sums + e.shuffle(sums, sums, [lane ^ 4 for lane in range(sums.lanes)]), sums, lanes)
 
 
 def _write_bytes(e: Emitter, at: Value, row: Value, halves: Values, *, is_paired: bool, is_unsigned: bool) -> Value:
@@ -216,11 +220,7 @@ def _write_bytes(e: Emitter, at: Value, row: Value, halves: Values, *, is_paired
         e.store(bytes_ ^ -128 if is_unsigned else bytes_, at + row * GROUP)
     fours = e.level.sum_of_bytes(e, e.zero(lanes), Inputs.BYTES.value)
     fours.add(e.constant(lanes, 0x01010101), bytes_.bits(lanes))
-    sums = fours.end()
-    for step in (2, 1):
-        sums = sums + e.shuffle(sums, sums, [lane ^ step for lane in range(8)])
-    both = sums + e.shuffle(sums, sums, [lane ^ 4 for lane in range(8)])
-    return -e.shuffle(both, sums, [0, 8, 12])
+    return -_of_lanes(e, fours.end(), [0, 8, 12])
 
 
 def _in_quads(e: Emitter, integers: Value) -> Value:

@@ -25,7 +25,7 @@ _ROW = 4 * ROWS
 
 def is_expanded(format: WeightFormat, inputs: Inputs, size: Tiling, level: Level) -> bool:
     """Whether blocks of a format are expanded before they are multiplied. inputs: how inputs are read."""
-    if inputs in (Inputs.FLOATS, Inputs.WORDS):
+    if format.unpack is None:
         return inputs is Inputs.WORDS
     if has_expander(format):
         return True
