@@ -37,7 +37,7 @@ $(VENV)/.installed-dev: pyproject.toml
 	@touch $(VENV)/.installed $@
 
 chat: $(VENV)/.installed  ## chat with the demonstration model (PROMPT="…" answers once, ARGS="…" adds flags)
-	@$(PY) -m polarlm chat $(if $(PROMPT),--single-turn --prompt "$$PROMPT") $(ARGS)
+	@$(PY) -m polarlm chat $(if $(PROMPT),--single-turn --prompt "$$PROMPT") $(ARGS) $(if $(PROMPT),< /dev/null)
 chat: export PROMPT := $(PROMPT)
 
 $(VENV)/.installed-serve: $(VENV)/.installed

@@ -23,24 +23,26 @@ def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+def model_setting(help: str) -> Any:
+    """The field of a model: a word of the command line, or the value of a flag, the same in every command."""
+    return setting(None, "MODEL", "--weights", "-m", "--model", metavar="MODEL", help=help)
+
+
+def hub_setting(help: str) -> Any:
+    """The field of a model that is on the hub even if a folder here has its name."""
+    return setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=help)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How a model is loaded and how much memory its KV store may take."""
 
-    weights: str | None = setting(
-        None,
-        "--weights",
-        "-m",
-        "--model",
-        metavar="PATH",
-        help="folder of safetensors or a .gguf file; without it, the demonstration model (SmolLM2-135M-Instruct)",
+    weights: str | None = model_setting(
+        "folder of safetensors, a .gguf file, or USER/REPO of the Hugging Face hub; without it, the demonstration "
+        "model (SmolLM2-135M-Instruct)"
     )
-    hf_repo: str | None = setting(
-        None,
-        "-hf",
-        "--hf-repo",
-        metavar="USER/REPO[:QUANT]",
-        help="model of the Hugging Face hub, downloaded once; of its GGUF files the named one, or the best that fits",
+    hf_repo: str | None = hub_setting(
+        "model of the Hugging Face hub, downloaded once; of its GGUF files the named one, or the best that fits"
     )
     model_draft: str | None = setting(
         None,

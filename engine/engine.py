@@ -44,7 +44,8 @@ class Engine(Vectors):
     def __init__(self, parts: assembly.Parts):
         self.config, self.model = parts.config, parts.source
         self.context, self.cache_shape = parts.plan.tokens, parts.plan.shape
-        self._parts, self._fit_line, self.expert_plan = parts, assembly.fit_line(parts), parts.experts
+        self._parts, self.expert_plan = parts, parts.experts
+        self._start_line, self._fit_line = assembly.start_line(parts), assembly.fit_line(parts)
         self._model, self._store = parts.model, parts.model.store
         self._identity = identity.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
@@ -305,6 +306,10 @@ class Engine(Vectors):
         self._lock.check()
 
     # -- memory ------------------------------------------------------------------------------------------------
+
+    def start_line(self) -> str:
+        """One short line for users: model, size, context, and what the cache saves at full context."""
+        return self._start_line
 
     def fit_line(self) -> str:
         """One line for users: model, weights, KV store, and how many tokens fit."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine.cli.flags import Check, FlagError, parse, that
+from polarlm.engine.cli.flags import Check, FlagError, close_to, parse, parser, that
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.limits import complaint
 from polarlm.engine.loading.checks import settle
@@ -21,13 +21,20 @@ from polarlm.engine.params import SAMPLING, SamplingParams
 class ChatConfig:
     prompt: str | None = setting(
         None,
+        "PROMPT",
         "-p",
         "--prompt",
         metavar="TEXT",
         text=True,
-        help="the first message; with -no-cnv, the text to continue from",
+        help="the first message, or its beginning: a file of -f follows, and then what is piped in; with -no-cnv, the "
+        "text to continue from",
     )
-    file: str | None = setting(None, "-f", "--file", metavar="FILE", help="read the prompt from FILE (UTF-8)")
+    file: str | None = setting(
+        None, "-f", "--file", metavar="FILE", help="a text (UTF-8) that follows -p in the message, or is the message"
+    )
+    lines: bool = setting(
+        False, "--lines", help="answer each line that is piped in as a message of its own, after the one of -p or -f"
+    )
     system_prompt: str | None = setting(
         None, "-sys", "--system-prompt", metavar="TEXT", text=True, help="the system prompt, ahead of the conversation"
     )
@@ -78,24 +85,50 @@ def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams
         GROUPS,
         prog="polarlm chat",
         description=(
-            "Chat with a local language model; /help in the chat lists its commands. "
-            "Piped input is one message per line, and standard output holds the answers alone."
+            "Chat with a local language model; /help in the chat lists its commands. Piped input is a part of the "
+            "message of -p or -f; without them, each line is a message. Standard output holds the answers alone."
         ),
         checks=_CHECKS,
     )
     settle(None, engine, {})  # here already, before a model is downloaded and read
-    if chat.prompt is not None and chat.file is not None:
-        raise FlagError("-p/--prompt and -f/--file both give the prompt; leave one of them out")
     if chat.json_schema is not None:
         sampling = replace(sampling, schema=_read_schema(chat.json_schema))
     return engine, sampling, chat
 
 
-def read_prompt(chat: ChatConfig) -> str | None:
-    """The text of -p, or of the file of -f without its last line end. Raises FlagError."""
-    if chat.file is None:
-        return chat.prompt
-    return _read_text("-f/--file", chat.file).removesuffix("\n")
+def read_prompt(chat: ChatConfig, piped: Callable[[], str]) -> str | None:
+    """The first message: the text of -p, the file of -f and `piped`, which gives what is piped in, a blank line between
+    them; None if there is neither -p nor -f. Raises FlagError."""
+    if chat.conversation and chat.prompt is None and chat.file is None:
+        return None
+    parts = [chat.prompt or "", "" if chat.file is None else _read_text("-f/--file", chat.file).removesuffix("\n")]
+    if not chat.lines:
+        parts.append(piped())
+    if text := "\n\n".join(filter(None, parts)):
+        return text
+    if chat.conversation:
+        raise FlagError("-p/--prompt and -f/--file need a text that is not empty")
+    raise FlagError("-no-cnv/--no-conversation needs a prompt; give one with -p/--prompt or -f/--file")
+
+
+# What `/set` takes → the flag of the same meaning: "temperature" and "temp" are --temp.
+PARAMETERS: Mapping[str, str] = {
+    name.lstrip("-").replace("_", "-"): field.metadata["flags"][-1]
+    for field in fields(SamplingParams)
+    if field.metadata["flags"]
+    for name in (field.name, *field.metadata["flags"], *(field.metadata["json"] or ()))
+}
+
+
+def changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
+    """`params` with the parameter of this name set. value: as on the command line; empty for a switch. Raises
+    FlagError."""
+    flag = PARAMETERS.get(name.lstrip("-").replace("_", "-"))
+    if flag is None:
+        meant = close_to(name, PARAMETERS)
+        raise FlagError(f"there is no parameter {name}" + (f"; did you mean {meant}?" if meant else ""))
+    made = parser({"Sampling": SamplingParams}, prog="/set", description="", checks=_CHECKS)
+    return replace(params, **vars(made.parse_args([f"{flag}={value}" if value else flag])))
 
 
 def _read_text(flag: str, file: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
 from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.formatted_text import ANSI
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -18,7 +20,8 @@ _SHORT = 1000  # characters: a refused message of at most this length stays in t
 
 
 class LineEditor:
-    def __init__(self, prompt: str, colored: bool) -> None:
+    def __init__(self, prompt: str, colored: bool, completed: Sequence[str]) -> None:
+        """completed: what the Tab key completes."""
         self.history = History(_history_file())
         self._session: PromptSession[str] = PromptSession(
             ANSI("\n" + prompt),
@@ -26,6 +29,8 @@ class LineEditor:
             multiline=True,
             history=self.history,
             key_bindings=_keys(),
+            completer=WordCompleter(completed, sentence=True),
+            complete_while_typing=False,
             color_depth=None if colored else ColorDepth.DEPTH_1_BIT,
             output=create_output(always_prefer_tty=True),
         )
