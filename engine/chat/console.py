@@ -74,8 +74,6 @@ class Console:
         told.start()
         try:
             return self._piped(self._in.read).removesuffix("\n")
-        except OSError:  # nohup has put a file there that cannot be read
-            return ""
         finally:
             told.cancel()
 
@@ -144,6 +142,8 @@ class Console:
             return read()
         except UnicodeDecodeError:
             raise EngineError("Standard input is not UTF-8 text: convert it first") from None
+        except OSError:  # nohup has put a file there that cannot be read
+            return ""
 
     def _tell(self, text: str) -> None:
         self.end_progress()
