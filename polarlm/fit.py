@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm import model_loaders
+from polarlm.engine.cli.columns import columns
 from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse, that
 from polarlm.engine.config import (
@@ -183,7 +184,7 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
         for cache in usable
     ]
     lines += [
-        *_columns([header, *rows]),
+        *columns([header, *rows]),
         f"× {contexts[0]:,}: how many sequences of {contexts[0]:,} tokens fit at a time",
     ]
     if device.device != "cpu" and (snapshots := max(cache.snapshot_bytes for cache in usable)):
@@ -210,7 +211,7 @@ def _card_lines(cache: CacheFit) -> list[str]:
         for card in cache.cards
     ]
     header = ["GPU", "layers", "weights", f"KV cache ({cache.cache_type})", "work", "left", ""]
-    return ["", "The GPUs share the layers:", *(line.rstrip() for line in _columns([header, *rows]))]
+    return ["", "The GPUs share the layers:", *columns([header, *rows])]
 
 
 def _weight_lines(device: DeviceFit, types: Sequence[str]) -> list[str]:
@@ -227,26 +228,15 @@ def _weight_lines(device: DeviceFit, types: Sequence[str]) -> list[str]:
     ]
     if same:
         tokens = device.weights[0].cache(types[0]).tokens
-        return [f"With any of these weights, {tokens:,} tokens fit:", *_columns([["weights", "memory"], *rows])]
+        return [f"With any of these weights, {tokens:,} tokens fit:", *columns([["weights", "memory"], *rows])]
     title = "The longest context for each type of weights and of cache:"
-    return [title, *_columns([["weights", "memory", *shown], *rows])]
+    return [title, *columns([["weights", "memory", *shown], *rows])]
 
 
 def _label(weights: WeightFit) -> str:
     """The type of weights; for "as-stored", also which of them are converted after all."""
     changed = [str(one) for one in weights.kept if one.how != "as stored"]
     return f"{AS_STORED}: {', '.join(changed)}" if changed and weights.weight_type == AS_STORED else weights.weight_type
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of aligned columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
 
 
 def _command(advice: Advice, options: Any, model: str | None, program: str) -> str | None:

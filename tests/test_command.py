@@ -47,7 +47,7 @@ def test_every_command_explains_its_flags_and_refuses_an_unknown_one(
     ("word", "sentence"),
     [
         ("server", "there is no command 'server' (did you mean serve?)"),
-        ("help", "there is no command 'help' (did you mean --help?)"),
+        ("halp", "there is no command 'halp' (did you mean help?)"),
         ("--verson", "there is no flag '--verson' (did you mean --version?)"),
         ("", "there is no command ''"),
         ("-m", "-m: flags follow a command, as in polarlm chat -m"),

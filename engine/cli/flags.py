@@ -15,6 +15,7 @@ import re
 import sys
 import textwrap
 import typing
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
@@ -31,10 +32,19 @@ IGNORED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("-ngl", "--n-gpu-layers", "--gpu-layers"): ("N", "all layers are on the GPUs that --device names, or on the CPU"),
     ("-fa", "--flash-attn"): ("MODE", "attention never holds a whole row of scores for the context in memory"),
     ("--no-mmap",): ("", "the weights file is read, and never mapped"),
+    ("--mlock",): ("", "the system decides which memory it swaps"),
+    ("--jinja",): ("", "the model's own template is always used"),
+    ("--no-display-prompt",): ("", "a prompt is not repeated on an output that is no terminal"),
+    ("-cb", "--cont-batching"): ("", "requests are always computed together"),
+    ("--metrics",): ("", "the server always has /metrics"),
+    ("--slots",): ("", "the server always has /stats, which say what its requests take"),
+    ("--embedding", "--embeddings", "--reranking", "--rerank"): ("", "the server does what its model is for"),
     ("--draft-min", "--draft-n-min"): ("N", "a draft is as long as pays most"),
     ("--spec-ngram-size-n",): ("N", "ngram-simple looks for the newest 4 tokens"),
 }
 """llama.cpp's flags that have no effect here: names → the name of the value (empty for a switch), and why."""
+_VALUED = {name for names, (value, _) in IGNORED.items() if value for name in names}
+_IGNORED_VALUE = re.compile(r"-?\d+|on|off|auto|all", re.IGNORECASE)
 
 
 def that(holds: Callable[[Any], bool], sentence: str) -> Check:
@@ -244,11 +254,14 @@ def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
         for flag in _names(field)
         if not _is_switch(field) and "bare" not in field.metadata
     }
-    words, joined = iter(argv), []
-    for word in words:
-        value = next(words, None) if word in long_names else None
+    words, joined = deque(argv), []
+    while words:
+        word = words.popleft()
+        value = words.popleft() if words and word in long_names else None
         if value == "--":  # argparse drops it before Python 3.12
             raise FlagError(f"{word}: the value cannot be '--'")
+        if word in _VALUED and not (words and _IGNORED_VALUE.fullmatch(words[0])):
+            word += "="  # the next word is a model
         joined.append(word if value is None else f"{long_names[word]}={value}")
     return joined
 

@@ -168,7 +168,14 @@ SENTENCES: list[tuple[list[str], str]] = [
 
 
 def test_words_are_the_model_and_the_prompt_wherever_they_stand():
-    for words in (["x.gguf", "Hi", "-n", "3"], ["-n", "3", "x.gguf", "Hi"], ["x.gguf", "-n", "3", "Hi"]):
+    for text in (
+        "x.gguf Hi -n 3",
+        "-n 3 x.gguf Hi",
+        "x.gguf -n 3 Hi",
+        "-n 3 -fa x.gguf Hi",
+        "-fa on --jinja x.gguf -n 3 Hi",
+    ):
+        words = text.split()
         engine, sampling, chat = read_command_line(words)
         assert (engine.weights, sampling.max_tokens, chat.prompt) == ("x.gguf", 3, "Hi")
 
