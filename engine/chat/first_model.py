@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from polarlm.engine.chat.line_editor import state_folder
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.demo import FILE_BYTES
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.hub.choice import size_text
+from polarlm.model_loaders.user_dirs import state_folder
 
 CHOICES = (
     ("Qwen/Qwen3-0.6B-GGUF:Q8_0", "answers everyday questions"),

@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import Any
 
 from polarlm.engine.chat.console import Console, ctrl_c_asked
-from polarlm.engine.chat.line_editor import PROMPT, state_folder
+from polarlm.engine.chat.line_editor import PROMPT
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.outputs import Usage
@@ -21,6 +21,7 @@ from polarlm.engine.sampling.channel_reader import ChannelReader, Inline
 from polarlm.engine.sampling.repeats import Repeats
 from polarlm.engine.storage.sessions import Progress
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.user_dirs import state_folder
 
 _MIB = 1 << 20
 _LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer is stopped if at least so many tokens repeat at least so many times
