@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from polarlm.engine.chat import first_model
 from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import parse
 from polarlm.engine.config import setting
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.plan import format_bytes
 from polarlm.list import DEMO
-from polarlm.model_loaders import demo, hub
+from polarlm.model_loaders import demo, first_model, hub
 from polarlm.model_loaders.hub import local
 from polarlm.model_loaders.hub.client import Client
 from polarlm.model_loaders.user_dirs import cache_folder

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.engine import Engine, EngineError
-from polarlm.engine.chat import first_model
 from polarlm.engine.cli.commands import note_in_flags, use_utf8
 from polarlm.engine.cli.flags import FlagError, in_flags
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import parse_size
+from polarlm.model_loaders import first_model
 from polarlm.server.config import GROUPS, KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.mcp.session import read_mcp_file
 from polarlm.server.running import journal

@@ -14,8 +14,8 @@ import pytest
 from polarlm import cache, ps, pull, show
 from polarlm import list as listing
 from polarlm import rm as removing
-from polarlm.engine.chat import first_model
 from polarlm.engine.state.plan import format_bytes
+from polarlm.model_loaders import first_model
 from tests.model_loaders.hub_server import Hub, Repository
 
 Run = Callable[..., tuple[int, str, str]]

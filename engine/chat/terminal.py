@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 from polarlm.engine.backends.select import NO_DRIVER, driver_version
-from polarlm.engine.chat import first_model
 from polarlm.engine.chat.config import PARAMETERS, ChatConfig, changed, read_command_line, read_prompt
 from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended
@@ -25,6 +24,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError, no_answers
 from polarlm.engine.params import SamplingParams
+from polarlm.model_loaders import first_model
 
 _BAD_REQUEST, _INTERRUPTED = 2, 130
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from polarlm.engine.chat.console import ctrl_c_asked
-from polarlm.engine.chat.first_model import CHOICES
 from polarlm.engine.chat.line_editor import _history_file
+from polarlm.model_loaders.first_model import CHOICES
 from polarlm.model_loaders.user_dirs import state_folder
 from tests.model_loaders.hub_server import Repository
 
