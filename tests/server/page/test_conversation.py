@@ -236,7 +236,7 @@ def test_a_lost_connection_is_shown_and_can_be_retried(
         assert page.text(".message .notice") == ""
 
 
-def test_a_key_is_asked_for_and_kept_for_this_tab_alone(
+def test_a_key_is_asked_for_and_kept_until_it_is_forgotten(
     visit: Callable[[Process], Page], tiny_path: Path, tmp_path: Path
 ) -> None:
     with Process(tiny_path, tmp_path, **{KEY_VARIABLE: "sk-1"}) as server:
@@ -251,7 +251,11 @@ def test_a_key_is_asked_for_and_kept_for_this_tab_alone(
         page.until(lambda: page.done() and page.answer())  # what was refused is asked again
         assert not page.shown("#key")
         assert page.count(".message .notice") == 0
-        assert "sk-1" not in page.run("return JSON.stringify(localStorage)")
-        page.reload()
-        page.until(lambda: "bits/value" in page.text("#bits"))
-        assert not page.shown("#key")
+        with page.second() as other:
+            other.open(server.url)
+            other.until(lambda: "bits/value" in other.text("#bits"))
+            assert not other.shown("#key")
+            other.run("document.getElementById('forget').click()")
+            other.until(lambda: other.shown("#key"))
+            assert "sk-1" not in other.run("return JSON.stringify(localStorage)")
+            assert not other.shown("#keyed")

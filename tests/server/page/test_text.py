@@ -12,6 +12,7 @@ from tests.server.process import Process
 pytestmark = pytest.mark.slow
 
 # Writes a text at once and character by character; both elements, in a form that is easy to read.
+# 《source》 is a formula.
 SHOW = """
     const [whole, grown] = [make("div"), make("div")], text = arguments[0];
     const once = new Markdown(whole), slowly = new Markdown(grown);
@@ -26,6 +27,9 @@ SHOW = """
             const language = element.querySelector(".language").textContent;
             return `{${language}: ${element.querySelector("code").textContent}}`;
         }
+        if (element.matches(".maths:has(.katex-html)")) return `《${inside(element.firstChild)}》`;
+        if (element.matches("input")) return element.checked ? "☑" : "☐";
+        if (element.matches("button.note")) return inside(element);
         const name = element.localName, more = element.href ?? (element.start > 1 ? element.start : "");
         return `<${name}${more ? ` ${more}` : ""}>${inside(element)}</${name}>`;
     };
@@ -78,6 +82,26 @@ def shown(page: Page, text: str) -> str:
             "<tr><td>2</td><td></td></tr></table></div><p>out</p>",
         ),
         ("a | b\nno table", "<p>a | b\nno table</p>"),
+        (
+            "- [x] done\n- [ ] open\n- [?] text\n- [",
+            "<ul><li><p>☑done</p></li><li><p>☐open</p></li><li><p>[?] text</p></li><li><p>[</p></li></ul>",
+        ),
+        (
+            "a[^1] b[^x]\n\n[^1]: one\n[^2]: two\n\n[^",
+            "<p>a<sup>1</sup> b[^x]</p><p><sup>1</sup>one</p><p><sup>2</sup>two</p><p>[^</p>",
+        ),
+        ("so\n$$\na\n+ b\n- c\n$$\n- item", "<p>so\n《$$\na\n+ b\n- c\n$$》</p><ul><li><p>item</p></li></ul>"),
+        (
+            "- \\[ a\n  = b \\]\n- **c**",
+            "<ul><li><p>《\\[ a\n= b \\]》</p></li><li><p><strong>c</strong></p></li></ul>",
+        ),
+        ("> $$\n> > 1\n> $$\n\nout", "<blockquote><p>《$$\n> 1\n$$》</p></blockquote><p>out</p>"),
+        ("$$\nnever\n# closed\n\n# Title", "<p>$$\nnever\n# closed</p><h3>Title</h3>"),
+        (
+            "- Cheap, $$\n- Good, $$\n- Best, $$$",
+            "<ul>" + "".join(f"<li><p>{price}</p></li>" for price in ("Cheap, $$", "Good, $$", "Best, $$$")) + "</ul>",
+        ),
+        ("$$a$$\n$$b$$\nx " + "c " * 1500 + "$d$", "<p>《$$a$$》《$$b$$》x " + "c " * 1500 + "《$d$》</p>"),
         ("**a b c** d **e** " * 300, "<p>" + "<strong>a b c</strong> d <strong>e</strong> " * 300 + "</p>"),
     ],
 )
@@ -102,11 +126,35 @@ def test_the_structure_of_markdown(drawing: Page, text: str, html: str) -> None:
             "[a](javascript:alert(1)) [b](/stats) [c](data:text/html,x)",
             "[a](javascript:alert(1)) [b](/stats) [c](data:text/html,x)",
         ),
+        (
+            r"$x^2$, \(y\), **\[z\]** and \text{$}: $\text{\$}$",
+            r"《$x^2$》, 《\(y\)》, <strong>《\[z\]》</strong> and \text{$}: 《$\text{\$}$》",
+        ),
+        ("$5 and $10, $ 5$ or $x $, US$5-$6, \\$7, US$8$", "$5 and $10, $ 5$ or $x $, US$5-$6, $7, US$8$"),
+        (r"\) and \[1, \( are not closed", r"\) and \[1, \( are not closed"),
+        (r"`$x$` ``\(y\)``", r"<code>$x$</code> <code>\(y\)</code>"),
+        ("$a_1 * b_1$ _and_ $c * d$", "《$a_1 * b_1$》 <em>and</em> 《$c * d$》"),
+        ("$" + "{" * 900 + "x" + "}" * 900 + "$ deep", "《$" + "{" * 900 + "x" + "}" * 900 + "$》 deep"),
         ("[a](https://b.example\x00c)", "[a](<a https://b.example/>https://b.example</a>␀c)"),
     ],
 )
 def test_the_words_of_markdown(drawing: Page, text: str, html: str) -> None:
     assert shown(drawing, text) == f"<p>{html}</p>"
+
+
+def test_a_formula_is_rendered_once_and_its_source_is_what_selecting_copies(page: Page) -> None:
+    page.run(
+        "window.times = 0; const render = katex.render; katex.render = (...all) => { times += 1; render(...all); }"
+    )
+    page.says(list("So\n\n$$\nx\n$$\n\n| $y$ | **and $z$\n"))
+    page.send_and_wait("first")
+    script = """
+        getSelection().selectAllChildren(document.querySelector(".answer"));
+        const data = new DataTransfer(), event = new ClipboardEvent("copy", {clipboardData: data, bubbles: true});
+        document.querySelector(".answer").dispatchEvent(event);
+        return [times, data.getData("text/plain")];
+    """
+    assert page.run(script) == [3, "So\n\n$$\nx\n$$\n\n| $y$ | **and $z$"]
 
 
 def test_a_link_leaves_no_way_back_to_the_page(page: Page) -> None:
@@ -142,7 +190,7 @@ def test_a_line_without_end_does_not_widen_the_page(page: Page) -> None:
     assert page.run("return log.scrollWidth - log.clientWidth") <= 0
 
 
-@pytest.mark.parametrize("unit", ["word ", "**bold** ", "- item\n", "|a", "[a](", "x", "**a "])
+@pytest.mark.parametrize("unit", ["word ", "**bold** ", "- item\n", "|a", "[a](", "x", "**a ", "$$\n", "\\[x\n"])
 def test_a_long_answer_costs_as_much_at_its_end_as_in_its_middle(drawing: Page, unit: str) -> None:
     """Flushed with every token, as no browser would: the work of one flush has to stay small as the text grows."""
     script = """
@@ -165,7 +213,7 @@ def test_a_long_answer_costs_as_much_at_its_end_as_in_its_middle(drawing: Page, 
     assert end <= max(middle, 4200)
 
 
-@pytest.mark.parametrize("unit", ["**a ", "~~a "])
+@pytest.mark.parametrize("unit", ["**a ", "~~a ", "\\(a ", "\\[\n"])
 def test_a_long_line_that_is_kept_is_shown_at_once(page: Page, unit: str) -> None:
     """What nobody closes is looked for up to the end of the line, again for each that is open."""
     script = """
@@ -174,7 +222,7 @@ def test_a_long_line_that_is_kept_is_shown_at_once(page: Page, unit: str) -> Non
             const target = make("div"), markdown = new Markdown(target), begun = performance.now();
             markdown.write(unit.repeat(units));
             markdown.end();
-            return [performance.now() - begun, target.textContent === unit.repeat(units)];
+            return [performance.now() - begun, target.textContent.trimEnd() === unit.repeat(units).trimEnd()];
         };
         const least = (units) => Math.min(...[1, 2, 3].map(() => taken(units)[0]));
         return [least(short), least(long), taken(long)[1]];
