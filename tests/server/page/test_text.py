@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 
@@ -133,8 +136,9 @@ def test_the_structure_of_markdown(drawing: Page, text: str, html: str) -> None:
         ("$5 and $10, $ 5$ or $x $, US$5-$6, \\$7, US$8$", "$5 and $10, $ 5$ or $x $, US$5-$6, $7, US$8$"),
         (r"\) and \[1, \( are not closed", r"\) and \[1, \( are not closed"),
         (r"`$x$` ``\(y\)``", r"<code>$x$</code> <code>\(y\)</code>"),
+        (r"$\frac{1}{$ \($\) $\nothing$", r"$\frac{1}{$ \($\) 《$\nothing$》"),
         ("$a_1 * b_1$ _and_ $c * d$", "《$a_1 * b_1$》 <em>and</em> 《$c * d$》"),
-        ("$" + "{" * 900 + "x" + "}" * 900 + "$ deep", "《$" + "{" * 900 + "x" + "}" * 900 + "$》 deep"),
+        ("$" + "{" * 900 + "x" + "}" * 900 + "$ deep", "$" + "{" * 900 + "x" + "}" * 900 + "$ deep"),
         ("[a](https://b.example\x00c)", "[a](<a https://b.example/>https://b.example</a>␀c)"),
     ],
 )
@@ -146,7 +150,8 @@ def test_a_formula_is_rendered_once_and_its_source_is_what_selecting_copies(page
     page.run(
         "window.times = 0; const render = katex.render; katex.render = (...all) => { times += 1; render(...all); }"
     )
-    page.says(list("So\n\n$$\nx\n$$\n\n| $y$ | **and $z$\n"))
+    source = "So\n\n$$\nx\n$$\n\n| \\(y\\) | **and $z$"
+    page.says([*source])
     page.send_and_wait("first")
     script = """
         getSelection().selectAllChildren(document.querySelector(".answer"));
@@ -154,7 +159,39 @@ def test_a_formula_is_rendered_once_and_its_source_is_what_selecting_copies(page
         document.querySelector(".answer").dispatchEvent(event);
         return [times, data.getData("text/plain")];
     """
-    assert page.run(script) == [3, "So\n\n$$\nx\n$$\n\n| $y$ | **and $z$"]
+    assert page.run(script) == [3, source]
+    page.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.press_button("Copy answer")
+    page.until(lambda: page.run("return window.copied") == source)
+
+
+def test_below_a_path_and_without_any_other_server_formulas_have_their_fonts(window: Page, server: Process) -> None:
+    """The browser of the tests finds no server but this machine's."""
+
+    class Below(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            below = self.path.startswith("/chat/")
+            with urllib.request.urlopen(server.url + (self.path[5:] if below else "/health")) as answer:
+                self.send_response(200 if below else 404)
+                for name in ("Content-Type", "Content-Security-Policy"):
+                    self.send_header(name, answer.headers[name] or "")
+                self.end_headers()
+                self.wfile.write(answer.read())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Below) as proxy:
+        Thread(target=proxy.serve_forever, daemon=True).start()
+        window.open(f"http://127.0.0.1:{proxy.server_port}/chat/")
+        window.until(lambda: "bits/value" in window.text("#bits"))
+        window.talk("$x + 1$")
+        loaded = (
+            "return [...document.fonts].filter((font) => font.status === 'loaded').map((font) => font.family).sort()"
+        )
+        window.until(lambda: window.run(loaded) == ["KaTeX_Main", "KaTeX_Math"])
+        window.open("about:blank")
+        proxy.shutdown()
 
 
 def test_a_link_leaves_no_way_back_to_the_page(page: Page) -> None:
@@ -247,7 +284,8 @@ def test_code_is_copied_as_it_was_written(page: Page) -> None:
 
 
 def test_code_is_copied_where_the_browser_has_no_clipboard_for_the_page(page: Page) -> None:
-    page.talk("```\na\n```")
+    page.talk("```python\nif a: b\n```")
+    assert page.text(".hljs-keyword") == "if"
     script = """
         navigator.clipboard.writeText = () => Promise.reject(new DOMException("no", "NotAllowedError"));
         window.copied = null;
@@ -255,7 +293,7 @@ def test_code_is_copied_where_the_browser_has_no_clipboard_for_the_page(page: Pa
     """
     page.run(script)
     page.click(".code button")
-    page.until(lambda: page.run("return window.copied") == "a")
+    page.until(lambda: page.run("return window.copied") == "if a: b")
     assert page.focused() == "Copy code"
 
 
