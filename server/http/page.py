@@ -33,18 +33,15 @@ def _page() -> tuple[str, bytes, dict[str, str]]:
         "require-trusted-types-for 'script'",
     ]
     packed = gzip.compress(text.encode(), mtime=0)
-    return (
-        text,
-        packed,
-        {
-            "Content-Security-Policy": "; ".join(policy),
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-cache",
-            "ETag": f'W/"{hashlib.sha256(packed).hexdigest()}"',
-            "Vary": "Accept-Encoding",
-        },
-    )
+    headers = {
+        "Content-Security-Policy": "; ".join(policy),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+        "ETag": f'W/"{hashlib.sha256(packed).hexdigest()}"',
+        "Vary": "Accept-Encoding",
+    }
+    return text, packed, headers
 
 
 def _whole() -> str:
@@ -59,7 +56,7 @@ def _whole() -> str:
         return "\n".join([f"{before}<{element}>{first}", *map(read, names[::2]), f"</{element}>\n{after}"])
 
     def font(match: re.Match[str]) -> str:
-        content = folder.joinpath("vendor", "katex", match[1]).read_bytes()
+        content = folder.joinpath(f"vendor/katex/{match[1]}").read_bytes()
         return f"url(data:font/woff2;base64,{base64.b64encode(content).decode()})"
 
     text = read("page.html").replace("        <!-- sampling options -->\n", "".join(map(_input, OPTIONS)))
