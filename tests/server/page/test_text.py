@@ -227,7 +227,7 @@ def test_a_line_without_end_does_not_widen_the_page(page: Page) -> None:
     assert page.run("return log.scrollWidth - log.clientWidth") <= 0
 
 
-@pytest.mark.parametrize("unit", ["word ", "**bold** ", "- item\n", "|a", "[a](", "x", "**a ", "$$\n", "\\[x\n"])
+@pytest.mark.parametrize("unit", ["word ", "**bold** ", "- item\n", "|a", "[a](", "x", "**a ", "$$\n"])
 def test_a_long_answer_costs_as_much_at_its_end_as_in_its_middle(drawing: Page, unit: str) -> None:
     """Flushed with every token, as no browser would: the work of one flush has to stay small as the text grows."""
     script = """
@@ -250,7 +250,7 @@ def test_a_long_answer_costs_as_much_at_its_end_as_in_its_middle(drawing: Page, 
     assert end <= max(middle, 4200)
 
 
-@pytest.mark.parametrize("unit", ["**a ", "~~a ", "\\(a ", "\\[\n"])
+@pytest.mark.parametrize("unit", ["**a ", "~~a ", "\\(a "])
 def test_a_long_line_that_is_kept_is_shown_at_once(page: Page, unit: str) -> None:
     """What nobody closes is looked for up to the end of the line, again for each that is open."""
     script = """
@@ -259,7 +259,7 @@ def test_a_long_line_that_is_kept_is_shown_at_once(page: Page, unit: str) -> Non
             const target = make("div"), markdown = new Markdown(target), begun = performance.now();
             markdown.write(unit.repeat(units));
             markdown.end();
-            return [performance.now() - begun, target.textContent.trimEnd() === unit.repeat(units).trimEnd()];
+            return [performance.now() - begun, target.textContent === unit.repeat(units)];
         };
         const least = (units) => Math.min(...[1, 2, 3].map(() => taken(units)[0]));
         return [least(short), least(long), taken(long)[1]];
