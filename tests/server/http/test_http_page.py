@@ -113,6 +113,9 @@ def test_the_page_needs_no_key_as_it_asks_for_it_and_its_numbers_do(tiny: Engine
 
 def test_the_numbers_of_an_idle_server(server: Serving) -> None:
     stats, status = server.http.get("/stats").json(), server.engine.status()
+    cache, context = server.engine.cache_stats(), server.engine.context
+    whole = {"tokens": context, "bytes": cache.context_bytes, "f16_bytes": cache.context_f16_bytes}
+    assert 0 < whole["bytes"] < whole["f16_bytes"]
     values = 2 * 2 * 2 * 8  # a token's keys and values, layers, heads, channels
     assert stats["f16_bytes_per_token"] == 2 * values
     assert stats["bytes_per_token"] == stats["bits_per_value"] * values / 8
@@ -124,7 +127,8 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
         "cache_type_v": "polarquant",
         "block_size": BLOCK,
         "window": None,
-        "bits_per_value": server.engine.cache_stats().bits_per_value,
+        "whole_context": whole,
+        "bits_per_value": cache.bits_per_value,
         "bytes_per_token": stats["bytes_per_token"],
         "f16_bytes_per_token": stats["f16_bytes_per_token"],
         "blocks": status.blocks,

@@ -158,6 +158,8 @@ def test_the_meters_fill(page: Page, server: Process) -> None:
 
 def test_the_memory_saved_is_shown_as_a_factor(page: Page) -> None:
     show = "stats.sequence = {tokens: 9, bytes: arguments[0], f16_bytes: arguments[1]}; meter()"
+    whole = "stats.whole_context = {tokens: 8192, bytes: arguments[0], f16_bytes: arguments[1]}; "
+    page.run(whole, 9 << 20, 9 << 20)
     page.run(show, 3 << 20, 12 << 20)
     assert page.text("#memory") == "3.0 MiB, 4.0× saved"
     assert page.text("#saved") == "f16 would take 12.0 MiB"
@@ -165,6 +167,8 @@ def test_the_memory_saved_is_shown_as_a_factor(page: Page) -> None:
     page.run(show, 3 << 20, 3 << 20)  # a short conversation, whose blocks are all halves
     assert (page.text("#memory"), page.text("#saved")) == ("3.0 MiB", "")
     assert not page.shown("#bytes")
+    page.run(whole + "meter()", 30 << 20, 120 << 20)
+    assert page.text("#saved") == "8,192 tokens take 30.0 MiB, in f16 120.0 MiB"
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------
