@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 from polarlm.engine import limits
+from polarlm.engine.errors import EngineError
 
 DEFAULT_CACHE_TYPE = "balanced"
 AS_STORED = "as-stored"
@@ -16,6 +18,7 @@ def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
     """A dataclass field with the names of its flag and the help for it.
 
     more: the other metadata that `engine.cli.flags` reads. A field without flags is not on the command line.
+    elsewhere: names of it in other programs.
     """
     metadata = {"flags": flags, "help": help, **more}
     if default is dict:
@@ -25,7 +28,7 @@ def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
 
 def model_setting(help: str) -> Any:
     """The field of a model: a word of the command line, or the value of a flag, the same in every command."""
-    return setting(None, "MODEL", "--weights", "-m", "--model", metavar="MODEL", help=help)
+    return setting(None, "MODEL", "--weights", "-m", "--model", metavar="MODEL", help=help, elsewhere=("model_path", "model_id"))
 
 
 def hub_setting(help: str) -> Any:
@@ -33,8 +36,28 @@ def hub_setting(help: str) -> Any:
     return setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=help)
 
 
+class Settings:
+    """A dataclass of settings. An unknown name raises EngineError with the field that it means: the field's name on the
+    command line, in JSON or in another program, or one that resembles it."""
+
+    def __new__(cls, *_: Any, **named: Any) -> Settings:
+        known = {field.name: field.metadata for field in fields(cls)}  # type: ignore[arg-type]
+        for name in named:
+            if name not in known:
+                also = {
+                    other.removeprefix("--").replace("-", "_"): field
+                    for field, more in known.items()
+                    for names in ("flags", "json", "elsewhere")
+                    for other in more.get(names) or ()
+                }
+                meant = also.get(name) or next(iter(get_close_matches(name, known, n=1)), None)
+                advice = f"did you mean {meant}?" if meant else f"there are {', '.join(sorted(known))}"
+                raise EngineError(f"{cls.__name__} has no setting {name!r}; {advice}")
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Settings):
     """How a model is loaded and how much memory its KV store may take."""
 
     weights: str | None = model_setting(
@@ -50,6 +73,7 @@ class EngineConfig:
         "--model-draft",
         metavar="PATH",
         help="a smaller model of the same vocabulary, which drafts tokens; its KV store is f16",
+        elsewhere=("draft_model", "speculative_model", "assistant_model"),
     )
     lora: dict[str, str] = setting(
         dict,
@@ -62,6 +86,7 @@ class EngineConfig:
         "--weight-type",
         metavar="TYPE",
         help="convert matrices while they are loaded, to f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or mxfp4",
+        elsewhere=("dtype", "torch_dtype", "quantization"),
     )
     input_bits: int = setting(
         16,
@@ -76,6 +101,7 @@ class EngineConfig:
         metavar="DEVICE",
         help="where the model runs: cpu, cuda, or GPUs by their numbers, such as cuda:1 or cuda:0,1; auto takes a GPU "
         "if it can use one",
+        elsewhere=("n_gpu_layers", "gpu_layers", "tensor_parallel_size"),
     )
     tensor_split: str | None = setting(
         None,
@@ -86,7 +112,12 @@ class EngineConfig:
         "GPU has all of them if they fit",
     )
     ctx_size: int = setting(
-        0, "-c", "--ctx-size", metavar="N", help="tokens of context; 0 takes the model's own, as far as memory allows"
+        0,
+        "-c",
+        "--ctx-size",
+        metavar="N",
+        help="tokens of context; 0 takes the model's own, as far as memory allows",
+        elsewhere=("n_ctx", "num_ctx", "max_model_len", "max_seq_len", "context_length"),
     )
     cache_type: str = setting(
         DEFAULT_CACHE_TYPE,
@@ -112,6 +143,7 @@ class EngineConfig:
         metavar="SIZE",
         help="memory for the KV store, such as 512M or 2G, for requests that run and conversations that come back; "
         "without it, as much as one context needs",
+        elsewhere=("gpu_memory_utilization", "kv_cache_memory_bytes"),
     )
     state_type: str = setting(
         "8bit",
@@ -162,7 +194,14 @@ class EngineConfig:
         "them; auto: of as many layers as do not fit on the GPU",
     )
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
-    parallel: int = setting(8, "-np", "--parallel", metavar="N", help="requests that are computed at the same time")
+    parallel: int = setting(
+        8,
+        "-np",
+        "--parallel",
+        metavar="N",
+        help="requests that are computed at the same time",
+        elsewhere=("max_num_seqs", "n_seq_max"),
+    )
     spec_type: str = setting(
         "none",
         "--spec-type",
