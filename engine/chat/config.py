@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.engine.cli.flags import Check, FlagError, close_to, parse, parser, that
+from polarlm.engine.cli.sources import CONFIG_HELP, naming, with_sources
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.limits import complaint
 from polarlm.engine.loading.checks import settle
@@ -72,14 +74,18 @@ class ChatConfig:
         "--verbose",
         help="say why no GPU is used and which kernels are, and show where an unexpected error came from",
     )
+    config_file: str | None = setting(None, "--config", metavar="FILE", help=CONFIG_HELP.format("chat"))
 
 
 GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Sampling": SamplingParams, "Chat": ChatConfig}
 
 
-def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams, ChatConfig]:
-    """The settings on the command line `argv`, which lacks the program's name. Raises FlagError or EngineError with a
-    sentence that names the flag; `--help` raises SystemExit(0)."""
+def read_command_line(
+    argv: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> tuple[EngineConfig, SamplingParams, ChatConfig]:
+    """The settings on the command line `argv`, which lacks the program's name, of its environment and its file. Raises
+    FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0)."""
+    argv, places = with_sources(argv, GROUPS, "chat", environment, _CHECKS)
     engine, sampling, chat = parse(
         argv,
         GROUPS,
@@ -90,7 +96,8 @@ def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams
         ),
         checks=_CHECKS,
     )
-    settle(None, engine, {})  # here already, before a model is downloaded and read
+    with naming(places):
+        settle(None, engine, {})  # here already, before a model is downloaded and read
     if chat.json_schema is not None:
         sampling = replace(sampling, schema=_read_schema(chat.json_schema))
     return engine, sampling, chat
@@ -159,6 +166,7 @@ _SOME_TEXT = that(lambda text: text != "", "this needs text that is not empty")
 
 _CHECKS: Mapping[str, Check] = {
     **{name: partial(_sampling, name) for name in SAMPLING},
+    "config_file": that(lambda text: Path(text).expanduser().is_file(), "there is no such file"),
     "logit_bias": that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),
     "stop": _SOME_TEXT,
     "dry_sequence_breakers": _SOME_TEXT,

@@ -132,7 +132,7 @@ def parse(
     Writes a note to standard error about each flag of `IGNORED`. Raises FlagError; `--help` and `--version` print and
     raise SystemExit(0). checks: field name → check."""
     made = parser(groups, prog=prog, description=description, checks=checks)
-    joined = _join_values(argv, groups)
+    joined = join_values(argv, groups)
     try:
         namespace, unknown = made.parse_known_intermixed_args(joined)
     except FlagError:
@@ -244,7 +244,7 @@ def release() -> str:
         return ""
 
 
-def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
+def join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
     """`argv` with `-p -x` as `--prompt=-x`: a flag that needs a value takes the next word, even one with a dash. Raises
     FlagError for the value `--`."""
     long_names = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,22 +10,17 @@ from typing import Any
 
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import FlagError, close_to, in_flags
+from polarlm.engine.cli.sources import QUOTES, read_toml
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
 from polarlm.model_loaders import LoadError, hub
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _LATEST = ":latest"  # the tag that Ollama's clients add to a name
 _PART = re.compile(r"-(\d{5})-of-\d{5}$")
 _NOT_A_MODEL = "mmproj"  # the beginning of the name of a file for images
 _SETTINGS = {field.name.replace("_", "-"): field.name for field in fields(EngineConfig) if field.metadata["flags"]}
 _SOURCES = {"weights", "hf-repo"}  # which `path` and `hf` say
-# In double quotes, a backslash of TOML is the beginning of another character.
-_QUOTES = "; write a path with backslashes in single quotes, as in path = 'C:\\models\\qwen3.gguf'"
+_SERVER = "server"  # the table of flags in the same file
 _KEYS = ("path", "hf", "aliases", "pinned", "idle-unload")
 
 
@@ -137,17 +131,8 @@ def _in_folder(folder: Path, common: EngineConfig) -> list[NamedModel]:
 def _written(file: Path, common: EngineConfig) -> list[NamedModel]:
     """The models in a TOML file, one for each table. Raises FlagError."""
     at = f"--models {file}"
-    text = ""
-    try:
-        text = file.read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
-    except OSError as error:
-        raise FlagError(f"{at}: cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise FlagError(
-            f"{at}: is neither a folder of models nor a TOML file: {error}" + _QUOTES * ("\\" in text)
-        ) from None
-    models = [_model(at, file.parent, name, table, common) for name, table in tables.items()]
+    tables = read_toml(at, file)
+    models = [_model(at, file.parent, name, table, common) for name, table in tables.items() if name != _SERVER]
     if not models:
         raise FlagError(f'{at}: has no models; write a table for each, as in [qwen3] with path = "qwen3.gguf"')
     return models
@@ -168,7 +153,7 @@ def _model(at: str, folder: Path, name: str, table: Any, common: EngineConfig) -
     if path is not None:
         source = str(where := folder / Path(path).expanduser())
         if not where.exists():
-            hint = _QUOTES if any(sign < " " for sign in path) else ""
+            hint = QUOTES if any(sign < " " for sign in path) else ""
             raise FlagError(f"{at}: path = {path!r}: there is no such file or folder{hint}")
     else:
         source = f"{hub.PREFIX}{on_hub}"
