@@ -134,7 +134,7 @@ class AsyncEngine:
             return fold(await self._chunks(cast(Prompt, prompt), params, options, **settings))
 
         async def answer(index: int, one: Any) -> Completion:
-            with naming(index):
+            with naming(index, len(prompt)):
                 return await self.generate(one, params, options, **settings)
 
         tasks = [asyncio.ensure_future(answer(index, one)) for index, one in enumerate(prompt)]

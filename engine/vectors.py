@@ -102,7 +102,7 @@ def compute_each(
     tickets: list[Ticket] = []
     try:
         for index, (job, outbox) in enumerate(zip(jobs, outboxes, strict=True)):
-            with naming(index):
+            with naming(index, len(jobs)):
                 tickets.append(engine.submit(*job, into=outbox, **settings))
         while unfinished := [outbox for outbox in outboxes if not _is_finished(outbox)]:
             if not engine.work() and not any(map(_is_finished, unfinished)):

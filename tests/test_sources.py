@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from polarlm.engine.chat import config as chat
-from polarlm.engine.cli.commands import run
+from polarlm.engine.cli.commands import command
 from polarlm.engine.cli.flags import parser
 from polarlm.server import config as server
 from polarlm.server.models.registry import Registry
@@ -49,9 +49,9 @@ def test_what_is_typed_counts_before_a_variable_and_a_variable_before_the_file(t
     assert chat.read_command_line([], variables)[1].stop == ("c",)
 
 
-@pytest.mark.parametrize(("value", "is_on"), [("1", True), ("True", True), ("off", False), ("0", False)])
-def test_a_switch_is_turned_on_or_off_by_a_variable(value: str, is_on: bool) -> None:
-    assert server.read_command_line([], {"POLARLM_LOG_PROMPTS": value})[1].log_prompts is is_on
+def test_a_switch_is_turned_on_or_off_by_a_variable() -> None:
+    for value, is_on in {"1": True, "True": True, "off": False}.items():
+        assert server.read_command_line([], {"POLARLM_LOG_PROMPTS": value})[1].log_prompts is is_on
 
 
 def test_models_and_the_servers_flags_share_a_file(tmp_path: Path) -> None:
@@ -84,21 +84,12 @@ FILES = {
 }
 
 
-def told(words: list[str], variables: dict[str, str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says of an error."""
-
-    def read(_: Sequence[str]) -> None:
-        server.read_command_line(words, variables)
-
-    assert run(read, []) == 2
-    return capsys.readouterr().err
-
-
 def test_a_wrong_value_is_named_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for variables, sentence in VARIABLES.items():
-        assert re.search(sentence, told([], dict(one.split("=") for one in variables.split()), capsys))
-    for text, sentence in FILES.items():
-        assert re.search(sentence, told(["--config", written(tmp_path, text)], {}, capsys))
+    for given, sentence in {**VARIABLES, **FILES}.items():
+        words = ["--config", written(tmp_path, given)] if given in FILES else []
+        variables = {} if words else dict(one.split("=") for one in given.split())
+        assert command(partial(server.read_command_line, environment=variables))(words) == 2
+        assert re.search(sentence, capsys.readouterr().err)
 
 
 def test_help_is_there_whatever_the_variables_say() -> None:

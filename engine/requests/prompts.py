@@ -257,12 +257,12 @@ def as_messages(messages: Messages) -> Sequence[Mapping[str, Any]]:
 
 
 @contextmanager
-def naming(index: int) -> Iterator[None]:
-    """Say in an EngineError which one of several prompts it is about."""
+def naming(index: int, count: int) -> Iterator[None]:
+    """Say in an EngineError which one of `count` prompts it is about, unless there is one alone."""
     try:
         yield
     except EngineError as error:
-        error.args = (f"prompts[{index}]: {error}",)
+        error.args = (f"prompts[{index}]: {error}" if count > 1 else str(error),)
         raise
 
 

@@ -20,7 +20,6 @@ _PART = re.compile(r"-(\d{5})-of-\d{5}$")
 _NOT_A_MODEL = "mmproj"  # the beginning of the name of a file for images
 _SETTINGS = {field.name.replace("_", "-"): field.name for field in fields(EngineConfig) if field.metadata["flags"]}
 _SOURCES = {"weights", "hf-repo"}  # which `path` and `hf` say
-_SERVER = "server"  # the table of flags in the same file
 _KEYS = ("path", "hf", "aliases", "pinned", "idle-unload")
 
 
@@ -132,7 +131,8 @@ def _written(file: Path, common: EngineConfig) -> list[NamedModel]:
     """The models in a TOML file, one for each table. Raises FlagError."""
     at = f"--models {file}"
     tables = read_toml(at, file)
-    models = [_model(at, file.parent, name, table, common) for name, table in tables.items() if name != _SERVER]
+    tables.pop("server", None)  # flags, which the command line has read
+    models = [_model(at, file.parent, name, table, common) for name, table in tables.items()]
     if not models:
         raise FlagError(f'{at}: has no models; write a table for each, as in [qwen3] with path = "qwen3.gguf"')
     return models
