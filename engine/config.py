@@ -28,7 +28,9 @@ def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
 
 def model_setting(help: str) -> Any:
     """The field of a model: a word of the command line, or the value of a flag, the same in every command."""
-    return setting(None, "MODEL", "--weights", "-m", "--model", metavar="MODEL", help=help, elsewhere=("model_path", "model_id"))
+    return setting(
+        None, "MODEL", "--weights", "-m", "--model", metavar="MODEL", help=help, elsewhere=("model_path", "model_id")
+    )
 
 
 def hub_setting(help: str) -> Any:
@@ -41,19 +43,24 @@ class Settings:
     command line, in JSON or in another program, or one that resembles it."""
 
     def __new__(cls, *_: Any, **named: Any) -> Settings:
-        known = {field.name: field.metadata for field in fields(cls)}  # type: ignore[arg-type]
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         for name in named:
             if name not in known:
-                also = {
-                    other.removeprefix("--").replace("-", "_"): field
-                    for field, more in known.items()
-                    for names in ("flags", "json", "elsewhere")
-                    for other in more.get(names) or ()
-                }
-                meant = also.get(name) or next(iter(get_close_matches(name, known, n=1)), None)
+                meant = names_of(cls).get(name) or next(iter(get_close_matches(name, known, n=1)), None)
                 advice = f"did you mean {meant}?" if meant else f"there are {', '.join(sorted(known))}"
                 raise EngineError(f"{cls.__name__} has no setting {name!r}; {advice}")
         return super().__new__(cls)
+
+
+def names_of(cls: type) -> dict[str, str]:
+    """The names that the fields of a dataclass of settings have: in Python, on the command line, in JSON and in other
+    programs, as Python writes names → field."""
+    return {
+        other.lstrip("-").replace("-", "_"): field.name
+        for field in fields(cls)
+        for kind in ("flags", "json", "elsewhere")
+        for other in (field.name, *(field.metadata.get(kind) or ()))
+    }
 
 
 @dataclass(frozen=True)

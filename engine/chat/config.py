@@ -13,7 +13,7 @@ from typing import Any
 
 from polarlm.engine.cli.flags import Check, FlagError, close_to, parse, parser, that
 from polarlm.engine.cli.sources import CONFIG_HELP, naming, with_sources
-from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.config import EngineConfig, names_of, setting
 from polarlm.engine.limits import complaint
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.params import SAMPLING, SamplingParams
@@ -119,11 +119,9 @@ def read_prompt(chat: ChatConfig, piped: Callable[[], str]) -> str | None:
 
 
 # What `/set` takes → the flag of the same meaning: "temperature" and "temp" are --temp.
+_FLAGS = {field.name: field.metadata["flags"][-1] for field in fields(SamplingParams) if field.metadata["flags"]}
 PARAMETERS: Mapping[str, str] = {
-    name.lstrip("-").replace("_", "-"): field.metadata["flags"][-1]
-    for field in fields(SamplingParams)
-    if field.metadata["flags"]
-    for name in (field.name, *field.metadata["flags"], *(field.metadata["json"] or ()))
+    name.replace("_", "-"): _FLAGS[field] for name, field in names_of(SamplingParams).items() if field in _FLAGS
 }
 
 
