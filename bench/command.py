@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from polarlm import model_loaders
 from polarlm.engine import EngineConfig, codecs
 from polarlm.engine.cli.flags import Check, FlagError
 from polarlm.engine.loading.checks import settle
@@ -90,6 +92,15 @@ class CacheType:
 def model_named(weights: str | None, hf_repo: str | None) -> str | None:
     """The model of these two flags, as `model_loaders.load` takes it. Raises EngineError if both are given."""
     return settle(None, EngineConfig(weights=weights, hf_repo=hf_repo), {}).weights
+
+
+def weight_files(model: str | None) -> frozenset[Path]:
+    """The files of a model's weights; None for the demonstration model. Raises LoadError."""
+    weights = model_loaders.load(model).weights
+    try:
+        return weights.files()
+    finally:
+        weights.close()
 
 
 def at_least(least: int) -> Check:

@@ -18,6 +18,7 @@ from polarlm.model_loaders import hub
 from polarlm.model_loaders.demo import demo_model
 
 LEAST_TOKENS = 64
+ENOUGH_TOKENS = 4096  # two windows
 TOO_SHORT = (
     f"TEXT has {{}} tokens, and at least {LEAST_TOKENS} are needed: give a longer text, such as some pages of what the "
     "model will read"
@@ -34,6 +35,12 @@ class QualityConfig:
     )
     weights: str | None = setting(None, "--model", "-m", "--weights", metavar="PATH", help=WEIGHTS_HELP)
     types: str = setting(DEFAULT_TYPES, "--types", metavar="TYPES", help=TYPES_HELP + LAYERS_HELP)
+    codec: str | None = setting(
+        None,
+        "--codec",
+        metavar="FILE.py",
+        help="a codec of a file outside of this package, as docs/adding.md shows one: its names are cache types",
+    )
     minutes: float = setting(5.0, "--minutes", metavar="M", help="how long it may take, loading included")
     ablate: str | None = setting(
         None, "--ablate", metavar="TYPE", help="one type with parts of its encoding switched off, each alone and all"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from dataclasses import fields, replace
@@ -116,7 +117,7 @@ def result(output: Path) -> tuple[dict, Page]:
 
 @pytest.mark.usefixtures("unrendered")
 def test_the_page_and_the_terminal_have_the_same_rows(tiny_path: Path, text: Path, no_speed: None, capsys) -> None:
-    output = text.with_name("out.html")
+    output, weights = text.with_name("out.html"), [*tiny_path.glob("*.safetensors")]
     assert cost.main(argv(tiny_path, text, "--output", str(output), *QUICKLY)) == 0
     figures, shown = result(output)
     assert figures["complete"] is True
@@ -128,9 +129,15 @@ def test_the_page_and_the_terminal_have_the_same_rows(tiny_path: Path, text: Pat
     assert [cells[0] for cells in shown.cells] == [label for table in tables for label in table]
     assert f"{row['perplexity']:.3f}" in shown.cells[3][2]
     assert shown.cells[7][1] == f"0 to {min(128, figures['window'] - 1) - 1:,}"
-    printed = capsys.readouterr().out.strip().split("\n\n")
-    rows = [[line.split("|")[1].strip() for line in table.splitlines()] for table in printed]
-    assert [[label for label in labels if not label.startswith(":")] for labels in rows] == tables
+    printed, line = capsys.readouterr().out.strip().split("\n\n")
+    rows = [line.split("|")[1].strip() for line in printed.splitlines()]
+    assert [label for label in rows if not label.startswith(":")] == tables[0]
+    # Below each table stands what it is of, which a reader can check.
+    digests = [hashlib.sha256(data).hexdigest() for data in (TEXT.encode(), *(f.read_bytes() for f in weights))]
+    assert [figures["text_sha256"], figures["model_sha256"]] == digests
+    assert figures["text_bytes"] == len(TEXT)
+    assert all(digest[:12] in line for digest in digests)
+    assert shown.text.count(line) == len(tables)
     # KL by position is of the same positions as the mean of all.
     stretches = row["by_position"]
     assert sum(one["positions"] for one in stretches) == figures["scored_tokens"]
