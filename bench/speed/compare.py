@@ -83,8 +83,8 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
 
     note(f"Figures are kept in {output} as they come")
     with closing(Children(subject)) as children:
-        Measurement(plan, subject, speed, children, keep).run()
-    result = keep(complete=True)
+        is_whole = Measurement(plan, subject, speed, children, keep).run()
+    result = keep(complete=is_whole)
     note(f"Written to {output}")
     if plan.only != STARTS:
         note(draw(result, output))

@@ -99,24 +99,29 @@ class Measurement:
         self._rng = np.random.default_rng(0)
         self._deep = self._ids(max([1, *plan.prompts, *plan.depths]))  # prompts and contexts start with these tokens
 
-    def run(self) -> None:
-        """Measure everything. A contestant that fails is left out up to the end of the part; its cells say why.
+    def run(self) -> bool:
+        """Measure everything that there is time for; whether that is all. A contestant that fails is left out up to the
+        end of the part; its cells say why.
 
         Batches, memory and starts have processes with settings of their own: what ends one may well not end the next.
         """
-        parts, end = self._parts(), time.monotonic() + self._plan.seconds
+        parts, end, is_whole = self._parts(), time.monotonic() + self._plan.seconds, True
         try:
             self._referee.show(sum(work for _, work, _ in parts))
             for number, (name, work, measure) in enumerate(parts):
                 self._referee.begin(work)
                 if time.monotonic() + work * self._work_seconds() > end:
                     self._speed.left_out.append(f"There was no time for {name}: give more --minutes")
+                    is_whole = False
                     continue
                 measure()
                 if number == 0 and (each := self._work_seconds()):
-                    note(f"All of it takes about {report.duration(each * sum(work for _, work, _ in parts))}")
+                    note(
+                        f"All of it takes about {report.duration(each * sum(work for _, work, _ in parts))}, and what loading takes"
+                    )
         finally:
             self._referee.close()
+        return is_whole
 
     def _work_seconds(self) -> float:
         """About the seconds of a unit of work, by the steps when the threads were chosen; 0 before that."""
