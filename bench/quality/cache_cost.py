@@ -207,9 +207,10 @@ class _Measurement:
             more = (
                 "a longer text" if most < ENOUGH_TOKENS else "more --windows" if self._is_counted else "more --minutes"
             )
+            single = ", and a single window has no ±" if plan.count < 2 else ""
             note(
-                "So few tokens cannot tell types apart: a single window has no ±, and its first 64 tokens and the "
-                f"newest are never codes. For figures that mean something give {more}"
+                "So few tokens cannot tell types apart: the first 64 of a window and its newest are never codes"
+                f"{single}. For figures that mean something give {more}"
             )
 
     def _take(self, survey: Survey) -> None:

@@ -115,10 +115,8 @@ class Measurement:
                     is_whole = False
                     continue
                 measure()
-                if number == 0 and (each := self._work_seconds()):
-                    note(
-                        f"All of it takes about {report.duration(each * sum(work for _, work, _ in parts))}, and what loading takes"
-                    )
+                if number == 0 and (seconds := sum(work for _, work, _ in parts) * self._work_seconds()):
+                    note(f"All of it takes about {report.duration(seconds)}, and what loading takes")
         finally:
             self._referee.close()
         return is_whole

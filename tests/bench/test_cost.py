@@ -136,7 +136,8 @@ def test_the_page_and_the_terminal_have_the_same_rows(tiny_path: Path, text: Pat
     assert [f16["type"], row["type"]] == TYPES
     assert f16["kl_mean"] < 1e-5 < row["kl_mean"] < row["kl_99th_percentile"]
     first = [["cache type", "full precision"], ["cache type"], ["KL at positions"], ["same top-1 at positions"]]
-    tables = [[*labels, *TYPES] for labels in [*first, ["cache type"]]]
+    own = [["cache type"]] if f16["answer"]["errors"] else []  # texts of a few tokens, as on a slow machine, have none
+    tables = [[*labels, *TYPES] for labels in [*first, *own]]
     assert [cells[0] for cells in shown.cells] == [label for table in tables for label in table]
     assert f"{row['perplexity']:.3f}" in shown.cells[3][2]
     assert shown.cells[7][1] == f"0 to {min(128, figures['window'] - 1) - 1:,}"
