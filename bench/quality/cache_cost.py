@@ -12,7 +12,7 @@ from typing import Any
 
 from polarlm import model_loaders
 from polarlm.bench import report
-from polarlm.bench.command import CacheType
+from polarlm.bench.command import CacheType, model_files
 from polarlm.bench.quality import answers, kld_base, page
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.budget import MOST, Windows, choose, of_length, window_seconds
@@ -21,7 +21,6 @@ from polarlm.bench.quality.inputs import (
     LEAST_TOKENS,
     TOO_SHORT,
     QualityConfig,
-    model_files,
     page_file,
     read_text,
 )

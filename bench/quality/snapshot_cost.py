@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench import report
+from polarlm.bench.command import model_files
 from polarlm.bench.quality import page, snapshots
 from polarlm.bench.quality.divergence import Divergence
-from polarlm.bench.quality.inputs import QualityConfig, model_files, page_file, read_text
+from polarlm.bench.quality.inputs import QualityConfig, page_file, read_text
 from polarlm.bench.quality.scores import windows
 from polarlm.bench.quality.survey import arithmetic
 from polarlm.bench.quality.tables import kl_cells, two_digits, with_error
