@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -76,6 +77,14 @@ def test_a_codec_of_the_document_is_a_cache_type(name: str, tmp_path: Path) -> N
         answer = engine.generate([5] * 40, SamplingParams(max_tokens=8, ignore_eos=True))
         assert len(answer.token_ids) == 8
         assert name in engine.fit_line()
+
+
+def test_an_engine_has_the_codec_of_a_module_of_one_s_own(tmp_path: Path) -> None:
+    module = ModuleType("hex3")
+    exec(compile(_example("engine/codecs/hex3.py"), "hex3.py", "exec", dont_inherit=True), vars(module))
+    with codecs.also([module]), Engine.load(make_model(tmp_path), cache_type="hex3", device="cpu") as engine:
+        assert "hex3" in engine.fit_line()
+    assert "hex3" not in codecs.available()
 
 
 @pytest.mark.usefixtures("_in_place")
