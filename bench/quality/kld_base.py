@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from polarlm.bench import report
+from polarlm.bench.command import model_files
 from polarlm.bench.quality import kld_file
 from polarlm.bench.quality.budget import MOST, choose
 from polarlm.bench.quality.divergence import perplexity
-from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, model_files, read_text
+from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, read_text
 from polarlm.bench.quality.states import exact_states, logits_of
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine.cli.commands import note

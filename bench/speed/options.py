@@ -71,6 +71,9 @@ class Options:
     repeat: int = setting(
         3, "--repeat", metavar="N", help="runs of each kind; their median counts, a peer's if two of them agree"
     )
+    minutes: float | None = setting(
+        None, "--minutes", metavar="M", help="leave out what would take longer, from the first lengths to the last"
+    )
     tokens: int | None = setting(
         None,
         "--tokens",
