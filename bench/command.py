@@ -20,8 +20,6 @@ from polarlm.model_loaders.demo import demo_model
 
 _PLAIN = ":plain"
 
-HF_REPO_HELP = "model of the Hugging Face hub, such as Qwen/Qwen3-0.6B-GGUF:Q8_0"
-WEIGHTS_HELP = "folder of safetensors or a .gguf file; without it, the demonstration model"
 TYPES_HELP = (
     "cache types, separated by commas: polarquant for keys and values alike, f16/polarquant for one each, "
     "balanced or another preset, polarquant:plain without key conditioning"
@@ -104,8 +102,7 @@ def model_files(path: str | None) -> tuple[str, str]:
     if path is None:
         path = str(demo_model(note))
     where = Path(path)
-    if path.startswith(hub.PREFIX) and not where.exists():
-        name = hub.parse(path)
+    if (name := hub.named(path)) is not None:
         ops = select("auto", 0)[0]
         where = hub.fetch(name, fits_beside(EngineConfig(), ops), note)
         return str(where), name.short if where.is_dir() else where.stem

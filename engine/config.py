@@ -26,16 +26,19 @@ def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def model_setting(help: str) -> Any:
+_MODEL_HELP = "folder of safetensors, a .gguf file, or USER/REPO of the Hugging Face hub; without it, a demonstration"
+_HUB_HELP = "model of the Hugging Face hub, such as Qwen/Qwen3-4B-GGUF:Q4_K_M; of GGUF files, else the best that fits"
+
+
+def model_setting(more: str = "") -> Any:
     """The field of a model: a word of the command line, or the value of a flag, the same in every command."""
-    return setting(
-        None, "MODEL", "--weights", "-m", "--model", metavar="MODEL", help=help, elsewhere=("model_path", "model_id")
-    )
+    flags = "MODEL", "--weights", "-m", "--model"
+    return setting(None, *flags, metavar="MODEL", help=_MODEL_HELP + more, elsewhere=("model_path", "model_id"))
 
 
-def hub_setting(help: str) -> Any:
+def hub_setting(more: str = "") -> Any:
     """The field of a model that is on the hub even if a folder here has its name."""
-    return setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=help)
+    return setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=_HUB_HELP + more)
 
 
 class Settings:
@@ -67,13 +70,8 @@ def names_of(cls: type) -> dict[str, str]:
 class EngineConfig(Settings):
     """How a model is loaded and how much memory its KV store may take."""
 
-    weights: str | None = model_setting(
-        "folder of safetensors, a .gguf file, or USER/REPO of the Hugging Face hub; without it, the demonstration "
-        "model (SmolLM2-135M-Instruct)"
-    )
-    hf_repo: str | None = hub_setting(
-        "model of the Hugging Face hub, downloaded once; of its GGUF files the named one, or the best that fits"
-    )
+    weights: str | None = model_setting()
+    hf_repo: str | None = hub_setting()
     model_draft: str | None = setting(
         None,
         "-md",

@@ -43,10 +43,8 @@ from polarlm.model_loaders.demo import demo_model
 
 @dataclass(frozen=True)
 class FitConfig:
-    weights: str | None = model_setting(
-        "folder of safetensors, a .gguf file, or USER/REPO of the Hugging Face hub; without it, the demonstration model"
-    )
-    hf_repo: str | None = hub_setting("model of the Hugging Face hub, whose weights are not downloaded")
+    weights: str | None = model_setting()
+    hf_repo: str | None = hub_setting("; its weights are not downloaded")
     contexts: str | None = setting(
         None,
         "-c",

@@ -17,10 +17,8 @@ from polarlm.model_loaders import Model
 
 @dataclass(frozen=True)
 class ShowConfig:
-    weights: str | None = model_setting(
-        "folder of safetensors, a .gguf file, or USER/REPO of the Hugging Face hub; without it, the demonstration model"
-    )
-    hf_repo: str | None = hub_setting("model of the Hugging Face hub, downloaded if it is not here")
+    weights: str | None = model_setting()
+    hf_repo: str | None = hub_setting()
 
 
 GROUPS: Mapping[str, type] = {"Model": ShowConfig}

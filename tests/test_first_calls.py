@@ -124,8 +124,8 @@ def test_an_engine_shows_what_it_is(tiny_path: Path) -> None:
     engine = Engine(tiny_path, config=EngineConfig(device="cpu", ctx_size=64), cache_type="f16")
     shown = repr(engine)
     engine.close()
-    assert shown.startswith(f"<Engine {tiny_path.name}, ")
-    assert shown.endswith("on the cpu, context 64, cache f16>")
+    assert shown.startswith(f"<Engine {tiny_path.name} · F16, ")
+    assert shown.endswith(" on the cpu · context 64 tokens · cache f16>")
     assert repr(engine) == f"{shown[:-1]}, closed>"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from polarlm import model_loaders
 from polarlm.bench import report
-from polarlm.bench.command import CacheType, model_files
+from polarlm.bench.command import CacheType, model_files, model_named
 from polarlm.bench.quality import answers, kld_base, page
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.budget import MOST, Windows, choose, of_length, window_seconds
@@ -64,7 +64,7 @@ class _Measurement:
         self._seconds = 60 * self._options.minutes
         self._is_counted = options.windows > 0  # the windows are given, and nothing else is measured
         converted = weight_format(settle(None, None, {"weight_type": options.weight_type}))
-        self._path, name = model_files(self._options.weights)
+        self._path, name = model_files(model_named(self._options.weights, self._options.hf_repo))
         config, source, dtype = model_loaders.load_weights(self._path)
         try:
             digests = report.digest_of_model(source.files())

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polarlm.bench import report
-from polarlm.bench.command import LAYERS_HELP, TYPES_HELP, WEIGHTS_HELP
+from polarlm.bench.command import LAYERS_HELP, TYPES_HELP
 from polarlm.bench.quality.types import DEFAULT_TYPES
 from polarlm.engine.cli.flags import FlagError
-from polarlm.engine.config import AS_STORED, setting
+from polarlm.engine.config import AS_STORED, hub_setting, model_setting, setting
 
 LEAST_TOKENS = 64
 ENOUGH_TOKENS = 4096  # two windows
@@ -28,7 +28,8 @@ class QualityConfig:
     text: str | None = setting(
         None, "TEXT", bare=None, help="UTF-8 text like what the model will read; - is standard input"
     )
-    weights: str | None = setting(None, "--model", "-m", "--weights", metavar="PATH", help=WEIGHTS_HELP)
+    weights: str | None = model_setting()
+    hf_repo: str | None = hub_setting()
     types: str = setting(DEFAULT_TYPES, "--types", metavar="TYPES", help=TYPES_HELP + LAYERS_HELP)
     codec: str | None = setting(
         None,

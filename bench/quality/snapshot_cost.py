@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.bench import report
-from polarlm.bench.command import model_files
+from polarlm.bench.command import model_files, model_named
 from polarlm.bench.quality import page, snapshots
 from polarlm.bench.quality.divergence import Divergence
 from polarlm.bench.quality.inputs import QualityConfig, page_file, read_text
@@ -48,7 +48,7 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], flo
     """Measure for `options.minutes`, write the page and its JSON, also after Ctrl-C, and print the table."""
     started = clock()
     text = read_text(str(options.text))
-    path, name = model_files(options.weights)
+    path, name = model_files(model_named(options.weights, options.hf_repo))
     config, source, dtype = load_weights(path)
     try:
         digests = report.digest_of_model(source.files())
