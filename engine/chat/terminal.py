@@ -208,7 +208,8 @@ class _Conversation:
             try:
                 self._session.params = changed(self._session.params, name, value.strip())
             except FlagError as error:
-                return f"{error}. /set takes {', '.join(sorted({*PARAMETERS.values()}))}."
+                known = ", ".join(sorted(flag.lstrip("-") for flag in {*PARAMETERS.values()}))
+                return f"{error}{'' if str(error).endswith('?') else '.'} /set takes {known}."
         params, plain = self._session.params, SamplingParams()
         differ = (f.name for f in fields(params) if getattr(params, f.name) != getattr(plain, f.name))
         return ", ".join(f"{name} {getattr(params, name)}" for name in differ) or "All parameters are the model's."

@@ -305,7 +305,7 @@ def test_parameters_are_set_by_any_of_their_names(chat, engine):
 def test_a_parameter_that_cannot_be_set_is_a_sentence(chat):
     err = chat(lines="/set\n/set tempratur 1\n/set temp warm\n/set top-p 0\n")[2]
     assert "All parameters are the model's." in err
-    assert "there is no parameter tempratur; did you mean temperature?" in err
+    assert "there is no parameter tempratur; did you mean temperature? /set takes dry-allowed-length, " in err
     assert "--temp: takes a number, not 'warm'" in err
     assert "--top-p: this is 0.0, but must be a number above 0 and at most 1" in err
 
