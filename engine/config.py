@@ -86,6 +86,9 @@ class EngineConfig(Settings):
         metavar="[NAME=]PATH[:SCALE]",
         help="an adapter that requests name: a folder of peft, a GGUF file, or hf:USER/REPO; may be repeated",
     )
+    chat_template_file: str | None = setting(
+        None, "--chat-template-file", metavar="FILE", help="a Jinja template in place of the model's own"
+    )
     weight_type: str = setting(
         AS_STORED,
         "--weight-type",

@@ -94,13 +94,14 @@ def load(
     *,
     verbose: Callable[[str], None] | None = None,
     fits: Fits | None = None,
+    template: str | None = None,
 ) -> Model:
     """Loads a folder in Hugging Face's layout, a .gguf file, "user/repo" or "hf:user/repo" from the hub, or (None) the
     demonstration model.
 
     Weights are not read yet: `Model.weights.read_into` converts them one at a time. The tokenizer is read by a
     thread while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on
-    the hub. Raises LoadError.
+    the hub. template: a file with a chat template in place of the model's own. Raises LoadError.
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
@@ -109,6 +110,8 @@ def load(
     model = _load_folder(where) if where.is_dir() else _load_gguf(where)
     if path is None or is_demo(where):
         model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
+    if template is not None:
+        model = replace(model, template=model.template.of_file(Path(template).expanduser()))
     if name is not None and where.is_dir():
         model = replace(model, name=name.short)  # the folder is named after a commit
     return model

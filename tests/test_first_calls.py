@@ -129,6 +129,16 @@ def test_an_engine_shows_what_it_is(tiny_path: Path) -> None:
     assert repr(engine) == f"{shown[:-1]}, closed>"
 
 
+def test_a_template_of_a_file_takes_the_place_of_the_models_own(demo_path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    with Engine(demo_path, device="cpu", ctx_size=64, calibration=False, chat_template_file=str(file)) as engine:
+        asked = engine.chat("Hi there", max_tokens=1).usage.prompt_tokens
+        assert asked == engine.generate("[Hi there]", max_tokens=1).usage.prompt_tokens
+    with pytest.raises(EngineError, match=r"none\.jinja cannot be read .*: give a Jinja template"):
+        Engine(demo_path, device="cpu", chat_template_file=str(tmp_path / "none.jinja"))
+
+
 def test_the_package_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert polarlm.__version__ == importlib.metadata.version("polarlm")
     monkeypatch.setattr("polarlm.engine.cli.flags.release", lambda: "")  # a checkout that is not installed

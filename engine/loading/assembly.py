@@ -156,7 +156,8 @@ class _Loading:
         is_here = config.weights is not None and Path(config.weights).exists()
         if config.weights is not None and is_here:
             self._bar = _loading_bar(bars, self._verbose is not None, Path(config.weights).name)
-        source = model_loaders.load(config.weights, verbose=self._verbose, fits=fits_beside(config, self._ops))
+        fits, template = fits_beside(config, self._ops), config.chat_template_file
+        source = model_loaders.load(config.weights, verbose=self._verbose, fits=fits, template=template)
         self._config = within_table(config, source.config, say)
         source = replace(source, config=source.config.for_context(self._config.ctx_size))
         if source.config.is_encoder and self._ops.of_encoders is None:

@@ -54,6 +54,10 @@ class ChatTemplate:
         """The template with `new` instead of the text `old`."""
         return ChatTemplate(self.source.replace(old, new), is_default=self.is_default, **self._tokens)
 
+    def of_file(self, file: Path) -> ChatTemplate:
+        """The template in a file, with the tokens of this one. Raises LoadError."""
+        return ChatTemplate(_text(file, "give a Jinja template"), is_default=False, **self._tokens)
+
     def missing(self, model: str) -> str | None:
         """A sentence for users of `model` if it has no template of its own, on how messages are written; else None."""
         if not self.is_default:
@@ -210,8 +214,8 @@ def _named_template(file: Path, value: object) -> str | None:
     return None
 
 
-def _text(file: Path) -> str:
+def _text(file: Path, advice: str = "download it again") -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise LoadError(f"{file} cannot be read ({error}): download it again.") from error
+        raise LoadError(f"{file} cannot be read ({error}): {advice}.") from error
