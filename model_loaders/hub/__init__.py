@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.folder import read_configuration
 from polarlm.model_loaders.files.gguf_source import sizes_from_beginning
 from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
@@ -30,6 +29,7 @@ from polarlm.model_loaders.hub.choice import (
     size_text,
 )
 from polarlm.model_loaders.hub.client import Client, Listing
+from polarlm.model_loaders.hub.local import shards
 from polarlm.model_loaders.hub.problems import RESUMES, cannot_be_reached, sentence
 from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
 
@@ -188,24 +188,22 @@ class _Fetching:
         model = read_configuration(config.parent)
         wanted = [files[path] for path in BESIDE_WEIGHTS if path in files]
         if SINGLE in files:
-            shards = [files[SINGLE]]
+            weights = [files[SINGLE]]
         else:
-            (index,) = self._fetch([files[INDEX]])
-            named = Fields.read(index).section("weight_map")
-            paths = sorted({named.text(tensor) for tensor in named.names()}) if named is not None else []
+            paths = shards(self._fetch([files[INDEX]])[0].parent)
             if missing := [path for path in paths if path not in files]:
                 raise LoadError(
                     f"{self._name.repo} lacks {missing[0]}, which its {INDEX} names: choose another repository of this "
                     "model."
                 )
-            shards = [files[path] for path in paths]
-        size = sum(file.size for file in shards)
-        if not self._fits(model, size) and not all(map(self._is_here, shards)):
+            weights = [files[path] for path in paths]
+        size = sum(file.size for file in weights)
+        if not self._fits(model, size) and not all(map(self._is_here, weights)):
             self._say(
                 f"warning: the weights of {self._name} take {size_text(size)}, which leaves too little memory here for "
                 "its KV store; choose a smaller model, a GGUF file of it, or another type of weights (--weight-type)"
             )
-        self._fetch([*wanted, *shards])
+        self._fetch([*wanted, *weights])
         return config.parent
 
     def _gguf(self) -> Path:

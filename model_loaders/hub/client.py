@@ -12,6 +12,7 @@ from typing import Any
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.hub.choice import HubFile, HubName
+from polarlm.model_loaders.hub.local import files_of
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _LEAST_VERSION = 1
@@ -86,10 +87,8 @@ class Client:
             commit = (self.repo_folder(name.repo) / "refs" / revision).read_text(encoding="ascii").strip()
         except (OSError, ValueError):
             commit = revision
-        snapshot = self.repo_folder(name.repo) / "snapshots" / commit
-        paths = [path for path in snapshot.rglob("*") if path.is_file()]
-        files = [HubFile(path.relative_to(snapshot).as_posix(), path.stat().st_size) for path in paths]
-        return Listing(name.repo, commit, {file.path: file for file in files}) if files else None
+        files = files_of(self.repo_folder(name.repo) / "snapshots" / commit)
+        return Listing(name.repo, commit, files) if files else None
 
     def remember(self, name: HubName, commit: str) -> None:
         """Note in the cache which commit the revision is at, for times without a connection."""

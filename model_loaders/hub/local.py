@@ -1,0 +1,92 @@
+"""The models that lie in the hub's cache. Reads the file system only, and no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
+from polarlm.model_loaders.hub.choice import HubFile, has_safetensors, quantizations
+
+_FOLDER = "models--"  # the beginning of the name of a model's folder, which has the owner and the repository after it
+
+
+@dataclass(frozen=True)
+class Local:
+    """A model in the hub's cache, complete."""
+
+    name: str  # user/repo, or user/repo:Q4_K_M for a GGUF file; the file's own name if two have one quantization
+    path: Path  # as engines load it: a folder, or the (first) .gguf file
+    bytes: int  # of all files
+    revision: str  # the commit
+    files: tuple[Path, ...]  # links to the files' contents; a folder's are all but GGUF files
+
+
+def models() -> list[Local]:
+    """The complete models in the hub's cache, by name; of several commits, that of `main` counts, else the newest.
+
+    None without the package huggingface_hub, which knows where the cache is."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return []
+    found: dict[str, Local] = {}
+    for folder in Path(constants.HF_HUB_CACHE).glob(f"{_FOLDER}*"):
+        repo = folder.name.removeprefix(_FOLDER).replace("--", "/")
+        try:
+            for snapshot in sorted((folder / "snapshots").glob("*"), key=_age(folder)):
+                for model in _in_snapshot(repo, snapshot):
+                    found.setdefault(model.name, model)
+        except OSError:  # it may be another user's, or be removed just now
+            continue
+    return [found[name] for name in sorted(found)]
+
+
+def files_of(snapshot: Path) -> dict[str, HubFile]:
+    """The files of one commit that are in the cache, by their paths."""
+    paths = [path for path in snapshot.rglob("*") if path.is_file()]
+    files = [HubFile(path.relative_to(snapshot).as_posix(), path.stat().st_size) for path in paths]
+    return {file.path: file for file in files}
+
+
+def shards(folder: Path) -> list[str]:
+    """The files that the index of a folder of safetensors names. Raises LoadError."""
+    named = Fields.read(folder / INDEX).section("weight_map")
+    return sorted({named.text(tensor) for tensor in named.names()}) if named is not None else []
+
+
+def _age(folder: Path) -> Callable[[Path], tuple[bool, float]]:
+    """The order of a repository's commits: that of `main` first, then the newest."""
+    try:
+        main = (folder / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        main = ""
+    return lambda snapshot: (snapshot.name != main, -snapshot.stat().st_mtime)
+
+
+def _in_snapshot(repo: str, snapshot: Path) -> Iterator[Local]:
+    files = files_of(snapshot)
+
+    def model(name: str, path: Path, parts: list[HubFile]) -> Local:
+        paths = tuple(snapshot / file.path for file in parts)
+        return Local(name, path, sum(file.size for file in parts), snapshot.name, paths)
+
+    if _is_whole(snapshot, files):
+        yield model(repo, snapshot, [file for path, file in sorted(files.items()) if not path.endswith(".gguf")])
+    ggufs = quantizations(files.values())
+    labels = [gguf.label for gguf in ggufs]
+    for gguf in ggufs:
+        first = gguf.files[0]
+        name = gguf.label if labels.count(gguf.label) == 1 else first.name
+        yield model(f"{repo}:{name}", snapshot / first.path, list(gguf.files))
+
+
+def _is_whole(snapshot: Path, files: Mapping[str, HubFile]) -> bool:
+    """Whether there are a configuration and all weights as safetensors."""
+    try:
+        return has_safetensors(files) and (SINGLE in files or set(shards(snapshot)) <= files.keys())
+    except LoadError:
+        return False
