@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from polarlm.engine import Usage
+from polarlm.engine import PromptOptions, Usage
 from polarlm.engine.requests.prompts import prompt_ids
 from polarlm.model_loaders import Model
 from polarlm.server.answers.answering import answer
@@ -32,6 +32,7 @@ from polarlm.server.running.driver import Driver
 @dataclass(frozen=True)
 class About:
     model: Model
+    name: str  # what answers call the model: its own name, "adapter", or "name:adapter"
     parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
     tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
     context: int  # tokens of a prompt and its answer together
@@ -39,7 +40,7 @@ class About:
 
 def about(driver: Driver) -> About:
     engine, config = driver.engine, driver.config
-    return About(engine.model, config.parse_special, not config.hide_cached_tokens, engine.context)
+    return About(engine.model, engine.model.name, config.parse_special, not config.hide_cached_tokens, engine.context)
 
 
 class Writer(ABC):
@@ -85,10 +86,19 @@ class Generation:
         """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
         return await self.respond(request, await read_body(request, self._driver.config.max_body))
 
+    def _read(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
+        """The request in a body, with its adapter, and what writes its response. Raises BadRequest."""
+        chosen = with_adapter(PromptOptions(), body, self._driver.engine.adapters.scales)
+        about = self._about
+        if chosen.lora:  # by a name that chooses it again
+            name = chosen.lora if body.get("model") == chosen.lora else f"{about.name}:{chosen.lora}"
+            about = replace(about, name=name)
+        asked, writer = self._endpoint.read(body, about)
+        options = replace(asked.options, lora=chosen.lora, lora_scale=chosen.lora_scale)
+        return replace(asked, options=options), writer
+
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
-        asked, writer = self._endpoint.read(body, self._about)
-        options = with_adapter(asked.options, body, self._driver.engine.adapters.scales)
-        asked = replace(asked, options=options)
+        asked, writer = self._read(body)
         warnings = [sentence for _, sentence in asked.warnings] + self._endpoint.warnings(body)
         told: list[str] = []  # while the prompt is tokenized
         if asked.answers > (room := self._driver.room):

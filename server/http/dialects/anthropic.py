@@ -64,7 +64,7 @@ class Messages(Endpoint):
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, MessageWriter]:
         asked = read_own(_own(body), _NAMES, about)
-        return asked, MessageWriter(about.model.name, about.tells_cached)
+        return asked, MessageWriter(about.name, about.tells_cached)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -272,7 +272,7 @@ class CompletionWriter(Writer):
             "tokens": list(tokens),
             "id_slot": -1,
             "stop": True,
-            "model": self.about.model.name,
+            "model": self.about.name,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "generation_settings": generation_settings(self.about.model, one.params, self.about.context),

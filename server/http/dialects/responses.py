@@ -101,7 +101,7 @@ class Responses(Endpoint):
             "tool_choice": _choice(ours.get("tool_choice", "auto"), tools),
             "top_p": params.top_p,
         }
-        return asked, ResponseWriter(about.model.name, about.tells_cached, repeated, logprobs, tools)
+        return asked, ResponseWriter(about.name, about.tells_cached, repeated, logprobs, tools)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
@@ -118,7 +118,7 @@ class _Generation(Generation):
         except EngineError as error:
             if error.code != TOO_LONG or not body.get("stream"):
                 raise
-            _, writer = self._endpoint.read(body, self._about)
+            _, writer = self._read(body)
             events = [*writer.events(0, Piece(), first=True), writer.failure(api_error(error))]
             return Response(b"".join(map(NAMED.frame, events)), media_type=NAMED.media_type)
 

@@ -4,12 +4,14 @@ extension): queued and running requests, the used part of the KV store, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from polarlm.engine import Engine
 from polarlm.engine.cli.flags import release
@@ -19,29 +21,42 @@ from polarlm.server.running.counters import Totals
 
 
 class _Page(Collector):
-    def __init__(self, *metrics: Iterator[Metric]) -> None:
-        self._metrics = list(chain(*metrics))
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = list(metrics)
 
     def collect(self) -> list[Metric]:
         return self._metrics
 
 
-def exposition(engine: Engine, done: Totals, now: Status, *, without_cached: bool) -> bytes:
-    """The page that Prometheus reads. without_cached: whether the number of tokens that were cached is left out."""
+def page(*metrics: Iterable[Metric]) -> Response:
+    """The page that Prometheus reads."""
     registry = CollectorRegistry()
-    registry.register(
-        _Page(
-            _totals(done, without_cached),
-            _load(done, now),
-            _times(done),
-            _tiers(now.tiers),
-            _experts(now.experts or ExpertStatus(0, 0, 0, 0)),
-            _build(engine, now),
-            _constraints(engine.grammars.counts()),
-            _for_routers(engine, now),
-        )
+    registry.register(_Page(chain(*metrics)))
+    return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def exposition(engine: Engine, done: Totals, now: Status, *, without_cached: bool) -> Response:
+    """The page of one model. without_cached: whether the number of tokens that were cached is left out."""
+    return page(
+        _totals(done, without_cached),
+        _load(done, now),
+        _times(done),
+        _tiers(now.tiers),
+        _experts(now.experts or ExpertStatus(0, 0, 0, 0)),
+        _build(engine, now),
+        _constraints(engine.grammars.counts()),
+        _for_routers(engine, now),
     )
-    return generate_latest(registry)
+
+
+def of_models(pages: Mapping[str, str]) -> Iterable[Metric]:
+    """The metrics of several models, by name, each family once; samples have the label `model`."""
+    families: dict[str, Metric] = {}
+    for model, text in pages.items():
+        for family in text_string_to_metric_families(text):
+            samples = families.setdefault(family.name, Metric(family.name, family.documentation, family.type)).samples
+            samples += [one._replace(labels=one.labels | {"model": model}) for one in family.samples]
+    return families.values()
 
 
 def _totals(done: Totals, without_cached: bool) -> Iterator[Metric]:
@@ -58,6 +73,9 @@ def _totals(done: Totals, without_cached: bool) -> Iterator[Metric]:
     ):
         if name != "cached_tokens" or not without_cached:
             yield CounterMetricFamily(f"polarlm_{name}", meaning, value=total)
+    meaning = "Requests that have ended, by the name of the key that the client sent"
+    yield _counters("key_requests", meaning, "key", done.key_requests)
+    yield _counters("key_completion_tokens", "Tokens generated, by the name of the key", "key", done.key_tokens)
     if not without_cached:
         meaning = "Cached tokens by the place that they came from"
         yield _counters("cached_tokens_from", meaning, "place", dict(sorted(done.cached_from.items())))
