@@ -82,14 +82,24 @@ class Endpoint(ABC):
 
 
 class Generation:
-    def __init__(self, driver: Driver, endpoint: Endpoint) -> None:
+    def __init__(self, driver: Driver, endpoint: Endpoint, counted: Mapping[str, Any] | None = None) -> None:
+        """counted: fields of a count of tokens besides it."""
         self._driver = driver
         self._endpoint = endpoint
         self._about = about(driver)
+        self._counted = counted or {}
 
     async def serve(self, request: Request) -> Response:
         """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
         return await self.respond(request, await read_body(request, self._driver.config.max_body))
+
+    async def count(self, request: Request) -> Response:
+        """{…, "input_tokens"}; past answers count as text. Raises BadRequest, Refused, EngineError or ApiError."""
+        asked, _ = self._read(await read_body(request, self._driver.config.max_body))
+        model = self._driver.engine.model
+        ids = await self._driver.counted("tokenized", lambda: prompt_ids(asked.prompt, model, options=asked.options))
+        counted = JSONResponse({**self._counted, "input_tokens": len(ids)})
+        return warn(counted, [sentence for _, sentence in asked.warnings])
 
     def _read(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
         """The request in a body, with its adapter, and what writes its response. Raises BadRequest."""
@@ -161,21 +171,3 @@ class Generation:
 def _sign(writer: Writer, framing: Framing) -> bytes:
     """What says in a stream that the next piece is still waited for."""
     return b"".join(map(framing.frame, writer.events(0, Piece(is_waiting=True), first=False))) or COMMENT
-
-
-class Counting:
-    def __init__(self, driver: Driver, endpoint: Endpoint, more: Mapping[str, Any] | None = None) -> None:
-        """more: fields of the response besides the count."""
-        self._driver = driver
-        self._endpoint = endpoint
-        self._about = about(driver)
-        self._more = more or {}
-
-    async def serve(self, request: Request) -> Response:
-        """{…, "input_tokens"}; past answers count as text. Raises BadRequest, Refused, EngineError or ApiError."""
-        body = await read_body(request, self._driver.config.max_body)
-        asked, _ = self._endpoint.read(body, self._about)
-        model = self._driver.engine.model
-        ids = await self._driver.counted("tokenized", lambda: prompt_ids(asked.prompt, model, options=asked.options))
-        counted = JSONResponse({**self._more, "input_tokens": len(ids)})
-        return warn(counted, [sentence for _, sentence in asked.warnings])

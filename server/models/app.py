@@ -9,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,7 +22,7 @@ from polarlm.server.http.app import Front, error_shapes
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.described import listed, ollama_version, shown
 from polarlm.server.http.errors import ApiError, api_error
-from polarlm.server.http.plain.metrics import of_models, page
+from polarlm.server.http.plain.metrics import counters, gauges, of_models, page
 from polarlm.server.http.streams import LINES, EventStream, while_there
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.mcp.session import McpServers
@@ -188,20 +187,18 @@ class _SeveralModels(Front):
         """The models' states, and the metrics of loaded ones; with ?model=NAME, those of one of them."""
         if request.query_params.get("model"):
             return await self._proxy.serve(request)
-        pages, labels = await self._proxy.metrics(), ["model"]
-        loaded = GaugeMetricFamily("polarlm_model_loaded", "Whether a model is in memory", labels=labels)
-        up = GaugeMetricFamily("polarlm_model_up", "Whether a loaded model gave its metrics in time", labels=labels)
-        starts = CounterMetricFamily("polarlm_model_starts", "How often its process was started", labels=labels)
-        active = GaugeMetricFamily("polarlm_model_requests", "Requests that it has", labels=labels)
-        for one in self._supervisor.all():
-            label = [one.model.name]
-            loaded.add_metric(label, one.state == READY)
-            starts.add_metric(label, one.starts)
-            active.add_metric(label, one.active)
-            if one.model.name in pages:
-                up.add_metric(label, pages[one.model.name] is not None)
-        told = {name: text for name, text in pages.items() if text is not None}
-        return page([loaded, up, starts, active], of_models(told))
+        pages, every = await self._proxy.metrics(), {one.model.name: one for one in self._supervisor.all()}
+        loaded = {name: one.state == READY for name, one in every.items()}
+        up = {name: text is not None for name, text in pages.items()}
+        starts = {name: one.starts for name, one in every.items()}
+        active = {name: one.active for name, one in every.items()}
+        states = [
+            gauges("polarlm_model_loaded", "Whether a model is in memory", "model", loaded),
+            gauges("polarlm_model_up", "Whether a loaded model gave its metrics in time", "model", up),
+            counters("polarlm_model_starts", "How often its process was started", "model", starts),
+            gauges("polarlm_model_requests", "Requests that it has", "model", active),
+        ]
+        return page(states, of_models({name: text for name, text in pages.items() if text is not None}))
 
 
 async def _all(lines: AsyncGenerator[dict[str, Any], None]) -> list[dict[str, Any]]:

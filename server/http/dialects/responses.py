@@ -19,7 +19,7 @@ from polarlm.server.http.dialects._response_events import (
 )
 from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
-from polarlm.server.http.generation import About, Counting, Endpoint, Generation
+from polarlm.server.http.generation import About, Endpoint, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import NAMED
 from polarlm.server.reading.fields import asking
@@ -66,11 +66,10 @@ _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
 
 def routes(driver: Driver) -> list[Route]:
-    serve = _Generation(driver, Responses()).serve
-    count = Counting(driver, Responses(), {"object": "response.input_tokens"}).serve
+    generation = _Generation(driver, Responses(), {"object": "response.input_tokens"})
     return [
-        *(Route(path, serve, methods=["POST"]) for path in PATHS),
-        *(Route(f"{path}/input_tokens", count, methods=["POST"]) for path in PATHS),
+        *(Route(path, generation.serve, methods=["POST"]) for path in PATHS),
+        *(Route(f"{path}/input_tokens", generation.count, methods=["POST"]) for path in PATHS),
     ]
 
 
