@@ -37,7 +37,7 @@ $(VENV)/.installed-dev: pyproject.toml
 	@touch $(VENV)/.installed $@
 
 chat: $(VENV)/.installed  ## chat with the demonstration model (PROMPT="…" answers once, ARGS="…" adds flags)
-	@$(PY) -m polarlm chat $(if $(PROMPT),--single-turn --prompt "$$PROMPT") $(ARGS)
+	@$(PY) -m polarlm chat $(if $(PROMPT),--single-turn --prompt "$$PROMPT") $(ARGS) $(if $(PROMPT),< /dev/null)
 chat: export PROMPT := $(PROMPT)
 
 $(VENV)/.installed-serve: $(VENV)/.installed
@@ -97,7 +97,7 @@ gpu-test: $(READY)  ## run the kernels' tests on the GPU that is there (ARGS="�
 	@$(PY) -m scripts.gpu_test $(ARGS)
 
 gpu-bench: $(READY)  ## a model's requests and the kernels on the GPU that is there (WEIGHTS=…, ARGS="--llama-cpp FOLDER …")
-	@$(PY) -m bench.gpu $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
+	@$(PY) -m polarlm.bench.gpu $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
 
 compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architecture; needs no GPU
 	@$(PY) -m scripts.compile_all

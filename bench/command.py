@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from polarlm import model_loaders
 from polarlm.engine import EngineConfig, codecs
+from polarlm.engine.backends.select import select
+from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import Check, FlagError
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, Encoding
+from polarlm.engine.loading.placement.wanted import fits_beside
 from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.model_loaders import hub
+from polarlm.model_loaders.demo import demo_model
 
 _PLAIN = ":plain"
 
-HF_REPO_HELP = "model of the Hugging Face hub, such as Qwen/Qwen3-0.6B-GGUF:Q8_0"
-WEIGHTS_HELP = "folder of safetensors or a .gguf file; without it, the demonstration model"
 TYPES_HELP = (
     "cache types, separated by commas: polarquant for keys and values alike, f16/polarquant for one each, "
     "balanced or another preset, polarquant:plain without key conditioning"
@@ -90,6 +95,27 @@ class CacheType:
 def model_named(weights: str | None, hf_repo: str | None) -> str | None:
     """The model of these two flags, as `model_loaders.load` takes it. Raises EngineError if both are given."""
     return settle(None, EngineConfig(weights=weights, hf_repo=hf_repo), {}).weights
+
+
+def model_files(path: str | None) -> tuple[str, str]:
+    """The path of a model's files, which are downloaded if necessary, and its name. Raises LoadError."""
+    if path is None:
+        path = str(demo_model(note))
+    where = Path(path)
+    if (name := hub.named(path)) is not None:
+        ops = select("auto", 0)[0]
+        where = hub.fetch(name, fits_beside(EngineConfig(), ops), note)
+        return str(where), name.short if where.is_dir() else where.stem
+    return path, where.resolve().name if where.is_dir() else where.stem
+
+
+def weight_files(model: str | None) -> frozenset[Path]:
+    """The files of a model's weights. Raises LoadError."""
+    source = model_loaders.load_weights(model_files(model)[0])[1]
+    try:
+        return source.files()
+    finally:
+        source.close()
 
 
 def at_least(least: int) -> Check:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import platform
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +21,16 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from polarlm.engine import EngineError
-from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.cli.flags import FlagError, release
 from polarlm.engine.config import setting
 from polarlm.engine.jit.isa import VARIABLE as LEVEL_VARIABLE
 
-RESULTS = Path(__file__).resolve().parent / "results"  # exists only in a checkout
+_ROOT = Path(__file__).resolve().parents[1]
+RESULTS = _ROOT / "bench" / "results"  # exists only in a checkout
 LOCAL = RESULTS / "local"  # ignored by git
+WRITTEN_EVERY = 15  # seconds, where figures come more often
+_PART = 1 << 20  # bytes that are read at a time
+_DIGITS = 12  # of a digest in a line
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,66 @@ def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
     }
 
 
+def digest_of_text(text: str) -> dict[str, Any]:
+    """The "text_sha256" and "text_bytes" of a text as UTF-8."""
+    data = text.encode("utf-8", "surrogateescape")
+    return {"text_sha256": hashlib.sha256(data).hexdigest(), "text_bytes": len(data)}
+
+
+def digest_of_model(files: Iterable[Path]) -> dict[str, str]:
+    """The "model_sha256" of a model's files of weights, one after another in the order of their names; nothing without
+    files. Raises EngineError."""
+    digest, paths = hashlib.sha256(), sorted(files)
+    try:
+        for path in paths:
+            with path.open("rb") as file:
+                while part := file.read(_PART):
+                    digest.update(part)
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror}") from None
+    return {"model_sha256": digest.hexdigest()} if paths else {}
+
+
+@cache
+def _program() -> dict[str, str]:
+    """The "version" of an installed package, and the "commit" of a checkout, "modified" if its files are."""
+    about = {"version": release()} if release() else {}
+    ask = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty= modified"]
+    if (_ROOT / ".git").exists():
+        with suppress(OSError, subprocess.CalledProcessError):  # there is no git, or it does not trust this folder
+            about["commit"] = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    return about
+
+
+def with_origin(table: str, measured: Mapping[str, Any], between: str = "\n\n") -> str:
+    """`table`, and below it the line of `origin`, if there is one."""
+    line = origin(measured)
+    return f"{table}{between}{line}" if line else table
+
+
+def measured_with(measured: Mapping[str, Any]) -> str:
+    """When and with which command a result was measured, and its origin: Markdown for the documents."""
+    return with_origin(f"measured on {measured['date']} with\n`{measured['command']}`.", measured, "\n")
+
+
+def origin(measured: Mapping[str, Any]) -> str:
+    """Text, model and program of a result in a line, with the first digits of digests; empty for an older one.
+
+    >>> origin({"text": "a.txt", "text_sha256": "bbf94c53a05abe9e", "version": "1.0", "commit": "9de2b42f modified"})
+    'Text a.txt (sha256 bbf94c53a05a…); polarlm 1.0 at commit 9de2b42f modified.'
+    """
+    parts = []
+    if "text_sha256" in measured:
+        parts.append(f"text {measured['text']} (sha256 {measured['text_sha256'][:_DIGITS]}…)")
+    if "model_sha256" in measured:
+        parts.append(f"model {measured.get('model', 'file')} (sha256 {measured['model_sha256'][:_DIGITS]}…)")
+    if parts or "version" in measured:
+        commit = f" at commit {measured['commit']}" if "commit" in measured else ""
+        parts.append(f"polarlm {measured.get('version', '')}".rstrip() + commit)
+    line = "; ".join(parts)
+    return f"{line[0].upper()}{line[1:]}." if parts else ""
+
+
 def duration(seconds: float) -> str:
     """A duration in words.
 
@@ -130,7 +198,7 @@ def write(
     complete: bool = True,
     program: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Write `result` with the machine, the date and the command line, and return all of it. Raises EngineError.
+    """Write `result` with version, machine, date and command line, and return all of it. Raises EngineError.
 
     complete: whether the measurement is finished. Partial results are written during a measurement, so that an
     interrupted one keeps them. program: the words before `argv`; default: `python -m polarlm.bench.<kind>`.
@@ -139,6 +207,7 @@ def write(
         "benchmark": kind,
         "date": today(),
         "command": _command([*(program or ("python", "-m", f"polarlm.bench.{kind}")), *argv]),
+        **_program(),
         "machine": machine(gpu),
         "complete": complete,
     }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, cast, overload
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.engine import Engine
@@ -16,7 +16,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import Chunk, Completion, Embedding, Score, embedding, fold
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.mailbox import Mailbox
-from polarlm.engine.requests.prompts import Prompt
+from polarlm.engine.requests.prompts import Batch, Messages, Prompt, as_messages, is_batch, naming, one_prompt
 from polarlm.engine.sampling.constraints import Constraint
 
 Params = SamplingParams | None
@@ -65,7 +65,9 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """engine: `close` closes it as well."""
+        """engine: `close` closes it as well. Raises EngineError for what is none."""
+        if not isinstance(engine, Engine):
+            raise EngineError(f"AsyncEngine takes an Engine, not {engine!r}; await AsyncEngine.load(…) loads a model")
         self.engine = engine
         self._waiting: set[Mailbox] = set()
         self._lock = threading.Lock()  # guards `_waiting` and `_thread`: there may be several event loops
@@ -93,13 +95,15 @@ class AsyncEngine:
         *,
         progress: bool = False,
         constraint: Constraint | None = None,
+        **settings: Any,
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the continuation of `prompt` in chunks; see `Engine.stream` for arguments and errors.
 
         Closing the generator cancels the request: read it inside `contextlib.aclosing` where a loop may be left early.
         """
         mailbox = Mailbox(asyncio.get_running_loop())
-        submit = partial(self._submit, mailbox, prompt, params, options, progress=progress, constraint=constraint)
+        more = {"progress": progress, "constraint": constraint, **settings}
+        submit = partial(self._submit, mailbox, one_prompt(prompt), params, options, **more)
         with self._lock:
             self._waiting.add(mailbox)
         try:
@@ -112,15 +116,39 @@ class AsyncEngine:
         finally:
             self._leave(mailbox)
 
-    async def generate(self, prompt: Prompt, params: Params = None, options: Options = None) -> Completion:
-        """The whole answer: `stream`, folded."""
-        return fold(await self._chunks(prompt, params, options))
+    @overload
+    async def generate(
+        self, prompt: Batch, params: Params = None, options: Options = None, **settings: Any
+    ) -> list[Completion]: ...
+
+    @overload
+    async def generate(
+        self, prompt: Prompt, params: Params = None, options: Options = None, **settings: Any
+    ) -> Completion: ...
+
+    async def generate(
+        self, prompt: Prompt | Batch, params: Params = None, options: Options = None, **settings: Any
+    ) -> Completion | list[Completion]:
+        """The whole answer, or several; see `Engine.generate`. An error in one prompt cancels the other requests."""
+        if not is_batch(prompt):
+            return fold(await self._chunks(cast(Prompt, prompt), params, options, **settings))
+
+        async def answer(index: int, one: Any) -> Completion:
+            with naming(index, len(prompt)):
+                return await self.generate(one, params, options, **settings)
+
+        tasks = [asyncio.ensure_future(answer(index, one)) for index, one in enumerate(prompt)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], params: Params = None, options: Options = None
+        self, messages: Messages, params: Params = None, options: Options = None, **settings: Any
     ) -> Completion:
         """The answer to a conversation; see `Engine.chat`."""
-        return await self.generate(messages, params, options)
+        return await self.generate(as_messages(messages), params, options, **settings)
 
     async def embed(self, prompt: Prompt, pooling: str | None = None, options: Options = None) -> Embedding:
         """The embedding of `prompt`; see `Engine.embed`. Texts that wait together are computed together."""
@@ -150,8 +178,8 @@ class AsyncEngine:
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    async def _chunks(self, prompt: Prompt, params: Params, options: Options) -> list[Chunk]:
-        async with aclosing(self.stream(prompt, params, options)) as chunks:
+    async def _chunks(self, prompt: Prompt, params: Params, options: Options, **settings: Any) -> list[Chunk]:
+        async with aclosing(self.stream(prompt, params, options, **settings)) as chunks:
             return [chunk async for chunk in chunks]
 
     def _submit(self, mailbox: Mailbox, *request: Any, **more: Any) -> None:

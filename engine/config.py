@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 from polarlm.engine import limits
+from polarlm.engine.errors import EngineError
 
 DEFAULT_CACHE_TYPE = "balanced"
 AS_STORED = "as-stored"
@@ -16,6 +18,7 @@ def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
     """A dataclass field with the names of its flag and the help for it.
 
     more: the other metadata that `engine.cli.flags` reads. A field without flags is not on the command line.
+    elsewhere: names of it in other programs.
     """
     metadata = {"flags": flags, "help": help, **more}
     if default is dict:
@@ -23,31 +26,59 @@ def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+_MODEL_HELP = "folder of safetensors, a .gguf file, or USER/REPO of the Hugging Face hub; without it, a demonstration"
+_HUB_HELP = "model of the Hugging Face hub, such as Qwen/Qwen3-4B-GGUF:Q4_K_M; of GGUF files, else the best that fits"
+
+
+def model_setting(more: str = "") -> Any:
+    """The field of a model: a word of the command line, or the value of a flag, the same in every command."""
+    flags = "MODEL", "--weights", "-m", "--model"
+    return setting(None, *flags, metavar="MODEL", help=_MODEL_HELP + more, elsewhere=("model_path", "model_id"))
+
+
+def hub_setting(more: str = "") -> Any:
+    """The field of a model that is on the hub even if a folder here has its name."""
+    return setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=_HUB_HELP + more)
+
+
+class Settings:
+    """A dataclass of settings. An unknown name raises EngineError with the field that it means: the field's name on the
+    command line, in JSON or in another program, or one that resembles it."""
+
+    def __new__(cls, *_: Any, **named: Any) -> Settings:
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        for name in named:
+            if name not in known:
+                meant = names_of(cls).get(name) or next(iter(get_close_matches(name, known, n=1)), None)
+                advice = f"did you mean {meant}?" if meant else f"there are {', '.join(sorted(known))}"
+                raise EngineError(f"{cls.__name__} has no setting {name!r}; {advice}")
+        return super().__new__(cls)
+
+
+def names_of(cls: type) -> dict[str, str]:
+    """The names that the fields of a dataclass of settings have: in Python, on the command line, in JSON and in other
+    programs, as Python writes names → field."""
+    return {
+        other.lstrip("-").replace("-", "_"): field.name
+        for field in fields(cls)
+        for kind in ("flags", "json", "elsewhere")
+        for other in (field.name, *(field.metadata.get(kind) or ()))
+    }
+
+
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Settings):
     """How a model is loaded and how much memory its KV store may take."""
 
-    weights: str | None = setting(
-        None,
-        "--weights",
-        "-m",
-        "--model",
-        metavar="PATH",
-        help="folder of safetensors or a .gguf file; without it, the demonstration model (SmolLM2-135M-Instruct)",
-    )
-    hf_repo: str | None = setting(
-        None,
-        "-hf",
-        "--hf-repo",
-        metavar="USER/REPO[:QUANT]",
-        help="model of the Hugging Face hub, downloaded once; of its GGUF files the named one, or the best that fits",
-    )
+    weights: str | None = model_setting()
+    hf_repo: str | None = hub_setting()
     model_draft: str | None = setting(
         None,
         "-md",
         "--model-draft",
         metavar="PATH",
         help="a smaller model of the same vocabulary, which drafts tokens; its KV store is f16",
+        elsewhere=("draft_model", "speculative_model", "assistant_model"),
     )
     lora: dict[str, str] = setting(
         dict,
@@ -60,6 +91,7 @@ class EngineConfig:
         "--weight-type",
         metavar="TYPE",
         help="convert matrices while they are loaded, to f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0 or mxfp4",
+        elsewhere=("dtype", "torch_dtype", "quantization"),
     )
     input_bits: int = setting(
         16,
@@ -74,6 +106,7 @@ class EngineConfig:
         metavar="DEVICE",
         help="where the model runs: cpu, cuda, or GPUs by their numbers, such as cuda:1 or cuda:0,1; auto takes a GPU "
         "if it can use one",
+        elsewhere=("n_gpu_layers", "gpu_layers", "tensor_parallel_size"),
     )
     tensor_split: str | None = setting(
         None,
@@ -84,7 +117,12 @@ class EngineConfig:
         "GPU has all of them if they fit",
     )
     ctx_size: int = setting(
-        0, "-c", "--ctx-size", metavar="N", help="tokens of context; 0 takes the model's own, as far as memory allows"
+        0,
+        "-c",
+        "--ctx-size",
+        metavar="N",
+        help="tokens of context; 0 takes the model's own, as far as memory allows",
+        elsewhere=("n_ctx", "num_ctx", "max_model_len", "max_seq_len", "context_length"),
     )
     cache_type: str = setting(
         DEFAULT_CACHE_TYPE,
@@ -110,6 +148,7 @@ class EngineConfig:
         metavar="SIZE",
         help="memory for the KV store, such as 512M or 2G, for requests that run and conversations that come back; "
         "without it, as much as one context needs",
+        elsewhere=("gpu_memory_utilization", "kv_cache_memory_bytes"),
     )
     state_type: str = setting(
         "8bit",
@@ -160,7 +199,14 @@ class EngineConfig:
         "them; auto: of as many layers as do not fit on the GPU",
     )
     block_size: int = setting(64, help="tokens in a block of the KV store; a multiple of 4")
-    parallel: int = setting(8, "-np", "--parallel", metavar="N", help="requests that are computed at the same time")
+    parallel: int = setting(
+        8,
+        "-np",
+        "--parallel",
+        metavar="N",
+        help="requests that are computed at the same time",
+        elsewhere=("max_num_seqs", "n_seq_max"),
+    )
     spec_type: str = setting(
         "none",
         "--spec-type",

@@ -6,8 +6,9 @@ import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, cast, overload
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
@@ -20,7 +21,17 @@ from polarlm.engine.requests.answers import Answers
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.encoding import EncoderRunner
 from polarlm.engine.requests.fair_lock import FairLock
-from polarlm.engine.requests.prompts import Prompt, behind_reasoning, checked_ids, prompt_ids
+from polarlm.engine.requests.prompts import (
+    Batch,
+    Messages,
+    Prompt,
+    as_messages,
+    behind_reasoning,
+    checked_ids,
+    is_batch,
+    one_prompt,
+    prompt_ids,
+)
 from polarlm.engine.requests.request import Outbox, Request, Ticket
 from polarlm.engine.requests.runner import Runner
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence
@@ -31,7 +42,7 @@ from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity, sessions
 from polarlm.engine.storage.sessions import Known, Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers
-from polarlm.engine.vectors import Vectors
+from polarlm.engine.vectors import Vectors, compute_each
 
 Chunks = Generator[Chunk, None, None]
 Params = SamplingParams | None  # None: the defaults
@@ -41,10 +52,22 @@ Options = PromptOptions | None
 class Engine(Vectors):
     """A loaded model with its KV store. May be shared by threads; requests are served in order of arrival."""
 
-    def __init__(self, parts: assembly.Parts):
+    def __init__(
+        self,
+        model: str | PathLike[str] | assembly.Parts | None = None,
+        *,
+        config: EngineConfig | None = None,
+        verbose: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        """As `load`, or from the parts of an engine."""
+        if not isinstance(model, assembly.Parts):
+            model = assembly.assemble(checks.settle(model, config, settings), verbose)
+        parts = model
         self.config, self.model = parts.config, parts.source
         self.context, self.cache_shape = parts.plan.tokens, parts.plan.shape
-        self._parts, self._fit_line, self.expert_plan = parts, assembly.fit_line(parts), parts.experts
+        self._parts, self.expert_plan = parts, parts.experts
+        self._start_line, self._fit_line = assembly.start_line(parts), assembly.fit_line(parts)
         self._model, self._store = parts.model, parts.model.store
         self._identity = identity.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
@@ -80,7 +103,7 @@ class Engine(Vectors):
         Raises EngineError with a sentence for the user: "model_unavailable" for a model that is missing or cannot be
         used, "device_unavailable", "out_of_memory", "invalid_request" for a setting.
         """
-        return cls(assembly.assemble(checks.settle(path, config, settings), verbose))
+        return cls(path, config=config, verbose=verbose, **settings)
 
     # -- generating --------------------------------------------------------------------------------------------
 
@@ -92,30 +115,49 @@ class Engine(Vectors):
         *,
         progress: bool = False,
         constraint: Constraint | None = None,
+        **settings: Any,
     ) -> Chunks:
         """Yield the continuation of `prompt` in chunks; the last chunk has a finish_reason and the usage.
 
         prompt: text for raw completion, messages for the chat template, or token ids, which are used unchanged.
         options: how the prompt is tokenized, and which cached tokens it may reuse. progress: also yield chunks without
         text that report how much of the prompt is computed. constraint: restricts the tokens of this request in a way
-        that `params` cannot; never share one between requests. Closing the iterator cancels the request. Raises
-        EngineError for a prompt that cannot be served ("context_length_exceeded", "invalid_request").
+        that `params` cannot; never share one between requests. settings: fields of SamplingParams, which override
+        `params`. Closing the iterator cancels the request. Raises EngineError for a prompt that cannot be served
+        ("context_length_exceeded", "invalid_request").
         """
         outbox: deque[Chunk | Exception] = deque()
-        request = self._request(prompt, params, options, outbox=outbox, wants_progress=progress, constraint=constraint)
+        more = {"outbox": outbox, "wants_progress": progress, "constraint": constraint}
+        request = self._request(one_prompt(prompt), params, options, settings, **more)
         return self._drain(request, outbox)
 
-    def generate(self, prompt: Prompt, params: Params = None, options: Options = None) -> Completion:
-        """The whole answer: `stream`, folded."""
-        return fold(self.stream(prompt, params, options))
+    @overload
+    def generate(
+        self, prompt: Batch, params: Params = None, options: Options = None, **settings: Any
+    ) -> list[Completion]: ...
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: Params = None, options: Options = None) -> Completion:
-        """The answer to a conversation: messages with "role" and "content".
+    @overload
+    def generate(
+        self, prompt: Prompt, params: Params = None, options: Options = None, **settings: Any
+    ) -> Completion: ...
+
+    def generate(
+        self, prompt: Prompt | Batch, params: Params = None, options: Options = None, **settings: Any
+    ) -> Completion | list[Completion]:
+        """The whole answer: `stream`, folded. Of several prompts, a list of texts, of lists of messages or of lists of
+        ids, the answers in their order. These are computed together; an error in one prompt, which the message names,
+        is raised before any is computed."""
+        if not is_batch(prompt):
+            return fold(self.stream(cast(Prompt, prompt), params, options, **settings))
+        return [fold(chunks) for chunks in compute_each(self, [(one, params, options) for one in prompt], **settings)]
+
+    def chat(self, messages: Messages, params: Params = None, options: Options = None, **settings: Any) -> Completion:
+        """The answer to a conversation: messages with "role" and "content", or the text of a user's only message.
 
         An assistant message may carry the "token_ids" that it was generated as, so that the prefix cache finds them;
         recent answers do not need them.
         """
-        return fold(self.stream(messages, params, options))
+        return fold(self.stream(as_messages(messages), params, options, **settings))
 
     def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
         """Teacher-forced log-probabilities of `ids` (T ≥ 2). Attention reads the cache as it does in steps.
@@ -217,12 +259,14 @@ class Engine(Vectors):
         progress: bool = False,
         constraint: Constraint | None = None,
         gone: Callable[[], bool] | None = None,
+        **settings: Any,
     ) -> Ticket:
         """Queue a request. Threads that call `work` append its chunks to `into`, or an exception if it fails.
 
         gone: returns True once nobody waits for the request. Raises EngineError as `stream` does, and "busy".
         """
-        new = self._request(prompt, params, options, gone, outbox=into, wants_progress=progress, constraint=constraint)
+        more = {"outbox": into, "wants_progress": progress, "constraint": constraint}
+        new = self._request(prompt, params, options, settings, gone, **more)
         with self._exclusive():
             self._runner.submit(new)
         cancel, cached = lambda: self._cancel(new.sequence), lambda: new.cached or 0
@@ -243,12 +287,21 @@ class Engine(Vectors):
 
     # -- requests and threads ----------------------------------------------------------------------------------
 
-    def _request(self, prompt: Prompt, params: Params, options: Options, gone: Any = None, **more: Any) -> Request:
+    def _request(
+        self,
+        prompt: Prompt,
+        params: Params,
+        options: Options,
+        settings: Mapping[str, Any],
+        gone: Any = None,
+        **more: Any,
+    ) -> Request:
         """A request that is not queued yet. more: other arguments of `Request.create`."""
         self._check_open()
         params, options = params or SamplingParams(), options or PromptOptions()
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
+        params = replace(params, **settings)
         more |= {"answers": self._answers, "drafting": self._drafting, "adapters": self.adapters}
         params, after = behind_reasoning(prompt, params, options, self.model)
         more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone, after=after)}
@@ -306,9 +359,16 @@ class Engine(Vectors):
 
     # -- memory ------------------------------------------------------------------------------------------------
 
+    def start_line(self) -> str:
+        """One short line for users: model, size, context, and what the cache saves at full context."""
+        return self._start_line
+
     def fit_line(self) -> str:
         """One line for users: model, weights, KV store, and how many tokens fit."""
         return self._fit_line
+
+    def __repr__(self) -> str:
+        return f"<Engine {self._start_line}{', closed' if self._closed else ''}>"
 
     def cache_stats(self) -> CacheStats:
         """Memory of the newest sequence in the KV store."""

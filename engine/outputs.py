@@ -206,6 +206,8 @@ class CacheStats:
     bits_per_value: float  # in a complete encoded block
     f16_bytes: int  # the same blocks in half precision
     context: int  # tokens that fit
+    context_bytes: int  # of a sequence that fills the context
+    context_f16_bytes: int  # of that sequence in half precision
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from polarlm.engine import limits
-from polarlm.engine.config import setting
+from polarlm.engine.config import Settings, setting
 from polarlm.engine.limits import Numbers, Valid
 
 _TEXTS = "a tuple of non-empty strings"
@@ -41,7 +41,7 @@ def option(
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Settings):
     """How the next token is chosen, and when generation ends. None means the model's default, else the one in brackets.
 
     Raises EngineError, naming the field, for a value of a wrong type or out of range.
@@ -55,6 +55,7 @@ class SamplingParams:
         json=("n_predict", "max_tokens", "max_completion_tokens"),
         metavar="N",
         help="most tokens to generate; -1 continues to the end of the context",
+        elsewhere=("num_predict", "max_gen_len"),
     )
     temperature: float | None = option(
         None,
@@ -64,6 +65,7 @@ class SamplingParams:
         page="Temperature",
         metavar="T",
         help="0 is greedy [the model's, else 0.8]",
+        elsewhere=("do_sample",),
     )
     top_k: int | None = option(
         None,
@@ -174,6 +176,7 @@ class SamplingParams:
         "--seed",
         metavar="N",
         help="-1 takes a different seed each time",
+        elsewhere=("random_seed",),
     )
     stop: tuple[str, ...] = option(
         (),
@@ -183,6 +186,7 @@ class SamplingParams:
         metavar="TEXT",
         text=True,
         help="end the answer where TEXT appears; may be repeated",
+        elsewhere=("stop_sequences", "stop_strings"),
     )
     ignore_eos: bool = option(
         False, (limits.is_flag, "True or False"), "--ignore-eos", help="continue after an end-of-sequence token"
@@ -211,6 +215,7 @@ class SamplingParams:
         (lambda value: value is None or isinstance(value, (dict, str)), "a JSON schema: a dict, or its text"),
         json=(),
         help="the answer is JSON of this schema, a dict or its text; {} allows any JSON; needs the extra json",
+        elsewhere=("guided_json", "response_format"),
     )
     grammar: str | None = option(
         None,
@@ -223,6 +228,7 @@ class SamplingParams:
         (lambda value: value is None or isinstance(value, str), "a regular expression"),
         json=(),
         help="the whole answer matches this regular expression; needs the extra json",
+        elsewhere=("guided_regex",),
     )
     shown_tokens: tuple[int, ...] = option(
         (), (limits.is_id_list, "a tuple of token ids"), json=(), help="control tokens whose names are part of the text"
@@ -263,7 +269,7 @@ FALLBACKS = {name: option["fallback"] for name, option in OPTIONS.items() if opt
 
 
 @dataclass(frozen=True)
-class PromptOptions:
+class PromptOptions(Settings):
     """How a prompt is tokenized, which cached tokens it may reuse, and what else is returned.
 
     Raises EngineError, naming the field, for a value of a wrong type.

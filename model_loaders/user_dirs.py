@@ -1,4 +1,4 @@
-"""The user's cache folder; whether a file is the user's, when it was used, and on which code it depends."""
+"""The user's folders; whether a file is the user's, when it was used, and on which code it depends."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ def _default() -> Path:
             f"platformdirs), or set {CACHE_VARIABLE} to a folder."
         ) from error
     return user_cache_path("polarlm")
+
+
+def state_folder() -> Path | None:
+    """The folder of the chat's private files, which need not exist yet; None for a user without a home folder."""
+    import platformdirs
+
+    try:
+        folder = platformdirs.user_state_path("polarlm")
+    except RuntimeError:
+        return None
+    return folder if folder.is_absolute() else None  # "~/…", from earlier versions of platformdirs
 
 
 def belongs_to_user(status: os.stat_result) -> bool:

@@ -12,11 +12,18 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("polarlm.engine.chat.__main__", "chat with a model in the terminal"),
     "serve": ("polarlm.server.__main__", "serve a model: a chat page, and OpenAI's, Anthropic's and Ollama's APIs"),
     "pull": ("polarlm.pull", "download a model from the Hugging Face hub"),
+    "list": ("polarlm.list", "list the models on this machine"),
+    "show": ("polarlm.show", "show what a model's files say about it"),
+    "rm": ("polarlm.rm", "remove models from this machine"),
+    "ps": ("polarlm.ps", "show the chats and servers that run on this machine"),
+    "cache": ("polarlm.cache", "show what is kept in the cache folder, and remove kinds of it"),
     "fit": ("polarlm.fit", "show which weights, cache types and contexts fit on this machine, before loading them"),
     "quality": ("polarlm.bench.quality.__main__", "measure what cache types cost on your model and text: one page"),
     "speed": ("polarlm.bench.speed.__main__", "measure tokens a second and memory on this machine"),
     "completion": ("polarlm.completion", "print a script that completes flags in bash, zsh or fish"),
 }
+
+_SAME: Mapping[str, str] = {"run": "chat", "help": "--help", "version": "--version"}  # words of other programs
 
 _BAD_REQUEST, _INTERRUPTED = 2, 130
 
@@ -41,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     name, *rest = words
+    if name == "help" and rest:
+        name, rest = rest[0], ["--help"]
+    name = _SAME.get(name, name)
     if name in COMMANDS:
         return int(importlib.import_module(COMMANDS[name][0]).main(rest))
     if name in ("-h", "--help"):
@@ -66,7 +76,8 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "polarlm COMMAND --help lists the flags of a command; polarlm --version shows the version.",
+            "polarlm help COMMAND lists the flags of a command; polarlm version shows the version.",
+            "polarlm run is polarlm chat.",
         ]
     )
 
@@ -74,7 +85,7 @@ def _help() -> str:
 def _unknown(word: str) -> str:
     from difflib import get_close_matches
 
-    if close := get_close_matches(word, [*COMMANDS, "--help", "--version"], n=1):
+    if close := get_close_matches(word, [*COMMANDS, *_SAME, "--help", "--version"], n=1):
         return f"there is no {'flag' if word.startswith('-') else 'command'} {word!r} (did you mean {close[0]}?)"
     if word.startswith("-"):
         return f"{word}: flags follow a command, as in polarlm chat {word}"

@@ -56,9 +56,8 @@ def script(shell: str) -> str:
         groups = importlib.import_module(module).GROUPS
         made = parser(groups, prog=f"polarlm {name}", description=meaning, checks={})
         for action in made._actions:
-            value = action.metavar if action.option_strings else _WORDS.get(action.dest)
-            if value in _PLACES:
-                action.complete = _PLACES[value]  # type: ignore[attr-defined]
+            if action.metavar in _PLACES:
+                action.complete = _PLACES[action.metavar]  # type: ignore[attr-defined]
             action.choices = _NAMES.get(action.dest, action.choices)
             if shell == "fish":  # which knows names of one letter, and names after two dashes
                 action.option_strings = [n for n in action.option_strings if n.startswith("--") or len(n) == 2]
@@ -66,8 +65,10 @@ def script(shell: str) -> str:
     return shtab.complete(whole, shell)
 
 
-_PLACES: Mapping[Any, Any] = {"PATH": shtab.FILE, "FILE": shtab.FILE, "FOLDER": shtab.DIRECTORY}
-_WORDS = {"weights": "PATH", "text": "FILE"}  # fields of words without a flag
+_PLACES: Mapping[Any, Any] = {
+    **dict.fromkeys(("MODEL", "PATH", "FILE", "TEXT"), shtab.FILE),
+    "FOLDER": shtab.DIRECTORY,
+}
 _CODECS = codecs.available()
 _NAMES: Mapping[str, Sequence[str]] = {
     "device": ("auto", "cpu", "cuda"),

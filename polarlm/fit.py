@@ -12,9 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from polarlm import model_loaders
+from polarlm.engine.cli.columns import columns
 from polarlm.engine.cli.commands import command, note
 from polarlm.engine.cli.flags import FlagError, parse, that
-from polarlm.engine.config import AS_STORED, DEFAULT_CACHE_TYPE, EngineConfig, setting
+from polarlm.engine.config import (
+    AS_STORED,
+    DEFAULT_CACHE_TYPE,
+    EngineConfig,
+    hub_setting,
+    model_setting,
+    setting,
+)
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.fit import (
     Advice,
@@ -31,14 +39,12 @@ from polarlm.engine.model.weights import in_words
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import ModelConfig, hub
 from polarlm.model_loaders.demo import demo_model
-from polarlm.model_loaders.hub import PREFIX
 
 
 @dataclass(frozen=True)
 class FitConfig:
-    weights: str | None = setting(
-        None, "MODEL", bare=None, help="folder of safetensors or a .gguf file; without it, the demonstration model"
-    )
+    weights: str | None = model_setting()
+    hf_repo: str | None = hub_setting("; its weights are not downloaded")
     contexts: str | None = setting(
         None,
         "-c",
@@ -87,17 +93,18 @@ def _report(argv: Sequence[str]) -> str:
         description="Show what fits on this machine, computed from a model's configuration before anything is loaded.",
         checks={"contexts": that(_is_list, "takes whole numbers above 0, separated by commas")},
     )
-    names = "weight_type", "device", "lora", "tensor_split"
+    names = "weights", "hf_repo", "weight_type", "device", "lora", "tensor_split"
     settings = {name: getattr(options, name) for name in names}
     config = settle(None, None, settings)
     numbers = None if options.contexts is None else sorted({int(word) for word in options.contexts.split(",")})
     if numbers is not None and len(numbers) == 1:
         config = replace(config, ctx_size=numbers[0])
-    path = str(demo_model(note)) if options.weights is None else options.weights
-    if path.startswith(PREFIX) and not Path(path).exists():
+    path = str(demo_model(note)) if config.weights is None else config.weights
+    on_hub = hub.named(path)
+    if on_hub is not None:
         if options.lora:
             raise FlagError("--lora: adapters are counted with a model that is here: give its path")
-        model, dtype, fits = _fit_hub(path, config, numbers)
+        model, dtype, fits = _fit_hub(on_hub, config, numbers)
     else:
         model, source, dtype = model_loaders.load_weights(path)
         try:
@@ -109,12 +116,12 @@ def _report(argv: Sequence[str]) -> str:
         finally:
             source.close()
     advice = advise(fits, config, model)
-    command = _command(advice, options, "serve" if model.is_encoder else "chat")
+    command = _command(advice, options, config.weights, "serve" if model.is_encoder else "chat")
     if options.json:
         about = {"model": str(path), "family": model.family, "max_context": model.max_context, "weights": dtype}
         result = {**about, "devices": [asdict(one) for one in fits], "advice": asdict(advice), "command": command}
         return json.dumps(result, indent=1, ensure_ascii=False)
-    name = path if path.startswith(PREFIX) else Path(path).name
+    name = str(on_hub or Path(path).name)
     lines = [f"{name}: {len(model.layers)} layers, {model.max_context:,} tokens of context, {dtype} weights"]
     for device in fits:
         lines += ["", *_device_lines(device, model)]
@@ -125,13 +132,12 @@ def _report(argv: Sequence[str]) -> str:
 
 
 def _fit_hub(
-    path: str, config: EngineConfig, numbers: Sequence[int] | None
+    name: hub.HubName, config: EngineConfig, numbers: Sequence[int] | None
 ) -> tuple[ModelConfig, str, list[DeviceFit]]:
     """(configuration, format of the files, what fits) of a model on the hub, whose weights are not fetched."""
-    name = hub.parse(path)
     model, files = hub.sizes(name)
     asked = numbers or steps_to(model.max_context)
-    plain = f"{PREFIX}{replace(name, quantization=None)}"
+    plain = str(replace(name, quantization=None))
     sizes = {f"{plain}:{label}" if label else "": size for label, size in files}
     fits = [fit_files(config, device, ops, model, sizes, contexts=asked) for device, ops in devices(config.device)]
     return model, "GGUF" if files[0][0] else "safetensors", fits
@@ -176,7 +182,7 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
         for cache in usable
     ]
     lines += [
-        *_columns([header, *rows]),
+        *columns([header, *rows]),
         f"× {contexts[0]:,}: how many sequences of {contexts[0]:,} tokens fit at a time",
     ]
     if device.device != "cpu" and (snapshots := max(cache.snapshot_bytes for cache in usable)):
@@ -203,7 +209,7 @@ def _card_lines(cache: CacheFit) -> list[str]:
         for card in cache.cards
     ]
     header = ["GPU", "layers", "weights", f"KV cache ({cache.cache_type})", "work", "left", ""]
-    return ["", "The GPUs share the layers:", *(line.rstrip() for line in _columns([header, *rows]))]
+    return ["", "The GPUs share the layers:", *columns([header, *rows])]
 
 
 def _weight_lines(device: DeviceFit, types: Sequence[str]) -> list[str]:
@@ -220,9 +226,9 @@ def _weight_lines(device: DeviceFit, types: Sequence[str]) -> list[str]:
     ]
     if same:
         tokens = device.weights[0].cache(types[0]).tokens
-        return [f"With any of these weights, {tokens:,} tokens fit:", *_columns([["weights", "memory"], *rows])]
+        return [f"With any of these weights, {tokens:,} tokens fit:", *columns([["weights", "memory"], *rows])]
     title = "The longest context for each type of weights and of cache:"
-    return [title, *_columns([["weights", "memory", *shown], *rows])]
+    return [title, *columns([["weights", "memory", *shown], *rows])]
 
 
 def _label(weights: WeightFit) -> str:
@@ -231,18 +237,7 @@ def _label(weights: WeightFit) -> str:
     return f"{AS_STORED}: {', '.join(changed)}" if changed and weights.weight_type == AS_STORED else weights.weight_type
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of aligned columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-
-
-def _command(advice: Advice, options: Any, program: str) -> str | None:
+def _command(advice: Advice, options: Any, model: str | None, program: str) -> str | None:
     """The command that starts `program` with the advised settings; None if the model does not fit."""
     if advice.settings is None:
         return None
@@ -251,10 +246,9 @@ def _command(advice: Advice, options: Any, program: str) -> str | None:
         flags["device"] = options.device
     if options.tensor_split is not None:
         flags["tensor_split"] = options.tensor_split
-    model = options.weights
-    if flags.get("weight_type", "").startswith(PREFIX):  # one of the files of a repository
+    if hub.named(flags.get("weight_type", "")):  # one of the files of a repository
         model = flags.pop("weight_type")
-    words = [] if model is None else ["--model", model]
+    words = [] if model is None else [model]
     for name, adapter in options.lora.items():
         words += ["--lora", f"{name}={adapter}"]
     for name, value in flags.items():

@@ -1,4 +1,4 @@
-"""`polarlm pull MODEL`: downloads a model from the Hugging Face hub ahead of its first use.
+"""`polarlm pull MODEL`: downloads a model from the Hugging Face hub ahead of its first use, and prepares it if asked.
 
 Standard output gets the model's path. Exit codes: 0; 2 for a bad flag or a model that cannot be fetched; 130 after
 Ctrl-C.
@@ -7,15 +7,15 @@ Ctrl-C.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polarlm.engine.backends.select import select
-from polarlm.engine.cli.commands import command, note
-from polarlm.engine.cli.flags import parse
+from polarlm.engine.cli.commands import command, note, note_in_flags
+from polarlm.engine.cli.flags import FlagError, parse
 from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.engine import Engine
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.placement.wanted import fits_beside
+from polarlm.engine.loading.need import fetched
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.files.gguf_file import part_paths
@@ -23,39 +23,34 @@ from polarlm.model_loaders.files.gguf_file import part_paths
 
 @dataclass(frozen=True)
 class PullConfig:
-    name: str = setting(
-        MISSING,
-        "MODEL",
-        help=(
-            "user/repo of the Hugging Face hub, user/repo:Q4_K_M for one of its GGUF files, user/repo@v1 for a revision"
-        ),
-    )
-    device: str = setting(
-        "auto",
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        help="whose memory a GGUF file has to fit in, if none is named; auto takes a GPU if it can use one",
-    )
-    ctx_size: int = setting(
-        0, "-c", "--ctx-size", metavar="N", help="tokens of context that have to fit; 0 takes the model's, up to 16,384"
+    prepare: bool = setting(
+        False,
+        "--prepare",
+        help="also load the model once, with these flags: its KV cache is fitted, its kernels are compiled and, with "
+        "--tile-cache, its weights packed, so that the first start takes no longer than later ones",
     )
 
 
-GROUPS: Mapping[str, type] = {"Model": PullConfig}
+GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Download": PullConfig}
 
 
 @command
 def main(argv: Sequence[str]) -> None:
-    (asked,) = parse(
+    asked, options = parse(
         argv, GROUPS, prog="polarlm pull", description="Download a model from the Hugging Face hub.", checks={}
     )
-    name = hub.parse(asked.name)
-    config = settle(None, EngineConfig(device=asked.device, ctx_size=asked.ctx_size), {})
-    ops, _ = select(config.device, config.threads)
-    path = hub.fetch(name, fits_beside(config, ops), note)
+    config = settle(None, asked, {})
+    if config.weights is None:
+        raise FlagError("MODEL is missing: give user/repo of the Hugging Face hub, or user/repo:Q4_K_M")
+    name = hub.parse(config.weights)
+    config = fetched(replace(config, weights=f"{hub.PREFIX}{name}"), note)
+    path = Path(str(config.weights))
     if path.is_file() and name.quantization is None:
         name = replace(name, quantization=hub.quantization_of(path.name))
-    note(f"{name} takes {format_bytes(_size(path))} on the disk. To talk to it: polarlm chat -hf {name}")
+    if options.prepare:
+        with Engine.load(config=config, verbose=lambda told: note(note_in_flags(told))) as engine:
+            note(engine.fit_line())
+    note(f"{name} takes {format_bytes(_size(path))} on the disk. To talk to it: polarlm chat {name}")
     print(path)
 
 

@@ -80,8 +80,7 @@ def _sources(measurements: Sequence[tuple[Measured, Sequence[str]]]) -> str:
     """What was measured when, and by which commands. measurements: as of `newest_of_each`, with the types shown."""
     (first, _), *others = (one for one in measurements if one[1])
     more = (
-        f"Other rows ({'; '.join(map(_label, types))}) on {measured['date']} with\n`{measured['command']}`."
-        for measured, types in others
+        f"Other rows ({'; '.join(map(_label, types))}), {report.measured_with(measured)}" for measured, types in others
     )
     return "\n".join([_source(first), *more])
 
@@ -128,8 +127,7 @@ def snapshots_table() -> str:
     source = (
         f"{measured['model']} on {measured['text']}: {measured['snapshots']} snapshots, KL in nats ± its standard "
         "error over these; 99 %, the largest "
-        f"and the same top-1 are of the first {distances[-1]} tokens; measured on {measured['date']} with\n"
-        f"`{measured['command']}`.\n"
+        f"and the same top-1 are of the first {distances[-1]} tokens; {report.measured_with(measured)}\n"
         f"At positions {stretch['start']} to {stretch['end'] - 1} of the same text the model's keys and values cost a "
         f"KL of {', '.join(costs)}; measured with\n`{presets['command']}`."
     )
@@ -140,7 +138,7 @@ def figures_table() -> str:
     """KL of the cache types, and figures of texts that the model writes with them."""
     measured = newest(f"cost-{DEMO}")
     rows = measured["rows"]
-    return _figures(measured, [quality.divergences(rows), quality.answers(rows)])
+    return _figures(measured, [part for part in (quality.divergences(rows), quality.answers(rows)) if part[1]])
 
 
 def _figures(measured: Measured, parts: Sequence[Table]) -> str:
@@ -202,7 +200,7 @@ def _source(measured: Measured) -> str:
     kernels = ", with compiled kernels" if measured.get("arithmetic") == "compiled kernels" else ""
     return (
         f"{measured['model']} on {measured['text']}, {windows}, perplexity {measured['exact_perplexity']:.2f} in full "
-        f"precision{kernels}; measured on {measured['date']} with\n`{measured['command']}`."
+        f"precision{kernels}; {report.measured_with(measured)}"
     )
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from polarlm.bench import report
 from polarlm.bench.serving.conversations import format_result
 from polarlm.bench.speed.figures import GENERATION, PROMPT
 from polarlm.bench.speed.tables import (
@@ -67,7 +68,8 @@ def starts() -> str:
         parts += [
             starts_of_models(group),
             f"On {where}, {one['threads']['most']} threads; {peers_in_words(one)}; "
-            f"medians of {runs} starts; measured on {dates} with commands such as\n`{one['command']}`.",
+            f"medians of {runs} starts; measured on {dates} with commands such as\n"
+            + report.with_origin(f"`{one['command']}`.", one, "\n"),
         ]
     return "\n\n".join(parts)
 
@@ -88,7 +90,7 @@ def conversations() -> str:
         f"{format_result(measured)}\n\n"
         f"Random weights of the shape of Qwen3.5 0.8B on {place(measured)}; "
         f"{measured['options']['agents']} conversations; the other server was a process on the same machine; "
-        f"measured on {measured['date']} with\n`{measured['command']}`."
+        f"{report.measured_with(measured)}"
     )
 
 
@@ -98,7 +100,7 @@ def pressure() -> str:
     return (
         f"{format_result(measured)}\n\n"
         f"{place(measured)}, {measured['options']['kv_memory']} for "
-        f"keys and values; measured on {measured['date']} with\n`{measured['command']}`."
+        f"keys and values; {report.measured_with(measured)}"
     )
 
 

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from polarlm.engine.cli.commands import note_in_flags, use_utf8
 from polarlm.engine.cli.flags import FlagError, in_flags
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import parse_size
+from polarlm.model_loaders import first_model
 from polarlm.server.config import GROUPS, HUB, KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.mcp.session import read_mcp_file
 from polarlm.server.running import journal
@@ -88,6 +90,8 @@ def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
 
 def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
     serving = _need("serving")
+    if model.weights is None:
+        model = replace(model, weights=first_model.remembered())
     with ExitStack() as bound:
         http = bound.enter_context(tcp_socket(config.host, config.port))
         lines: socket.socket | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import Check, FlagError, parse, that
+from polarlm.engine.cli.sources import CONFIG_HELP, naming, with_sources
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.state.plan import parse_size
@@ -146,6 +147,7 @@ class ServerConfig:
     allow_pull: bool = setting(
         False, "--allow-pull", help="let clients add models of the hub to --models, at /api/pull, which downloads them"
     )
+    config_file: str | None = setting(None, "--config", metavar="FILE", help=CONFIG_HELP.format("server"))
     hub_models: tuple[str, ...] = ()  # -hf, given twice or more, or with --models
 
     @cached_property
@@ -164,7 +166,9 @@ GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Server": ServerConfig}
 def read_command_line(
     argv: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, ServerConfig]:
-    """The settings on a command line without the program's name. Raises FlagError or EngineError."""
+    """The settings on a command line without the program's name, and of its environment and its files. Raises FlagError
+    or EngineError."""
+    argv, places = with_sources(argv, GROUPS, "server", environment, _CHECKS)
     argv, hub_models = _without_hub_models(argv)
     engine, server = parse(
         argv,
@@ -174,17 +178,13 @@ def read_command_line(
         checks=_CHECKS,
     )
     server = replace(server, hub_models=hub_models)
-    settle(None, engine, {})  # here already, before a model is downloaded and read
+    with naming(places):
+        settle(None, engine, {})  # here already, before a model is downloaded and read
     _check_models(engine, server)
     if server.socket_port is not None and server.unix is not None:
         raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")
     if server.share_blocks and engine.cache_disk is None:
         raise FlagError("--share-blocks shares what --cache-disk keeps: give that as well")
-    key = environment.get(KEY_VARIABLE)
-    if server.api_key is None and key is not None:
-        if complaint := _CHECKS["api_key"](key):
-            raise FlagError(f"{KEY_VARIABLE}: {complaint}")
-        server = replace(server, api_key=key)
     _ = server.keys  # here already, before a model is downloaded and read
     return engine, server
 
@@ -245,6 +245,7 @@ def _size(text: str) -> str | None:
 
 _PORT = that(lambda port: 0 <= port <= 65535, "a port is a number from 0 to 65535")
 _POSITIVE = that(lambda count: count >= 1, "this has to be 1 or more")
+_FILE = that(lambda text: Path(text).expanduser().is_file(), "there is no such file")
 _PATH = that(lambda text: text != "" and "\0" not in text, "this needs a path")
 
 _OF_ONE_MODEL = ("unix", "socket_port", "share_blocks")
@@ -257,7 +258,8 @@ _CHECKS: Mapping[str, Check] = {
     "unix": _PATH,
     "sessions": _PATH,
     "conversations": _PATH,
-    "mcp_config": that(lambda text: Path(text).expanduser().is_file(), "there is no such file"),
+    "mcp_config": _FILE,
+    "config_file": _FILE,
     "max_sessions_size": _size,
     "max_conversations_size": _size,
     "models": that(lambda text: text == HUB or Path(text).expanduser().exists(), "there is no such folder or file"),

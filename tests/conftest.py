@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import io
 import os
+import shutil
 import signal
 import socket
 import ssl
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -42,6 +45,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The make that tests start takes nothing from the one that started the tests.
 for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS"):
     os.environ.pop(name, None)
+
+# A chat in a test knows nothing of the developer's own chats, and has told already how to get a better model.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="polarlm-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+(Path(os.environ["XDG_STATE_HOME"]) / "polarlm").mkdir()
+(Path(os.environ["XDG_STATE_HOME"]) / "polarlm" / "told").touch()
 
 # Reproducible, and without time limits: the machine may be busy.
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)

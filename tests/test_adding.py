@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from polarlm.model_loaders import LoadError, families
 from tests.bare import bare_model, prefill_logits, read_model, spread
 from tests.codecs import test_contract
 from tests.conftest import FIXTURES
+from tests.pairs import each
 from tests.tiny import make_model
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "adding.md"
@@ -30,17 +32,21 @@ def _example(path: str) -> str:
     return example[1]
 
 
+CODECS = ("int8", "hex3")
+
+
 @pytest.fixture
-def _int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The document's codec, in its place."""
-    text = _example("engine/codecs/int8.py")
-    (tmp_path / "int8.py").write_text(text, encoding="utf-8")
+def _in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The document's codecs, in their place."""
+    for name in CODECS:
+        (tmp_path / f"{name}.py").write_text(_example(f"engine/codecs/{name}.py"), encoding="utf-8")
     monkeypatch.setattr(codecs, "__path__", [*codecs.__path__, str(tmp_path)])
     codecs._modules.cache_clear()
     yield
     codecs._modules.cache_clear()
-    sys.modules.pop("polarlm.engine.codecs.int8", None)
-    vars(codecs).pop("int8", None)
+    for name in CODECS:
+        sys.modules.pop(f"polarlm.engine.codecs.{name}", None)
+        vars(codecs).pop(name, None)
 
 
 def promises() -> dict[str, Callable[..., None]]:
@@ -57,19 +63,49 @@ def test_most_of_the_contract_can_be_asked_of_a_single_codec() -> None:
     assert len(promises()) > 5
 
 
-@pytest.mark.usefixtures("_int8")
-@pytest.mark.parametrize("promise", promises())
-def test_the_codec_of_the_document_keeps_the_contract(promise: str) -> None:
-    promises()[promise]("int8")
+@pytest.mark.usefixtures("_in_place")
+@pytest.mark.parametrize(("name", "promise"), each(CODECS, promises()))
+def test_a_codec_of_the_document_keeps_the_contract(name: str, promise: str) -> None:
+    promises()[promise](name)
 
 
-@pytest.mark.usefixtures("_int8")
-def test_the_codec_of_the_document_is_a_cache_type(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_in_place")
+@pytest.mark.parametrize("name", CODECS)
+def test_a_codec_of_the_document_is_a_cache_type(name: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    with Engine.load(make_model(tmp_path / "model"), cache_type="int8", device="cpu", block_size=16) as engine:
+    with Engine.load(make_model(tmp_path / "model"), cache_type=name, device="cpu", block_size=16) as engine:
         answer = engine.generate([5] * 40, SamplingParams(max_tokens=8, ignore_eos=True))
         assert len(answer.token_ids) == 8
-        assert "int8" in engine.fit_line()
+        assert name in engine.fit_line()
+
+
+def test_an_engine_has_the_codec_of_a_module_of_one_s_own(tmp_path: Path) -> None:
+    module = ModuleType("hex3")
+    exec(compile(_example("engine/codecs/hex3.py"), "hex3.py", "exec", dont_inherit=True), vars(module))
+    with codecs.also([module]), Engine.load(make_model(tmp_path), cache_type="hex3", device="cpu") as engine:
+        assert "hex3" in engine.fit_line()
+    assert "hex3" not in codecs.available()
+
+
+@pytest.mark.usefixtures("_in_place")
+def test_the_pairs_of_the_document_are_rounded_exactly_and_served_by_compiled_kernels() -> None:
+    """A code is the nearest of all points in float64, and tiles hold NumPy's codes; only rounding is left to NumPy."""
+    pytest.importorskip("llvmlite")
+    from polarlm.engine.backends.native.ops import NativeOps
+    from tests.backends.native import test_cache
+
+    codec = codecs.get("hex3")
+    assert codecs.bits_per_value(codec, 64, 64) == 3 + 8 / 64
+    pairs = np.random.default_rng(0).standard_normal((1000, 2)).astype(np.float32)
+    points = codec.points.astype(np.float64)
+    distances = np.linalg.norm(pairs[:, None] - points, axis=-1)
+    assert points.shape == (64, 2)
+    assert (np.diff(np.sort(distances)[:, :2]) > 1e-6).all()
+    assert (codec.rounding.nearest(pairs)[0] == distances.argmin(-1)).all()
+    test_cache.test_blocks_are_encoded_read_and_written_as_in_numpy(("hex3", "hex3"), 8)
+    cache = NativeOps(1).cache(test_cache.format_of(("hex3", "hex3")), 1, 1)
+    why = "no kernel rounds to the table of hex3"
+    assert NativeOps(1).in_numpy(cache) == {"the encoding of keys": why, "the encoding of values": why}
 
 
 def test_the_family_of_the_document_loads_and_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,14 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from polarlm.command import COMMANDS, main
+from polarlm.engine.cli.flags import parse
 from tests.random_model import random_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,11 +46,25 @@ def test_every_command_explains_its_flags_and_refuses_an_unknown_one(
     assert "--no-such-flag" in error
 
 
+def test_every_command_takes_a_model_the_same_way() -> None:
+    taking = set()
+    for name, (module, _) in COMMANDS.items():
+        groups = importlib.import_module(module).GROUPS
+        if not any(field.name == "weights" for cls in groups.values() for field in fields(cls)):
+            continue
+        taking.add(name)
+        before = ["text.txt"] if name == "quality" else []
+        for field, words in (("weights", ["a/b"]), ("weights", ["-m", "a/b"]), ("hf_repo", ["-hf", "a/b"])):
+            parsed = parse([*before, *words], groups, prog=name, description="", checks={})
+            assert [getattr(one, field) for one in parsed if hasattr(one, field)] == ["a/b"], (name, words)
+    assert taking == {"chat", "serve", "pull", "show", "fit", "quality", "speed"}
+
+
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
         ("server", "there is no command 'server' (did you mean serve?)"),
-        ("help", "there is no command 'help' (did you mean --help?)"),
+        ("halp", "there is no command 'halp' (did you mean help?)"),
         ("--verson", "there is no flag '--verson' (did you mean --version?)"),
         ("", "there is no command ''"),
         ("-m", "-m: flags follow a command, as in polarlm chat -m"),
@@ -58,6 +75,22 @@ def test_an_unknown_word_is_answered_with_a_sentence(
 ) -> None:
     assert main([word, "--help"]) == 2
     assert capsys.readouterr().err == f"error: {sentence}; polarlm --help lists the commands\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("help", "usage: polarlm COMMAND"),
+        ("help fit", "usage: polarlm fit"),
+        ("help run", "usage: polarlm chat"),
+        ("version", "polarlm "),
+        ("run --help", "usage: polarlm chat"),
+    ],
+)
+def test_words_of_other_programs(words: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        main(words.split())
+    assert capsys.readouterr().out.startswith(shown)
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,7 @@ def test_the_advised_command_loads_what_it_says(tiny_path: Path, memory, capsys)
     settings = result["advice"]["settings"]
     assert settings.get("cache_type", DEFAULT_CACHE_TYPE) in PRESETS
     assert 64 < settings["ctx_size"] < 20_000
-    assert result["command"].startswith(f"polarlm chat --model {tiny_path} ")
+    assert result["command"].startswith(f"polarlm chat {tiny_path} ")
     assert f"--ctx-size {settings['ctx_size']}" in result["command"]
     with Engine.load(tiny_path, device="cpu", **settings) as engine:
         assert engine._store.plan.tokens == settings["ctx_size"]
@@ -108,8 +108,8 @@ def test_files_of_the_hub_are_compared_without_fetching_them(
     (device,) = result["devices"]
     sizes = {one["weight_type"]: one["bytes"] for one in device["weights"]}
     assert sorted(sizes.values()) == sorted(map(len, small_ggufs.values()))
-    assert all(name.startswith("hf:user/tiny:") for name in sizes)
-    assert result["command"] == "polarlm chat --model hf:user/tiny:Q8_0 --device cpu"
+    assert all(name.startswith("user/tiny:") for name in sizes)
+    assert result["command"] == "polarlm chat user/tiny:Q8_0 --device cpu"
     memory((min(sizes.values()) + max(sizes.values())) // 2)
     smallest = min(sizes, key=lambda name: sizes[name])
     assert smallest in run(capsys, "hf:user/tiny")

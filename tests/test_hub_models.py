@@ -78,6 +78,6 @@ def test_the_chat_takes_a_name(hub: Hub, small_ggufs: dict[str, bytes], capsys: 
     hub.repositories["user/tiny"] = Repository(small_ggufs)
     flags = ["-hf", "user/tiny:q4_k_m", "-c", "128", "--device", "cpu", "--no-calibration", "-n", "4", "--temp", "0"]
     assert terminal.main([*flags, "-no-cnv", "-p", "the"]) == 0
-    assert "tiny: Q4_K, Q6_K weights as stored" in capsys.readouterr().err
+    assert "tiny · Q4_K, " in capsys.readouterr().err
     assert terminal.main(["-hf", "user/none", "-p", "the"]) == 2
     assert "error: There is no model user/none on the hub" in capsys.readouterr().err

@@ -102,6 +102,7 @@ ROOMS["loading.calibration"] = ROOMS["model"] | {"backends.numpy.blas", "codecs"
 ROOMS["storage.identity"] = {"model", "state"}
 ROOMS["cli.flags"] = {"config", "errors"}
 ROOMS["cli.commands"] = {"errors", "cli.flags"}
+ROOMS["cli.sources"] = {"errors", "cli.flags"}
 ROOMS["loading.encoding"] = ROOMS["model"] | {"model"}
 ROOMS["loading.fitting"] = ROOMS["loading.calibration"] | {"loading.calibration", "loading.encoding"}
 ROOMS["loading.sizes"] = ROOMS["loading.encoding"] | {"codecs", "loading.encoding"}
@@ -156,6 +157,7 @@ ROOMS["chat"] = {
     "cli.commands",
     "engine",
     "cli.flags",
+    "cli.sources",
     "sampling",
     "storage.sessions",
 } | TOLD

@@ -20,7 +20,7 @@ def refusal(path: Path | None, **settings) -> tuple[EngineError, list[str]]:
 
 
 THE_MODEL_CASES = [
-    ({"cache_types": "f16"}, ["no setting 'cache_types'", "cache_type_k"]),
+    ({"cache_types": "f16"}, ["no setting 'cache_types'", "did you mean cache_type?"]),
     ({"cache_type": "tiny"}, ["cache_type=tiny: ", "balanced", "polarquant", "KEYS/VALUES"]),
     ({"cache_type_k": "f16@1-x"}, ["cache_type_k=f16@1-x"]),
     ({"cache_type_v": "polarpair-m4n4"}, ["cache_type_v=polarpair-m4n4: it stores keys only"]),

@@ -86,3 +86,12 @@ def test_without_a_terminal_a_line_is_written_now_and_then(
         *(f"Scoring: pass {count}{of}" for count in (240, 480, 720, 960)),
         f"Scoring: pass 1,001{of}, a minute left",
     ]
+
+
+def test_amounts_without_a_unit_are_shown_as_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written = 0.0, io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with redirect_stderr(written), progress.counting("Measuring", total=400) as count:
+        now += 20
+        count("prompts", 100.5)
+    assert written.getvalue() == "Measuring: 25%, prompts\n"

@@ -22,7 +22,7 @@ def test_the_path_is_printed_and_how_to_talk_to_the_model(
     assert "Taking Q8_0 of user/tiny" in said.err
     mib = path.stat().st_size / (1 << 20)
     last = said.err.splitlines()[-1]
-    assert last == f"user/tiny:Q8_0 takes {mib:.1f} MiB on the disk. To talk to it: polarlm chat -hf user/tiny:Q8_0"
+    assert last == f"user/tiny:Q8_0 takes {mib:.1f} MiB on the disk. To talk to it: polarlm chat user/tiny:Q8_0"
 
 
 def test_the_size_of_a_model_in_parts_is_that_of_all(
@@ -41,8 +41,21 @@ def test_a_folder_of_a_revision(hub: Hub, small_folder: dict[str, bytes], capsys
     hub.repositories["user/tiny"] = Repository(small_folder, tags={"v1": "b" * 40})
     assert pull.main(["hf:user/tiny@v1", "--device", "cpu"]) == 0
     said = capsys.readouterr()
-    assert said.err.endswith("polarlm chat -hf user/tiny@v1\n")
+    assert said.err.endswith("polarlm chat user/tiny@v1\n")
     assert {path.name for path in Path(said.out.strip()).iterdir()} <= set(small_folder)
+
+
+def test_a_prepared_model_is_packed_and_fitted_ahead(
+    hub: Hub, small_ggufs: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLARLM_CACHE", str(tmp_path / "ours"))
+    hub.repositories["user/tiny"] = Repository(small_ggufs)
+    flags = ["--device", "cpu", "-c", "256", "--tile-cache", "1G"]
+    assert pull.main(["user/tiny:Q8_0", *flags]) == 0
+    assert not (tmp_path / "ours").exists()
+    assert pull.main(["-hf", "user/tiny:Q8_0", "--prepare", *flags]) == 0
+    kept = {file.relative_to(tmp_path / "ours").parts[0].partition("-")[0] for file in (tmp_path / "ours").rglob("*")}
+    assert kept >= {"encoding", "tiles"}
 
 
 def test_a_context_that_does_not_fit(
@@ -58,7 +71,7 @@ WRONG = [
     (["tiny"], "'tiny' does not name a model on the hub: write user/repo"),
     (["user/none"], "There is no model user/none on the hub"),
     (["user/none", "-c", "-1"], "--ctx-size -1: give a number of tokens"),
-    (["user/none", "--device", "tpu"], "--device: invalid choice: 'tpu'"),
+    (["user/none", "--device", "tpu"], "--device tpu: there are auto, cpu and cuda"),
 ]
 
 

@@ -54,8 +54,10 @@ def test_every_file_of_the_code_is_there_below_one_name_and_nothing_else(members
     code = {path for path in files if not {"results", "__pycache__"} & {*path.parts}}
     top = {path.relative_to(ROOT / "polarlm") for path in (ROOT / "polarlm").glob("*.*")}
     assert {f"polarlm/{path.as_posix()}" for path in code | top} == inside
-    suffixes = ".py .typed .cu .cuh .html .css .js .json .txt .md"
-    assert {Path(name).suffix for name in inside} <= {*suffixes.split()}
+    suffixes = ".py .typed .cu .cuh .html .css .js .woff2 .json .txt .md"
+    licences = {name for name in inside if name.endswith("/LICENSE")}
+    assert {Path(name).suffix for name in inside - licences} <= {*suffixes.split()}
+    assert {f"polarlm-0.1.0.dist-info/licenses/{name.removeprefix('polarlm/')}" for name in licences} < {*members}
     packages = ("polarlm", "polarlm/engine", "polarlm/model_loaders", "polarlm/server")
     assert {f"{package}/py.typed" for package in packages} <= inside
 

@@ -13,12 +13,11 @@ import pytest
 from polarlm import fit, model_loaders
 from polarlm.bench.report import slug
 from polarlm.engine import EngineError
-from polarlm.engine.cli import flags
-from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading import kept_arrays
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.storage.files import is_device
 from polarlm.engine.storage.tiers import names
+from polarlm.model_loaders import hub
 from polarlm.server.config import ServerConfig
 from polarlm.server.models import process, registry
 from polarlm.server.running.sessions import SessionFile, read_name
@@ -35,10 +34,7 @@ def is_portable(name: str) -> bool:
 def test_a_path_stays_what_it_is_and_is_no_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (MODEL, PureWindowsPath(MODEL)):
         assert settle(path, None, {}).weights == MODEL  # type: ignore[arg-type]
-    assert model_loaders._hub_name(MODEL) is None
-    assert not model_loaders._looks_like_a_hub_name(MODEL)
-    assert not model_loaders._looks_like_a_hub_name(MODEL.removesuffix(".gguf"))
-    assert flags._meant(MODEL, {"model": EngineConfig}) == f" (did you mean --weights {MODEL}?)"
+    assert hub.named(MODEL) is hub.named(MODEL.removesuffix(".gguf")) is None
     monkeypatch.setattr(registry, "Path", PureWindowsPath)
     assert registry.NamedModel("smollm2", settle(MODEL, None, {})).path == PureWindowsPath(MODEL)
     assert registry.NamedModel("smollm2", settle("hf:user/repo:Q4_K_M", None, {})).path is None
@@ -61,8 +57,8 @@ def test_an_advised_command_is_quoted_as_a_shell_of_the_system_reads_it(
 ) -> None:
     monkeypatch.setattr(fit.sys, "platform", system)
     advice = SimpleNamespace(settings={"ctx_size": 4096})
-    command = fit._command(advice, SimpleNamespace(device="auto", tensor_split=None, weights=MODEL, lora={}), "chat")  # type: ignore[arg-type]
-    assert command == f"polarlm chat --model {quote}{MODEL}{quote} --ctx-size 4096"
+    command = fit._command(advice, SimpleNamespace(device="auto", tensor_split=None, lora={}), MODEL, "chat")  # type: ignore[arg-type]
+    assert command == f"polarlm chat {quote}{MODEL}{quote} --ctx-size 4096"
 
 
 def kernel_file(name: str, folder: Path) -> str:

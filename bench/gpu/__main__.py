@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from polarlm.bench import report
-from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, at_least, cache_types, model_named, numbers
+from polarlm.bench.command import TYPES_HELP, at_least, cache_types, model_named, numbers
 from polarlm.bench.gpu.plan import SHARES, Plan
 from polarlm.bench.gpu.setup import Gpu, Sizes, open_gpu
 from polarlm.bench.gpu.tables import Results, Row, format_tables
@@ -23,7 +23,7 @@ from polarlm.bench.speed.options import file_names
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note, run
 from polarlm.engine.cli.flags import FlagError, parse
-from polarlm.engine.config import setting
+from polarlm.engine.config import hub_setting, model_setting, setting
 
 # A sequence has a sink block, a quantized block and a current block, and starts more than a block before the context.
 _LEAST_BLOCKS = 4
@@ -33,8 +33,8 @@ _LEAST_BLOCKS = 4
 class Options:
     """The flags of the measurements."""
 
-    weights: str | None = setting(None, "--weights", "-m", metavar="PATH", help=WEIGHTS_HELP)
-    hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
+    weights: str | None = model_setting()
+    hf_repo: str | None = hub_setting()
     only: str = setting(",".join(SHARES), "--only", metavar="NAME,NAME", help="sections to measure")
     types: str = setting(
         "balanced,f16,compact,polarquant,turbo4",

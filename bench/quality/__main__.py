@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from polarlm.bench.quality import cache_cost, kld_base, peers, snapshot_cost
-from polarlm.bench.quality.inputs import LEAST_TOKENS, QualityConfig
+from polarlm.bench.quality import types as compared
+from polarlm.bench.quality.inputs import ENOUGH_TOKENS, LEAST_TOKENS, QualityConfig
 from polarlm.engine.cli.commands import run
 from polarlm.engine.cli.flags import Check, FlagError, parse, that
 
-_OF_CACHE_TYPES = ("types", "ablate", "every_token_coded", "windows", "window", "weight_type")
+_OF_CACHE_TYPES = ("types", "codec", "ablate", "every_token_coded", "windows", "window", "weight_type")
 GROUPS: Mapping[str, type] = {"Quality": QualityConfig}
 
 
@@ -24,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(argv: Sequence[str]) -> None:
     options = read_options(argv)
     if options.text is None and (options.kld_base is None or options.state):
-        raise FlagError("TEXT is missing: give a UTF-8 text like what the model will read; - is standard input")
+        raise FlagError(
+            "TEXT is missing: give a UTF-8 text like what the model will read; figures of fewer than "
+            f"{ENOUGH_TOKENS:,} tokens, about 16 KB of English, say little; - is standard input"
+        )
     if options.kld_base is not None and options.state:
         raise FlagError("--state measures snapshots, and --kld-base cache types: leave one of them out")
     if options.state:
@@ -44,7 +49,10 @@ def _measure(argv: Sequence[str]) -> None:
     else:
         if options.kld_base is not None and options.changed("window"):
             raise FlagError("--kld-base FILE has windows of its own: leave --window out")
-        cache_cost.measure(options, argv, time.monotonic)
+        with compared.also_of_file(options.codec) as names:
+            if names and not options.changed("types"):
+                options = replace(options, types=",".join([*names, options.types]))
+            cache_cost.measure(options, argv, time.monotonic)
 
 
 def read_options(argv: Sequence[str]) -> QualityConfig:

@@ -2,8 +2,8 @@
 
 All types continue the same text, drawing each token from their own distribution at temperature 1 with the same random
 numbers, so their texts part where their distributions do. Each reads its own codes of its own tokens: errors may add up
-there that a given text would hide. Full precision then reads each text once, and says how likely it is, and how far its
-distributions are from those that the tokens were drawn from.
+there that a given text would hide. Full precision then reads each text once, and says how far its distributions are
+from those that the tokens were drawn from. How likely it finds a text varies by the text more than by the type.
 """
 
 from __future__ import annotations
@@ -13,26 +13,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.bench.quality.divergence import perplexity
-from polarlm.bench.quality.figures import Figures, error_of, figures
-from polarlm.bench.quality.states import exact_logprobs, exact_states, forward, scored
+from polarlm.bench.quality.figures import Figures, figures
+from polarlm.bench.quality.states import exact_states, forward, scored
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve, sample
 from polarlm.model_loaders.config import GenerationDefaults
 
 PROMPT, MOST = 128, 2000  # tokens that are continued, and of the longest text
-_PIECE = 100  # tokens that errors are bootstrapped over, instead of windows
+_PIECE = 20  # tokens that errors are bootstrapped over, instead of windows
 _AS_IS = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 @dataclass(frozen=True)
 class Answer(Figures):
-    """What full precision says of a type's text; its errors are over pieces of 100 tokens."""
+    """What full precision says of a type's text; its errors are over pieces of 20 tokens."""
 
     tokens: int
-    perplexity: float  # in full precision
-    perplexity_error: float | None
 
 
 class _Writer:
@@ -61,11 +58,9 @@ class _Writer:
         first = self._prompt - 1
         ids, exact = self.ids[first:], exact_states(reference, self.ids)[first:]
         divergence = scored(reference, exact, self._model, np.array(self._states), ids).divergence
-        logprobs = exact_logprobs(reference, exact, ids)
-        cut = [slice(start, start + _PIECE) for start in range(0, len(logprobs), _PIECE)]
-        error = error_of(lambda chosen: perplexity(np.concatenate([logprobs[cut[i]] for i in chosen])), len(cut))
-        pieces = figures([divergence[piece] for piece in cut])
-        return Answer(**vars(pieces), tokens=len(logprobs), perplexity=perplexity(logprobs), perplexity_error=error)
+        starts = range(0, len(ids) - 1, _PIECE)
+        pieces = figures([divergence[start : start + _PIECE] for start in starts])
+        return Answer(**vars(pieces), tokens=len(ids) - 1)
 
     def close(self) -> None:
         self._model.store.release(self._sequence)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,11 +12,18 @@ from typing import Any
 
 from polarlm import model_loaders
 from polarlm.bench import report
-from polarlm.bench.command import CacheType
+from polarlm.bench.command import CacheType, model_files, model_named
 from polarlm.bench.quality import answers, kld_base, page
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.budget import MOST, Windows, choose, of_length, window_seconds
-from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, model_files, page_file, read_text
+from polarlm.bench.quality.inputs import (
+    ENOUGH_TOKENS,
+    LEAST_TOKENS,
+    TOO_SHORT,
+    QualityConfig,
+    page_file,
+    read_text,
+)
 from polarlm.bench.quality.scores import SERVED, windows
 from polarlm.bench.quality.speeds import Rates, Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
@@ -34,7 +43,6 @@ from polarlm.model_loaders.config import ModelConfig
 _SPEED_SHARE = 0.2  # share of the time for measuring speed
 _ANSWERS_SHARE = 0.2  # and for texts of the model's own
 _LEAST_ANSWER = 100  # tokens, as far as the context allows
-_WRITTEN_EVERY = 15  # seconds
 
 Clock = Callable[[], float]
 
@@ -56,9 +64,10 @@ class _Measurement:
         self._seconds = 60 * self._options.minutes
         self._is_counted = options.windows > 0  # the windows are given, and nothing else is measured
         converted = weight_format(settle(None, None, {"weight_type": options.weight_type}))
-        self._path, name = model_files(self._options.weights)
+        self._path, name = model_files(model_named(self._options.weights, self._options.hf_repo))
         config, source, dtype = model_loaders.load_weights(self._path)
         try:
+            digests = report.digest_of_model(source.files())
             self._base = kld_base.read(str(self._options.kld_base), config, name) if text is None else None
             self._types = compared.chosen(options.types, options.ablate, config)
             self._file = page_file(self._options.output, name)
@@ -77,6 +86,8 @@ class _Measurement:
             "arithmetic": "float32" if self._ops.backend == "numpy" else "compiled kernels",
             "device": device,
             "budget_minutes": self._options.minutes,
+            **digests,
+            **({} if text is None else report.digest_of_text(self._text)),
         }
         self._answers: dict[str, answers.Answer] = {}
         self._rates: dict[str, Rates] = {}
@@ -95,8 +106,8 @@ class _Measurement:
                 note(f"What was measured is in {self._file}")
             raise
         self._write(complete=True)
-        print(page.terminal(self._result))
-        note(f"The page: {self._file}, its figures: {self._file.with_suffix('.json')}")
+        print(page.terminal(self._result, shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize))
+        note(f"More tables and pictures are on the page {self._file}, all figures in {self._file.with_suffix('.json')}")
 
     def _measure(self) -> None:
         note(f"Loading {self._about['model']} with {len(self._types)} cache types")
@@ -151,13 +162,12 @@ class _Measurement:
                     started = self._clock()
                     for _ in survey.score(window) if base is None else survey.score_against(base, number, window):
                         count("")
+                        if number == 0:  # later, figures change with whole windows
+                            self._keep(lambda: self._take(survey))
                     each = self._clock() - started
-                    if self._clock() - self._written >= _WRITTEN_EVERY:  # errors and drawing take a second
-                        self._take(survey)
-                        self._write(complete=False)
+                    self._keep(lambda: self._take(survey))
         finally:
-            if survey.windows:
-                self._take(survey)
+            self._take(survey)
 
     def _plan(self, survey: Survey, ids: Sequence[int]) -> Windows:
         """The windows that there is time for, estimated from a short window. Prints a note."""
@@ -192,9 +202,19 @@ class _Measurement:
             speed = report.duration(self._end - self._until_speed)
             scoring += f"{late}, and {texts} for texts of their own, {speed} at most for speed"
         note(f"{scoring}. Ctrl-C keeps what was measured, in {self._file}")
+        if self._base is None and (plan.count < 2 or plan.count * plan.length < MOST):
+            more = (
+                "a longer text" if most < ENOUGH_TOKENS else "more --windows" if self._is_counted else "more --minutes"
+            )
+            single = ", and a single window has no ±" if plan.count < 2 else ""
+            note(
+                "So few tokens cannot tell types apart: the first 64 of a window and its newest are never codes"
+                f"{single}. For figures that mean something give {more}"
+            )
 
     def _take(self, survey: Survey) -> None:
-        self._quality_so_far, self._about["windows"] = survey.quality(), survey.windows
+        if survey.windows:
+            self._quality_so_far, self._about["windows"] = survey.quality(), survey.windows
 
     # -- texts of the model's own ------------------------------------------------------------------------------
 
@@ -206,13 +226,15 @@ class _Measurement:
         if most < 1:
             return
         texts = survey.answers(prompt)
-        with counting("Continuing", "token", most) as count:
+        with counting("Continuing", "token") as count:
             for number, _ in enumerate(texts.write(most), 1):
-                count("")
-                if self._clock() > (self._until_speed if number >= _LEAST_ANSWER else self._end):
+                end = self._until_speed if number >= _LEAST_ANSWER else self._end
+                count(self._left(end))
+                if self._clock() > end:
                     break
         labels = [cache_type.label for cache_type in self._types]
         self._answers = dict(zip(labels, texts.judged(), strict=True))
+        self._write(complete=False)
 
     # -- speed -------------------------------------------------------------------------------------------------
 
@@ -226,11 +248,22 @@ class _Measurement:
         try:
             with counting("Speed", "run") as count:
                 for _ in speeds.measure(self._end):
-                    count(f"{report.duration(max(0.0, self._end - self._clock()))} left")
+                    count(self._left(self._end))
+                    self._keep(lambda: self._rates.update(speeds.rates()))
         finally:
             self._rates, self._about["speed_context"] = speeds.rates(), speeds.prompt_tokens
 
+    def _left(self, end: float) -> str:
+        return f"{report.duration(max(0.0, end - self._clock()))} left at most"
+
     # -- results -----------------------------------------------------------------------------------------------
+
+    def _keep(self, take: Callable[[], None]) -> None:
+        """Take the figures so far and write them, unless that was done just now: errors and drawing take a second."""
+        if self._clock() - self._written >= report.WRITTEN_EVERY:
+            take()
+            if self._about.get("windows"):
+                self._write(complete=False)
 
     def _write(self, *, complete: bool) -> None:
         quality = asdict(self._quality_so_far)

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polarlm.bench import report
-from polarlm.bench.command import LAYERS_HELP, TYPES_HELP, WEIGHTS_HELP
+from polarlm.bench.command import LAYERS_HELP, TYPES_HELP
 from polarlm.bench.quality.types import DEFAULT_TYPES
-from polarlm.engine.backends.select import select
-from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
-from polarlm.engine.config import AS_STORED, EngineConfig, setting
-from polarlm.engine.loading.placement.wanted import fits_beside
-from polarlm.model_loaders import hub
-from polarlm.model_loaders.demo import demo_model
+from polarlm.engine.config import AS_STORED, hub_setting, model_setting, setting
 
 LEAST_TOKENS = 64
+ENOUGH_TOKENS = 4096  # two windows
 TOO_SHORT = (
     f"TEXT has {{}} tokens, and at least {LEAST_TOKENS} are needed: give a longer text, such as some pages of what the "
     "model will read"
@@ -32,8 +28,15 @@ class QualityConfig:
     text: str | None = setting(
         None, "TEXT", bare=None, help="UTF-8 text like what the model will read; - is standard input"
     )
-    weights: str | None = setting(None, "--model", "-m", "--weights", metavar="PATH", help=WEIGHTS_HELP)
+    weights: str | None = model_setting()
+    hf_repo: str | None = hub_setting()
     types: str = setting(DEFAULT_TYPES, "--types", metavar="TYPES", help=TYPES_HELP + LAYERS_HELP)
+    codec: str | None = setting(
+        None,
+        "--codec",
+        metavar="FILE.py",
+        help="a codec of a file outside of this package, as docs/adding.md shows one: its names are cache types",
+    )
     minutes: float = setting(5.0, "--minutes", metavar="M", help="how long it may take, loading included")
     ablate: str | None = setting(
         None, "--ablate", metavar="TYPE", help="one type with parts of its encoding switched off, each alone and all"
@@ -88,19 +91,6 @@ class QualityConfig:
     def changed(self, *names: str) -> bool:
         """Whether any of these fields has another value than its default."""
         return any(getattr(self, name) != getattr(QualityConfig(), name) for name in names)
-
-
-def model_files(path: str | None) -> tuple[str, str]:
-    """The path of a model's files, which are downloaded if necessary, and its name. Raises LoadError."""
-    if path is None:
-        path = str(demo_model(note))
-    where = Path(path)
-    if path.startswith(hub.PREFIX) and not where.exists():
-        name = hub.parse(path)
-        ops = select("auto", 0)[0]
-        where = hub.fetch(name, fits_beside(EngineConfig(), ops), note)
-        return str(where), name.short if where.is_dir() else where.stem
-    return path, where.resolve().name if where.is_dir() else where.stem
 
 
 def page_file(output: str | None, model: str) -> Path:

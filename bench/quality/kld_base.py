@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from polarlm.bench import report
+from polarlm.bench.command import model_files, model_named
 from polarlm.bench.quality import kld_file
 from polarlm.bench.quality.budget import MOST, choose
 from polarlm.bench.quality.divergence import perplexity
-from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, model_files, read_text
+from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, read_text
 from polarlm.bench.quality.states import exact_states, logits_of
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine.cli.commands import note
@@ -53,7 +54,7 @@ def write(options: QualityConfig, clock: Callable[[], float]) -> None:
     if file.exists():
         raise FlagError(f"--kld-base {file} exists: without TEXT it is read, and with one it would be overwritten")
     text = read_text(str(options.text))
-    path, name = model_files(options.weights)
+    path, name = model_files(model_named(options.weights, options.hf_repo))
     config, source, _ = load_weights(path)
     try:
         ops = arithmetic(source, options.threads)

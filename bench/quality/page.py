@@ -58,6 +58,7 @@ class Page:
     presets: Sequence[tuple[str, list[str]]] = ()
     missing: Sequence[str] = ()
     pictures: Sequence[tuple[str, str]] | None = ()
+    origin: str = ""  # a line below every table
     bold: frozenset[str] = field(default_factory=frozenset)  # first cells of rows in bold type
 
 
@@ -86,7 +87,9 @@ def write(file: Path, result: Result) -> None:
         Section(
             "How far from full precision",
             {"Table of divergences": tables.divergences(result["rows"])},
-            "± is a standard error, bootstrapped over the windows of the text.",
+            "± is a standard error, bootstrapped over the windows of the text."
+            if result["windows"] > 1
+            else "A single window has no ±: give a longer text, or more --minutes.",
         ),
         Section(
             "By position in the text",
@@ -111,17 +114,21 @@ def write(file: Path, result: Result) -> None:
         missing=_missing(result),
         pictures=pictures.draw(result),
         about=_about(result),
+        origin=report.origin(result),
         columns={**COLUMNS, **tables.KL_COLUMNS, **tables.ANSWER_COLUMNS},
         bold=frozenset(PRESETS),
     )
     render(file, page)
 
 
-def terminal(result: Result) -> str:
-    """The tables as Markdown, for a terminal."""
-    rows = result["rows"]
-    more = [tables.divergences(rows), tables.kl_by_position(rows), tables.top1_by_position(rows), tables.answers(rows)]
-    return "\n\n".join(report.table(header, cells) for header, cells in [overview(result), *more] if cells)
+def terminal(result: Result, width: int) -> str:
+    """The first table as Markdown, without its last columns where a terminal has fewer than `width` characters."""
+    header, rows = overview(result)
+    for columns in range(len(header), 1, -1):
+        table = report.table(header[:columns], [cells[:columns] for cells in rows])
+        if table.index("\n") <= width:
+            break
+    return report.with_origin(table, result)
 
 
 def overview(result: Result) -> Table:
@@ -136,7 +143,7 @@ def _row_cells(row: Result, exact: float) -> list[str]:
     return [
         tables.label(row),
         f"{row['bits_per_value']:.2f}",
-        f"{row['perplexity']:.3f} ({_change(row, exact)})",
+        f"{row['perplexity']:.3f}{_change(row, exact)}",
         small(row["kl_mean"]),
         f"{100 * row['same_top1']:.1f} %",
         _rate(speed.get("prompt")),
@@ -147,9 +154,10 @@ def _row_cells(row: Result, exact: float) -> list[str]:
 
 
 def _change(row: Result, exact: float) -> str:
-    change = f"{100 * (row['perplexity'] / exact - 1):+.2f}"
-    error = row["perplexity_error"]
-    return f"{change} %" if error is None else f"{change} ± {100 * error / exact:.2f} %"
+    """The change of perplexity from full precision's; nothing of a single window, where it may be chance."""
+    if (error := row["perplexity_error"]) is None:
+        return ""
+    return f" ({100 * (row['perplexity'] / exact - 1):+.2f} ± {100 * error / exact:.2f} %)"
 
 
 def _rate(rate: float | None) -> str:
@@ -168,10 +176,9 @@ def sentences(result: Result) -> list[tuple[str, list[str]]]:
 def _points(row: Result, f16: Result | None, result: Result) -> list[str]:
     smaller = f"the KV cache is {16 / row['bits_per_value']:.1f} times smaller than in half precision"
     same = f"{100 * row['same_top1']:.1f} % of the most likely next tokens stay the same"
-    change = 100 * (row["perplexity"] / result["exact_perplexity"] - 1)
-    direction = "rises" if change >= 0 else "falls"
-    perplexity = "perplexity stays the same" if abs(change) < 0.05 else f"perplexity {direction} by {abs(change):.1f} %"
-    parts = [smaller, same, perplexity]
+    parts = [smaller, same]
+    if change := _change(row, result["exact_perplexity"]):
+        parts.append(f"perplexity changes by {change[2:-1]}")
     if f16 is not None and 0 < f16["fit"]["tokens"] < row["fit"]["tokens"]:
         parts.append(f"{row['fit']['tokens']:,} tokens of context fit here, {f16['fit']['tokens']:,} with f16")
     if f16 is not None and row["speed"] and f16["speed"] and row["speed"]["generation"] and f16["speed"]["generation"]:

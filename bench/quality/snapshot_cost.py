@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from polarlm.bench import report
+from polarlm.bench.command import model_files, model_named
 from polarlm.bench.quality import page, snapshots
 from polarlm.bench.quality.divergence import Divergence
-from polarlm.bench.quality.inputs import QualityConfig, model_files, page_file, read_text
+from polarlm.bench.quality.inputs import QualityConfig, page_file, read_text
 from polarlm.bench.quality.scores import windows
 from polarlm.bench.quality.survey import arithmetic
 from polarlm.bench.quality.tables import kl_cells, two_digits, with_error
@@ -46,9 +48,10 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], flo
     """Measure for `options.minutes`, write the page and its JSON, also after Ctrl-C, and print the table."""
     started = clock()
     text = read_text(str(options.text))
-    path, name = model_files(options.weights)
+    path, name = model_files(model_named(options.weights, options.hf_repo))
     config, source, dtype = load_weights(path)
     try:
+        digests = report.digest_of_model(source.files())
         _check(config, name)
         file = page_file(options.output, f"{name}-state")
         ops = arithmetic(source, options.threads)
@@ -61,34 +64,44 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], flo
         "model": name,
         "weights": dtype,
         "text": "standard input" if options.text == "-" else Path(str(options.text)).name,
+        **digests,
+        **report.digest_of_text(text),
         "arithmetic": "float32" if ops.backend == "numpy" else "compiled kernels",
         "window": window,
     }
 
     divergences: list[dict[str, Divergence]] = []
+    limit, kept = 60 * options.minutes, -math.inf
 
-    def keep(*, complete: bool) -> list[dict[str, Any]]:
-        """Write the page and its JSON, and return the rows."""
+    def keep(*, complete: bool) -> dict[str, Any]:
+        """Write the page and its JSON, and return what was written."""
+        nonlocal kept
         rows = [asdict(row) for row in snapshots.rows_of(parts.model, _CODINGS, divergences)]
         more = {"snapshots": len(divergences), "rows": rows, "seconds": round(clock() - started, 1)}
         whole, program = {**about, **more}, ("polarlm", "quality")
         written = report.write(file.with_suffix(".json"), "quality", argv, whole, complete=complete, program=program)
         _write_page(file, written)
-        return rows
+        kept = clock()
+        return written
 
-    limit = 60 * options.minutes
+    def go_on() -> bool:
+        """Write what there is now and then; whether there is time for more."""
+        if clock() - kept >= report.WRITTEN_EVERY:
+            keep(complete=False)
+        return clock() - started < limit
+
     note(f"{len(_CODINGS)} state types for {report.duration(limit)} at most; Ctrl-C keeps the figures")
     try:
         try:
-            _continue_texts(parts, text, window, divergences, lambda: clock() - started < limit)
+            _continue_texts(parts, text, window, divergences, go_on)
         except BaseException:
             if divergences:
                 keep(complete=False)
             raise
-        rows = keep(complete=True)
+        result = keep(complete=True)
     finally:
         parts.close()
-    print(report.table(list(COLUMNS), cells(rows)))
+    print(report.with_origin(report.table(list(COLUMNS), cells(result["rows"])), result))
     note(f"The page: {file}, its figures: {file.with_suffix('.json')}")
 
 
@@ -103,9 +116,9 @@ def _check(config: ModelConfig, name: str) -> None:
 
 
 def _continue_texts(
-    parts: Parts, text: str, window: int, divergences: list[dict[str, Divergence]], has_time: Callable[[], bool]
+    parts: Parts, text: str, window: int, divergences: list[dict[str, Divergence]], go_on: Callable[[], bool]
 ) -> None:
-    """Add the divergences after each snapshot of the text, until there is no time. Raises FlagError."""
+    """Add the divergences after each snapshot of the text, while `go_on` says so. Raises FlagError."""
     tokenizer = parts.source.tokenizer
     cut = [
         ids for ids in windows(tokenizer.tokenize(text), window, tokenizer.bos_id) if len(ids) >= 2 * snapshots.LENGTH
@@ -117,7 +130,7 @@ def _continue_texts(
             for one in snapshots.continuations(parts.model, ids, _CODINGS):
                 divergences.append(one)
                 count("")
-                if not has_time():
+                if not go_on():
                     return
 
 
@@ -163,6 +176,7 @@ def _write_page(file: Path, result: Mapping[str, Any]) -> None:
         partial="" if result["complete"] else "This page is partial: the measurement was interrupted.",
         sections=[page.Section("All state types", {"Table of all state types": table}, text)],
         about=about,
+        origin=report.origin(result),
         columns=COLUMNS,
     )
     page.render(file, whole)

@@ -26,8 +26,6 @@ KL_COLUMNS = {
 }
 ANSWER_COLUMNS = {
     "own tokens": "tokens that the model wrote with the type, drawn at temperature 1",
-    "their perplexity": "perplexity of these tokens in full precision: how likely the text is for a model that codes "
-    "nothing",
     "KL there": "how far the distributions that they were drawn from are from full precision's, in nats",
     "accepted there": "drafts accepted at these tokens",
 }
@@ -91,16 +89,14 @@ def _by_position(title: str, rows: Sequence[Figures], cell: Callable[[Figures], 
 
 
 def answers(rows: Sequence[Figures]) -> Table:
-    """What full precision says of the texts that types wrote."""
+    """What full precision says of the texts that types wrote; nothing of a text too short for errors."""
     cells = []
     for row in rows:
-        if (answer := row["answer"]) is not None:
-            errors = answer["errors"] or {}
+        if (answer := row["answer"]) is not None and (errors := answer["errors"] or {}):
             cells.append(
                 [
                     row["type"],
                     f"{answer['tokens']:,}",
-                    with_error(answer["perplexity"], answer["perplexity_error"], "{:.2f}".format),
                     with_error(answer["kl_mean"], errors.get("kl_mean"), small),
                     with_error(answer["draft_acceptance"], errors.get("draft_acceptance"), two_digits),
                 ]

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
 
 from polarlm.bench.command import CacheType, cache_types
+from polarlm.engine import codecs
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.loading.encoding import Encoding
@@ -30,6 +37,35 @@ def chosen(types: str, ablate: str | None, config: ModelConfig) -> list[CacheTyp
         else:
             supported.append(cache_type)
     return supported
+
+
+@contextmanager
+def also_of_file(path: str | None) -> Iterator[tuple[str, ...]]:
+    """Know the cache types of a codec's file for a while; yields their names, none without a file. Raises FlagError."""
+    modules = [] if path is None else [_module(path)]
+    with codecs.also(modules):
+        yield tuple(name for module in modules for name in module.NAMES)
+
+
+def _module(path: str) -> ModuleType:
+    """The codec of a file outside of the package. Raises FlagError."""
+    name = f"polarlm_codec.{Path(path).stem} of a file"  # no file of kernels has such a name
+    spec = importlib.util.spec_from_file_location(name, path)
+    try:
+        if spec is None or spec.loader is None:
+            raise ImportError("its name does not end with .py")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        made = {one: module.create(one, ()) for one in module.NAMES}
+    except Exception as error:  # whatever a stranger's file raises
+        raise FlagError(
+            f"--codec {path} is no codec ({type(error).__name__}: {error}); docs/adding.md shows what a file has"
+        ) from None
+    for one, codec in made.items():
+        if one in codecs.available() or not isinstance(codec, codecs.Codec):
+            why = "there is such a cache type already" if one in codecs.available() else "create returns no Codec"
+            raise FlagError(f"--codec {path}: {one!r}: {why}")
+    return module
 
 
 def _ablation(text: str) -> list[CacheType]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from polarlm.bench import report
-from polarlm.bench.command import at_least, model_named
+from polarlm.bench.command import at_least, model_named, weight_files
 from polarlm.bench.report import Output
 from polarlm.bench.serving import conversations
 from polarlm.bench.serving.options import LOAD, ConversationOptions, LoadOptions, Options
@@ -50,10 +50,11 @@ def main(argv: Sequence[str]) -> None:
         run(options, load, model, destination, argv)
         return
     output = destination.path(options.only, file_names(model))
+    about = report.digest_of_model(weight_files(model))
     result = conversations.measure(options, talk, model)
-    report.write(output, "serving", argv, result)
+    result = report.write(output, "serving", argv, {**about, **result})
     note(f"Written to {output}")
-    print(conversations.format_result(result))
+    print(report.with_origin(conversations.format_result(result), result))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from polarlm.bench import report
+from polarlm.bench.command import weight_files
 from polarlm.bench.report import Output
 from polarlm.bench.serving.client import Answer, ask, kind
 from polarlm.bench.serving.options import LoadOptions, Options
@@ -47,14 +48,14 @@ def run(options: Options, load: LoadOptions, model: str | None, destination: Out
         name = _model(url, headers)
         output = destination.path("serving", name)
         note(f"Requests arrive for {report.duration(load.seconds)}; then the answers under way come to their end")
-        clients = Load()
+        clients, about = Load(), {} if options.url else report.digest_of_model(weight_files(model))
 
         def show(complete: bool) -> None:
             settings = {"threads": options.threads, "max_tokens": max_tokens, "seed": options.seed, **asdict(load)}
-            result = {"model": name, "load": settings, **summary(clients.seen())}
-            report.write(output, "serving", argv, result, complete=complete)
+            result = {"model": name, **about, "load": settings, **summary(clients.seen())}
+            result = report.write(output, "serving", argv, result, complete=complete)
             note(f"Written to {output}")
-            print(format_result(result))
+            print(report.with_origin(format_result(result), result))
 
         try:
             asyncio.run(_measure(url, headers, load, options.seed, max_tokens, clients))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polarlm.bench.command import HF_REPO_HELP, WEIGHTS_HELP
-from polarlm.engine.config import setting
+from polarlm.engine.config import hub_setting, model_setting, setting
 from polarlm.server.config import KEY_VARIABLE
 
 LOAD, AGENTS, PRESSURE = "load", "agents", "pressure"
@@ -28,12 +27,8 @@ class Options:
         metavar="URL",
         help=f"a running server to load, with its key in {KEY_VARIABLE}; else one is started",
     )
-    weights: str | None = setting(
-        None, "--weights", "-m", metavar="PATH", help=f"of the server that is started: {WEIGHTS_HELP}"
-    )
-    hf_repo: str | None = setting(
-        None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=f"of that server: {HF_REPO_HELP}"
-    )
+    weights: str | None = model_setting(": of the server that is started")
+    hf_repo: str | None = hub_setting()
     threads: int = setting(0, "--threads", metavar="N", help="CPU threads of that server; 0 follows OMP_NUM_THREADS")
     max_tokens: int | None = setting(
         None, "--max-tokens", metavar="N", help=f"tokens of an answer; 64 of a {LOAD}, else 32"

@@ -15,7 +15,7 @@ from polarlm.bench.command import at_least
 from polarlm.bench.speed import compare, drafts, embeddings, experts
 from polarlm.bench.speed.options import DRAFTS, EMBEDDINGS, EXPERTS, GROUPS, PROGRAM, file_names
 from polarlm.engine.cli.commands import command, note
-from polarlm.engine.cli.flags import parse
+from polarlm.engine.cli.flags import parse, that
 
 __all__ = ["GROUPS", "main"]
 
@@ -31,17 +31,16 @@ def main(argv: Sequence[str]) -> None:
         GROUPS,
         prog=" ".join(PROGRAM),
         description="Tokens a second and memory, compared with other engines on the same file.",
-        checks={"repeat": at_least(1), "tokens": at_least(2)},
+        checks={"repeat": at_least(1), "tokens": at_least(2), "minutes": that(lambda m: m > 0, "must be above 0")},
     )
     section = _SECTIONS.get(options.only or "")
     if section is None:
         compare.run(options, destination, argv)
         return
     output = destination.path(str(options.only), file_names(options.weights or options.hf_repo))
-    result = section.measure(options)
-    report.write(output, f"speed.{options.only}", argv, result, program=PROGRAM)
+    result = report.write(output, f"speed.{options.only}", argv, section.measure(options), program=PROGRAM)
     note(f"Written to {output}")
-    print(section.format_result(result))
+    print(report.with_origin(section.format_result(result), result))
 
 
 if __name__ == "__main__":

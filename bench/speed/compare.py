@@ -6,9 +6,11 @@ down slows all of them. A context is computed once; every run continues from it.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Any
 
 from polarlm import model_loaders
 from polarlm.bench import report
@@ -46,7 +48,7 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     source = model_loaders.load(model_named(options.weights, options.hf_repo), verbose=note)
     try:
         path, config, vocabulary = source.path, source.config, len(source.vocabulary)
-        size = file_bytes(source.weights)
+        size, digest = file_bytes(source.weights), report.digest_of_model(source.weights.files())
         weights = _type_in_name(source)
         for cache_type in types:
             cache_type.check(config.attention.head_dim)
@@ -72,19 +74,21 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     lengths, depths = _that_fit(prompts, depths, config.max_context, speed.left_out)
     for sentence in speed.left_out:
         note(sentence)
-    plan = Plan(lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only)
+    seconds = math.inf if options.minutes is None else 60 * options.minutes
+    plan = Plan(lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only, seconds)
 
-    def keep(complete: bool = False) -> None:
-        report.write(output, "speed", argv, speed.as_json(), gpu=gpu, complete=complete, program=PROGRAM)
+    def keep(complete: bool = False) -> dict[str, Any]:
+        result = speed.as_json() | digest
+        return report.write(output, "speed", argv, result, gpu=gpu, complete=complete, program=PROGRAM)
 
     note(f"Figures are kept in {output} as they come")
     with closing(Children(subject)) as children:
-        Measurement(plan, subject, speed, children, keep).run()
-    keep(complete=True)
+        is_whole = Measurement(plan, subject, speed, children, keep).run()
+    result = keep(complete=is_whole)
     note(f"Written to {output}")
     if plan.only != STARTS:
-        note(draw(speed.as_json(), output))
-    print(format_tables({"machine": about, **speed.as_json()}))
+        note(draw(result, output))
+    print(format_tables(result))
 
 
 def _type_in_name(source: model_loaders.Model) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from polarlm.bench.command import model_named
-from polarlm.bench.report import table
+from polarlm.bench.report import digest_of_model, table
 from polarlm.bench.speed.options import Options
 from polarlm.bench.speed.referee import in_turn
 from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
@@ -105,7 +105,8 @@ def measure(options: Options) -> dict[str, Any]:
     patterns = _patterns(threads, options.token_count()) if options.replay else {}
     with _engine(model_named(options.weights, options.hf_repo), threads) as engine:
         rows = [_row(engine, options, task, patterns.get(task)) for task in TASKS]
-        return {"model": f"{engine.model.name}, {engine.model.dtype}", "replay": options.replay, "rows": rows}
+        digest = digest_of_model(engine.model.weights.files())
+        return {"model": f"{engine.model.name}, {engine.model.dtype}", **digest, "replay": options.replay, "rows": rows}
 
 
 def format_result(result: Mapping[str, Any]) -> str:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from polarlm.bench.report import table
+from polarlm.bench.report import digest_of_model, table
 from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Child, Failed
 from polarlm.bench.speed.compare import peer_paths
@@ -46,7 +47,7 @@ def measure(options: Options) -> dict[str, Any]:
             rows += rows_of_model
     except Failed as reason:
         raise EngineError(f"{peers.DEFAULT} of --peer {python}: {reason}") from None
-    return {"peer": about, "rows": rows}
+    return {"peer": about, "rows": rows, **digest_of_model(map(Path, paths))}
 
 
 def _measured(path: str, python: str, options: Options) -> tuple[dict[str, str], list[dict[str, Any]]]:

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.bench.command import model_named
-from polarlm.bench.report import table
+from polarlm.bench.command import model_named, weight_files
+from polarlm.bench.report import digest_of_model, table
 from polarlm.bench.speed.options import Options
 from polarlm.engine import Engine, EngineConfig, SamplingParams
 from polarlm.engine.cli.commands import note
@@ -35,7 +35,7 @@ def measure(options: Options) -> dict[str, Any]:
     """The rows of all sizes. Raises FlagError, EngineError or LoadError."""
     path = model_named(options.weights, options.hf_repo)
     rows = [_row(options, path, size.strip()) for size in options.expert_cache.split(",")]
-    return {"model": rows[0]["model"], "rows": rows}
+    return {"model": rows[0]["model"], **digest_of_model(weight_files(path)), "rows": rows}
 
 
 def _row(options: Options, path: str | None, size: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.bench import report
 from polarlm.bench.speed.child import Child, Failed, memory
 from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject
 from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed, best
@@ -58,7 +60,7 @@ class Memory:
 class Plan:
     """The parameters of the measurement. All tokens fit into the model's context.
 
-    only: None, or what alone is measured: RATES of prompts and generation, or STARTS.
+    only: None, or what alone is measured: RATES of prompts and generation, or STARTS. seconds: that there are for all.
     """
 
     prompts: Sequence[int]
@@ -68,6 +70,7 @@ class Plan:
     vocabulary: int
     max_context: int
     only: str | None = None
+    seconds: float = math.inf
 
     @property
     def context(self) -> int:
@@ -88,7 +91,7 @@ class Measurement:
     """Measures all sections in order, into `speed`. on_progress is called after each row."""
 
     def __init__(
-        self, plan: Plan, subject: Subject, speed: Speed, children: Children, on_progress: Callable[[], None]
+        self, plan: Plan, subject: Subject, speed: Speed, children: Children, on_progress: Callable[[], object]
     ) -> None:
         self._plan, self._subject, self._speed = plan, subject, speed
         self._children, self._on_progress = children, on_progress
@@ -96,39 +99,54 @@ class Measurement:
         self._rng = np.random.default_rng(0)
         self._deep = self._ids(max([1, *plan.prompts, *plan.depths]))  # prompts and contexts start with these tokens
 
-    def run(self) -> None:
-        """Measure everything. A contestant that fails is left out up to the end of the part; its cells say why.
+    def run(self) -> bool:
+        """Measure everything that there is time for; whether that is all. A contestant that fails is left out up to the
+        end of the part; its cells say why.
 
         Batches, memory and starts have processes with settings of their own: what ends one may well not end the next.
         """
-        parts = self._parts()
+        parts, end, is_whole = self._parts(), time.monotonic() + self._plan.seconds, True
         try:
-            self._referee.show(sum(work for work, _ in parts))
-            for work, measure in parts:
+            self._referee.show(sum(work for _, work, _ in parts))
+            for number, (name, work, measure) in enumerate(parts):
                 self._referee.begin(work)
+                if time.monotonic() + work * self._work_seconds() > end:
+                    self._speed.left_out.append(f"There was no time for {name}: give more --minutes")
+                    is_whole = False
+                    continue
                 measure()
+                if number == 0 and (seconds := sum(work for _, work, _ in parts) * self._work_seconds()):
+                    note(f"All of it takes about {report.duration(seconds)}, and what loading takes")
         finally:
             self._referee.close()
+        return is_whole
 
-    def _parts(self) -> list[tuple[float, Callable[[], None]]]:
-        """(work, what measures it) in order."""
+    def _work_seconds(self) -> float:
+        """About the seconds of a unit of work, by the steps when the threads were chosen; 0 before that."""
+        runs = self._speed.tried.get(OURS, {}).values()
+        return 1 / (_STEP_WORK * max(map(max, filter(None, runs)), default=math.inf))
+
+    def _parts(self) -> list[tuple[str, float, Callable[[], None]]]:
+        """(name, work, what measures it) in order."""
         plan, contestants, runs = self._plan, len(self._speed.contestants), 1 + self._plan.repeat
-        parts: list[tuple[float, Callable[[], None]]] = []
+        parts: list[tuple[str, float, Callable[[], None]]] = []
         if plan.only != STARTS:
             short = runs * SHORT_STEPS * _STEP_WORK
-            parts.append((short * len(plan.threads), self._choose_threads))
-            parts.append((short * contestants, partial(self._generate, SHORT, SHORT_DEPTH, SHORT_STEPS)))
+            parts.append(("threads", short * len(plan.threads), self._choose_threads))
+            parts.append((SHORT, short * contestants, partial(self._generate, SHORT, SHORT_DEPTH, SHORT_STEPS)))
             for tokens in plan.prompts:
-                parts.append((runs * tokens * contestants, partial(self._measure_prompt, tokens)))
+                name = f"prompt of {tokens:,}"
+                parts.append((name, runs * tokens * contestants, partial(self._measure_prompt, name, tokens)))
             for depth in plan.depths:
-                work = (depth / 2 + runs * DEEP_STEPS * _STEP_WORK) * contestants
-                parts.append((work, partial(self._generate, f"generation at {depth:,}", depth, DEEP_STEPS)))
+                name, work = f"generation at {depth:,}", (depth / 2 + runs * DEEP_STEPS * _STEP_WORK) * contestants
+                parts.append((name, work, partial(self._generate, name, depth, DEEP_STEPS)))
         if plan.only is None:
-            parts.append((runs * len(SEQUENCES) * _BATCH_DEPTH * 3 * _STEP_WORK, self._measure_batches))
-            parts.append(((max(plan.prompts) + DEEP_STEPS * _STEP_WORK) * contestants, self._measure_memory))
+            parts.append(("batches", runs * len(SEQUENCES) * _BATCH_DEPTH * 3 * _STEP_WORK, self._measure_batches))
+            work = (max(plan.prompts) + DEEP_STEPS * _STEP_WORK) * contestants
+            parts.append(("memory", work, self._measure_memory))
         if plan.only != RATES:
             engines = len({contestant.engine for contestant in self._speed.contestants})
-            parts.append(((runs * engines + WITH_EMPTY_FOLDER) * _START_WORK, self._measure_starts))
+            parts.append(("starts", (runs * engines + WITH_EMPTY_FOLDER) * _START_WORK, self._measure_starts))
         return parts
 
     # -- the machine -------------------------------------------------------------------------------------------
@@ -198,9 +216,9 @@ class Measurement:
 
         self._referee.measure(name, cells, run, warm_up=warm_up)
 
-    def _measure_prompt(self, tokens: int) -> None:
+    def _measure_prompt(self, name: str, tokens: int) -> None:
         """Measure prompts. Each run has its own prompt; the last one is the start of the context for generation."""
-        row = Row(PROMPT, f"prompt of {tokens:,}", tokens)
+        row = Row(PROMPT, name, tokens)
         cells = self._cells(self._speed.most_threads)
         prompts = [self._ids(tokens) for _ in range(self._plan.repeat)]
         prompts[-1] = self._deep[:tokens]

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from polarlm.bench.command import HF_REPO_HELP, TYPES_HELP, WEIGHTS_HELP, numbers
+from polarlm.bench.command import TYPES_HELP, numbers
 from polarlm.bench.report import Output
 from polarlm.bench.speed import peers
 from polarlm.engine.cli.flags import FlagError
-from polarlm.engine.config import setting
+from polarlm.engine.config import hub_setting, model_setting, setting
 
 PROGRAM = ("polarlm", "speed")
 RATES, STARTS = "rates", "starts"  # parts of the comparison with other engines
@@ -26,10 +26,8 @@ def _described(peer: peers.Peer) -> str:
 class Options:
     """The flags of the measurements."""
 
-    weights: str | None = setting(
-        None, "--weights", "-m", metavar="PATH", help=f"{WEIGHTS_HELP}; for {EMBEDDINGS}, .gguf files of encoders"
-    )
-    hf_repo: str | None = setting(None, "-hf", "--hf-repo", metavar="USER/REPO[:QUANT]", help=HF_REPO_HELP)
+    weights: str | None = model_setting(f"; for {EMBEDDINGS}, .gguf files of encoders")
+    hf_repo: str | None = hub_setting()
     only: str | None = setting(
         None,
         "--only",
@@ -70,6 +68,9 @@ class Options:
     depth: str = setting("2048,4096,8192", "--depth", metavar="N,N", help="tokens of context to generate after")
     repeat: int = setting(
         3, "--repeat", metavar="N", help="runs of each kind; their median counts, a peer's if two of them agree"
+    )
+    minutes: float | None = setting(
+        None, "--minutes", metavar="M", help="leave out what would take longer, from the first lengths to the last"
     )
     tokens: int | None = setting(
         None,

@@ -5,15 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 from polarlm.bench.speed.child import Failed
 from polarlm.bench.speed.contestants import Children
 from polarlm.bench.speed.figures import Cell, is_far_behind
-from polarlm.engine.cli.progress import progress_bar
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from polarlm.engine.cli.progress import counting
 
 T = TypeVar("T")
 Run = Callable[[Cell, int], float]  # run(cell, number) measures a rate
@@ -23,40 +20,41 @@ _REST_SECONDS = 0.1
 
 
 class Referee:
-    """Runs contestants in turn, and shows a progress bar of work, whose parts `begin` names in order."""
+    """Runs contestants in turn, and shows how much of the work is done, whose parts `begin` names in order."""
 
     def __init__(self, children: Children, repeat: int) -> None:
         self.repeat = repeat
         self._children = children
-        self._bars = ExitStack()
-        self._bar: tqdm[Any] | None = None
-        self._work = self._begun = 0.0  # work of the current part, and of all parts before it
+        self._shown = ExitStack()
+        self._count: Callable[[str, float], None] = lambda beside, amount: None
+        self._name = ""
+        self._work = self._begun = self._done = 0.0  # work of the current part, of all parts before it, and done
 
     def show(self, work: float) -> None:
-        """Show a progress bar of the work of all parts."""
-        layout = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left{postfix}"
-        bar = progress_bar(True, total=work, desc="Measuring", bar_format=layout)
-        self._bar = self._bars.enter_context(bar)
+        """Show the progress of the work of all parts."""
+        self._count = self._shown.enter_context(counting("Measuring", total=work))
 
     def begin(self, work: float) -> None:
         """Begin the next part. All work of the parts before it counts as done."""
         self._begun += self._work
         self._work = work
-        if self._bar is not None:
-            self._bar.update(self._begun - self._bar.n)
+        self._advance(self._begun - self._done)
 
     def advance(self, share: float) -> None:
-        """Advance the progress bar by a share of the current part."""
-        if self._bar is not None:
-            self._bar.update(min(share * self._work, self._begun + self._work - self._bar.n))
+        """Advance by a share of the current part."""
+        self._advance(min(share * self._work, self._begun + self._work - self._done))
+
+    def _advance(self, amount: float) -> None:
+        self._done += amount
+        self._count(self._name, amount)
 
     def close(self) -> None:
-        self._bars.close()
+        self._shown.close()
 
     def announce(self, name: str) -> None:
         """Show the name of what is measured next."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(name)
+        self._name = name
+        self._advance(0)
 
     def measure(self, name: str, cells: Sequence[Cell], run: Run, *, warm_up: bool = True, share: float = 1) -> None:
         """Run each cell `repeat` times, in turn; fewer times where the same contestant with more threads is far faster.
@@ -86,5 +84,10 @@ class Referee:
 
 def in_turn(runs: Mapping[str, Callable[[], T]], repeat: int) -> dict[str, list[T]]:
     """Call all of `runs` in turn, `repeat` times after a round that does not count; returns what each has returned."""
-    rounds = [{name: run() for name, run in runs.items()} for _ in range(1 + repeat)]
-    return {name: [results[name] for results in rounds[1:]] for name in runs}
+    results: dict[str, list[T]] = {name: [] for name in runs}
+    with counting("Measuring", "run", (1 + repeat) * len(runs)) as count:
+        for _ in range(1 + repeat):
+            for name, run in runs.items():
+                results[name].append(run())
+                count(name)
+    return {name: of_name[1:] for name, of_name in results.items()}

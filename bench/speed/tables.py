@@ -30,7 +30,8 @@ def format_tables(measured: Measured) -> str:
         ("Memory of the process", measured["memory"] and memory_table(measured)),
         ("Starts", starts),
     ]
-    return "\n\n".join([_about(measured), *(f"{title}\n\n{t}" for title, t in parts if t), *measured["left_out"]])
+    titled = [f"{title}\n\n{report.with_origin(t, measured)}" for title, t in parts if t]
+    return "\n\n".join([_about(measured), *titled, *measured["left_out"]])
 
 
 def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = False) -> str:
@@ -151,8 +152,7 @@ def source(measured: Measured) -> str:
     return (
         f"{_named(measured)} on {place(measured)}; "
         f"{peers_in_words(measured)}; medians of {runs} runs; "
-        f"threads: {_threads(measured)}; measured on {measured['date']} with\n"
-        f"`{measured['command']}`."
+        f"threads: {_threads(measured)}; {report.measured_with(measured)}"
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine.cli.flags import Check, FlagError, parse, that
-from polarlm.engine.config import EngineConfig, setting
+from polarlm.engine.cli.flags import Check, FlagError, close_to, parse, parser, that
+from polarlm.engine.cli.sources import CONFIG_HELP, naming, with_sources
+from polarlm.engine.config import EngineConfig, names_of, setting
 from polarlm.engine.limits import complaint
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.params import SAMPLING, SamplingParams
@@ -21,13 +23,20 @@ from polarlm.engine.params import SAMPLING, SamplingParams
 class ChatConfig:
     prompt: str | None = setting(
         None,
+        "PROMPT",
         "-p",
         "--prompt",
         metavar="TEXT",
         text=True,
-        help="the first message; with -no-cnv, the text to continue from",
+        help="the first message, or its beginning: a file of -f follows, and then what is piped in; with -no-cnv, the "
+        "text to continue from",
     )
-    file: str | None = setting(None, "-f", "--file", metavar="FILE", help="read the prompt from FILE (UTF-8)")
+    file: str | None = setting(
+        None, "-f", "--file", metavar="FILE", help="a text (UTF-8) that follows -p in the message, or is the message"
+    )
+    lines: bool = setting(
+        False, "--lines", help="answer each line that is piped in as a message of its own, after the one of -p or -f"
+    )
     system_prompt: str | None = setting(
         None, "-sys", "--system-prompt", metavar="TEXT", text=True, help="the system prompt, ahead of the conversation"
     )
@@ -65,37 +74,66 @@ class ChatConfig:
         "--verbose",
         help="say why no GPU is used and which kernels are, and show where an unexpected error came from",
     )
+    config_file: str | None = setting(None, "--config", metavar="FILE", help=CONFIG_HELP.format("chat"))
 
 
 GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Sampling": SamplingParams, "Chat": ChatConfig}
 
 
-def read_command_line(argv: Sequence[str]) -> tuple[EngineConfig, SamplingParams, ChatConfig]:
-    """The settings on the command line `argv`, which lacks the program's name. Raises FlagError or EngineError with a
-    sentence that names the flag; `--help` raises SystemExit(0)."""
+def read_command_line(
+    argv: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> tuple[EngineConfig, SamplingParams, ChatConfig]:
+    """The settings on the command line `argv`, which lacks the program's name, of its environment and its file. Raises
+    FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0)."""
+    argv, places = with_sources(argv, GROUPS, "chat", environment, _CHECKS)
     engine, sampling, chat = parse(
         argv,
         GROUPS,
         prog="polarlm chat",
         description=(
-            "Chat with a local language model; /help in the chat lists its commands. "
-            "Piped input is one message per line, and standard output holds the answers alone."
+            "Chat with a local language model; /help in the chat lists its commands. Piped input is a part of the "
+            "message of -p or -f; without them, each line is a message. Standard output holds the answers alone."
         ),
         checks=_CHECKS,
     )
-    settle(None, engine, {})  # here already, before a model is downloaded and read
-    if chat.prompt is not None and chat.file is not None:
-        raise FlagError("-p/--prompt and -f/--file both give the prompt; leave one of them out")
+    with naming(places):
+        settle(None, engine, {})  # here already, before a model is downloaded and read
     if chat.json_schema is not None:
         sampling = replace(sampling, schema=_read_schema(chat.json_schema))
     return engine, sampling, chat
 
 
-def read_prompt(chat: ChatConfig) -> str | None:
-    """The text of -p, or of the file of -f without its last line end. Raises FlagError."""
-    if chat.file is None:
-        return chat.prompt
-    return _read_text("-f/--file", chat.file).removesuffix("\n")
+def read_prompt(chat: ChatConfig, piped: Callable[[], str]) -> str | None:
+    """The first message: the text of -p, the file of -f and `piped`, which gives what is piped in, a blank line between
+    them; None if there is neither -p nor -f. Raises FlagError."""
+    if chat.conversation and chat.prompt is None and chat.file is None:
+        return None
+    parts = [chat.prompt or "", "" if chat.file is None else _read_text("-f/--file", chat.file).removesuffix("\n")]
+    if not chat.lines:
+        parts.append(piped())
+    if text := "\n\n".join(filter(None, parts)):
+        return text
+    if chat.conversation:
+        raise FlagError("-p/--prompt and -f/--file need a text that is not empty")
+    raise FlagError("-no-cnv/--no-conversation needs a prompt; give one with -p/--prompt or -f/--file")
+
+
+# What `/set` takes → the flag of the same meaning: "temperature" and "temp" are --temp.
+_FLAGS = {field.name: field.metadata["flags"][-1] for field in fields(SamplingParams) if field.metadata["flags"]}
+PARAMETERS: Mapping[str, str] = {
+    name.replace("_", "-"): _FLAGS[field] for name, field in names_of(SamplingParams).items() if field in _FLAGS
+}
+
+
+def changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
+    """`params` with the parameter of this name set. value: as on the command line; empty for a switch. Raises
+    FlagError."""
+    flag = PARAMETERS.get(name.lstrip("-").replace("_", "-"))
+    if flag is None:
+        meant = close_to(name, PARAMETERS)
+        raise FlagError(f"there is no parameter {name}" + (f"; did you mean {meant}?" if meant else ""))
+    made = parser({"Sampling": SamplingParams}, prog="/set", description="", checks=_CHECKS)
+    return replace(params, **vars(made.parse_args([f"{flag}={value}" if value else flag])))
 
 
 def _read_text(flag: str, file: str) -> str:
@@ -126,6 +164,7 @@ _SOME_TEXT = that(lambda text: text != "", "this needs text that is not empty")
 
 _CHECKS: Mapping[str, Check] = {
     **{name: partial(_sampling, name) for name in SAMPLING},
+    "config_file": that(lambda text: Path(text).expanduser().is_file(), "there is no such file"),
     "logit_bias": that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),
     "stop": _SOME_TEXT,
     "dry_sequence_breakers": _SOME_TEXT,

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tqdm import tqdm
 
 from polarlm.engine.chat.line_editor import PROMPT, LineEditor
+from polarlm.engine.chat.wrapping import Wrapping
 from polarlm.engine.errors import EngineError
 
 try:
@@ -23,6 +26,7 @@ try:
 except ModuleNotFoundError:  # Windows, whose console does not write ^C
     termios = None  # type: ignore[assignment]
 
+_WAIT = 1.0  # seconds until it is said that standard input is read
 _DIM, _RED, _GREEN, _PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
 # A model's text must not move the cursor or retitle the window: control characters except \t and \n show as symbols.
 _VISIBLE = {c: 0x2400 + c for c in range(0x20) if c not in b"\t\n"} | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
@@ -31,16 +35,17 @@ _VISIBLE = {c: 0x2400 + c for c in range(0x20) if c not in b"\t\n"} | dict.fromk
 class Console:
     """Reads messages from standard input, writes the model's text to standard output and the rest to standard error."""
 
-    def __init__(self, color: str = "auto") -> None:
-        """`color` is on, off or auto."""
+    def __init__(self, color: str = "auto", completed: Sequence[str] = ()) -> None:
+        """color: on, off or auto. completed: what the Tab key completes."""
         # A process started without standard input has nothing to read.
         self._in, self._out, self._err = sys.stdin or io.StringIO(), sys.stdout, sys.stderr
         self.on_terminal = self._out.isatty()
         self.interactive = self._in.isatty() and (self.on_terminal or self._err.isatty())
         self._colored = color == "on" or (color == "auto" and self._err.isatty() and _colors_wanted())
         self._line_open = False
+        self._wrapping = Wrapping(lambda: shutil.get_terminal_size().columns)
         self._bar: tqdm[None] | None = None
-        self._editor = LineEditor(self._paint(_GREEN, PROMPT), self._colored) if self.interactive else None
+        self._editor = LineEditor(self._paint(_GREEN, PROMPT), self._colored, completed) if self.interactive else None
 
     def read(self) -> str:
         """The next message; of piped input, the next line, with the one after it if it ends in a backslash, and so on.
@@ -59,8 +64,25 @@ class Console:
         return "\n".join(lines)
 
     def read_all(self) -> str:
-        """The rest of piped input, without its last line end. Raises EngineError if it is not UTF-8."""
-        return self._piped(self._in.read).removesuffix("\n")
+        """All of piped input, without its last line end; empty at a terminal. Raises EngineError if it is not UTF-8."""
+        if self._in.isatty():
+            return ""
+        told = threading.Timer(
+            _WAIT, lambda: self.note("Reading standard input, which is a part of the message, up to its end …")
+        )
+        told.daemon = True
+        told.start()
+        try:
+            return self._piped(self._in.read).removesuffix("\n")
+        finally:
+            told.cancel()
+
+    def ask(self, question: str) -> str:
+        """What is typed after a question. Raises EOFError or KeyboardInterrupt."""
+        print(self._paint(_GREEN, question), end="", file=self._err, flush=True)
+        if not (line := self._in.readline()):
+            raise EOFError
+        return line
 
     def keep_message(self) -> None:
         """Adds the last message to the history unless it was dropped; `read` does so before the next message."""
@@ -82,13 +104,13 @@ class Console:
     def write(self, text: str) -> None:
         if text:
             self.end_progress()
-            self._out.write(text.translate(_VISIBLE) if self.on_terminal else text)
+            self._out.write(self._wrapping.feed(text.translate(_VISIBLE)) if self.on_terminal else text)
             self._out.flush()
             self._line_open = not text.endswith("\n")
 
     def end_answer(self) -> None:
         if self._line_open:
-            self._out.write("\n")
+            self._out.write(self._wrapping.feed("\n") if self.on_terminal else "\n")
             self._out.flush()
             self._line_open = False
 
@@ -120,6 +142,8 @@ class Console:
             return read()
         except UnicodeDecodeError:
             raise EngineError("Standard input is not UTF-8 text: convert it first") from None
+        except OSError:  # nohup has put a file there that cannot be read
+            return ""
 
     def _tell(self, text: str) -> None:
         self.end_progress()

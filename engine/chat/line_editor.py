@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
-import platformdirs
 from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.formatted_text import ANSI
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, create_output
+
+from polarlm.model_loaders.user_dirs import state_folder
 
 PROMPT = "> "
 _SHORT = 1000  # characters: a refused message of at most this length stays in the history
 
 
 class LineEditor:
-    def __init__(self, prompt: str, colored: bool) -> None:
+    def __init__(self, prompt: str, colored: bool, completed: Sequence[str]) -> None:
+        """completed: what the Tab key completes."""
         self.history = History(_history_file())
         self._session: PromptSession[str] = PromptSession(
             ANSI("\n" + prompt),
@@ -26,6 +29,8 @@ class LineEditor:
             multiline=True,
             history=self.history,
             key_bindings=_keys(),
+            completer=WordCompleter(completed, sentence=True),
+            complete_while_typing=False,
             color_depth=None if colored else ColorDepth.DEPTH_1_BIT,
             output=create_output(always_prefer_tty=True),
         )
@@ -54,15 +59,6 @@ class History(FileHistory):
         """Forgets the last message if it is long."""
         if self._last is not None and len(self._last) > _SHORT:
             self._last = None
-
-
-def state_folder() -> Path | None:
-    """The folder of the chat's private files, which need not exist yet; None for a user without a home folder."""
-    try:
-        folder = platformdirs.user_state_path("polarlm")
-    except RuntimeError:
-        return None
-    return folder if folder.is_absolute() else None  # "~/…", from earlier versions of platformdirs
 
 
 def _history_file() -> str:

@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import Any
 
 from polarlm.engine.chat.console import Console, ctrl_c_asked
-from polarlm.engine.chat.line_editor import PROMPT, state_folder
+from polarlm.engine.chat.line_editor import PROMPT
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.outputs import Usage
@@ -21,6 +21,7 @@ from polarlm.engine.sampling.channel_reader import ChannelReader, Inline
 from polarlm.engine.sampling.repeats import Repeats
 from polarlm.engine.storage.sessions import Progress
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.user_dirs import state_folder
 
 _MIB = 1 << 20
 _LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer is stopped if at least so many tokens repeat at least so many times
@@ -249,7 +250,7 @@ def why_it_ended(turn: Turn, params: SamplingParams) -> str | None:
 
 
 def numbers(turn: Turn, engine: Engine) -> str:
-    """Two lines: the speed of a turn, and the context and the cache of its sequence."""
+    """Two lines: the speed of a turn; the context, the cache of its sequence, and the cache of a full context."""
     rate = f"{(len(turn.token_ids) - 1) / turn.seconds:.1f} tokens/s, " if turn.seconds else ""
     speed = f"answer: {counted(len(turn.token_ids), 'token')}, {rate}stopped"
     if (usage := turn.usage) is not None:
@@ -261,11 +262,18 @@ def numbers(turn: Turn, engine: Engine) -> str:
         if usage.drafted_tokens:
             speed += f", {usage.accepted_tokens} of {usage.drafted_tokens} drafted ones right"
     cache = engine.cache_stats()
-    return (
-        f"{speed}\ncontext: {cache.tokens} of {cache.context} tokens | "
-        f"cache: {cache.bytes / _MIB:.1f} MiB, {cache.bits_per_value:.2f} bits per value "
-        f"(f16: {cache.f16_bytes / _MIB:.1f} MiB, 16 bits)"
-    )
+    now = _beside_f16(cache.bytes, cache.f16_bytes) or f"{cache.bytes / _MIB:.1f} MiB, all in full precision so far"
+    whole = _beside_f16(cache.context_bytes, cache.context_f16_bytes)
+    full = f" | with {cache.context:,} tokens: {whole}, {cache.bits_per_value:.2f} bits per value" if whole else ""
+    return f"{speed}\ncontext: {cache.tokens:,} of {cache.context:,} tokens | cache: {now}{full}"
+
+
+def _beside_f16(used: int, f16: int) -> str:
+    """Bytes of a sequence, and how much smaller they are than in half precision; empty if they are not, since the first
+    and the current block are in full precision."""
+    if f16 <= 1.05 * used:
+        return ""
+    return f"{used / _MIB:.1f} MiB, {f16 / used:.1f}× smaller than f16 ({f16 / _MIB:.1f} MiB)"
 
 
 def _places(usage: Usage) -> str:

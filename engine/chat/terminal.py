@@ -1,18 +1,21 @@
 """The terminal chat: `python -m polarlm.engine.chat`.
 
-Piped input has one message per line, and standard output gets only the answers, each with a line end.
+Piped input is a part of the message of -p or -f; without them, each line is a message. Standard output gets only the
+answers, each with a line end.
 Exit codes: 0; 1 for an unexpected error; 2 for an error in a flag, the model or, without a terminal, a message;
 130 after Ctrl-C outside a conversation at the terminal; 141 when the reader of the output has closed it.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 
 from polarlm.engine.backends.select import NO_DRIVER, driver_version
-from polarlm.engine.chat.config import ChatConfig, read_command_line, read_prompt
+from polarlm.engine.chat.config import PARAMETERS, ChatConfig, changed, read_command_line, read_prompt
 from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended
 from polarlm.engine.cli.commands import lost_output, note_in_flags, use_utf8
@@ -21,22 +24,25 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError, no_answers
 from polarlm.engine.params import SamplingParams
+from polarlm.model_loaders import first_model
 
 _BAD_REQUEST, _INTERRUPTED = 2, 130
 
 _HELP = """\
-/help           show this list
+/help, /?       show this list
 /clear          forget the conversation, keep the system prompt
 /regen          answer the last message again
 /system         show the system prompt
 /system TEXT    start anew with TEXT as the system prompt
 /save [PATH]    write the conversation and its cache to a file
 /load [PATH]    continue with a conversation that was saved
+/set NAME VALUE set a parameter of answers, such as temp, top-p, seed or predict; /set alone shows them
 /stats          show speed, context and cache of the last answer
-/exit           leave, as Ctrl-D does
+/exit, /quit, /bye  leave, as Ctrl-D does
 Enter sends; a \\ at the end of the line, or Alt-Enter, starts a new line. Ctrl-C stops an answer.
 Begin a message with // to send one that starts with /."""
-_COMMANDS = [line.split()[0] for line in _HELP.splitlines() if line.startswith("/")]
+_COMMANDS = list(dict.fromkeys(re.findall(r"(?:^|(?<=, ))/[a-z?]+", _HELP, re.MULTILINE)))
+_COMPLETED = (*_COMMANDS, *(f"/set {name}" for name in PARAMETERS))
 
 
 def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Engine.load) -> int:
@@ -64,12 +70,14 @@ def main(argv: Sequence[str] | None = None, *, load: Callable[..., Engine] = Eng
 
 
 def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: Callable[..., Engine]) -> int:
-    prompt = read_prompt(chat)
-    console = Console(chat.color)
-    if chat.conversation and prompt == "":
-        raise FlagError("-p/--prompt and -f/--file need a text that is not empty")
-    if not chat.conversation:
-        prompt = _raw_prompt(prompt, chat, console)
+    console = Console(chat.color, _COMPLETED)
+    if chat.system_prompt is not None and not chat.conversation:
+        console.note("note: -sys has no effect with -no-cnv, which uses no chat template")
+    prompt = read_prompt(chat, console.read_all)
+    if config.weights is None:
+        asks = console.interactive and prompt is None
+        chosen = first_model.choose(console.note, console.ask) if asks else first_model.remembered()
+        config = replace(config, weights=chosen)
     if chat.verbose and config.device == "auto" and driver_version() is None:
         console.note(f"{NO_DRIVER}: running on the CPU.")
     with load(config.weights, config=config, verbose=lambda told: console.note(note_in_flags(told))) as engine:
@@ -77,30 +85,20 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
             raise no_answers(engine.model.name, scores_pairs=engine.model.config.scores_pairs)
         if chat.conversation and (missing := engine.model.template.missing(engine.model.name)):
             console.note(missing)
-        console.note(engine.fit_line())
+        console.note(engine.fit_line() if chat.verbose else engine.start_line())
         if chat.verbose and (names := kernels(engine)):
             console.note(names)
         system = chat.system_prompt if chat.conversation else None
         session = ChatSession(engine, params, console, system, loop_check=chat.loop_check)
-        conversation = _Conversation(session, console, chat)
+        conversation = _Conversation(session, console, chat, is_demo=config.weights is None)
         return conversation.run(prompt) if chat.conversation else conversation.complete(prompt or "")
-
-
-def _raw_prompt(prompt: str | None, chat: ChatConfig, console: Console) -> str:
-    if chat.system_prompt is not None:
-        console.note("note: -sys has no effect with -no-cnv, which uses no chat template")
-    if prompt is None and not console.interactive:
-        prompt = console.read_all()
-    if not prompt:
-        raise FlagError("-no-cnv/--no-conversation needs a prompt; give one with -p/--prompt or -f/--file")
-    return prompt
 
 
 class _Conversation:
     """Runs messages and commands until the input ends."""
 
-    def __init__(self, session: ChatSession, console: Console, chat: ChatConfig) -> None:
-        self._session, self._console, self._chat = session, console, chat
+    def __init__(self, session: ChatSession, console: Console, chat: ChatConfig, *, is_demo: bool) -> None:
+        self._session, self._console, self._chat, self._is_demo = session, console, chat, is_demo
         self._one_turn = chat.single_turn or not chat.conversation
         self._code = 0
         self._over = False
@@ -172,6 +170,8 @@ class _Conversation:
             self._console.note(sentence)
         if self._chat.show_timings:
             self._console.note(numbers(turn, self._session.engine))
+        if self._is_demo and (sentence := first_model.better()):
+            self._console.note(sentence)
 
     @property
     def _watched(self) -> bool:
@@ -201,11 +201,23 @@ class _Conversation:
             lines.append(kernels(session.engine))
         return "\n".join(line for line in lines if line)
 
+    def _set(self, argument: str) -> str:
+        """Sets a parameter, and returns the parameters that are set."""
+        name, value = [*argument.removeprefix("parameter ").split(maxsplit=1), "", ""][:2]  # Ollama's word
+        if name:
+            try:
+                self._session.params = changed(self._session.params, name, value.strip())
+            except FlagError as error:
+                return f"{error}. /set takes {', '.join(sorted({*PARAMETERS.values()}))}."
+        params, plain = self._session.params, SamplingParams()
+        differ = (f.name for f in fields(params) if getattr(params, f.name) != getattr(plain, f.name))
+        return ", ".join(f"{name} {getattr(params, name)}" for name in differ) or "All parameters are the model's."
+
     def _command(self, text: str) -> None:
         name, argument = [*text.split(maxsplit=1), ""][:2]
         session, tell = self._session, self._console.note
         match name:
-            case "/help":
+            case "/help" | "/?":
                 tell(_HELP)
             case "/clear":
                 session.clear()
@@ -223,7 +235,9 @@ class _Conversation:
                 self._transfer(lambda: session.load(argument.strip()))
             case "/stats":
                 tell(self._stats())
-            case "/exit":
+            case "/set":
+                tell(self._set(argument))
+            case "/exit" | "/quit" | "/bye":
                 self._over = True
             case _:
                 close = close_to(name, _COMMANDS)

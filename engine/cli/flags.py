@@ -2,8 +2,8 @@
 
 `config.setting` stores the metadata: `flags`, `help`, and optionally `metavar`, `choices`, `bare` (the value of a flag
 that is given without one) and `text` (the value is text for the model and must be UTF-8). A field without flags is not
-on the command line. A field whose only name has no dash, such as `MODEL`, is a positional argument, which is required
-unless it has `bare`.
+on the command line. A first name without a dash, such as `MODEL`, is a positional argument. It is required unless the
+field has other names as well, or `bare`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import sys
 import textwrap
 import typing
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
@@ -31,12 +32,19 @@ IGNORED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("-ngl", "--n-gpu-layers", "--gpu-layers"): ("N", "all layers are on the GPUs that --device names, or on the CPU"),
     ("-fa", "--flash-attn"): ("MODE", "attention never holds a whole row of scores for the context in memory"),
     ("--no-mmap",): ("", "the weights file is read, and never mapped"),
+    ("--mlock",): ("", "the system decides which memory it swaps"),
+    ("--jinja",): ("", "the model's own template is always used"),
+    ("--no-display-prompt",): ("", "a prompt is not repeated on an output that is no terminal"),
+    ("-cb", "--cont-batching"): ("", "requests are always computed together"),
+    ("--metrics",): ("", "the server always has /metrics"),
+    ("--slots",): ("", "the server always has /stats, which say what its requests take"),
+    ("--embedding", "--embeddings", "--reranking", "--rerank"): ("", "the server does what its model is for"),
     ("--draft-min", "--draft-n-min"): ("N", "a draft is as long as pays most"),
     ("--spec-ngram-size-n",): ("N", "ngram-simple looks for the newest 4 tokens"),
 }
 """llama.cpp's flags that have no effect here: names → the name of the value (empty for a switch), and why."""
-
-_HUB_NAME = re.compile(r"(hf:)?\w[\w.-]*/\w[\w.-]*(?<!\.gguf)([@:]\S+)?")
+_VALUED = {name for names, (value, _) in IGNORED.items() if value for name in names}
+_IGNORED_VALUE = re.compile(r"-?\d+|on|off|auto|all", re.IGNORECASE)
 
 
 def that(holds: Callable[[Any], bool], sentence: str) -> Check:
@@ -78,11 +86,11 @@ def parser(
 ) -> argparse.ArgumentParser:
     """The parser of the flags and positional arguments of `groups` (title: class). Its result has only given fields,
     its errors are FlagErrors. checks: field name → check."""
-    words = [field for cls in groups.values() for field in _on_command_line(cls) if _is_word(field)]
-    shown = [f"[{_value_name(word)}]" if "bare" in word.metadata else _value_name(word) for word in words]
+    words = [field for cls in groups.values() for field in _on_command_line(cls) if _word(field)]
+    shown = [f"[{_word(field)}]" if _is_optional(field) else _word(field) for field in words]
     made = _Parser(
         prog=prog,
-        usage=" ".join(["%(prog)s", *shown, "[flags]"]),
+        usage=" ".join(["%(prog)s", *map(str, shown), "[flags]"]),
         description=description,
         formatter_class=_Help,
         argument_default=argparse.SUPPRESS,
@@ -102,6 +110,16 @@ def parser(
     return made
 
 
+class _Word(argparse.Action):
+    """A positional argument that a flag may give instead."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if hasattr(namespace, self.dest):
+            other = getattr(namespace, self.dest)
+            raise FlagError(f"{other} and {values} are both given as {self.metavar}; leave one out")
+        setattr(namespace, self.dest, values)
+
+
 class _Ignore(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         namespace.ignored = [*getattr(namespace, "ignored", ()), f"{option_string} has no effect: {self.help}"]
@@ -114,9 +132,9 @@ def parse(
     Writes a note to standard error about each flag of `IGNORED`. Raises FlagError; `--help` and `--version` print and
     raise SystemExit(0). checks: field name → check."""
     made = parser(groups, prog=prog, description=description, checks=checks)
-    joined = _join_values(argv, groups)
+    joined = join_values(argv, groups)
     try:
-        namespace, unknown = made.parse_known_args(joined)
+        namespace, unknown = made.parse_known_intermixed_args(joined)
     except FlagError:
         # A misspelt flag leaves a word too many or too few; the flag is the mistake to report.
         known = made._option_string_actions
@@ -134,8 +152,8 @@ def parse(
 def describe(cls: type) -> Iterator[tuple[str, str]]:
     """(flag, help) of each field on the command line: ("-c, --ctx-size N", "tokens of context; … (default: 0)")."""
     for field in _on_command_line(cls):
-        names = ", ".join(field.metadata["flags"])
-        if not _is_switch(field) and not _is_word(field):
+        names = ", ".join(_names(field)) or str(_word(field))
+        if not _is_switch(field) and _names(field):
             value = _value_name(field)
             names += f" [{value}]" if "bare" in field.metadata else f" {value}"
         yield names, _explain(field)
@@ -172,14 +190,23 @@ def _is_switch(field: Field[Any]) -> bool:
     return isinstance(field.default, bool)
 
 
-def _is_word(field: Field[Any]) -> bool:
-    """Whether a field is a positional argument."""
-    return not field.metadata["flags"][0].startswith("-")
+def _word(field: Field[Any]) -> str | None:
+    """The name of a field as a positional argument, if it can be one."""
+    first = str(field.metadata["flags"][0])
+    return None if first.startswith("-") else first
+
+
+def _names(field: Field[Any]) -> list[str]:
+    """The names of a field's flag."""
+    return [name for name in field.metadata["flags"] if name.startswith("-")]
+
+
+def _is_optional(field: Field[Any]) -> bool:
+    """Whether a positional argument may be left out."""
+    return "bare" in field.metadata or bool(_names(field))
 
 
 def _value_name(field: Field[Any]) -> str:
-    if _is_word(field):
-        return str(field.metadata["flags"][0])
     if "choices" in field.metadata:
         return "{" + ",".join(map(str, field.metadata["choices"])) + "}"
     return str(field.metadata.get("metavar", field.name.upper()))
@@ -192,14 +219,10 @@ def _explain(field: Field[Any]) -> str:
 
 
 def _meant(word: str, groups: Mapping[str, type]) -> str:
-    """A hint at the flag that an unknown word resembles, or that a model's path needs; empty if there is none."""
-    flags = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in field.metadata["flags"]]
-    known = [flag for flag in flags if flag.startswith("-")]
+    """A hint at the flag that an unknown one resembles; empty if there is none."""
+    known = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in _names(field)]
     if not word.startswith("-"):
-        is_path = "/" in word or os.sep in word or word.endswith(".gguf") or os.path.exists(word)
-        if is_path and "-hf" in known and _HUB_NAME.fullmatch(word) and not os.path.exists(word.split("/")[0]):
-            return f" (did you mean -hf {word}?)"
-        return f" (did you mean --weights {word}?)" if is_path and "--weights" in known else ""
+        return ""
     name = word.partition("=")[0]
     asks = get_close_matches(name, ["--help", "--version"], cutoff=0.8)  # --temp is not meant to be --help
     flag = close_to(name, [*asks, *known])
@@ -221,43 +244,51 @@ def release() -> str:
         return ""
 
 
-def _join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
+def join_values(argv: Sequence[str], groups: Mapping[str, type]) -> list[str]:
     """`argv` with `-p -x` as `--prompt=-x`: a flag that needs a value takes the next word, even one with a dash. Raises
     FlagError for the value `--`."""
     long_names = {
-        flag: field.metadata["flags"][-1]
+        flag: _names(field)[-1]
         for cls in groups.values()
         for field in _on_command_line(cls)
-        for flag in field.metadata["flags"]
-        if not _is_switch(field) and not _is_word(field) and "bare" not in field.metadata
+        for flag in _names(field)
+        if not _is_switch(field) and "bare" not in field.metadata
     }
-    words, joined = iter(argv), []
-    for word in words:
-        value = next(words, None) if word in long_names else None
+    words, joined = deque(argv), []
+    while words:
+        word = words.popleft()
+        value = words.popleft() if words and word in long_names else None
         if value == "--":  # argparse drops it before Python 3.12
             raise FlagError(f"{word}: the value cannot be '--'")
+        if word in _VALUED and not (words and _IGNORED_VALUE.fullmatch(words[0])):
+            word += "="  # the next word is a model
         joined.append(word if value is None else f"{long_names[word]}={value}")
     return joined
 
 
 def _add(group: argparse._ArgumentGroup, field: Field[Any], annotation: Any, check: Check | None) -> None:
     options: dict[str, Any] = {"help": _explain(field).replace("%", "%%")}
-    names = (field.name,) if _is_word(field) else field.metadata["flags"]
-    if not _is_word(field):
-        options["dest"] = field.name
+    names, word = _names(field), _word(field)
     if _is_switch(field):
-        group.add_argument(*names, action="store_false" if field.default else "store_true", **options)
+        action = "store_false" if field.default else "store_true"
+        group.add_argument(*names, dest=field.name, action=action, **options)
         return
     options["choices"] = field.metadata.get("choices")
-    if _is_word(field) or options["choices"] is None:  # argparse lists the choices of a flag itself
+    container, read = _reader(annotation)
+    options["type"] = _checked(_read_text if field.metadata.get("text") else read, check)
+    if word is not None:
+        count = "+" if container is tuple else "?" if _is_optional(field) else None
+        same = {"help": f"the same as {names[0]}"} if names else {}
+        group.add_argument(field.name, metavar=word, nargs=count, action=_Word, **options | same)
+    if not names:
+        return
+    if options["choices"] is None:  # which argparse lists itself
         options["metavar"] = _value_name(field)
     if "bare" in field.metadata:
         options |= {"nargs": "?", "const": field.metadata["bare"]}
-    container, read = _reader(annotation)
-    read = _read_text if field.metadata.get("text") else read
     if container is not None:
         options["action"] = _collect(container)
-    group.add_argument(*names, type=_checked(read, check), **options)
+    group.add_argument(*names, dest=field.name, **options)
 
 
 def _collect(container: type) -> type[argparse.Action]:

@@ -50,31 +50,27 @@ def _redraw(bar: tqdm[Any], ended: threading.Event) -> None:
 
 
 @contextmanager
-def counting(what: str, unit: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
+def counting(what: str, unit: str = "", total: float | None = None) -> Iterator[Callable[..., None]]:
     """Yields a function that counts one more: on a bar that disappears at the end, or without a terminal in a line on
-    standard error now and then. It takes what to show beside the count, such as the time that is left."""
-    if sys.stderr.isatty():
-        from tqdm import tqdm
+    standard error now and then. It takes what to show beside the count, such as the time that is left. Without a unit,
+    it also takes the amount, and a share of the total is shown."""
+    layout = None if unit else "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left{postfix}"
+    with progress_bar(True, desc=what, unit=unit, total=total, bar_format=layout) as bar:
+        count, said = 0.0, time.monotonic()
 
-        with tqdm(total=total, desc=what, unit=unit, leave=False) as bar:
-
-            def draw(beside: str) -> None:
+        def say(beside: str, amount: float = 1) -> None:
+            nonlocal count, said
+            count += amount
+            if bar is not None:
                 bar.set_postfix_str(beside, refresh=False)
-                bar.update()
+                bar.update(amount)
+            elif time.monotonic() - said >= _LINES_EVERY:
+                said = time.monotonic()
+                of = "" if total is None else f" of {total:,}"
+                done = f"{unit} {count:,.0f}{of}" if unit else f"{count / (total or 1):.0%}"
+                print(f"{what}: {done}{beside and f', {beside}'}", file=sys.stderr, flush=True)
 
-            yield draw
-        return
-    count, said = 0, time.monotonic()
-
-    def say(beside: str) -> None:
-        nonlocal count, said
-        count += 1
-        if time.monotonic() - said >= _LINES_EVERY:
-            said = time.monotonic()
-            of = "" if total is None else f" of {total:,}"
-            print(f"{what}: {unit} {count:,}{of}{beside and f', {beside}'}", file=sys.stderr, flush=True)
-
-    yield say
+        yield say
 
 
 def above_bars(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -156,7 +156,7 @@ def _modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def also(modules: Iterable[ModuleType]) -> Iterator[None]:
-    """Know the types of more modules for a while: types of a measurement, which no engine has."""
+    """Know the types of more modules for a while: types of a measurement, or of a file outside of the package."""
     more = {name: module for module in modules for name in module.NAMES}
     _modules().update(more)
     try:
@@ -187,7 +187,7 @@ def get(name: str) -> Codec:
 
 def file_of(codec: Codec) -> str:
     """The name of the codec's file without `.py`; its record and its CUDA source have the same name."""
-    return _modules()[codec.name.split("+")[0]].__name__.rsplit(".", 1)[1]
+    return _modules()[codec.name.split("+")[0]].__name__.rpartition(".")[2]
 
 
 def bits_per_value(codec: Codec, block_size: int, head_dim: int) -> float:

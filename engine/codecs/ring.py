@@ -12,8 +12,9 @@ per variance.
 Decode, per value: a quarter of a lookup of four values (`ring5`: half a lookup of two), one multiplication by the norm.
 
 **Codes.** Points are numbered ring by ring from the inside, and counter-clockwise on each ring. Odd rings (the
-innermost is ring 0) are rotated by half a phase. `scripts/design_rings.py` found the phases; the radii follow from them
-by Lloyd's algorithm. The nearest point is the first with the least |p|²/2 − y·p in float32: see `parts.nearest`.
+innermost is ring 0) are rotated by half a phase. scripts/design_rings.py of commit edc1a714 found the phases; the radii
+follow from them by Lloyd's algorithm. The nearest point is the first with the least |p|²/2 − y·p in float32: see
+`parts.nearest`.
 
 All rings of `ring5` are rotated, and have a multiple of four phases, which costs 0.5 % in the error. Its points are
 then mirror images of those in a quadrant: the low eight bits of a code are the number of a point whose coordinates are

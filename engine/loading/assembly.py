@@ -18,7 +18,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError, KernelError
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.fitting import load_or_fit
-from polarlm.engine.loading.parts import Parts, fit_line
+from polarlm.engine.loading.parts import Parts, fit_line, start_line
 from polarlm.engine.loading.placement.place import Placement, place
 from polarlm.engine.loading.placement.wanted import draft_bytes, draft_config, fits_beside, wanted_of_source
 from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
@@ -45,7 +45,7 @@ from polarlm.engine.storage.tiers.opening import open_tiers
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-__all__ = ["Parts", "assemble", "fit_line", "with_cache"]
+__all__ = ["Parts", "assemble", "fit_line", "start_line", "with_cache"]
 
 Say = Callable[[str], None]
 

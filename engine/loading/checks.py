@@ -27,10 +27,6 @@ def settle(
     path: str | os.PathLike[str] | None, config: EngineConfig | None, settings: Mapping[str, Any]
 ) -> EngineConfig:
     """Return the checked EngineConfig of `Engine.load`'s arguments. Raises EngineError for an invalid setting."""
-    known = {f.name for f in fields(EngineConfig)}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        raise EngineError(f"There is no setting {unknown[0]!r}; there are {', '.join(sorted(known))}")
     config = replace(config or EngineConfig(), **settings)
     if path is not None:
         if not isinstance(path, (str, bytes, os.PathLike)):

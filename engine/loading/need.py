@@ -33,15 +33,14 @@ class Need:
     free: int  # bytes of the device's memory
 
 
-def fetched(config: EngineConfig, verbose: Callable[[str], None], progress: hub.Progress) -> EngineConfig:
+def fetched(config: EngineConfig, verbose: Callable[[str], None], progress: hub.Progress | None = None) -> EngineConfig:
     """Return `config` with the path of its model in place of a name on the hub, from which it is downloaded if need be:
     of several GGUF files the best that fits in memory. Raises EngineError."""
-    path = str(config.weights)
-    if not path.startswith(hub.PREFIX):
-        return config
-    ops, _ = select(config.device, config.threads)
     try:
-        file = hub.fetch(hub.parse(path), fits_beside(config, ops), verbose, progress)
+        if config.weights is None or (name := hub.named(config.weights)) is None:
+            return config
+        ops, _ = select(config.device, config.threads)
+        file = hub.fetch(name, fits_beside(config, ops), verbose, progress)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     return replace(config, weights=str(file))

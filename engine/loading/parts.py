@@ -62,11 +62,29 @@ class Parts:
             self.draft.close()
 
 
+def start_line(parts: Parts) -> str:
+    """Return a short line for users: the model, its size, its context, and what its cache saves at full context."""
+    plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
+    if model.config.is_encoder:
+        return fit_line(parts)
+    smaller = shape.f16_bytes(plan.tokens) / max(1, shape.sequence_bytes(plan.tokens))
+    cache = f"{smaller:.1f}× smaller than f16" if smaller > 1.05 else cache_types.in_words(parts.config, shape)
+    return " · ".join(
+        [
+            model.name,
+            f"{model.dtype}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}",
+            f"context {plan.tokens:,} tokens",
+            f"cache {cache}",
+        ]
+    )
+
+
 def fit_line(parts: Parts) -> str:
     """Return a line for users: the model, how its weights are kept, the memory of weights and KV store, its context."""
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = cache_types.in_words(parts.config, shape)
     weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
+    name = f"{model.name} ({model.config.family}, {len(model.config.layers)} layers)"
     where = f", {ops.inputs}" if ops.inputs else ""
     where += ", mapped from the tile cache" if parts.is_mapped else ""
     if parts.experts is not None:
@@ -75,11 +93,11 @@ def fit_line(parts: Parts) -> str:
         what = f"embedding model: vectors of {model.config.vector_size}, texts of up to {plan.tokens:,} tokens"
         if model.config.scores_pairs:
             what = f"reranker: queries and documents of up to {plan.tokens:,} tokens together"
-        return f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; {what}"
+        return f"{name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; {what}"
     snapshots = plan.snapshot_bytes if shape.has_host else 0
     beside = f" and {format_bytes(snapshots)} of snapshots in the computer's memory" if snapshots else ""
     line = (
-        f"{model.name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; "
+        f"{name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; "
         f"KV store {format_bytes(plan.bytes)}{beside}, "
         f"{shape.blocks_of_kv(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
         f"({shape.bits_of_text(plan.tokens):.2f} bits/value): {plan.capacity:,} tokens fit"

@@ -20,6 +20,8 @@ from polarlm.model_loaders.chat.reasoning import Place
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
+Messages = str | Sequence[Mapping[str, Any]]  # a text: of a user's only message
+Batch = list[str] | tuple[str, ...] | Sequence[Sequence[Mapping[str, Any]]] | Sequence[Sequence[int]]
 
 _MOST_CHARACTERS = 16  # per token of the context; of a longer text, a lower bound of its tokens is checked first
 
@@ -234,6 +236,39 @@ def check_vectors(prompt: Prompt, params: SamplingParams, options: PromptOptions
 def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Whether a prompt is a list of messages."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def is_batch(prompt: Prompt | Batch) -> TypeGuard[Batch]:
+    """Whether these are several prompts: texts alone, or lists alone."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)) or not prompt:
+        return False
+    return all(isinstance(one, (str, list, tuple)) for one in prompt)
+
+
+def one_prompt(prompt: Prompt, of_several: str = "generate") -> Prompt:
+    """Return `prompt`. Raises EngineError for several. of_several: the method that takes them."""
+    if is_batch(prompt):
+        raise EngineError(f"This is a list of {counted(len(prompt), 'prompt')}, which {of_several} takes; give one")
+    return prompt
+
+
+def as_messages(messages: Messages) -> Sequence[Mapping[str, Any]]:
+    """Return a conversation's messages: a text is the user's only message. Raises EngineError for anything else."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if not is_chat(messages):
+        raise EngineError(f"chat takes a text or a list of messages, not {shown(messages)}")
+    return messages
+
+
+@contextmanager
+def naming(index: int, count: int) -> Iterator[None]:
+    """Say in an EngineError which one of `count` prompts it is about, unless there is one alone."""
+    try:
+        yield
+    except EngineError as error:
+        error.args = (f"prompts[{index}]: {error}" if count > 1 else str(error),)
+        raise
 
 
 def checked_ids(ids: Sequence[int], model: model_loaders.Model, context: int, room: int) -> list[int]:

@@ -152,13 +152,15 @@ class Runner:
         return dict(zip(self._store.shape.kinds, finer.blocks.places.counts(), strict=True))
 
     def cache_stats(self) -> CacheStats:
-        newest, shape = self.newest, self._store.shape
+        newest, shape, context = self.newest, self._store.shape, self._store.plan.tokens
         return CacheStats(
             tokens=len(newest.ids),
             bytes=newest.bytes,
             bits_per_value=shape.bits_per_value,
             f16_bytes=shape.f16_bytes(len(newest.ids)),
-            context=self._store.plan.tokens,
+            context=context,
+            context_bytes=shape.sequence_bytes(context),
+            context_f16_bytes=shape.f16_bytes(context),
         )
 
     def fail_all(self, error: Exception) -> None:

@@ -45,7 +45,8 @@ def _checked(message: Any, index: int, tokenizer: Tokenizer) -> Message:
         shown = {"content": "", **shown, "tool_calls": _checked_calls(calls, index)}
     for field in ("role", "content"):
         if not isinstance(shown.get(field), str):
-            raise ValueError(f"messages[{index}].{field} must be a string.")
+            parts = " or a list of texts, as {'type': 'text', 'text': '…'}" if field == "content" else ""
+            raise ValueError(f"messages[{index}].{field} must be a string{parts}.")
     return Message(shown, _checked_ids(message, index, tokenizer), message.get("reasoned") is True)
 
 

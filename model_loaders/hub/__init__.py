@@ -23,6 +23,7 @@ from polarlm.model_loaders.hub.choice import (
     HubName,
     choose_gguf,
     has_safetensors,
+    named,
     parse,
     quantization_of,
     quantizations,
@@ -33,7 +34,7 @@ from polarlm.model_loaders.hub.local import shards
 from polarlm.model_loaders.hub.problems import RESUMES, cannot_be_reached, sentence
 from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
 
-__all__ = ["PREFIX", "Fits", "HubName", "fetch", "fetch_adapter", "parse", "quantization_of", "sizes"]
+__all__ = ["PREFIX", "Fits", "HubName", "fetch", "fetch_adapter", "named", "parse", "quantization_of", "size", "sizes"]
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
@@ -73,6 +74,15 @@ def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
     """The configuration of a model on the hub, and its files, the best first: (quantization, bytes) for each GGUF file,
     or one ("", bytes) for safetensors. Downloads no weights. Raises LoadError."""
     return _Fetching(name).told(_Fetching.sizes)
+
+
+def size(name: HubName) -> int:
+    """Bytes of the GGUF files that a name with a quantization means. Downloads nothing. Raises LoadError."""
+
+    def listed(fetching: _Fetching) -> int:
+        return choose_gguf(name, fetching._client.listing(name).files.values(), lambda size: True).size
+
+    return _Fetching(name).told(listed)
 
 
 class _Fetching:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -70,6 +71,17 @@ def parse(text: str) -> HubName:
             "or user/repo@main for one of its revisions."
         )
     return HubName(**match.groupdict())
+
+
+def named(path: str | os.PathLike[str]) -> HubName | None:
+    """The model on the hub that a path means: one with "hf:", or user/repo where neither it nor the folder `user`
+    exists. None for any other path. Raises LoadError for another name after "hf:"."""
+    if not isinstance(path, str) or os.path.exists(path):
+        return None
+    if path.startswith(PREFIX):
+        return parse(path)
+    is_name = _NAME.fullmatch(path) and not path.endswith(".gguf") and not os.path.isdir(path.split("/")[0])
+    return parse(path) if is_name else None
 
 
 @dataclass(frozen=True)

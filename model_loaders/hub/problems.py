@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 
 from polarlm.model_loaders.hub.choice import HubName
@@ -25,6 +26,8 @@ def sentence(client: Client, name: HubName, error: Exception) -> str:
     """`error` as a sentence for the user."""
     hub, page, status = client.errors, f"{client.endpoint}/{name.repo}", client.status(error)
     message = _header(error, "X-Error-Message")
+    # The name may be meant as a path.
+    nor_here = "" if os.path.exists(name.repo) else ", nor is there such a folder here"
     if isinstance(error, hub.OfflineModeIsEnabled):
         return f"{name} is not in the cache {client.cache}, and HF_HUB_OFFLINE is set: unset it to download the model."
     if isinstance(error, hub.GatedRepoError):
@@ -40,7 +43,7 @@ def sentence(client: Client, name: HubName, error: Exception) -> str:
         return f"The hub has disabled {name.repo}: choose another model."
     if isinstance(error, hub.RepositoryNotFoundError):
         private = "it may be private for another account than yours" if client.has_token else f"if private, {_LOG_IN}"
-        return f"There is no model {name.repo} on the hub ({page}): check the name; {private}."
+        return f"There is no model {name.repo} on the hub ({page}){nor_here}: check the name; {private}."
     if status == 403:
         return f"The hub refuses access to {name.repo} ({message or 'forbidden'}): look at {page}, or {_LOG_IN}."
     if status == 429:
@@ -60,7 +63,7 @@ def sentence(client: Client, name: HubName, error: Exception) -> str:
         begun = client.has_begun(name.repo)
         return (
             f"The hub at {client.endpoint} cannot be reached ({reason}), and {name} is not in the cache"
-            f"{' as a whole' if begun else ''}: check the network connection and the proxy."
+            f"{' as a whole' if begun else ''}{nor_here}: check the network connection and the proxy."
             f"{f' {RESUMES}' if begun else ''}"
         )
     if isinstance(error, OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import re
 from functools import lru_cache
@@ -16,12 +17,14 @@ from polarlm.engine.params import OPTIONS, SAMPLING
 
 
 @lru_cache(maxsize=1)
-def _page() -> tuple[str, dict[str, str]]:
+def _page() -> tuple[str, bytes, dict[str, str]]:
+    """The page, the same compressed, and headers."""
     text = _whole()
     policy = [
         "default-src 'none'",
         f"script-src {_hash('script', text)}",
         f"style-src {_hash('style', text)}",
+        "font-src data:",
         "img-src data:",  # the icon
         "connect-src 'self'",
         "base-uri 'none'",
@@ -29,26 +32,37 @@ def _page() -> tuple[str, dict[str, str]]:
         "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",
     ]
-    return text, {
+    packed = gzip.compress(text.encode(), mtime=0)
+    headers = {
         "Content-Security-Policy": "; ".join(policy),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
+        "ETag": f'W/"{hashlib.sha256(packed).hexdigest()}"',
+        "Vary": "Accept-Encoding",
     }
+    return text, packed, headers
 
 
 def _whole() -> str:
-    """page.html with its style sheet and its scripts, which become a single script, written into it."""
+    """page.html with its style sheets and their fonts as a single style, and its scripts as a single script."""
     folder = files("polarlm.server").joinpath("page")
 
     def read(name: str) -> str:
         return folder.joinpath(name).read_text(encoding="utf-8")
 
+    def joined(text: str, reference: str, element: str, first: str = "") -> str:
+        before, *names, after = re.split(reference + "\n", text)
+        return "\n".join([f"{before}<{element}>{first}", *map(read, names[::2]), f"</{element}>\n{after}"])
+
+    def font(match: re.Match[str]) -> str:
+        content = folder.joinpath(f"vendor/katex/{match[1]}").read_bytes()
+        return f"url(data:font/woff2;base64,{base64.b64encode(content).decode()})"
+
     text = read("page.html").replace("        <!-- sampling options -->\n", "".join(map(_input, OPTIONS)))
-    text = re.sub(r'<link rel="stylesheet" href="(.*?)">', lambda m: f"<style>\n{read(m[1])}</style>", text)
-    scripts = re.findall(r'<script src="(.*?)"></script>\n', text)
-    whole = '<script>\n"use strict";\n' + "".join(f"\n{read(name)}" for name in scripts) + "</script>\n"
-    return re.sub(r"(?:<script src=.*?></script>\n)+", lambda _: whole, text)
+    text = joined(text, r'<link rel="stylesheet" href="(.*?)">', "style")
+    text = re.sub(r"url\((fonts/[^)]*woff2)\)[^}]*", font, text)  # the same font in older formats follows
+    return joined(text, r'<script src="(.*?)"></script>', "script", '\n"use strict";')
 
 
 def _input(name: str) -> str:
@@ -69,7 +83,11 @@ def _hash(element: str, page: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-async def page(_request: Request) -> Response:
+async def page(request: Request) -> Response:
     """The chat page in one file; it uses the API as any other client does."""
-    text, headers = _page()
+    text, packed, headers = _page()
+    if headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return Response(packed, headers={**headers, "Content-Encoding": "gzip"}, media_type="text/html")
     return Response(text, headers=headers, media_type="text/html")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -12,6 +11,7 @@ from typing import Any
 
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import FlagError, close_to, in_flags
+from polarlm.engine.cli.sources import QUOTES, read_toml
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
 from polarlm.model_loaders import LoadError, hub, load_weights
@@ -19,18 +19,11 @@ from polarlm.model_loaders.hub import local
 from polarlm.model_loaders.user_dirs import cache_folder
 from polarlm.server.config import HUB
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 _LATEST = ":latest"  # the tag that Ollama's clients add to a name
 _PART = re.compile(r"-(\d{5})-of-\d{5}$")
 _NOT_A_MODEL = "mmproj"  # the beginning of the name of a file for images
 _SETTINGS = {field.name.replace("_", "-"): field.name for field in fields(EngineConfig) if field.metadata["flags"]}
 _SOURCES = {"weights", "hf-repo"}  # which `path` and `hf` say
-# In double quotes, a backslash of TOML is the beginning of another character.
-_QUOTES = "; write a path with backslashes in single quotes, as in path = 'C:\\models\\qwen3.gguf'"
 _KEYS = ("path", "hf", "aliases", "pinned", "idle-unload")
 
 
@@ -167,16 +160,8 @@ def _is_supported(path: Path) -> bool:
 def _written(file: Path, common: EngineConfig) -> list[NamedModel]:
     """The models in a TOML file, one for each table. Raises FlagError."""
     at = f"--models {file}"
-    text = ""
-    try:
-        text = file.read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
-    except OSError as error:
-        raise FlagError(f"{at}: cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise FlagError(
-            f"{at}: is neither a folder of models nor a TOML file: {error}" + _QUOTES * ("\\" in text)
-        ) from None
+    tables = read_toml(at, file)
+    tables.pop("server", None)  # flags, which the command line has read
     models = [_model(at, file.parent, name, table, common) for name, table in tables.items()]
     if not models:
         raise FlagError(f'{at}: has no models; write a table for each, as in [qwen3] with path = "qwen3.gguf"')
@@ -198,7 +183,7 @@ def _model(at: str, folder: Path, name: str, table: Any, common: EngineConfig) -
     if path is not None:
         source = str(where := folder / Path(path).expanduser())
         if not where.exists():
-            hint = _QUOTES if any(sign < " " for sign in path) else ""
+            hint = QUOTES if any(sign < " " for sign in path) else ""
             raise FlagError(f"{at}: path = {path!r}: there is no such file or folder{hint}")
     else:
         source = f"{hub.PREFIX}{on_hub}"

@@ -247,7 +247,8 @@ function draftsOf(details) {
 
 /** The words of an answer, a line for each block; only the beginning of a long answer. */
 function spoken(body) {
-  const text = [...body.querySelectorAll("p, h3, h4, h5, h6, th, td, pre")].map((block) => block.textContent).join("\n");
+  const blocks = [...body.querySelectorAll("p, h3, h4, h5, h6, th, td, pre")];
+  const text = withSources(() => blocks.map((block) => block.innerText).join("\n"));
   return text.length > SPOKEN ? `${text.slice(0, SPOKEN)} … The answer continues.` : text;
 }
 

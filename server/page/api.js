@@ -12,7 +12,7 @@ class Failure extends Error {
 
 async function ask(path, options = {}) {
   const headers = {};
-  const key = kept("sessionStorage", KEY);
+  const key = kept("localStorage", KEY);
   if (key) headers.Authorization = `Bearer ${key}`;
   if (options.body) headers["Content-Type"] = options.type ?? "application/json";
   let response;

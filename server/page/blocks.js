@@ -1,14 +1,17 @@
 // Blocks of Markdown that grow: words, code, the rows of a table.
 
 const SEGMENT = 2000; // characters after which the end of a mark, such as `**`, is no longer looked for
+const COLOURED = 50_000; // characters of code beyond which it gets no colours
+const SIGNS = { amp: "&", lt: "<", gt: ">", quot: '"', "#x27": "'" };
 const PIECE = new RegExp(`^[^]{1,${2 * SEGMENT}}`, "u"); // the most text that is read at a time; it cuts no character
 
 /** A paragraph, a heading or an item. When it grows, only text whose meaning may still change is read again. */
 class Words {
-  constructor(element) {
-    this.element = element;
+  /** before: nodes in front of the words. */
+  constructor(element, ...before) {
+    this.element = put(element, ...before);
     this.text = ""; // the text after the fixed nodes
-    this.fixed = 0; // the number of nodes that no longer change
+    this.fixed = before.length; // the number of nodes that no longer change
     this.whole = "";
     this.lines = 1;
   }
@@ -16,7 +19,11 @@ class Words {
   write(text) {
     this.text += text;
     this.whole += text;
+    if (this.text.length > 4 * SEGMENT) this.flush();
   }
+
+  /** Whether the next line belongs to a formula. */
+  get opened() { return openedAt(this.text) >= 0; }
 
   flush() {
     while (this.text.length > 4 * SEGMENT) this.#settle(PIECE.exec(this.text)[0]);
@@ -27,7 +34,7 @@ class Words {
   /** Fixes the nodes of the longest beginning of the text that later text cannot change. */
   #settle(text) {
     let cut = settledUpTo(text);
-    if (text.length - cut > SEGMENT) cut = Math.max(cut, text.lastIndexOf(" ") + 1 || text.length);
+    if (text.length - cut > SEGMENT) cut = Math.max(cut, text.lastIndexOf(" ")) || text.length;
     if (!cut) return;
     this.#show(text.slice(0, cut));
     this.fixed = this.element.childNodes.length;
@@ -40,10 +47,10 @@ class Words {
   }
 }
 
-/** A block of code. Text is appended to it, and never read again. */
+/** A block of code. Text is appended to it, and read again once, when it is complete. */
 class Code {
   constructor(fence, indent, language) {
-    Object.assign(this, { fence, indent, lines: 0, text: "", fresh: "" });
+    Object.assign(this, { fence, indent, language, lines: 0, text: "", fresh: "" });
     const copying = copyButton("Copy code", () => this.text + this.fresh);
     const bar = put(make("figcaption"), make("span", "language", language || "Code"), copying);
     this.pre = region("pre", "", "", language ? `Code, ${language}` : "Code");
@@ -58,6 +65,21 @@ class Code {
     addText(this.pre.firstChild, visibleCode(this.fresh));
     this.text += this.fresh;
     this.fresh = "";
+  }
+
+  /** Colours the code if highlight.js knows its language. */
+  close() {
+    this.flush();
+    const language = /^[\w+#.-]*/.exec(this.language)[0];
+    if (this.text.length > COLOURED || !hljs.getLanguage(language)) return;
+    const code = make("code"), open = [code], { value } = hljs.highlight(visibleCode(this.text), { language, ignoreIllegals: true });
+    for (const [part, name, sign] of value.matchAll(/<span class="([^"]*)">|<\/span>|&([#\w]+);|[^<&]+/g)) { // it is HTML, and is read as text
+      if (name) open.push(open.at(-1).appendChild(make("span", name.startsWith("hljs-") ? name : "")));
+      else if (part === "</span>") open.pop();
+      else open.at(-1).append(SIGNS[sign] ?? part);
+    }
+    code.normalize();
+    this.pre.replaceChildren(code);
   }
 }
 

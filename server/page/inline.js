@@ -1,10 +1,14 @@
-// Markdown inside a line: emphasis, code, links.
+// Markdown inside a paragraph: emphasis, code, links, mathematics.
 
 const DEPTH = 6; // levels of nested emphasis
 
 const INLINE = new RegExp(
   [
-    String.raw`\\(?<escaped>[\\\`*_{}[\]()#+.!|~<>-])`,
+    String.raw`(?<maths>(?:(?<=^|\n)(?:\$\$(?!\$)(?:(?!\$\$)[^])+\$\$(?!\$)|\\\[(?:(?!\\\])[^])+\\\])`, // the only mark of several lines
+    String.raw`(?<!\$)\$\$(?!\$)[^$\n]+\$\$(?!\$)|\\\[[^\n]+?\\\])\n?`,
+    String.raw`\\\([^\n]+?\\\)`,
+    String.raw`(?<![\w$])\$(?![\s$])(?:\\.|[^$\\\`\n])+(?<!\s)\$(?![\d$]))`, // no two prices
+    String.raw`\\(?<escaped>[\\\`*_{}#+.!|~<>$-])`,
     "``(?<code2>[^\\n]*?[^\\n`])``(?!`)",
     "(?<!`)`(?<code>[^`\\n]+)`(?!`)",
     String.raw`\*\*(?<strong>(?=\S)[^\n]*?\S)\*\*`,
@@ -12,12 +16,14 @@ const INLINE = new RegExp(
     String.raw`~~(?<struck>(?=\S)[^\n]*?\S)~~`,
     String.raw`(?<![\w*])\*(?<em>(?![\s*])[^*\n]*[^*\s])\*(?![\w*])`,
     String.raw`(?<!\w)_(?<em2>(?![\s_])[^_\n]*[^_\s])_(?!\w)`,
+    String.raw`\[\^(?<note>\d{1,3})\]`,
     String.raw`\[(?<label>[^[\]\n]{1,500})\]\((?<target>[^\s()<>\0-\x1f]*(?:\([^\s()<>\0-\x1f]*\)[^\s()<>\0-\x1f]*)*)(?:[ ]+"[^"\n]*")?\)`,
     String.raw`(?<![\w/])(?<address>https?://[^\s<>"'\`|\0-\x1f]*[^\s<>"'\`|.,;:!?)\]*_~\0-\x1f])`,
   ].join("|"),
   "g",
 );
-const OPENER = /[*_~](?=\S|$)|[`[\\]/; // may begin a match of INLINE
+const OPENER = /[*_~$](?=\S|$)|[`[\\]/; // may begin a match of INLINE
+const DISPLAYED = /(?<=^|\n)(?:\$\$(?!\$)(?:(?!\$\$)[^])*(\$\$)?|\\\[(?:(?!\\\])[^])*(\\\])?)/g; // a formula that a later line may close
 const SAFE = new Set(["http:", "https:", "mailto:"]);
 
 /** The nodes of a text without block structure. */
@@ -37,6 +43,7 @@ function inline(text, depth = 0) {
 
 function inlineElement({ groups }, depth) {
   const holding = (name, content) => put(make(name), ...inline(content, depth + 1));
+  if (groups.maths) return formula(visible(groups.maths.trimEnd()));
   if (groups.escaped) return document.createTextNode(groups.escaped);
   const code = groups.code ?? groups.code2;
   if (code !== undefined) return make("code", "", visibleCode(code));
@@ -44,6 +51,7 @@ function inlineElement({ groups }, depth) {
   if (strong) return holding("strong", strong);
   if (em) return holding("em", em);
   if (groups.struck) return holding("s", groups.struck);
+  if (groups.note) return put(make("sup"), button(groups.note, showNote, "note", `Footnote ${groups.note}`));
   return link(groups.address ?? groups.target, groups.label ?? groups.address);
 }
 
@@ -57,14 +65,27 @@ function link(address, label) {
   return anchor;
 }
 
+/** Scrolls to the note that a number in the text stands for. */
+function showNote({ target }) {
+  target.closest(".text").querySelector(`[data-note="${target.textContent}"]`)?.scrollIntoView({ block: "nearest" });
+}
+
+/** Where a formula begins that a later line may close; -1 if there is none. */
+function openedAt(text) {
+  const last = [...text.matchAll(DISPLAYED)].at(-1);
+  return last && !last[1] && !last[2] ? last.index : -1;
+}
+
 /** The length of the text's beginning that later text cannot change: up to a word, before any mark that is not closed. */
 function settledUpTo(text) {
-  let done = text.lastIndexOf("\n") + 1, settled = done; // no mark spans the end of a line
-  const matches = [...text.matchAll(INLINE)].filter(({ index }) => index >= done);
+  const opened = openedAt(text), line = text.lastIndexOf("\n") + 1;
+  if (opened >= 0) return opened;
+  const matches = [...text.matchAll(INLINE)].filter(({ index, 0: { length } }) => index + length > line);
+  let done = Math.min(line, matches[0]?.index ?? line), settled = done;
   for (const { index, 0: { length } } of [...matches, { index: text.length, 0: "" }]) {
     const gap = text.slice(done, index), opener = gap.search(OPENER);
     const space = gap.slice(0, opener < 0 ? gap.length : opener).lastIndexOf(" ");
-    if (space >= 0) settled = done + space + 1;
+    if (space >= 0) settled = done + space; // what is left shows that it does not begin a line
     if (opener >= 0) break;
     done = index + length;
   }

@@ -128,9 +128,9 @@ $("open-meters").addEventListener("click", () => {
 let locked = null; // the answer that was refused because the key was missing or wrong
 
 function lock(message = null) {
-  const again = kept("sessionStorage", KEY) !== null;
+  const again = kept("localStorage", KEY);
   locked = message ?? locked;
-  $("door-why").textContent = again ? "The server does not know this key." : "This server asks for one. It is kept until this tab is closed.";
+  $("door-why").textContent = again ? "The server does not know this key." : "This server asks for one. This browser keeps it until the settings forget it.";
   if ($("door").hidden) {
     $("door").hidden = false;
     $("key").focus();
@@ -139,7 +139,8 @@ function lock(message = null) {
 
 $("door").addEventListener("submit", async (event) => {
   event.preventDefault();
-  keep("sessionStorage", KEY, $("key").value);
+  keep("localStorage", KEY, $("key").value);
+  $("keyed").hidden = false;
   $("door").hidden = true;
   $("key").value = "";
   $("message").focus();
@@ -149,6 +150,13 @@ $("door").addEventListener("submit", async (event) => {
   locked = null;
   if (message === rows.at(-1)?.message && !live) answer(message);
 });
+
+$("forget").addEventListener("click", () => {
+  keep("localStorage", KEY, "");
+  $("keyed").hidden = true;
+  look();
+});
+$("keyed").hidden = !kept("localStorage", KEY);
 
 // -- start ------------------------------------------------------------------------------------------------------------
 

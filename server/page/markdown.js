@@ -3,14 +3,15 @@
 const LONGEST_MARK = 500; // characters of a line after which its kind is certain
 
 const FENCE = /^( *)(`{3,}|~{3,}) *([^`\n]*)$/;
-const ITEM = /^( *)([-*+]|(\d{1,9})[.)]) +(?=\S)/;
+const ITEM = /^( *)([-*+]|(\d{1,9})[.)]) +(?:\[([ xX])\] +)?(?=\S)/;
 const HEADING = /^ {0,3}(#{1,6}) +(?=\S)/;
 const QUOTE = /^ {0,3}> ?/;
+const NOTE = /^ {0,3}\[\^(\d{1,3})\]: +(?=\S)/;
 const TABS = /^ *\t[ \t]*/; // at the beginning of a line
 const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
 const RULER = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)*\|? *$/; // between the head of a table and its rows
 /** Beginnings of a line that may still become another kind of line. */
-const UNDECIDED = /^ *(?:[-*+_] *|\d{1,9}[.)]? *|#{1,6} *|> *|`{1,2}|`{3,}[^`]*|~{1,2}|~{3,}.*|([-*_])(?: *\1)* *|[|:\- ]*)?$/;
+const UNDECIDED = /^ *(?:(?:[-*+_]|\d{1,9}[.)]?) *(?: \[(?:[ xX]?|[ xX]\] *))?|\[(?:\^(?:\d{1,3}(?:\](?:: *)?)?)?)?|#{1,6} *|> *|`{1,2}|`{3,}[^`]*|~{1,2}|~{3,}.*|([-*_])(?: *\1)* *|[|:\- ]*)?$/;
 
 /** Writes Markdown into an element piece by piece: `write` any text, then `flush` once a frame. */
 class Markdown {
@@ -41,6 +42,7 @@ class Markdown {
   end() {
     if (this.#rest) this.#begin(this.#rest, true);
     this.flush();
+    this.#block?.close?.();
   }
 
   flush() {
@@ -63,6 +65,7 @@ class Markdown {
   #settled(line) {
     if (line.length > LONGEST_MARK) return true;
     if (this.#block instanceof Code) return !/^ *(?:`*|~*) *$/.test(line);
+    if (this.#inFormula) return line.trim();
     if (this.#block instanceof Row && !line.includes("|")) return false;
     return !UNDECIDED.test(line);
   }
@@ -76,7 +79,9 @@ class Markdown {
       this.#blank = true;
       return undefined;
     }
-    const indent = /^ */.exec(line)[0].length, fence = whole && FENCE.exec(line);
+    const indent = /^ */.exec(line)[0].length;
+    if (this.#inFormula) return this.#words(line, indent);
+    const fence = whole && FENCE.exec(line);
     if (fence) return this.#fence(fence, indent);
     if (whole && this.#isRuler(line)) return this.#table(line);
     if (this.#block instanceof Row && line.includes("|")) return this.#row(line, "td");
@@ -85,7 +90,7 @@ class Markdown {
       this.#add(make("hr"));
       return this.#none();
     }
-    for (const [kind, take] of [[ITEM, this.#item], [HEADING, this.#heading], [QUOTE, this.#quoted]]) {
+    for (const [kind, take] of [[ITEM, this.#item], [HEADING, this.#heading], [QUOTE, this.#quoted], [NOTE, this.#note]]) {
       const match = kind.exec(line);
       if (match) return take.call(this, match, line.slice(match[0].length), indent);
     }
@@ -114,14 +119,22 @@ class Markdown {
     if (!text.trim()) { this.#block = null; return this.#none(); }
     if (this.#block instanceof Words && this.#block.element.parentNode === this.#quote) {
       this.#open = this.#block;
-      return this.#put(`\n${text}`);
+      return this.#put(`\n${text.trimStart()}`);
     }
     const paragraph = dir(make("p"));
     this.#quote.append(paragraph);
     return this.#into(new Words(paragraph), text);
   }
 
-  #item([, , sign, number], text, indent) {
+  #note([, number], text) {
+    this.#leave(0);
+    const paragraph = make("p", "footnote");
+    paragraph.dataset.note = number;
+    this.#add(dir(paragraph));
+    return this.#into(new Words(paragraph, make("sup", "", number)), text);
+  }
+
+  #item([, , sign, number, task], text, indent) {
     this.#quote = null;
     while (this.#lists.length && indent < this.#lists.at(-1).indent) this.#lists.pop();
     const name = number === undefined ? "ul" : "ol";
@@ -142,7 +155,8 @@ class Markdown {
     list.item = dir(make("li"));
     list.element.append(list.item);
     this.#blank = false;
-    return this.#into(new Words(list.item.appendChild(make("p"))), text);
+    const box = task && Object.assign(make("input", "", "", "Done"), { type: "checkbox", disabled: true, checked: task !== " " });
+    return this.#into(new Words(list.item.appendChild(make("p")), ...(box ? [box] : [])), text);
   }
 
   #fence([, spaces, fence, language], indent) {
@@ -156,6 +170,7 @@ class Markdown {
   #codeLine(line) {
     const code = this.#block, bare = line.trim();
     if (bare.startsWith(code.fence) && bare === code.fence[0].repeat(bare.length)) {
+      code.close();
       this.#block = null;
       return this.#none();
     }
@@ -196,6 +211,9 @@ class Markdown {
     this.#quote = null;
     while (this.#lists.length && indent < this.#lists.at(-1).indent + 2) this.#lists.pop();
   }
+
+  /** Whether the last line has opened a formula; in a quote, each line begins anew. */
+  get #inFormula() { return this.#block instanceof Words && !this.#quote && !this.#blank && this.#block.opened; }
 
   get #target() { return this.#lists.at(-1)?.item ?? this.target; }
 

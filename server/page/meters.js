@@ -36,10 +36,11 @@ function meter() {
   $("bits").textContent = `${number(stats.bits_per_value, 2)} bits/value`;
   $("types").textContent = `Stored as ${stats.cache_types}; a token takes ` +
     `${size(stats.bytes_per_token)}, in f16 ${size(stats.f16_bytes_per_token)}`;
-  const { bytes, f16_bytes: f16 } = stats.sequence;
+  const { bytes, f16_bytes: f16 } = stats.sequence, whole = stats.whole_context;
   const saves = f16 > 1.05 * bytes; // false for short sequences: the first and the current block are f16 in both
+  const will = whole.f16_bytes > 1.05 * whole.bytes && `${number(whole.tokens)} tokens take ${size(whole.bytes)}, in f16 ${size(whole.f16_bytes)}`;
   $("memory").textContent = saves ? `${size(bytes)}, ${number(f16 / bytes, 1)}× saved` : bytes ? size(bytes) : "–";
-  $("saved").textContent = saves ? `f16 would take ${size(f16)}` : "";
+  $("saved").textContent = [saves && `f16 would take ${size(f16)}`, will].filter(Boolean).join("; ");
   $("bars").hidden = !saves;
   for (const [id, value] of [["bytes", bytes], ["f16-bytes", f16]]) {
     $(id).max = Math.max(bytes, f16, 1);

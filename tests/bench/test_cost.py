@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from dataclasses import fields, replace
@@ -16,6 +17,7 @@ from polarlm.bench.command import cache_types
 from polarlm.bench.quality import __main__ as cost
 from polarlm.bench.quality import answers, cache_cost, pictures, survey, types
 from polarlm.bench.quality.speeds import Rates, Speeds
+from polarlm.engine import codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.encoding import Encoding
 from tests.bare import read_model
@@ -24,6 +26,16 @@ from tests.model_loaders.hub_server import Hub, Repository
 TEXT = "the rain in the north and the other inn on the hill\n" * 40
 TYPES = ["f16", "balanced"]
 QUICKLY = ["--minutes", "0.02"]
+MINE = """
+from dataclasses import replace
+from polarlm.engine.codecs import ring
+
+NAMES = ("mine3",)
+
+
+def create(name, options):
+    return replace(ring.create("ring3", options), name=name)
+"""
 
 
 class Page(HTMLParser):
@@ -116,7 +128,7 @@ def result(output: Path) -> tuple[dict, Page]:
 
 @pytest.mark.usefixtures("unrendered")
 def test_the_page_and_the_terminal_have_the_same_rows(tiny_path: Path, text: Path, no_speed: None, capsys) -> None:
-    output = text.with_name("out.html")
+    output, weights = text.with_name("out.html"), [*tiny_path.glob("*.safetensors")]
     assert cost.main(argv(tiny_path, text, "--output", str(output), *QUICKLY)) == 0
     figures, shown = result(output)
     assert figures["complete"] is True
@@ -124,13 +136,20 @@ def test_the_page_and_the_terminal_have_the_same_rows(tiny_path: Path, text: Pat
     assert [f16["type"], row["type"]] == TYPES
     assert f16["kl_mean"] < 1e-5 < row["kl_mean"] < row["kl_99th_percentile"]
     first = [["cache type", "full precision"], ["cache type"], ["KL at positions"], ["same top-1 at positions"]]
-    tables = [[*labels, *TYPES] for labels in [*first, ["cache type"]]]
+    own = [["cache type"]] if f16["answer"]["errors"] else []  # texts of a few tokens, as on a slow machine, have none
+    tables = [[*labels, *TYPES] for labels in [*first, *own]]
     assert [cells[0] for cells in shown.cells] == [label for table in tables for label in table]
     assert f"{row['perplexity']:.3f}" in shown.cells[3][2]
     assert shown.cells[7][1] == f"0 to {min(128, figures['window'] - 1) - 1:,}"
-    printed = capsys.readouterr().out.strip().split("\n\n")
-    rows = [[line.split("|")[1].strip() for line in table.splitlines()] for table in printed]
-    assert [[label for label in labels if not label.startswith(":")] for labels in rows] == tables
+    printed, line = capsys.readouterr().out.strip().split("\n\n")
+    rows = [line.split("|")[1].strip() for line in printed.splitlines()]
+    assert [label for label in rows if not label.startswith(":")] == tables[0]
+    # Below each table stands what it is of, which a reader can check.
+    digests = [hashlib.sha256(data).hexdigest() for data in (TEXT.encode(), *(f.read_bytes() for f in weights))]
+    assert [figures["text_sha256"], figures["model_sha256"]] == digests
+    assert figures["text_bytes"] == len(TEXT)
+    assert all(digest[:12] in line for digest in digests)
+    assert shown.text.count(line) == len(tables)
     # KL by position is of the same positions as the mean of all.
     stretches = row["by_position"]
     assert sum(one["positions"] for one in stretches) == figures["scored_tokens"]
@@ -303,18 +322,51 @@ def test_types_that_do_not_fit_the_model_are_left_out_of_the_default(tiny_path: 
         (["text.txt", "--window", "512"], "--window 512 is more than the 256 tokens of context"),
         (["text.txt", "--ablate", "polarquant:plain"], "--ablate polarquant:plain: give a type without :plain"),
         (["text.txt", "--types", "q8_0"], "--types q8_0: Cache type q8_0 needs a head dimension"),
+        (["text.txt", "--codec", "none.py"], "--codec none.py is no codec (FileNotFoundError: "),
+        (["text.txt", "--codec", "taken.py"], "--codec taken.py: 'ring3': there is such a cache type already"),
+        (["text.txt", "--codec", "text.txt"], "its name does not end with .py"),
+        ([], "TEXT is missing: give a UTF-8 text like what the model will read; figures of fewer than 4,096 tokens"),
     ],
 )
 def test_wrong_input_is_answered_with_a_sentence(
     tiny_path: Path, text: Path, flags: list[str], sentence: str, capsys
 ) -> None:
     Path("latin1.txt").write_bytes(b"caf\xe9" * 99)
+    Path("taken.py").write_text(MINE.replace("mine3", "ring3"))
     assert cost.main(["--model", str(tiny_path), "--device", "cpu", *flags]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert sentence in printed.err.splitlines()[-1]
     assert printed.err.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in printed.err
+
+
+def test_a_codec_outside_of_the_package_is_measured(tiny_path: Path, text: Path, no_speed: None, capsys) -> None:
+    """Beside the types of --types, by its name, which is known to this run alone."""
+    Path("mine.py").write_text(MINE)
+    words = argv(tiny_path, text, "-o", "out.html", "--windows", "1")
+    assert cost.main([*words, "--codec", "mine.py", "--types", "mine3,ring3"]) == 0
+    mine, ring = result(Path("out.html"))[0]["rows"]
+    assert (mine["type"], mine["kl_mean"], mine["perplexity"]) == ("mine3", ring["kl_mean"], ring["perplexity"])
+    assert "mine3" not in codecs.available()
+    assert "So few tokens cannot tell types apart" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("unrendered")
+def test_figures_are_written_from_the_first_on(
+    tiny_path: Path, text: Path, no_speed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as all types of a window are scored, which may take minutes."""
+    seen, scored = [], survey.scored
+
+    def looking(*arguments):
+        file = text.with_name("out.json")
+        seen.append([row["type"] for row in json.loads(file.read_text())["rows"]] if file.exists() else [])
+        return scored(*arguments)
+
+    monkeypatch.setattr(survey, "scored", looking)
+    assert cost.main([*argv(tiny_path, text, "-o", "out.html", "--windows", "1")]) == 0
+    assert seen[-len(TYPES) :] == [[], TYPES[:1]]
 
 
 @pytest.mark.usefixtures("unrendered")

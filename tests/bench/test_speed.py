@@ -258,6 +258,17 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     assert whole["ours"]["backend"] == "native"
 
 
+def test_what_does_not_fit_into_the_minutes_is_left_out(measure_with: Measure, stands: type[Stand]) -> None:
+    """By the rate of steps: three times 56 take 17 seconds, three times 64 more than there are."""
+    stands.rates = staticmethod(lambda label, threads, call, tokens: 10.0)
+    whole, out, err = measure_with("--types", "balanced", "--peer-types", "none", "--minutes", "0.3", "--threads", "1")
+    assert [row["name"] for row in whole["rows"]] == ["generation, depth ≤ 64", "prompt of 40", "prompt of 100"]
+    assert whole["complete"] is False
+    assert "All of it takes about " in err
+    for name in ("generation at 100", "batches", "starts"):
+        assert f"There was no time for {name}: give more --minutes" in out
+
+
 def test_a_peer_s_figure_counts_if_two_runs_agree(measure_with: Measure, stands: type[Stand]) -> None:
     """With two threads it is faster once; with one and a cache of q4_0 it never agrees with itself."""
     numbers = count()

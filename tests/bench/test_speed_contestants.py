@@ -212,5 +212,5 @@ def test_what_the_peer_cannot_do_is_named(library: Library, monkeypatch: pytest.
     with pytest.raises(NoPeer, match=r"^cannot compute 11 tokens after 0$"):
         other.prompt_rate(ids(11))
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(NoPeer, match=r"^not installed$"):
+    with pytest.raises(NoPeer, match=r"^not installed \(pip install llama-cpp-python\)$"):
         Model("model.gguf", 99, 1, "f16")

@@ -47,7 +47,7 @@ class FakeEngine:
 
     def load(self, path: str | None = None, *, config: EngineConfig, verbose: Any = None) -> FakeEngine:
         self.config = config
-        verbose("Reading the weights of fake")
+        verbose(f"Reading the weights of {config.weights or 'fake'}")
         return self
 
     def __enter__(self) -> FakeEngine:
@@ -55,6 +55,9 @@ class FakeEngine:
 
     def __exit__(self, *_: object) -> None:
         self.closed = True
+
+    def start_line(self) -> str:
+        return "fake · context 128 tokens"
 
     def fit_line(self) -> str:
         return "fake: a context of 128 tokens fits"
@@ -66,7 +69,7 @@ class FakeEngine:
         )
 
     def cache_stats(self) -> CacheStats:
-        return CacheStats(tokens=12, bytes=3 << 20, bits_per_value=4.25, f16_bytes=12 << 20, context=128)
+        return CacheStats(12, 3 << 20, 4.25, 12 << 20, 128, context_bytes=30 << 20, context_f16_bytes=120 << 20)
 
     def stream(
         self, prompt: Any, params: SamplingParams, options: PromptOptions, *, progress: bool = False

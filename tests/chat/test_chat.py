@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from functools import cached_property
 from pathlib import Path
 
@@ -29,6 +30,12 @@ def engine():
 
 
 @pytest.fixture
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "polarlm"
+
+
+@pytest.fixture
 def chat(engine, capsys, monkeypatch):
     """Runs the chat on lines of input; gives its exit code, standard output and standard error."""
 
@@ -48,7 +55,7 @@ def fails(error):
 
 
 def test_a_single_turn_answers_once(chat, engine):
-    code, out, _ = chat("-p", "hi there", "-st", lines="not read\n")
+    code, out, _ = chat("-p", "hi there", "-st")
     assert (code, out) == (0, "you said: hi there\n")
     assert engine.prompts == [[{"role": "user", "content": "hi there"}]]
     assert engine.closed
@@ -79,8 +86,42 @@ def test_a_setting_without_effect_is_told_as_the_flag_that_was_given(chat, engin
     assert "--cpu-moe has no effect on a CPU" in chat("-p", "hi", "-st", load=load)[2]
 
 
+def test_the_prompt_the_file_and_what_is_piped_in_are_one_message(chat, engine, tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("From a file.\n\n")
+    for flags, message in (
+        (["-p", "Summarize:"], "Summarize:\n\npiped\nlines"),
+        (["-p", "Summarize:", "-f", str(file)], "Summarize:\n\nFrom a file.\n\n\npiped\nlines"),
+        (["-f", str(file), "-st"], "From a file.\n\n\npiped\nlines"),
+        (["model.gguf", "Summarize:"], "Summarize:\n\npiped\nlines"),
+    ):
+        assert chat(*flags, lines="piped\nlines\n")[:2] == (0, f"you said: {message}\n")
+        assert engine.prompts.pop()[0]["content"] == message
+    assert chat("-no-cnv", "-p", "Once", lines="upon\n")[1] == "you said: Once\n\nupon\n"
+
+
+def test_a_shell_pipes_into_a_message_or_line_by_line():
+    fake = f"'{sys.executable}' '{FAKE_CHAT}'"
+    pipe = "printf 'a\\nb\\n' |"
+    script = f"{pipe} {fake} -p Sum: && {pipe} {fake} --lines -p Sum: && {fake} -p Sum: 0> /dev/null"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "you said: Sum:\n\na\nb\n" + "you said: Sum:\nyou said: a\nyou said: b\n" + "you said: Sum:\n"
+
+
+def test_a_pipe_that_stays_open_is_told_of(chat, monkeypatch):
+    class Slow(io.StringIO):
+        def read(self, size=-1):
+            time.sleep(0.1)
+            return super().read(size)
+
+    monkeypatch.setattr("polarlm.engine.chat.console._WAIT", 0.01)
+    monkeypatch.setattr(io, "StringIO", Slow)
+    assert "Reading standard input, which is a part of the message" in chat("-p", "hi", "-st")[2]
+
+
 def test_every_line_of_a_pipe_is_one_turn(chat):
-    code, out, err = chat("-p", "zero", lines="one\n\ntwo \\\nlines")
+    code, out, err = chat("-p", "zero", "--lines", lines="one\n\ntwo \\\nlines")
+    assert chat(lines="one\n")[1] == "you said: one\n"
     assert (code, out) == (0, "you said: zero\nyou said: one\nyou said: two \nlines\n")
     assert not any(mark in err for mark in (">", "\x1b", "tokens/s"))
 
@@ -88,8 +129,9 @@ def test_every_line_of_a_pipe_is_one_turn(chat):
 def test_the_loaded_model_is_noted_on_standard_error(chat):
     _, out, err = chat("-p", "hi", "-st")
     assert "Reading the weights of fake" in err
-    assert err.count("fake: a context of 128 tokens fits") == 1
+    assert err.count("fake · context 128 tokens\n") == 1
     assert "fake" not in out
+    assert "fake: a context of 128 tokens fits" in chat("-p", "hi", "-st", "-v")[2]
 
 
 def test_a_model_without_a_template_says_so_before_it_chats(chat, engine):
@@ -159,13 +201,6 @@ def test_clear_and_system_leave_the_system_prompt_alone(chat, engine):
     assert engine.prompts[-1] == [{"role": "system", "content": "Answer in verse.\nRhyme."}, user]
 
 
-@pytest.fixture
-def state(tmp_path, monkeypatch):
-    """Where the chat keeps things without being told where."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state" / "polarlm"
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_a_saved_conversation_goes_on(chat, engine, state, tmp_path, named):
     file = tmp_path / "my talk" if named else state / "chat.session"
@@ -209,7 +244,7 @@ def test_without_an_answer_nothing_is_saved(chat, state, lines):
     code, _, err = chat(lines=lines)
     assert code == 2
     assert "error: There is no answer yet" in err
-    assert not state.exists()
+    assert not (state / "chat.session").exists()
 
 
 @pytest.mark.parametrize("command", ["/save /no/such/folder", "/load /no/such/file"])
@@ -256,7 +291,36 @@ def test_the_numbers_of_a_turn(chat, argv, lines):
     assert "prompt: 30 tokens, 20 of them cached, 20.0 tokens/s" in err  # 10 tokens in half a second
     assert "answer: 3 tokens, 1.0 tokens/s" in err  # the first comes with the prompt, two more in two seconds
     assert "context: 12 of 128 tokens" in err
-    assert "cache: 3.0 MiB, 4.25 bits per value (f16: 12.0 MiB, 16 bits)" in err
+    assert "cache: 3.0 MiB, 4.0× smaller than f16 (12.0 MiB)" in err
+    assert "with 128 tokens: 30.0 MiB, 4.0× smaller than f16 (120.0 MiB), 4.25 bits per value" in err
+
+
+def test_parameters_are_set_by_any_of_their_names(chat, engine):
+    lines = "/set temperature 0.5\n/set parameter top-k 3\n/set n 2\n/set ignore-eos\nhi\n/set\n"
+    assert "max_tokens 2, temperature 0.5, top_k 3, ignore_eos True" in chat(lines=lines)[2].splitlines()
+    (params,) = engine.params
+    assert (params.temperature, params.top_k, params.max_tokens, params.ignore_eos) == (0.5, 3, 2, True)
+
+
+def test_a_parameter_that_cannot_be_set_is_a_sentence(chat):
+    err = chat(lines="/set\n/set tempratur 1\n/set temp warm\n/set top-p 0\n")[2]
+    assert "All parameters are the model's." in err
+    assert "there is no parameter tempratur; did you mean temperature?" in err
+    assert "--temp: takes a number, not 'warm'" in err
+    assert "--top-p: this is 0.0, but must be a number above 0 and at most 1" in err
+
+
+@pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
+def test_a_chat_is_left_by_each_name(chat, word):
+    assert chat(lines=f"one\n{word}\nnot read\n")[1] == "you said: one\n"
+
+
+def test_how_to_get_a_better_model_is_told_once(chat, state):
+    hint = "A better one is one command away: polarlm chat Qwen/Qwen3-0.6B-GGUF"
+    assert hint not in chat("-m", "x.gguf", "-p", "hi")[2]
+    assert chat(lines="one\ntwo\n")[2].count(hint) == 1
+    assert hint not in chat("-p", "hi")[2]
+    assert (state / "told").exists()
 
 
 @pytest.mark.parametrize("argv", [[], ["--verbose"]])
@@ -277,7 +341,7 @@ def test_an_answer_that_was_cut_off_says_why(chat):
 
 
 def test_raw_completion_goes_on_from_the_text_itself(chat, engine):
-    code, out, err = chat("-no-cnv", "-p", "Once upon", "-sys", "Be brief.", lines="not read\n")
+    code, out, err = chat("-no-cnv", "-p", "Once upon", "-sys", "Be brief.")
     assert (code, out) == (0, "you said: Once upon\n")
     assert engine.prompts == ["Once upon"]
     assert engine.options == [PromptOptions(parse_special=True)]  # it may be written in the model's own template

@@ -17,7 +17,10 @@ from pathlib import Path
 import pytest
 
 from polarlm.engine.chat.console import ctrl_c_asked
-from polarlm.engine.chat.line_editor import _history_file, state_folder
+from polarlm.engine.chat.line_editor import _history_file
+from polarlm.model_loaders.first_model import CHOICES
+from polarlm.model_loaders.user_dirs import state_folder
+from tests.model_loaders.hub_server import Repository
 
 FAKE_CHAT = Path(__file__).with_name("fake_engine.py")
 CTRL_C, CTRL_D, ENTER, ALT_ENTER, UP = "\x03", "\x04", "\r", "\x1b\r", "\x1b[A"
@@ -92,8 +95,13 @@ def open_chat(tmp_path, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(tmp_path), "PYTHONUTF8": "1"}
     opened = []
+    (tmp_path / "polarlm").mkdir()
+    (tmp_path / "polarlm" / "told").touch()
 
-    def start(*argv, **streams):
+    def start(*argv, asked=True, **streams):
+        """asked: whether an earlier chat has asked for a model."""
+        if asked:
+            (tmp_path / "polarlm" / "model").open("a").close()
         opened.append(Terminal([sys.executable, FAKE_CHAT, *argv], settings, **streams))
         return opened[-1]
 
@@ -151,6 +159,47 @@ def test_ctrl_c_clears_what_was_typed(open_chat):
     chat.until("forget this")
     chat.type(CTRL_C + "instead" + ENTER)
     chat.until("you said: instead")
+
+
+def test_tab_completes_a_command(open_chat):
+    chat = open_chat()
+    chat.until("> ")
+    chat.type("/reg\t")
+    chat.until("/regen")
+    chat.type(ENTER)
+    chat.until("There is no answer yet.")
+
+
+def test_words_are_wrapped_at_the_edge(open_chat):
+    chat = open_chat()
+    chat.say("word " * 60)
+    chat.until("you said:")
+    chat.until("word\r\nword")  # the terminal has 200 columns
+
+
+@pytest.mark.parametrize(
+    ("answer", "model"), [("", "Qwen/Qwen3-0.6B-GGUF:Q8_0"), ("7\n2", CHOICES[1][0]), ("3", "fake")]
+)
+def test_a_first_chat_asks_once_for_a_model(open_chat, hub, tmp_path, answer, model):
+    for name, _ in CHOICES:
+        repo, _, label = name.partition(":")
+        hub.repositories[repo] = Repository({f"{repo.partition('/')[2]}-{label}.gguf": bytes(3 << 19)})
+    chat = open_chat(asked=False)
+    chat.until("1.5 MiB  answers everyday questions")
+    chat.until("Enter takes 1): ")
+    chat.type(f"{answer}\n")
+    chat.until(f"Reading the weights of {model}")
+    assert chat.leave() == 0
+    again = open_chat("-p", "hi", "-st")
+    again.until(f"Reading the weights of {model}")
+    assert again.end() == 0
+    assert "Which model" not in again.shown
+
+
+def test_a_first_chat_without_a_hub_asks_nothing(open_chat, hub):
+    chat = open_chat(asked=False)
+    chat.until("Reading the weights of fake")
+    assert chat.leave() == 0
 
 
 def test_a_message_may_have_several_lines(open_chat):

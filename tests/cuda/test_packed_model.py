@@ -108,6 +108,8 @@ def test_an_8b_model_in_4_bits_and_32k_tokens_fit_on_8_gb() -> None:
     source: Any = SimpleNamespace(name="llama-8b", weights=shapes, config=LLAMA_8B)
     model: Any = SimpleNamespace(ops=ops, weights=SimpleNamespace(bytes=weights))
     line = assembly.fit_line(assembly.Parts(config, source, placement, model))
-    assert line.startswith("llama-8b: Q4_K, Q6_K weights as stored, 4.7 GiB on the traced GPU; KV store ")
+    assert line.startswith(
+        "llama-8b (llama, 32 layers): Q4_K, Q6_K weights as stored, 4.7 GiB on the traced GPU; KV store "
+    )
     assert "as balanced: linear8, " in line
     assert "32,768 tokens fit" in line

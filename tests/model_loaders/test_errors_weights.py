@@ -21,6 +21,7 @@ from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.safetensors_source import read_header
 from polarlm.model_loaders.files.tensors import READABLE, StoredWeights
 from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, read, read_all, safetensors_file
+from tests.model_loaders.hub_server import Hub
 
 
 def refused(path: Path | str) -> str:
@@ -58,9 +59,10 @@ def edit_header(path: Path, change: Callable[[dict], object]) -> None:
     safetensors_file(path, header, raw[8 + length :])
 
 
-def test_a_name_on_a_hub_is_told_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "meta-llama/Llama-3.2-1B"
-    assert f"-hf {name} on a command line, and hf:{name} in Python" in refused(name)
+def test_a_name_on_a_hub_is_told_from_a_path(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = refused("meta-llama/Llama-3.2-1B")
+    assert message.startswith("There is no model meta-llama/Llama-3.2-1B on the hub (")
+    assert "nor is there such a folder here" in message
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
     for path in ("./llama3", "../x", "~/x", "C:\\x", "C:/x", "models/llama3.gguf", "models/x"):

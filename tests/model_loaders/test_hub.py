@@ -377,7 +377,11 @@ def test_a_repository_that_was_renamed(hub: Hub, small_folder: dict[str, bytes])
 
 # What the hub has, or does; the name; the sentence, with {page} for the model's page.
 PROBLEMS: list[tuple[Callable[[Hub], object], str, str]] = [
-    (lambda hub: None, "user/none", "There is no model user/none on the hub ({page}): check the name"),
+    (
+        lambda hub: None,
+        "user/none",
+        "There is no model user/none on the hub ({page}), nor is there such a folder",
+    ),
     (lambda hub: hub.tokens.add("token"), "user/none", "it may be private for another account"),
     (lambda hub: None, "user/tiny@v9", "user/tiny has no revision 'v9': choose one of those at {page}"),
     (lambda hub: None, "user/tiny:Q4_K_M", "leave out :Q4_K_M"),

@@ -53,11 +53,11 @@ def every() -> Mapping[str, Peer]:
     return {peer.name: peer for peer in sorted(peers, key=lambda peer: (peer.name != DEFAULT, peer.name))}
 
 
-def library(name: str) -> Any:
-    """A peer's package. Raises NoPeer if it is missing, or does not work on this machine."""
+def library(name: str, package: str) -> Any:
+    """A peer's library of a package. Raises NoPeer if it is missing, or does not work on this machine."""
     try:
         return import_module(name)
     except ImportError:
-        raise NoPeer("not installed") from None
+        raise NoPeer(f"not installed (pip install {package})") from None
     except (OSError, RuntimeError):  # its shared library is missing
         raise NoPeer("does not start") from None

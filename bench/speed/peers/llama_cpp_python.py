@@ -136,7 +136,7 @@ class Embedder:
 
 def load(path: str) -> tuple[Any, Any, Any]:
     """The library, the model of a .gguf file, and what must live as long as the library. Raises NoPeer."""
-    package = library("llama_cpp")
+    package = library("llama_cpp", NAME)
     quiet = package.llama_log_callback(lambda level, text, data: None)
     package.llama_log_set(quiet, None)
     package.llama_backend_init()

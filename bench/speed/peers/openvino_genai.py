@@ -24,8 +24,8 @@ class Pipeline:
 
     def __init__(self, path: str, context: int, threads: int, cache: str) -> None:
         """Loads a .gguf file. context: not needed, since its cache grows. Raises NoPeer."""
-        genai = self._genai = library("openvino_genai")
-        self._tensors, self._numpy = library("openvino"), library("numpy")
+        genai = self._genai = library("openvino_genai", NAME)
+        self._tensors, self._numpy = library("openvino", NAME), library("numpy", NAME)
         settings = genai.SchedulerConfig()
         settings.enable_prefix_caching = False
         try:

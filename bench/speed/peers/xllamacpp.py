@@ -24,7 +24,7 @@ class Server:
 
     def __init__(self, path: str, context: int, threads: int, cache: str) -> None:
         """Loads a .gguf file for a sequence of up to `context` tokens. Raises NoPeer."""
-        package = self._library = library("xllamacpp")
+        package = self._library = library("xllamacpp", NAME)
         params = package.CommonParams()
         params.model.path, params.n_ctx, params.n_parallel = path, context, 1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads

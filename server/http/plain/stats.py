@@ -60,7 +60,8 @@ def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict
         "experts": None if now.experts is None else asdict(now.experts),
         "threads": None if now.threads is None else asdict(now.threads),
     }
-    if tokens is not None:
-        sizes = {"bytes": cache.sequence_bytes(tokens), "f16_bytes": cache.f16_bytes(tokens)}
-        numbers["sequence"] = {"tokens": tokens, **sizes}
+    for name, length in {"whole_context": engine.context, "sequence": tokens}.items():
+        if length is not None:
+            sizes = {"bytes": cache.sequence_bytes(length), "f16_bytes": cache.f16_bytes(length)}
+            numbers[name] = {"tokens": length, **sizes}
     return numbers

@@ -21,7 +21,9 @@ from tests.server.lines import eventually
 from tests.tiny import forget
 
 PAGE = _whole()
-SCRIPTS = sorted((Path(str(server_package.__file__)).parent / "page").glob("*.js"))
+FOLDER = Path(str(server_package.__file__)).parent / "page"
+OWN = "".join(path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.*")))  # without what is vendored
+SCRIPTS = sorted(FOLDER.rglob("*.js"))
 BLOCK = 8  # tokens, in the tiny model's engine
 
 
@@ -34,21 +36,22 @@ def policy(response: httpx.Response) -> dict[str, str]:
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:
-    text = PAGE.replace("http://www.w3.org/2000/svg", "")  # the name of a format, which nobody fetches
+    text = OWN.replace("http://www.w3.org/2000/svg", "")  # the name of a format, which nobody fetches
     assert re.findall(r"(?i)(?:https?:|wss?:|[\"'(=])//\S*", text) == []
-    assert re.findall(r"(?i)<link (?!rel=\"icon\" href=\"data:)|\ssrc=|@import|\bimport\s*[({*]", PAGE) == []
-    assert "url(" not in PAGE
+    assert re.findall(r"(?i)<link (?!rel=\"icon\" href=\"data:)|<script src=", PAGE) == []
+    assert re.findall(r"(?i)@import|\bimport\s*[({*]", OWN) == []
+    assert re.findall(r"url\((?!data:font/woff2;).*", PAGE.partition("<script>")[0]) == []
 
 
 def test_no_text_ever_becomes_html() -> None:
     ways = "innerHTML|outerHTML|insertAdjacentHTML|document.write|DOMParser|srcdoc|eval[(]|Function[(]"
-    assert re.findall(ways, PAGE) == []
+    assert re.findall(ways, OWN) == []
 
 
 def test_every_script_and_style_is_where_the_policy_sees_it() -> None:
     assert (len(re.findall("<script>", PAGE)), len(re.findall("<style>", PAGE))) == (1, 1)
-    assert len(re.findall("<script|<style", PAGE)) == 2
-    assert re.findall(r"<[^>]*\s(?:on[a-z]+|style)=", PAGE) == []
+    assert len(re.findall("<script[ >]|<style", PAGE.partition("<script>")[0])) == 1
+    assert re.findall(r"<[^>]*\s(?:on[a-z]+|style)=", OWN) == []
     assert all(script.read_text(encoding="utf-8") in PAGE for script in SCRIPTS)
 
 
@@ -66,6 +69,7 @@ def test_the_page_comes_with_a_strict_policy(server: Serving) -> None:
         assert re.fullmatch("'sha256-[A-Za-z0-9+/]{43}='", directives.pop(name))
     assert directives == {
         "default-src": "'none'",
+        "font-src": "data:",
         "img-src": "data:",
         "connect-src": "'self'",
         "base-uri": "'none'",
@@ -73,6 +77,20 @@ def test_the_page_comes_with_a_strict_policy(server: Serving) -> None:
         "frame-ancestors": "'none'",
         "require-trusted-types-for": "'script'",
     }
+
+
+def test_a_browser_gets_the_page_compressed_and_only_once(server: Serving) -> None:
+    plain = server.http.get("/", headers={"Accept-Encoding": "identity"})
+    packed = server.http.get("/", headers={"Accept-Encoding": "br, gzip"})
+    assert (packed.text, packed.headers["content-encoding"], packed.headers["vary"]) == (
+        PAGE,
+        "gzip",
+        "Accept-Encoding",
+    )
+    assert int(packed.headers["content-length"]) < int(plain.headers["content-length"]) / 2
+    known = server.http.get("/", headers={"If-None-Match": plain.headers["etag"]})
+    assert (known.status_code, known.content, known.headers["etag"]) == (304, b"", packed.headers["etag"])
+    assert server.http.get("/", headers={"If-None-Match": '"older"'}).text == PAGE
 
 
 def test_head_says_what_get_would(server: Serving) -> None:
@@ -95,6 +113,9 @@ def test_the_page_needs_no_key_as_it_asks_for_it_and_its_numbers_do(tiny: Engine
 
 def test_the_numbers_of_an_idle_server(server: Serving) -> None:
     stats, status = server.http.get("/stats").json(), server.engine.status()
+    cache, context = server.engine.cache_stats(), server.engine.context
+    whole = {"tokens": context, "bytes": cache.context_bytes, "f16_bytes": cache.context_f16_bytes}
+    assert 0 < whole["bytes"] < whole["f16_bytes"]
     values = 2 * 2 * 2 * 8  # a token's keys and values, layers, heads, channels
     assert stats["f16_bytes_per_token"] == 2 * values
     assert stats["bytes_per_token"] == stats["bits_per_value"] * values / 8
@@ -106,7 +127,8 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
         "cache_type_v": "polarquant",
         "block_size": BLOCK,
         "window": None,
-        "bits_per_value": server.engine.cache_stats().bits_per_value,
+        "whole_context": whole,
+        "bits_per_value": cache.bits_per_value,
         "bytes_per_token": stats["bytes_per_token"],
         "f16_bytes_per_token": stats["f16_bytes_per_token"],
         "blocks": status.blocks,

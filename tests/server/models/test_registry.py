@@ -21,7 +21,7 @@ PARTS = ("huge-Q4_K_M-00001-of-00002.gguf", "huge-Q4_K_M-00002-of-00002.gguf")
 WRONG_FILES = {
     "": "has no models",
     "a = 1": r"\[a\]: a model is a table",
-    "[a": "neither a folder of models nor a TOML file",
+    "[a": "is not a TOML file: ",
     "[a]": "needs either path",
     '[a]\npath = "a.gguf"\nhf = "x/y"': "needs either path",
     '[a]\npath = "b.gguf"': "no such file or folder$",

@@ -27,6 +27,7 @@ _FLAGS = [
     "--no-sandbox",  # root cannot start it otherwise; the only pages it sees are ours
     "--disable-gpu",
     "--disable-quic",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # pages need no other server
     "--no-first-run",
     "--disable-background-networking",
     "--disable-component-update",

@@ -84,22 +84,39 @@ def test_one_press_of_up_leaves_the_end_of_an_answer_that_comes(page: Page) -> N
     assert page.run(BELOW) < 2
 
 
-EVERYTHING = """# Title
+EVERYTHING = '''# Title
 
-Words, `code`, **bold** and a [link](https://b.example).
+Words, `code`, **bold**, $x$, a note[^1] and a [link](https://b.example).
+
+$$ a + b + c + d + e + f + g + h + i + j + k + l + m + n + o + p + q + r + s + t + u + v + w + x + y + z $$
 
 > quoted
 
 - item
+- [x] done
 
 | a | b |
 |---|---|
 | 1 | 2 |
 
 ```python
-x = 1
+@property
+def x(a: int) -> str:
+    """Said."""
+    return f"{a + 1}" or None  # why
 ```
-"""
+
+```diff
+- <b id="c">
++ more
+```
+
+```html
+<b id="c">&amp;</b>
+```
+
+[^1]: noted
+'''
 
 
 def talk(page: Page) -> None:
@@ -212,7 +229,7 @@ WRONG = """
     }
     const ids = [...document.querySelectorAll("[id]")].map(({id}) => id);
     if (new Set(ids).size !== ids.length) wrong.push("an id is there twice");
-    for (const element of document.querySelectorAll(".log, pre, .table")) {
+    for (const element of document.querySelectorAll(".log, pre, .table, .maths.display")) {
         const scrolls = element.checkVisibility() && element.scrollWidth > element.clientWidth;
         if (scrolls && element.tabIndex < 0) wrong.push("cannot be scrolled by keys");
     }
@@ -244,7 +261,7 @@ def test_nothing_is_wider_than_the_screen(page: Page, width: int, height: int) -
     script = """
         const wide = [...document.querySelectorAll("body *")].filter((element) => {
             const box = element.getBoundingClientRect();
-            if (element.closest("pre, .table") || !element.checkVisibility() || box.width <= 1) return false;
+            if (element.closest("pre, .table, .maths") || !element.checkVisibility() || box.width <= 1) return false;
             return box.right > innerWidth + 1 || box.left < -1;
         });
         return [document.documentElement.scrollWidth, wide.map((element) => element.outerHTML.slice(0, 80))];

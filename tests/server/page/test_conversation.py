@@ -158,6 +158,8 @@ def test_the_meters_fill(page: Page, server: Process) -> None:
 
 def test_the_memory_saved_is_shown_as_a_factor(page: Page) -> None:
     show = "stats.sequence = {tokens: 9, bytes: arguments[0], f16_bytes: arguments[1]}; meter()"
+    whole = "stats.whole_context = {tokens: 8192, bytes: arguments[0], f16_bytes: arguments[1]}; "
+    page.run(whole, 9 << 20, 9 << 20)
     page.run(show, 3 << 20, 12 << 20)
     assert page.text("#memory") == "3.0 MiB, 4.0× saved"
     assert page.text("#saved") == "f16 would take 12.0 MiB"
@@ -165,6 +167,8 @@ def test_the_memory_saved_is_shown_as_a_factor(page: Page) -> None:
     page.run(show, 3 << 20, 3 << 20)  # a short conversation, whose blocks are all halves
     assert (page.text("#memory"), page.text("#saved")) == ("3.0 MiB", "")
     assert not page.shown("#bytes")
+    page.run(whole + "meter()", 30 << 20, 120 << 20)
+    assert page.text("#saved") == "8,192 tokens take 30.0 MiB, in f16 120.0 MiB"
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------
@@ -236,7 +240,7 @@ def test_a_lost_connection_is_shown_and_can_be_retried(
         assert page.text(".message .notice") == ""
 
 
-def test_a_key_is_asked_for_and_kept_for_this_tab_alone(
+def test_a_key_is_asked_for_and_kept_until_it_is_forgotten(
     visit: Callable[[Process], Page], tiny_path: Path, tmp_path: Path
 ) -> None:
     with Process(tiny_path, tmp_path, **{KEY_VARIABLE: "sk-1"}) as server:
@@ -251,7 +255,11 @@ def test_a_key_is_asked_for_and_kept_for_this_tab_alone(
         page.until(lambda: page.done() and page.answer())  # what was refused is asked again
         assert not page.shown("#key")
         assert page.count(".message .notice") == 0
-        assert "sk-1" not in page.run("return JSON.stringify(localStorage)")
-        page.reload()
-        page.until(lambda: "bits/value" in page.text("#bits"))
-        assert not page.shown("#key")
+        with page.second() as other:
+            other.open(server.url)
+            other.until(lambda: "bits/value" in other.text("#bits"))
+            assert not other.shown("#key")
+            other.run("document.getElementById('forget').click()")
+            other.until(lambda: other.shown("#key"))
+            assert "sk-1" not in other.run("return JSON.stringify(localStorage)")
+            assert not other.shown("#keyed")

@@ -6,12 +6,13 @@ from tests.server.page.browser import CONTROL, ENTER, NO_MODIFIER
 from tests.server.page.visitor import Page
 
 ROUND = ["So", *["round", " and", " round,", " again "] * 400]
-HOSTILE = """<img src=x onerror="window.harmed = 1"><script>window.harmed = 1</script> **<b>bold</b>** `<i>code</i>`
+HOSTILE = r"""<img src=x onerror="window.harmed = 1"><script>window.harmed = 1</script> **<b>bold</b>** `<i>code</i>`
 
 ```html
 </code></pre><svg onload="window.harmed = 1">
 ```
-[a link](javascript:window.harmed=1) &lt;escaped&gt;"""
+[a link](javascript:window.harmed=1) &lt;escaped&gt; $\href{javascript:window.harmed=1}{x}$
+\(\htmlClass{send}{y} \htmlId{send}{y} \htmlStyle{position: fixed}{y} \includegraphics{https://b.example/c}\)"""
 
 
 def test_a_message_is_sent_and_answered_and_the_focus_stays_where_somebody_writes(page: Page) -> None:
@@ -25,10 +26,14 @@ def test_text_of_the_user_and_of_the_model_is_never_html(page: Page) -> None:
     page.says(list(HOSTILE))
     page.run("message.value = arguments[0]", HOSTILE)
     page.send_and_wait("")
-    code = ["figure", "figcaption", "span", "button", "pre", "code"]
+    code = ["figure", "figcaption", "span", "button", "pre", "code", *["span"] * 8]
     for text in (".question", ".answer"):
-        script = "return [...document.querySelectorAll(`${arguments[0]} *`)].map((element) => element.localName)"
-        assert page.run(script, text) == ["p", "strong", "code", *code, "p"]
+        script = (
+            "return [...document.querySelectorAll(`${arguments[0]} *`)].filter((element) => !element.closest('.maths'))"
+        )
+        assert page.run(f"{script}.map((element) => element.localName)", text) == ["p", "strong", "code", *code, "p"]
+        assert page.count(f"{text} .katex-html") == 2
+        assert page.count(f"{text} .katex :is(a, img, [id], [class~=send], [href], [src], [style*=position])") == 0
         for piece in ('<img src=x onerror="window.harmed = 1">', "<b>bold</b>", "</code></pre><svg", "&lt;escaped&gt;"):
             assert piece in page.text(text)
     assert page.run("return window.harmed ?? null") is None

@@ -31,8 +31,8 @@ def test_a_screen_reader_is_given_the_answer_once_and_no_tokens(page: Page) -> N
 
 
 def test_blocks_are_spoken_apart_and_buttons_are_no_part_of_an_answer(page: Page) -> None:
-    page.talk("# Title\none\n\n- two\n- three\n\n| a | b |\n|---|---|\n| 4 | 5 |\n\n```python\nx = 1\n```\n")
-    assert page.text("#said").split("\n") == ["Title", "one", "two", "three", "a", "b", "4", "5", "x = 1"]
+    page.talk("# Title\none\n\n- two $x$\n- three\n\n| a | b |\n|---|---|\n| 4 | 5 |\n\n```python\nx = 1\n```\n")
+    assert page.text("#said").split("\n") == ["Title", "one", "two $x$", "three", "a", "b", "4", "5", "x = 1"]
 
 
 def test_what_was_said_is_not_found_on_the_page_a_second_time(page: Page) -> None:

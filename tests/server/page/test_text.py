@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 
@@ -12,6 +15,7 @@ from tests.server.process import Process
 pytestmark = pytest.mark.slow
 
 # Writes a text at once and character by character; both elements, in a form that is easy to read.
+# 《source》 is a formula.
 SHOW = """
     const [whole, grown] = [make("div"), make("div")], text = arguments[0];
     const once = new Markdown(whole), slowly = new Markdown(grown);
@@ -26,6 +30,9 @@ SHOW = """
             const language = element.querySelector(".language").textContent;
             return `{${language}: ${element.querySelector("code").textContent}}`;
         }
+        if (element.matches(".maths:has(.katex-html)")) return `《${inside(element.firstChild)}》`;
+        if (element.matches("input")) return element.checked ? "☑" : "☐";
+        if (element.matches("button.note")) return inside(element);
         const name = element.localName, more = element.href ?? (element.start > 1 ? element.start : "");
         return `<${name}${more ? ` ${more}` : ""}>${inside(element)}</${name}>`;
     };
@@ -78,6 +85,26 @@ def shown(page: Page, text: str) -> str:
             "<tr><td>2</td><td></td></tr></table></div><p>out</p>",
         ),
         ("a | b\nno table", "<p>a | b\nno table</p>"),
+        (
+            "- [x] done\n- [ ] open\n- [?] text\n- [",
+            "<ul><li><p>☑done</p></li><li><p>☐open</p></li><li><p>[?] text</p></li><li><p>[</p></li></ul>",
+        ),
+        (
+            "a[^1] b[^x]\n\n[^1]: one\n[^2]: two\n\n[^",
+            "<p>a<sup>1</sup> b[^x]</p><p><sup>1</sup>one</p><p><sup>2</sup>two</p><p>[^</p>",
+        ),
+        ("so\n$$\na\n+ b\n- c\n$$\n- item", "<p>so\n《$$\na\n+ b\n- c\n$$》</p><ul><li><p>item</p></li></ul>"),
+        (
+            "- \\[ a\n  = b \\]\n- **c**",
+            "<ul><li><p>《\\[ a\n= b \\]》</p></li><li><p><strong>c</strong></p></li></ul>",
+        ),
+        ("> $$\n> > 1\n> $$\n\nout", "<blockquote><p>《$$\n> 1\n$$》</p></blockquote><p>out</p>"),
+        ("$$\nnever\n# closed\n\n# Title", "<p>$$\nnever\n# closed</p><h3>Title</h3>"),
+        (
+            "- Cheap, $$\n- Good, $$\n- Best, $$$",
+            "<ul>" + "".join(f"<li><p>{price}</p></li>" for price in ("Cheap, $$", "Good, $$", "Best, $$$")) + "</ul>",
+        ),
+        ("$$a$$\n$$b$$\nx " + "c " * 1500 + "$d$", "<p>《$$a$$》《$$b$$》x " + "c " * 1500 + "《$d$》</p>"),
         ("**a b c** d **e** " * 300, "<p>" + "<strong>a b c</strong> d <strong>e</strong> " * 300 + "</p>"),
     ],
 )
@@ -102,11 +129,69 @@ def test_the_structure_of_markdown(drawing: Page, text: str, html: str) -> None:
             "[a](javascript:alert(1)) [b](/stats) [c](data:text/html,x)",
             "[a](javascript:alert(1)) [b](/stats) [c](data:text/html,x)",
         ),
+        (
+            r"$x^2$, \(y\), **\[z\]** and \text{$}: $\text{\$}$",
+            r"《$x^2$》, 《\(y\)》, <strong>《\[z\]》</strong> and \text{$}: 《$\text{\$}$》",
+        ),
+        ("$5 and $10, $ 5$ or $x $, US$5-$6, \\$7, US$8$", "$5 and $10, $ 5$ or $x $, US$5-$6, $7, US$8$"),
+        (r"\) and \[1, \( are not closed", r"\) and \[1, \( are not closed"),
+        (r"`$x$` ``\(y\)``", r"<code>$x$</code> <code>\(y\)</code>"),
+        (r"$\frac{1}{$ \($\) $\nothing$", r"$\frac{1}{$ \($\) 《$\nothing$》"),
+        ("$a_1 * b_1$ _and_ $c * d$", "《$a_1 * b_1$》 <em>and</em> 《$c * d$》"),
+        ("$" + "{" * 900 + "x" + "}" * 900 + "$ deep", "$" + "{" * 900 + "x" + "}" * 900 + "$ deep"),
         ("[a](https://b.example\x00c)", "[a](<a https://b.example/>https://b.example</a>␀c)"),
     ],
 )
 def test_the_words_of_markdown(drawing: Page, text: str, html: str) -> None:
     assert shown(drawing, text) == f"<p>{html}</p>"
+
+
+def test_a_formula_is_rendered_once_and_its_source_is_what_selecting_copies(page: Page) -> None:
+    page.run(
+        "window.times = 0; const render = katex.render; katex.render = (...all) => { times += 1; render(...all); }"
+    )
+    source = "So\n\n$$\nx\n$$\n\n| \\(y\\) | **and $z$"
+    page.says([*source])
+    page.send_and_wait("first")
+    script = """
+        getSelection().selectAllChildren(document.querySelector(".answer"));
+        const data = new DataTransfer(), event = new ClipboardEvent("copy", {clipboardData: data, bubbles: true});
+        document.querySelector(".answer").dispatchEvent(event);
+        return [times, data.getData("text/plain")];
+    """
+    assert page.run(script) == [3, source]
+    page.run("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.press_button("Copy answer")
+    page.until(lambda: page.run("return window.copied") == source)
+
+
+def test_below_a_path_and_without_any_other_server_formulas_have_their_fonts(window: Page, server: Process) -> None:
+    """The browser of the tests finds no server but this machine's."""
+
+    class Below(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            below = self.path.startswith("/chat/")
+            with urllib.request.urlopen(server.url + (self.path[5:] if below else "/health")) as answer:
+                self.send_response(200 if below else 404)
+                for name in ("Content-Type", "Content-Security-Policy"):
+                    self.send_header(name, answer.headers[name] or "")
+                self.end_headers()
+                self.wfile.write(answer.read())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Below) as proxy:
+        Thread(target=proxy.serve_forever, daemon=True).start()
+        window.open(f"http://127.0.0.1:{proxy.server_port}/chat/")
+        window.until(lambda: "bits/value" in window.text("#bits"))
+        window.talk("$x + 1$")
+        loaded = (
+            "return [...document.fonts].filter((font) => font.status === 'loaded').map((font) => font.family).sort()"
+        )
+        window.until(lambda: window.run(loaded) == ["KaTeX_Main", "KaTeX_Math"])
+        window.open("about:blank")
+        proxy.shutdown()
 
 
 def test_a_link_leaves_no_way_back_to_the_page(page: Page) -> None:
@@ -142,7 +227,7 @@ def test_a_line_without_end_does_not_widen_the_page(page: Page) -> None:
     assert page.run("return log.scrollWidth - log.clientWidth") <= 0
 
 
-@pytest.mark.parametrize("unit", ["word ", "**bold** ", "- item\n", "|a", "[a](", "x", "**a "])
+@pytest.mark.parametrize("unit", ["word ", "**bold** ", "- item\n", "|a", "[a](", "x", "**a ", "$$\n"])
 def test_a_long_answer_costs_as_much_at_its_end_as_in_its_middle(drawing: Page, unit: str) -> None:
     """Flushed with every token, as no browser would: the work of one flush has to stay small as the text grows."""
     script = """
@@ -165,7 +250,7 @@ def test_a_long_answer_costs_as_much_at_its_end_as_in_its_middle(drawing: Page, 
     assert end <= max(middle, 4200)
 
 
-@pytest.mark.parametrize("unit", ["**a ", "~~a "])
+@pytest.mark.parametrize("unit", ["**a ", "~~a ", "\\(a "])
 def test_a_long_line_that_is_kept_is_shown_at_once(page: Page, unit: str) -> None:
     """What nobody closes is looked for up to the end of the line, again for each that is open."""
     script = """
@@ -199,7 +284,8 @@ def test_code_is_copied_as_it_was_written(page: Page) -> None:
 
 
 def test_code_is_copied_where_the_browser_has_no_clipboard_for_the_page(page: Page) -> None:
-    page.talk("```\na\n```")
+    page.talk("```python\nif a: b\n```")
+    assert page.text(".hljs-keyword") == "if"
     script = """
         navigator.clipboard.writeText = () => Promise.reject(new DOMException("no", "NotAllowedError"));
         window.copied = null;
@@ -207,7 +293,7 @@ def test_code_is_copied_where_the_browser_has_no_clipboard_for_the_page(page: Pa
     """
     page.run(script)
     page.click(".code button")
-    page.until(lambda: page.run("return window.copied") == "a")
+    page.until(lambda: page.run("return window.copied") == "if a: b")
     assert page.focused() == "Copy code"
 
 

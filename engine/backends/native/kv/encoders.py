@@ -9,9 +9,10 @@ import numpy as np
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import EncodedTiles, Tiles
 from polarlm.engine.backends.native.kernels.encode.paths import path_tables
-from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, Block, EncodeArguments
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, TABLES, Block, EncodeArguments
 from polarlm.engine.codecs.trellis import TrellisTable
 from polarlm.engine.jit.lang import Kernel
+from polarlm.engine.jit.run.workers import SCRATCH
 from polarlm.engine.quantization.metric import Metric
 
 
@@ -34,8 +35,11 @@ def encoder(tiles: Tiles, format: CacheFormat, side: int) -> Encoder | str:
     if not isinstance(tiles, EncodedTiles):
         return f"no kernel encodes {codec.name}"
     if (kernel := tiles.encoder(format, side)) is None:
+        if codec.rounding is not None and not isinstance(codec.rounding, TABLES):
+            return f"no kernel rounds to the table of {codec.name}"
         return (
-            f"kernels have no room to encode {format.block_size} tokens of {format.head_dim} channels as {codec.name}"
+            f"{SCRATCH >> 10} KiB of scratch memory are too few to encode {format.block_size} tokens of "
+            f"{format.head_dim} channels as {codec.name}; a smaller block_size needs less"
         )
     arrays = {} if metric is None else _arrays(metric)
     if isinstance(codec.rounding, TrellisTable):

@@ -21,6 +21,7 @@ from polarlm.engine.jit.run.workers import SCRATCH
 from polarlm.engine.quantization.encode import NORM_FACTORS, PATH_NORM_FACTORS
 
 LANES = 16
+TABLES = RingTable, TurboTable, LinearTable, TrellisTable  # that kernels round to
 _F16 = vector(F32, LANES)
 
 ROW_PAD = LANES  # padding (zeros) before and after the coefficients of a row of tokens
@@ -137,7 +138,7 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
     """The encoding of keys (side 0) or values (1) for a codec that rounds to a table of points; None without kernel."""
     codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
     rounding = codec.rounding
-    if not isinstance(rounding, (RingTable, TurboTable, LinearTable, TrellisTable)) or format.block_size % LANES:
+    if not isinstance(rounding, TABLES) or format.block_size % LANES:
         return None
     feedback = None if metric is None else metric.token_feedback
     rounds = 0 if not isinstance(rounding, TrellisTable) else 1 if feedback is None else feedback.shape[1]

@@ -1,0 +1,55 @@
+"""`polarlm list`: the models on this machine, in the hub's cache and in this program's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from polarlm.engine.cli.columns import columns
+from polarlm.engine.cli.commands import command, note
+from polarlm.engine.cli.flags import parse
+from polarlm.engine.config import setting
+from polarlm.engine.state.plan import format_bytes
+from polarlm.model_loaders import demo
+from polarlm.model_loaders.hub import local
+from polarlm.model_loaders.user_dirs import cache_folder
+
+DEMO = "SmolLM2-135M-Instruct"  # what the lists call the demonstration model, which is not on the hub under this name
+
+
+@dataclass(frozen=True)
+class ListConfig:
+    json: bool = setting(False, "--json", help="print names, sizes and paths as JSON")
+
+
+GROUPS: Mapping[str, type] = {"List": ListConfig}
+
+
+@command
+def main(argv: Sequence[str]) -> None:
+    (options,) = parse(
+        argv, GROUPS, prog="polarlm list", description="List the models on this machine, by name.", checks={}
+    )
+    models = listed()
+    if options.json:
+        print(json.dumps([{"name": name, "bytes": size, "path": str(path)} for name, size, path in models], indent=1))
+    elif not models:
+        note("There are no models here yet: polarlm pull USER/REPO downloads one of the Hugging Face hub.")
+    else:
+        rows = [[name, format_bytes(size), _date(path)] for name, size, path in models]
+        print("\n".join(columns([["model", "size", "since"], *rows])))
+
+
+def listed() -> list[tuple[str, int, Path]]:
+    """(name, bytes, path) of each model that commands take by its name, and of the demonstration model."""
+    models = [(one.name, one.bytes, one.path) for one in local.models()]
+    if (file := cache_folder() / demo.FILE_NAME).is_file():
+        models.append((DEMO, file.stat().st_size, file))
+    return models
+
+
+def _date(path: Path) -> str:
+    return datetime.fromtimestamp(path.resolve().stat().st_mtime).strftime("%Y-%m-%d")

@@ -1,0 +1,72 @@
+"""`polarlm rm MODEL…`: removes models from the hub's cache, and what was downloaded of models without becoming one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
+from polarlm.engine.cli.commands import command, note
+from polarlm.engine.cli.flags import parse
+from polarlm.engine.config import setting
+from polarlm.engine.errors import EngineError
+from polarlm.engine.state.plan import format_bytes
+from polarlm.list import DEMO
+from polarlm.model_loaders import demo, first_model, hub
+from polarlm.model_loaders.hub import local
+from polarlm.model_loaders.hub.client import Client
+from polarlm.model_loaders.user_dirs import cache_folder
+
+
+@dataclass(frozen=True)
+class RemoveConfig:
+    names: tuple[str, ...] = setting(
+        MISSING, "MODEL", help="names as polarlm list shows them; user/repo removes all that is here of a repository"
+    )
+
+
+GROUPS: Mapping[str, type] = {"Remove": RemoveConfig}
+
+
+@command
+def main(argv: Sequence[str]) -> None:
+    (options,) = parse(argv, GROUPS, prog="polarlm rm", description="Remove models from this machine.", checks={})
+    for name in options.names:
+        try:
+            size = _removed(name)
+        except OSError as error:
+            raise EngineError(f"{name} cannot be removed: {error.strerror or error}", "storage") from None
+        first_model.forget(name)
+        note(f"{name} is removed: {format_bytes(size)}.")
+
+
+def _removed(name: str) -> int:
+    """Removes a model, and returns its bytes. Raises EngineError, LoadError or OSError."""
+    if name == DEMO and (file := cache_folder() / demo.FILE_NAME).is_file():
+        size = file.stat().st_size
+        file.unlink()
+        return size
+    asked = hub.parse(name)
+    folder = Client().repo_folder(asked.repo)
+    if not folder.is_dir():
+        raise EngineError(f"{name} is not on this machine: polarlm list shows what is", "model_unavailable")
+    models = [one for one in local.models() if one.name.partition(":")[0] == asked.repo]
+    chosen = [one for one in models if asked.quantization is None or one.name == str(asked)]
+    if not chosen and asked.quantization is not None:
+        names = ", ".join(one.name for one in models) or "none that is complete"
+        raise EngineError(f"{name} is not on this machine; of {asked.repo} there is {names}", "model_unavailable")
+    if len(chosen) == len(models):
+        size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_symlink() and file.is_file())
+        shutil.rmtree(folder)
+        return size
+    return sum(_unlinked(file, folder) for one in chosen for file in one.files)
+
+
+def _unlinked(file: Path, folder: Path) -> int:
+    """Removes a file of a snapshot, and its content unless another file of the repository has the same."""
+    content, size = file.resolve(), file.stat().st_size
+    file.unlink()
+    if content != file and not any(other.resolve() == content for other in (folder / "snapshots").rglob("*")):
+        content.unlink(missing_ok=True)
+    return size

@@ -1,0 +1,57 @@
+"""`polarlm show MODEL`: what a model's files say about it, without reading its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from polarlm import model_loaders
+from polarlm.engine.cli.commands import command, note
+from polarlm.engine.cli.flags import parse
+from polarlm.engine.config import EngineConfig, hub_setting, model_setting
+from polarlm.engine.loading.checks import settle
+from polarlm.engine.state.plan import format_bytes
+from polarlm.model_loaders import Model
+
+
+@dataclass(frozen=True)
+class ShowConfig:
+    weights: str | None = model_setting()
+    hf_repo: str | None = hub_setting()
+
+
+GROUPS: Mapping[str, type] = {"Model": ShowConfig}
+
+
+@command
+def main(argv: Sequence[str]) -> None:
+    (options,) = parse(
+        argv, GROUPS, prog="polarlm show", description="Show what a model's files say about it.", checks={}
+    )
+    path = settle(None, EngineConfig(weights=options.weights, hf_repo=options.hf_repo), {}).weights
+    model = model_loaders.load(path, verbose=note)
+    try:
+        rows = _rows(model)
+    finally:
+        model.weights.close()
+    width = max(len(name) for name, _ in rows) + 2
+    print("\n".join([model.name, *(f"  {name:{width}}{value}" for name, value in rows)]))
+
+
+def _rows(model: Model) -> list[tuple[str, str]]:
+    config, weights, template = model.config, model.weights, model.template
+    attention = config.attention
+    parameters = sum(math.prod(weights.shape(name)) for name in weights.names())
+    chat = template.missing(model.name) or f"its own{', with reasoning' if template.tags else ''}"
+    return [
+        ("family", config.family),
+        ("parameters", f"{parameters:,}"),
+        ("weights", f"{model.dtype}, {format_bytes(sum(file.stat().st_size for file in weights.files()))}"),
+        ("context", f"{config.max_context:,} tokens"),
+        ("layers", f"{len(config.layers)}, {len(config.kv_attentions)} with keys and values"),
+        ("heads", f"{attention.heads} for queries, {attention.kv_heads} for keys and values, of {attention.head_dim}"),
+        ("vocabulary", f"{config.vocab_size:,} tokens"),
+        ("template", "none: it gives texts vectors" if config.is_encoder else chat),
+        ("path", str(model.path)),
+    ]

@@ -1,0 +1,113 @@
+"""Flags from variables and from a file: which one counts, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from polarlm.engine.chat import config as chat
+from polarlm.engine.cli.commands import command
+from polarlm.engine.cli.flags import parser
+from polarlm.server import config as server
+from polarlm.server.models.registry import Registry
+
+ROOT = Path(__file__).resolve().parents[1]
+
+SERVER = """
+[server]
+ctx_size = 300
+no-calibration = true
+share-blocks = false
+idle-unload = 0.5
+cors-origin = ["https://a.example.com", "https://b.example.com"]
+lora = {sql = "adapters/sql", tone = "tone.gguf"}
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    (folder / "flags.toml").write_text(text, encoding="utf-8")
+    return str(folder / "flags.toml")
+
+
+def test_keys_of_a_file_are_flags(tmp_path: Path) -> None:
+    engine, served = server.read_command_line(["--config", written(tmp_path, SERVER), "--models", str(tmp_path)], {})
+    assert (engine.ctx_size, engine.calibration, served.share_blocks, served.idle_unload) == (300, False, False, 0.5)
+    assert served.cors_origin == ("https://a.example.com", "https://b.example.com")
+    assert engine.lora == {"sql": "adapters/sql", "tone": "tone.gguf"}
+
+
+def test_what_is_typed_counts_before_a_variable_and_a_variable_before_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, '[chat]\ntemp = 0.1\nseed = 1\nreverse-prompt = ["a", "b"]\nthreads = 1\nhf-repo = "a/b"')
+    variables = {"POLARLM_CONFIG": file, "POLARLM_SEED": "2", "POLARLM_THREADS": "2", "POLARLM_REVERSE_PROMPT": "c"}
+    words = ["-t3", "--reverse-prompt", "--threads", "-m", "x.gguf"]
+    engine, sampling, _ = chat.read_command_line(words, variables)
+    assert (sampling.temperature, sampling.seed, sampling.stop, engine.threads) == (0.1, 2, ("--threads",), 3)
+    assert (engine.weights, engine.hf_repo) == ("x.gguf", None)
+    assert chat.read_command_line([], variables)[1].stop == ("c",)
+
+
+def test_a_switch_is_turned_on_or_off_by_a_variable() -> None:
+    for value, is_on in {"1": True, "True": True, "off": False}.items():
+        assert server.read_command_line([], {"POLARLM_LOG_PROMPTS": value})[1].log_prompts is is_on
+
+
+def test_models_and_the_servers_flags_share_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    file = written(tmp_path, '[a]\npath = "a.gguf"\n[server]\nport = 1\npin = ["a"]\n')
+    engine, served = server.read_command_line(["--models", file], {"POLARLM_PORT": "2", "POLARLM_WEIGHTS": "b.gguf"})
+    assert (served.port, served.pin) == (2, ("a",))
+    assert [one.name for one in Registry(engine, Path(file), (), served.pin).models()] == ["a"]
+
+
+VARIABLES = {
+    "POLARLM_PORT=x": "POLARLM_PORT: takes a whole number",
+    "POLARLM_PORT=65536": "POLARLM_PORT: a port is a number",
+    "POLARLM_LOG_PROMPTS=": "POLARLM_LOG_PROMPTS: takes true or false",
+    "POLARLM_STATE_TYPE=q": "POLARLM_STATE_TYPE: invalid choice",
+    "POLARLM_CONFIG=/no/such": "POLARLM_CONFIG: there is no such file",
+    "POLARLM_CTX_SIZE=-1": r"--ctx-size -1: give a number.*\(POLARLM_CTX_SIZE\)",
+    "POLARLM_MODEL=a POLARLM_HF_REPO=a/b": r"leave one .*\(POLARLM_HF_REPO\)",
+}
+FILES = {
+    "[sever]\nport = 1": r"\[server\]: there is no such table",
+    "server = 1": r"\[server\]: there is no such table",
+    "[server": "is not a TOML file",
+    "[server]\nprot = 1": r"\[server\]: there is no flag prot; did you mean port\?",
+    '[server]\nconfig = "x"': "there is no flag config",
+    "[server]\nport = true": r"\[server\] port: takes a value, not true or false",
+    "[server]\nport = [1, 2]": r"\[server\] port: takes one value",
+    "[server]\nlog-prompts = 1": r"\[server\] log-prompts: takes true or false",
+    "[server]\nparallel = 0": r"--parallel 0: .*\(--config .*: \[server\] parallel\)",
+}
+
+
+def test_a_wrong_value_is_named_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, sentence in {**VARIABLES, **FILES}.items():
+        words = ["--config", written(tmp_path, given)] if given in FILES else []
+        variables = {} if words else dict(one.split("=") for one in given.split())
+        assert command(partial(server.read_command_line, environment=variables))(words) == 2
+        assert re.search(sentence, capsys.readouterr().err)
+
+
+def test_help_is_there_whatever_the_variables_say() -> None:
+    with pytest.raises(SystemExit):
+        server.read_command_line(["--help"], {"POLARLM_PORT": "x"})
+
+
+def test_a_misspelt_variable_gets_a_note_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor does a variable of another command, or one that is no flag."""
+    server.read_command_line([], {"POLARLM_CTX_SIZ": "8"})
+    assert capsys.readouterr().err == "note: POLARLM_CTX_SIZ has no effect; did you mean POLARLM_CTX_SIZE?\n"
+    files = [file for room in ("engine", "model_loaders", "tests") for file in (ROOT / room).rglob("*.py")]
+    used = {name for file in files for name in re.findall("POLARLM_[A-Z_]+", file.read_text(encoding="utf-8"))}
+    used -= {"POLARLM_CTX_SIZ"}
+    for one, other in ((chat, server), (server, chat)):
+        flags = parser(other.GROUPS, prog="", description="", checks={})._option_string_actions
+        own = parser(one.GROUPS, prog="", description="", checks={})._option_string_actions
+        names = used | {f"POLARLM_{flag[2:].upper().replace('-', '_')}" for flag in flags}
+        strange = {name for name in names if f"--{name[8:].lower().replace('_', '-')}" not in own}
+        one.read_command_line([], dict.fromkeys(strange, "x"))
+    assert capsys.readouterr().err == ""
