@@ -57,14 +57,17 @@ class Vectors:
         """
         return _embeddings(self, self.rank_jobs(query, documents, instruction))
 
-    def rank_jobs(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[Job]:
-        """The requests of `rerank`, for servers. Raises EngineError for a model that cannot rank."""
+    def rank_jobs(
+        self, query: str, documents: Sequence[str], instruction: str | None = None, truncate: bool = False
+    ) -> list[Job]:
+        """The requests of `rerank`, for servers. truncate: a cross-encoder reads the beginning of a document that is
+        too long. Raises EngineError for a model that cannot rank."""
         params = SamplingParams(max_tokens=0)
         if self.model.config.scores_pairs:
             if instruction is not None:
                 raise EngineError(f"{self.model.name} reads no instruction, only query and document: leave it out")
             options = PromptOptions(pooling=RANK)
-            pairs = (pair_ids(query, document, self.model, self.context) for document in documents)
+            pairs = (pair_ids(query, one, self.model, self.context, truncate=truncate) for one in documents)
             return [(ids, params, options) for ids in pairs]
         if self.model.config.is_encoder:
             raise EngineError(

@@ -112,8 +112,6 @@ def load(
         model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
     if template is not None:
         model = replace(model, template=model.template.of_file(Path(template).expanduser()))
-    if name is not None and where.is_dir():
-        model = replace(model, name=name.short)  # the folder is named after a commit
     return model
 
 
@@ -140,7 +138,7 @@ def _load_folder(folder: Path) -> Model:
     config, weights = open_folder(folder)
     try:
         return Model(
-            name=folder.resolve().name,
+            name=_name_of(folder.resolve()),
             path=folder,
             config=config,
             weights=weights,
@@ -160,6 +158,12 @@ def _load_folder(folder: Path) -> Model:
     except BaseException:
         weights.close()
         raise
+
+
+def _name_of(folder: Path) -> str:
+    """The folder's name; the repository's if it lies in the hub's cache, where it is named after a commit."""
+    of_repository = folder.parents[1].name if folder.parent.name == "snapshots" else ""
+    return of_repository.rpartition("--")[2] if of_repository.startswith("models--") else folder.name
 
 
 def _load_gguf(file: Path) -> Model:

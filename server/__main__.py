@@ -24,7 +24,7 @@ from polarlm.engine.cli.flags import FlagError, in_flags
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import parse_size
 from polarlm.model_loaders import first_model
-from polarlm.server.config import GROUPS, KEY_VARIABLE, ServerConfig, read_command_line
+from polarlm.server.config import GROUPS, HUB, KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.mcp.session import read_mcp_file
 from polarlm.server.running import journal
 from polarlm.server.running.conversations import ConversationStore
@@ -79,7 +79,7 @@ def _run(argv: Sequence[str]) -> None:
 
 def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
     models = _need("models.app")
-    place = None if config.models is None else Path(config.models).expanduser()
+    place = config.models if config.models in (None, HUB) else Path(config.models).expanduser()
     registry = models.Registry(common, place, config.hub_models, config.pin)
     with tcp_socket(config.host, config.port) as http:
         _warn(config, http, 2 * config.max_connections + BACKLOG)  # one more to a model's process for each
@@ -119,8 +119,10 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
 
 def _warn(config: ServerConfig, http: socket.socket, connections: int) -> None:
     """Say what is wrong with a server without a key, or with so many connections."""
-    if config.api_key is None and not is_local(http):
+    if not config.keys.needed and not is_local(http):
         note(f"warning: --host {config.host} lets other machines in, and no key keeps them out: set {KEY_VARIABLE}")
+    if warning := config.keys.warning():
+        note(warning)
     if warning := allow_open_files(connections):
         note(warning)
 

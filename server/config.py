@@ -16,8 +16,11 @@ from polarlm.engine.cli.sources import CONFIG_HELP, naming, with_sources
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.state.plan import parse_size
+from polarlm.model_loaders.forks import cached_property
+from polarlm.server.keys import Keys, is_key
 
 KEY_VARIABLE = "POLARLM_API_KEY"
+HUB = "hub"  # the place of models that stands for all that have been downloaded
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,13 @@ class ServerConfig:
         "--api-key",
         metavar="KEY",
         help=f"key that clients must send; the environment variable {KEY_VARIABLE} keeps it out of the process list",
+    )
+    api_key_file: str | None = setting(
+        None,
+        "--api-key-file",
+        metavar="FILE",
+        help="more keys, one on each line, after a name for the log and for counters if you like; a key is withdrawn "
+        "by removing its line",
     )
     allowed_host: tuple[str, ...] = setting(
         (),
@@ -115,7 +125,8 @@ class ServerConfig:
         "--models",
         metavar="PLACE",
         help="serve several models by name, each in a process of its own that is started when it is asked for: those "
-        "in a folder, or those that a TOML file lists. -hf given twice or more does the same for models of the hub",
+        f"in a folder, those that a TOML file lists, or, as {HUB}, all that have been downloaded. -hf given twice or "
+        "more does the same for models of the hub",
     )
     models_memory: str | None = setting(
         None,
@@ -138,6 +149,11 @@ class ServerConfig:
     )
     config_file: str | None = setting(None, "--config", metavar="FILE", help=CONFIG_HELP.format("server"))
     hub_models: tuple[str, ...] = ()  # -hf, given twice or more, or with --models
+
+    @cached_property
+    def keys(self) -> Keys:
+        """Raises FlagError if the file is wrong."""
+        return Keys(self.api_key, self.api_key_file)
 
     @property
     def several(self) -> bool:
@@ -169,6 +185,7 @@ def read_command_line(
         raise FlagError("--socket-port and --unix both say where the socket is; leave one of them out")
     if server.share_blocks and engine.cache_disk is None:
         raise FlagError("--share-blocks shares what --cache-disk keeps: give that as well")
+    _ = server.keys  # here already, before a model is downloaded and read
     return engine, server
 
 
@@ -198,11 +215,6 @@ def _check_models(engine: EngineConfig, server: ServerConfig) -> None:
     for name in _OF_MODELS:
         if getattr(server, name) not in (None, False, ()):
             raise FlagError(f"--{name.replace('_', '-')} is about several models; give --models as well")
-
-
-def _is_key(text: str) -> bool:
-    """Whether `text` has no white space and fits in an HTTP header."""
-    return text != "" and all("!" <= character <= "~" for character in text)
 
 
 def _is_name(text: str) -> bool:
@@ -250,11 +262,12 @@ _CHECKS: Mapping[str, Check] = {
     "config_file": _FILE,
     "max_sessions_size": _size,
     "max_conversations_size": _size,
-    "models": that(lambda text: Path(text).expanduser().exists(), "there is no such folder or file"),
+    "models": that(lambda text: text == HUB or Path(text).expanduser().exists(), "there is no such folder or file"),
     "models_memory": _size,
     "idle_unload": that(lambda minutes: 0 < minutes < math.inf, "this has to be a number of minutes above 0"),
     "pin": that(lambda text: text != "", "this needs a model's name"),
-    "api_key": that(_is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
+    "api_key_file": _PATH,
+    "api_key": that(is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
     "allowed_host": that(_is_name, "this needs a host name alone, as in chat.example.com"),
     "cors_origin": that(
         _is_origin,

@@ -233,7 +233,7 @@ def test_a_server_counts_what_was_read(tmp_path: Path) -> None:
     with load(path, expert_cache=str(of(path).experts // 2)) as engine:
         engine.generate(PROMPTS[0], SOME)
         now = engine.status()
-        page = metrics.exposition(engine, Totals(), now, without_cached=False).decode()
+        page = metrics.exposition(engine, Totals(), now, without_cached=False).body.decode()
         assert f'polarlm_chosen_experts_total{{place="file"}} {now.experts.misses}.0' in page
         assert f'polarlm_chosen_experts_total{{place="memory"}} {now.experts.hits}.0' in page
         shown = stats.stats(engine, Totals(), now, None)["experts"]

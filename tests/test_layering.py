@@ -164,7 +164,8 @@ ROOMS["chat"] = {
 
 # Rooms of `server`, from the ground up, and which of the others each may import; `__main__` may import all.
 SERVER_ROOMS: dict[str, set[str]] = {
-    "config": set(),
+    "keys": set(),
+    "config": {"keys"},
     "reading": set(),
     "running": {"config", "reading"},
     "answers": {"reading", "running"},

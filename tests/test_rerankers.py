@@ -12,6 +12,7 @@ import tokenizers
 
 from polarlm.engine import Engine, EngineError, PromptOptions
 from polarlm.engine.limits import RANK
+from polarlm.engine.requests.prompts import pair_ids
 from polarlm.model_loaders import LoadError, load
 from tests.conftest import ENCODERS
 from tests.encoders import make_gguf, make_reranker
@@ -143,7 +144,32 @@ def test_the_server_ranks(server: Serving) -> None:
     assert server.post("/api/show", {"model": "any"}).json()["capabilities"] == []
 
 
+def test_answers_have_the_shape_of_what_is_asked(server: Serving) -> None:
+    scores = [float(one.vector[0]) for one in server.engine.rerank(QUERY, DOCUMENTS)]
+    order = sorted(range(4), key=lambda index: -scores[index])
+    answer = server.post("/v2/rerank", {"model": "m", "query": QUERY, "documents": DOCUMENTS, "top_n": 1}).json()
+    assert answer["id"]
+    assert answer["results"] == [{"index": order[0], "relevance_score": scores[order[0]]}]
+    assert answer["meta"]["tokens"]["input_tokens"] == answer["usage"]["total_tokens"]
+    asked = {"query": QUERY, "texts": DOCUMENTS}
+    assert server.post("/rerank", asked).json() == [{"index": at, "score": scores[at]} for at in order]
+    raw = server.post("/rerank", {**asked, "raw_scores": True, "return_text": True}).json()
+    assert [(one["index"], one["text"]) for one in raw] == [(at, DOCUMENTS[at]) for at in order]
+    assert [1 / (1 + np.exp(-one["score"])) for one in raw] == pytest.approx([scores[at] for at in order], abs=1e-6)
+
+
+def test_a_long_document_is_cut_if_the_client_asks_for_it(server: Serving) -> None:
+    document, model = "rain " * 1000, server.engine.model
+    ((ids, *_),) = server.engine.rank_jobs(QUERY, [document], truncate=True)
+    *whole, closing = pair_ids(QUERY, document, model, 10_000)
+    assert ids == [*whole[:63], closing]
+    (cut,) = server.post("/rerank", {"query": QUERY, "texts": [document], "truncate": True}).json()
+    assert 0 < cut["score"] < 1
+
+
 WRONG = [
+    ({"documents": ["a"], "texts": ["a"]}, "give either documents or texts"),
+    ({"texts": ["rain " * 100]}, "exceeds the available context size of 64 tokens"),
     ({"documents": []}, "documents"),
     ({"documents": ["a"] * 10_000}, "documents has 10000 texts, but at most 2048"),
     ({"documents": ["rain " * 100]}, "exceeds the available context size of 64 tokens"),

@@ -100,15 +100,20 @@ def _before(model: model_loaders.Model, options: PromptOptions) -> str:
 
 
 @_told()
-def pair_ids(query: str, document: str, model: model_loaders.Model, context: int) -> list[int]:
-    """Return the ids of a pair of texts as the model's tokenizer joins them. Raises EngineError as `prompt_ids`."""
+def pair_ids(
+    query: str, document: str, model: model_loaders.Model, context: int, *, truncate: bool = False
+) -> list[int]:
+    """Return the ids of a pair of texts as the model's tokenizer joins them; with `truncate`, a document that is too
+    long is cut. Raises EngineError as `prompt_ids`."""
     tokenizer, pair = model.tokenizer, model.tokenizer.pair
     if pair is None:
         raise EngineError(f"{model.name} cannot rank documents: its tokenizer does not say how two texts are joined")
     _check_fits(model, context, query)
-    _check_fits(model, context, document)
+    _check_fits(model, None if truncate else context, document)
     ends = [[one] if one is not None else [] for one in (tokenizer.bos_id, tokenizer.closing_id)]
-    return [*ends[0], *tokenizer.tokenize(query), *pair.between, *tokenizer.tokenize(document), *ends[1]]
+    before, ids = [*ends[0], *tokenizer.tokenize(query), *pair.between], tokenizer.tokenize(document)
+    room = max(0, context - len(before) - len(ends[1]))
+    return [*before, *(ids[:room] if truncate else ids), *ends[1]]
 
 
 def second_of(ids: Sequence[int], tokenizer: Tokenizer) -> int:

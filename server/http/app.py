@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -158,8 +157,7 @@ class _OneModel(Front):
     async def metrics(self, _request: Request) -> Response:
         hidden = self._config.hide_cached_tokens
         now, engine = await self._driver.status(), self._driver.engine
-        page = exposition(engine, self._driver.snapshot(), now, without_cached=hidden)
-        return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return exposition(engine, self._driver.snapshot(), now, without_cached=hidden)
 
     async def stats(self, request: Request) -> Response:
         """/stats?tokens=N adds the memory of a sequence of N tokens."""

@@ -88,7 +88,7 @@ class Conversations:
         return self._store
 
     def _knows(self, request: Request) -> bool:
-        return self._config.api_key is not None or is_here(request.client)
+        return self._config.keys.needed or is_here(request.client)
 
 
 def _read_id(request: Request) -> str:

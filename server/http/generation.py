@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from polarlm.engine import Usage
+from polarlm.engine import PromptOptions, Usage
 from polarlm.engine.requests.prompts import prompt_ids
 from polarlm.model_loaders import Model
 from polarlm.server.answers.answering import answer
@@ -35,6 +35,12 @@ class About:
     parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
     tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
     context: int  # tokens of a prompt and its answer together
+    adapted: str = ""  # what answers call the model with the request's adapter, if it has one
+
+    @property
+    def name(self) -> str:
+        """What answers call the model."""
+        return self.adapted or self.model.name
 
 
 def about(driver: Driver) -> About:
@@ -76,19 +82,38 @@ class Endpoint(ABC):
 
 
 class Generation:
-    def __init__(self, driver: Driver, endpoint: Endpoint) -> None:
+    def __init__(self, driver: Driver, endpoint: Endpoint, counted: Mapping[str, Any] | None = None) -> None:
+        """counted: fields of a count of tokens besides it."""
         self._driver = driver
         self._endpoint = endpoint
         self._about = about(driver)
+        self._counted = counted or {}
 
     async def serve(self, request: Request) -> Response:
         """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
         return await self.respond(request, await read_body(request, self._driver.config.max_body))
 
+    async def count(self, request: Request) -> Response:
+        """{…, "input_tokens"}; past answers count as text. Raises BadRequest, Refused, EngineError or ApiError."""
+        asked, _ = self._read(await read_body(request, self._driver.config.max_body))
+        model = self._driver.engine.model
+        ids = await self._driver.counted("tokenized", lambda: prompt_ids(asked.prompt, model, options=asked.options))
+        counted = JSONResponse({**self._counted, "input_tokens": len(ids)})
+        return warn(counted, [sentence for _, sentence in asked.warnings])
+
+    def _read(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
+        """The request in a body, with its adapter, and what writes its response. Raises BadRequest."""
+        chosen = with_adapter(PromptOptions(), body, self._driver.engine.adapters.scales)
+        about = self._about
+        if chosen.lora:  # by a name that chooses it again
+            name = chosen.lora if body.get("model") == chosen.lora else f"{about.name}:{chosen.lora}"
+            about = replace(about, adapted=name)
+        asked, writer = self._endpoint.read(body, about)
+        options = replace(asked.options, lora=chosen.lora, lora_scale=chosen.lora_scale)
+        return replace(asked, options=options), writer
+
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
-        asked, writer = self._endpoint.read(body, self._about)
-        options = with_adapter(asked.options, body, self._driver.engine.adapters.scales)
-        asked = replace(asked, options=options)
+        asked, writer = self._read(body)
         warnings = [sentence for _, sentence in asked.warnings] + self._endpoint.warnings(body)
         told: list[str] = []  # while the prompt is tokenized
         if asked.answers > (room := self._driver.room):
@@ -146,21 +171,3 @@ class Generation:
 def _sign(writer: Writer, framing: Framing) -> bytes:
     """What says in a stream that the next piece is still waited for."""
     return b"".join(map(framing.frame, writer.events(0, Piece(is_waiting=True), first=False))) or COMMENT
-
-
-class Counting:
-    def __init__(self, driver: Driver, endpoint: Endpoint, more: Mapping[str, Any] | None = None) -> None:
-        """more: fields of the response besides the count."""
-        self._driver = driver
-        self._endpoint = endpoint
-        self._about = about(driver)
-        self._more = more or {}
-
-    async def serve(self, request: Request) -> Response:
-        """{…, "input_tokens"}; past answers count as text. Raises BadRequest, Refused, EngineError or ApiError."""
-        body = await read_body(request, self._driver.config.max_body)
-        asked, _ = self._endpoint.read(body, self._about)
-        model = self._driver.engine.model
-        ids = await self._driver.counted("tokenized", lambda: prompt_ids(asked.prompt, model, options=asked.options))
-        counted = JSONResponse({**self._more, "input_tokens": len(ids)})
-        return warn(counted, [sentence for _, sentence in asked.warnings])

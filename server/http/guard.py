@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import re
 
@@ -11,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.errors import CLOSE, ApiError, ErrorShapes
+from polarlm.server.running import journal
 
 # Paths that need no key: the first three are for monitors, and the page asks its user for the key.
 _OPEN = {"/health", "/v1/health", "/ping", "/"}
@@ -39,7 +39,7 @@ class Guard:
         self._errors = errors or ErrorShapes()
         self._host = _bare(config.host)
         self._names = {"localhost", self._host, *map(_bare, config.allowed_host)}
-        self._key = None if config.api_key is None else config.api_key.encode()
+        self._keys = config.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
@@ -54,13 +54,13 @@ class Guard:
             # A proxy may have honoured the other header (request smuggling).
             sentence = "A request has either Content-Length or Transfer-Encoding, not both"
             return ApiError(400, sentence, "invalid_http", headers=CLOSE)
-        if self._key is None and not self._is_ours(headers.getlist("host"), scope.get("server")):
+        if not self._keys.needed and not self._is_ours(headers.getlist("host"), scope.get("server")):
             sentence = (
                 "This server does not go by the name in the Host header: start it with --allowed-host NAME to give it "
                 "this name, or with an API key to let clients call it by any"
             )
             return ApiError(421, sentence, "misdirected_request", "Host")
-        if not self._knows_key(headers) and scope["path"] not in _OPEN:
+        if self._keys.needed and not self._knows_key(headers) and scope["path"] not in _OPEN:
             sentence = "This server needs its API key, as in 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
             return ApiError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         may_lack_type = scope["path"].startswith(_UNTYPED) and not _BROWSERS & set(headers.keys())
@@ -89,12 +89,12 @@ class Guard:
         """Whether the key is sent as a bearer token, or in the header of Anthropic's clients, which may send both."""
         bearer, bare = headers.getlist("authorization"), headers.getlist("x-api-key")
         scheme, _, key = (bearer[0] if len(bearer) == 1 else "").partition(" ")
-        is_bearer = self._is_key(key.strip()) and scheme.lower() == "bearer"
-        return self._is_key(bare[0] if len(bare) == 1 else "") or is_bearer
-
-    def _is_key(self, sent: str) -> bool:
-        # In constant time, so that no client can find the key byte by byte.
-        return self._key is None or hmac.compare_digest(sent.encode(), self._key)
+        sent = [key.strip()] if scheme.lower() == "bearer" else []
+        names = map(self._keys.name_of, [*sent, *(bare if len(bare) == 1 else [])])
+        name = next((name for name in names if name is not None), None)
+        if name and (entry := journal.current()):
+            entry.key = name
+        return name is not None
 
 
 def _is(wanted: str, content_types: list[str], may_be_missing: bool) -> bool:

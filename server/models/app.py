@@ -9,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,6 +22,7 @@ from polarlm.server.http.app import Front, error_shapes
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.described import listed, ollama_version, shown
 from polarlm.server.http.errors import ApiError, api_error
+from polarlm.server.http.plain.metrics import counters, gauges, of_models, page
 from polarlm.server.http.streams import LINES, EventStream, while_there
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.mcp.session import McpServers
@@ -41,7 +41,7 @@ __all__ = ["Registry", "create_models_app", "in_words", "serve"]
 # Paths that a model's process answers, by method; those with * also without /v1.
 POSTED = (
     *("*/chat/completions", "*/completions", "*/embeddings", "*/chat/completions/input_tokens"),
-    *("*/rerank", "*/reranking"),
+    *("*/rerank", "*/reranking", "/v2/rerank"),
     *("*/responses", "*/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"),
     *("/completion", "/infill", "/embedding", "/apply-template", "/tokenize", "/detokenize"),
@@ -184,20 +184,21 @@ class _SeveralModels(Front):
             yield {"error": api_error(error).message}
 
     async def metrics(self, request: Request) -> Response:
-        """The models' states; with ?model=NAME, the metrics of a loaded one."""
+        """The models' states, and the metrics of loaded ones; with ?model=NAME, those of one of them."""
         if request.query_params.get("model"):
             return await self._proxy.serve(request)
-        states = CollectorRegistry()
-        gauges = {
-            "loaded": Gauge("polarlm_model_loaded", "Whether a model is in memory", ["model"], registry=states),
-            "starts": Gauge("polarlm_model_starts", "How often its process was started", ["model"], registry=states),
-            "active": Gauge("polarlm_model_requests", "Requests that it has", ["model"], registry=states),
-        }
-        for one in self._supervisor.all():
-            values = {"loaded": one.state == READY, "starts": one.starts, "active": one.active}
-            for name, value in values.items():
-                gauges[name].labels(one.model.name).set(value)
-        return Response(generate_latest(states), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        pages, every = await self._proxy.metrics(), {one.model.name: one for one in self._supervisor.all()}
+        loaded = {name: one.state == READY for name, one in every.items()}
+        up = {name: text is not None for name, text in pages.items()}
+        starts = {name: one.starts for name, one in every.items()}
+        active = {name: one.active for name, one in every.items()}
+        states = [
+            gauges("polarlm_model_loaded", "Whether a model is in memory", "model", loaded),
+            gauges("polarlm_model_up", "Whether a loaded model gave its metrics in time", "model", up),
+            counters("polarlm_model_starts", "How often its process was started", "model", starts),
+            gauges("polarlm_model_requests", "Requests that it has", "model", active),
+        ]
+        return page(states, of_models({name: text for name, text in pages.items() if text is not None}))
 
 
 async def _all(lines: AsyncGenerator[dict[str, Any], None]) -> list[dict[str, Any]]:

@@ -44,6 +44,7 @@ from polarlm.server.running.sessions import SessionFolder
 from polarlm.server.serving import serve_engine
 
 CLIENT = "x-polarlm-client"  # the header with the address of the client that the parent has
+KEY_NAME = "x-polarlm-key"  # the header with the name of the key that it has sent
 _TOLD_SECONDS = 0.2  # between two messages about a download
 _LAST_SECONDS = 10.0  # to end in order when the parent is gone
 
@@ -75,7 +76,7 @@ def _end() -> None:
 
 
 class _FromParent:
-    """ASGI middleware that replaces the client, which is the parent, with the client of the parent."""
+    """ASGI middleware that replaces the client, which is the parent, with the client of the parent, and its key."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -85,6 +86,8 @@ class _FromParent:
             if name == CLIENT.encode():
                 host, _, port = value.decode("latin-1").rpartition(":")
                 scope["client"] = (host, int(port) if port.isdecimal() else 0)
+            elif name == KEY_NAME.encode():
+                scope[journal.KEY] = value.decode("latin-1")
         await self._app(scope, receive, send)
 
 

@@ -20,7 +20,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import read_bytes
 from polarlm.server.http.errors import ErrorShapes, api_error
 from polarlm.server.http.streams import DATA, LINES, NAMED, send_soon, while_there
-from polarlm.server.models.child import CLIENT
+from polarlm.server.models.child import CLIENT, KEY_NAME
 from polarlm.server.models.process import READY, ModelProcess, Served, ended
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, is_empty, read_json, text, wrong
@@ -32,6 +32,7 @@ MONITORED = ("/stats", "/metrics", "/slots")
 
 SILENT_SECONDS = 2.0  # for which a stream may wait for its model before the first sign of life
 SIGN_SECONDS = 5.0  # between two such signs
+METRICS_SECONDS = 5.0  # for a model to give its metrics, between two units of work; Prometheus waits for 10
 
 _RESPONSES = ("/v1/responses", "/responses")
 _KEPT_BACK = {b"date", b"connection", b"keep-alive", b"transfer-encoding"}  # headers of answers, for one connection
@@ -54,6 +55,24 @@ class Proxy:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    async def metrics(self) -> dict[str, str | None]:
+        """/metrics of each loaded model, by its name; None of one that does not answer in time."""
+        loaded = (one for one in self._supervisor.all() if one.state == READY)
+        processes = {one.model.name: one.process for one in loaded if one.process is not None}
+        pages = await asyncio.gather(*map(self._metrics_of, processes.values()))
+        return dict(zip(processes, pages, strict=True))
+
+    async def _metrics_of(self, process: ModelProcess) -> str | None:
+        try:
+            answer = await self._client.get(
+                f"http://127.0.0.1:{process.port}/metrics",
+                headers={"authorization": f"Bearer {process.key}"},
+                timeout=METRICS_SECONDS,
+            )
+            return answer.raise_for_status().text
+        except httpx.HTTPError:
+            return None
 
     async def serve(self, request: Request) -> Response:
         path, data, fields = request.url.path, b"", dict[str, Any]()
@@ -160,6 +179,8 @@ class _Passed(Response):
             "accept-encoding": "identity",
             CLIENT: "unknown:0" if client is None else f"{client.host}:{client.port}",
         }
+        if (entry := journal.current()) and entry.key:
+            headers[KEY_NAME] = entry.key
         if request.method == "POST":
             headers["content-type"] = "application/json"  # which some of Ollama's clients leave out
         url = f"http://127.0.0.1:{process.port}{request.scope['raw_path'].decode('ascii')}"

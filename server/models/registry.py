@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from polarlm.engine.cli.flags import FlagError, close_to, in_flags
 from polarlm.engine.cli.sources import QUOTES, read_toml
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
-from polarlm.model_loaders import LoadError, hub
+from polarlm.model_loaders import LoadError, hub, load_weights
+from polarlm.model_loaders.hub import local
+from polarlm.model_loaders.user_dirs import cache_folder
+from polarlm.server.config import HUB
 
 _LATEST = ":latest"  # the tag that Ollama's clients add to a name
 _PART = re.compile(r"-(\d{5})-of-\d{5}$")
@@ -39,24 +43,32 @@ class NamedModel:
 
 
 class Registry:
-    """Models by name. The folder is looked at again when a name is unknown, and for lists."""
+    """Models by name. A folder is looked at again when a name is unknown, and for lists."""
 
-    def __init__(self, common: EngineConfig, place: Path | None, names: Sequence[str], pinned: Sequence[str]) -> None:
-        """common: settings of all models. place: a folder of models or a TOML file. names: those on the hub. pinned:
-        names of models that stay in memory. Raises FlagError or EngineError."""
+    def __init__(
+        self, common: EngineConfig, place: Path | str | None, names: Sequence[str], pinned: Sequence[str]
+    ) -> None:
+        """common: settings of all models. place: a folder of models, a TOML file, or HUB for what has been downloaded.
+        names: those on the hub. pinned: names of models that stay in memory. Raises FlagError or EngineError."""
         self._common = common
-        self._folder = place if place is not None and place.is_dir() else None
+        self._look: Callable[[EngineConfig], list[NamedModel]] | None = None
+        if place == HUB:
+            self._look = _downloaded
+        elif place is not None and Path(place).is_dir():
+            self._look = partial(_in_folder, Path(place))
         self._pinned: set[str] = set()
         self._fixed: dict[str, NamedModel] = {}
         self._folder_models: dict[str, NamedModel] = {}
-        if place is not None and self._folder is None:
-            for written in _written(place, common):
+        if place is not None and self._look is None:
+            for written in _written(Path(place), common):
                 self.add(written)
         for name in names:
             self.add(self.on_hub(name))
         models = self.models()
-        if self._folder is not None and not self._folder_models:
-            raise FlagError(f"--models {place}: there is no .gguf file and no folder of a model in it")
+        if self._look is not None and not self._folder_models:
+            what = "no model has been downloaded yet: polarlm pull NAME does it"
+            what = what if place == HUB else "there is no .gguf file and no folder of a model in it"
+            raise FlagError(f"--models {place}: {what}")
         for name in pinned:
             model = self.find(name)
             if model is None:
@@ -65,8 +77,8 @@ class Registry:
 
     def models(self) -> list[NamedModel]:
         """All models: files of the folder, by name, then tables of the TOML file, then models of the hub."""
-        if self._folder is not None:
-            self._folder_models = {model.name: model for model in _in_folder(self._folder, self._common)}
+        if self._look is not None:
+            self._folder_models = {model.name: model for model in self._look(self._common)}
         return self._known()
 
     def find(self, name: str) -> NamedModel | None:
@@ -125,6 +137,24 @@ def _in_folder(folder: Path, common: EngineConfig) -> list[NamedModel]:
             if part is None or int(part[1]) == 1:
                 paths.setdefault(_PART.sub("", path.stem), path)
     return [NamedModel(name, settle(path, common, {})) for name, path in paths.items()]
+
+
+def _downloaded(common: EngineConfig) -> list[NamedModel]:
+    """The models in the hub's cache that can be loaded, and those in this program's own cache folder."""
+    folder = cache_folder()
+    own = _in_folder(folder, common) if folder.is_dir() else []
+    found = [one for one in local.models() if _is_supported(one.path)]
+    return [*(NamedModel(one.name, settle(one.path, common, {})) for one in found), *own]
+
+
+@cache
+def _is_supported(path: Path) -> bool:
+    """Whether a model in the hub's cache, whose files do not change, is of a family that is supported."""
+    try:
+        load_weights(path)[1].close()
+    except LoadError:
+        return False
+    return True
 
 
 def _written(file: Path, common: EngineConfig) -> list[NamedModel]:

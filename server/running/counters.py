@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -33,13 +34,18 @@ class Totals:
     first_token: Times = field(default_factory=Times)  # from arrival to an answer's first token
     gaps: Times = field(default_factory=Times)  # between the tokens of an answer
     latency: Times = field(default_factory=Times)  # from arrival to the end of an answer
+    key_requests: Counter[str] = field(default_factory=Counter)  # requests that have ended, by the name of their key
+    key_tokens: Counter[str] = field(default_factory=Counter)  # tokens generated, by the same
     active: int = 0  # in a snapshot: requests that wait, are computed, or are being sent
 
-    def ended(self, outcome: str, seconds: float, *, answer: bool) -> None:
+    def ended(self, job: Job, *, answer: bool) -> None:
         """Count a request that has ended. answer: whether it counts in the mean time of an answer."""
-        self.requests[outcome] += 1
+        seconds = time.monotonic() - job.started
+        if job.key:
+            self.key_requests[job.key] += 1
+        self.requests[job.outcome] += 1
         self.seconds += seconds
-        if outcome in _WHOLE:
+        if job.outcome in _WHOLE:
             self.latency.add(seconds)
         if answer:
             self.answers += 1
@@ -49,6 +55,8 @@ class Totals:
         """Add a chunk's tokens, their times and its usage. job: its request."""
         if tokens := len(chunk.token_ids):
             self.completion_tokens += tokens
+            if job.key:
+                self.key_tokens[job.key] += tokens
             if job.token_came is None:
                 self.first_token.add(job.appended - job.started)
             else:  # the tokens of a chunk share the time

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -126,6 +125,7 @@ class Driver:
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
         """
         with self._job(self._answers) as (entry, job):
+            entry.adapter = options.lora if options and options.lora else None
             start = partial(submit or self.engine.submit, prompt, self._limited(params), options, progress=progress)
             ticket = await self._submitted(entry, job, prompt, start, compiles=compiles or params.is_constrained)
             last = False
@@ -210,7 +210,7 @@ class Driver:
             entry.outcome = refusal.code
             self._totals.requests[refusal.code] += 1
             raise refusal
-        job = Job(self._loop)
+        job = Job(self._loop, entry.key)
         queue.jobs.add(job)
         self._idle.clear()
         return job
@@ -220,7 +220,7 @@ class Driver:
         self._thread.wake()  # so that the engine drops the request
         queue.jobs.discard(job)
         answer = queue is self._answers and job.outcome != "error"  # most errors precede any computation
-        self._totals.ended(job.outcome, time.monotonic() - job.started, answer=answer)
+        self._totals.ended(job, answer=answer)
         if not any(queue.jobs for queue in self._queues):
             self._idle.set()
 

@@ -19,8 +19,10 @@ _LOG = logging.getLogger(__name__)
 class Job(Mailbox):
     """A mailbox with what the log and the counters need of its request."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, key: str | None = None) -> None:
+        """key: the name of the key that the client has sent, if it has one."""
         super().__init__(loop)
+        self.key = key
         self.started = time.monotonic()
         self.outcome = "cancelled"
         self.appended = self.started  # when the newest item that was read was appended

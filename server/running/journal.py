@@ -18,9 +18,10 @@ from polarlm.engine import Chunk
 from polarlm.engine.requests.prompts import Prompt
 
 _REQUESTS = logging.getLogger("server.requests")
+KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where another process has checked it
 _MOST_PATH = 200  # characters of a path, which clients choose
 # Paths that open pages and monitors poll. Their lines would hide all others, so they are logged only if they fail.
-_ASKED_ALL_THE_TIME = {"/stats", "/conversations", "/health", "/v1/health", "/ping"}
+_ASKED_ALL_THE_TIME = {"/stats", "/conversations", "/health", "/v1/health", "/ping", "/metrics"}
 
 
 def note(sentence: str) -> None:
@@ -34,6 +35,8 @@ class Entry:
 
     client: str
     route: str
+    key: str | None = None  # the name of the key that the client has sent
+    adapter: str | None = None
     status: int | None = None  # HTTP status
     outcome: str | None = None
     prompt_tokens: int = 0
@@ -89,6 +92,7 @@ class Journaled:
             return
         client = ":".join(map(str, scope.get("client") or ("unknown",)))
         with entry(client, f"{scope['method']} {scope['path']}"[:_MOST_PATH]) as new:
+            new.key = scope.get(KEY)
 
             async def noting(message: MutableMapping[str, Any]) -> None:
                 if message["type"] == "http.response.start":
@@ -133,7 +137,9 @@ def _visible(line: str) -> str:
 
 def _in_words(line: Mapping[str, Any]) -> str:
     heads = [str(line[name]) for name in ("route", "status", "outcome") if name in line]
-    facts = [f"{line['seconds']:.1f} s, for {line['client']}"]
+    facts = [f"{line['seconds']:.1f} s, for {line['client']}" + (f" ({line['key']})" if "key" in line else "")]
+    if "adapter" in line:
+        facts.insert(0, f"adapter {line['adapter']}")
     if line["prompt_tokens"]:
         cached, prompt = line["cached_tokens"], line["prompt_tokens"]
         facts.insert(0, f"{cached} of {prompt} prompt tokens cached, {line['completion_tokens']} new")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import socket
@@ -53,7 +52,8 @@ class Connection(asyncio.Protocol):
         self._others = others
         self._lines = Lines(self._config.max_body)
         self._requests: dict[Id, asyncio.Task[None]] = {}
-        self._known = self._config.api_key is None
+        self._key: Any = None  # what the first message had as its key
+        self._key_name = None if self._config.keys.needed else ""  # None: not valid
         self._greeted = False  # whether a JSON object has arrived
         self._ended = False  # whether the client has closed its sending side
         self._full = False  # whether the transport's buffer is full
@@ -72,7 +72,7 @@ class Connection(asyncio.Protocol):
             self._close()
         self._others.add(self)
         self._await_request()
-        if not self._known:
+        if self._key_name is None:
             self._after("key", KEY_SECONDS, self._refuse_key)
 
     def data_received(self, data: bytes) -> None:
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         try:
             message = self._read(line)
             has_key = self._greet(message)
-            if not self._known or (has_key and len(message) == 1):
+            if self._key_name is None or (has_key and len(message) == 1):
                 return
             request_id = read_id(message)
             if message.get("cancel"):
@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
         except BadRequest as error:
             if self._greeted:
                 self._send(request_id, error_of(error))
-            elif not self._known:
+            elif self._key_name is None:
                 self._refuse_key()
             else:
                 self._hang_up(f"{error}; this is no port for HTTP or TLS, and the first line has to be a message")
@@ -142,15 +142,16 @@ class Connection(asyncio.Protocol):
         return message
 
     def _greet(self, message: dict[str, Any]) -> bool:
-        """Check a message's key and return whether it has one. A wrong first key closes the connection."""
-        key, wanted = message.get("api_key"), self._config.api_key
-        if not self._known and wanted is not None:
-            sent = key if isinstance(key, str) else ""
-            self._known = hmac.compare_digest(sent.encode("utf-8", "surrogatepass"), wanted.encode())
-            if self._known:
-                self._timers.pop("key").cancel()
-            else:
+        """Check the first message's key, again with each message: it may be withdrawn. Return whether the message has
+        one. A key that is not valid closes the connection."""
+        key, keys = message.get("api_key"), self._config.keys
+        if keys.needed:
+            self._key = key if self._key is None else self._key
+            self._key_name = keys.name_of(self._key) if isinstance(self._key, str) else None
+            if self._key_name is None:
                 self._refuse_key()
+            elif timer := self._timers.pop("key", None):
+                timer.cancel()
         return key is not None
 
     def _refuse_key(self) -> None:
@@ -201,7 +202,8 @@ class Connection(asyncio.Protocol):
     async def _serve(self, request_id: Id, work: Work) -> None:
         """Run a request and send its last message; its task is cancelled with the request or the connection."""
         try:
-            with journal.entry(self._client, "socket"):
+            with journal.entry(self._client, "socket") as entry:
+                entry.key = self._key_name or None
                 last = await work()
             self._finish(request_id, last)
         except (Refused, EngineError) as error:

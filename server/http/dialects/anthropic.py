@@ -14,7 +14,7 @@ from polarlm.engine import Usage
 from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.dialects._shared import Places, arguments_of, items, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.generation import About, Counting, Endpoint, Generation, Writer
+from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.streams import NAMED, Event
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
@@ -52,9 +52,10 @@ _BILLING = "x-anthropic-billing-header:"  # begins a block that is for Anthropic
 
 
 def routes(driver: Driver) -> list[Route]:
+    generation = Generation(driver, Messages())
     return [
-        Route("/v1/messages", Generation(driver, Messages()).serve, methods=["POST"]),
-        Route("/v1/messages/count_tokens", Counting(driver, Messages()).serve, methods=["POST"]),
+        Route("/v1/messages", generation.serve, methods=["POST"]),
+        Route("/v1/messages/count_tokens", generation.count, methods=["POST"]),
     ]
 
 
@@ -64,7 +65,7 @@ class Messages(Endpoint):
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, MessageWriter]:
         asked = read_own(_own(body), _NAMES, about)
-        return asked, MessageWriter(about.model.name, about.tells_cached)
+        return asked, MessageWriter(about.name, about.tells_cached)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.bodies import read_body
 from polarlm.server.http.errors import TOO_LONG, ApiError
-from polarlm.server.http.generation import About, Counting, Endpoint, Generation, Writer
+from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import read_raw, text_of
 from polarlm.server.http.openai.shapes import prompt_progress
@@ -39,7 +39,7 @@ PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-template", "/lora
 
 def routes(driver: Driver) -> list[Route]:
     server = _Server(driver)
-    counting = Counting(driver, ChatCompletions(), {"object": "response.input_tokens"})
+    count = Generation(driver, ChatCompletions(), {"object": "response.input_tokens"}).count
     return [
         Route("/completion", Generation(driver, Completion()).serve, methods=["POST"]),
         Route("/infill", Generation(driver, Infilling()).serve, methods=["POST"]),
@@ -48,7 +48,7 @@ def routes(driver: Driver) -> list[Route]:
         Route("/slots", server.slots),
         Route("/slots/{slot}", _not_here("sessions are saved and loaded at /sessions"), methods=["POST"]),
         Route("/apply-template", server.apply_template, methods=["POST"]),
-        *(Route(f"{prefix}/chat/completions/input_tokens", counting.serve, methods=["POST"]) for prefix in ("/v1", "")),
+        *(Route(f"{prefix}/chat/completions/input_tokens", count, methods=["POST"]) for prefix in ("/v1", "")),
         Route("/lora-adapters", server.adapters),
         Route(
             "/lora-adapters",
@@ -272,7 +272,7 @@ class CompletionWriter(Writer):
             "tokens": list(tokens),
             "id_slot": -1,
             "stop": True,
-            "model": self.about.model.name,
+            "model": self.about.name,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "generation_settings": generation_settings(self.about.model, one.params, self.about.context),

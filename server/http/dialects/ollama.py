@@ -93,7 +93,7 @@ class Generating(Endpoint):
         body = asking(body)
         asked = read_own(self.prompt_of(body) | _shared(body), _NAMES, about, ("messages", "prompt"))
         logprobs = None if asked.params.logprobs is None else ChatLogprobs(about.model.tokenizer)
-        return asked, LinesWriter(about.model.name, self.content, logprobs)
+        return asked, LinesWriter(about.name, self.content, logprobs)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         options = unknown_fields(body.get("options") or {}, {*_OPTIONS, *_OF_THE_MACHINE}, "options.")

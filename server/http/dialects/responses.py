@@ -19,7 +19,7 @@ from polarlm.server.http.dialects._response_events import (
 )
 from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
-from polarlm.server.http.generation import About, Counting, Endpoint, Generation
+from polarlm.server.http.generation import About, Endpoint, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import NAMED
 from polarlm.server.reading.fields import asking
@@ -66,11 +66,10 @@ _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
 
 def routes(driver: Driver) -> list[Route]:
-    serve = _Generation(driver, Responses()).serve
-    count = Counting(driver, Responses(), {"object": "response.input_tokens"}).serve
+    generation = _Generation(driver, Responses(), {"object": "response.input_tokens"})
     return [
-        *(Route(path, serve, methods=["POST"]) for path in PATHS),
-        *(Route(f"{path}/input_tokens", count, methods=["POST"]) for path in PATHS),
+        *(Route(path, generation.serve, methods=["POST"]) for path in PATHS),
+        *(Route(f"{path}/input_tokens", generation.count, methods=["POST"]) for path in PATHS),
     ]
 
 
@@ -101,7 +100,7 @@ class Responses(Endpoint):
             "tool_choice": _choice(ours.get("tool_choice", "auto"), tools),
             "top_p": params.top_p,
         }
-        return asked, ResponseWriter(about.model.name, about.tells_cached, repeated, logprobs, tools)
+        return asked, ResponseWriter(about.name, about.tells_cached, repeated, logprobs, tools)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
@@ -118,7 +117,7 @@ class _Generation(Generation):
         except EngineError as error:
             if error.code != TOO_LONG or not body.get("stream"):
                 raise
-            _, writer = self._endpoint.read(body, self._about)
+            _, writer = self._read(body)
             events = [*writer.events(0, Piece(), first=True), writer.failure(api_error(error))]
             return Response(b"".join(map(NAMED.frame, events)), media_type=NAMED.media_type)
 

@@ -16,7 +16,7 @@ class ChatCompletions(Endpoint):
         tokenizer, special = about.model.tokenizer, about.parse_special
         asked = read(body, tokenizer.tokenize, ("messages",), switched_logprobs=True, parse_special=special)
         logprobs = [ChatLogprobs(tokenizer) for _ in range(0 if asked.params.logprobs is None else asked.n)]
-        return asked, ChatWriter(about.model.name, asked.include_usage, logprobs, about.tells_cached, asked.n)
+        return asked, ChatWriter(about.name, asked.include_usage, logprobs, about.tells_cached, asked.n)
 
 
 class ChatWriter(ChoicesWriter):

@@ -39,7 +39,7 @@ class Completions(Endpoint):
         logprobs = [TextLogprobs(tokenizer, at_start=echo) for _ in range(count)]
         echoes = [partial(text_of, one.prompt, tokenizer) for one in asked.each()] if echo else ()
         settings = (asked.include_usage, logprobs, about.tells_cached, asked.n)
-        return asked, TextWriter(about.model.name, *settings, echoes=echoes)
+        return asked, TextWriter(about.name, *settings, echoes=echoes)
 
 
 def read_raw(body: dict[str, Any], about: About) -> ParsedRequest:

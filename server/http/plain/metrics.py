@@ -4,12 +4,15 @@ extension): queued and running requests, the used part of the KV store, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from polarlm.engine import Engine
 from polarlm.engine.cli.flags import release
@@ -17,35 +20,51 @@ from polarlm.engine.outputs import CompilationCounts, ExpertStatus, SnapshotStat
 from polarlm.engine.state.cache_types import stored
 from polarlm.server.running.counters import Totals
 
+Family = CounterMetricFamily | GaugeMetricFamily
+
 
 class _Page(Collector):
-    def __init__(self, *metrics: Iterator[Metric]) -> None:
-        self._metrics = list(chain(*metrics))
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = list(metrics)
 
     def collect(self) -> list[Metric]:
         return self._metrics
 
 
-def exposition(engine: Engine, done: Totals, now: Status, *, without_cached: bool) -> bytes:
-    """The page that Prometheus reads. without_cached: whether the number of tokens that were cached is left out."""
+def page(*metrics: Iterable[Metric]) -> Response:
+    """The page that Prometheus reads."""
     registry = CollectorRegistry()
-    registry.register(
-        _Page(
-            _totals(done, without_cached),
-            _load(done, now),
-            _times(done),
-            _tiers(now.tiers),
-            _experts(now.experts or ExpertStatus(0, 0, 0, 0)),
-            _build(engine, now),
-            _constraints(engine.grammars.counts()),
-            _for_routers(engine, now),
-        )
+    registry.register(_Page(chain(*metrics)))
+    return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def exposition(engine: Engine, done: Totals, now: Status, *, without_cached: bool) -> Response:
+    """The page of one model. without_cached: whether the number of tokens that were cached is left out."""
+    return page(
+        _totals(done, without_cached),
+        _load(done, now),
+        _times(done),
+        _tiers(now.tiers),
+        _experts(now.experts or ExpertStatus(0, 0, 0, 0)),
+        _build(engine, now),
+        _constraints(engine.grammars.counts()),
+        _for_routers(engine, now),
     )
-    return generate_latest(registry)
+
+
+def of_models(pages: Mapping[str, str]) -> Iterable[Metric]:
+    """The metrics of several models, by name, each family once; samples have the label `model`."""
+    families: dict[str, Metric] = {}
+    for model, text in pages.items():
+        for family in text_string_to_metric_families(text):
+            samples = families.setdefault(family.name, Metric(family.name, family.documentation, family.type)).samples
+            samples += [one._replace(labels=one.labels | {"model": model}) for one in family.samples]
+    return families.values()
 
 
 def _totals(done: Totals, without_cached: bool) -> Iterator[Metric]:
-    yield _counters("requests", "Requests that have ended, by outcome", "outcome", dict(sorted(done.requests.items())))
+    outcomes = dict(sorted(done.requests.items()))
+    yield counters("polarlm_requests", "Requests that have ended, by outcome", "outcome", outcomes)
     for name, meaning, total in (
         ("prompt_tokens", "Tokens of prompts", done.prompt_tokens),
         ("cached_tokens", "Tokens of prompts that were in the cache already", done.cached_tokens),
@@ -58,9 +77,12 @@ def _totals(done: Totals, without_cached: bool) -> Iterator[Metric]:
     ):
         if name != "cached_tokens" or not without_cached:
             yield CounterMetricFamily(f"polarlm_{name}", meaning, value=total)
+    meaning = "Requests that have ended, by the name of the key that the client sent"
+    yield counters("polarlm_key_requests", meaning, "key", done.key_requests)
+    yield counters("polarlm_key_completion_tokens", "Tokens generated, by the name of the key", "key", done.key_tokens)
     if not without_cached:
         meaning = "Cached tokens by the place that they came from"
-        yield _counters("cached_tokens_from", meaning, "place", dict(sorted(done.cached_from.items())))
+        yield counters("polarlm_cached_tokens_from", meaning, "place", dict(sorted(done.cached_from.items())))
 
 
 def _load(done: Totals, now: Status) -> Iterator[Metric]:
@@ -80,10 +102,7 @@ def _load(done: Totals, now: Status) -> Iterator[Metric]:
     ):
         yield GaugeMetricFamily(f"polarlm_{name}", meaning, value=value)
     meaning = "Used and kept blocks by cache type, where they are of two kinds"
-    by_type = GaugeMetricFamily("polarlm_kv_blocks_of_type", meaning, labels=["type"])
-    for name, count in (now.types or {}).items():
-        by_type.add_metric([name], count)
-    yield by_type
+    yield gauges("polarlm_kv_blocks_of_type", meaning, "type", now.types or {})
 
 
 def _times(done: Totals) -> Iterator[Metric]:
@@ -96,27 +115,25 @@ def _times(done: Totals) -> Iterator[Metric]:
 
 
 def _tiers(tiers: Sequence[TierStatus]) -> Iterator[Metric]:
-    size = GaugeMetricFamily("polarlm_tier_bytes", "Bytes of kept blocks and answers", labels=["place"])
-    objects = GaugeMetricFamily("polarlm_tier_objects", "Kept blocks and answers", labels=["place"])
+    sizes = {tier.place: tier.bytes for tier in tiers if tier.bytes is not None}
+    yield gauges("polarlm_tier_bytes", "Bytes of kept blocks and answers", "place", sizes)
+    objects = {tier.place: tier.objects for tier in tiers if tier.objects is not None}
+    yield gauges("polarlm_tier_objects", "Kept blocks and answers", "place", objects)
     meaning = "Errors of reading and writing"
     errors = CounterMetricFamily("polarlm_tier_errors", meaning, labels=["place", "operation"])
     for tier in tiers:
-        if tier.bytes is not None and tier.objects is not None:
-            size.add_metric([tier.place], tier.bytes)
-            objects.add_metric([tier.place], tier.objects)
         errors.add_metric([tier.place, "read"], tier.read_errors)
         errors.add_metric([tier.place, "write"], tier.write_errors)
-    yield from (size, objects)
     meaning = "Objects that were found damaged and not used"
-    yield _counters("tier_damaged_objects", meaning, "place", {tier.place: tier.damaged for tier in tiers})
+    yield counters("polarlm_tier_damaged_objects", meaning, "place", {tier.place: tier.damaged for tier in tiers})
     meaning = "Requests computed without a place that took too long"
-    yield _counters("tier_timeouts", meaning, "place", {tier.place: tier.timeouts for tier in tiers})
+    yield counters("polarlm_tier_timeouts", meaning, "place", {tier.place: tier.timeouts for tier in tiers})
     yield errors
 
 
 def _experts(experts: ExpertStatus) -> Iterator[Metric]:
     meaning = "Weights of chosen experts, by where they were, if some are read from the file"
-    yield _counters("chosen_experts", meaning, "place", {"memory": experts.hits, "file": experts.misses})
+    yield counters("polarlm_chosen_experts", meaning, "place", {"memory": experts.hits, "file": experts.misses})
     meaning = "Bytes of experts that were read from the file"
     yield CounterMetricFamily("polarlm_expert_bytes_read", meaning, value=experts.bytes)
 
@@ -130,7 +147,7 @@ def _build(engine: Engine, now: Status) -> Iterator[Metric]:
 
 def _constraints(counts: CompilationCounts) -> Iterator[Metric]:
     outcomes = {name: counts.outcomes[name] for name in ("compiled", "refused", "abandoned", "too_many")}
-    yield _counters("constraints", "New constraints, by outcome", "outcome", outcomes)
+    yield counters("polarlm_constraints", "New constraints, by outcome", "outcome", outcomes)
     meaning = "New constraints that are compiled or wait for it"
     yield GaugeMetricFamily("polarlm_constraints_waiting", meaning, value=counts.waiting)
     meaning = "Time until a new constraint was compiled or refused, waiting included"
@@ -144,15 +161,17 @@ def _for_routers(engine: Engine, now: Status) -> Iterator[Metric]:
         ("num_requests_running", "Requests that are computed: in prefill or in steps", running),
         ("kv_cache_usage_perc", "Part of the coded blocks that requests hold, 0 to 1", used),
     ):
-        gauge = GaugeMetricFamily(f"vllm:{name}", meaning, labels=["model_name"])
-        gauge.add_metric([engine.model.name], value)
-        yield gauge
+        yield gauges(f"vllm:{name}", meaning, "model_name", {engine.model.name: value})
     blocks = {"block_size": str(engine.cache_shape.block_size), "num_gpu_blocks": str(now.blocks_of_largest)}
     yield InfoMetricFamily("vllm:cache_config", "The KV store: tokens of a block, and blocks", value=blocks)
 
 
-def _counters(name: str, meaning: str, label: str, counts: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(f"polarlm_{name}", meaning, labels=[label])
-    for value, count in counts.items():
-        family.add_metric([value], count)
+def _family(kind: type[Family], name: str, meaning: str, label: str, values: Mapping[str, float]) -> Metric:
+    """A family with a sample for each of `values`, by the value of its label."""
+    family = kind(name, meaning, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
     return family
+
+
+counters, gauges = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)

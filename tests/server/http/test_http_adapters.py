@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from polarlm.engine import Engine, PromptOptions, SamplingParams
 from tests.adapters import random_changes, write_peft
+from tests.server.apis import API, APIS
 from tests.server.http_server import Serving, serving
 from tests.tiny import make_model
 
@@ -61,6 +63,21 @@ def test_the_models_name_chooses_an_adapter(server: Serving) -> None:
     assert server.post(
         "/v1/chat/completions", {"model": "first", "messages": [{"role": "user", "content": "a"}]}
     ).is_success
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+def test_an_answer_names_the_adapter_by_a_name_that_chooses_it(server: Serving, api: API) -> None:
+    base = server.engine.model.name
+    lora = {"lora": [{"id": 1, "scale": 1}]}
+    for asked, name in (
+        ({"model": "first"}, "first"),
+        ({"model": "any:first"}, f"{base}:first"),
+        (lora, f"{base}:second"),
+        ({"model": "any"}, base),
+    ):
+        for stream in (False, True):
+            text = server.post(api.path, api.body("the rain", stream=stream, max_tokens=2) | asked).text
+            assert set(re.findall(r'"model": ?"([^"]*)"', text)) == {name}
 
 
 def test_llama_servers_field_chooses_an_adapter(server: Serving) -> None:

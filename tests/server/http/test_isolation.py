@@ -27,7 +27,7 @@ GENERATING: dict[str, dict[str, Any]] = {
 VECTORS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("/v1/embeddings", "/embeddings", "/embedding", "/api/embed"), INPUT),
     "/api/embeddings": {"prompt": TEXT},
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/reranking", "/v1/reranking"), RANKED),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking"), RANKED),
 }
 COMPUTE_NOTHING = {  # they count, convert, save and describe, or belong to the page
     *("/tokenize", "/detokenize", "/apply-template", "/sessions/save", "/sessions/load", "/documents/text"),

@@ -161,7 +161,7 @@ def resident(house: Household) -> dict[str, int]:
 
 def starts(house: Household) -> dict[str, int]:
     """How often each model's process was started."""
-    told = re.findall(r'(?m)^polarlm_model_starts\{model="(\w+)"\} (\S+)', house.http.get("/metrics").text)
+    told = re.findall(r'(?m)^polarlm_model_starts_total\{model="(\w+)"\} (\S+)', house.http.get("/metrics").text)
     return {name: int(float(count)) for name, count in told}
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 
 import ollama
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from polarlm.engine.loading.need import PROCESS_BYTES
 from polarlm.server.config import ServerConfig
@@ -24,6 +29,7 @@ from tests.server.lines import PATIENCE, eventually
 from tests.server.models.running import KEY, Front, front, two_models
 
 # Answers that are more than all buffers on the way take, so that their process waits for who reads them.
+ANNAS = "sk-of-anna"  # a key with a name
 LONG: dict[str, Any] = {
     "prompt": ["a"] * 4,
     "n": 8,
@@ -41,7 +47,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
         patch.setattr(proxy, "SILENT_SECONDS", 0.05)
         patch.setattr(proxy, "SIGN_SECONDS", 0.2)
         patch.setattr(proxy, "_CRASH_SECONDS", PATIENCE)
-        with front(two_models(tmp_path_factory.mktemp("models"))) as server:
+        folder = tmp_path_factory.mktemp("models")
+        (folder / "keys").write_text(f"anna {ANNAS}\n")
+        with front(two_models(folder), api_key_file=str(folder / "keys")) as server:
             yield server
 
 
@@ -121,6 +129,36 @@ def test_lists_tell_what_is_loaded(running: Front) -> None:
     assert 'polarlm_model_loaded{model="big"} 1.0' in running.http.get("/metrics").text
     assert running.http.get("/metrics", params={"model": "big"}).text.count("polarlm_requests_total") > 1
     assert running.http.get("/props", params={"model": "small"}).json()["model_alias"] == "small"
+
+
+def test_one_page_has_the_metrics_of_all_loaded_models(running: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    def page() -> dict[tuple[str, ...], float]:
+        """The samples, by name and labels; each family is there once."""
+        text = running.http.get("/metrics").text
+        assert max(Counter(re.findall(r"(?m)^# TYPE (\S+)", text)).values()) == 1
+        families = text_string_to_metric_families(text)
+        return {(one.name, *sorted(one.labels.values())): one.value for each in families for one in each.samples}
+
+    for name in ("big", "small"):
+        assert running.http.post("/tokenize", json={"model": name, "content": "a"}).is_success
+    unload(running, "small")
+    key = {"Authorization": f"Bearer {ANNAS}"}
+    body = {"model": "big", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+    assert running.http.post("/v1/completions", json=body, headers=key).is_success
+    samples = page()
+    assert samples["polarlm_key_completion_tokens_total", "anna", "big"] == 3
+    assert samples["polarlm_request_latency_seconds_count", "big"] >= 1
+    assert samples["polarlm_model_starts_total", "big"] == running.served("big").starts
+    assert {name: samples["polarlm_model_loaded", name] for name in ("big", "small")} == {"big": 1, "small": 0}
+    assert ("polarlm_requests_active", "small") not in samples
+    assert (samples["polarlm_model_up", "big"], ("polarlm_model_up", "small") in samples) == (1, False)
+    monkeypatch.setattr(proxy, "METRICS_SECONDS", 0.1)
+    os.kill(running.pid("big"), signal.SIGSTOP)
+    try:
+        samples = page()
+    finally:
+        os.kill(running.pid("big"), signal.SIGCONT)
+    assert (samples["polarlm_model_up", "big"], ("polarlm_requests_active", "big") in samples) == (0, False)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import EngineConfig
-from polarlm.server.config import ServerConfig, read_command_line
+from polarlm.server.config import HUB, ServerConfig, read_command_line
 from polarlm.server.models.process import _of_child
 from polarlm.server.models.registry import Registry
 from tests.server.models.running import common
+from tests.tiny import make_model
 
 PARTS = ("huge-Q4_K_M-00001-of-00002.gguf", "huge-Q4_K_M-00002-of-00002.gguf")
 
@@ -65,6 +67,25 @@ def test_a_file_that_comes_later_is_found(tmp_path: Path) -> None:
 def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FlagError, match=r"no \.gguf file"):
         Registry(common(), tmp_path, (), ())
+
+
+def test_what_has_been_downloaded_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name on the hub, if it can be loaded, behind which the models of our own cache folder come."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("POLARLM_CACHE", str(tmp_path / "own"))
+    with pytest.raises(FlagError, match="--models hub: no model has been downloaded yet"):
+        Registry(common(), HUB, (), ())
+    for name in ("user--tiny", "user--speech"):
+        folder = tmp_path / "hub" / f"models--{name}" / "snapshots" / "1"
+        folder.mkdir(parents=True)
+        make_model(folder)
+    (folder / "config.json").write_text('{"model_type": "whisper"}')
+    registry = Registry(common(), HUB, (), ())
+    assert names(registry) == ["user/tiny"]
+    assert registry.find("user/tiny").path == tmp_path / "hub" / "models--user--tiny" / "snapshots" / "1"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "demo.gguf").touch()
+    assert names(registry) == ["user/tiny", "demo"]
 
 
 def test_models_of_the_hub_are_found_without_their_quantization_if_there_is_one_alone() -> None:

@@ -44,8 +44,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Stream]]:
     requests.setLevel(before[2])
 
 
-def a_request(route: str = "POST /v1/completions", prompt: str | None = None) -> None:
+def a_request(route: str = "POST /v1/completions", prompt: str | None = None, **names: str) -> None:
     with journal.entry("127.0.0.1:4000", route) as entry:
+        entry.key, entry.adapter = names.get("key"), names.get("adapter")
         entry.status, entry.outcome, entry.prompt_tokens, entry.prompt = 200, "stop", 76, prompt
         entry.count(Chunk("Hi", (5, 6)))
         entry.count(Chunk("", (), "stop", Usage(76, 59, 2, 1.0, 1.0)))
@@ -60,10 +61,10 @@ def test_elsewhere_a_request_is_a_line_of_json(log) -> None:
 
 def test_on_a_terminal_a_request_is_a_short_line(log) -> None:
     stream = log(True)
-    a_request()
+    a_request(key="anna", adapter="tone")
     assert re.fullmatch(
-        r"\d\d:\d\d:\d\d POST /v1/completions 200 stop: 59 of 76 prompt tokens cached, 2 new, "
-        r"\d+\.\d s, for 127\.0\.0\.1:4000\n",
+        r"\d\d:\d\d:\d\d POST /v1/completions 200 stop: 59 of 76 prompt tokens cached, 2 new, adapter tone, "
+        r"\d+\.\d s, for 127\.0\.0\.1:4000 \(anna\)\n",
         stream.getvalue(),
     )
 

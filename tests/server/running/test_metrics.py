@@ -74,6 +74,8 @@ def test_times_of_answers_are_counted_in_buckets(server: Serving) -> None:
 class JobAt:
     """A job whose chunk came at `appended`."""
 
+    key = None
+
     def __init__(self, started: float):
         self.started = started
         self.appended = 0.0

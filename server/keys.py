@@ -1,0 +1,110 @@
+"""The API keys that clients may send, each with a name if its line in a file has one."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import re
+import stat
+from pathlib import Path
+
+from polarlm.engine.cli.flags import FlagError
+
+FLAG = "--api-key-file"
+_WORD = re.compile(r"[!-~]+")  # what fits in an HTTP header
+_LONGEST_NAME = 64
+_SHORTEST = 8  # characters of a key with a name: a shorter one is a name, and the key would go to the log
+_LOG = logging.getLogger(__name__)
+
+
+def is_key(text: str) -> bool:
+    """Whether `text` has no white space and fits in an HTTP header."""
+    return _WORD.fullmatch(text) is not None
+
+
+class Keys:
+    """All keys, which are compared in constant time. The file is read again once it has changed: the key of a line that
+    is gone is valid no more. A file that is wrong by then changes nothing, and the log says why."""
+
+    def __init__(self, key: str | None, file: str | None) -> None:
+        """key: one without a name. file: has further keys. Raises FlagError if the file is wrong or has no key."""
+        self._own = {} if key is None else {key.encode(): ""}
+        self._file = None if file is None else Path(file).expanduser()
+        self._listed: dict[bytes, str] = {}
+        self._seen: tuple[int, ...] | None = None  # the file's state when it was read
+        if self._file is not None:
+            self._seen = _state(self._file)
+            self._listed = _read(self._file)
+            if not self._listed:
+                raise FlagError(f"{FLAG} {file}: has no key; write one on each line, as in anna KEY")
+
+    @property
+    def needed(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._own) or self._file is not None
+
+    def name_of(self, sent: str) -> str | None:
+        """The name of a key that a client has sent, empty if it has none; None if it is not valid."""
+        self._look()
+        data, found = sent.encode("utf-8", "surrogatepass"), None
+        for key, name in {**self._listed, **self._own}.items():
+            if hmac.compare_digest(data, key):  # all are compared, so that no client finds one byte by byte
+                found = name
+        return found
+
+    def warning(self) -> str | None:
+        """A sentence about a file that other users of this machine may read; None if there is none."""
+        if self._file is None or os.name != "posix" or not self._file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            return None
+        return f"warning: other users of this machine may read {FLAG} {self._file}: chmod 600 {self._file}"
+
+    def _look(self) -> None:
+        """Read the file if it has changed."""
+        if self._file is None:
+            return
+        try:
+            if (now := _state(self._file)) != self._seen:
+                self._seen = now
+                self._listed = _read(self._file)
+                _LOG.warning("%s has changed: %d keys are valid", self._file, len(self._listed))
+        except FlagError as error:
+            _LOG.warning("%s; the keys that were read before stay valid", error)
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """What changes with a file; zeros if it is not there."""
+    try:
+        status = file.stat()
+    except OSError:
+        return (0, 0, 0)
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _read(file: Path) -> dict[bytes, str]:
+    """Key → name, of each line. Raises FlagError, which names no key."""
+    at = f"{FLAG} {file}"
+    try:
+        if not file.is_file():  # a pipe would wait for its writer
+            raise FlagError(f"{at}: there is no such file")
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise FlagError(f"{at}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise FlagError(f"{at}: is no text in UTF-8") from None
+    keys: dict[bytes, str] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        name, key = words if len(words) == 2 else ("", words[0])
+        if len(words) > 2 or not all(map(is_key, words)) or len(name) > _LONGEST_NAME:
+            wrong = f"is neither a key nor a name, of at most {_LONGEST_NAME} characters, and a key, in ASCII"
+        elif name and len(key) < _SHORTEST:
+            wrong = f"has a key of fewer than {_SHORTEST} characters; a name goes before its key"
+        elif keys.setdefault(key.encode(), name) != name:
+            wrong = "has a key that has another name above"
+        else:
+            continue
+        raise FlagError(f"{at}: line {number} {wrong}")
+    return keys
