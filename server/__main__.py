@@ -108,6 +108,8 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
             ConversationStore(config.conversations, parse_size(config.max_conversations_size)).close()
         early = bound.enter_context(EarlyClients(http))
         with Engine.load(model.weights, config=model, verbose=lambda told: note(note_in_flags(told))) as engine:
+            if config.alias is not None:
+                engine.model = replace(engine.model, name=config.alias)
             missing = engine.model.template.missing(engine.model.name)
             if missing and not engine.model.config.is_encoder:
                 note(missing)

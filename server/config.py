@@ -64,6 +64,9 @@ class ServerConfig:
         help="let web pages of this origin use the HTTP API, such as https://chat.example.com; * for any origin. May "
         "be repeated",
     )
+    alias: str | None = setting(
+        None, "-a", "--served-model-name", "--alias", metavar="NAME", help="what answers and lists call the model"
+    )
     max_body: int = setting(
         1 << 20, "--max-body", metavar="BYTES", help="size of a request's body, or of a line on the socket"
     )
@@ -248,7 +251,7 @@ _POSITIVE = that(lambda count: count >= 1, "this has to be 1 or more")
 _FILE = that(lambda text: Path(text).expanduser().is_file(), "there is no such file")
 _PATH = that(lambda text: text != "" and "\0" not in text, "this needs a path")
 
-_OF_ONE_MODEL = ("unix", "socket_port", "share_blocks")
+_OF_ONE_MODEL = ("alias", "unix", "socket_port", "share_blocks")
 _OF_MODELS = ("models_memory", "idle_unload", "pin", "allow_pull")
 
 _CHECKS: Mapping[str, Check] = {
