@@ -46,8 +46,9 @@ import json, os, subprocess, sys
 with open("asked", "a") as asked:
     print(json.dumps(sys.argv[2:]), file=asked)
 if sys.argv[2:4] == ["polarlm", "chat"] or sys.argv[2] == "engine.chat":
-    # The last --weights counts, and one thread is enough.
-    model = [] if "-hf" in sys.argv else ["--weights", "./smollm2"]
+    # The last --weights counts, a model of the hub is taken from the hub, and one thread is enough.
+    named = sys.argv[4:5] and "/" in sys.argv[4] or "-hf" in sys.argv
+    model = [] if named else ["--weights", "./smollm2"]
     sys.exit(subprocess.call([sys.executable, *sys.argv[1:], *model, "--device", "cpu", "-n", "8"]))
 if sys.argv[2:4] == ["polarlm", "pull"]:
     sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))
@@ -91,9 +92,12 @@ def talks_to_one(page: Path) -> bool:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_ggufs: dict[str, bytes]) -> Path:
     """A checkout that is set up, as far as the commands see it, with a model at ./smollm2, and a hub."""
     for page in PAGES:
-        for name in re.findall(r"(?:\bhf:|-hf |polarlm pull )(\w[\w.-]*/\w[\w.-]*)", page.read_text(encoding="utf-8")):
+        for name in re.findall(
+            r"(?:\bhf:|-hf |polarlm pull |polarlm chat )(\w[\w.-]*/\w[\w.-]*)", page.read_text(encoding="utf-8")
+        ):
             hub.repositories[name] = Repository(small_ggufs)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("Rome is the capital of Italy.")
     make_model_at = tmp_path / "smollm2"
     make_model_at.mkdir()
     make_model(make_model_at)
