@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import combinations, cycle, islice, product
 from typing import Any
 
@@ -45,6 +45,14 @@ def in_turn(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
         return run_all
 
     return decorate
+
+
+def mostly_slow(names: str, cases: Iterable[Any], often: Collection[Any], **more: Any) -> pytest.MarkDecorator:
+    """As `pytest.mark.parametrize`, but cases that are not among `often` are slow."""
+    several = "," in names
+    marks = {True: (), False: pytest.mark.slow}
+    given = [pytest.param(*(case if several else (case,)), marks=marks[case in often]) for case in cases]
+    return pytest.mark.parametrize(names, given, **more)
 
 
 def each(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tqdm import tqdm
 
 from polarlm import model_loaders
 from polarlm.engine import Engine, SamplingParams
@@ -32,9 +29,9 @@ from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from tests.bare import bare_model, feed, read_model
 from tests.conftest import FIXTURES
 from tests.model_loaders import vocabularies
+from tests.pairs import mostly_slow
 from tests.quantization.test_statistics import N, assert_close, reference
 
-ALL = sorted(path.name for path in FIXTURES.iterdir())
 # Two windows; soft caps; sink scores; K/V that layers share; layers without K/V.
 SOME = ["qwen2_mixed_windows", "gemma2_capped_tied", "gpt_oss_mxfp4", "gemma4_shared_kv", "qwen3_next_shared_keys"]
 
@@ -59,7 +56,7 @@ def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list
     return calls
 
 
-@pytest.mark.parametrize("name", SOME)
+@mostly_slow("name", sorted(path.name for path in FIXTURES.iterdir()), SOME)
 def test_statistics_are_those_of_the_models_queries_and_keys(name: str) -> None:
     config, weights, ids = read(name)
     statistics = calibrate(NumpyOps(), config, weights, ids, N)
@@ -75,13 +72,6 @@ def test_statistics_are_those_of_the_models_queries_and_keys(name: str) -> None:
         assert_close(one, reference(q, k, output, *rule), rtol=1e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ALL if name not in SOME])
-def test_statistics_of_every_family(name: str) -> None:
-    """Slow: forty models."""
-    test_statistics_are_those_of_the_models_queries_and_keys(name)
-
-
 @pytest.mark.parametrize(("name", "chunk"), [("qwen2_mixed_windows", 7), ("gemma4_shared_kv", 16)])
 def test_chunks_do_not_change_statistics(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights, ids = read(name)
@@ -92,17 +82,8 @@ def test_chunks_do_not_change_statistics(name: str, chunk: int, monkeypatch: pyt
 
 
 def test_bars_show_the_bytes_of_the_file_and_the_share_of_the_fit(
-    tiny_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_path: Path, cache: Path, bars: list[Any]
 ) -> None:
-    bars: list[Any] = []
-
-    class Bar(tqdm):  # type: ignore[type-arg]
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, **{**settings, "disable": False, "file": io.StringIO()})
-            bars.append(self)
-
-    monkeypatch.setattr("tqdm.tqdm", Bar)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with Engine.load(tiny_path, device="cpu", block_size=N, verbose=print) as engine:
         source = engine._parts.source.weights
     loading, fitting = bars[0], next(bar for bar in bars if bar.desc.startswith("Fitting the KV cache"))

@@ -117,6 +117,16 @@ def preemptions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
+def rows_of_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """A list that gets the rows of each sequence of every later step."""
+    seen: list[list[int]] = []
+    step = engine._model.step
+    monkeypatch.setattr(
+        engine._model, "step", lambda spans, *more: seen.append([span.count for span in spans]) or step(spans, *more)
+    )
+    return seen
+
+
 def matrices_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that gets the name of every matrix that is read later."""
     seen: list[str] = []

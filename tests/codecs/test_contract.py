@@ -222,14 +222,6 @@ def test_refuses_unsupported_shapes_in_a_sentence(name):
 
 
 @every_codec
-def test_a_codec_keeps_no_state(name):
-    codec, x = serving(name, 32, 64), gaussian(2, 32, 64)
-    before = codec.encode(x)
-    codec.encode(gaussian(2, 32, 64, seed=1) ** 3)
-    assert all(np.array_equal(code, codec.encode(x)[key]) for key, code in before.items())
-
-
-@every_codec
 def test_a_codec_is_restored_by_name_and_by_pickle(name):
     codec = codecs.get(name)
     assert codec.name == name

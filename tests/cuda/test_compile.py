@@ -22,6 +22,7 @@ from tests.cuda.nvrtc import (
     run_compiler,
 )
 from tests.cuda.variants import VARIANTS, Variant, covering, everything, traits
+from tests.pairs import mostly_slow
 
 # `make compile-all` compiles for every architecture. Here each stands for those that are like it: the oldest, one with
 # little shared memory, and two newer ones.
@@ -75,16 +76,10 @@ def check(variant: Variant, arch: int) -> None:
         assert not faults(variant, usage)
 
 
-@pytest.mark.parametrize(("variant", "arch"), COVERING[:: len(COVERING) // 3][:4], ids=str)
-def test_some_variants_compile_within_the_limits(variant: Variant, arch: int) -> None:
-    check(variant, arch)
-
-
 WAITING = {file.stem for file in folder().rglob("*.cu") if "wait_for_previous();" in file.read_text(encoding="utf-8")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("variant", "arch"), COVERING, ids=lambda value: str(value).replace(" ", "-"))
+@mostly_slow("variant, arch", COVERING, COVERING[:: len(COVERING) // 3][:4], ids=lambda of: str(of).replace(" ", "-"))
 def test_variants_compile_within_the_limits_of_each_architecture(variant: Variant, arch: int) -> None:
     """Exhaustive: every kernel for every kind of GPU, with every codec and head dim, compiled once. For sm_90 kernels
     that may overlap with the launch before them are compiled as they are launched there, with waits."""

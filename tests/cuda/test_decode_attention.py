@@ -18,6 +18,7 @@ from polarlm.engine.backends.cuda.launch import result_type
 from tests.cuda.caches import PagedCache, random_cache, score_defines
 from tests.cuda.formats import poisoned
 from tests.cuda.programs import Program
+from tests.pairs import mostly_slow
 
 SEEDS = [0, 1, 2]
 
@@ -108,41 +109,22 @@ CACHES = [
 ]
 
 
-@pytest.mark.parametrize("case", [CACHES[2], CACHES[7], CACHES[14], CACHES[18]], ids=str)
-def test_sequences_attend(rng: np.random.Generator, case: tuple) -> None:
-    check_lengths(rng, None, *case)
-    check_lengths(rng, [5, 4, 1, 9, 5, 3], *case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CACHES, ids=str)
-def test_sequences_attend_with_every_codec(rng: np.random.Generator, case: tuple) -> None:
-    """Each codec has a decoder of its own."""
-    check_lengths(rng, None, *case)
-    check_lengths(rng, [5, 4, 1, 9, 5, 3], *case)
-
-
-def check_lengths(
-    rng: np.random.Generator,
-    step_rows: list[int] | None,
-    keys: str,
-    values: str,
-    dim: int,
-    group: int,
-    block: int,
-    mean_bits: int,
+@mostly_slow("keys, values, dim, group, block, mean_bits", CACHES, [CACHES[2], CACHES[7], CACHES[14], CACHES[18]])
+def test_sequences_attend(
+    rng: np.random.Generator, keys: str, values: str, dim: int, group: int, block: int, mean_bits: int
 ) -> None:
-    """Sequences that end within the first block and across its end, at later block ends, and at the start of a block;
-    every order of threads gives the same bits. step_rows: new rows of each; None for one."""
+    """Sequences that end within the first block and across its end, at later block ends, and at the start of a block,
+    with one new row and with several; every order of threads gives the same bits. Each codec has a decoder of its
+    own."""
     lengths = [5 * block + 3, 4, block - 1, block + 2, 2 * block + 5, 3 * block]
-    more = {} if step_rows is None else {"step_rows": step_rows}
     shape = {"head_dim": dim, "block_size": block, "mean_bits": mean_bits, "kv_heads": 2}
-    cache = random_cache(rng, keys, values, lengths, **shape, **more)
-    q = queries(rng, cache, group)
-    results = [attend(cache, q, ctas=7, warps=2, seed=seed) for seed in SEEDS]
-    cache.assert_attention(results[0], q)
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+    for step_rows in (None, [5, 4, 1, 9, 5, 3]):
+        cache = random_cache(rng, keys, values, lengths, **shape, step_rows=step_rows)
+        q = queries(rng, cache, group)
+        results = [attend(cache, q, ctas=7, warps=2, seed=seed) for seed in SEEDS]
+        cache.assert_attention(results[0], q)
+        for result in results[1:]:
+            np.testing.assert_array_equal(result, results[0])
 
 
 @pytest.mark.parametrize(
@@ -160,8 +142,8 @@ def test_any_number_of_ctas_and_warps_gives_attention(
 ) -> None:
     """One warp for all has three groups of means; 39 warps are more than the units of the short sequences. Whichever
     CTA is the last of a cell, it adds sums in the order of tokens."""
-    more = {} if step_rows is None else {"step_rows": step_rows}
-    cache = random_cache(rng, keys, "f16" if keys == "f16" else "ring3", [16 * 43 - 5, 16 * 18, 40, 3], **SMALL, **more)
+    lengths = [16 * 43 - 5, 16 * 18, 40, 3]
+    cache = random_cache(rng, keys, "f16" if keys == "f16" else "ring3", lengths, **SMALL, step_rows=step_rows)
     q = queries(rng, cache, 3)
     first, second = (attend(cache, q, ctas=ctas, warps=warps, seed=seed) for seed in (0, 2))
     cache.assert_attention(first, q)
@@ -186,9 +168,8 @@ def test_a_window_hides_older_tokens(rng: np.random.Generator, keys: str, values
     lengths = [longest, longest + 11, block + 3, block * 2, 5]
     shape = {"block_size": block, "head_dim": 16, "mean_bits": 8}
     for step_rows, most in ((None, 1), ([16, 7, 4, 1, 5], 16)):
-        more = {} if step_rows is None else {"step_rows": step_rows}
         dropped = max(0, (longest - most - window) // block - 1)
-        cache = random_cache(rng, keys, values, lengths, dropped=dropped, **shape, **more)
+        cache = random_cache(rng, keys, values, lengths, dropped=dropped, **shape, step_rows=step_rows)
         for group in (4, 1):
             q = queries(rng, cache, group)
             cache.assert_attention(attend(cache, q, ctas=5, warps=2, window=window), q, window)
@@ -224,8 +205,7 @@ def test_scores_are_capped_and_sink_scores_take_part(
 ) -> None:
     """Where one CTA has a cell, and where several do. Scores are beyond the cap; a sink is above all of them, another
     below."""
-    shape = {"step_rows": step_rows} if step_rows else {}
-    cache = random_cache(rng, keys, keys, [16 * 20 - 5, 40, 3], **SMALL, **shape, kv_heads=2)
+    cache = random_cache(rng, keys, keys, [16 * 20 - 5, 40, 3], **SMALL, step_rows=step_rows, kv_heads=2)
     q = 2 * queries(rng, cache, 3)
     sink_scores = np.array([30, -30, 0, 2, -2, 5], np.float32) if has_sink_scores else None
     for ctas in (1, 13):

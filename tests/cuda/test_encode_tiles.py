@@ -19,6 +19,7 @@ from polarlm.engine.quantization.metric import Metric, residue_costs, without_fe
 from polarlm.engine.records import Layout
 from tests.cuda.programs import Program
 from tests.cuda.test_encode_blocks import BlockShape, Side, arrays, codes_of, edges, halves, metric_of
+from tests.pairs import mostly_slow
 
 # Kernel → its shared memory, and how it has F (K, D, D) of the metric.
 KERNELS: dict[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
@@ -60,9 +61,17 @@ def costs(side: Side, x: np.ndarray, fields: dict[str, np.ndarray], metric: Metr
     return np.einsum("kbnd,kde,kbne->kb", error, metric.matrix.astype(np.float64), error)
 
 
-def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0, most: float = 1e-4) -> None:
+def assert_as_good(
+    side: Side,
+    x: np.ndarray,
+    metric: Metric,
+    seed: int = 0,
+    most: float = 1e-4,
+    kernel: str = "encode_tiles",
+    costs: Callable[[Side, np.ndarray, dict[str, np.ndarray], Metric], np.ndarray] = costs,
+) -> None:
     """Sums are added in another order than NumPy's, and products are of two halves for each number."""
-    fields, mean = side.layout.unpack(encoded("encode_tiles", side, x, metric, seed))
+    fields, mean = side.layout.unpack(encoded(kernel, side, x, metric, seed))
     wanted, wanted_mean = side.expected(x, metric)
     for name, field in wanted_mean.items():
         np.testing.assert_array_equal(mean[name], field)
@@ -72,17 +81,22 @@ def assert_as_good(side: Side, x: np.ndarray, metric: Metric, seed: int = 0, mos
     assert (costs(side, x, fields, metric) <= costs(side, x, wanted, metric) * (1 + most)).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "shape"),
-    [
-        ("ring3.5", True, BlockShape(32, 32)),
-        ("turbo4", True, BlockShape(24, 32)),  # codes of single values; half of the last tile of channels
-        ("ring4", False, BlockShape(24, 16, mean_bits=8)),
-    ],
-)
+SMALL = [
+    ("ring3.5", True, BlockShape(32, 32)),
+    ("turbo4", True, BlockShape(24, 32)),  # codes of single values; half of the last tile of channels
+    ("ring4", False, BlockShape(24, 16, mean_bits=8)),
+]
+OF_MODELS = [  # the third has not all tokens at once
+    (name, values, BlockShape(dim, size, mean_bits=8))
+    for name, size, dim in (("ring3.5", 64, 128), ("ring5", 128, 128), ("ring3", 128, 256), ("turbo4", 64, 80))
+    for values in (False, True)
+]
+
+
+@mostly_slow("name, values, shape", SMALL + OF_MODELS, SMALL)
 def test_codes_equal_those_of_numpy(rng: np.random.Generator, name: str, values: bool, shape: BlockShape) -> None:
     side = Side(values, name, shape)
-    x = halves(rng, 2, 2, shape.size, shape.dim, bias=0.5)
+    x = halves(rng, 2, 1 + (shape.size < 64), shape.size, shape.dim, bias=0.5)
     assert_as_good(side, x, metric_of(side, 2, tilt=False), seed=2)
 
 
@@ -99,17 +113,3 @@ def test_exceptional_blocks_have_the_codes_of_numpy(name: str) -> None:
     which may become either."""
     side = Side(True, name, BlockShape(32, 32))
     assert_as_good(side, edges(side.shape), metric_of(side, 1), most=1e-3)
-
-
-@pytest.mark.slow  # the emulation takes a while
-@pytest.mark.parametrize(
-    ("name", "size", "dim"),
-    [("ring3.5", 64, 128), ("ring5", 128, 128), ("ring3", 128, 256), ("turbo4", 64, 80)],
-)
-def test_codes_in_the_shapes_of_models_equal_those_of_numpy(
-    rng: np.random.Generator, name: str, size: int, dim: int
-) -> None:
-    """The third one has not all tokens at once."""
-    for values in (False, True):
-        side = Side(values, name, BlockShape(dim, size, mean_bits=8))
-        assert_as_good(side, halves(rng, 2, 1, size, dim, bias=0.5), metric_of(side, 2, tilt=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from polarlm.model_loaders.config import Experts, is_gated
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
 from tests.cuda.test_warm_up import Watched
-from tests.pairs import each
+from tests.pairs import each, mostly_slow
 from tests.weights import StoredArray, StoredBytes, random_blocks
 
 HOST = NumpyOps()
@@ -144,32 +145,11 @@ LAYERS = [  # rows, recorded, normed, biased, added, activation
 ]
 
 
-@pytest.mark.parametrize(("formats", "layer"), each(FORMATS, LAYERS[:5]))
+@mostly_slow("formats, layer", product(FORMATS, LAYERS), each(FORMATS, LAYERS[:5]))
 def test_experts_are_those_of_numpy(rng: np.random.Generator, formats: tuple[str, str, str], layer: Any) -> None:
-    check_experts(rng, formats, *layer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("formats", FORMATS)
-def test_experts_of_all_formats_and_rows_are_those_of_numpy(
-    rng: np.random.Generator, formats: tuple[str, str, str]
-) -> None:
-    """Formats and rows decide together which kernels multiply."""
-    for layer in LAYERS:
-        check_experts(rng, formats, *layer)
-
-
-def check_experts(
-    rng: np.random.Generator,
-    formats: tuple[str, str, str],
-    rows: int,
-    recorded: bool,
-    normed: bool,
-    biased: bool,
-    added: bool,
-    activation: str,
-) -> None:
-    """Steps, prompts, and batches of few rows; one of the experts is chosen by no row."""
+    """Steps, prompts, and batches of few rows; one of the experts is chosen by no row. Formats and rows decide together
+    which kernels multiply."""
+    rows, recorded, normed, biased, added, activation = layer
     ops = CudaOps(open_device(checked=rows < 60))
     gate_up, host_gate_up = both(ops, rng, stored_experts(rng, formats[:2], F, E), biased)
     down, host_down = both(ops, rng, stored_experts(rng, formats[2:], E, F if is_gated(activation) else 2 * F), biased)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from polarlm.model_loaders.config import (
     ShortConv,
 )
 from tests.bare import shape_of
+from tests.pairs import mostly_slow
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
 GB = 10**9
@@ -203,33 +204,22 @@ CONFIGS = {
 TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]
 
 
-@pytest.mark.parametrize(
-    ("name", "types", "tokens"),
-    [
-        ("8B", TYPES[0], 2048),
-        ("odd", TYPES[2], 70),
-        ("embeddings of layers", TYPES[1], 9000),
-        ("experts and a shared network", TYPES[0], 9000),
-        ("gated delta rules", TYPES[0], 2048),
-        ("Mamba 2, experts without gates", TYPES[1], 70),
-    ],
-)
+PROMPTS = [
+    ("8B", TYPES[0], 2048),
+    ("odd", TYPES[2], 70),
+    ("embeddings of layers", TYPES[1], 9000),
+    ("experts and a shared network", TYPES[0], 9000),
+    ("gated delta rules", TYPES[0], 2048),
+    ("Mamba 2, experts without gates", TYPES[1], 70),
+]
+
+
+@mostly_slow("name, types, tokens", product(CONFIGS, TYPES, (70, 2048, 9000)), PROMPTS)
 def test_prompt_bytes_bounds_the_peak_of_a_prompt(name: str, types: tuple[str, str], tokens: int) -> None:
-    check_prompt(CONFIGS[name], types, tokens)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_prompt_bytes_bounds_the_peak_of_every_prompt(config: ModelConfig) -> None:
-    """Tokens, the model's sizes and the types decide together at which op of a prompt the peak is."""
-    for types, tokens in itertools.product(TYPES, (70, 2048, 9000)):
-        check_prompt(config, types, tokens)
-
-
-def check_prompt(config: ModelConfig, types: tuple[str, str], tokens: int) -> None:
     """Never more, and at least two thirds of it, since what is counted in vain is missing in the store. Logits of all
-    rows of a block are what scoring asks for."""
-    device = Counting()
+    rows of a block are what scoring asks for. Tokens, the model's sizes and the types decide together at which op of a
+    prompt the peak is."""
+    device, config = Counting(), CONFIGS[name]
     model = model_of(device, config, types, tokens + 64, 1)
     load = Load(config, model.store.shape.format(0), tokens, 1)
     prompt(model, 1)  # rotations are on the device
@@ -242,24 +232,15 @@ def check_prompt(config: ModelConfig, types: tuple[str, str], tokens: int) -> No
     assert 2 / 3 * counted <= device.peak - before <= counted
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"), [("8B", "q4_k"), ("odd", "f16"), ("embeddings of layers", "f16"), ("gated delta rules", "f16")]
-)
-def test_step_bytes_bounds_the_peak_of_steps(name: str, weights: str) -> None:
-    check_steps(CONFIGS[name], TYPES[0], weights)
+PACKED = ("8B", TYPES[0], "q4_k")
+STEPS = [PACKED, *((name, TYPES[0], "f16") for name in ("odd", "embeddings of layers", "gated delta rules"))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_step_bytes_bounds_the_peak_of_steps_of_every_model(config: ModelConfig) -> None:
-    """A model's sizes and the types decide together which op of a step needs most."""
-    for types in TYPES:
-        check_steps(config, types)
-
-
-def check_steps(config: ModelConfig, types: tuple[str, str], weights: str = "f16") -> None:
-    """For every number of sequences that there may be; results and inputs included."""
-    device, most = Counting(), 70
+@mostly_slow("name, types, weights", [PACKED, *product(CONFIGS, TYPES, ["f16"])], STEPS)
+def test_step_bytes_bounds_the_peak_of_steps(name: str, types: tuple[str, str], weights: str) -> None:
+    """For every number of sequences that there may be; results and inputs included. A model's sizes and the types
+    decide together which op of a step needs most."""
+    device, most, config = Counting(), 70, CONFIGS[name]
     model = model_of(device, config, types, 64, most, weights)
     sequences = [prompt(model, 3) for _ in range(most)]
     for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64, 70):

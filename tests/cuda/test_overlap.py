@@ -26,6 +26,7 @@ from tests.cuda.test_model_emulated import Talk, model_from, model_of
 from tests.cuda.test_packed_model import mixed_model
 from tests.cuda.variants import VARIANTS
 from tests.cuda_emulator.build import kernel_names
+from tests.pairs import mostly_slow
 
 # Kernels of steps and of prompts that wait; the others begin when the one before them has ended.
 WAITING = {
@@ -67,21 +68,10 @@ def test_the_kernels_of_steps_wait_where_they_are_compiled_for_it() -> None:
 
 
 @pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("kernel", ["gemv", "rms_norm"])
-def test_a_compiled_kernel_waits_as_its_text_says(kernel: str) -> None:
-    check_waits(kernel)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("kernel", [name for name in VARIANTS if can_wait(name)])
+@mostly_slow("kernel", filter(can_wait, VARIANTS), ["gemv", "rms_norm"])
 def test_compiled_kernels_wait_as_their_texts_say(kernel: str) -> None:
-    """Every kernel that waits is compiled: a store before the wait would damage what the launch before it reads."""
-    check_waits(kernel)
-
-
-def check_waits(kernel: str) -> None:
-    """Products load weights before they wait, attention its tables; none stores anything."""
+    """Products load weights before they wait, attention its tables; none stores anything, which would damage what the
+    launch before it reads."""
     of_kernel = VARIANTS[kernel]
     variant = next((v for v in of_kernel if v.cache and v.cache.keys == "ring4"), of_kernel[0]).overlapping()
     text = variant.text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from polarlm.engine.backends.cuda.wide import WIDE_ROWS
 from polarlm.engine.weight_formats import Linear, get
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.formats import EPS32
+from tests.pairs import mostly_slow
 from tests.weights import BLOCKS, StoredBytes, pack, random_blocks
 
 HALF = float(np.finfo(np.float16).eps)
@@ -58,19 +61,13 @@ def allowed_of(raw: np.ndarray, name: str) -> np.ndarray:
     return HALF / 2 * (np.abs(values - offsets) + np.abs(offsets) + np.abs(values)) + 2.0**-25 * (codes + 2)
 
 
-@pytest.mark.parametrize("name", ["q4_k", "q5_0", "q8_0"])
-def test_tiles_of_some_formats_hold_the_file_s_values_exactly(
+@mostly_slow("name", FORMATS, ["q4_k", "q5_0", "q8_0"])
+def test_tiles_hold_the_file_s_values_exactly(
     ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Uploaded a few rows at a time."""
+    """Matrices are joined, and none ends with a tile; a few rows are uploaded at a time, and rows are embedded from
+    them. Each format has code of its own."""
     monkeypatch.setattr("polarlm.engine.backends.cuda.linear._UPLOAD_BYTES", 3 * 4 * 256)
-    test_tiles_hold_the_file_s_values_exactly(ops, rng, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
-def test_tiles_hold_the_file_s_values_exactly(ops: CudaOps, rng: np.random.Generator, name: str) -> None:
-    """Matrices are joined, and none ends with a tile; rows are embedded from them. Each format has code of its own."""
     width = width_of(name, 3)
     files = [StoredBytes(random_blocks(rng, name, rows, width), name) for rows in (5, 23, 9)]
     values = np.concatenate([file.values for file in files])
@@ -83,23 +80,18 @@ def test_tiles_hold_the_file_s_values_exactly(ops: CudaOps, rng: np.random.Gener
     np.testing.assert_array_equal(ops.to_host(x), values[[36, 0, 17]] * np.float32(0.5))
 
 
-@pytest.mark.parametrize(("name", "rows"), [("q4_k", 1), ("q6_k", 2), ("q8_0", 3), ("q4_k", 9), ("q5_0", 40)])
-def test_products_of_few_rows(ops: CudaOps, rng: np.random.Generator, name: str, rows: int) -> None:
-    check_product(ops, rng, name, rows, 37, width_of(name, 11))
+ROWS = (1, 2, 3, 9, 16, 17, 40, 48, 64, WIDE_ROWS, WIDE_ROWS + 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
+@mostly_slow("name, rows", product(FORMATS, ROWS), [("q4_k", 1), ("q6_k", 2), ("q8_0", 3), ("q4_k", 9), ("q5_0", 40)])
 def test_products_with_every_format(
-    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str
+    ops: CudaOps, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str, rows: int
 ) -> None:
     """Each format has code of its own, in each of the kernels that rows choose, with much shared memory and little; of
     many rows, a few rows of weights are dequantized at a time."""
-    for rows in (1, 2, 3, 16, 17, 48, 64, WIDE_ROWS):
-        monkeypatch.setattr(EmulatedDevice, "shared_memory", (228 if rows % 3 else 100) << 10)
-        check_product(ops, rng, name, rows, 37, width_of(name, 11))
+    monkeypatch.setattr(EmulatedDevice, "shared_memory", (228 if rows % 3 else 100) << 10)
     monkeypatch.setattr("polarlm.engine.backends.cuda.linear.DEQUANTIZED_BYTES", 2 * width_of(name, 3) * 20)
-    check_product(ops, rng, name, WIDE_ROWS + 1, 37, width_of(name, 3))
+    check_product(ops, rng, name, rows, 37, width_of(name, 11 if rows <= WIDE_ROWS else 3))
 
 
 def test_products_of_parts_of_the_inputs(ops: CudaOps, rng: np.random.Generator) -> None:

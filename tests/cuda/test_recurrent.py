@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from inspect import unwrap
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from polarlm.engine.quantization.snapshot_codes import EIGHT_BITS, EXACT
 from polarlm.model_loaders.config import GatedDelta, Mamba2, Recurrent
 from tests.backends import test_recurrent as bodies
 from tests.cuda.emulated import EmulatedDevice, open_device
+from tests.pairs import mostly_slow
 from tests.recurrence import conv_inputs, make_rows, make_slots, make_weights, recurrence
 from tests.tiny import VOCABULARY, make_model, preempt
 
@@ -87,31 +89,16 @@ def _backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bodies.BACKENDS, "cuda", OnDevice)
 
 
-every_shape = pytest.mark.parametrize(("shape", "block"), SHAPES)
+# Blocks of a prompt that are computed at a time, at most; columns of a slice of a matrix; terms of a chunk's product.
+PARTS = [(1, 16, 32), (2, 32, 16), (100, 64, 32)]
 
 
-@pytest.mark.parametrize(("shape", "block"), [SHAPES[0], SHAPES[4]])
-def test_a_prompt_and_the_steps_after_it_are_the_recurrence(
-    monkeypatch: pytest.MonkeyPatch, shape: Recurrent, block: int
-) -> None:
-    check_in_parts(monkeypatch, shape, block, 2, 32, 16)
-
-
-@pytest.mark.slow
-@every_shape
+@mostly_slow("of, part", product(SHAPES, PARTS), [(SHAPES[0], PARTS[1]), (SHAPES[4], PARTS[1])])
 def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(
-    monkeypatch: pytest.MonkeyPatch, shape: Recurrent, block: int
+    monkeypatch: pytest.MonkeyPatch, of: tuple[Recurrent, int], part: tuple[int, int, int]
 ) -> None:
     """Shapes decide the tiles of a matrix, blocks the launches that each tile is carried through."""
-    for part in ((1, 16, 32), (2, 32, 16), (100, 64, 32)):
-        check_in_parts(monkeypatch, shape, block, *part)
-
-
-def check_in_parts(
-    monkeypatch: pytest.MonkeyPatch, shape: Recurrent, block: int, blocks: int, columns: int, terms: int
-) -> None:
-    """blocks: of a prompt that are computed at a time, at most. columns: of a slice of a matrix. terms: of a product,
-    in a chunk."""
+    (shape, block), (blocks, columns, terms) = of, part
     monkeypatch.setattr(recurrent, "PROMPT_ROWS", blocks * block)
     monkeypatch.setattr(sizes, "_SLICES", (columns,))
     monkeypatch.setattr(sizes, "_CHUNKS", (terms,))

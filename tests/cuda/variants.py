@@ -10,6 +10,7 @@ from polarlm.engine import codecs, records, weight_formats
 from polarlm.engine.backends.cuda import launch_configs, packed, wide
 from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source
 from polarlm.engine.backends.cuda.heads import rotate_defines
+from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
 from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes, state_codes
 from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
@@ -216,11 +217,12 @@ def _encode_blocks() -> list[Variant]:
         Cache("linear8", "ring2.5", 128),
     ]
     caches += _others(caches)
-    variants = []
-    for cache in caches:
-        config = launch_configs.encode_blocks(*cache.layouts())
-        variants.append(Variant("encode_blocks", config.defines, cache, config.shared))
-    return variants
+    return [_encoder("encode_blocks", cache, launch_configs.encode_blocks(*cache.layouts())) for cache in caches]
+
+
+def _encoder(kernel: str, cache: Cache, config: LaunchConfig | None) -> Variant:
+    assert config is not None
+    return Variant(kernel, config.defines, cache, config.shared)
 
 
 def _encode_keys() -> list[Variant]:
@@ -228,12 +230,7 @@ def _encode_keys() -> list[Variant]:
     shapes = itertools.cycle([(64, 64, 8), (80, 32, 0), (128, 64, 16), (96, 16, 8), (256, 64, 8), (128, 128, 8)])
     types = ("ring4", "ring5", "ring3.5", "turbo2", "ring4+norm16", "ring2.5", "turbo4")
     caches = [Cache(keys, "f16", *next(shapes)) for keys in 3 * types] + [Cache("ring4", "f16", 128)]
-    variants = []
-    for cache in caches:
-        config = launch_configs.encode_keys(cache.layouts()[0])
-        assert config is not None
-        variants.append(Variant("encode_keys", config.defines, cache, config.shared))
-    return variants
+    return [_encoder("encode_keys", cache, launch_configs.encode_keys(cache.layouts()[0])) for cache in caches]
 
 
 def _encode_tiles() -> list[Variant]:
@@ -244,9 +241,7 @@ def _encode_tiles() -> list[Variant]:
     for number, name in enumerate(3 * types):
         values = number % 3 != 2
         cache = Cache(*(("f16", name) if values else (name, "f16")), *next(shapes))
-        config = launch_configs.encode_tiles(cache.layouts()[values])
-        assert config is not None
-        variants.append(Variant("encode_tiles", config.defines, cache, config.shared))
+        variants.append(_encoder("encode_tiles", cache, launch_configs.encode_tiles(cache.layouts()[values])))
     return variants
 
 

@@ -21,6 +21,7 @@ from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from polarlm.model_loaders.files.weights import as_stored
 from tests.conftest import ENCODERS
 from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, read, read_all
+from tests.pairs import mostly_slow
 from tests.shared_data import shared
 
 BASE = {
@@ -367,19 +368,8 @@ def architecture(config: ModelConfig) -> str:
     return "llama" if config.family in IN_LLAMA else names[config.family]
 
 
-@pytest.mark.parametrize("name", SOME)
+@mostly_slow("name", IN_FORMAT, SOME)
 def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None:
-    check_gguf(name, tmp_path)
-
-
-@pytest.mark.slow
-def test_gguf_files_of_all_models_describe_them(tmp_path: Path) -> None:
-    """All 30 take many seconds together."""
-    for name in IN_FORMAT:
-        check_gguf(name, tmp_path)
-
-
-def check_gguf(name: str, tmp_path: Path) -> None:
     config, weights, _ = load_weights(MODELS / name)
     written, of_rope = read_all(weights), rope_of(config)
     scaling = {"linear": {"rope__scaling__type": "linear", "rope__scaling__factor": of_rope.factor}}

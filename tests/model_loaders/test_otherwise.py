@@ -11,6 +11,7 @@ from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from tests import call_templates
+from tests.pairs import mostly_slow
 from tests.rendering import rendered
 from tests.tool_model import tool_engine
 
@@ -112,19 +113,8 @@ CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ["the first alone", "turns", "MISTRAL"])
+@mostly_slow("name", [*SHORT, *REAL], ["the first alone", "turns", "MISTRAL"])
 def test_no_conversation_is_refused_and_no_text_is_lost(name: str) -> None:
-    check_all(name)
-
-
-@pytest.mark.slow
-def test_no_template_refuses_a_conversation() -> None:
-    """All templates with all conversations. Some have a hundred messages."""
-    for name in (*SHORT, *REAL):
-        check_all(name)
-
-
-def check_all(name: str) -> None:
     template = ChatTemplate({**SHORT, **REAL}[name], bos_token="<s>", eos_token="</s>")
     for tools in ((), TOOLS):
         for label, roles in CONVERSATIONS.items():

@@ -24,6 +24,7 @@ from polarlm.engine.sampling import detokenizer
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer, load_for_folder, load_for_gguf, patterns
 from tests.model_loaders import vocabularies as vocab
+from tests.pairs import mostly_slow
 from tests.shared_data import shared
 from tests.tiny import VOCABULARY, tokenizer_json
 
@@ -176,20 +177,10 @@ def known_by_name(model: str) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     return load_for_gguf(vocab.SimpleNamespace(path=Path("known.gguf"), metadata=metadata)), library
 
 
+@mostly_slow("model", KNOWN_BY_NAME, ["phi-3"])
 @given(data=st.data())
-def test_what_a_gguf_file_does_not_say_is_known_by_name(data: st.DataObject) -> None:
-    check_known_by_name("phi-3", data)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["phi-4-mini", "gemma"])
-@given(data=st.data())
-def test_what_files_of_larger_vocabularies_do_not_say_is_known_by_name(model: str, data: st.DataObject) -> None:
-    """Building each of their vocabularies twice takes four seconds."""
-    check_known_by_name(model, data)
-
-
-def check_known_by_name(model: str, data: st.DataObject) -> None:
+def test_what_a_gguf_file_does_not_say_is_known_by_name(model: str, data: st.DataObject) -> None:
+    """Building each of the larger vocabularies twice takes four seconds."""
     tokenizer, library = known_by_name(model)
     names = [name for name, _, _ in KNOWN_BY_NAME[model][2]]
     parts = st.one_of(st.sampled_from([*names, " ", "  ", "\n", "a", "he", "\u3000", "\x1c"]), st.text(max_size=3))

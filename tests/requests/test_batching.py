@@ -13,7 +13,7 @@ from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.state.plan import StorePlan
 from tests.cpu import CpuOps
-from tests.tiny import assert_idle, blocks_left, by_count, forget, preempt, preemptions
+from tests.tiny import assert_idle, blocks_left, by_count, forget, preempt, preemptions, rows_of_steps
 
 BLOCK = 8
 REQUESTS = 5
@@ -41,19 +41,6 @@ def job(number: int, tokens: int = 40) -> tuple[list[int], SamplingParams]:
     return prompt, SamplingParams(temperature=1.5, seed=number, max_tokens=tokens, ignore_eos=True)
 
 
-def batches(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that gets the number of sequences of every later step."""
-    seen: list[int] = []
-    step = engine._model.step
-
-    def counted(spans, ids, draws):
-        seen.append(len(spans))
-        return step(spans, ids, draws)
-
-    monkeypatch.setattr(engine._model, "step", counted)
-    return seen
-
-
 def all_at_once(engine: Engine) -> list[Completion]:
     """The answers of streams that are all opened before any is read to its end."""
     streams = [engine.stream(*job(number)) for number in range(REQUESTS)]
@@ -64,15 +51,15 @@ def all_at_once(engine: Engine) -> list[Completion]:
 def test_batched_requests_get_the_answers_that_they_get_alone(engine: Engine, monkeypatch) -> None:
     alone = [engine.generate(*job(number)) for number in range(REQUESTS)]
     forget(engine)
-    seen = batches(engine, monkeypatch)
+    seen = rows_of_steps(engine, monkeypatch)
     for answer, expected in zip(all_at_once(engine), alone, strict=True):
         assert (answer.text, answer.token_ids, answer.finish_reason) == (
             expected.text,
             expected.token_ids,
             expected.finish_reason,
         )
-    assert max(seen) == 4  # `parallel`
-    assert sum(seen) == sum(len(answer.token_ids) - 1 for answer in alone)
+    assert max(map(len, seen)) == 4  # `parallel`
+    assert sum(map(sum, seen)) == sum(len(answer.token_ids) - 1 for answer in alone)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +132,7 @@ def test_a_prefix_hit_may_be_overwritten_while_a_request_waits_for_room(engine: 
 
 def test_a_long_prompt_does_not_stall_running_requests(engine: Engine, monkeypatch) -> None:
     monkeypatch.setattr(CpuOps, "prefill_rows", 16)
-    seen = batches(engine, monkeypatch)
+    seen = rows_of_steps(engine, monkeypatch)
     short = engine.stream(*job(0, tokens=30))
     next(short)
     long = engine.stream(list(range(5, 90)) * 2, SamplingParams(max_tokens=1, ignore_eos=True), progress=True)
@@ -159,7 +146,7 @@ def test_a_short_prompt_does_not_wait_for_a_step_after_each_layer(engine: Engine
     """Otherwise, with many layers and short answers, requests would finish faster than new ones could join."""
     running = engine.stream(*job(0))
     next(running)
-    seen = batches(engine, monkeypatch)
+    seen = rows_of_steps(engine, monkeypatch)
     units = list(engine.stream([*range(5, 90)], SamplingParams(max_tokens=1, ignore_eos=True), progress=True))
     assert [chunk.prefilled for chunk in units[:-1]] == [85]  # both layers in one
     assert len(seen) <= 2

@@ -15,7 +15,7 @@ from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.outputs import Completion, fold
 from polarlm.engine.requests.sampler import Sampler
 from tests.sampling.constrained import InTurn
-from tests.tiny import EOS, VOCABULARY, assert_idle, forget
+from tests.tiny import EOS, VOCABULARY, assert_idle, forget, rows_of_steps
 
 BLOCK = 8
 PROMPT = [9, 20, 33, 47, 5, 61, 72, 8, 90, 11]
@@ -36,17 +36,7 @@ def engine(tiny_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """A list that gets the rows of each span of each step."""
-    seen: list[list[int]] = []
-    step = engine._model.step
-    monkeypatch.setattr(
-        engine._model,
-        "step",
-        lambda spans, ids, sampler_inputs: (
-            seen.append([span.count for span in spans]) or step(spans, ids, sampler_inputs)
-        ),
-    )
-    return seen
+    return rows_of_steps(engine, monkeypatch)
 
 
 @pytest.fixture
@@ -88,15 +78,10 @@ def test_the_answer_is_that_of_a_step_for_each_token(
 
 def test_rows_of_a_step_are_limited(tiny_path: Path, monkeypatch: pytest.MonkeyPatch, in_steps: Any) -> None:
     with Engine.load(tiny_path, device="cpu", cache_type="f16", block_size=64, calibration=False) as engine:
-        seen: list[int] = []
-        step = engine._model.step
-        monkeypatch.setattr(
-            engine._model, "step", lambda spans, *more: seen.append(spans[0].count) or step(spans, *more)
-        )
         wanted = in_steps(lambda: answer(engine))
-        seen.clear()
+        seen = rows_of_steps(engine, monkeypatch)
         assert same(answer(engine), wanted)
-        assert max(seen) == STEP_ROWS
+        assert max(seen) == [STEP_ROWS]
         assert_idle(engine)
 
 

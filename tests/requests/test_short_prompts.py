@@ -13,7 +13,7 @@ from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.outputs import fold
 from tests.requests.drafters import first_difference, margin
-from tests.tiny import assert_idle, by_count, make_model, preempt
+from tests.tiny import assert_idle, by_count, make_model, preempt, rows_of_steps
 
 BLOCK = 32
 BEFORE = [5 + number * 7 % 90 for number in range(70)]  # two blocks and six tokens
@@ -39,11 +39,8 @@ def turn(count: int) -> list[int]:
 
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A list that gets "prompt" for each prompt, and the rows of each span of each step."""
-    seen: list[Any] = []
-    step, units = engine._model.step, engine._model.forward_units
-    monkeypatch.setattr(
-        engine._model, "step", lambda spans, *more: seen.append([span.count for span in spans]) or step(spans, *more)
-    )
+    seen: list[Any] = rows_of_steps(engine, monkeypatch)
+    units = engine._model.forward_units
     monkeypatch.setattr(engine._model, "forward_units", lambda *more, **n: seen.append("prompt") or units(*more, **n))
     return seen
 
