@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs, packed, wide
-from polarlm.engine.backends.cuda.device import Array, Device, kernel_source, row_stride
-from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, Product, result_type, threads_for, type_of
+from polarlm.engine.backends.cuda.device import Array, kernel_source, row_stride
+from polarlm.engine.backends.cuda.launch import DeviceOps, LaunchConfig, Product, result_type, threads_for, type_of
 from polarlm.engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMV_ROWS
 from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.errors import EngineError
@@ -27,11 +27,8 @@ _UPLOAD_BYTES = 8 << 20
 _TILED_ROWS = 256  # a multiple of the rows of a tile of cuBLAS
 
 
-class LinearOps:
+class LinearOps(DeviceOps):
     """The ops with matrices: loading, reading rows, products; RMS norm, and ops on each number of a row."""
-
-    def __init__(self, device: Device, launch: Launcher):
-        self._device, self._launch = device, launch
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         format = self.kept_as(format)
