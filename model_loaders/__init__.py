@@ -89,12 +89,7 @@ class Model:
         )
 
 
-def load(
-    path: str | Path | None,
-    *,
-    verbose: Callable[[str], None] | None = None,
-    fits: Fits | None = None,
-) -> Model:
+def load(path: str | Path | None, *, verbose: Callable[[str], None] | None = None, fits: Fits | None = None) -> Model:
     """Loads a folder in Hugging Face's layout, a .gguf file, "user/repo" or "hf:user/repo" from the hub, or (None) the
     demonstration model.
 

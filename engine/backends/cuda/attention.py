@@ -109,13 +109,7 @@ class AttentionOps(HeadOps):
             )
 
     def _decode(
-        self,
-        out: Array,
-        q: Array,
-        cache: LayerCache,
-        spans: SpanTable,
-        parameters: _Parameters,
-        back: DeviceRotation,
+        self, out: Array, q: Array, cache: LayerCache, spans: SpanTable, parameters: _Parameters, back: DeviceRotation
     ) -> None:
         """Attention of a step's rows of q (T, H, D), whose K/V are in full-precision slots, to these rows of out.
 

@@ -19,6 +19,7 @@ from polarlm.engine.backends.cuda.device import Array, Device, row_stride
 from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Product, threads_for
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
 from polarlm.engine.backends.cuda.linear import LinearOps, gates, input_type
+from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.ops import KeptTiles, Ops, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, StoredMatrix, WeightFormat
@@ -84,7 +85,7 @@ class ExpertOps(LinearOps):
         down: ExpertLinear,
         activation: str | None,
         *,
-        norm: tuple[Array, float] | None = None,
+        norm: Norm = None,
         residual: Array | None = None,
         recorded: bool = False,
     ) -> Array:
@@ -108,7 +109,7 @@ class ExpertOps(LinearOps):
         gate_up: ExpertLinear,
         down: ExpertLinear,
         activation: str | None,
-        norm: tuple[Array, float] | None,
+        norm: Norm,
         residual: Array | None,
     ) -> Array:
         """`experts` on rows that are copied to the host, and back."""
@@ -148,7 +149,7 @@ class ExpertOps(LinearOps):
         gate_up: ExpertLinear,
         down: ExpertLinear,
         activation: str | None,
-        norm: tuple[Array, float] | None,
+        norm: Norm,
     ) -> tuple[Array, Array | None]:
         """The result of each pair: of row p // chosen of x (T, E) and expert ids[p], ids (P,). Returns the results
         (P, E), and the place of each pair among them, (P,) int32; None stands for places in order."""
@@ -170,7 +171,7 @@ class ExpertOps(LinearOps):
         x: Array,
         pairs: int,
         w: ExpertLinear,
-        norm: tuple[Array, float] | None,
+        norm: Norm,
         activation: str | None,
         dtype: type[np.generic],
     ) -> Array:

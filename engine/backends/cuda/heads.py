@@ -10,13 +10,11 @@ import numpy as np
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.backends.cuda.launch import WARP, DeviceOps, LaunchConfig, threads_for
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
+from polarlm.engine.backends.kv import Norms, Rope
 from polarlm.engine.records import Layouts
 
 _WARPS = 4  # warps per block; a warp has one vector
 _VECTORS = 4  # vectors per block of rotate_dense
-
-Rope = tuple[Array, Array]  # cos and sin
-Norms = tuple[Array, Array, float] | None  # weights for queries and for keys, eps
 
 
 class HeadOps(DeviceOps):

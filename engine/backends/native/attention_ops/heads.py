@@ -9,14 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from polarlm.engine.backends.hadamard import hadamard_signs
-from polarlm.engine.backends.kv import HeadTransform, Move, SpanView
+from polarlm.engine.backends.kv import HeadTransform, Move, Norms, Rope, SpanView
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.native.kernels.heads import HeadArguments, Heads, SlotArguments, to_slot, transform
 from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
-
-Rope = tuple[np.ndarray, np.ndarray]  # cos and sin
-Norms = tuple[np.ndarray, np.ndarray, float] | None  # weights for queries and for keys, eps
 
 
 @dataclass(frozen=True, eq=False)
