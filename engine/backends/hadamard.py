@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+from polarlm.engine.backends.kv import HeadTransform
+
+Rotation = TypeVar("Rotation")
 
 
 class Signs(NamedTuple):
@@ -33,3 +38,22 @@ def hadamard_signs(rotation: np.ndarray) -> Signs | None:
     if not np.allclose(plain, np.kron(np.eye(dim // order), hadamard), atol=1e-4):
         return None
     return Signs(order, before.astype(np.float32), after.astype(np.float32))
+
+
+def with_rotations(
+    transforms: Sequence[HeadTransform], make: Callable[[np.ndarray], Rotation], nothing: Rotation
+) -> Iterator[tuple[HeadTransform, Rotation, Rotation, Rotation]]:
+    """Yields each transform with what `make` makes of its rotations of keys and of values, and of the inverse of the
+    latter; once of a matrix that several share. nothing: stands for no rotation."""
+    made: dict[tuple[int, bool], Rotation] = {}
+
+    def rotation(matrix: np.ndarray | None, inverse: bool = False) -> Rotation:
+        if matrix is None:
+            return nothing
+        key = id(matrix), inverse
+        if key not in made:
+            made[key] = make(matrix.T if inverse else matrix)
+        return made[key]
+
+    for one in transforms:
+        yield one, rotation(one.key_rotation), rotation(one.value_rotation), rotation(one.value_rotation, True)

@@ -20,6 +20,9 @@ Cache = Any  # the K/V of one layer
 Buffer = Any  # a prompt's full-precision K/V of one layer, or of each of the layers that are sealed together
 Spans = Any  # a list of `SpanView`
 PreparedTransform = Any  # a `HeadTransform` on the device
+Norm = tuple[Array, float] | None  # weight and epsilon of an RMS norm
+Norms = tuple[Array, Array, float] | None  # weights of RMS norms of queries and of keys, and epsilon
+Rope = tuple[Array, Array]  # cos and sin
 
 
 @dataclass(frozen=True)
@@ -190,13 +193,7 @@ class KVOps(Protocol):
         """Write rows of k, v (T, K, D), from `transform_heads`, into each span's `current` at their positions."""
 
     def place_kv(
-        self,
-        qkv: Array,
-        rope: tuple[Array, Array],
-        transform: PreparedTransform,
-        cache: Cache,
-        spans: Spans,
-        norms: tuple[Array, Array, float] | None = None,
+        self, qkv: Array, rope: Rope, transform: PreparedTransform, cache: Cache, spans: Spans, norms: Norms = None
     ) -> Array:
         """`transform_heads`, then `append_kv` of keys and values → the queries (T, H, D).
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from polarlm.engine.backends.delta import RecurrentOps
-from polarlm.engine.backends.kv import Array, CacheFormat, HeadTransform, KVOps, PreparedTransform
+from polarlm.engine.backends.kv import Array, CacheFormat, HeadTransform, KVOps, Norm, Norms, PreparedTransform, Rope
 from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Fetch, Sampled, SamplerInput
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, RereadMatrix, StoredMatrix, WeightFormat
@@ -107,12 +107,12 @@ class EncoderOps(Protocol):
     def self_attention(
         self,
         qkv: Array,
-        rope: tuple[Array, Array] | None,
+        rope: Rope | None,
         transform: PreparedTransform,
         lengths: Sequence[int],
         scale: float,
         window: int | None = None,
-        norms: tuple[Array, Array, float] | None = None,
+        norms: Norms = None,
     ) -> Array:
         """`transform_heads` of qkv (T, H + 2K, D), then attention of each text to its own rows → (T, H, D).
 
@@ -257,7 +257,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         x: Array,
         w: Linear,
         *,
-        norm: tuple[Array, float] | None = None,
+        norm: Norm = None,
         residual: Array | None = None,
         activation: str | None = None,
         then: Linear | None = None,
@@ -290,7 +290,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         down: ExpertLinear,
         activation: str | None,
         *,
-        norm: tuple[Array, float] | None = None,
+        norm: Norm = None,
         residual: Array | None = None,
         recorded: bool = False,
     ) -> Array:
@@ -313,11 +313,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         """The transforms of a model's layers on the device. A rotation array that several share is uploaded once."""
 
     def transform_heads(
-        self,
-        qkv: Array,
-        rope: tuple[Array, Array],
-        transform: PreparedTransform,
-        norms: tuple[Array, Array, float] | None = None,
+        self, qkv: Array, rope: Rope, transform: PreparedTransform, norms: Norms = None
     ) -> tuple[Array, Array, Array]:
         """QK-norm, RoPE, scale and rotation: qkv (T, H + 2K, D), may be overwritten → q (T, H, D), k, v (T, K, D).
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.kv import HeadTransform, PreparedTransform, Spans
+from polarlm.engine.backends.kv import HeadTransform, Norm, PreparedTransform, Spans
 from polarlm.engine.backends.ops import Array, ExpertCache, FromCard, Ops, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import have_adapters, row_adapters
-from polarlm.engine.model.layers import Eps, Norm
+from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
@@ -122,11 +122,7 @@ class Transformer:
         return x[first_output:]
 
     def forward(
-        self,
-        spans: Sequence[Span],
-        ids: Sequence[int],
-        outputs: int | None = None,
-        parts: Sequence[Span] | None = None,
+        self, spans: Sequence[Span], ids: Sequence[int], outputs: int | None = None, parts: Sequence[Span] | None = None
     ) -> Array:
         """Run `forward_units` to its end, and return what it returns."""
         units = self.forward_units(spans, ids, outputs, parts=parts)

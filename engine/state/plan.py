@@ -81,14 +81,6 @@ def _quantized_blocks(
     return tuple((1 + whole) * a + b + more for a, b, more in zip(each, last, beside, strict=True))
 
 
-def plan_for_sequences(shape: CacheShape, tokens: int, sequences: int) -> StorePlan:
-    """Return the smallest store that can always hold `sequences` sequences of `tokens` each at once. `plan_for_tokens`
-    for as many tokens in all has the blocks of windows for one sequence alone."""
-    plan = plan_for_tokens(shape, sequences * tokens, sequences)
-    blocks = zip(shape.quantized_blocks(tokens), shape.more_blocks(plan.full_slots, 0, 0), strict=True)
-    return replace(plan, quantized_blocks=tuple(sequences * each + more for each, more in blocks))
-
-
 def plan_for_memory(
     shape: CacheShape,
     memory: int,

@@ -159,11 +159,9 @@ def _as_message(
 
 
 # The arguments as JSON, and between quotes of the template's own.
-_WRITTEN = re.compile(
-    rf'\{{"{_KEY}"(?P<key>: ?)"{_VALUE}"(?P<item>, ?)"{_COUNT}"(?P=key){_NUMBER}\}}',
-)
+_WRITTEN = re.compile(rf'\{{"{_KEY}"(?P<key>: ?)"{_VALUE}"(?P<item>, ?)"{_COUNT}"(?P=key){_NUMBER}\}}')
 _QUOTED = re.compile(
-    rf"\{{{_COUNT}(?P<key>:){_NUMBER}(?P<item>,){_KEY}(?P=key)(?P<quote><[^<>\s]+>){_VALUE}(?P=quote)\}}",
+    rf"\{{{_COUNT}(?P<key>:){_NUMBER}(?P<item>,){_KEY}(?P=key)(?P<quote><[^<>\s]+>){_VALUE}(?P=quote)\}}"
 )
 
 

@@ -23,10 +23,7 @@ from polarlm.model_loaders.files.tensor_table import Names, TensorTable, tensor_
 from polarlm.model_loaders.rope import rope_config, rotary_dim
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
-QK_NORMS: Names = {
-    "q_norm": (("self_attn.q_norm", "attn_q_norm"),),
-    "k_norm": (("self_attn.k_norm", "attn_k_norm"),),
-}
+QK_NORMS: Names = {"q_norm": (("self_attn.q_norm", "attn_q_norm"),), "k_norm": (("self_attn.k_norm", "attn_k_norm"),)}
 PROJECTIONS: Names = {
     "qkv": (("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"), ("self_attn.v_proj", "attn_v")),
     "out": (("self_attn.o_proj", "attn_output"),),

@@ -12,11 +12,7 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Names
 
 NAMES: Names = {
-    "qkv": (
-        ("attention.self.query", "attn_q"),
-        ("attention.self.key", "attn_k"),
-        ("attention.self.value", "attn_v"),
-    ),
+    "qkv": (("attention.self.query", "attn_q"), ("attention.self.key", "attn_k"), ("attention.self.value", "attn_v")),
     "out": (("attention.output.dense", "attn_output"),),
     "attention_post_norm": (("attention.output.LayerNorm", "attn_output_norm"),),
     "gate_up": (("intermediate.dense", "ffn_up"),),

@@ -18,10 +18,7 @@ GGUF_KEYS = {  # for `GgufLayout`
 }
 EXPERTS: Names = {
     "router": (("mlp.gate", "ffn_gate_inp"),),
-    "experts_gate_up": (
-        ("mlp.experts.{}.gate_proj", "ffn_gate_exps"),
-        ("mlp.experts.{}.up_proj", "ffn_up_exps"),
-    ),
+    "experts_gate_up": (("mlp.experts.{}.gate_proj", "ffn_gate_exps"), ("mlp.experts.{}.up_proj", "ffn_up_exps")),
     "experts_down": (("mlp.experts.{}.down_proj", "ffn_down_exps"),),
 }
 SHARED: Names = {  # Qwen's shared network

@@ -19,15 +19,7 @@ from polarlm.model_loaders.families._decoder import (
     typed_windows,
 )
 from polarlm.model_loaders.families._experts import MOST_EXPERTS
-from polarlm.model_loaders.families._gemma import (
-    DEFAULTS,
-    IMAGE_PREFIXES,
-    LOCAL_THETA,
-    NORMS,
-    PATTERN,
-    THETA,
-    gemma,
-)
+from polarlm.model_loaders.families._gemma import DEFAULTS, IMAGE_PREFIXES, LOCAL_THETA, NORMS, PATTERN, THETA, gemma
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import DOWN, split_layers

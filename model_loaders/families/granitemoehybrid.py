@@ -10,14 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from polarlm.model_loaders.config import Ffn, GatedMLP, ModelConfig
-from polarlm.model_loaders.families._decoder import (
-    PROJECTIONS,
-    attending,
-    decoder,
-    gated_mlp,
-    layer_count,
-    with_mixer,
-)
+from polarlm.model_loaders.families._decoder import PROJECTIONS, attending, decoder, gated_mlp, layer_count, with_mixer
 from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.families._mamba2 import GGUF_KEYS as MAMBA_KEYS

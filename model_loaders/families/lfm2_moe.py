@@ -27,10 +27,7 @@ _NAMES = {
     **NAMES,
     "router": (("feed_forward.gate", "ffn_gate_inp"),),
     "choice_bias": (("feed_forward.expert_bias", "exp_probs_b.bias"),),
-    "experts_gate_up": (
-        ("feed_forward.experts.{}.w1", "ffn_gate_exps"),
-        ("feed_forward.experts.{}.w3", "ffn_up_exps"),
-    ),
+    "experts_gate_up": (("feed_forward.experts.{}.w1", "ffn_gate_exps"), ("feed_forward.experts.{}.w3", "ffn_up_exps")),
     "experts_down": (("feed_forward.experts.{}.w2", "ffn_down_exps"),),
 }
 tensors = partial(tensor_table, names=_NAMES, last_norm=LAST_NORM)

@@ -19,11 +19,7 @@ from polarlm.model_loaders.files.tensors import StoredTensor
 MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
 ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 PREFIXES = {"model.language_model.": "model."}
-GGUF = GgufLayout(
-    "qwen35moe",
-    keys={**_gated_delta.GGUF_KEYS, **SHARED_GGUF_KEYS},
-    implied=_gated_delta.implied_tiled,
-)
+GGUF = GgufLayout("qwen35moe", keys={**_gated_delta.GGUF_KEYS, **SHARED_GGUF_KEYS}, implied=_gated_delta.implied_tiled)
 
 
 def configure(fields: Fields) -> ModelConfig:

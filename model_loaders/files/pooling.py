@@ -14,11 +14,7 @@ from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.safetensors_source import SINGLE
 
 _GGUF = {1: "mean", 2: "cls", 3: "last"}
-_KEYS = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-}
+_KEYS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
 _NAMES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}  # values of the key pooling_mode, in newer files
 _ARITHMETIC = ("Transformer", "Pooling", "Dense", "Normalize")  # modules whose results can be computed
 _MOST_NUMBERS = 2**20  # in a vector that a module takes or gives

@@ -11,10 +11,12 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
+from polarlm.engine.jit.compile import compiler
 from polarlm.engine.jit.compile.compiler import Loaded, compile_object, finished, load
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.lang import I8, I16, I32, Emitter, Int64, Kernel, Level, Pointer, Value, vector
+from tests.compiled import keeping
 from tests.pairs import in_turn
 
 # Up to four levels of this machine, the least and the highest among them, for tests that are not slow.
@@ -27,6 +29,17 @@ special_levels = in_turn("level", [level for level in LEVELS if level.machine ==
 
 Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
 _scratch = np.zeros(1 << 20, np.uint8)
+
+
+def assembly(kernel: Kernel[Any], level: Level) -> str:
+    """The machine code of a kernel as text."""
+    return _assembly(compiler.source(kernel, level), level).decode()
+
+
+@keeping
+def _assembly(text: str, level: Level) -> bytes:
+    target = compiler._target_machine(level)
+    return target.emit_assembly(compiler._optimized(text, target)).encode()
 
 
 class Narrow(Level):

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine.jit.compile.compiler import assembly
 from polarlm.engine.jit.lang import I8, I16, I32, Emitter, Kernel, Level, Value, vector
-from tests.jit.levels import declared, every_level, run, special_levels
+from tests.jit.levels import assembly, declared, every_level, run, special_levels
 
 _BYTES = vector(I8, 64)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,12 +11,20 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.state.layer_shapes import LayerShape
-from polarlm.engine.state.plan import plan_for_tokens
+from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from tests.state.reference import as_read, attention
 
 N, HEADS, KV_HEADS, D = 8, 4, 2, 16
+
+
+def plan_for_sequences(shape: CacheShape, tokens: int, sequences: int) -> StorePlan:
+    """The smallest store that can always hold `sequences` sequences of `tokens` each at once. `plan_for_tokens` for as
+    many tokens in all has the blocks of windows for one sequence alone."""
+    plan = plan_for_tokens(shape, sequences * tokens, sequences)
+    blocks = zip(shape.quantized_blocks(tokens), shape.more_blocks(plan.full_slots, 0, 0), strict=True)
+    return replace(plan, quantized_blocks=tuple(sequences * each + more for each, more in blocks))
 
 
 def make_store(

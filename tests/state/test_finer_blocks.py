@@ -14,10 +14,10 @@ from polarlm.engine.backends.transfer import FIELDS, converted
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.encode import decode_centred, encode_centred
 from polarlm.engine.state.layer_shapes import FinerKind, LayerShape
-from polarlm.engine.state.plan import plan_for_sequences, plan_for_tokens
+from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
-from tests.state.fed import KV_HEADS, D, Fed, held
+from tests.state.fed import KV_HEADS, D, Fed, held, plan_for_sequences
 from tests.state.reference import attention
 
 N, LAYERS = 16, 2

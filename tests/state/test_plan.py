@@ -20,7 +20,6 @@ from polarlm.engine.state.plan import (
     format_bytes,
     parse_size,
     plan_for_memory,
-    plan_for_sequences,
     plan_for_tokens,
     with_kept,
 )
@@ -29,6 +28,7 @@ from polarlm.engine.state.recurrent.delta import DeltaShape
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from polarlm.model_loaders.config import GatedDelta
+from tests.state.fed import plan_for_sequences
 
 codec_names = st.sampled_from(["f16", "polarquant", "polarquant+dense"])
 windows = st.one_of(st.none(), st.integers(1, 300))

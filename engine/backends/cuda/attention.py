@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.backends.cuda.device import Array, Device, row_stride
+from polarlm.engine.backends.cuda.device import Array, row_stride
 from polarlm.engine.backends.cuda.heads import HeadOps
 from polarlm.engine.backends.cuda.kv.cache import LayerCache, PassTables, SpanTable
-from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, result_type
+from polarlm.engine.backends.cuda.launch import LaunchConfig, result_type
 from polarlm.engine.backends.cuda.linear import input_type
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
 from polarlm.engine.backends.kv import RecordedSpans
@@ -33,11 +33,8 @@ class _Parameters(NamedTuple):
         return LaunchConfig({**config.defines, **result_type(out), **cap, **sinks}, config.threads, config.shared)
 
 
-class AttentionOps:
+class AttentionOps(HeadOps):
     """The op `attention`, for chunks of a prompt and for steps."""
-
-    def __init__(self, device: Device, launch: Launcher, heads: HeadOps):
-        self._device, self._launch, self._heads = device, launch, heads
 
     def attention(
         self,
@@ -63,16 +60,16 @@ class AttentionOps:
                 self._pass(out, q, cache, spans.spans.parts, parameters)
 
             self._device.between(work, (out, q, *arrays))
-            return self._heads.rotate(out, back)
+            return self.rotate(out, back)
         parts = prompts, steps = spans.parts
         if prompts is not None or steps is None:
             out = self._device.empty(q.shape, np.float32)
             self._pass(out, q, cache, parts, parameters)
-            return self._heads.rotate(out, back)
+            return self.rotate(out, back)
         dense = back.matrix is not None
         out = self._device.empty(q.shape, np.float32 if dense else input_type(then, len(q)))
         self._decode(out, q, cache, steps, parameters, NO_ROTATION if dense else back)
-        return self._heads.rotate_dense(out, back)
+        return self.rotate_dense(out, back)
 
     def _pass(
         self,
@@ -112,13 +109,7 @@ class AttentionOps:
             )
 
     def _decode(
-        self,
-        out: Array,
-        q: Array,
-        cache: LayerCache,
-        spans: SpanTable,
-        parameters: _Parameters,
-        back: DeviceRotation,
+        self, out: Array, q: Array, cache: LayerCache, spans: SpanTable, parameters: _Parameters, back: DeviceRotation
     ) -> None:
         """Attention of a step's rows of q (T, H, D), whose K/V are in full-precision slots, to these rows of out.
 

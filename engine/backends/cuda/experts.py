@@ -16,9 +16,10 @@ import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs, packed, wide
 from polarlm.engine.backends.cuda.device import Array, Device, row_stride
-from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Launcher, Product, threads_for
+from polarlm.engine.backends.cuda.launch import MOST_THREADS, WARP, LaunchConfig, Product, threads_for
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
 from polarlm.engine.backends.cuda.linear import LinearOps, gates, input_type
+from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.ops import KeptTiles, Ops, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, StoredMatrix, WeightFormat
@@ -37,56 +38,13 @@ class _Groups(NamedTuple):
     most: int
 
 
-class HostExperts:
-    """The op `experts` on rows that are copied to the host, and back."""
-
-    def __init__(self, device: Device, host: Ops):
-        self._device, self._host = device, host
-
-    def experts(
-        self,
-        x: Array,
-        routing: Routing,
-        gate_up: ExpertLinear,
-        down: ExpertLinear,
-        activation: str | None,
-        norm: tuple[Array, float] | None,
-        residual: Array | None,
-    ) -> Array:
-        """See `Ops.experts`."""
-        y = self._device.empty((len(x), down.shape[0]), np.float32) if residual is None else residual
-        copied = {"x": x, "ids": routing.ids, "weights": routing.weights}
-        if norm is not None:
-            copied["norm"] = norm[0]
-        if residual is not None and residual is not x:
-            copied["residual"] = residual
-        names, adds, eps = tuple(copied), residual is not None, norm and norm[1]
-
-        def compute(*arrays: np.ndarray) -> np.ndarray:
-            copies = dict(zip(names, arrays, strict=True))
-            rows = copies["x"]
-            before = copies.get("residual", rows)
-            result = np.empty((len(rows), down.shape[0]), np.float32)
-            host_norm = None if eps is None else (copies["norm"], eps)
-            for first in range(0, len(rows), self._host.prefill_rows):
-                part = slice(first, first + self._host.prefill_rows)
-                chosen = Routing(copies["ids"][part], copies["weights"][part])
-                into = before[part].copy() if adds else None
-                result[part] = self._host.experts(
-                    rows[part], chosen, gate_up, down, activation, norm=host_norm, residual=into
-                )
-            return result
-
-        self._device.call_host(compute, y, list(copied.values()))
-        return y
-
-
-class ExpertOps:
+class ExpertOps(LinearOps):
     """The ops `load_experts`, `route` and `experts`."""
 
-    def __init__(self, device: Device, launch: Launcher, matrices: LinearOps, host: HostExperts | None = None):
+    def __init__(self, device: Device, host: Ops | None = None) -> None:
         """host: computes those whose weights are in the computer's memory."""
-        self._device, self._launch, self._matrices, self._host = device, launch, matrices, host
+        super().__init__(device)
+        self.host = host
 
     def load_experts(
         self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
@@ -96,7 +54,7 @@ class ExpertOps:
 
     def _format(self, matrices: Sequence[StoredMatrix]) -> WeightFormat:
         """The format on the device of the same matrix of each expert."""
-        formats = {self._matrices.kept_as(matrix.format) for matrix in matrices}
+        formats = {self.kept_as(matrix.format) for matrix in matrices}
         if len(formats) > 1:
             names = ", ".join(sorted(format.name for format in formats))
             raise _refused(f"experts of one layer in several formats ({names}),")
@@ -107,7 +65,7 @@ class ExpertOps:
         rows = sum(matrix.shape[0] for matrix in experts[0])
         if packed.is_packed(format) and rows % packed.ROWS:
             raise _refused(f"experts with matrices of {rows} rows in {format.name}, not a multiple of {packed.ROWS},")
-        return self._matrices.stacked(format, [matrix for expert in experts for matrix in expert])
+        return self.stacked(format, [matrix for expert in experts for matrix in expert])
 
     def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:
         rows, count = logits.shape
@@ -127,13 +85,12 @@ class ExpertOps:
         down: ExpertLinear,
         activation: str | None,
         *,
-        norm: tuple[Array, float] | None = None,
+        norm: Norm = None,
         residual: Array | None = None,
         recorded: bool = False,
     ) -> Array:
         if gate_up.on_host:
-            assert self._host is not None
-            return self._host.experts(x, routing, gate_up, down, activation, norm, residual)
+            return self._on_host(x, routing, gate_up, down, activation, norm, residual)
         y = self._device.empty((len(x), down.shape[0]), np.float32) if residual is None else residual
         chosen, n = routing.ids.shape[1], y.shape[1]
         config = LaunchConfig({"ADD": int(residual is not None)}, threads_for(n))
@@ -145,6 +102,45 @@ class ExpertOps:
             self._launch("add_experts", (-(-n // config.threads), len(to)), config, *args)
         return y
 
+    def _on_host(
+        self,
+        x: Array,
+        routing: Routing,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activation: str | None,
+        norm: Norm,
+        residual: Array | None,
+    ) -> Array:
+        """`experts` on rows that are copied to the host, and back."""
+        host = self.host
+        assert host is not None
+        y = self._device.empty((len(x), down.shape[0]), np.float32) if residual is None else residual
+        copied = {"x": x, "ids": routing.ids, "weights": routing.weights}
+        if norm is not None:
+            copied["norm"] = norm[0]
+        if residual is not None and residual is not x:
+            copied["residual"] = residual
+        names, adds, eps = tuple(copied), residual is not None, norm and norm[1]
+
+        def compute(*arrays: np.ndarray) -> np.ndarray:
+            copies = dict(zip(names, arrays, strict=True))
+            rows = copies["x"]
+            before = copies.get("residual", rows)
+            result = np.empty((len(rows), down.shape[0]), np.float32)
+            host_norm = None if eps is None else (copies["norm"], eps)
+            for first in range(0, len(rows), host.prefill_rows):
+                part = slice(first, first + host.prefill_rows)
+                chosen = Routing(copies["ids"][part], copies["weights"][part])
+                into = before[part].copy() if adds else None
+                result[part] = host.experts(
+                    rows[part], chosen, gate_up, down, activation, norm=host_norm, residual=into
+                )
+            return result
+
+        self._device.call_host(compute, y, list(copied.values()))
+        return y
+
     def _of_pairs(
         self,
         x: Array,
@@ -153,7 +149,7 @@ class ExpertOps:
         gate_up: ExpertLinear,
         down: ExpertLinear,
         activation: str | None,
-        norm: tuple[Array, float] | None,
+        norm: Norm,
     ) -> tuple[Array, Array | None]:
         """The result of each pair: of row p // chosen of x (T, E) and expert ids[p], ids (P,). Returns the results
         (P, E), and the place of each pair among them, (P,) int32; None stands for places in order."""
@@ -175,7 +171,7 @@ class ExpertOps:
         x: Array,
         pairs: int,
         w: ExpertLinear,
-        norm: tuple[Array, float] | None,
+        norm: Norm,
         activation: str | None,
         dtype: type[np.generic],
     ) -> Array:
@@ -186,7 +182,7 @@ class ExpertOps:
         """
         if activation is not None and not is_gated(activation):
             y = self._product(multiply, x, pairs, w, norm, None, np.float32)
-            self._matrices.activate(y, y, activation)
+            self.activate(y, y, activation)
             return y
         y = self._device.empty((pairs, w.shape[0] if activation is None else w.shape[0] // 2), dtype)
         if len(w.parts) == 1 and (activation is None or gates(w.parts[0].format, w.shape[0])):
@@ -198,7 +194,7 @@ class ExpertOps:
             bias = None if w.bias is None else w.bias[:, columns]
             multiply(whole[:, columns], x, Product(part, bias, norm, False, None))
         if activation is not None:
-            self._matrices.activate_mul(y, whole, activation)
+            self.activate_mul(y, whole, activation)
         return y
 
     def _multiply_pairs(self, ids: Array, sharing: int, count: int, y: Array, x: Array, product: Product) -> None:
@@ -231,7 +227,7 @@ class ExpertOps:
     ) -> None:
         """The products of groups of pairs. rows: the row of x of each pair; None if x has one for each. count:
         experts."""
-        x, product, weight = self._matrices.narrowed(x, product), product._replace(norm=None), product.weight
+        x, product, weight = self.narrowed(x, product), product._replace(norm=None), product.weight
         config, tile = wide.of_experts(groups.most, weight.format, self._device.shared_memory)
         blocks = -(-weight.shape[0] // count // tile), 1, len(groups.groups)
         operands, sizes = (y, x, weight.data, product.bias), (len(x), x.shape[1], y.shape[1], row_stride(y))

@@ -7,23 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import Array, Device
-from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
+from polarlm.engine.backends.cuda.device import Array
+from polarlm.engine.backends.cuda.launch import WARP, DeviceOps, LaunchConfig, threads_for
 from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
+from polarlm.engine.backends.kv import Norms, Rope
 from polarlm.engine.records import Layouts
 
 _WARPS = 4  # warps per block; a warp has one vector
 _VECTORS = 4  # vectors per block of rotate_dense
 
-Rope = tuple[Array, Array]  # cos and sin
-Norms = tuple[Array, Array, float] | None  # weights for queries and for keys, eps
 
-
-class HeadOps:
+class HeadOps(DeviceOps):
     """The op `transform_heads`, and rotations."""
-
-    def __init__(self, device: Device, launch: Launcher):
-        self._device, self._launch = device, launch
 
     def transform_heads(
         self, qkv: Array, rope: Rope, transform: DeviceTransform, norms: Norms = None
@@ -40,14 +35,14 @@ class HeadOps:
         v = self._device.empty((rows, transform.kv_heads, dim), np.float32) if changes_values else None
         outputs = qk[:queries], qk[queries:], v
         vectors = queries + (values if v is None else 2 * values)
-        self.launch("transform_heads", outputs, qkv, rope, transform, norms, vectors)
+        self._launch_heads("transform_heads", outputs, qkv, rope, transform, norms, vectors)
         qk = self.rotate_dense(qk, transform.keys)
         q, k = qk[:queries].reshape(rows, -1, dim), qk[queries:].reshape(rows, -1, dim)
         if v is None:
             return q, k, qkv[:, heads - transform.kv_heads :]
         return q, k, self.rotate_dense(v, transform.values)
 
-    def launch(
+    def _launch_heads(
         self,
         kernel: str,
         outputs: tuple[Array | None, ...],
@@ -100,7 +95,7 @@ class HeadOps:
 def _heads_config(
     dim: int, normed: bool, value_eps: float | None, key_order: int, value_order: int, rows: int | None
 ) -> LaunchConfig:
-    """The launch of a kernel that JOINS `cuda/heads/heads.cuh`; see `HeadOps.launch`."""
+    """The launch of a kernel that JOINS `cuda/heads/heads.cuh`; see `HeadOps`."""
     defines: dict[str, int | float | None] = {"HEAD_DIM": dim, "HEAD_NORMS": int(normed), "VALUE_EPS": value_eps}
     defines |= {"KEY_ORDER": max(1, key_order), "VALUE_ORDER": max(1, value_order), "STEP_ROWS": rows}
     return LaunchConfig({name: value for name, value in defines.items() if value is not None}, WARP * _WARPS)

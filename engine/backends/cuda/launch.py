@@ -81,6 +81,13 @@ class Launcher:
         return self._counts[size]
 
 
+class DeviceOps:
+    """Ops that launch kernels on a device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._launch = device, Launcher(device)
+
+
 _TYPES = {np.dtype(np.float32): "float", np.dtype(np.float16): "__half", np.dtype(np.uint16): "__nv_bfloat16"}
 _RESULTS = {dtype: {} if dtype == np.float32 else {"TO": name} for dtype, name in _TYPES.items()}
 _source = lru_cache(maxsize=None, typed=True)(source)

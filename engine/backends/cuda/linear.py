@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs, packed, wide
-from polarlm.engine.backends.cuda.device import Array, Device, kernel_source, row_stride
-from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, Product, result_type, threads_for, type_of
+from polarlm.engine.backends.cuda.device import Array, kernel_source, row_stride
+from polarlm.engine.backends.cuda.launch import DeviceOps, LaunchConfig, Product, result_type, threads_for, type_of
 from polarlm.engine.backends.cuda.launch_configs import DEQUANTIZED_BYTES, GEMV_ROWS
+from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.ops import KeptTiles
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
@@ -27,11 +28,8 @@ _UPLOAD_BYTES = 8 << 20
 _TILED_ROWS = 256  # a multiple of the rows of a tile of cuBLAS
 
 
-class LinearOps:
+class LinearOps(DeviceOps):
     """The ops with matrices: loading, reading rows, products; RMS norm, and ops on each number of a row."""
-
-    def __init__(self, device: Device, launch: Launcher):
-        self._device, self._launch = device, launch
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         format = self.kept_as(format)
@@ -112,7 +110,7 @@ class LinearOps:
         x: Array,
         w: Linear,
         *,
-        norm: tuple[Array, float] | None = None,
+        norm: Norm = None,
         residual: Array | None = None,
         activation: str | None = None,
         then: Linear | None = None,
@@ -223,7 +221,7 @@ class LinearOps:
         self._narrow(narrow, x, product.norm)
         return narrow
 
-    def _narrow(self, y: Array, x: Array, norm: tuple[Array, float] | None = None) -> None:
+    def _narrow(self, y: Array, x: Array, norm: Norm = None) -> None:
         """y = x (T, n) in y's type; with a norm, x normalised."""
         norm_weight, eps = norm or (None, 0.0)
         rows, n = x.shape

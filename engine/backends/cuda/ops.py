@@ -14,13 +14,10 @@ from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.batches import filled_up, first_rows
 from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
-from polarlm.engine.backends.cuda.experts import ExpertOps, HostExperts
-from polarlm.engine.backends.cuda.heads import HeadOps
+from polarlm.engine.backends.cuda.experts import ExpertOps
 from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, next_spans, pack_spans
 from polarlm.engine.backends.cuda.kv.store import CacheOps
-from polarlm.engine.backends.cuda.launch import Launcher
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
-from polarlm.engine.backends.cuda.linear import LinearOps
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.recurrent.ops import RecurrentOps
 from polarlm.engine.backends.cuda.rotation import prepare
@@ -44,8 +41,8 @@ _PASS_ROWS = 2048  # of several prompts: the host is no limit from there on
 _UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # bytes, or this share of free memory if that is less
 
 
-class CudaOps:
-    """The ops on one GPU, composed of the classes of this folder."""
+class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps):
+    """The ops on one GPU."""
 
     backend = "cuda"
     forkable = False
@@ -55,70 +52,19 @@ class CudaOps:
     stored_as = transfer.RECORDS
 
     def __init__(self, device: Device, host: Ops | None = None):
-        self.name, self._device, self.host = device.name, device, host
+        super().__init__(device, host)
+        self.name = device.name
         self._alike = [device]  # devices that get the same kernels
         self.others: Callable[[], Sequence[CudaOps]] = tuple  # the ops of the other GPUs of this process
         self.prefill_rows = _MANY_ROWS if device.memory()[1] >= _LARGE_MEMORY else _ROWS
         self.pass_rows = min(self.prefill_rows, _PASS_ROWS)
         self.encoded_at_once = 4 * device.processors
-        launch = Launcher(device)
-
-        matrices = LinearOps(device, launch)
-        self.matrix_bytes = matrices.matrix_bytes
-        self.kept_as = matrices.kept_as
-        self.load = matrices.load
-        self.rows = matrices.rows
-        self.embed = matrices.embed
-        self.rms_norm = matrices.rms_norm
-        self.linear = matrices.linear
-        self._matrices = matrices
-        self.softcap = matrices.softcap
-        self.activate = matrices.activate
-        self.scale = matrices.scale
-        self.gate = matrices.gate
-
-        recurrent = RecurrentOps(device, launch)
-        self.short_conv = recurrent.short_conv
-        self.gated_delta = recurrent.gated_delta
-        self.mamba2 = recurrent.mamba2
-        self.advance_delta = recurrent.advance_delta
-        self.check_recurrent = recurrent.check_recurrent
-        self.assign = recurrent.assign
-        self.keep_states = recurrent.keep_states
-        self.restore_states = recurrent.restore_states
-
-        of_host = None if host is None else HostExperts(device, host)
-        self._experts = ExpertOps(device, launch, matrices, of_host)
-        self.load_experts = self._experts.load_experts
-        self.route = self._experts.route
-        self.experts = self._experts.experts
-
-        heads = HeadOps(device, launch)
         self.prepare = partial(prepare, device)
-        self.transform_heads = heads.transform_heads
-
-        store = CacheOps(device, launch, heads)
-        self.cache_bytes = store.cache_bytes
-        self.cache = store.cache
-        self.buffer: Callable[..., Any] = store.buffer  # of several cards, on each of them
         self.spans = pack_spans
         self.next_spans = next_spans
-        self.append_kv = store.append_kv
-        self.place_kv = store.place_kv
-        self.copy_full = store.copy_full
-        self.round_trip = store.round_trip
-        self.encode_blocks = store.encode_blocks
-        self.decode_blocks = store.decode_blocks
-        self.read_blocks = store.read_blocks
-        self.write_blocks = store.write_blocks
-        self.read_full = store.read_full
-        self.write_full = store.write_full
-
-        self.attention = AttentionOps(device, launch, heads).attention
-
         self.pack_sampler_inputs = pack_sampler_inputs
-        self.sample = partial(sampler.sample, device, launch)
-        self.fetch_tokens = partial(sampler.fetch_tokens, device, launch)
+        self.sample = partial(sampler.sample, device, self._launch)
+        self.fetch_tokens = partial(sampler.fetch_tokens, device, self._launch)
         self.fetch_later = partial(sampler.fetch_later, device)
 
     def with_host(self, host: Ops) -> CudaOps:
@@ -133,7 +79,7 @@ class CudaOps:
             self.activate(x, x, activation)
             return x
         y = self.empty((len(x), x.shape[1] // 2))
-        self._matrices.activate_mul(y, x, activation)
+        self.activate_mul(y, x, activation)
         return y
 
     def between(self, work: Callable[..., None], arrays: Sequence[Array]) -> None:
@@ -210,21 +156,7 @@ class CudaOps:
         device, expected = self._device, Expected(self._alike)
         sizes = device.processors, device.shared_memory, device.memory()
         host = None if self.host is None else self.host.warm_up()
-        ops = CudaOps(TracingDevice(expected.add, *sizes, device.overlaps), host and host.ops)
-        load = ops.load
-
-        def load_first_rows(matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
-            loaded = load([FirstRow(matrix) for matrix in matrices], kept)
-            for matrix in loaded:
-                ops.rows(matrix, slice(0, 1))  # loading reads rows, for the KV store's scales and the fingerprint
-            return loaded
-
-        def load_experts(
-            matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
-        ) -> tuple[Matrix, ...]:
-            return ops._experts.load_experts([[FirstRow(matrix) for matrix in expert] for expert in matrices], kept)
-
-        ops.load, ops.load_experts = load_first_rows, load_experts
+        ops = _FirstRows(TracingDevice(expected.add, *sizes, device.overlaps), host and host.ops)
 
         def wait(progress: Callable[[int, int], None]) -> None:
             if host is not None:
@@ -241,6 +173,21 @@ class CudaOps:
 
     def to_host(self, x: Array) -> np.ndarray:
         return self._device.to_host(x).astype(np.float32, copy=False)
+
+
+class _FirstRows(CudaOps):
+    """The ops of a warm-up, which load one row of each matrix."""
+
+    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+        loaded = super().load([FirstRow(matrix) for matrix in matrices], kept)
+        for matrix in loaded:
+            self.rows(matrix, slice(0, 1))  # loading reads rows, for the KV store's scales and the fingerprint
+        return loaded
+
+    def load_experts(
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+    ) -> tuple[Matrix, ...]:
+        return super().load_experts([[FirstRow(matrix) for matrix in expert] for expert in matrices], kept)
 
 
 def _on_host(x: Any) -> Any:

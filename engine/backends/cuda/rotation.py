@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Array, Device
-from polarlm.engine.backends.hadamard import hadamard_signs
+from polarlm.engine.backends.hadamard import hadamard_signs, with_rotations
 from polarlm.engine.backends.kv import HeadTransform
 
 
@@ -38,34 +38,17 @@ class DeviceTransform(NamedTuple):
 
 def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceTransform]:
     """`transforms` on the device. A rotation array that several share is uploaded once."""
-    uploaded: dict[tuple[int, bool], DeviceRotation] = {}
 
-    def rotation(matrix: np.ndarray | None, inverse: bool = False) -> DeviceRotation:
-        if matrix is None:
-            return NO_ROTATION
-        key = id(matrix), inverse
-        if key not in uploaded:
-            turned = matrix.T if inverse else matrix
-            signs = hadamard_signs(turned)
-            if signs is None:
-                uploaded[key] = DeviceRotation(0, array(turned), None, None)
-            else:
-                before, after = device.from_host(signs.before), device.from_host(signs.after)
-                uploaded[key] = DeviceRotation(signs.order, None, before, after)
-        return uploaded[key]
+    def rotation(matrix: np.ndarray) -> DeviceRotation:
+        signs = hadamard_signs(matrix)
+        if signs is None:
+            return DeviceRotation(0, array(matrix), None, None)
+        return DeviceRotation(signs.order, None, device.from_host(signs.before), device.from_host(signs.after))
 
     def array(x: np.ndarray | None) -> Array | None:
         return None if x is None else device.from_host(np.ascontiguousarray(x, np.float32))
 
     return [
-        DeviceTransform(
-            transform.kv_heads,
-            array(transform.scale),
-            rotation(transform.key_rotation),
-            rotation(transform.value_rotation),
-            rotation(transform.value_rotation, inverse=True),
-            array(transform.scale_back),
-            transform.value_eps,
-        )
-        for transform in transforms
+        DeviceTransform(one.kv_heads, array(one.scale), keys, values, back, array(one.scale_back), one.value_eps)
+        for one, keys, values, back in with_rotations(transforms, rotation, NO_ROTATION)
     ]

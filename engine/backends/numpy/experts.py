@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.rows import quiet, rms_norm
 from polarlm.engine.backends.ops import Routing
@@ -43,7 +44,7 @@ class ExpertOps:
         down: ExpertLinear,
         activation: str | None,
         *,
-        norm: tuple[np.ndarray, float] | None = None,
+        norm: Norm = None,
         residual: np.ndarray | None = None,
         recorded: bool = False,
     ) -> np.ndarray:

@@ -18,7 +18,10 @@ from polarlm.engine.backends.kv import (
     HeadTransform,
     KVLocation,
     Move,
+    Norm,
+    Norms,
     PreparedTransform,
+    Rope,
     Spans,
     SpanView,
 )
@@ -172,7 +175,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         x: np.ndarray,
         w: Linear,
         *,
-        norm: tuple[np.ndarray, float] | None = None,
+        norm: Norm = None,
         residual: np.ndarray | None = None,
         activation: str | None = None,
         then: Linear | None = None,
@@ -194,11 +197,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
 
     @quiet
     def transform_heads(
-        self,
-        qkv: np.ndarray,
-        rope: tuple[np.ndarray, np.ndarray],
-        transform: PreparedTransform,
-        norms: tuple[np.ndarray, np.ndarray, float] | None = None,
+        self, qkv: np.ndarray, rope: Rope, transform: PreparedTransform, norms: Norms = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         keys = qkv.shape[1] - transform.kv_heads
         queries = keys - transform.kv_heads
@@ -263,11 +262,11 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def place_kv(
         self,
         qkv: np.ndarray,
-        rope: tuple[np.ndarray, np.ndarray],
+        rope: Rope,
         transform: PreparedTransform,
         cache: LayerCache,
         spans: Spans,
-        norms: tuple[np.ndarray, np.ndarray, float] | None = None,
+        norms: Norms = None,
     ) -> np.ndarray:
         q, k, v = self.transform_heads(qkv, rope, transform, norms)
         self.append_kv(cache, spans, k, v)
@@ -359,12 +358,12 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def self_attention(
         self,
         qkv: np.ndarray,
-        rope: tuple[np.ndarray, np.ndarray] | None,
+        rope: Rope | None,
         transform: PreparedTransform,
         lengths: Sequence[int],
         scale: float,
         window: int | None = None,
-        norms: tuple[np.ndarray, np.ndarray, float] | None = None,
+        norms: Norms = None,
     ) -> np.ndarray:
         q, k, v = parts_of(qkv, transform) if rope is None else self.transform_heads(qkv, rope, transform, norms)
         return attend_to_texts(q, k, v, lengths, scale, window)

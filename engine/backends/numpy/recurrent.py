@@ -94,12 +94,7 @@ class RecurrentOps:
 
 
 def _add_by_blocks(
-    spans: np.ndarray,
-    slots: DeltaSlots,
-    ends: DeltaEnds | None,
-    add: Callable[[slice, int, int], None],
-    *,
-    tiled: bool,
+    spans: np.ndarray, slots: DeltaSlots, ends: DeltaEnds | None, add: Callable[[slice, int, int], None], *, tiled: bool
 ) -> None:
     """Call add(rows, slot, place) for the rows of each block of each span; prompts advance at the end of a block.
 

@@ -105,16 +105,6 @@ def _object(text: str, level: Level) -> bytes:
     return target.emit_object(_optimized(text, target))
 
 
-def assembly(kernel: Kernel[Any], level: Level) -> str:
-    """The machine code of the kernel as assembly text."""
-    return _assembly(source(kernel, level), level).decode()
-
-
-def _assembly(text: str, level: Level) -> bytes:
-    target = _target_machine(level)
-    return target.emit_assembly(_optimized(text, target)).encode()
-
-
 @cache
 def _linker(level: Level) -> Any:
     return _binding().create_lljit_compiler(_target_machine(level), suppress_errors=True)

@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import MISSING, field
 from typing import Any, NamedTuple
 
+from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.weight_formats import Linear
 
 Tap = Callable[[Array, Array], None]
 """tap(queries, keys) gets the queries (T, H, D) and keys (T, K, D) of rows, scaled and rotated as they are stored. They
 are valid until it returns."""
-
-Norm = tuple[Array, float] | None  # weight and epsilon of an RMS norm, as the ops take it
 
 
 class Eps(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, PreparedTransform, Spans
+from polarlm.engine.backends.kv import Cache, PreparedTransform, Rope, Spans
 from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.layers import Eps, Tap, add_projected, norm_of, projected, slot
 from polarlm.engine.weight_formats import Linear
@@ -54,14 +54,7 @@ class Attention:
             self._qk_norms = ones, ones, eps.before
 
     def project(
-        self,
-        x: Array,
-        rope: tuple[Array, Array],
-        spans: Spans,
-        *,
-        adapters: Routing | None,
-        recorded: bool,
-        tap: Tap | None = None,
+        self, x: Array, rope: Rope, spans: Spans, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
     ) -> Array:
         """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are. rope:
         cos and sin (T, D/2)."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, Norm, add_projected, norm_of, projected, slot
+from polarlm.engine.model.layers import Eps, add_projected, norm_of, projected, slot
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Activation
 

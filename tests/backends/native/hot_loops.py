@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.jit.compile.compiler import assembly
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.lang import Kernel, Level
+from tests.jit.levels import assembly
 from tests.jit.levels import special_levels as special_levels
 
 X86 = [level for level in LEVELS if level.machine == "x86_64"]

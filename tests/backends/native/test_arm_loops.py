@@ -18,12 +18,11 @@ from polarlm.engine.backends.native.kernels.linear.activations import Inputs
 from polarlm.engine.backends.native.kernels.linear.block_sums import passes
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling
-from polarlm.engine.jit.compile.compiler import assembly
 from polarlm.engine.jit.lang import F32, Emitter, Kernel, Level, Value, vector
 from polarlm.engine.weight_formats import get
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import ARM, Loop
-from tests.jit.levels import declared
+from tests.jit.levels import assembly, declared
 from tests.pairs import each, in_turn
 
 every_arm_level = in_turn("level", ARM)

@@ -12,7 +12,7 @@ from tests import weights
 from tests.backends.native.hot_loops import Loop
 from tests.backends.native.launching import launcher
 from tests.backends.native.test_product import packed_tiles, quantized, stored
-from tests.jit.levels import run
+from tests.jit.levels import assembly, run
 from tests.pairs import in_turn
 
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs  # isort: skip
@@ -20,7 +20,6 @@ from polarlm.engine.backends.native.kernels.linear.matrix_sums import together  
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
-from polarlm.engine.jit.compile.compiler import assembly
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.isa.x86 import Avx512Amx, Avx512Vbmi

@@ -37,9 +37,6 @@ class CardsOps(CudaOps):
         self._alike = [device for device, size in zip(devices, sizes, strict=True) if size == sizes[-1]]
         self._ends = [*itertools.accumulate(counts)]
         self._by_device: dict[Device, CudaOps] = {card._device: card for card in cards}
-        self.buffer = self._buffer
-        self.copy_full = self._copy_full
-        self.encode_blocks = self._encode_blocks
         for name in _OF_ONE_CACHE:
             setattr(self, name, partial(self._where_cache_is, name))
 
@@ -68,15 +65,15 @@ class CardsOps(CudaOps):
     def _where_cache_is(self, op: str, cache: LayerCache, *args: Any) -> Any:
         return getattr(self._by_device[cache.device], op)(cache, *args)
 
-    def _buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> CardBuffers:
+    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> CardBuffers:
         return {device: card.buffer(format, rows, layers=layers) for device, card in self._by_device.items()}
 
-    def _copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
+    def copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
         for device, card in self._by_device.items():
             if on_card := [cache for cache in caches if cache.device is device]:
                 card.copy_full(on_card, moves)
 
-    def _encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
         for device, card in self._by_device.items():
             on_card = [f._replace(caches=[c for c in f.caches if c.device is device]) for f in filled]
             if any(blocks.caches for blocks in on_card):

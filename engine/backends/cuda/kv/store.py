@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from polarlm.engine import codecs, records
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
-from polarlm.engine.backends.cuda.heads import HeadOps, Norms, Rope
-from polarlm.engine.backends.cuda.kv.cache import (
-    Buffer,
-    LayerCache,
-    PassTables,
-    PromptBuffer,
-    SideArrays,
-    SpanTable,
-)
+from polarlm.engine.backends.cuda.device import Addresses, Array, row_stride
+from polarlm.engine.backends.cuda.heads import HeadOps
+from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, PassTables, PromptBuffer, SideArrays, SpanTable
 from polarlm.engine.backends.cuda.kv.candidates import candidates, path_candidates
-from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, threads_for
+from polarlm.engine.backends.cuda.launch import LaunchConfig, threads_for
 from polarlm.engine.backends.cuda.rotation import DeviceTransform
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move, RecordedSpans
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move, Norms, RecordedSpans, Rope
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.quantization.metric import Metric, residue_costs
@@ -34,11 +28,8 @@ _SomeLayouts = tuple[Layout | None, Layout | None]
 _COPY_THREADS = 256  # a CTA has
 
 
-class CacheOps:
+class CacheOps(HeadOps):
     """The ops that allocate, write, encode, copy, save and restore K/V."""
-
-    def __init__(self, device: Device, launch: Launcher, heads: HeadOps):
-        self._device, self._launch, self._heads = device, launch, heads
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         keys, values = _layouts(format)
@@ -93,7 +84,8 @@ class CacheOps:
     def _move(self, blocks: Array, target: int, source: int) -> None:
         self._copy_records(blocks, blocks, np.array([source]), np.array([target]))
 
-    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> PromptBuffer:
+    def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Any:
+        """A `PromptBuffer`; of several cards, on each of them."""
         count = -(-rows // format.block_size)
         k, v = self._pools(format, layers * count)
         parts = (slice(first, first + count) for first in range(0, layers * count, count))
@@ -163,7 +155,7 @@ class CacheOps:
     ) -> Array:
         rows, heads, dim = qkv.shape
         if isinstance(spans, RecordedSpans):
-            q, k, v = self._heads.transform_heads(qkv, rope, transform, norms)
+            q, k, v = self.transform_heads(qkv, rope, transform, norms)
             has_values, first = row_stride(v) == v[0].size, heads - transform.kv_heads
             # The spans that count are those of the pass that runs the recording.
             spans.pending = (
@@ -174,7 +166,7 @@ class CacheOps:
         is_prompt = spans.parts[0] is not None and rows > 1
         is_dense = transform.keys.matrix is not None or transform.values.matrix is not None
         if is_prompt or is_dense:  # append_kv writes 16 bytes at a time where place_kv would write 2 or 4
-            q, k, v = self._heads.transform_heads(qkv, rope, transform, norms)
+            q, k, v = self.transform_heads(qkv, rope, transform, norms)
             self.append_kv(cache, spans, k, v)
             return q
         q = self._device.empty((rows, heads - 2 * transform.kv_heads, dim), np.float32)
@@ -183,7 +175,7 @@ class CacheOps:
         outputs, span_args = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width, count)
         inputs = qkv, rope, transform, norms, rows * heads
         at_most = launch_configs.step_rows(spans.most_rows)
-        self._heads.launch("place_kv", outputs, *inputs, *span_args, layouts=cache.full_layouts, rows=at_most)
+        self._launch_heads("place_kv", outputs, *inputs, *span_args, layouts=cache.full_layouts, rows=at_most)
         return q
 
     def copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
@@ -242,15 +234,15 @@ class CacheOps:
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         if cache.blocks is not None:
-            both, of_keys = self._read(cache.blocks, blocks), cache.layouts[0].nbytes
+            both, of_keys = self._gathered(cache.blocks, blocks), cache.layouts[0].nbytes
             arrays = {"keys": both[..., :of_keys], "values": both[..., of_keys:]}
             # What lies in the memory between the fields may have been a block of the other kind.
             sides = zip(arrays.items(), cache.layouts, strict=True)
             return {name: layout.without_padding(array) for (name, array), layout in sides}
         pools = ("keys", cache.keys.quantized), ("values", cache.values.quantized)
-        return {name: self._read(pool, blocks) for name, pool in pools}
+        return {name: self._gathered(pool, blocks) for name, pool in pools}
 
-    def _read(self, pool: Array, blocks: Sequence[int]) -> np.ndarray:
+    def _gathered(self, pool: Array, blocks: Sequence[int]) -> np.ndarray:
         gathered = self._device.empty((len(blocks), *pool.shape[1:]), np.uint8)
         self._copy_records(gathered, pool, np.asarray(blocks), np.arange(len(blocks)))
         return self._device.to_host(gathered)

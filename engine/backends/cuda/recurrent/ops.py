@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import Addresses, Array, Device, row_stride
-from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, Launcher, threads_for
+from polarlm.engine.backends.cuda.device import Addresses, Array, row_stride
+from polarlm.engine.backends.cuda.launch import WARP, DeviceOps, LaunchConfig, threads_for
 from polarlm.engine.backends.cuda.launch_configs import row_threads
 from polarlm.engine.backends.cuda.recurrent.sizes import PROMPT_ROWS, DeltaSizes, Mamba2Sizes, sizes_of, state_codes
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, FetchStates, Mamba2Weights
@@ -29,11 +29,8 @@ class _Part(NamedTuple):
     kept: np.ndarray
 
 
-class RecurrentOps:
+class RecurrentOps(DeviceOps):
     """The ops `short_conv`, `gated_delta`, `mamba2` and `advance_delta`, and the ops of states that are kept."""
-
-    def __init__(self, device: Device, launch: Launcher):
-        self._device, self._launch = device, launch
 
     def check_recurrent(self, mixer: Recurrent, block_size: int) -> None:
         sizes_of(mixer, block_size).check()

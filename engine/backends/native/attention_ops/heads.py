@@ -8,15 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.hadamard import hadamard_signs
-from polarlm.engine.backends.kv import HeadTransform, Move, SpanView
+from polarlm.engine.backends.hadamard import hadamard_signs, with_rotations
+from polarlm.engine.backends.kv import HeadTransform, Move, Norms, Rope, SpanView
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.native.kernels.heads import HeadArguments, Heads, SlotArguments, to_slot, transform
 from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
-
-Rope = tuple[np.ndarray, np.ndarray]  # cos and sin
-Norms = tuple[np.ndarray, np.ndarray, float] | None  # weights for queries and for keys, eps
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,20 +49,7 @@ class PreparedTransform(HeadTransform):
 
 class HeadOps(KernelOps):
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
-        made: dict[tuple[int, bool], Rotation] = {}
-
-        def rotation(matrix: np.ndarray | None, inverse: bool = False) -> Rotation:
-            if matrix is None:
-                return NO_ROTATION
-            key = id(matrix), inverse
-            if key not in made:
-                made[key] = _rotation(matrix.T if inverse else matrix)
-            return made[key]
-
-        return [
-            _prepared(one, rotation(one.key_rotation), rotation(one.value_rotation), rotation(one.value_rotation, True))
-            for one in transforms
-        ]
+        return [_prepared(*one) for one in with_rotations(transforms, _rotation, NO_ROTATION)]
 
     def transform_heads(
         self, qkv: np.ndarray, rope: Rope, transform: PreparedTransform, norms: Norms = None

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.native.attention_ops.heads import HeadOps, Norms, PreparedTransform
+from polarlm.engine.backends.kv import Norms, Rope
+from polarlm.engine.backends.native.attention_ops.heads import HeadOps, PreparedTransform
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.kernels.attention.unit import supports
 from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
@@ -24,7 +25,7 @@ class EncoderOps(HeadOps, PromptOps):
     def self_attention(
         self,
         qkv: np.ndarray,
-        rope: tuple[np.ndarray, np.ndarray] | None,
+        rope: Rope | None,
         transform: PreparedTransform,
         lengths: Sequence[int],
         scale: float,

@@ -25,7 +25,7 @@ from polarlm.engine.backends.native.codecs.parts.decoding import emit_pack_norms
 from polarlm.engine.backends.native.codecs.parts.packing import Packing, side_by_side
 from polarlm.engine.backends.native.kernels.encode.load import load
 from polarlm.engine.backends.native.kernels.encode.rounding import write_codes
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder, without_metric
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder_alone
 from polarlm.engine.codecs.ggml import Grouped
 from polarlm.engine.codecs.schema.arrays import SATURATION
 from polarlm.engine.codecs.schema.sections import Section
@@ -52,9 +52,6 @@ class _GroupedTiles(Tiles):
         _, self._scales_at, _ = self._sections.offsets
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
-        encoding = without_metric(format, side, self._packing.bits)
-        if encoding is None:
-            return None
         choose = _round_to_bytes if self._packing.bits == 8 else _round_to_nibbles
 
         def write(unit: Unit) -> None:
@@ -70,7 +67,7 @@ class _GroupedTiles(Tiles):
                 codes = unit.errors
             self.emit_pack(e, codes, scales, unit.block.tiles)
 
-        return encoder(f"encode_mean{encoding.mean_bits}_{self.name}", encoding, write)
+        return encoder_alone(self.name, format, side, write, self._packing.bits)
 
     @abstractmethod
     def _codes_section(self, codes: Stream) -> Section:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.native.kernels.experts import (
     MOST_EXPERTS,
     ArrangeArguments,
@@ -82,7 +83,7 @@ class ExpertOps(KernelOps):
         down: ExpertLinear,
         activation: str | None,
         *,
-        norm: tuple[np.ndarray, float] | None = None,
+        norm: Norm = None,
         residual: np.ndarray | None = None,
         recorded: bool = False,
     ) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeArguments, dequantize_rows
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling, tiling
 from polarlm.engine.backends.native.kernels.rows import (
@@ -91,7 +92,7 @@ class LinearOps(LoadOps):
         x: np.ndarray,
         w: Linear,
         *,
-        norm: tuple[np.ndarray, float] | None = None,
+        norm: Norm = None,
         residual: np.ndarray | None = None,
         activation: str | None = None,
         then: Linear | None = None,

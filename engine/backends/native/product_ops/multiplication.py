@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from polarlm.engine.backends.kv import Norm
 from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.kernels.linear.activations import (
     Inputs,
@@ -22,13 +23,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     quantize_rows,
 )
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import together
-from polarlm.engine.backends.native.kernels.linear.product import (
-    ExpertRows,
-    Product,
-    ProductArguments,
-    product,
-    units,
-)
+from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product, ProductArguments, product, units
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, are_unsigned
 from polarlm.engine.backends.native.kernels.rows import gate, gate_arguments
 from polarlm.engine.backends.native.launch import Launcher, Launching, Prepared
@@ -37,8 +32,6 @@ from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.jit.lang.records import address
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
 from polarlm.model_loaders.config import is_gated
-
-Norm = tuple[np.ndarray, float] | None
 
 _EXPERT, _ROWS = (ExpertRows._fields.index(name) for name in ("expert", "rows"))
 _X, _OUT = (RowArguments._fields.index(name) for name in ("x", "out"))

@@ -23,7 +23,7 @@ import numpy as np
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import Tiles
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder, without_metric
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder_alone
 from polarlm.engine.codecs.polarquant import (
     CENTRES,
     TAN_SQUARED,
@@ -75,10 +75,6 @@ class PolarTiles(Tiles):
         return {"radius": stored["radius"], "level1": join(stored["directions"], 4), **upper}
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
-        encoding = without_metric(format, side)
-        if encoding is None:
-            return None
-
         def write_unit(unit: Unit, channels: Value, halves: int) -> None:
             """Encode the 8 · halves channels of unit `channels`."""
             e, at = unit.e, unit.x + channels * (16 * unit.row)
@@ -93,7 +89,7 @@ class PolarTiles(Tiles):
             if self.head_dim % 16:
                 write_unit(unit, unit.e.i64(self.head_dim // 16), 1)
 
-        return encoder(f"encode_mean{encoding.mean_bits}_{self.name}", encoding, write)
+        return encoder_alone(self.name, format, side, write)
 
     def prefetch(self, e: Emitter, tile: Value, unit: Value) -> None:
         each = 2 * self.tokens

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.codecs import MOST_QUERIES, KeyTiles, ValueTiles
+from polarlm.engine.backends.native.codecs import MOST_QUERIES
 from polarlm.engine.backends.native.kernels.attention import blocks
 from polarlm.engine.backends.native.kernels.attention.blocks import Query
 from polarlm.engine.backends.native.kernels.attention.partials import (
@@ -23,6 +23,7 @@ from polarlm.engine.backends.native.kernels.attention.partials import (
     padded,
     partial_bytes,
 )
+from polarlm.engine.backends.native.kernels.attention.prompts import Decoding
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Value, Values, vector
 from polarlm.engine.jit.lang.records import Float32, Int64, Pointer, read
@@ -33,18 +34,13 @@ _BYTES_AHEAD = 6144  # prefetch distance, in tiles as they are read: the keys of
 
 
 @dataclass(frozen=True)
-class Attention:
-    """The properties that a kernel is specialized for.
+class Attention(Decoding):
+    """The properties that a kernel is specialized for, beside what it says of blocks.
 
-    mean_bits: bits of the block means of keys, 0 for none. group: query heads of a KV head. query_tile: queries that
-    share a pass over the blocks. is_capped: whether scores have a soft cap.
+    group: query heads of a KV head. query_tile: queries that share a pass over the blocks. is_capped: whether scores
+    have a soft cap.
     """
 
-    keys: KeyTiles
-    values: ValueTiles
-    mean_bits: int
-    block_size: int
-    head_dim: int
     group: int
     query_tile: int
     is_capped: bool = False

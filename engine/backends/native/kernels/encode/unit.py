@@ -157,13 +157,6 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
     return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
 
 
-def without_metric(format: CacheFormat, side: int, bits: int = 8) -> Encoding | None:
-    """The encoding of keys (side 0) or values (1) for codecs without an error metric; None if scratch is too small."""
-    mean_bits = 0 if side else format.mean_bits
-    encoding = Encoding(bits, 1, format.block_size, tilted=False, along_tokens=False, mean_bits=mean_bits)
-    return encoding if scratch_bytes(encoding, format.head_dim) <= SCRATCH else None
-
-
 class Unit:
     """Emits the work on one block. Sizes of rows are in bytes; the memory is in scratch."""
 
@@ -246,3 +239,15 @@ def encoder(name: str, encoding: Encoding, write: Callable[[Unit], None]) -> Ker
             write(Unit(e, encoding, args, number, scratch))
 
     return Kernel(name, emit, EncodeArguments)
+
+
+def encoder_alone(
+    name: str, format: CacheFormat, side: int, write: Callable[[Unit], None], bits: int = 8
+) -> Kernel[EncodeArguments] | None:
+    """The kernel that encodes keys (side 0) or values (1) for codecs without an error metric into the tiles `name`, as
+    `write` emits it for a block; None if scratch is too small."""
+    mean_bits = 0 if side else format.mean_bits
+    encoding = Encoding(bits, 1, format.block_size, tilted=False, along_tokens=False, mean_bits=mean_bits)
+    if scratch_bytes(encoding, format.head_dim) > SCRATCH:
+        return None
+    return encoder(f"encode_mean{mean_bits}_{name}", encoding, write)

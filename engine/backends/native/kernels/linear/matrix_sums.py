@@ -16,12 +16,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.linear.activations import (
-    GROUP,
-    Inputs,
-    panel_bytes,
-    place_of_sum,
-)
+from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, panel_bytes, place_of_sum
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair
 from polarlm.engine.backends.native.kernels.linear.words import INPUTS, CodeBytes, CodeWords
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes

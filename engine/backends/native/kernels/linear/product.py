@@ -252,13 +252,7 @@ def _write(
 
 
 def _packed(
-    e: Emitter,
-    spec: Product,
-    tiles: Values,
-    x: Value,
-    first: Value,
-    blocks: Value,
-    stride: Value,
+    e: Emitter, spec: Product, tiles: Values, x: Value, first: Value, blocks: Value, stride: Value
 ) -> list[list[Value]]:
     """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
     format, place = spec.format, layout(spec.format)

@@ -92,12 +92,7 @@ class Words:
         raise NotImplementedError
 
     def add_products(
-        self,
-        tiles: Values,
-        parts: Value,
-        inputs: Value,
-        next_inputs: Value,
-        sums: Sequence[Sequence[Variable]],
+        self, tiles: Values, parts: Value, inputs: Value, next_inputs: Value, sums: Sequence[Sequence[Variable]]
     ) -> None:
         """Add the products of a panel's rows with words to `sums`, of each tile and row.
 
