@@ -21,6 +21,7 @@ from polarlm.engine.cli.flags import release
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.conversations import Conversations
+from polarlm.server.http.described import utc
 from polarlm.server.http.dialects import dialects
 from polarlm.server.http.documents import Documents
 from polarlm.server.http.errors import ApiError, ErrorShapes
@@ -123,7 +124,7 @@ class Front(ABC):
 
     def _entry(self, request: Request, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
         if _ANTHROPIC in request.headers:
-            created = datetime.fromtimestamp(self._since, timezone.utc).isoformat().replace("+00:00", "Z")
+            created = utc(datetime.fromtimestamp(self._since, timezone.utc))
             return {"type": "model", "id": name, "display_name": name, "created_at": created}
         return {"id": name, "object": "model", "created": self._since, "owned_by": "polarlm", **more}
 

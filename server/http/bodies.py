@@ -1,4 +1,4 @@
-"""Reads bodies of requests, with limits of size and time."""
+"""Endpoints of one model, and the bodies of requests, which are read with limits of size and time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from starlette.requests import Request
 
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.reading.values import read_json
+from polarlm.server.running.driver import Driver
 
 _BODY_SECONDS = 30  # for all of a request's body to arrive
+
+
+class Endpoints:
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object in the body of a request. Raises ApiError or BadRequest."""
+        return await read_body(request, self._driver.config.max_body)
 
 
 async def read_body(request: Request, limit: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def listed(name: str, config: ModelConfig, weights: WeightSource, dtype: str, is
     return {
         "name": name,
         "model": name,
-        "modified_at": modified.isoformat().replace("+00:00", "Z"),
+        "modified_at": utc(modified),
         "size": size,
         "digest": hashlib.sha256(named.encode(errors="surrogatepass")).hexdigest(),
         "details": {
@@ -59,6 +59,15 @@ def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
         "model_info": _shape(model, context),
         "capabilities": _capabilities(model),
     }
+
+
+def head(model: str) -> dict[str, Any]:
+    """What each line of a model's answer begins with."""
+    return {"model": model, "created_at": utc(datetime.now(timezone.utc))}
+
+
+def utc(time: datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")
 
 
 def _capabilities(model: Model) -> list[str]:

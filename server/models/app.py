@@ -20,7 +20,7 @@ from polarlm.model_loaders import LoadError, hub
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import Front, error_shapes
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.described import listed, ollama_version, shown
+from polarlm.server.http.described import listed, ollama_version, shown, utc
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.plain.metrics import counters, gauges, of_models, page
 from polarlm.server.http.streams import LINES, EventStream, while_there
@@ -287,7 +287,7 @@ class Lists:
                     | {
                         "size": need.bytes if need else 0,
                         "size_vram": need.bytes if need and on_gpu else 0,
-                        "expires_at": _NEVER if until is None else until.isoformat().replace("+00:00", "Z"),
+                        "expires_at": _NEVER if until is None else utc(until),
                         "context_length": need.tokens if need else 0,
                     }
                 )

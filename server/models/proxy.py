@@ -8,7 +8,6 @@ import math
 import re
 import time
 from contextlib import suppress
-from datetime import datetime, timezone
 from typing import Any
 
 import httpx
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import read_bytes
+from polarlm.server.http.described import head
 from polarlm.server.http.errors import ErrorShapes, api_error
 from polarlm.server.http.streams import DATA, LINES, NAMED, send_soon, while_there
 from polarlm.server.models.child import CLIENT, KEY_NAME
@@ -92,7 +92,8 @@ class Proxy:
             if keep == 0 and path in _OF_OLLAMA and not has_prompt:
                 if not served.model.pinned:
                     self._supervisor.give_up(served)
-                return JSONResponse(empty_piece(path, served.model.name) | {"done": True, "done_reason": "unload"})
+                unloaded = {"done": True, "done_reason": "unload"}
+                return JSONResponse(_empty(path, served.model.name) | unloaded)
         streams = path in _OF_OLLAMA if fields.get("stream") is None else fields["stream"] is True
         return _Passed(self, request, served, data, keep, streams=streams)
 
@@ -167,7 +168,7 @@ class _Passed(Response):
             del begun.headers["content-length"]
             await self._begin(send, 200, begun.raw_headers)
         if self._framing is LINES:
-            await send_soon(send, LINES.frame(empty_piece(path, name) | {"done": False}))
+            await send_soon(send, LINES.frame(_empty(path, name) | {"done": False}))
         else:
             plain = name.encode("ascii", "replace").decode()
             await send_soon(send, f": {plain}: {self._served.progress()}, {seconds:.0f} s\n\n".encode())
@@ -233,8 +234,7 @@ def keep_alive(value: Any) -> float | None:
     return None if value.startswith("-") or seconds >= _LONGEST else seconds
 
 
-def empty_piece(path: str, name: str) -> dict[str, Any]:
+def _empty(path: str, name: str) -> dict[str, Any]:
     """A line without text of a stream of Ollama's API."""
-    now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
-    text = {"response": ""} if path == "/api/generate" else {"message": {"role": "assistant", "content": ""}}
-    return {"model": name, "created_at": now, **text}
+    content = {"response": ""} if path == "/api/generate" else {"message": {"role": "assistant", "content": ""}}
+    return head(name) | content

@@ -132,7 +132,7 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
     if "top_logprobs" in body or _LOGPROBS in _included(body.get("include", [])):
         ours["logprobs"] = body.get("top_logprobs", 0)
     ours["messages"] = _messages(body)
-    ours["continue_final_message"] = False  # an answer is an item of its ours
+    ours["continue_final_message"] = False  # an answer is an item of its own
     return ours | read_choice(body.get("tool_choice")) | _text_settings(body.get("text")) | _reasoning(body)
 
 
@@ -163,7 +163,7 @@ def _choice(choice: Any, tools: ResponseTools) -> Any:
 
 
 def _text_settings(value: Any) -> dict[str, Any]:
-    """The constraint and the verbosity of the answer, in our ours names."""
+    """The constraint and the verbosity of the answer, in our own names."""
     if value is None:
         return {}
     settings = members("text", value)
