@@ -209,13 +209,9 @@ class AnswerParser:
     def _closing(self) -> list[Piece] | None:
         assert self._format is not None
         closing = self._format.closing
-        if self._held.startswith(closing):
-            self._held, self._state = self._held[len(closing) :], self._after_call
-        elif closing.startswith(self._held):
+        if closing.startswith(self._held) and closing != self._held:
             return None
-        else:
-            self._state = self._after_call
-        self._trims = True
+        self._held, self._state, self._trims = self._held.removeprefix(closing), self._after_call, True
         return []
 
     def _after_call(self) -> list[Piece] | None:
@@ -226,11 +222,10 @@ class AnswerParser:
         if self._held.startswith(following):
             self._begin_call(self._held, following)
             return []
-        if format.end and self._held.startswith(format.end):
-            self._held = self._held[len(format.end) :]
-        elif any(literal.startswith(self._held) for literal in (following, format.end) if literal):
+        is_ended = format.end and self._held.startswith(format.end)
+        if not is_ended and any(literal.startswith(self._held) for literal in (following, format.end) if literal):
             return None
-        self._state = self._text
+        self._held, self._state = self._held.removeprefix(format.end), self._text
         return []
 
 

@@ -44,7 +44,9 @@ async def answer(
     def submit(prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
         """Plan and queue the answer in one call in a thread. An error in a constraint names the request's field."""
         nonlocal plan, conversation
-        plan = _plan(driver.engine, asked, _numbered(params, index))
+        # Each answer has a seed of its own, so that they differ and can be repeated.
+        numbered = params if params.seed < 0 else replace(params, seed=params.seed + index)
+        plan = _plan(driver.engine, asked, numbered)
         if plan.is_begun and not options.continue_final_message:
             prompt = [*prompt, {"role": "assistant", "content": ""}]
             options = replace(options, continue_final_message=True)
@@ -89,11 +91,6 @@ async def answer(
                 _keep(conversation, fold(pieces), ids)
             for piece in parsed:
                 yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
-
-
-def _numbered(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of answer `index`. Each answer has a seed of its own, so that they differ and can be repeated."""
-    return params if params.seed < 0 else replace(params, seed=params.seed + index)
 
 
 def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan:

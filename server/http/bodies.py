@@ -33,9 +33,8 @@ async def read_bytes(request: Request, limit: int) -> bytearray:
     try:
         return await asyncio.wait_for(_bytes(request, limit), _BODY_SECONDS)
     except asyncio.TimeoutError:
-        raise ApiError(
-            408, f"The request did not arrive within {_BODY_SECONDS} seconds", "timeout", headers=CLOSE
-        ) from None
+        sentence = f"The request did not arrive within {_BODY_SECONDS} seconds"
+        raise ApiError(408, sentence, "timeout", headers=CLOSE) from None
 
 
 async def _bytes(request: Request, limit: int) -> bytearray:

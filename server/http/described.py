@@ -18,6 +18,7 @@ from polarlm.server.reading.infill import infill_of
 # The version of Ollama whose API this server has. Clients refuse older versions: Copilot in VS Code needs 0.6.4, which
 # tells what a model can do, and Codex needs 0.13.4, which has Responses.
 _OLLAMA = "0.14.3"
+NEVER = "9999-12-31T23:59:59Z"  # the time at which a model is unloaded that stays
 
 
 async def ollama_version(_request: Request) -> Response:

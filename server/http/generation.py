@@ -32,20 +32,15 @@ from polarlm.server.running.driver import Driver
 @dataclass(frozen=True)
 class About:
     model: Model
+    name: str  # what answers call the model, with the request's adapter, if it has one
     parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
     tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
     context: int  # tokens of a prompt and its answer together
-    adapted: str = ""  # what answers call the model with the request's adapter, if it has one
-
-    @property
-    def name(self) -> str:
-        """What answers call the model."""
-        return self.adapted or self.model.name
 
 
 def about(driver: Driver) -> About:
     engine, config = driver.engine, driver.config
-    return About(engine.model, config.parse_special, not config.hide_cached_tokens, engine.context)
+    return About(engine.model, engine.model.name, config.parse_special, not config.hide_cached_tokens, engine.context)
 
 
 class Writer(ABC):
@@ -107,7 +102,7 @@ class Generation(Endpoints):
         about = self._about
         if chosen.lora:  # by a name that chooses it again
             name = chosen.lora if body.get("model") == chosen.lora else f"{about.name}:{chosen.lora}"
-            about = replace(about, adapted=name)
+            about = replace(about, name=name)
         asked, writer = self._endpoint.read(body, about)
         options = replace(asked.options, lora=chosen.lora, lora_scale=chosen.lora_scale)
         return replace(asked, options=options), writer

@@ -33,17 +33,15 @@ class Guard:
 
     def __init__(self, app: ASGIApp, config: ServerConfig, errors: ErrorShapes | None = None) -> None:
         self._app = app
-        self._errors = errors or ErrorShapes()
+        self._errors = errors or ErrorShapes({})
         self._host = _bare(config.host)
         self._names = {"localhost", self._host, *map(_bare, config.allowed_host)}
         self._keys = config.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
-        if error is None:
-            await self._app(scope, receive, send)
-        else:
-            await self._errors.response(scope["path"], error)(scope, receive, send)
+        app = self._app if error is None else self._errors.response(scope["path"], error)
+        await app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)

@@ -129,7 +129,8 @@ class Completion(Endpoint):
         body = asking(body)
         more = _own_fields(body)
         asked = read_raw(body, about)
-        return asked, _writer(asked, about, more, several=isinstance(body["prompt"], list) and bool(asked.more_prompts))
+        several = asked.n > 1 or (isinstance(body["prompt"], list) and bool(asked.more_prompts))
+        return asked, CompletionWriter(about, asked, several, **more)
 
 
 class Infilling(Endpoint):
@@ -145,7 +146,7 @@ class Infilling(Endpoint):
         parts = (texts["input_prefix"], texts["input_suffix"], texts["prompt"], files)
         prompts = [] if infill is None else [infill.prompt(*parts)]
         asked = infilled("input_suffix", asked, infill, prompts)
-        return asked, _writer(asked, about, more, several=False)
+        return asked, CompletionWriter(about, asked, asked.n > 1, **more)
 
 
 def _files(value: Any) -> list[tuple[str, str]]:
@@ -162,13 +163,9 @@ def _files(value: Any) -> list[tuple[str, str]]:
     return files
 
 
-def _own_fields(body: dict[str, Any]) -> dict[str, bool]:
+def _own_fields(body: dict[str, Any]) -> dict[str, Any]:
     """The fields that only llama-server's own shape has, removed from `body`. Raises BadRequest."""
     return {name: flag(name, body.pop(name, False)) for name in ("return_tokens", "timings_per_token")}
-
-
-def _writer(asked: ParsedRequest, about: About, more: dict[str, bool], *, several: bool) -> CompletionWriter:
-    return CompletionWriter(about, asked, several or asked.n > 1, more["return_tokens"], more["timings_per_token"])
 
 
 @dataclass(frozen=True)
@@ -176,15 +173,15 @@ class CompletionWriter(Writer):
     about: About
     asked: ParsedRequest
     several: bool  # whether the body of a response that is not streamed is an array
-    returns_tokens: bool
-    times_tokens: bool
+    return_tokens: bool
+    timings_per_token: bool
     _begun: float = field(default_factory=time.monotonic)
     _first: dict[int, float] = field(default_factory=dict)  # answer → when its first token was generated
     _counts: dict[int, int] = field(default_factory=dict)  # answer → number of tokens so far
 
     def whole(self, answers: Sequence[Answer]) -> Any:
         written = [
-            self._end(index, answer, answer.text, answer.token_ids if self.returns_tokens else (), answer.logprobs)
+            self._end(index, answer, answer.text, answer.token_ids if self.return_tokens else (), answer.logprobs)
             for index, answer in enumerate(answers)
         ]
         return written if self.several else written[0]
@@ -202,12 +199,10 @@ class CompletionWriter(Writer):
             part = self._part(index, piece, count)
             if piece.logprobs:
                 part["completion_probabilities"] = _probabilities(self.about.model.tokenizer, piece.logprobs)
-            if self.times_tokens:
+            if self.timings_per_token:
                 first_at = self._first.get(index, now)
-                part["timings"] = {
-                    "prompt_ms": 1000 * (first_at - self._begun),
-                    **_rates("predicted", count, now - first_at),
-                }
+                rates = _rates("predicted", count, now - first_at)
+                part["timings"] = {"prompt_ms": 1000 * (first_at - self._begun), **rates}
             yield part
         if piece.finish_reason is not None:
             yield self._end(index, piece, "", (), ())

@@ -17,7 +17,7 @@ from polarlm.engine.requests.prompts import Prompt
 from polarlm.model_loaders.forks import cached_property
 from polarlm.server.answers.pieces import Answer, Call, Piece
 from polarlm.server.http.bodies import Endpoints
-from polarlm.server.http.described import head, listed, ollama_version, shown
+from polarlm.server.http.described import NEVER, head, listed, ollama_version, shown
 from polarlm.server.http.dialects._shared import Places, arguments_of, items, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
@@ -62,7 +62,6 @@ _KNOWN = {
     *("stream", "options", "format", "think", "logprobs", "top_logprobs", *_SAME_NAMES),
     *("keep_alive", "truncate", "shift", "width", "height", "steps"),  # without an effect here
 }
-_NEVER = "9999-12-31T23:59:59Z"  # the time at which the model is unloaded
 _EFFORTS = ("low", "medium", "high")
 
 
@@ -119,12 +118,8 @@ class _Server(Endpoints):
         since = time.monotonic()
         body = await self._body(request)
         vectors, tokens = await self._embed(request, body, read_prompts("input", body.get("input"), MOST_INPUTS))
-        counts = {
-            "model": self._driver.engine.model.name,
-            "total_duration": nanoseconds(time.monotonic() - since),
-            "load_duration": 0,
-            "prompt_eval_count": tokens,
-        }
+        name, took = self._driver.engine.model.name, nanoseconds(time.monotonic() - since)
+        counts = {"model": name, "total_duration": took, "load_duration": 0, "prompt_eval_count": tokens}
         content = f'{json.dumps(counts)[:-1]},"embeddings":[{",".join(vectors)}]}}'
         return Response(content, media_type="application/json")
 
@@ -151,7 +146,7 @@ class _Server(Endpoints):
     async def running(self, _request: Request) -> Response:
         on_gpu = (await self._driver.status()).threads is None
         size = self._entry["size"] if on_gpu else 0
-        loaded = {"expires_at": _NEVER, "size_vram": size, "context_length": self._driver.engine.context}
+        loaded = {"expires_at": NEVER, "size_vram": size, "context_length": self._driver.engine.context}
         return JSONResponse({"models": [self._entry | loaded]})
 
     async def show(self, request: Request) -> Response:

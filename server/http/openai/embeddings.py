@@ -39,11 +39,8 @@ class Embeddings(Endpoints):
         """{"input"} → {"data": [{"index", "embedding"}], "usage"}, and the "pooling" that was used."""
         vectors, tokens, options = await self._embed(request)
         parts = (f'{{"object":"embedding","index":{i},"embedding":{vector}}}' for i, vector in enumerate(vectors))
-        about = {
-            "model": self._driver.engine.model.name,
-            "pooling": options.pooling,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        about = {"model": self._driver.engine.model.name, "pooling": options.pooling, "usage": usage}
         content = f'{{"object":"list","data":[{",".join(parts)}],{json.dumps(about)[1:]}'
         return Response(content, media_type="application/json")
 

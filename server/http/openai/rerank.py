@@ -59,20 +59,19 @@ class Rerank(Endpoints):
                 [{"index": at, "score": score} | ({"text": documents[at]} if returns else {}) for at, score in ranks]
             )
         tokens = sum(count for _, count in scores)
-        return JSONResponse(
-            {
-                "id": str(uuid.uuid4()),
-                "model": engine.model.name,
-                "object": "list",
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-                "meta": {"api_version": {"version": "2"}, "tokens": {"input_tokens": tokens, "output_tokens": 0}},
-                "results": [
-                    {"index": index, "relevance_score": scores[index][0]}
-                    | ({"document": {"text": documents[index]}} if returns else {})
-                    for index in best
-                ],
-            }
-        )
+        results = [
+            {"index": at, "relevance_score": scores[at][0]} | ({"document": {"text": documents[at]}} if returns else {})
+            for at in best
+        ]
+        answer = {
+            "id": str(uuid.uuid4()),
+            "model": engine.model.name,
+            "object": "list",
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "meta": {"api_version": {"version": "2"}, "tokens": {"input_tokens": tokens, "output_tokens": 0}},
+            "results": results,
+        }
+        return JSONResponse(answer)
 
 
 def _logit(score: float) -> float:

@@ -52,10 +52,8 @@ class Tokens(Endpoints):
     async def _tokenize_as_vllm(self, body: dict[str, Any]) -> Response:
         """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}. Without
         "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs"."""
-        named, special = (
-            flag(name, body.get(name, default))
-            for name, default in (("return_token_strs", False), ("add_special_tokens", True))
-        )
+        named = flag("return_token_strs", body.get("return_token_strs", False))
+        special = flag("add_special_tokens", body.get("add_special_tokens", True))
         prompt = read_prompt(body)
         options = read_options(body, parse_special=self._driver.config.parse_special)
         options = replace(options, continue_final_message=read_continues(body, prompt))
