@@ -26,20 +26,10 @@ from polarlm.engine.state.plan import parse_size
 from polarlm.model_loaders import first_model
 from polarlm.server.config import GROUPS, HUB, KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.mcp.session import read_mcp_file
-from polarlm.server.running import journal
+from polarlm.server.running import journal, listening
 from polarlm.server.running.conversations import ConversationStore
 from polarlm.server.running.driver import Driver
 from polarlm.server.running.journal import note
-from polarlm.server.running.listening import (
-    BACKLOG,
-    EarlyClients,
-    ListenError,
-    address_of,
-    allow_open_files,
-    is_local,
-    tcp_socket,
-    unix_socket,
-)
 from polarlm.server.running.sessions import SessionFolder
 
 __all__ = ["GROUPS", "main"]
@@ -61,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(f"{error}; --help lists the flags", _BAD_REQUEST)
     except EngineError as error:
         return _complain(in_flags(error), _BAD_REQUEST)
-    except (ListenError, _Missing) as error:
+    except (listening.ListenError, _Missing) as error:
         return _complain(str(error), _FAILED)
     except KeyboardInterrupt:
         return _SIGNALLED + signal.SIGINT
@@ -81,8 +71,8 @@ def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
     models = _need("models.app")
     place = config.models if config.models in (None, HUB) else Path(config.models).expanduser()
     registry = models.Registry(common, place, config.hub_models, config.pin)
-    with tcp_socket(config.host, config.port) as http:
-        _warn(config, http, 2 * config.max_connections + BACKLOG)  # one more to a model's process for each
+    with listening.tcp_socket(config.host, config.port) as http:
+        _warn(config, http, 2 * config.max_connections + listening.BACKLOG)  # one more to a model's process for each
         note(f"Models: {models.in_words(registry.models())}. Each is loaded when it is first asked for")
         journal.set_up()
         asyncio.run(models.serve(registry, config, http, lambda: _tell(http, None)))
@@ -93,20 +83,19 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
     if model.weights is None:
         model = replace(model, weights=first_model.remembered())
     with ExitStack() as bound:
-        http = bound.enter_context(tcp_socket(config.host, config.port))
+        http = bound.enter_context(listening.tcp_socket(config.host, config.port))
         lines: socket.socket | None = None
         if config.unix is not None:
-            lines = bound.enter_context(unix_socket(config.unix))
+            lines = bound.enter_context(listening.unix_socket(config.unix))
         elif config.socket_port is not None:
-            lines = bound.enter_context(tcp_socket(config.host, config.socket_port, "--socket-port"))
+            lines = bound.enter_context(listening.tcp_socket(config.host, config.socket_port, "--socket-port"))
         listeners = 1 if lines is None else 2
-        _warn(config, http, listeners * (config.max_connections + BACKLOG))
-        sessions = None
-        if config.sessions is not None:
-            sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
+        _warn(config, http, listeners * (config.max_connections + listening.BACKLOG))
+        place, most = config.sessions, parse_size(config.max_sessions_size)
+        sessions = None if place is None else SessionFolder(place, most)
         if config.conversations is not None:  # here already, before a model is downloaded and read
             ConversationStore(config.conversations, parse_size(config.max_conversations_size)).close()
-        early = bound.enter_context(EarlyClients(http))
+        early = bound.enter_context(listening.EarlyClients(http))
         with Engine.load(model.weights, config=model, verbose=lambda told: note(note_in_flags(told))) as engine:
             if config.alias is not None:
                 engine.model = replace(engine.model, name=config.alias)
@@ -121,18 +110,16 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
 
 def _warn(config: ServerConfig, http: socket.socket, connections: int) -> None:
     """Say what is wrong with a server without a key, or with so many connections."""
-    if not config.keys.needed and not is_local(http):
+    if not config.keys.needed and not listening.is_local(http):
         note(f"warning: --host {config.host} lets other machines in, and no key keeps them out: set {KEY_VARIABLE}")
-    if warning := config.keys.warning():
-        note(warning)
-    if warning := allow_open_files(connections):
+    for warning in filter(None, (config.keys.warning(), listening.allow_open_files(connections))):
         note(warning)
 
 
 def _tell(http: socket.socket, lines: socket.socket | None) -> None:
     """Print where the server listens; a program that starts it waits for this line."""
-    where = f"Listening at http://{address_of(http)}"
-    print(where if lines is None else f"{where} and, for JSON lines, at {address_of(lines)}", flush=True)
+    where = f"Listening at http://{listening.address_of(http)}"
+    print(where if lines is None else f"{where} and, for JSON lines, at {listening.address_of(lines)}", flush=True)
 
 
 def _need(room: str) -> Any:

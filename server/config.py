@@ -207,30 +207,29 @@ def _without_hub_models(argv: Sequence[str]) -> tuple[Sequence[str], tuple[str, 
 
 def _check_models(engine: EngineConfig, server: ServerConfig) -> None:
     """Raises FlagError for flags that contradict --models, or need it."""
-    if server.several:
-        if engine.weights is not None:
-            raise FlagError("--weights names one model, --models several; leave one of the two out")
-        for name in _OF_ONE_MODEL:
-            if (value := getattr(server, name)) is not None and value is not False:
-                flag = f"--{name.replace('_', '-')}"
-                raise FlagError(f"{flag} is for a server of one model; leave out {flag}, or --models")
-        return
-    for name in _OF_MODELS:
-        if getattr(server, name) not in (None, False, ()):
-            raise FlagError(f"--{name.replace('_', '-')} is about several models; give --models as well")
+    if server.several and engine.weights is not None:
+        raise FlagError("--weights names one model, --models several; leave one of the two out")
+    for name in _OF_ONE_MODEL if server.several else _OF_MODELS:
+        flag, value = f"--{name.replace('_', '-')}", getattr(server, name)
+        if value is None or value is False or value == ():
+            continue
+        if server.several:
+            raise FlagError(f"{flag} is for a server of one model; leave out {flag}, or --models")
+        raise FlagError(f"{flag} is about several models; give --models as well")
 
 
 def _is_name(text: str) -> bool:
     """Whether `text` is a host name or an address as in a Host header, without a port."""
-    return re.fullmatch(r"[A-Za-z0-9._-]+", text) is not None or _is_address(text.removeprefix("[").removesuffix("]"))
+    address = literal_address(text.removeprefix("[").removesuffix("]"))
+    return re.fullmatch(r"[A-Za-z0-9._-]+", text) is not None or address is not None
 
 
-def _is_address(text: str) -> bool:
+def literal_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a text spells; None for a name."""
     try:
-        ipaddress.ip_address(text)
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _is_origin(text: str) -> bool:

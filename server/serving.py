@@ -45,18 +45,14 @@ async def serve_engine(
         for server in accepting:
             await server.start()
         await web.adopt(waiting)
-        await until_signalled(accepting, ready, lambda: together(driver.drain(_DRAIN_SECONDS), servers.close()))
+        await until_signalled(accepting, ready, lambda: asyncio.gather(driver.drain(_DRAIN_SECONDS), servers.close()))
     finally:
         await servers.close()
         await driver.stop()
 
 
-async def together(*ends: Awaitable[object]) -> None:
-    await asyncio.gather(*ends)
-
-
 async def until_signalled(
-    servers: Sequence[Web | SocketServer], ready: Callable[[], None], drain: Callable[[], Awaitable[None]]
+    servers: Sequence[Web | SocketServer], ready: Callable[[], None], drain: Callable[[], Awaitable[object]]
 ) -> None:
     """Wait for SIGTERM or SIGINT, accept no more connections, `drain`, and close the servers, which have been started.
     ready: called when signals are handled."""

@@ -19,7 +19,7 @@ from polarlm.engine.storage.files import is_device
 from polarlm.engine.storage.tiers import names
 from polarlm.model_loaders import hub
 from polarlm.server.config import ServerConfig
-from polarlm.server.models import process, registry
+from polarlm.server.models import process, registry, supervisor
 from polarlm.server.running.sessions import SessionFile, read_name
 
 MODEL = r"C:\Users\a b\SmolLM2-135M.Q4_1.gguf"
@@ -46,9 +46,9 @@ def test_a_model_is_named_after_its_file_on_every_drive() -> None:
 
 
 def test_clients_see_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.os, "sep", "\\")
+    monkeypatch.setattr(supervisor.os, "sep", "\\")
     error = EngineError(f"{MODEL} is damaged")
-    assert str(process.without_folder(error, PureWindowsPath(MODEL))) == "SmolLM2-135M.Q4_1.gguf is damaged"  # type: ignore[arg-type]
+    assert str(supervisor.without_folder(error, PureWindowsPath(MODEL))) == "SmolLM2-135M.Q4_1.gguf is damaged"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("system", "quote"), [("win32", '"'), ("linux", "'")])

@@ -46,8 +46,6 @@ class AnswerParser:
         self._space = ""  # white space at the end of the text so far
         self._trims = False  # whether white space at the beginning of the following text is dropped
         self._clean = True  # whether all of the answer so far is white space
-        self._name = ""
-        self._id = ""
         self._reader: JsonArguments | QuotedArguments = JsonArguments()
         self.calls = 0  # calls that have begun
         self.is_cut_off = False  # at the end of the answer: whether it ends inside a call
@@ -116,28 +114,20 @@ class AnswerParser:
         return [Piece(reasoning=text)] if text else []
 
     def _text(self) -> list[Piece] | None:
-        format = self._format
-        if format is None:
-            return self._said_all()
-        opening = format.begin + format.opening
+        if self._format is None:
+            return self._say(len(self._held))
+        opening = self._format.begin + self._format.opening
         if not self._marker:
             return self._text_or_json(opening)
         at = self._held.find(self._marker)
         if at < 0:
-            keep = overlap(self._held, self._marker)
-            said, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-            return list(self._said(said)) if said else None
+            return self._say(len(self._held) - overlap(self._held, self._marker))
         rest = self._held[at:]
         if rest.startswith(opening):
-            said = self._held[:at]
-            parts = list(self._said(said))
+            parts = self._say(at) or []
             self._begin_call(rest, opening)
             return parts
-        if opening.startswith(rest):
-            said, self._held = self._held[:at], rest
-            return list(self._said(said)) if said else None
-        said, self._held = self._held[: at + 1], self._held[at + 1 :]
-        return list(self._said(said))
+        return self._say(at if opening.startswith(rest) else at + 1)
 
     def _text_or_json(self, opening: str) -> list[Piece] | None:
         """The parts if calls have no marker: then only the first text of an answer may be a call."""
@@ -148,10 +138,11 @@ class AnswerParser:
                 return []
             if opening.startswith(text):
                 return None
-        return self._said_all()
+        return self._say(len(self._held))
 
-    def _said_all(self) -> list[Piece] | None:
-        said, self._held = self._held, ""
+    def _say(self, length: int) -> list[Piece] | None:
+        """The parts of the beginning of what is held, which is text; None if the beginning is empty."""
+        said, self._held = self._held[:length], self._held[length:]
         return list(self._said(said)) if said else None
 
     def _said(self, text: str) -> Iterator[Piece]:
@@ -218,13 +209,9 @@ class AnswerParser:
     def _closing(self) -> list[Piece] | None:
         assert self._format is not None
         closing = self._format.closing
-        if self._held.startswith(closing):
-            self._held, self._state = self._held[len(closing) :], self._after_call
-        elif closing.startswith(self._held):
+        if closing.startswith(self._held) and closing != self._held:
             return None
-        else:
-            self._state = self._after_call
-        self._trims = True
+        self._held, self._state, self._trims = self._held.removeprefix(closing), self._after_call, True
         return []
 
     def _after_call(self) -> list[Piece] | None:
@@ -235,11 +222,10 @@ class AnswerParser:
         if self._held.startswith(following):
             self._begin_call(self._held, following)
             return []
-        if format.end and self._held.startswith(format.end):
-            self._held = self._held[len(format.end) :]
-        elif any(literal.startswith(self._held) for literal in (following, format.end) if literal):
+        is_ended = format.end and self._held.startswith(format.end)
+        if not is_ended and any(literal.startswith(self._held) for literal in (following, format.end) if literal):
             return None
-        self._state = self._text
+        self._held, self._state = self._held.removeprefix(format.end), self._text
         return []
 
 

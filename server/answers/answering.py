@@ -14,7 +14,6 @@ from polarlm.engine.requests.answers import Conversation
 from polarlm.engine.requests.prompts import Prompt, is_chat, place_of_answer
 from polarlm.engine.requests.request import Ticket
 from polarlm.engine.sampling.schemas import prepared_for_text
-from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.errors import LoadError
 from polarlm.server.answers.answer_parser import AnswerParser
@@ -45,7 +44,9 @@ async def answer(
     def submit(prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
         """Plan and queue the answer in one call in a thread. An error in a constraint names the request's field."""
         nonlocal plan, conversation
-        plan = _plan(driver.engine, asked, _numbered(params, index))
+        # Each answer has a seed of its own, so that they differ and can be repeated.
+        numbered = params if params.seed < 0 else replace(params, seed=params.seed + index)
+        plan = _plan(driver.engine, asked, numbered)
         if plan.is_begun and not options.continue_final_message:
             prompt = [*prompt, {"role": "assistant", "content": ""}]
             options = replace(options, continue_final_message=True)
@@ -92,11 +93,6 @@ async def answer(
                 yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
 
 
-def _numbered(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of answer `index`. Each answer has a seed of its own, so that they differ and can be repeated."""
-    return params if params.seed < 0 else replace(params, seed=params.seed + index)
-
-
 def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan:
     if not is_chat(asked.prompt):
         return _Plan(params)
@@ -106,7 +102,7 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
         params = replace(params, schema=None)  # the grammar of the calls has it
     try:
         if template.channels is not None:
-            return _plan_of_channels(template.channels, template.calls, asked, params, control, schema)
+            return _plan_of_channels(template.channels, engine, asked, params, schema)
         place = place_of_answer(asked.prompt, engine.model, asked.options)
         reasoning = None if place == "after" else template.tags
         format = None if asked.tools is None else template.calls
@@ -120,15 +116,8 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     if asked.tools is not None and format is not None:
         functions = functions_of(asked.tools.callable)
         names = [function.name for function in functions]
-        literals += [
-            format.begin,
-            format.opening,
-            *format.middle,
-            format.closing,
-            format.between,
-            format.end,
-            format.quote,
-        ]
+        literals += [format.begin, format.opening, *format.middle, format.closing]
+        literals += [format.between, format.end, format.quote]
         if not params.is_constrained:
             begins = reasoning if place == "before" else None  # a constraint begins behind reasoning that is open
             calls, several = asked.tools.calls, asked.tools.several
@@ -157,14 +146,10 @@ def _control_in(literals: Sequence[str], control: Mapping[str, int]) -> tuple[in
 
 
 def _plan_of_channels(
-    channels: Channels,
-    format: CallFormat,
-    asked: ParsedRequest,
-    params: SamplingParams,
-    control: Mapping[str, int],
-    schema: dict[str, Any] | None,
+    channels: Channels, engine: Engine, asked: ParsedRequest, params: SamplingParams, schema: dict[str, Any] | None
 ) -> _Plan:
     """How an answer of messages in channels is generated and parsed. A constraint applies to the text alone."""
+    format, control = engine.model.template.calls, engine.model.tokenizer.control_tokens()
     begun = params.is_constrained or asked.options.continue_final_message
     names: Sequence[str] = ()
     if asked.tools is not None and not begun:

@@ -54,24 +54,16 @@ class Grammar:
         if self.tags is None:
             return [f"start: {rest}"]
         after = {"must": "SPACE? calls"}.get(self.calls, f"({rest})")
-        close = self._literal(self.tags.close)
-        unclosed = "" if self.calls == "must" else " | unclosed"
+        close, pattern = self._literal(self.tags.close), "(?s:.*)"
+        opened, end = f"SPACE? {self._literal(self.tags.open)} ", f"/ {close}"
         if self.tags.close in self.control:
             thought = [f"thought: THOUGHT {close}", "THOUGHT: /(?s:.*)/", "unclosed: THOUGHT"]
         else:
-            thought = [
-                f"thought[lazy]: /(?s:.*)/ {close}",
-                f"unclosed: UNCLOSED\nUNCLOSED: /(?s:.*)/ & ~/{_containing(self.tags.close)}/",
-            ]
-        opened = f"SPACE? {self._literal(self.tags.open)} "
-        if self.tags.open not in self.control and self.tags.close not in self.control:
-            thought = [
-                f"thought[lazy]: /\\s*{_escaped(self.tags.open)}(?s:.*){_escaped(self.tags.close)}/",
-                f"unclosed: UNCLOSED\nUNCLOSED: /\\s*{_escaped(self.tags.open)}(?s:.*)/ "
-                f"& ~/{_containing(self.tags.close)}/",
-            ]
-            opened = ""
-        unclosed = unclosed and f" | {opened}unclosed"
+            if self.tags.open not in self.control:
+                opened, end, pattern = "", f"{_escaped(self.tags.close)}/", f"\\s*{_escaped(self.tags.open)}(?s:.*)"
+            unclosed = f"unclosed: UNCLOSED\nUNCLOSED: /{pattern}/ & ~/{_containing(self.tags.close)}/"
+            thought = [f"thought[lazy]: /{pattern}{end}", unclosed]
+        unclosed = "" if self.calls == "must" else f" | {opened}unclosed"
         start = f"start: {rest} | {opened}thought {after}{unclosed}"
         return [start, *(line for line in thought if unclosed or not line.startswith("unclosed")), "SPACE: /\\s{1,8}/"]
 
@@ -81,7 +73,8 @@ class Grammar:
             return []
         if self.schema is not None:
             return [f"text: %json {json.dumps(self.schema)}", "called: calls"]
-        barred = [self._begins if not self._marker else _containing(self._marker)]
+        begins = f"\\s*{_escaped(self.format.begin + self.format.opening)}(?s:.*)"  # as calls without a marker do
+        barred = [_containing(self._marker) if self._marker else begins]
         thinks = self.tags is not None and self.tags.open not in self.control
         first = f"\\s*{_escaped(self.tags.open)}(?s:.*)" if self.tags is not None and thinks else ""
         if first:
@@ -96,11 +89,6 @@ class Grammar:
         not_thinking = f" & ~/{first}/" if first else ""
         up_to = f"UP_TO: /(?s:.*){_escaped(self._marker)}/{not_thinking}"
         return [*lines, "called: up_to begun", "up_to[lazy]: UP_TO", up_to]
-
-    @property
-    def _begins(self) -> str:
-        """A regular expression that matches text that begins as a call does, for calls without a marker."""
-        return f"\\s*{_escaped(self.format.begin + self.format.opening)}(?s:.*)"
 
     def _calls(self) -> list[str]:
         if self.calls == "none":

@@ -118,10 +118,7 @@ class QuotedRules:
         required = set(schema.get("required") or ())
         others = schema.get("additionalProperties", True)
         other = "" if others is False else f'FIELD ":" {self._value(others)}'
-        after = {
-            False: f'({other} ("," {other})*)?' if other else '""',
-            True: f'("," {other})*' if other else '""',
-        }
+        after = {False: f'({other} ("," {other})*)?' if other else '""', True: f'("," {other})*' if other else '""'}
         for name, inner in reversed(fields):
             field = f"{self._literal(name + ':')} {self._value(inner)}"
             rules = {}

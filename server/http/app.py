@@ -21,6 +21,7 @@ from polarlm.engine.cli.flags import release
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.conversations import Conversations
+from polarlm.server.http.described import utc
 from polarlm.server.http.dialects import dialects
 from polarlm.server.http.documents import Documents
 from polarlm.server.http.errors import ApiError, ErrorShapes
@@ -49,7 +50,8 @@ _NO_ENDS = {"first_id": None, "last_id": None}
 
 def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None = None) -> Starlette:
     """The ASGI application over `driver`. servers: the MCP servers that the page may use."""
-    front = _OneModel(driver, config)
+    front, engine = _OneModel(driver, config), driver.engine
+    kept = engine.kept_blocks if config.share_blocks else None
     routes = [
         *with_and_without_v1("/chat/completions", Generation(driver, ChatCompletions()).serve, methods=["POST"]),
         *with_and_without_v1("/completions", Generation(driver, Completions()).serve, methods=["POST"]),
@@ -58,7 +60,7 @@ def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None 
         *Tokens(driver).routes(),
         Route("/stats", front.stats),
         *Sessions(driver).routes(),
-        *_blocks(driver, config),
+        *([] if kept is None else Blocks(kept, Payloads(engine.cache_shape).most_object_bytes).routes()),
         *(route for dialect in dialects() for route in dialect.routes(driver)),
     ]
     return front.application(routes, servers)
@@ -123,7 +125,7 @@ class Front(ABC):
 
     def _entry(self, request: Request, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
         if _ANTHROPIC in request.headers:
-            created = datetime.fromtimestamp(self._since, timezone.utc).isoformat().replace("+00:00", "Z")
+            created = utc(datetime.fromtimestamp(self._since, timezone.utc))
             return {"type": "model", "id": name, "display_name": name, "created_at": created}
         return {"id": name, "object": "model", "created": self._since, "owned_by": "polarlm", **more}
 
@@ -175,28 +177,17 @@ def with_and_without_v1(path: str, endpoint: Callable[[Request], Awaitable[Respo
     return [Route(prefix + path, endpoint, **more) for prefix in ("/v1", "")]
 
 
-def _blocks(driver: Driver, config: ServerConfig) -> list[Route]:
-    """The routes of kept blocks; none without --share-blocks."""
-    engine = driver.engine
-    if not config.share_blocks or engine.kept_blocks is None:
-        return []
-    return Blocks(engine.kept_blocks, Payloads(engine.cache_shape).most_object_bytes).routes()
-
-
 def _cors(config: ServerConfig) -> list[Middleware]:
     """The middleware that lets web pages from other origins use the API; none without --cors-origin."""
-    if not config.cors_origin:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origin,
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],  # Authorization, and the headers of OpenAI's client for browsers
-            allow_private_network=True,  # a page on the internet, a server on the user's machine
-            expose_headers=["Retry-After", "X-Should-Retry", HEADER],
-        )
-    ]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=config.cors_origin,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],  # Authorization, and the headers of OpenAI's client for browsers
+        allow_private_network=True,  # a page on the internet, a server on the user's machine
+        expose_headers=["Retry-After", "X-Should-Retry", HEADER],
+    )
+    return [cors] if config.cors_origin else []
 
 
 async def _no_response(_request: Request, _error: Exception) -> Any:

@@ -1,4 +1,4 @@
-"""Reads bodies of requests, with limits of size and time."""
+"""Endpoints of one model, and the bodies of requests, which are read with limits of size and time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from starlette.requests import Request
 
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.reading.values import read_json
+from polarlm.server.running.driver import Driver
 
 _BODY_SECONDS = 30  # for all of a request's body to arrive
+
+
+class Endpoints:
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object in the body of a request. Raises ApiError or BadRequest."""
+        return await read_body(request, self._driver.config.max_body)
 
 
 async def read_body(request: Request, limit: int) -> dict[str, Any]:
@@ -23,9 +33,8 @@ async def read_bytes(request: Request, limit: int) -> bytearray:
     try:
         return await asyncio.wait_for(_bytes(request, limit), _BODY_SECONDS)
     except asyncio.TimeoutError:
-        raise ApiError(
-            408, f"The request did not arrive within {_BODY_SECONDS} seconds", "timeout", headers=CLOSE
-        ) from None
+        sentence = f"The request did not arrive within {_BODY_SECONDS} seconds"
+        raise ApiError(408, sentence, "timeout", headers=CLOSE) from None
 
 
 async def _bytes(request: Request, limit: int) -> bytearray:

@@ -27,9 +27,8 @@ class Conversations:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self._store = None
-        if config.conversations is not None:
-            self._store = ConversationStore(config.conversations, parse_size(config.max_conversations_size))
+        folder, most = config.conversations, parse_size(config.max_conversations_size)
+        self._store = None if folder is None else ConversationStore(folder, most)
 
     def routes(self) -> list[Route]:
         return [
@@ -57,7 +56,7 @@ class Conversations:
 
     async def write(self, request: Request) -> Response:
         """{"base", "head", "messages": {ID: …}} → {"revision"}; 409 if the conversation has changed after `base`."""
-        store, name = self._allowed(request), _read_id(request)
+        store, name = self._allowed(request)
         body = await read_body(request, self._config.max_body)
         base = count("base", body.get("base", 0), 0, LARGEST)
         head, messages = _object("head", body.get("head")), _object("messages", body.get("messages"))
@@ -68,34 +67,29 @@ class Conversations:
         written = {key: _kept(f"messages.{key}", message) for key, message in messages.items()}
         revision = await asyncio.to_thread(store.write, name, base, _kept("head", head), written)
         if revision is None:
-            sentence = (
-                f"The conversation has changed after revision {base}: read what is new, and send the change again"
-            )
-            raise ApiError(409, sentence, "conflict", "base")
+            told = f"The conversation has changed after revision {base}: read what is new, and send the change again"
+            raise ApiError(409, told, "conflict", "base")
         return JSONResponse({"revision": revision})
 
     async def remove(self, request: Request) -> Response:
-        store, name = self._allowed(request), _read_id(request)
+        store, name = self._allowed(request)
         return JSONResponse({"revision": await asyncio.to_thread(store.remove, name)})
 
-    def _allowed(self, request: Request) -> ConversationStore:
-        """The store. Raises ApiError without one, and for a client on another machine if there is no key."""
+    def _allowed(self, request: Request) -> tuple[ConversationStore, str]:
+        """(the store, a conversation's id). Raises BadRequest for another name, and ApiError without a store, and for a
+        client on another machine if there is no key."""
         if self._store is None:
             raise ApiError(501, "This server keeps no conversations: start it with --conversations", "not_supported")
         if not self._knows(request):
             sentence = "This server keeps conversations for this machine's browsers alone: start it with an API key"
             raise ApiError(403, sentence, "not_allowed")
-        return self._store
+        name = str(request.path_params["id"])
+        if _ID.fullmatch(name) is None:
+            raise BadRequest("id", "a conversation's id has 16 hexadecimal digits")
+        return self._store, name
 
     def _knows(self, request: Request) -> bool:
         return self._config.keys.needed or is_here(request.client)
-
-
-def _read_id(request: Request) -> str:
-    name = str(request.path_params["id"])
-    if _ID.fullmatch(name) is None:
-        raise BadRequest("id", "a conversation's id has 16 hexadecimal digits")
-    return name
 
 
 def _object(name: str, value: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from polarlm.server.reading.infill import infill_of
 # The version of Ollama whose API this server has. Clients refuse older versions: Copilot in VS Code needs 0.6.4, which
 # tells what a model can do, and Codex needs 0.13.4, which has Responses.
 _OLLAMA = "0.14.3"
+NEVER = "9999-12-31T23:59:59Z"  # the time at which a model is unloaded that stays
 
 
 async def ollama_version(_request: Request) -> Response:
@@ -34,7 +35,7 @@ def listed(name: str, config: ModelConfig, weights: WeightSource, dtype: str, is
     return {
         "name": name,
         "model": name,
-        "modified_at": modified.isoformat().replace("+00:00", "Z"),
+        "modified_at": utc(modified),
         "size": size,
         "digest": hashlib.sha256(named.encode(errors="surrogatepass")).hexdigest(),
         "details": {
@@ -59,6 +60,15 @@ def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
         "model_info": _shape(model, context),
         "capabilities": _capabilities(model),
     }
+
+
+def head(model: str) -> dict[str, Any]:
+    """What each line of a model's answer begins with."""
+    return {"model": model, "created_at": utc(datetime.now(timezone.utc))}
+
+
+def utc(time: datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")
 
 
 def _capabilities(model: Model) -> list[str]:

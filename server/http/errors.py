@@ -37,7 +37,6 @@ _ENGINE_STATUS = {
 }
 _REFUSED_STATUS = {
     "busy": 429,
-    "closing": 503,
     "timeout": 504,
     "internal": 500,
     "sessions_off": 501,
@@ -72,9 +71,7 @@ class ApiError(Exception):
 
 
 def _type(status: int) -> str:
-    if status >= 500:
-        return "server_error"
-    return "rate_limit_error" if status == 429 else "invalid_request_error"
+    return "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
 
 
 def api_error(error: Exception) -> ApiError:
@@ -99,9 +96,9 @@ def api_error(error: Exception) -> ApiError:
 
 
 class ErrorShapes:
-    def __init__(self, bodies: Mapping[str, Callable[[ApiError], dict[str, Any]]] | None = None) -> None:
+    def __init__(self, bodies: Mapping[str, Callable[[ApiError], dict[str, Any]]]) -> None:
         """bodies: first part of a path, such as "/api" → shape of errors; other paths have OpenAI's."""
-        self._bodies = bodies or {}
+        self._bodies = bodies
 
     def body(self, path: str, error: ApiError) -> dict[str, Any]:
         for first, body in self._bodies.items():

@@ -18,7 +18,7 @@ from polarlm.engine.requests.prompts import prompt_ids
 from polarlm.model_loaders import Model
 from polarlm.server.answers.answering import answer
 from polarlm.server.answers.pieces import Answer, Piece, fold
-from polarlm.server.http.bodies import read_body
+from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import COMMENT, DATA, NOTHING, Event, EventStream, Framing, Pieces, merged, while_there
 from polarlm.server.http.warnings import unknown_fields, warn
@@ -32,20 +32,15 @@ from polarlm.server.running.driver import Driver
 @dataclass(frozen=True)
 class About:
     model: Model
+    name: str  # what answers call the model, with the request's adapter, if it has one
     parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
     tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
     context: int  # tokens of a prompt and its answer together
-    adapted: str = ""  # what answers call the model with the request's adapter, if it has one
-
-    @property
-    def name(self) -> str:
-        """What answers call the model."""
-        return self.adapted or self.model.name
 
 
 def about(driver: Driver) -> About:
     engine, config = driver.engine, driver.config
-    return About(engine.model, config.parse_special, not config.hide_cached_tokens, engine.context)
+    return About(engine.model, engine.model.name, config.parse_special, not config.hide_cached_tokens, engine.context)
 
 
 class Writer(ABC):
@@ -81,21 +76,21 @@ class Endpoint(ABC):
         return unknown_fields(body, self.known)
 
 
-class Generation:
+class Generation(Endpoints):
     def __init__(self, driver: Driver, endpoint: Endpoint, counted: Mapping[str, Any] | None = None) -> None:
         """counted: fields of a count of tokens besides it."""
-        self._driver = driver
+        super().__init__(driver)
         self._endpoint = endpoint
         self._about = about(driver)
         self._counted = counted or {}
 
     async def serve(self, request: Request) -> Response:
         """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
-        return await self.respond(request, await read_body(request, self._driver.config.max_body))
+        return await self.respond(request, await self._body(request))
 
     async def count(self, request: Request) -> Response:
         """{…, "input_tokens"}; past answers count as text. Raises BadRequest, Refused, EngineError or ApiError."""
-        asked, _ = self._read(await read_body(request, self._driver.config.max_body))
+        asked, _ = self._read(await self._body(request))
         model = self._driver.engine.model
         ids = await self._driver.counted("tokenized", lambda: prompt_ids(asked.prompt, model, options=asked.options))
         counted = JSONResponse({**self._counted, "input_tokens": len(ids)})
@@ -107,7 +102,7 @@ class Generation:
         about = self._about
         if chosen.lora:  # by a name that chooses it again
             name = chosen.lora if body.get("model") == chosen.lora else f"{about.name}:{chosen.lora}"
-            about = replace(about, adapted=name)
+            about = replace(about, name=name)
         asked, writer = self._endpoint.read(body, about)
         options = replace(asked.options, lora=chosen.lora, lora_scale=chosen.lora_scale)
         return replace(asked, options=options), writer

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 
 from starlette.datastructures import Address, Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from polarlm.server.config import ServerConfig
+from polarlm.server.config import ServerConfig, literal_address
 from polarlm.server.http.errors import CLOSE, ApiError, ErrorShapes
 from polarlm.server.running import journal
 
@@ -20,10 +19,8 @@ _UNTYPED = "/api/"  # Ollama's clients send JSON there without a Content-Type
 
 
 def is_here(client: Address | None) -> bool:
-    try:
-        return client is not None and ipaddress.ip_address(client.host).is_loopback
-    except ValueError:
-        return False
+    address = None if client is None else literal_address(client.host)
+    return address is not None and address.is_loopback
 
 
 class Guard:
@@ -36,17 +33,15 @@ class Guard:
 
     def __init__(self, app: ASGIApp, config: ServerConfig, errors: ErrorShapes | None = None) -> None:
         self._app = app
-        self._errors = errors or ErrorShapes()
+        self._errors = errors or ErrorShapes({})
         self._host = _bare(config.host)
         self._names = {"localhost", self._host, *map(_bare, config.allowed_host)}
         self._keys = config.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
-        if error is None:
-            await self._app(scope, receive, send)
-        else:
-            await self._errors.response(scope["path"], error)(scope, receive, send)
+        app = self._app if error is None else self._errors.response(scope["path"], error)
+        await app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
@@ -81,8 +76,7 @@ class Guard:
         name = _without_port(hosts[0]) if len(hosts) == 1 else ""
         if name in self._names or (server is not None and name == _bare(server[0])):
             return True
-        address = _address(name)
-        everywhere = _address(self._host)
+        address, everywhere = literal_address(name), literal_address(self._host)
         return address is not None and (address.is_loopback or (everywhere is not None and everywhere.is_unspecified))
 
     def _knows_key(self, headers: Headers) -> bool:
@@ -111,10 +105,3 @@ def _without_port(host: str) -> str:
 
 def _bare(host: str) -> str:
     return host.removeprefix("[").removesuffix("]").removesuffix(".").lower()
-
-
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None

@@ -99,11 +99,9 @@ class WebConnection(H11Protocol):
 
     def _send(self, error: ApiError) -> None:
         response = error.response()
-        for event in (
-            h11.Response(status_code=error.status, headers=response.raw_headers, reason=STATUS_PHRASES[error.status]),
-            h11.Data(data=bytes(response.body)),
-            h11.EndOfMessage(),
-        ):
+        status, reason = error.status, STATUS_PHRASES[error.status]
+        head = h11.Response(status_code=status, headers=response.raw_headers, reason=reason)
+        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
 
     def _watch(self) -> None:

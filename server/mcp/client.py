@@ -155,10 +155,9 @@ class _Session:
         server = self._server
         if server.url is not None:
             wait = httpx2.Timeout(30, read=None)  # the parent limits the time of a call
+            headers, hooks = dict(server.headers), {"response": [self._heed]}
             async with (
-                httpx2.AsyncClient(
-                    headers=dict(server.headers), timeout=wait, event_hooks={"response": [self._heed]}
-                ) as web,
+                httpx2.AsyncClient(headers=headers, timeout=wait, event_hooks=hooks) as web,
                 streamable_http_client(server.url, http_client=web) as (read, write),
             ):
                 self._stream = _Watched(read)
@@ -166,12 +165,9 @@ class _Session:
             return
         assert server.command is not None
         assert self._messages is not None
+        args, env = list(server.args), dict(server.env)
         program = StdioServerParameters(
-            command=server.command,
-            args=list(server.args),
-            env=dict(server.env),
-            cwd=server.cwd,
-            encoding_error_handler="replace",
+            command=server.command, args=args, env=env, cwd=server.cwd, encoding_error_handler="replace"
         )
         async with stdio_client(program, self._messages.file) as (read, write):
             self._messages.file.close()  # so that the pipe ends when the program does
@@ -271,12 +267,6 @@ def _parts(content: list[Any]) -> Iterator[str]:
             yield f"[{part.type}, {media}, {size:,} kB: only text is passed on]"
 
 
-def _adopt() -> None:
-    """Become the parent of what the server starts and leaves behind, where the system can do that: on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-
-
 def _bury(programs: set[int] | None) -> None:
     """Take the exit status of an adopted process that has ended. programs: the transport takes theirs."""
     if sys.platform != "linux" or programs is None:
@@ -309,7 +299,8 @@ async def _main() -> None:
     first = await said.get()
     if first is None:
         return
-    _adopt()
+    if sys.platform == "linux":  # become the parent of what the server starts and leaves behind
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     session = _Session(parent, said, McpServer(**first["server"]), first["most"])
     try:
         await session.run()

@@ -20,7 +20,7 @@ from polarlm.model_loaders import LoadError, hub
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import Front, error_shapes
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.described import listed, ollama_version, shown
+from polarlm.server.http.described import NEVER, listed, ollama_version, shown, utc
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.http.plain.metrics import counters, gauges, of_models, page
 from polarlm.server.http.streams import LINES, EventStream, while_there
@@ -34,7 +34,7 @@ from polarlm.server.reading.values import BadRequest, flag, text
 from polarlm.server.running import journal
 from polarlm.server.running.listening import quiet_accept_errors
 from polarlm.server.running.refused import Refused
-from polarlm.server.serving import together, until_signalled
+from polarlm.server.serving import until_signalled
 
 __all__ = ["Registry", "create_models_app", "in_words", "serve"]
 
@@ -87,7 +87,7 @@ async def serve(registry: Registry, config: ServerConfig, http: socket.socket, r
     web = Web(journal.Journaled(create_models_app(supervisor, proxy, config, servers)), config, http)
     try:
         await web.start()
-        await until_signalled([web], ready, lambda: together(supervisor.close(), servers.close()))
+        await until_signalled([web], ready, lambda: asyncio.gather(supervisor.close(), servers.close()))
     finally:
         await servers.close()
         await supervisor.close()
@@ -136,7 +136,8 @@ class _SeveralModels(Front):
         return self._supervisor.find(name)
 
     async def tags(self, _request: Request) -> Response:
-        return JSONResponse({"models": [await self._lists.ollama(one) for one in self._supervisor.all()]})
+        every = self._supervisor.all()
+        return JSONResponse({"models": [await asyncio.to_thread(self._lists.ollama, one.model) for one in every]})
 
     async def running(self, _request: Request) -> Response:
         return JSONResponse({"models": await self._lists.ollama_loaded()})
@@ -176,8 +177,9 @@ class _SeveralModels(Front):
         if not self._config.allow_pull:
             raise ApiError(501, "This server pulls no models: start it with --allow-pull", "not_supported", "model")
         name = _hub_name(asked)
+        yield {"status": "pulling manifest"}
         try:
-            async with aclosing(_progress(registry, name, self._pulls)) as lines:
+            async with self._pulls, aclosing(_downloaded(registry, name)) as lines:
                 async for line in lines:
                     yield line
         except (EngineError, Refused) as error:
@@ -216,18 +218,9 @@ def _hub_name(asked: str) -> hub.HubName:
         raise ApiError(400, str(error), "invalid_request", "model") from None
 
 
-async def _progress(
-    registry: Registry, name: hub.HubName, free: asyncio.Semaphore
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield lines of Ollama's progress while the model is downloaded; then it is in the registry. free: waits while too
-    many are. Closing the generator ends the download, which a later one continues. Raises EngineError or Refused."""
-    yield {"status": "pulling manifest"}
-    async with free, aclosing(_downloaded(registry, name)) as lines:
-        async for line in lines:
-            yield line
-
-
 async def _downloaded(registry: Registry, name: hub.HubName) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield lines of Ollama's progress while the model is downloaded; then it is in the registry. Closing the generator
+    ends the download, which a later one continues. Raises EngineError or Refused."""
     process = ModelProcess(registry.on_hub(str(name)), None, lambda code: None)
     fetching = asyncio.create_task(process.fetched())
     try:
@@ -246,7 +239,6 @@ async def _downloaded(registry: Registry, name: hub.HubName) -> AsyncGenerator[d
         await asyncio.gather(fetching, process.end_at_once(), return_exceptions=True)
 
 
-_NEVER = "9999-12-31T23:59:59Z"
 _EPOCH = "1970-01-01T00:00:00Z"
 
 
@@ -272,28 +264,19 @@ class Lists:
             described |= {"context_length": served.need.tokens, "memory": served.need.bytes}
         return described
 
-    async def ollama(self, served: Served) -> dict[str, Any]:
-        """An entry of /api/tags, without details if the model has to be fetched yet or its files are wrong."""
-        return await asyncio.to_thread(self._entry, served.model)
-
     async def ollama_loaded(self) -> list[dict[str, Any]]:
         entries = []
         for one in self._supervisor.all():
             if one.state in (READY, STOPPING):
                 until, need = one.expires, one.need
-                on_gpu = need is not None and need.device != "cpu"
-                entries.append(
-                    await self.ollama(one)
-                    | {
-                        "size": need.bytes if need else 0,
-                        "size_vram": need.bytes if need and on_gpu else 0,
-                        "expires_at": _NEVER if until is None else until.isoformat().replace("+00:00", "Z"),
-                        "context_length": need.tokens if need else 0,
-                    }
-                )
+                size, device, tokens = (need.bytes, need.device, need.tokens) if need else (0, "cpu", 0)
+                more: dict[str, Any] = {"size": size, "size_vram": 0 if device == "cpu" else size}
+                more |= {"expires_at": NEVER if until is None else utc(until), "context_length": tokens}
+                entries.append(await asyncio.to_thread(self.ollama, one.model) | more)
         return entries
 
-    def _entry(self, model: NamedModel) -> dict[str, Any]:
+    def ollama(self, model: NamedModel) -> dict[str, Any]:
+        """An entry of /api/tags, without details if the model has to be fetched yet or its files are wrong."""
         name, path = model.name, model.path
         empty = {"name": name, "model": name, "modified_at": _EPOCH, "size": 0, "digest": "", "details": _NO_DETAILS}
         if path is None:
@@ -317,7 +300,7 @@ class Lists:
         read = model_loaders.load(model.path)
         try:
             context = model.config.ctx_size or read.config.max_context
-            return shown(read, context, self._entry(model))
+            return shown(read, context, self.ollama(model))
         finally:
             read.weights.close()
 

@@ -111,9 +111,8 @@ def _run(parent: _Server) -> None:
         return
     config = ServerConfig(**first["server"])
     model = _asked(parent, model)
-    sessions = None
-    if config.sessions is not None:
-        sessions = SessionFolder(config.sessions, parse_size(config.max_sessions_size))
+    place, most = config.sessions, parse_size(config.max_sessions_size)
+    sessions = None if place is None else SessionFolder(place, most)
     with (
         tcp_socket(config.host, 0) as http,
         Engine.load(model.weights, config=model, verbose=lambda told: note(note_in_flags(told))) as engine,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import re
 import secrets
 import time
@@ -206,17 +205,3 @@ class Served:
 
     def touch(self) -> None:
         self.used = time.monotonic()
-
-
-def ended(name: str, code: int) -> Refused:
-    return Refused(
-        "model_ended",
-        f"The process of {name} {how_ended(code)} while it answered: send the request again, which starts it",
-    )
-
-
-def without_folder(error: EngineError | Refused, path: Path | None) -> EngineError | Refused:
-    """`error` for clients, who need not know where the files are."""
-    if path is None or isinstance(error, Refused):
-        return error
-    return EngineError(str(error).replace(f"{path.parent}{os.sep}", ""), error.code)

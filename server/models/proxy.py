@@ -8,7 +8,6 @@ import math
 import re
 import time
 from contextlib import suppress
-from datetime import datetime, timezone
 from typing import Any
 
 import httpx
@@ -18,14 +17,15 @@ from starlette.types import Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import read_bytes
+from polarlm.server.http.described import head
 from polarlm.server.http.errors import ErrorShapes, api_error
 from polarlm.server.http.streams import DATA, LINES, NAMED, send_soon, while_there
 from polarlm.server.models.child import CLIENT, KEY_NAME
-from polarlm.server.models.process import READY, ModelProcess, Served, ended
+from polarlm.server.models.process import READY, ModelProcess, Served
 from polarlm.server.models.supervisor import Supervisor
-from polarlm.server.reading.values import BadRequest, is_empty, read_json, text, wrong
+from polarlm.server.reading.values import BadRequest, is_empty, is_number, read_json, text, wrong
 from polarlm.server.running import journal
-from polarlm.server.running.refused import Refused, for_clients
+from polarlm.server.running.refused import Refused, for_clients, model_ended
 
 # Paths of what is asked all the time: none of them loads a model, nor counts as its use.
 MONITORED = ("/stats", "/metrics", "/slots")
@@ -65,11 +65,8 @@ class Proxy:
 
     async def _metrics_of(self, process: ModelProcess) -> str | None:
         try:
-            answer = await self._client.get(
-                f"http://127.0.0.1:{process.port}/metrics",
-                headers={"authorization": f"Bearer {process.key}"},
-                timeout=METRICS_SECONDS,
-            )
+            url, headers = f"http://127.0.0.1:{process.port}/metrics", {"authorization": f"Bearer {process.key}"}
+            answer = await self._client.get(url, headers=headers, timeout=METRICS_SECONDS)
             return answer.raise_for_status().text
         except httpx.HTTPError:
             return None
@@ -92,7 +89,8 @@ class Proxy:
             if keep == 0 and path in _OF_OLLAMA and not has_prompt:
                 if not served.model.pinned:
                     self._supervisor.give_up(served)
-                return JSONResponse(empty_piece(path, served.model.name) | {"done": True, "done_reason": "unload"})
+                unloaded = {"done": True, "done_reason": "unload"}
+                return JSONResponse(_empty(path, served.model.name) | unloaded)
         streams = path in _OF_OLLAMA if fields.get("stream") is None else fields["stream"] is True
         return _Passed(self, request, served, data, keep, streams=streams)
 
@@ -111,7 +109,6 @@ class _Passed(Response):
         self._framing = LINES if self._path.startswith("/api/") else named
         self._began = False  # whether the client has the status and the headers
         self._type = b""  # the Content-Type that they have
-        self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -140,7 +137,7 @@ class _Passed(Response):
                     entry.silent, entry.outcome = False, "model_ended"
                 with suppress(asyncio.TimeoutError):
                     code = await asyncio.wait_for(process.ended(), _CRASH_SECONDS)
-                    raise ended(served.model.name, code) from None
+                    raise model_ended(served.model.name, code) from None
                 raise Refused("model_ended", f"The connection to {served.model.name} was lost: {error}") from None
 
     async def _load(self, send: Send) -> None:
@@ -167,7 +164,7 @@ class _Passed(Response):
             del begun.headers["content-length"]
             await self._begin(send, 200, begun.raw_headers)
         if self._framing is LINES:
-            await send_soon(send, LINES.frame(empty_piece(path, name) | {"done": False}))
+            await send_soon(send, LINES.frame(_empty(path, name) | {"done": False}))
         else:
             plain = name.encode("ascii", "replace").decode()
             await send_soon(send, f": {plain}: {self._served.progress()}, {seconds:.0f} s\n\n".encode())
@@ -218,7 +215,7 @@ def keep_alive(value: Any) -> float | None:
     (5400.0, 90.0, 0.0, None, None)
     """
     is_nan = isinstance(value, float) and math.isnan(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and not is_nan:
+    if is_number(value) and not is_nan:
         return float(value) if 0 <= value < _LONGEST else None
     if not isinstance(value, str) or len(value) > _MOST_CHARACTERS:
         raise wrong("keep_alive", 'seconds, or a text such as "10m"', value)
@@ -233,8 +230,7 @@ def keep_alive(value: Any) -> float | None:
     return None if value.startswith("-") or seconds >= _LONGEST else seconds
 
 
-def empty_piece(path: str, name: str) -> dict[str, Any]:
+def _empty(path: str, name: str) -> dict[str, Any]:
     """A line without text of a stream of Ollama's API."""
-    now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
-    text = {"response": ""} if path == "/api/generate" else {"message": {"role": "assistant", "content": ""}}
-    return {"model": name, "created_at": now, **text}
+    content = {"response": ""} if path == "/api/generate" else {"message": {"role": "assistant", "content": ""}}
+    return head(name) | content

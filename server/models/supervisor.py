@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from polarlm.children import how_ended
 from polarlm.engine import EngineError
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.memory import Memory
-from polarlm.server.models.process import (
-    FAILED,
-    LOADING,
-    READY,
-    STOPPING,
-    UNLOADED,
-    WAITING,
-    ModelProcess,
-    Served,
-    ended,
-    without_folder,
-)
+from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, UNLOADED, WAITING, ModelProcess, Served
 from polarlm.server.models.registry import NamedModel, Registry, in_words
 from polarlm.server.running import refused
 from polarlm.server.running.journal import note
-from polarlm.server.running.refused import Refused, unknown_model
+from polarlm.server.running.refused import Refused
 
 _SWEEP_SECONDS = 1.0  # most between two looks for idle models
 
@@ -62,7 +53,8 @@ class Supervisor:
                 return self._of(models[0])
         model = self.registry.find(name)
         if model is None:
-            raise unknown_model(name, in_words(self.registry.models()))
+            known = in_words(self.registry.models())
+            raise Refused("model_not_found", f"There is no model called {name[:100]}; there are: {known}")
         return self._of(model)
 
     def _of(self, model: NamedModel) -> Served:
@@ -118,7 +110,8 @@ class Supervisor:
         self._sweeper = self._sweeper or asyncio.create_task(self._sweep())
         if served.loading is None or served.loading.done():
             served.loading = asyncio.create_task(self._load(served))
-            served.loading.add_done_callback(_seen)
+            # Takes its error: whoever waits for the model gets it, and perhaps nobody waits any more.
+            served.loading.add_done_callback(lambda loading: loading.cancelled() or loading.exception())
         return served.loading
 
     def unload(self, served: Served) -> asyncio.Task[None]:
@@ -239,7 +232,7 @@ class Supervisor:
         if served.state == READY or (served.state == STOPPING and served.active):
             served.state, served.process = FAILED, None
             self._memory.set_aside(served, None)
-            served.error = ended(served.model.name, code)
+            served.error = refused.model_ended(served.model.name, code)
             note(f"The process of {served.model.name} {how_ended(code)}; the next request starts it again")
             served.free.set()
 
@@ -257,12 +250,13 @@ class Supervisor:
                     self.unload(one)
 
 
-def _seen(loading: asyncio.Task[None]) -> None:
-    """Take a task's error: whoever waits for the model gets it, and perhaps nobody waits any more."""
-    if not loading.cancelled():
-        loading.exception()
-
-
 def _given_up(served: Served) -> Refused:
     name = served.model.name
     return Refused("model_not_loaded", f"{name} was unloaded before it was loaded: a new request loads it")
+
+
+def without_folder(error: EngineError | Refused, path: Path | None) -> EngineError | Refused:
+    """`error` for clients, who need not know where the files are."""
+    if path is None or isinstance(error, Refused):
+        return error
+    return EngineError(str(error).replace(f"{path.parent}{os.sep}", ""), error.code)

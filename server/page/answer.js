@@ -252,11 +252,11 @@ function spoken(body) {
   return text.length > SPOKEN ? `${text.slice(0, SPOKEN)} … The answer continues.` : text;
 }
 
-/** Shows the server's error at the field that it is about. */
-function point(trouble) {
-  const field = fieldOf(trouble);
-  if (!field) return;
-  sayWrong(field, trouble.message);
+/** Shows an error of the server at the field that it is about, "tools" or "schema". */
+function point({ field, message }) {
+  const isSchema = /^(response_format|json_schema)/.test(field) || /^The JSON schema\b/.test(message), areTools = /^tool/.test(field);
+  if (!isSchema && !areTools) return;
+  sayWrong(areTools ? "tools" : "schema", message);
   $("more").open = true;
 }
 

@@ -26,6 +26,12 @@ async function ask(path, options = {}) {
   return response;
 }
 
+/** The JSON that the server answers; a request with a body, which is sent as JSON, is a POST. */
+async function askJson(path, body, signal) {
+  const response = await ask(path, body && { method: "POST", body: JSON.stringify(body), signal });
+  return response.json();
+}
+
 async function refusal(response) {
   let sentence = `The server answered with status ${response.status}.`, field = "";
   try {

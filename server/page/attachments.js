@@ -48,16 +48,11 @@ async function readFile(file) {
   return text.replaceAll("\r\n", "\n");
 }
 
-/** The tokens of a prompt of one message. */
-async function countTokens(content) {
-  const body = { messages: [{ role: "user", content }], ...(askedModel() && { model: askedModel() }) };
-  const counted = await ask("v1/chat/completions/input_tokens", { method: "POST", body: JSON.stringify(body) });
-  return (await counted.json()).input_tokens;
-}
+/** The tokens of a request's prompt, or of a prompt of one message. */
+const tokensOf = async (request, signal) => (await askJson("v1/chat/completions/input_tokens", request, signal)).input_tokens;
+const countTokens = (content) => tokensOf({ messages: [{ role: "user", content }], ...(askedModel() && { model: askedModel() }) });
 
-function sayAttached(sentence) {
-  $("attached-says").textContent = sentence;
-}
+const sayAttached = (sentence) => { $("attached-says").textContent = sentence; };
 
 function drawAttached() {
   $("attached").replaceChildren(...chips(attached, (file) => {

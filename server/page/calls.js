@@ -63,8 +63,7 @@ async function run(message, call) {
   tell(`${visible(tool)} of ${visible(server)} is running …`);
   let result = null, trouble = null;
   try {
-    const body = JSON.stringify({ server, tool, arguments: JSON.parse(json || "{}") });
-    const answered = await (await ask("mcp/call", { method: "POST", body, signal: mine.stop.signal })).json();
+    const answered = await askJson("mcp/call", { server, tool, arguments: JSON.parse(json || "{}") }, mine.stop.signal);
     result = { text: answered.text, failed: answered.is_error };
   } catch (error) {
     if ([400, 502].includes(error.status)) result = { text: error.message, failed: true };
@@ -110,7 +109,7 @@ function drawWaiting(row) {
     row.form.remove();
     row.form = null;
   };
-  if (row.form && (!waits || row.form.dataset.about !== about) && !isTyped(row.form)) close();
+  if (row.form && (!waits || row.form.dataset.about !== about) && ![...row.form.querySelectorAll("textarea")].some(({ value }) => value)) close(); // nothing is typed
   if (!waits || row.form) return;
   row.form = next && isOurs(next) ? confirmForm(message, next) : resultsForm(entered(message), "Send results", (results) => {
     for (const { id, text } of results) {

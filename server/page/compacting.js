@@ -30,8 +30,7 @@ async function summaryRequest(message, signal) {
   const sent = messagesUpTo(parentOf(message)), all = sent.length;
   for (let round = 0; ; round += 1) {
     const request = { ...settings, messages: [...sent, { role: "user", content: INSTRUCTION }], max_tokens: summaryTokens() };
-    const counted = await ask("v1/chat/completions/input_tokens", { method: "POST", body: JSON.stringify(request), signal });
-    const { input_tokens: tokens } = await counted.json(), over = tokens + summaryTokens() - stats.context;
+    const tokens = await tokensOf(request, signal), over = tokens + summaryTokens() - stats.context;
     message.left = all - sent.length;
     if (over <= 0 || round === ROUNDS) return request; // the server refuses a request that is still too long
     shorten(sent, over / tokens);
@@ -62,8 +61,7 @@ async function prefill(summary) {
   prefilling = new AbortController();
   const body = { ...requestSettings(), messages: [...messagesUpTo(summary), { role: "user", content: "…" }], max_tokens: 1 };
   try {
-    const answered = await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: prefilling.signal });
-    summary.compacted = (await answered.json()).usage.prompt_tokens;
+    summary.compacted = (await askJson("v1/chat/completions", body, prefilling.signal)).usage.prompt_tokens;
   } catch {
     return; // the next message computes it
   }

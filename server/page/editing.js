@@ -5,8 +5,8 @@ function edit(row) {
   const { message, element } = row;
   if (live || element.querySelector(".edit")) return;
   const mine = message.role === "user", summary = message.role === "summary", form = make("form", "edit");
-  const area = make("textarea", "", "", mine ? "Edit your message" : summary ? "Edit the summary" : "Edit the answer");
-  area.value = message.text;
+  const name = mine ? "Edit your message" : summary ? "Edit the summary" : "Edit the answer";
+  const area = Object.assign(make("textarea", "", "", name), { value: message.text });
   const save = () => {
     if (live) return; // it would take the place of the answer that is being generated
     close();
@@ -22,8 +22,7 @@ function edit(row) {
   }));
   drawFiles();
   form.append(list, area, buttons);
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
+  onSubmit(form, () => {
     if ((!area.value.trim() && !files.length) || live || !settingsHold()) return;
     if (summary) return save();
     close();
@@ -77,8 +76,7 @@ function resultsForm(results, name, send) {
     return area;
   });
   form.append(put(make("div", "row"), make("button", "main", name)));
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
+  onSubmit(form, () => {
     if (live || !settingsHold()) return;
     $("message").focus();
     send(results.map(({ id, name: tool }, index) => ({ id, name: tool, text: areas[index].value })));

@@ -22,8 +22,7 @@ function put(element, ...children) {
 }
 
 function button(name, does, className = "quiet act", label = "") {
-  const made = make("button", className, name, label);
-  made.type = "button";
+  const made = Object.assign(make("button", className, name, label), { type: "button" });
   made.addEventListener("click", does);
   return made;
 }
@@ -39,9 +38,7 @@ function region(name, className, text, label) {
 const option = (value, text = "") => Object.assign(make("option", "", text), { value });
 
 /** Sets the text of an element unless it has that text: a screen reader would read it again. */
-function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
+const setText = (element, text) => { if (element.textContent !== text) element.textContent = text; };
 
 const nameOf = (made) => made.getAttribute("aria-label") ?? made.textContent;
 
@@ -54,6 +51,9 @@ function redraw(element, children, other = () => null) {
   const same = [...element.querySelectorAll("button, input, summary")].find((made) => keyOf(made) === key);
   (same ?? other())?.focus({ preventScroll: true });
 }
+
+/** Has a form do something in place of being sent. */
+const onSubmit = (form, does) => form.addEventListener("submit", (event) => { event.preventDefault(); does(); });
 
 /** Has the Escape key do something in an element, and nothing outside it. */
 function onEscape(element, does, holds = () => true) {
@@ -87,10 +87,7 @@ function addText(element, text) {
 }
 
 /** Sets the direction of an element by its own letters, and returns it. */
-function dir(element) {
-  element.dir = "auto";
-  return element;
-}
+const dir = (element) => Object.assign(element, { dir: "auto" });
 
 /** A button that copies what `text` returns; with `signed`, it shows a sign, not a word. */
 function copyButton(name, text, signed = false) {
@@ -114,8 +111,7 @@ async function copy(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch { /* the older command follows */ }
-  const area = make("textarea", "unseen"), focused = document.activeElement;
-  area.value = text;
+  const area = Object.assign(make("textarea", "unseen"), { value: text }), focused = document.activeElement;
   document.body.append(area);
   area.select();
   const copied = document.execCommand("copy");

@@ -29,9 +29,6 @@ function drawFoot(row) {
   drawWaiting(row);
 }
 
-/** Whether a form has a result that the user has begun to type. */
-const isTyped = (form) => [...form.querySelectorAll("textarea")].some(({ value }) => value);
-
 const buttonOf = ({ foot }, name) => [...foot.querySelectorAll("button")].find((made) => nameOf(made) === name);
 
 /** The number of the version of a message that is shown, with buttons to show others; nothing for a single version. */

@@ -48,8 +48,7 @@ function moved() {
   ($("list").querySelector("[data-does=move]") ?? $(picked ? "move-picked" : "search")).focus();
 }
 
-$("move").addEventListener("submit", (event) => {
-  event.preventDefault();
+onSubmit($("move"), () => {
   const list = moving;
   for (const chat of list) {
     Object.assign(chat, { folder: $("folder").value.trim(), filed: later(chat.filed) });

@@ -13,9 +13,7 @@ function hasWords(conversation, words) {
   return [titleOf(conversation), ...texts].some((text) => text.toLowerCase().includes(words));
 }
 
-function nameTab() {
-  document.title = current.children.length ? `${visible(titleOf(current))} – PolarLM` : "PolarLM";
-}
+const nameTab = () => { document.title = current.children.length ? `${visible(titleOf(current))} – PolarLM` : "PolarLM"; };
 
 function drawList() {
   if (renaming || pressed) return; // a new list would lose what is typed there, or the click that comes
@@ -49,8 +47,7 @@ function listItem(chat) {
     if ($("chats").classList.contains("open")) sheet("chats", false);
     $("message").focus();
   }, "chat");
-  opener.dir = "auto";
-  opener.title = name;
+  dir(opener).title = name;
   opener.dataset.does = chat.id;
   const item = put(make("li"), opener);
   if (chat !== current) return item;
@@ -69,9 +66,7 @@ function listItem(chat) {
 
 /** Replaces a conversation's button with a field for its name. Nothing else moves: it may be clicked next. */
 function rename(chat, opener) {
-  const field = make("input", "", "", "Name of the conversation");
-  field.value = titleOf(chat);
-  field.maxLength = 200;
+  const field = Object.assign(make("input", "", "", "Name of the conversation"), { value: titleOf(chat), maxLength: 200 });
   const done = (keepIt) => {
     if (!renaming) return;
     renaming = false;
@@ -102,7 +97,8 @@ function remove(list) {
   deleted = list;
   for (const { id } of list) {
     chats.delete(id);
-    removeConversation(id);
+    removeSent(id);
+    forget(id);
   }
   if (list.includes(current)) openChat(newConversation(lastSettings()));
   else drawList();

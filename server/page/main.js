@@ -43,9 +43,7 @@ $("log").addEventListener("scroll", () => {
 }, { passive: true });
 
 /** The view stays where it is when somebody begins to scroll up: a piece that comes before the first step would undo it. */
-function leaveEnd() {
-  if ($("log").scrollTop > 0) following = false;
-}
+const leaveEnd = () => { if ($("log").scrollTop > 0) following = false; };
 
 $("log").addEventListener("wheel", ({ deltaY }) => { if (deltaY < 0) leaveEnd(); }, { passive: true });
 $("log").addEventListener("keydown", ({ key, target }) => {
@@ -69,8 +67,7 @@ $("message").addEventListener("keydown", (event) => {
   $("say").requestSubmit();
 });
 
-$("say").addEventListener("submit", async (event) => {
-  event.preventDefault();
+onSubmit($("say"), async () => {
   const conversation = current;
   const empty = () => !$("message").value.trim() && !attached.length;
   if (empty() || live || !settingsHold()) return;
@@ -137,8 +134,7 @@ function lock(message = null) {
   }
 }
 
-$("door").addEventListener("submit", async (event) => {
-  event.preventDefault();
+onSubmit($("door"), async () => {
   keep("localStorage", KEY, $("key").value);
   $("keyed").hidden = false;
   $("door").hidden = true;

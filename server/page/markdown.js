@@ -109,7 +109,8 @@ class Markdown {
 
   #heading([, signs], text) {
     this.#leave(0);
-    return this.#once(make(`h${Math.min(6, signs.length + 2)}`), text); // below the levels of the page's own headings
+    this.#start(make(`h${Math.min(6, signs.length + 2)}`), text); // below the levels of the page's own headings
+    this.#block = null; // it has one line
   }
 
   #quoted(_match, text) {
@@ -226,12 +227,6 @@ class Markdown {
   #start(element, text) {
     this.#add(dir(element));
     return this.#into(new Words(element), text);
-  }
-
-  /** Begins a block of one line. */
-  #once(element, text) {
-    this.#start(element, text);
-    this.#block = null;
   }
 
   #into(block, text) {

@@ -5,7 +5,7 @@ let mcpOn = {}; // the current conversation's: name of a server that is on → n
 const connecting = new Map(); // name → the promise of a server that is being connected to
 
 async function listMcp() {
-  mcpServers = (await (await ask("mcp/servers")).json()).servers;
+  mcpServers = (await askJson("mcp/servers")).servers;
   drawMcp();
   for (const row of rows) if (row.foot) drawWaiting(row); // a call may wait for a server
 }
@@ -13,8 +13,7 @@ async function listMcp() {
 /** Connects to a server, and shows its tools or why it has failed. Rejects if `signal` ends it. */
 async function connectTo(name, signal) {
   if (!connecting.has(name)) {
-    const connected = ask("mcp/connect", { method: "POST", body: JSON.stringify({ server: name }) })
-      .then((response) => response.json())
+    const connected = askJson("mcp/connect", { server: name })
       .catch((error) => ({ name, state: "failed", trouble: error.message, tools: [] }))
       .then((connectedServer) => {
         connecting.delete(name);
@@ -42,9 +41,6 @@ async function mcpReady(signal) {
 /** The tools that are on: [{ server, tool }]. */
 const mcpTools = () => mcpServers.filter(({ name, state }) => state === "ready" && Object.hasOwn(mcpOn, name)).flatMap(({ name, tools }) =>
   tools.filter((tool) => !tool.trouble && !mcpOn[name].includes(tool.name)).map((tool) => ({ server: name, tool })));
-
-/** The tools that are on, as a request has them. */
-const mcpFunctions = () => mcpTools().map(({ tool }) => ({ type: "function", function: tool.function }));
 
 /** The names of the server and its tool that a model calls by this name; undefined if no server has it. */
 function originOf(called) {

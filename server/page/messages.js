@@ -113,4 +113,3 @@ function complain(row, now = false) {
   if (now) notice.setAttribute("role", "alert");
   row.foot.before(notice);
 }
-

@@ -15,11 +15,9 @@ function size(bytes) {
   return `${number(bytes, power ? 1 : 0)} ${units[power]}`;
 }
 
-/** Shows and returns the rate of the steps after the first token, which the prefill yields. */
+/** Shows the rate of the steps after the first token, which the prefill yields. */
 function speed(tokens, milliseconds) {
-  const rate = milliseconds > 0 ? `${number((1000 * (tokens - 1)) / milliseconds, 1)} tokens/s` : "";
-  $("speed").textContent = rate || "–";
-  return rate;
+  $("speed").textContent = milliseconds > 0 ? `${number((1000 * (tokens - 1)) / milliseconds, 1)} tokens/s` : "–";
 }
 
 function meter() {
@@ -77,14 +75,14 @@ async function look() {
   clearTimeout(looking);
   try {
     if (!listing) await (listing = Promise.all([listModels(), listMcp()]).catch((error) => { listing = null; throw error; }));
-    const query = ofModel(), answered = await (await ask(`stats?${[`tokens=${used.tokens}`, query].filter(Boolean).join("&")}`)).json();
+    const query = ofModel(), answered = await askJson(`stats?${[`tokens=${used.tokens}`, query].filter(Boolean).join("&")}`);
     if (query !== ofModel()) return look(); // another model was chosen meanwhile
     stats = answered;
     if ($("status").textContent === worry) tell("");
     meter();
     if (known !== stats.model && !stats.state) { // to ask of a model that is not in memory would load it
       known = stats.model;
-      showProps(await (await ask(`props?${query}`)).json());
+      showProps(await askJson(`props?${query}`));
     }
     if (keeps !== false) sync();
   } catch (error) {

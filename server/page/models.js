@@ -5,7 +5,7 @@ let chosenModel = ""; // by the current conversation's settings; empty: whicheve
 
 /** Asks the server for its models, and shows a list to choose from if it has several. */
 async function listModels() {
-  const { data } = await (await ask("v1/models")).json();
+  const { data } = await askJson("v1/models");
   several = data.filter(({ status }) => status).map(({ id }) => id); // a server of one model says nothing of its status
   $("choice").hidden = !several.length;
   $("model").hidden = several.length > 0;

@@ -12,9 +12,7 @@ function pick(yes) {
 }
 
 function pickItem(chat) {
-  const box = make("input");
-  box.type = "checkbox";
-  box.checked = picked.has(chat);
+  const box = Object.assign(make("input"), { type: "checkbox", checked: picked.has(chat) });
   box.addEventListener("change", () => {
     if (box.checked) picked.add(chat);
     else picked.delete(chat);

@@ -30,17 +30,12 @@ function showSettings(settings) {
   $("more").open ||= Boolean(settings.tools || settings.schema);
 }
 
-function shownSettings() {
+function remember() {
   const settings = {};
   for (const name of FIELDS) if ($(name).value !== "") settings[name] = $(name).value;
   for (const name of SWITCHES) if (!$(name).checked) settings[name] = false;
   if (chosenModel) settings.model = chosenModel;
   if (Object.keys(mcpOn).length) settings.mcp = structuredClone(mcpOn);
-  return settings;
-}
-
-function remember() {
-  const settings = shownSettings();
   keep("localStorage", SETTINGS, JSON.stringify({ ...settings, mcp: undefined })); // a new conversation begins without servers
   Object.assign(current, { settings, chosen: later(current.chosen) });
   if (current.children.length) keepConversation(current);
@@ -57,15 +52,12 @@ function showProps({ default_generation_settings: { params }, chat_template_is_d
 /** Whether the values of all fields can be sent; otherwise the browser shows what is wrong. */
 function settingsHold() {
   if ($("fields").checkValidity()) return true;
-  revealSettings($("fields").querySelector(":invalid"));
-  $("fields").reportValidity();
-  return false;
-}
-
-function revealSettings(field) {
+  const field = $("fields").querySelector(":invalid");
   if (isShut("settings")) sheet("settings", true);
   if ($("more").contains(field)) $("more").open = true;
   field.focus();
+  $("fields").reportValidity();
+  return false;
 }
 
 // -- JSON in fields ---------------------------------------------------------------------------------------------------
@@ -90,12 +82,6 @@ function sayWrong(name, sentence) {
   $(name).setAttribute("aria-invalid", String(Boolean(sentence)));
 }
 
-/** The field that an error of the server is about, "tools" or "schema"; null for any other. */
-function fieldOf({ field, message }) {
-  if (/^tool/.test(field)) return "tools";
-  return /^(response_format|json_schema)/.test(field) || /^The JSON schema\b/.test(message) ? "schema" : null;
-}
-
 /** The fields of a request that follow from the settings. */
 function requestSettings() {
   const body = askedModel() ? { model: askedModel() } : {};
@@ -104,7 +90,8 @@ function requestSettings() {
   if ($("tools").value.trim()) {
     body.tools = JSON.parse($("tools").value).map((tool) => (tool?.function ? tool : { type: "function", function: tool }));
   }
-  if (mcpTools().length) body.tools = [...(body.tools ?? []), ...mcpFunctions()];
+  const functions = mcpTools().map(({ tool }) => ({ type: "function", function: tool.function }));
+  if (functions.length) body.tools = [...(body.tools ?? []), ...functions];
   if (body.tools && $("tool_choice").value) body.tool_choice = $("tool_choice").value;
   if ($("schema").value.trim()) {
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse($("schema").value) } };
@@ -121,4 +108,4 @@ $("fields").addEventListener("reset", () => setTimeout(() => {
   showSettings(chosenModel ? { model: chosenModel } : {});
   remember();
 }));
-$("fields").addEventListener("submit", (event) => event.preventDefault());
+onSubmit($("fields"), () => {});

@@ -77,7 +77,6 @@ const READERS = {
   },
   tool: ({ results }) => ({ results: listOf(results, readResult) }),
 };
-const ROLES = Object.keys(READERS);
 
 const readAttached = ({ name, text, tokens }) => ({ name: string(name), text: string(text), tokens: figure(tokens) ?? 0 });
 
@@ -117,7 +116,7 @@ function readConversation(value) {
     const [from, to] = waiting.pop();
     for (const id of Array.isArray(from.children) ? from.children : []) {
       const source = Object.hasOwn(value.messages, id) ? value.messages[id] : null;
-      if (seen.has(id) || !ROLES.includes(source?.role)) continue;
+      if (seen.has(id) || !Object.keys(READERS).includes(source?.role)) continue;
       seen.add(id);
       const message = { role: source.role, id: ID.test(id) ? id : newId(), changed: figure(source.changed), ...READERS[source.role](source) };
       waiting.push([source, addMessage(conversation, to, message)]);
@@ -201,14 +200,7 @@ const store = (conversation, again) => shelve(conversation.id, async (shelf) => 
   if (news) showNews(conversation, news);
 });
 
-function removeConversation(id) {
-  removeSent(id);
-  return forget(id);
-}
-
 const forget = (id) => shelve(id, (shelf) => shelf.delete(id));
 
 /** Shows a sentence about conversations that are not kept; hides it if the sentence is empty. */
-function warn(sentence) {
-  setText($("unkept"), sentence);
-}
+const warn = (sentence) => setText($("unkept"), sentence);

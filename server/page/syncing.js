@@ -68,7 +68,7 @@ function sync() {
 
 async function pull() {
   for (let more = true; more;) {
-    const answered = await (await ask(`conversations?since=${seen}`)).json();
+    const answered = await askJson(`conversations?since=${seen}`);
     keeps = answered.kept === true;
     if (!keeps) return;
     $("where").textContent = "Conversations are kept at this server, and in this browser.";
@@ -124,8 +124,8 @@ async function pushOnce(chat) {
       batch[message.id] = message;
       size += JSON.stringify(message).length;
     }
-    const body = JSON.stringify({ base: Math.max(seen, written.get(chat.id) ?? 0), head, messages: batch });
-    const { revision } = await (await ask(`conversations/${chat.id}`, { method: "POST", body })).json();
+    const base = Math.max(seen, written.get(chat.id) ?? 0);
+    const { revision } = await askJson(`conversations/${chat.id}`, { base, head, messages: batch });
     written.set(chat.id, revision);
     mirror.head = head;
     Object.assign(mirror.messages, batch);

@@ -16,8 +16,9 @@ _JSON_OBJECT = {"type": "object"}
 _FORMATS = "an object whose type is text, json_object or json_schema"
 
 
-def read_constraint(body: Mapping[str, Any]) -> dict[str, Any]:
-    """{"schema": …}, {"grammar": …}, {"regex": …}, or {} for an answer that nothing constrains. Raises BadRequest."""
+def read_constraint(body: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """(field, {"schema": …}, {"grammar": …} or {"regex": …}) of the constraint in a body; (None, {}) for an answer that
+    nothing constrains. Raises BadRequest."""
     constraints: dict[str, dict[str, Any]] = {}
     for field, read in _FIELDS.items():
         if body.get(field) is not None and (constraint := read(field, body[field])):
@@ -25,12 +26,7 @@ def read_constraint(body: Mapping[str, Any]) -> dict[str, Any]:
     if len(constraints) > 1:
         first, second, *_ = constraints
         raise BadRequest(second, f"{first} and {second} both constrain the answer: leave one of them out")
-    return next(iter(constraints.values()), {})
-
-
-def constraining_field(body: Mapping[str, Any]) -> str | None:
-    """The field that `read_constraint` reads the constraint from."""
-    return next((name for name, read in _FIELDS.items() if body.get(name) is not None and read(name, body[name])), None)
+    return next(iter(constraints.items()), (None, {}))
 
 
 def _response_format(field: str, value: Any) -> dict[str, Any]:

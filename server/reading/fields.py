@@ -15,9 +15,7 @@ from typing import Any, Literal
 
 from polarlm.engine.limits import MOST_DRAFTED, PENALTY_WINDOW
 from polarlm.engine.sampling.sample import CHAIN
-from polarlm.server.reading.values import is_empty, shown, unquoted
-
-Body = Mapping[str, Any]
+from polarlm.server.reading.values import Body, is_empty, is_number, shown, unquoted
 
 
 @dataclass(frozen=True)
@@ -72,20 +70,12 @@ def warnings(body: Body) -> list[tuple[str, str]]:
 def capped(name: str, value: Any) -> Any:
     """`value`, limited to the maximum of a field of CAPS; a negative number means the maximum too."""
     most = CAPS.get(name)
-    return most if most is not None and _is_number(value) and not 0 <= value <= most else value
+    return most if most is not None and is_number(value) and not 0 <= value <= most else value
 
 
 def _equal(value: Any, other: Any) -> bool:
     """Whether two values are equal in JSON, where true and false are not numbers."""
-    return value == other and _is_flag(value) == _is_flag(other)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not _is_flag(value)
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 _ALIASES = {"temp": "temperature", "nucleus": "top_p", **{name.replace("_", "-"): name for name in CHAIN}}
@@ -103,9 +93,11 @@ RULES: Mapping[str, Rule] = {
         ("max_tokens", "max_completion_tokens"),
         Rule("0 with messages", lambda value, body: _equal(value, 0) and "messages" in body),
     ),
-    "best_of": Rule("0, 1, or `n`", lambda value, body: value in (0, 1, body.get("n", 1)) and not _is_flag(value)),
-    "top_n_sigma": Rule("0 or less", lambda value, _: _is_number(value) and value <= 0),
-    "adaptive_target": Rule("below 0", lambda value, _: _is_number(value) and value < 0),
+    "best_of": Rule(
+        "0, 1, or `n`", lambda value, body: value in (0, 1, body.get("n", 1)) and not isinstance(value, bool)
+    ),
+    "top_n_sigma": Rule("0 or less", lambda value, _: is_number(value) and value <= 0),
+    "adaptive_target": Rule("below 0", lambda value, _: is_number(value) and value < 0),
     "samplers": Rule("llama-server's own order", _is_usual_order),
     "add_special_tokens": Rule(
         "`true` for a prompt, `false` for messages", lambda value, body: value is ("prompt" in body)

@@ -16,7 +16,7 @@ from typing import Any
 
 from polarlm.server.reading.parts import CALLED_WITH, Losses, in_words, kind_of, said
 from polarlm.server.reading.tools import in_namespace
-from polarlm.server.reading.values import BadRequest, shown, text, wrong
+from polarlm.server.reading.values import BadRequest, Told, shown, text, wrong
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles that clients may use, and their names in templates."""
@@ -32,7 +32,7 @@ _MOST_OPEN = 128  # calls of an answer that may get results
 Message = dict[str, Any]
 
 
-def read_messages(history: Any, told: list[tuple[str, str]]) -> list[Message]:
+def read_messages(history: Any, told: Told) -> list[Message]:
     """The messages in an array of messages and items. told: gets the field, and a sentence for each kind of thing that
     is left out or put otherwise. Raises BadRequest."""
     if not isinstance(history, list) or not history:
@@ -221,12 +221,8 @@ class _Reader:
         if call is not None:
             self._open.remove(call)
             self._answered.add(call.id)
-            call.results[call.place] = {
-                "role": "tool",
-                "content": written,
-                "tool_call_id": call.id,
-                "name": call.name,
-            }
+            result = {"role": "tool", "content": written, "tool_call_id": call.id, "name": call.name}
+            call.results[call.place] = result
         elif id in self._answered:
             self._twice[self._called[id]] = None
         else:
@@ -249,12 +245,11 @@ class _Reader:
             content = [content]
         if not isinstance(content, list):
             return json.dumps(content)
-        return "".join(
-            self._part("", one)
-            if isinstance(one, str) or kind_of(one) != "untyped"
-            else json.dumps(one, ensure_ascii=False)
-            for one in content
-        )
+        texts = []
+        for one in content:
+            has_text = isinstance(one, str) or kind_of(one) != "untyped"
+            texts.append(self._part("", one) if has_text else json.dumps(one, ensure_ascii=False))
+        return "".join(texts)
 
 
 def _with_images(item: Mapping[str, Any]) -> Any:
@@ -283,11 +278,8 @@ def _calls(at: str, message: Mapping[str, Any]) -> Iterator[Message]:
 
 
 def _call(at: str, called: Mapping[str, Any], arguments: Any, member: str) -> Message:
-    return {
-        "id": _text(called.get("id")),
-        "type": "function",
-        "function": {"name": _name(called.get("name")), "arguments": _arguments(f"{at}.{member}", arguments)},
-    }
+    function = {"name": _name(called.get("name")), "arguments": _arguments(f"{at}.{member}", arguments)}
+    return {"id": _text(called.get("id")), "type": "function", "function": function}
 
 
 def _name(value: Any) -> str:

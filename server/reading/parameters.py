@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
-from polarlm.server.reading.constraints import constraining_field
+from polarlm.server.reading.constraints import read_constraint
 from polarlm.server.reading.fields import asking, complaint, warnings
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
 from polarlm.server.reading.sampling import Tokenize, read_sampling
 from polarlm.server.reading.tools import Tools, read_tools
-from polarlm.server.reading.values import BadRequest, count, flag, number, text, wrong
+from polarlm.server.reading.values import BadRequest, Told, count, flag, number, text, wrong
 
 MAX_ANSWERS = 16  # n
 
@@ -67,7 +67,7 @@ def read(
     if "model" in body:
         text("model", body["model"])  # any name is accepted
     answers = "n" if "n" in body else "n_cmpl"
-    told: list[tuple[str, str]] = []
+    told: Told = []
     tools = read_tools(body, told)
     params = read_sampling(body, tokenize, switched_logprobs=switched_logprobs)
     if tools is not None and tools.calls != "none" and params.is_constrained and params.schema is None:
@@ -88,7 +88,7 @@ def read(
         progress=flag("return_progress", body.get("return_progress", False)),
         sign_seconds=_sign_seconds(body),
         tools=tools,
-        constrained_by=constraining_field(body),
+        constrained_by=read_constraint(body)[0],
         reasoning=_reasoning(body),
         warnings=(*told, *warnings(body)),
     )

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import sys
+from contextlib import suppress
 from typing import Any
 
 _MEMORY = 1 << 30  # bytes of address space
@@ -40,12 +41,10 @@ def read_pdf(data: bytes, most: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    try:
+    with suppress(ImportError, ValueError, OSError):  # not on Windows; the time is limited on every system
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    except (ImportError, ValueError, OSError):
-        pass  # not on Windows; the time is limited on every system
     logging.disable()  # pypdf warns of every oddity
     sys.stdout.write(json.dumps(read_pdf(sys.stdin.buffer.read(), int(sys.argv[1]))))
 

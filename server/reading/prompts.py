@@ -11,7 +11,18 @@ from polarlm.engine import PromptOptions
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.reading.messages import read_messages
 from polarlm.server.reading.tools import Tools, check_depth
-from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, is_empty, number, text, wrong
+from polarlm.server.reading.values import (
+    LARGEST,
+    BadRequest,
+    Told,
+    count,
+    flag,
+    is_empty,
+    is_number,
+    number,
+    text,
+    wrong,
+)
 
 MOST_SALT = 1024  # characters
 MOST_VARIABLES = 4096  # characters of all variables of a template as JSON
@@ -19,9 +30,7 @@ _LONGEST_EFFORT = 32  # characters: a word, such as "high"
 
 
 def read_prompt(
-    body: Mapping[str, Any],
-    takes: Collection[str] = ("messages", "prompt"),
-    told: list[tuple[str, str]] | None = None,
+    body: Mapping[str, Any], takes: Collection[str] = ("messages", "prompt"), told: Told | None = None
 ) -> Prompt:
     """The prompt under one of the names in `takes`. told: see `read_messages`. Raises BadRequest."""
     name = one_given(body, takes)
@@ -66,11 +75,8 @@ def read_vector_options(body: Mapping[str, Any], *, truncates: bool = False) -> 
 
 def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
     """Whether the answer continues the last message, unless a field of vLLM's says otherwise. Raises BadRequest."""
-    asks = {
-        name: flag(name, body[name]) is wanted
-        for name, wanted in (("continue_final_message", True), ("add_generation_prompt", False))
-        if body.get(name) is not None
-    }
+    wishes = {"continue_final_message": True, "add_generation_prompt": False}
+    asks = {name: flag(name, body[name]) is wish for name, wish in wishes.items() if body.get(name) is not None}
     if len(set(asks.values())) > 1:
         sentence = "add_generation_prompt asks for a new turn if it is true, continue_final_message if it is false"
         raise BadRequest("continue_final_message", f"{sentence}: leave one of them out")
@@ -89,7 +95,11 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bo
 def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
     """Variables of the model's template: the ones in `value`, and the ones that an effort of reasoning implies."""
     field = "chat_template_kwargs"
-    asked = {} if effort is None else _reasoning(text("reasoning_effort", effort))
+    asked: dict[str, Any] = {}
+    if effort is not None:
+        if len(text("reasoning_effort", effort)) > _LONGEST_EFFORT:
+            raise BadRequest("reasoning_effort", f"reasoning_effort must have at most {_LONGEST_EFFORT} characters")
+        asked = {"enable_thinking": effort != "none", "reasoning_effort": effort}
     if value is None:
         return asked
     if not isinstance(value, dict):
@@ -104,12 +114,6 @@ def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
     return asked | value
 
 
-def _reasoning(effort: str) -> dict[str, Any]:
-    if len(effort) > _LONGEST_EFFORT:
-        raise BadRequest("reasoning_effort", f"reasoning_effort must have at most {_LONGEST_EFFORT} characters")
-    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
-
-
 def read_salt(value: Any) -> str:
     if value is None:
         return ""
@@ -121,9 +125,7 @@ def read_salt(value: Any) -> str:
 def read_prompts(field: str, value: Any, most: int) -> list[Prompt]:
     """One prompt, or an array of 1 to `most`: strings, arrays of ids and strings, and {"prompt_string": string}. An
     array that contains a token id is one prompt. Raises BadRequest."""
-    if not isinstance(value, list) or any(
-        isinstance(part, (int, float)) and not isinstance(part, bool) for part in value
-    ):
+    if not isinstance(value, list) or any(map(is_number, value)):
         return [_raw_prompt(field, value)]
     if not value:
         raise wrong(field, "a string, an array of token ids, or an array of several prompts", value)

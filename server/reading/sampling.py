@@ -12,7 +12,7 @@ from polarlm.engine.limits import MOST_LOGPROBS, Numbers, complaint
 from polarlm.engine.params import OPTIONS, SAMPLING
 from polarlm.server.reading.constraints import read_constraint
 from polarlm.server.reading.fields import capped
-from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, number, shown, text, texts, wrong
+from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, number, shown, text, wrong
 
 MAX_STOPS, MAX_STOP_LENGTH = 256, 1000
 MAX_STOP_TEXT = 16_000  # characters, of all stops together
@@ -31,7 +31,7 @@ def read_sampling(body: Mapping[str, Any], tokenize: Tokenize, *, switched_logpr
     if "logit_bias" in body:
         biases = _biases(body["logit_bias"], tokenize)
         chosen["logit_bias"] = _within_limits("logit_bias", "logit_bias", biases)
-    return SamplingParams(**chosen, **read_constraint(body), logprobs=_logprobs(body, switched_logprobs))
+    return SamplingParams(**chosen, **read_constraint(body)[1], logprobs=_logprobs(body, switched_logprobs))
 
 
 def _within_limits(field: str, name: str, value: Any) -> Any:
@@ -80,20 +80,24 @@ def _seed(field: str, value: Any) -> int:
     return -1 if seed < 0 else seed & LARGEST
 
 
-def _top_p(field: str, value: Any) -> float:
-    """0 stands for the best token alone."""
-    return number(field, value) or 1e-9
-
-
 def _texts(field: str, value: Any) -> tuple[str, ...]:
-    stops = texts(field, value, MAX_STOPS, MAX_STOP_LENGTH)
-    if (characters := sum(map(len, stops))) > MAX_STOP_TEXT:
+    """The strings in a string or an array, but for empty ones."""
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list):
+        raise wrong(field, "a string or an array of strings", value)
+    if len(values) > MAX_STOPS:
+        raise BadRequest(field, f"{field} has {len(values)} strings, but at most {MAX_STOPS} are taken")
+    for index, one in enumerate(values):
+        place = field if values is not value else f"{field}[{index}]"
+        if len(text(place, one)) > MAX_STOP_LENGTH:
+            raise BadRequest(place, f"{place} must have at most {MAX_STOP_LENGTH} characters, not {len(one)}")
+    if (characters := sum(map(len, values))) > MAX_STOP_TEXT:
         raise BadRequest(field, f"{field} has {characters} characters, but at most {MAX_STOP_TEXT} are taken")
-    return stops
+    return tuple(one for one in values if one)
 
 
 _READERS: Mapping[str, Callable[[str, Any], Any]] = {
-    "top_p": _top_p,
+    "top_p": lambda field, value: number(field, value) or 1e-9,  # 0 stands for the best token alone
     "top_k": _at_least(0),
     "max_tokens": _at_least(-1),
     "min_tokens": _at_least(0),

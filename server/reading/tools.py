@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from polarlm.server.reading.parts import in_words
-from polarlm.server.reading.values import BadRequest, flag, text, wrong
+from polarlm.server.reading.values import BadRequest, Told, flag, text, wrong
 
 MOST_TOOLS = 128
 MOST_TEXT = 1 << 17  # characters of all tools as JSON
@@ -27,7 +27,7 @@ class Tools:
     several: bool  # whether there may be more than one call
 
 
-def read_tools(body: Mapping[str, Any], told: list[tuple[str, str]] | None = None) -> Tools | None:
+def read_tools(body: Mapping[str, Any], told: Told | None = None) -> Tools | None:
     """The functions of a request; None if it has none. Tools of other types are left out, and a choice of one of them
     is "auto": `told` gets fields and sentences. Raises BadRequest."""
     told = [] if told is None else told
@@ -77,7 +77,7 @@ def _kind(field: str, tool: Any) -> str:
     return kind or "function"
 
 
-def _without(others: list[dict[str, Any]], choice: Any, told: list[tuple[str, str]], *, alone: bool) -> Any:
+def _without(others: list[dict[str, Any]], choice: Any, told: Told, *, alone: bool) -> Any:
     """A choice of tools without `others`; "auto" if nothing else is chosen. alone: whether there are no functions."""
     names = {_called(tool) for tool in others}
 
@@ -169,13 +169,8 @@ def in_namespace(namespace: str, name: str) -> str:
 def check_depth(field: str, value: Any) -> None:
     level = [value]
     for _ in range(MOST_DEPTH):
-        level = [inner for each in level for inner in _inside(each)]
+        nested = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        level = [inner for one in nested for inner in one]
         if not level:
             return
     raise BadRequest(field, f"{field} is nested more than {MOST_DEPTH} levels deep")
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()

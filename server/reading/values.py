@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
+Body = Mapping[str, Any]
+Told = list[tuple[str, str]]  # fields, and sentences about what is not done as they ask
 LARGEST = 2**63 - 1
 _LONGEST_NUMBER = 40  # characters of one in quotes
 
@@ -52,6 +55,11 @@ def is_empty(value: Any) -> bool:
     return value is None or value in ("", [], {})
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number in JSON, where true and false are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def flag(field: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise wrong(field, "true or false", value)
@@ -73,7 +81,7 @@ def count(field: str, value: Any, low: float, high: float) -> int:
 def number(field: str, value: Any) -> float:
     """A finite number, which may be in quotes: JSON also allows 1e999, which no float can hold."""
     value = unquoted(value)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if not is_number(value):
         raise wrong(field, "a number", value)
     if not (-LARGEST <= value <= LARGEST and math.isfinite(value)):
         raise BadRequest(field, f"{field} is {shown(value)}, which is out of range")
@@ -88,27 +96,13 @@ def unquoted(value: Any) -> Any:
         number = json.loads(value)
     except ValueError:
         return value
-    return number if isinstance(number, (int, float)) and not isinstance(number, bool) else value
+    return number if is_number(number) else value
 
 
 def text(field: str, value: Any) -> str:
     if not isinstance(value, str):
         raise wrong(field, "a string", value)
     return value
-
-
-def texts(field: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
-    """The strings in a string or an array, but for empty ones; at most `most`, each of at most `longest` characters."""
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list):
-        raise wrong(field, "a string or an array of strings", value)
-    if len(values) > most:
-        raise BadRequest(field, f"{field} has {len(values)} strings, but at most {most} are taken")
-    for index, one in enumerate(values):
-        place = field if values is not value else f"{field}[{index}]"
-        if len(text(place, one)) > longest:
-            raise BadRequest(place, f"{place} must have at most {longest} characters, not {len(one)}")
-    return tuple(one for one in values if one)
 
 
 def wrong(field: str, wanted: str, value: Any) -> BadRequest:

@@ -92,7 +92,8 @@ class ConversationStore:
     def write(self, conversation: str, base: int, head: str, messages: Mapping[str, str]) -> int | None:
         """Change a conversation, and return the revision; None, and no change, if it has changed after `base`."""
         with self._lock, self._told(), _transaction(self._file):
-            if self._revision_of(conversation) > base:
+            row = self._file.execute("SELECT revision FROM conversations WHERE id = ?", (conversation,)).fetchone()
+            if row is not None and row[0] > base:
                 return None
             revision = self._next()
             self._file.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?)", (conversation, revision, head))
@@ -117,10 +118,6 @@ class ConversationStore:
         except sqlite3.Error as error:
             full = f"; --max-conversations-size allows {format_bytes(self._most)}: delete some" * ("full" in str(error))
             raise EngineError(f"conversations cannot be kept or read now: {error}{full}", "storage") from None
-
-    def _revision_of(self, conversation: str) -> int:
-        row = self._file.execute("SELECT revision FROM conversations WHERE id = ?", (conversation,)).fetchone()
-        return 0 if row is None else int(row[0])
 
     def _next(self) -> int:
         # Every change writes its conversation's row, so that no message has a later revision.

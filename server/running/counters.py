@@ -11,8 +11,6 @@ from polarlm.engine import Chunk
 from polarlm.engine.outputs import Times
 from polarlm.server.running.job import Job
 
-_WHOLE = {"stop", "length"}  # outcomes of complete answers
-
 
 @dataclass
 class Totals:
@@ -41,11 +39,11 @@ class Totals:
     def ended(self, job: Job, *, answer: bool) -> None:
         """Count a request that has ended. answer: whether it counts in the mean time of an answer."""
         seconds = time.monotonic() - job.started
-        if job.key:
-            self.key_requests[job.key] += 1
+        if job.entry.key:
+            self.key_requests[job.entry.key] += 1
         self.requests[job.outcome] += 1
         self.seconds += seconds
-        if job.outcome in _WHOLE:
+        if job.outcome in ("stop", "length"):  # a complete answer
             self.latency.add(seconds)
         if answer:
             self.answers += 1
@@ -55,8 +53,8 @@ class Totals:
         """Add a chunk's tokens, their times and its usage. job: its request."""
         if tokens := len(chunk.token_ids):
             self.completion_tokens += tokens
-            if job.key:
-                self.key_tokens[job.key] += tokens
+            if job.entry.key:
+                self.key_tokens[job.entry.key] += tokens
             if job.token_came is None:
                 self.first_token.add(job.appended - job.started)
             else:  # the tokens of a chunk share the time

@@ -124,10 +124,10 @@ class Driver:
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
         """
-        with self._job(self._answers) as (entry, job):
-            entry.adapter = options.lora if options and options.lora else None
+        with self._job(self._answers) as job:
+            job.entry.adapter = options.lora if options and options.lora else None
             start = partial(submit or self.engine.submit, prompt, self._limited(params), options, progress=progress)
-            ticket = await self._submitted(entry, job, prompt, start, compiles=compiles or params.is_constrained)
+            ticket = await self._submitted(job, prompt, start, compiles=compiles or params.is_constrained)
             last = False
             try:
                 if queued:
@@ -135,13 +135,13 @@ class Driver:
                 while not last:
                     item = await self._next(job)
                     self._totals.count(item, job)
-                    entry.count(item)
+                    job.entry.count(item)
                     last = item.finish_reason is not None
                     job.outcome = item.finish_reason or job.outcome
                     yield item
             finally:
                 if not last:  # no chunk had the usage
-                    entry.cached_tokens += ticket.cached_tokens()
+                    job.entry.cached_tokens += ticket.cached_tokens()
 
     async def each(
         self,
@@ -160,14 +160,14 @@ class Driver:
             return write(vector)
 
         written: list[T] = []
-        with self._job(self._answers) as (entry, job):
+        with self._job(self._answers) as job:
             # A decoder takes them one by one, between which the answers of others go on.
             together = _TOGETHER if self.engine.model.config.is_encoder else 1
             for first in range(0, len(jobs), together):
                 part = jobs[first : first + together]
                 for number, (prompt, params, options) in enumerate(part):
                     start = partial(self.engine.submit, prompt, params, options)
-                    await self._submitted(entry, job, prompt, start, _Place(job, number))
+                    await self._submitted(job, prompt, start, _Place(job, number))
                 chunks: list[list[Chunk]] = [[] for _ in part]
                 while not all(each and each[-1].finish_reason is not None for each in chunks):
                     number, chunk = await self._next(job)
@@ -185,48 +185,34 @@ class Driver:
             raise for_clients(error) from None
 
     @contextmanager
-    def _job(self, queue: _Queue) -> Iterator[tuple[journal.Entry, Job]]:
-        """Yields a job in `queue`, which ends after --request-seconds, and its entry in the log. Raises Refused."""
-        entry = journal.current() or journal.Entry("", "")
-        job = self._admit(entry, queue)
-        timer = self._loop.call_later(self.config.request_seconds, self._expire, job)
+    def _job(self, queue: _Queue) -> Iterator[Job]:
+        """Yields a job in `queue`, which ends after --request-seconds. Raises Refused."""
+        job, limit = Job(self._loop, journal.current()), self.config.request_seconds
+        if self.closing or len(queue.jobs) >= queue.room:
+            busy = refused.busy("The server is busy", self._totals.usual_seconds())
+            refusal = refused.closing() if self.closing else busy
+            job.entry.outcome = refusal.code
+            self._totals.requests[refusal.code] += 1
+            raise refusal
+        queue.jobs.add(job)
+        self._idle.clear()
+        late = Refused("timeout", f"The request took longer than {limit} seconds, the limit of this server")
+        timer = self._loop.call_later(limit, job.end, late)
         try:
-            yield entry, job
+            yield job
         except (Refused, EngineError) as error:
             job.outcome = error.code if isinstance(error, Refused) else "error"
             raise
         finally:
             timer.cancel()
-            entry.outcome = job.outcome
-            self._leave(job, queue)
-
-    def _admit(self, entry: journal.Entry, queue: _Queue) -> Job:
-        refusal = None
-        if self.closing:
-            refusal = refused.closing()
-        elif len(queue.jobs) >= queue.room:
-            refusal = refused.busy("The server is busy", self._totals.usual_seconds())
-        if refusal is not None:
-            entry.outcome = refusal.code
-            self._totals.requests[refusal.code] += 1
-            raise refusal
-        job = Job(self._loop, entry.key)
-        queue.jobs.add(job)
-        self._idle.clear()
-        return job
-
-    def _leave(self, job: Job, queue: _Queue) -> None:
-        job.close()
-        self._thread.wake()  # so that the engine drops the request
-        queue.jobs.discard(job)
-        answer = queue is self._answers and job.outcome != "error"  # most errors precede any computation
-        self._totals.ended(job, answer=answer)
-        if not any(queue.jobs for queue in self._queues):
-            self._idle.set()
-
-    def _expire(self, job: Job) -> None:
-        limit = self.config.request_seconds
-        job.end(Refused("timeout", f"The request took longer than {limit} seconds, the limit of this server"))
+            job.entry.outcome = job.outcome
+            job.close()
+            self._thread.wake()  # so that the engine drops the request
+            queue.jobs.discard(job)
+            answer = queue is self._answers and job.outcome != "error"  # most errors precede any computation
+            self._totals.ended(job, answer=answer)
+            if not any(queue.jobs for queue in self._queues):
+                self._idle.set()
 
     def _limited(self, params: SamplingParams) -> SamplingParams:
         limit = self.config.max_tokens
@@ -235,14 +221,7 @@ class Driver:
         return replace(params, max_tokens=limit)
 
     async def _submitted(
-        self,
-        entry: journal.Entry,
-        job: Job,
-        prompt: Prompt,
-        start: Submit,
-        into: Outbox | None = None,
-        *,
-        compiles: bool = False,
+        self, job: Job, prompt: Prompt, start: Submit, into: Outbox | None = None, *, compiles: bool = False
     ) -> Ticket:
         """Submit a request with `start`, in a thread of a pool. into: gets its chunks, in place of the job."""
 
@@ -252,7 +231,7 @@ class Driver:
             self._thread.wake()
             return ticket
 
-        entry.prompt = prompt if self.config.log_prompts else None
+        job.entry.prompt = prompt if self.config.log_prompts else None
         try:
             ticket = await self._aside(submit, self._grammar_pool if compiles else self._pool)
         except EngineError:
@@ -260,7 +239,7 @@ class Driver:
                 await self._next(job)
             raise
         self._totals.prompt_tokens += ticket.prompt_tokens
-        entry.prompt_tokens += ticket.prompt_tokens
+        job.entry.prompt_tokens += ticket.prompt_tokens
         return ticket
 
     async def save_session(self, name: str, prompt: Prompt, options: PromptOptions | None = None) -> int:
@@ -318,7 +297,7 @@ class Driver:
         return await self._counted(self._texts, self._text_pool.submit, outcome, work)
 
     async def _counted(self, queue: _Queue, submit: Callable[[Any], Any], outcome: str, work: Callable[[], T]) -> T:
-        with self._job(queue) as (_, job):
+        with self._job(queue) as job:
             submit(partial(job.do, work))
             result: T = await self._next(job)
             job.outcome = outcome

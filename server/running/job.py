@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from polarlm.engine.requests.mailbox import Mailbox
+from polarlm.server.running import journal
 
 _LOG = logging.getLogger(__name__)
 
@@ -19,10 +20,9 @@ _LOG = logging.getLogger(__name__)
 class Job(Mailbox):
     """A mailbox with what the log and the counters need of its request."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, key: str | None = None) -> None:
-        """key: the name of the key that the client has sent, if it has one."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, entry: journal.Entry | None = None) -> None:
         super().__init__(loop)
-        self.key = key
+        self.entry = entry or journal.Entry("", "")
         self.started = time.monotonic()
         self.outcome = "cancelled"
         self.appended = self.started  # when the newest item that was read was appended

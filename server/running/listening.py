@@ -154,9 +154,8 @@ def notice_lost_peers(connected: socket.socket) -> None:
         return
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # A system without one of these options uses its own, longer time.
-    limits = {"TCP_KEEPIDLE": _LOST_AFTER // 2, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
-    limits["TCP_USER_TIMEOUT"] = _LOST_AFTER * 1000
-    for name, limit in limits.items():
+    probes = {"TCP_KEEPIDLE": _LOST_AFTER // 2, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
+    for name, limit in {**probes, "TCP_USER_TIMEOUT": 1000 * _LOST_AFTER}.items():
         if option := getattr(socket, name, None):
             connected.setsockopt(socket.IPPROTO_TCP, option, limit)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 
+from polarlm.children import how_ended
 from polarlm.engine import EngineError
 
 _LOG = logging.getLogger(__name__)
@@ -30,8 +31,9 @@ def unknown_session(name: str) -> Refused:
     return Refused("unknown_session", f"There is no session called {name}")
 
 
-def unknown_model(name: str, known: str) -> Refused:
-    return Refused("model_not_found", f"There is no model called {name[:100]}; there are: {known}")
+def model_ended(name: str, code: int) -> Refused:
+    sentence = f"The process of {name} {how_ended(code)} while it answered: send the request again, which starts it"
+    return Refused("model_ended", sentence)
 
 
 def closing() -> Refused:

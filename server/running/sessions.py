@@ -56,7 +56,6 @@ class SessionFolder:
             raise EngineError(
                 f"--sessions {folder}: {reason}; name a folder that is there or can be made", "storage"
             ) from None
-
         files.remove_unfinished(self._folder)
 
     def file(self, name: str) -> SessionFile:
@@ -121,7 +120,6 @@ def read_name(field: str, value: Any) -> str:
     if isinstance(value, str) and files.is_device(value):
         raise BadRequest(field, f"{field} is {value!r}, which Windows keeps for a device; choose another name")
     if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise BadRequest(
-            field, f"{field} must be 1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or a digit"
-        )
+        wanted = "1 to 100 letters, digits, '.', '_' or '-', beginning with a letter or a digit"
+        raise BadRequest(field, f"{field} must be {wanted}")
     return value

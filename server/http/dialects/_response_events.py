@@ -199,7 +199,7 @@ class ResponseTools:
         return {"name": inner, "namespace": namespace} if namespace else {"name": name}
 
 
-def read_response_tools(value: Any) -> ResponseTools:
+def tools_of(value: Any) -> ResponseTools:
     read = ResponseTools()
     for at, tool, namespace in _each("tools", value):
         if tool.get("type", "function") != "function":

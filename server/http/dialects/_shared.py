@@ -32,12 +32,8 @@ def read_own(
     except BadRequest as error:
         raise _renamed(error, {**places, **names}) from None
     told = [_renamed(BadRequest(*warning), names) for warning in asked.warnings]
-    by = asked.constrained_by
-    return replace(
-        asked,
-        constrained_by=by and names.get(by, by),
-        warnings=tuple((one.field or "", one.message) for one in told),
-    )
+    by, warnings = asked.constrained_by, tuple((one.field or "", one.message) for one in told)
+    return replace(asked, constrained_by=by and names.get(by, by), warnings=warnings)
 
 
 def _absolute(at: str, value: Any) -> dict[str, str]:
@@ -52,10 +48,8 @@ def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
     for ours, theirs in names.items():
         rest = (error.field or "").removeprefix(ours)
         if rest != error.field and rest[:1] in ("", ".", "["):
-            message = error.message
-            return BadRequest(
-                theirs + rest, theirs + message.removeprefix(ours) if message.startswith(ours) else message
-            )
+            said = error.message
+            return BadRequest(theirs + rest, theirs + said.removeprefix(ours) if said.startswith(ours) else said)
     return error
 
 

@@ -19,7 +19,7 @@ from polarlm.engine.sampling.sample import CHAIN, resolve
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece
-from polarlm.server.http.bodies import read_body
+from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.openai.chat import ChatCompletions
@@ -44,44 +44,33 @@ def routes(driver: Driver) -> list[Route]:
         Route("/completion", Generation(driver, Completion()).serve, methods=["POST"]),
         Route("/infill", Generation(driver, Infilling()).serve, methods=["POST"]),
         Route("/props", server.props),
-        Route("/props", _not_here("global properties cannot be changed"), methods=["POST"]),
+        _not_here("/props", "global properties cannot be changed"),
         Route("/slots", server.slots),
-        Route("/slots/{slot}", _not_here("sessions are saved and loaded at /sessions"), methods=["POST"]),
+        _not_here("/slots/{slot}", "sessions are saved and loaded at /sessions"),
         Route("/apply-template", server.apply_template, methods=["POST"]),
         *(Route(f"{prefix}/chat/completions/input_tokens", count, methods=["POST"]) for prefix in ("/v1", "")),
         Route("/lora-adapters", server.adapters),
-        Route(
-            "/lora-adapters",
-            _not_here("a request chooses its adapter, in lora or by its name as model"),
-            methods=["POST"],
-        ),
+        _not_here("/lora-adapters", "a request chooses its adapter, in lora or by its name as model"),
     ]
 
 
-class _Server:
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-
+class _Server(Endpoints):
     async def props(self, _request: Request) -> Response:
         engine = self._driver.engine
-        defaults = {
-            "n_ctx": engine.context,
-            "params": generation_settings(engine.model, SamplingParams(), engine.context),
+        settings = generation_settings(engine.model, SamplingParams(), engine.context)
+        shown = {
+            "default_generation_settings": {"n_ctx": engine.context, "params": settings},
+            "total_slots": engine.config.parallel,
+            "model_alias": engine.model.name,
+            "model_path": engine.model.path.name,
+            "chat_template": engine.model.template.source,
+            "chat_template_is_default": engine.model.template.is_default,  # whether the model has none of its own
+            "chat_template_caps": {},
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"polarlm {release()}".rstrip(),
+            "is_sleeping": False,
         }
-        return JSONResponse(
-            {
-                "default_generation_settings": defaults,
-                "total_slots": engine.config.parallel,
-                "model_alias": engine.model.name,
-                "model_path": engine.model.path.name,
-                "chat_template": engine.model.template.source,
-                "chat_template_is_default": engine.model.template.is_default,  # whether the model has none of its own
-                "chat_template_caps": {},
-                "modalities": {"vision": False, "audio": False},
-                "build_info": f"polarlm {release()}".rstrip(),
-                "is_sleeping": False,
-            }
-        )
+        return JSONResponse(shown)
 
     async def slots(self, request: Request) -> Response:
         """One slot for each request that may be computed at the same time."""
@@ -89,51 +78,32 @@ class _Server:
         busy = min(now.running + now.waiting, engine.config.parallel)
         if request.query_params.get("fail_on_no_slot") and busy == engine.config.parallel:
             raise ApiError(503, "Every slot is in use: try again a little later", "busy")
-        return JSONResponse(
-            [
-                {
-                    "id": slot,
-                    "id_task": -1,
-                    "n_ctx": engine.context,
-                    "speculative": engine.config.drafts,
-                    "is_processing": slot < busy,
-                }
-                for slot in range(engine.config.parallel)
-            ]
-        )
+        slot = {"id_task": -1, "n_ctx": engine.context, "speculative": engine.config.drafts}
+        numbers = range(engine.config.parallel)
+        return JSONResponse([{"id": number, **slot, "is_processing": number < busy} for number in numbers])
 
     async def apply_template(self, request: Request) -> Response:
         """{"messages"} → {"prompt"}: the messages as text, as the model's template writes them."""
-        asked = await self._asked(request)
-        work = self._driver.counted(
-            "templated", lambda: chat_text(asked.prompt, self._driver.engine.model, asked.options)
-        )
+        engine, special = self._driver.engine, self._driver.config.parse_special
+        body = await self._body(request)
+        asked = read(body, engine.tokenize, ("messages",), switched_logprobs=True, parse_special=special)
+        work = self._driver.counted("templated", lambda: chat_text(asked.prompt, engine.model, asked.options))
         shown = JSONResponse({"prompt": await while_there(request.receive, work)})
         return warn(shown, [sentence for _, sentence in asked.warnings])
 
-    async def _asked(self, request: Request) -> ParsedRequest:
-        config = self._driver.config
-        body = await read_body(request, config.max_body)
-        tokenize = self._driver.engine.tokenize
-        return read(body, tokenize, ("messages",), switched_logprobs=True, parse_special=config.parse_special)
-
     async def adapters(self, _request: Request) -> Response:
         """The adapters (LoRA), with the numbers that `lora` gives. Their scales are 0: a request chooses its own."""
-        return JSONResponse(
-            [
-                {"id": number, "path": name, "scale": 0.0}
-                for number, name in enumerate(self._driver.engine.adapters.by_name)
-            ]
-        )
+        names = enumerate(self._driver.engine.adapters.by_name)
+        return JSONResponse([{"id": number, "path": name, "scale": 0.0} for number, name in names])
 
 
-def _not_here(why: str) -> Any:
-    """An endpoint that refuses requests to one of llama-server's."""
+def _not_here(path: str, why: str) -> Route:
+    """The route of one of llama-server's endpoints, which refuses requests."""
 
     async def refuse(_request: Request) -> Response:
         raise ApiError(501, f"This server does not do this: {why}", "not_supported")
 
-    return refuse
+    return Route(path, refuse, methods=["POST"])
 
 
 _ERROR_TYPES = {
@@ -159,7 +129,8 @@ class Completion(Endpoint):
         body = asking(body)
         more = _own_fields(body)
         asked = read_raw(body, about)
-        return asked, _writer(asked, about, more, several=isinstance(body["prompt"], list) and bool(asked.more_prompts))
+        several = asked.n > 1 or (isinstance(body["prompt"], list) and bool(asked.more_prompts))
+        return asked, CompletionWriter(about, asked, several, **more)
 
 
 class Infilling(Endpoint):
@@ -170,14 +141,12 @@ class Infilling(Endpoint):
         more = _own_fields(body)
         texts = {name: text(name, body.get(name, "")) for name in _INFILLED}
         files = _files(body.pop("input_extra", []))
-        asked = read(
-            {**body, "prompt": "-"}, about.model.tokenizer.tokenize, ("prompt",), parse_special=about.parse_special
-        )
+        asked = read_raw({**body, "prompt": "-"}, about)
         infill = infill_of(about.model.tokenizer)
         parts = (texts["input_prefix"], texts["input_suffix"], texts["prompt"], files)
         prompts = [] if infill is None else [infill.prompt(*parts)]
         asked = infilled("input_suffix", asked, infill, prompts)
-        return asked, _writer(asked, about, more, several=False)
+        return asked, CompletionWriter(about, asked, asked.n > 1, **more)
 
 
 def _files(value: Any) -> list[tuple[str, str]]:
@@ -194,13 +163,9 @@ def _files(value: Any) -> list[tuple[str, str]]:
     return files
 
 
-def _own_fields(body: dict[str, Any]) -> dict[str, bool]:
+def _own_fields(body: dict[str, Any]) -> dict[str, Any]:
     """The fields that only llama-server's own shape has, removed from `body`. Raises BadRequest."""
     return {name: flag(name, body.pop(name, False)) for name in ("return_tokens", "timings_per_token")}
-
-
-def _writer(asked: ParsedRequest, about: About, more: dict[str, bool], *, several: bool) -> CompletionWriter:
-    return CompletionWriter(about, asked, several or asked.n > 1, more["return_tokens"], more["timings_per_token"])
 
 
 @dataclass(frozen=True)
@@ -208,15 +173,15 @@ class CompletionWriter(Writer):
     about: About
     asked: ParsedRequest
     several: bool  # whether the body of a response that is not streamed is an array
-    returns_tokens: bool
-    times_tokens: bool
+    return_tokens: bool
+    timings_per_token: bool
     _begun: float = field(default_factory=time.monotonic)
     _first: dict[int, float] = field(default_factory=dict)  # answer → when its first token was generated
     _counts: dict[int, int] = field(default_factory=dict)  # answer → number of tokens so far
 
     def whole(self, answers: Sequence[Answer]) -> Any:
         written = [
-            self._end(index, answer, answer.text, answer.token_ids if self.returns_tokens else (), answer.logprobs)
+            self._end(index, answer, answer.text, answer.token_ids if self.return_tokens else (), answer.logprobs)
             for index, answer in enumerate(answers)
         ]
         return written if self.several else written[0]
@@ -234,12 +199,10 @@ class CompletionWriter(Writer):
             part = self._part(index, piece, count)
             if piece.logprobs:
                 part["completion_probabilities"] = _probabilities(self.about.model.tokenizer, piece.logprobs)
-            if self.times_tokens:
+            if self.timings_per_token:
                 first_at = self._first.get(index, now)
-                part["timings"] = {
-                    "prompt_ms": 1000 * (first_at - self._begun),
-                    **_rates("predicted", count, now - first_at),
-                }
+                rates = _rates("predicted", count, now - first_at)
+                part["timings"] = {"prompt_ms": 1000 * (first_at - self._begun), **rates}
             yield part
         if piece.finish_reason is not None:
             yield self._end(index, piece, "", (), ())

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from typing import Any
 
 from starlette.requests import Request
@@ -17,8 +16,8 @@ from polarlm.engine.params import OPTIONS
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.model_loaders.forks import cached_property
 from polarlm.server.answers.pieces import Answer, Call, Piece
-from polarlm.server.http.bodies import read_body
-from polarlm.server.http.described import listed, ollama_version, shown
+from polarlm.server.http.bodies import Endpoints
+from polarlm.server.http.described import NEVER, head, listed, ollama_version, shown
 from polarlm.server.http.dialects._shared import Places, arguments_of, items, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
@@ -63,21 +62,20 @@ _KNOWN = {
     *("stream", "options", "format", "think", "logprobs", "top_logprobs", *_SAME_NAMES),
     *("keep_alive", "truncate", "shift", "width", "height", "steps"),  # without an effect here
 }
-_NEVER = "9999-12-31T23:59:59Z"  # the time at which the model is unloaded
 _EFFORTS = ("low", "medium", "high")
 
 
 def routes(driver: Driver) -> list[Route]:
-    facts = _Facts(driver)
+    server = _Server(driver)
     return [
-        Route("/api/chat", _Served(driver, CHAT).serve, methods=["POST"]),
-        Route("/api/generate", _Served(driver, GENERATE).serve, methods=["POST"]),
-        Route("/api/embed", _Embedded(driver).serve, methods=["POST"]),
-        Route("/api/embeddings", _Embedded(driver).serve_older, methods=["POST"]),
-        Route("/api/pull", facts.pull, methods=["POST"]),
-        Route("/api/tags", facts.tags),
-        Route("/api/ps", facts.running),
-        Route("/api/show", facts.show, methods=["POST"]),
+        Route("/api/chat", _Generation(driver, CHAT).serve, methods=["POST"]),
+        Route("/api/generate", _Generation(driver, GENERATE).serve, methods=["POST"]),
+        Route("/api/embed", server.embed, methods=["POST"]),
+        Route("/api/embeddings", server.embed_older, methods=["POST"]),
+        Route("/api/pull", server.pull, methods=["POST"]),
+        Route("/api/tags", server.tags),
+        Route("/api/ps", server.running),
+        Route("/api/show", server.show, methods=["POST"]),
         Route("/api/version", ollama_version),
     ]
 
@@ -100,44 +98,34 @@ class Generating(Endpoint):
         return super().warnings(body) + options
 
 
-@dataclass(frozen=True)
-class _Served:
+class _Generation(Generation):
     """An endpoint. A request without a prompt asks to load the model, which is always loaded."""
 
-    driver: Driver
-    endpoint: Generating
-
-    async def serve(self, request: Request) -> Response:
-        body = await read_body(request, self.driver.config.max_body)
+    async def respond(self, request: Request, body: dict[str, Any]) -> Response:
         if all(is_empty(body.get(name)) for name in ("messages", "prompt", "suffix", "images")):
             text("model", body.get("model") or "")
-            loaded = {"done": True, "done_reason": "load"}
-            return JSONResponse(head(self.driver.engine.model.name) | self.endpoint.content({"content": ""}) | loaded)
-        return await Generation(self.driver, self.endpoint).respond(request, body)
+            assert isinstance(self._endpoint, Generating)
+            empty = head(self._driver.engine.model.name) | self._endpoint.content({"content": ""})
+            return JSONResponse(empty | {"done": True, "done_reason": "load"})
+        return await super().respond(request, body)
 
 
-@dataclass(frozen=True)
-class _Embedded:
-    """POST /api/embed: {"input"} → {"embeddings"}, and its older form."""
+class _Server(Endpoints):
+    """Endpoints of the one model of this server, whatever name a request gives."""
 
-    driver: Driver
-
-    async def serve(self, request: Request) -> Response:
+    async def embed(self, request: Request) -> Response:
+        """POST /api/embed: {"input"} → {"embeddings"}"""
         since = time.monotonic()
-        body = await read_body(request, self.driver.config.max_body)
+        body = await self._body(request)
         vectors, tokens = await self._embed(request, body, read_prompts("input", body.get("input"), MOST_INPUTS))
-        counts = {
-            "model": self.driver.engine.model.name,
-            "total_duration": nanoseconds(time.monotonic() - since),
-            "load_duration": 0,
-            "prompt_eval_count": tokens,
-        }
+        name, took = self._driver.engine.model.name, nanoseconds(time.monotonic() - since)
+        counts = {"model": name, "total_duration": took, "load_duration": 0, "prompt_eval_count": tokens}
         content = f'{json.dumps(counts)[:-1]},"embeddings":[{",".join(vectors)}]}}'
         return Response(content, media_type="application/json")
 
-    async def serve_older(self, request: Request) -> Response:
-        """POST /api/embeddings: {"prompt"} → {"embedding"}, which is [] for an empty text. Raises as `serve` does."""
-        body = await read_body(request, self.driver.config.max_body)
+    async def embed_older(self, request: Request) -> Response:
+        """POST /api/embeddings: {"prompt"} → {"embedding"}, which is [] for an empty text. Raises as `embed` does."""
+        body = await self._body(request)
         prompt = text("prompt", body.get("prompt") or "")
         vectors, _ = await self._embed(request, body, [prompt] if prompt else [])
         return Response(f'{{"embedding":{vectors[0] if vectors else "[]"}}}', media_type="application/json")
@@ -147,17 +135,10 @@ class _Embedded:
     ) -> tuple[list[str], int]:
         text("model", body.get("model") or "")
         isolated = {name: body.get(name) for name in _SAME_NAMES}
-        options = read_options(isolated, parse_special=self.driver.config.parse_special)
-        options = self.driver.engine.embedding_options(None, options)
+        options = read_options(isolated, parse_special=self._driver.config.parse_special)
+        options = self._driver.engine.embedding_options(None, options)
         options = replace(options, **read_vector_options(asking(body), truncates=True))
-        return await vectors_of(request, self.driver, prompts, options)
-
-
-class _Facts:
-    """Endpoints about the one model of this server, whatever name a request gives."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+        return await vectors_of(request, self._driver, prompts, options)
 
     async def tags(self, _request: Request) -> Response:
         return JSONResponse({"models": [self._entry]})
@@ -165,19 +146,19 @@ class _Facts:
     async def running(self, _request: Request) -> Response:
         on_gpu = (await self._driver.status()).threads is None
         size = self._entry["size"] if on_gpu else 0
-        loaded = {"expires_at": _NEVER, "size_vram": size, "context_length": self._driver.engine.context}
+        loaded = {"expires_at": NEVER, "size_vram": size, "context_length": self._driver.engine.context}
         return JSONResponse({"models": [self._entry | loaded]})
 
     async def show(self, request: Request) -> Response:
         """POST /api/show: the model's template and shape. Raises ApiError or BadRequest."""
-        body = await read_body(request, self._driver.config.max_body)
+        body = await self._body(request)
         text("model", body.get("model") or body.get("name") or "")
         engine = self._driver.engine
         return JSONResponse(shown(engine.model, engine.context, self._entry))
 
     async def pull(self, request: Request) -> Response:
         """POST /api/pull: success for this server's model, for which it does nothing. Raises ApiError or BadRequest."""
-        body = await read_body(request, self._driver.config.max_body)
+        body = await self._body(request)
         name, model = text("model", body.get("model") or body.get("name") or ""), self._driver.engine.model.name
         if name.removesuffix(":latest") != model:
             raise ApiError(501, f"This server pulls no models: it has {model} alone", "not_supported", "model")
@@ -192,7 +173,7 @@ class _Facts:
 
 
 def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of both endpoints except the prompt, in our ours names. Raises BadRequest."""
+    """The fields of both endpoints except the prompt, in our own names. Raises BadRequest."""
     ours: dict[str, Any] = {"stream": body.get("stream", True)} | {name: body.get(name) for name in _SAME_NAMES}
     for name, value in members("options", body.get("options", {})).items():
         if name in _OPTIONS:
@@ -324,11 +305,6 @@ class LinesWriter(Writer):
             "eval_count": usage.completion_tokens,
             "eval_duration": nanoseconds(usage.generation_seconds),
         }
-
-
-def head(model: str) -> dict[str, Any]:
-    now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
-    return {"model": model, "created_at": now}
 
 
 def nanoseconds(seconds: float) -> int:

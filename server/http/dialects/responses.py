@@ -11,12 +11,7 @@ from starlette.routing import Route
 
 from polarlm.engine import EngineError
 from polarlm.server.answers.pieces import Piece
-from polarlm.server.http.dialects._response_events import (
-    ResponseTools,
-    ResponseWriter,
-    read_choice,
-    read_response_tools,
-)
+from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter, read_choice, tools_of
 from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import About, Endpoint, Generation
@@ -84,7 +79,7 @@ class Responses(Endpoint):
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ResponseWriter]:
         body = asking(body)
         ours = _own(body)
-        tools = read_response_tools(body.get("tools", []))
+        tools = tools_of(body.get("tools", []))
         if tools.tools:
             ours["tools"] = tools.tools
         asked = read_own(ours, _NAMES, about)
@@ -132,7 +127,7 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
     if "top_logprobs" in body or _LOGPROBS in _included(body.get("include", [])):
         ours["logprobs"] = body.get("top_logprobs", 0)
     ours["messages"] = _messages(body)
-    ours["continue_final_message"] = False  # an answer is an item of its ours
+    ours["continue_final_message"] = False  # an answer is an item of its own
     return ours | read_choice(body.get("tool_choice")) | _text_settings(body.get("text")) | _reasoning(body)
 
 
@@ -163,7 +158,7 @@ def _choice(choice: Any, tools: ResponseTools) -> Any:
 
 
 def _text_settings(value: Any) -> dict[str, Any]:
-    """The constraint and the verbosity of the answer, in our ours names."""
+    """The constraint and the verbosity of the answer, in our own names."""
     if value is None:
         return {}
     settings = members("text", value)

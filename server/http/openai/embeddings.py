@@ -15,7 +15,7 @@ from starlette.routing import Route
 from polarlm.engine import Embedding, PromptOptions, SamplingParams
 from polarlm.engine.limits import POOLINGS
 from polarlm.engine.requests.prompts import Prompt
-from polarlm.server.http.bodies import read_body
+from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.streams import while_there
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import one_given, read_options, read_prompts, read_vector_options
@@ -27,10 +27,7 @@ MOST_INPUTS = 2048  # as at OpenAI
 _ENCODINGS = ("float", "base64")
 
 
-class Embeddings:
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-
+class Embeddings(Endpoints):
     def routes(self) -> list[Route]:
         return [
             Route("/v1/embeddings", self.openai, methods=["POST"]),
@@ -42,11 +39,8 @@ class Embeddings:
         """{"input"} → {"data": [{"index", "embedding"}], "usage"}, and the "pooling" that was used."""
         vectors, tokens, options = await self._embed(request)
         parts = (f'{{"object":"embedding","index":{i},"embedding":{vector}}}' for i, vector in enumerate(vectors))
-        about = {
-            "model": self._driver.engine.model.name,
-            "pooling": options.pooling,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        about = {"model": self._driver.engine.model.name, "pooling": options.pooling, "usage": usage}
         content = f'{{"object":"list","data":[{",".join(parts)}],{json.dumps(about)[1:]}'
         return Response(content, media_type="application/json")
 
@@ -58,7 +52,7 @@ class Embeddings:
 
     async def _embed(self, request: Request) -> tuple[list[str], int, PromptOptions]:
         """(JSON of each vector, tokens of all texts, options) of a request. Raises BadRequest and as `vectors_of`."""
-        body = asking(await read_body(request, self._driver.config.max_body))
+        body = asking(await self._body(request))
         name = one_given(body, ("input", "content"))
         prompts = read_prompts(name, body[name], MOST_INPUTS)
         if body.get("truncate_prompt_tokens") not in (None, -1):

@@ -13,30 +13,26 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine import Embedding
-from polarlm.server.http.bodies import read_body
+from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.openai.embeddings import MOST_INPUTS
 from polarlm.server.http.streams import while_there
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import one_given, read_salt
 from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, text, wrong
-from polarlm.server.running.driver import Driver
 
 _PATHS = ("/v1/rerank", "/v2/rerank", "/v1/reranking", "/rerank", "/reranking")
 _RETURNS = {"documents": "return_documents", "texts": "return_text"}  # field of the texts → whether results have them
 _LEAST, _MOST = 2.0**-149, 1 - 2.0**-25  # scores of which no float32 is nearer to 0, or to 1
 
 
-class Rerank:
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-
+class Rerank(Endpoints):
     def routes(self) -> list[Route]:
         return [Route(path, self.serve, methods=["POST"]) for path in _PATHS]
 
     async def serve(self, request: Request) -> Response:
         """{"query", "documents"} → {"results": [{"index", "relevance_score"}]}, the best first, at most "top_n";
         {"query", "texts"} → [{"index", "score"}]."""
-        body = asking(await read_body(request, self._driver.config.max_body))
+        body = asking(await self._body(request))
         name = one_given(body, _RETURNS)
         documents = _documents(name, body[name])
         query = text("query", body.get("query", ""))
@@ -63,20 +59,19 @@ class Rerank:
                 [{"index": at, "score": score} | ({"text": documents[at]} if returns else {}) for at, score in ranks]
             )
         tokens = sum(count for _, count in scores)
-        return JSONResponse(
-            {
-                "id": str(uuid.uuid4()),
-                "model": engine.model.name,
-                "object": "list",
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-                "meta": {"api_version": {"version": "2"}, "tokens": {"input_tokens": tokens, "output_tokens": 0}},
-                "results": [
-                    {"index": index, "relevance_score": scores[index][0]}
-                    | ({"document": {"text": documents[index]}} if returns else {})
-                    for index in best
-                ],
-            }
-        )
+        results = [
+            {"index": at, "relevance_score": scores[at][0]} | ({"document": {"text": documents[at]}} if returns else {})
+            for at in best
+        ]
+        answer = {
+            "id": str(uuid.uuid4()),
+            "model": engine.model.name,
+            "object": "list",
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "meta": {"api_version": {"version": "2"}, "tokens": {"input_tokens": tokens, "output_tokens": 0}},
+            "results": results,
+        }
+        return JSONResponse(answer)
 
 
 def _logit(score: float) -> float:

@@ -128,8 +128,6 @@ def usage(usages: Sequence[Usage], n: int) -> dict[str, Any]:
     }
     if drafted := sum(answer.drafted_tokens for answer in usages):
         accepted = sum(answer.accepted_tokens for answer in usages)
-        written["completion_tokens_details"] = {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
-        }
+        counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        written["completion_tokens_details"] = counts
     return written

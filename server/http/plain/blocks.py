@@ -62,10 +62,7 @@ class Blocks:
         self._waiting = 0
 
     def routes(self) -> list[Route]:
-        return [
-            Route("/blocks/{name}", self.get, methods=["GET"]),
-            Route("/blocks/{name}", self.put, methods=["PUT"]),
-        ]
+        return [Route("/blocks/{name}", self.get, methods=["GET"]), Route("/blocks/{name}", self.put, methods=["PUT"])]
 
     async def get(self, request: Request) -> Response:
         """The bytes of a block; with "Range: bytes=N-", the bytes from N on, to resume an interrupted transfer."""
@@ -90,9 +87,8 @@ class Blocks:
                 return _Content(memoryview(content), room.pop_all())
             start, stop = int(wanted[1]), min(int(wanted[2] or len(content)) + 1, len(content))
             if start >= stop:
-                raise ApiError(
-                    416, f"The block has {len(content)} bytes", headers={"Content-Range": f"bytes */{len(content)}"}
-                )
+                whole = {"Content-Range": f"bytes */{len(content)}"}
+                raise ApiError(416, f"The block has {len(content)} bytes", headers=whole)
             part = f"bytes {start}-{stop - 1}/{len(content)}"
             return _Content(memoryview(content)[start:stop], room.pop_all(), 206, {"Content-Range": part})
 

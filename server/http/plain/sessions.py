@@ -8,17 +8,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from polarlm.server.http.bodies import read_body
+from polarlm.server.http.bodies import Endpoints
 from polarlm.server.reading.prompts import read_prompt, read_salt
-from polarlm.server.running.driver import Driver
 from polarlm.server.running.sessions import read_name, read_saved
 
 
-class Sessions:
+class Sessions(Endpoints):
     """Four endpoints, which answer 501 if the server has no folder for sessions."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
 
     def routes(self) -> list[Route]:
         return [
@@ -34,15 +30,14 @@ class Sessions:
 
     async def save(self, request: Request) -> Response:
         """{"name", "messages" or "prompt"} → {"name", "tokens"}: how many tokens of the prompt are in the store."""
-        config = self._driver.config
-        body = await read_body(request, config.max_body)
+        body = await self._body(request)
         name = read_name("name", body.get("name"))
-        options = read_saved(body, config, self._driver.engine.adapters.scales)
+        options = read_saved(body, self._driver.config, self._driver.engine.adapters.scales)
         return self._moved(name, await self._driver.save_session(name, read_prompt(body), options))
 
     async def load(self, request: Request) -> Response:
         """{"name"} → {"name", "tokens"}. "cache_salt" is the one it was saved with; only prompts with it find it."""
-        body = await read_body(request, self._driver.config.max_body)
+        body = await self._body(request)
         name, salt = read_name("name", body.get("name")), read_salt(body.get("cache_salt"))
         return self._moved(name, await self._driver.load_session(name, salt))
 

@@ -12,20 +12,19 @@ from starlette.routing import Route
 
 from polarlm.engine import EngineError
 from polarlm.model_loaders.tokenizers import Tokenizer
-from polarlm.server.http.bodies import read_body
+from polarlm.server.http.bodies import Endpoints
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
 from polarlm.server.reading.values import LARGEST, count, flag, is_empty, text, wrong
-from polarlm.server.running.driver import Driver
 
 MOST_TOKENS = 1 << 18  # in a response; as JSON, a token takes several times its bytes
 MOST_PIECES = 1 << 15
 
 
-class Tokens:
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._tokenizer = driver.engine.model.tokenizer
+class Tokens(Endpoints):
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self._driver.engine.model.tokenizer
 
     def routes(self) -> list[Route]:
         return [
@@ -39,7 +38,7 @@ class Tokens:
         "add_special" adds the token with which every text begins, if the model requires one. With "parse_special",
         names of control tokens become these tokens, as in raw prompts. "with_pieces": {"id", "piece"} in place of ids.
         """
-        sent = await read_body(request, self._driver.config.max_body)
+        sent = await self._body(request)
         body = asking(sent)
         if is_empty(body.get("content")) and any(sent.get(name) is not None for name in ("prompt", "messages")):
             return await self._tokenize_as_vllm(body)
@@ -53,10 +52,8 @@ class Tokens:
     async def _tokenize_as_vllm(self, body: dict[str, Any]) -> Response:
         """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}. Without
         "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs"."""
-        named, special = (
-            flag(name, body.get(name, default))
-            for name, default in (("return_token_strs", False), ("add_special_tokens", True))
-        )
+        named = flag("return_token_strs", body.get("return_token_strs", False))
+        special = flag("add_special_tokens", body.get("add_special_tokens", True))
         prompt = read_prompt(body)
         options = read_options(body, parse_special=self._driver.config.parse_special)
         options = replace(options, continue_final_message=read_continues(body, prompt))
@@ -85,7 +82,7 @@ class Tokens:
 
     async def detokenize(self, request: Request) -> Response:
         """{"tokens": [ids]} → {"content": text}, with names of control tokens, as at llama-server."""
-        tokens = (await read_body(request, self._driver.config.max_body)).get("tokens")
+        tokens = (await self._body(request)).get("tokens")
         if not isinstance(tokens, list):
             raise wrong("tokens", "an array of token ids", tokens)
         ids = [count(f"tokens[{index}]", token, 0, LARGEST) for index, token in enumerate(tokens)]

@@ -38,7 +38,7 @@ def text(hermes_engine: Engine) -> str:
 
 @pytest.fixture
 def about(hermes_engine: Engine) -> About:
-    return About(hermes_engine.model, parse_special=True, tells_cached=True, context=8192)
+    return About(hermes_engine.model, "hermes", parse_special=True, tells_cached=True, context=8192)
 
 
 def pieces(engine: Engine, texts: list[str], reason: str = "length", stopped_by: str | None = None) -> list[Piece]:

@@ -301,7 +301,7 @@ CUT_CALLS = {"chat": '{"word": ', "messages": {}, "responses": '{"word": '}  # O
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_reasoning_text_and_calls_are_told_apart(hermes_engine: Engine, name: str) -> None:
     api = CONVERSATIONS[name]
-    about = About(hermes_engine.model, parse_special=True, tells_cached=True, context=8192)
+    about = About(hermes_engine.model, "hermes", parse_special=True, tells_cached=True, context=8192)
     for pieces, expected in (
         (PIECES, WHOLE),
         (CUT_OFF, replace(WHOLE, calls=[["look", CUT_CALLS[name]]] if name in CUT_CALLS else [], reason="length")),

@@ -86,7 +86,9 @@ def test_makers_clients_pass_over_the_signs(server: Serving) -> None:
     server.gate.close()
     with (
         anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=60) as client,
-        client.messages.stream(model="any", max_tokens=4, messages=CHAT["messages"]) as stream,
+        client.messages.stream(
+            model="any", max_tokens=4, messages=CHAT["messages"], extra_body={"temperature": 0}
+        ) as stream,
     ):
         opened_by_a_sign()
         assert stream.get_final_message().usage.output_tokens > 0

@@ -123,8 +123,7 @@ def test_what_the_makers_own_clients_send_is_known(server: Serving, path: str) -
     """A field without an effect here is no slip of the pen."""
     app = create_app(server.driver, server.driver.config)
     app_routes = {route.path: route.endpoint for route in app.routes if hasattr(route, "endpoint")}
-    serve = app_routes[path].__self__
-    endpoint = getattr(serve, "_endpoint", None) or serve.endpoint
+    endpoint = app_routes[path].__self__._endpoint
     assert endpoint.warnings(dict.fromkeys(CLIENTS[path]() - {"tools", "options"}, 1)) == []
     options = dict.fromkeys(ollama.Options.model_fields, 1)
     assert endpoint.warnings({"options": options} if path.startswith("/api/") else {}) == []

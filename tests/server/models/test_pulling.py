@@ -11,9 +11,11 @@ from typing import Any
 import ollama
 import pytest
 
+from polarlm.server.config import ServerConfig
 from polarlm.server.models import app
 from polarlm.server.models.process import READY
 from polarlm.server.models.registry import Registry
+from polarlm.server.models.supervisor import Supervisor
 from tests.model_loaders.hub_server import Hub, Repository
 from tests.server.models.running import KEY, common, front, two_models
 
@@ -78,11 +80,12 @@ def test_few_models_are_pulled_at_a_time_and_who_leaves_makes_room(monkeypatch: 
     monkeypatch.setattr(app, "_TOLD_SECONDS", 0.001)
 
     async def main() -> None:
-        free, registry = asyncio.Semaphore(2), Registry(common(), None, (), ())
+        config = ServerConfig(allow_pull=True)
+        front = app._SeveralModels(Supervisor(Registry(common(), None, (), ()), config), None, config)  # type: ignore[arg-type]
         async with AsyncExitStack() as ends:
             pulls: list[AsyncGenerator[dict[str, Any], None]] = []
             for name in "abc":
-                pull = app._progress(registry, app._hub_name(f"user/{name}:Q4_K_M"), free)
+                pull = front._pulled(f"user/{name}:Q4_K_M")
                 pulls.append(await ends.enter_async_context(aclosing(pull)))
                 assert await anext(pull) == {"status": "pulling manifest"}
             for pull in pulls[:2]:

@@ -15,6 +15,7 @@ from polarlm.engine.outputs import Chunk
 from polarlm.engine.storage.tiers import circuit_breaker
 from polarlm.engine.storage.tiers.tier_store import Folder
 from polarlm.server.running.counters import Totals
+from polarlm.server.running.journal import Entry
 from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE, eventually
 from tests.tiny import PLAIN, forget, load_tiny
@@ -74,7 +75,7 @@ def test_times_of_answers_are_counted_in_buckets(server: Serving) -> None:
 class JobAt:
     """A job whose chunk came at `appended`."""
 
-    key = None
+    entry = Entry("", "")
 
     def __init__(self, started: float):
         self.started = started
