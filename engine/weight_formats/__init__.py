@@ -12,7 +12,6 @@ digits has `RUNS` instead of bits and zero point; see `Trits`. A format that can
 from __future__ import annotations
 
 import importlib
-import math
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -129,10 +128,6 @@ class Matrix:
     data: Any
     shape: tuple[int, int]
 
-    @property
-    def nbytes(self) -> int:
-        return self.format.size(math.prod(self.shape))
-
 
 @dataclass(frozen=True, eq=False)
 class Linear:
@@ -149,10 +144,6 @@ class Linear:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,10 +163,6 @@ class ExpertLinear:
     def shape(self) -> tuple[int, int]:
         """(out, in) of one expert."""
         return sum(part.shape[0] for part in self.parts) // self.count, self.parts[0].shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
 
 @dataclass(frozen=True, eq=False)

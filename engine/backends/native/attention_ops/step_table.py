@@ -92,9 +92,6 @@ class StepTable:
         self.arrays.memory[: len(other._words)] = other._words
         self.unit_counts, self.views = other.unit_counts, other.views
 
-    def __len__(self) -> int:
-        return len(self.views)
-
     def __iter__(self) -> Iterator[SpanView]:
         return iter(self.views)
 
