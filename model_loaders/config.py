@@ -63,6 +63,8 @@ class Attention(Mixer):
     scale: float | None = None  # factor of q·k; None: D^-½
     softcap: float | None = None  # c: scores s become c · tanh(s / c)
     sink_scores: bool = False  # each query head has one more score, a weight, whose value is 0
+    # (b, n): queries of position p are multiplied by 1 + b · ln(1 + ⌊p / n⌋), in all layers alike; they have no norm
+    query_growth: tuple[float, int] | None = None
     qk_norm: QKNorm = None
     v_norm: bool = False  # RMSNorm of each value, without weights
     values_are_keys: bool = False  # values are keys before RoPE and norm: there is no projection of values

@@ -37,6 +37,10 @@ PRE_NORMS: Names = {
     "attention_norm": (("input_layernorm", "attn_norm"),),
     "ffn_norm": (("post_attention_layernorm", "ffn_norm"),),
 }
+IMAGE_PREFIXES = {  # in files of models that read images
+    **{f"{prefix}model.": "model." for prefix in ("language_model.", "model.language_")},
+    "language_model.lm_head.": "lm_head.",
+}
 MAX_SIZE = 2**24  # hidden, feed-forward and vocabulary sizes
 _MAX_LAYERS = 4096
 MAX_HEADS = 65536

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Layer, ModelConfig, RopeConfig
 from polarlm.model_loaders.families._decoder import (
+    IMAGE_PREFIXES,
     MAX_HEADS,
     MAX_SIZE,
     PROJECTIONS,
@@ -21,7 +22,6 @@ from polarlm.model_loaders.families._decoder import (
 from polarlm.model_loaders.families._experts import MOST_EXPERTS
 from polarlm.model_loaders.families._gemma import (
     DEFAULTS,
-    IMAGE_PREFIXES,
     LOCAL_THETA,
     NORMS,
     PATTERN,

@@ -138,6 +138,7 @@ def test_rms_norm_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, rows:
 ELEMENTWISE: dict[str, Callable[[Ops, Any, Any], Any]] = {
     "softcap": lambda ops, x, y: ops.softcap(x[:, 2:290], 30.0),
     "scale": lambda ops, x, y: ops.scale(x[:, 2:290], ops.to_device(np.float32([-1.7]))),
+    "scale rows": lambda ops, x, y: ops.scale(x[:, 2:290], y[:, 300:301]),
     **{
         f"activate, {name}": lambda ops, x, y, name=name: ops.activate(x, y[:, 320:640], name)
         for name in ("silu", "gelu_tanh", "swiglu_clamped")

@@ -87,6 +87,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 NO_ROPE = {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [0, 1, 1]}
 
 
+SMALL = {"model_type": "mistral3", "text_config": {**BASE, "model_type": "mistral", "sliding_window": 32}}
 GRANITE = {"model_type": "granitemoeshared", "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -121,6 +122,8 @@ MEANT: list[tuple[dict[str, Any], Callable[[ModelConfig], Any], Any]] = [
     ({**GRANITE, "shared_intermediate_size": 24}, shared_of, GatedMLP(24)),
     ({**GRANITE, "shared_intermediate_size": 0}, shared_of, None),
     (GRANITE, has_rope, [True] * 3),
+    (SMALL, lambda config: (config.attention.query_growth, config.attention.window), (None, 32)),
+    ({**SMALL, "tie_word_embeddings": True}, lambda config: config.tied_head, True),
     ({"model_type": "granite", "position_embedding_type": "nope"}, has_rope, [False] * 3),
 ]
 
@@ -288,6 +291,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
     ({"model_type": "smollm3", "no_rope_layers": [1, 1]}, "no_rope_layers"),
+    ({"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}, "text_config: model_type is 'mistral4'"),
 ]
 
 
@@ -375,6 +379,7 @@ SOME = (
     "llama_mqa_yarn",
     "granite_tied",
     "granite_moe",
+    "mistral3_with_images",
     "gemma4_shared_kv",
     "phi3_longrope_partial",
     "gpt_oss_mxfp4",
@@ -436,6 +441,9 @@ def check_gguf(name: str, tmp_path: Path) -> None:
         changes |= lfm2(config)
     elif config.family.startswith("granite"):
         changes |= of_granite(json.loads((MODELS / name / "config.json").read_text()))
+    elif config.family == "mistral3":
+        changes |= {"attention__temperature_scale": 0.25, "rope__scaling__yarn_log_multiplier": of_rope.mscale_all_dim}
+        changes["rope__scaling__yarn_beta_fast"] = of_rope.beta_fast
     elif config.attention.window and config.family in (*IN_LLAMA, "phi3", "gpt_oss"):
         changes["attention__sliding_window"] = config.attention.window
     else:  # windows of upper layers have no key

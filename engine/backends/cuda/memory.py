@@ -159,8 +159,9 @@ def _post_norm_bytes(model: ModelConfig) -> int:
 
 
 def _ropes(model: ModelConfig) -> int:
-    """Numbers of cos and sin of a row, of all kinds of RoPE."""
-    return sum(dim for _, _, dim in {attention.rope_kind for attention in model.attentions.values()})
+    """Numbers of cos and sin of a row, of all kinds of RoPE, and the factor of its queries."""
+    kinds = {attention.rope_kind for attention in model.attentions.values()}
+    return sum(dim for _, _, dim in kinds) + (len(kinds) if model.attention.query_growth else 0)
 
 
 def _groups(model: ModelConfig) -> int:

@@ -56,7 +56,7 @@ class Attention:
     def project(
         self,
         x: Array,
-        rope: tuple[Array, Array],
+        rope: tuple[Array, ...],
         spans: Spans,
         *,
         adapters: Routing | None,
@@ -64,11 +64,14 @@ class Attention:
         tap: Tap | None = None,
     ) -> Array:
         """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are. rope:
-        cos and sin (T, D/2)."""
+        cos and sin (T, D/2), and factors of queries (T, 1) if they grow."""
         ops, w, shape = self._ops, self._weights, self.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
         qkv = projected(ops, x, w.qkv, adapters, norm=self._norm, recorded=recorded)
-        norms = self._qk_norms
+        (cos, sin, *factors), norms = rope, self._qk_norms
+        for factor in factors:
+            ops.scale(qkv[:, : heads * dim], factor)
+        rope = cos, sin
         if shape.shares_kv:  # there are queries alone
             q, _, _ = ops.transform_heads(qkv.reshape(-1, heads, dim), rope, self._transform, norms)
             return q

@@ -52,7 +52,7 @@ class EncoderLayer:
             self._post_norm, network = None, replace(network, post_norm=None)
         self._network = GatedMLP(ops, layer.ffn, eps, network)
 
-    def compute(self, x: Array, rope: tuple[Array, Array], lengths: Sequence[int]) -> None:
+    def compute(self, x: Array, rope: tuple[Array, ...], lengths: Sequence[int]) -> None:
         """Compute the layer for x (T, E), the rows of texts of these lengths, in place. rope: cos and sin (T, D/2)."""
         ops, of_encoders, shape = self._ops, self._of_encoders, self._shape
         heads, dim = shape.heads + 2 * shape.kv_heads, shape.head_dim

@@ -228,7 +228,8 @@ class ScaleArguments(NamedTuple):
     columns: Int64
     stride: Int64
     pieces: Int64
-    factor: Pointer  # one number
+    factor: Pointer
+    step: Int64
 
 
 ROW_PIECE = 4096  # columns of a unit
@@ -243,32 +244,39 @@ def softcap_rows() -> Kernel[SoftcapArguments]:
     """
 
     def emit(e: Emitter, args: SoftcapArguments, begin: Value, end: Value, scratch: Value) -> None:
-        _change_pieces(e, args, begin, end, lambda x: capped(e, x, e.like(args.cap, x)) + (x - x))
+        _change_pieces(e, args, begin, end, lambda x, row: capped(e, x, e.like(args.cap, x)) + (x - x))
 
     return Kernel("softcap_rows", emit, SoftcapArguments)
 
 
 @cache
 def scale_rows() -> Kernel[ScaleArguments]:
-    """x times a number, in place; units and strides as in `softcap_rows`."""
+    """x times a number, in place; units and strides as in `softcap_rows`. step: bytes to the number of
+    the next row, or 0."""
 
     def emit(e: Emitter, args: ScaleArguments, begin: Value, end: Value, scratch: Value) -> None:
-        factor = e.load(args.factor, F32)
-        _change_pieces(e, args, begin, end, lambda x: x * e.like(factor, x))
+        def change(x: Value, row: Value) -> Value:
+            return x * e.like(e.load(args.factor + row * args.step, F32), x)
+
+        _change_pieces(e, args, begin, end, change)
 
     return Kernel("scale_rows", emit, ScaleArguments)
 
 
 def _change_pieces(
-    e: Emitter, args: SoftcapArguments | ScaleArguments, begin: Value, end: Value, change: Callable[[Value], Value]
+    e: Emitter,
+    args: SoftcapArguments | ScaleArguments,
+    begin: Value,
+    end: Value,
+    change: Callable[[Value, Value], Value],
 ) -> None:
-    """Replace each number of the units' pieces by `change` of it."""
+    """Replace each number of the units' pieces by `change` of it and its row."""
     with e.loop(begin, end) as unit:
-        first = unit % args.pieces * ROW_PIECE
-        at = args.x + unit // args.pieces * args.stride + first * 4
+        first, row = unit % args.pieces * ROW_PIECE, unit // args.pieces
+        at = args.x + row * args.stride + first * 4
 
         def write(offset: Value, kind: Type) -> None:
-            e.store(change(e.load(at + offset, kind)), at + offset)
+            e.store(change(e.load(at + offset, kind), row), at + offset)
 
         over_columns(e, e.imin(args.columns - first, ROW_PIECE), write)
 
