@@ -70,6 +70,7 @@ class Attention(Mixer):
     values_are_keys: bool = False  # values are keys before RoPE and norm: there is no projection of values
     shares_kv: bool = False  # reads the K/V of the nearest earlier layer with this window and these heads
     output_gate: bool = False  # the result is multiplied by σ of a projection of the input
+    gate_by_head: bool = False  # this gate has one number for a head, not one for each of its channels
     qkv_bias: bool = False
     out_bias: bool = False
     is_causal: bool = True  # otherwise a token sees the later ones as well, and no keys and values are kept

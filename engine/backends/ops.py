@@ -305,7 +305,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         """
 
     def gate(self, x: Array, logits: Array) -> None:
-        """x (T, n) times σ(logits), in place; logits (T, n) or (T, 1)."""
+        """x (T, n) times σ(logits), in place; logits (T, m), of which each serves n / m neighbours."""
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """An uninitialized array of float32."""

@@ -147,7 +147,9 @@ def dense_first(fields: Fields, dense: int, of_experts: Ffn) -> Sequence[Ffn]:
 
 def with_mixer(config: ModelConfig, mixer: Mixer, has_it: Sequence[bool]) -> ModelConfig:
     """The configuration with `mixer` instead of attention in the layers that have it."""
-    layers = (Layer(mixer, layer.ffn) if other else layer for layer, other in zip(config.layers, has_it, strict=True))
+    layers = (
+        replace(layer, mixer=mixer) if other else layer for layer, other in zip(config.layers, has_it, strict=True)
+    )
     return replace(config, layers=tuple(layers))
 
 

@@ -21,7 +21,7 @@ QUICK = [
     ("gemma4_shared_kv", "f16"),
     ("gpt_oss_mxfp4", "f16"),
     ("granite_hybrid_tied", "f16"),
-    ("lfm2_tied", "f16"),
+    ("lfm3_gated_tied", "f16"),
     ("mistral3_with_images", "f16"),
     ("qwen3_5_tied", "balanced"),
 ]

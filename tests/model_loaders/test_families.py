@@ -124,6 +124,7 @@ MEANT: list[tuple[dict[str, Any], Callable[[ModelConfig], Any], Any]] = [
     (GRANITE, has_rope, [True] * 3),
     (SMALL, lambda config: (config.attention.query_growth, config.attention.window), (None, 32)),
     ({**SMALL, "tie_word_embeddings": True}, lambda config: config.tied_head, True),
+    ({"model_type": "lfm3", "num_hidden_layers": 5}, windows_of, (None, 256)),  # of layers 2 and 4
     ({"model_type": "granite", "position_embedding_type": "nope"}, has_rope, [False] * 3),
 ]
 

@@ -149,7 +149,11 @@ def _delta_bytes(model: ModelConfig) -> int:
 
 def _gate_bytes(model: ModelConfig) -> int:
     """Bytes of a row of the gate of attention's result, and of its input in half precision."""
-    gated = [mixer.heads * mixer.head_dim for mixer in model.attentions.values() if mixer.output_gate]
+    gated = [
+        mixer.heads * (1 if mixer.gate_by_head else mixer.head_dim)
+        for mixer in model.attentions.values()
+        if mixer.output_gate
+    ]
     return _FLOAT * max(gated) + _NARROW * model.hidden_size if gated else 0
 
 

@@ -25,7 +25,7 @@ class AttentionWeights:
     out: Linear = slot("out", "linear")  # (E, H·D)
     # (E,): norms the result before it is added to the residual, or in encoders the sum
     post_norm: Array | None = slot("attention_post_norm")
-    output_gate: Linear | None = slot("output_gate", "linear", default=None)  # (H·D, E)
+    output_gate: Linear | None = slot("output_gate", "linear", default=None)  # (H·D, E), or (H, E)
     post_norm_bias: Array | None = slot("attention_post_norm_bias", default=None)  # (E,)
 
 

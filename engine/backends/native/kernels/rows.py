@@ -185,29 +185,33 @@ class RowGateArguments(NamedTuple):
     x: Pointer
     logits: Pointer
     columns: Int64
+    parts: Int64
     x_stride: Int64
     stride: Int64
 
 
 @cache
-def gate_rows(*, by_row: bool) -> Kernel[RowGateArguments]:
-    """x (rows, columns) times σ(logits), in place; one unit per row. by_row: a row has one logit, not one per column.
+def gate_rows(*, shared: bool) -> Kernel[RowGateArguments]:
+    """x (rows, parts · columns) times σ(logits), in place; one unit per row and part. shared: a part has one logit, not
+    one per column.
 
     x_stride, stride: bytes from row to row of x and of the logits.
     """
 
     def emit(e: Emitter, args: RowGateArguments, begin: Value, end: Value, scratch: Value) -> None:
-        with e.loop(begin, end) as row:
-            x_row, logits = args.x + row * args.x_stride, args.logits + row * args.stride
+        with e.loop(begin, end) as unit:
+            row, part = unit // args.parts, unit % args.parts
+            x_row = args.x + row * args.x_stride + part * args.columns * 4
+            logits = args.logits + row * args.stride + part * 4
 
             def write(offset: Value, kind: Type) -> None:
                 x = e.load(x_row + offset, kind)
-                logit = e.like(e.load(logits, F32), x) if by_row else e.load(logits + offset, kind)
+                logit = e.like(e.load(logits, F32), x) if shared else e.load(logits + offset, kind)
                 e.store(x / (e.exp(-logit) + 1.0), x_row + offset)
 
             over_columns(e, args.columns, write)
 
-    return Kernel(f"gate_rows{'_whole' * by_row}", emit, RowGateArguments)
+    return Kernel(f"gate_rows{'_shared' * shared}", emit, RowGateArguments)
 
 
 def capped(e: Emitter, x: Value, cap: Value) -> Value:
