@@ -137,7 +137,8 @@ def as_gguf(path: Path, arch: str, config: ModelConfig, tensors: dict[str, np.nd
             "qkv_proj": config.attention.heads + config.attention.kv_heads,
             "q_proj": config.attention.heads,
             "k_proj": config.attention.kv_heads,
-            **dict.fromkeys(("q_norm", "k_norm"), 1),
+            "q_norm": config.attention.heads if config.attention.qk_norm == "all" else 1,
+            "k_norm": config.attention.kv_heads if config.attention.qk_norm == "all" else 1,
         }
         if (projection := name.split(".")[-2]) in heads:
             tensor = rotated_in_front(tensor, config, heads[projection])

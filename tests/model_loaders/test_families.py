@@ -380,6 +380,7 @@ SOME = (
     "llama_mqa_yarn",
     "granite_tied",
     "granite_moe",
+    "minimax_m2_partial",
     "mistral3_with_images",
     "gemma4_shared_kv",
     "phi3_longrope_partial",
