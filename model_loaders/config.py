@@ -63,11 +63,14 @@ class Attention(Mixer):
     scale: float | None = None  # factor of q·k; None: D^-½
     softcap: float | None = None  # c: scores s become c · tanh(s / c)
     sink_scores: bool = False  # each query head has one more score, a weight, whose value is 0
+    # (b, n): queries of position p are multiplied by 1 + b · ln(1 + ⌊p / n⌋), in all layers alike; they have no norm
+    query_growth: tuple[float, int] | None = None
     qk_norm: QKNorm = None
     v_norm: bool = False  # RMSNorm of each value, without weights
     values_are_keys: bool = False  # values are keys before RoPE and norm: there is no projection of values
     shares_kv: bool = False  # reads the K/V of the nearest earlier layer with this window and these heads
     output_gate: bool = False  # the result is multiplied by σ of a projection of the input
+    gate_by_head: bool = False  # this gate has one number for a head, not one for each of its channels
     qkv_bias: bool = False
     out_bias: bool = False
     is_causal: bool = True  # otherwise a token sees the later ones as well, and no keys and values are kept

@@ -12,6 +12,7 @@ from polarlm.model_loaders.fields import Fields
 
 _DEFAULT_THETA = 10_000.0
 _MIN_THETA = 2.0  # with 1 all channels would have the same frequency, and yarn would divide by zero
+_UNROTATED = 2.0**100  # the divisor of pairs that RoPE leaves as they are; files of llama.cpp have about as much
 _KINDS = ("default", "linear", "llama3", "yarn")  # supported by every family
 _LONGROPE = ("longrope", "su", "yarn")  # names of one kind, in files of Phi-3 only
 
@@ -59,6 +60,21 @@ def rope_config(
     if kind == "longrope" and original == 1:  # the attention factor divides by its logarithm
         raise fields.refuse("original_max_position_embeddings", "but longrope needs an original context of 2 tokens")
     return _scaled(section, kind, theta, original, max_context)
+
+
+def proportional(fields: Fields, max_context: int, section: Fields, head_dim: int, *, theta: float) -> RopeConfig:
+    """`rope_config` of a `section` whose kind may be "proportional", which rotates the first pairs of channels, at the
+    frequencies of all."""
+    if section.text("rope_type", "default") != "proportional":
+        return rope_config(fields, max_context, section=section)
+    rotated = int(head_dim * section.number("partial_rotary_factor", 1.0, maximum=1.0)) // 2
+    factor = section.positive("factor", 1.0)
+    return RopeConfig(
+        theta=section.number("rope_theta", theta, minimum=_MIN_THETA),
+        kind="default" if factor == 1.0 else "linear",
+        factor=factor,
+        divisors=(1.0,) * rotated + (_UNROTATED,) * (head_dim // 2 - rotated),
+    )
 
 
 def rotary_dim(fields: Fields, head_dim: int) -> int | None:

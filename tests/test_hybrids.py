@@ -17,7 +17,14 @@ from tests.requests.drafters import Known, Unpaced, drafting
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle
 
-HYBRIDS = ["qwen3_next_shared_keys", "qwen3_5_tied", "granite_hybrid_tied", "lfm2_biases", "nemotron_h_dense"]
+HYBRIDS = [
+    "qwen3_next_shared_keys",
+    "qwen3_5_tied",
+    "granite_hybrid_tied",
+    "lfm2_biases",
+    "lfm3_gated_tied",
+    "nemotron_h_dense",
+]
 
 
 @pytest.fixture(params=MODELS)

@@ -250,7 +250,8 @@ class Ops(KVOps, RecurrentOps, Protocol):
         activation(x), of its shape. x may be overwritten."""
 
     def scale(self, x: Array, factor: Array) -> None:
-        """x (T, n) times the number in factor (1,), in place."""
+        """x (T, n) times the number in factor (1,), or the number of each row in factor (T, 1), in place. x may be a
+        slice of columns of a wider array."""
 
     def linear(
         self,
@@ -304,7 +305,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         """
 
     def gate(self, x: Array, logits: Array) -> None:
-        """x (T, n) times σ(logits), in place; logits (T, n) or (T, 1)."""
+        """x (T, n) times σ(logits), in place; logits (T, m), of which each serves n / m neighbours."""
 
     def empty(self, shape: tuple[int, ...]) -> Array:
         """An uninitialized array of float32."""

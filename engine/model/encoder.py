@@ -32,7 +32,7 @@ class Encoder(Transformer):
         places = np.concatenate([np.arange(length) for length in lengths])
         types = np.zeros_like(places) if seconds is None else (places >= np.repeat(seconds, lengths)).astype(np.int64)
         x = self._inputs(np.concatenate(texts), places, types)
-        ropes = [(self.ops.to_device(cos), self.ops.to_device(sin)) for cos, sin in self._ropes.tables(places)]
+        ropes = [tuple(map(self.ops.to_device, table)) for table in self._ropes.tables(places)]
         for number, layer in enumerate(self._encoder_layers):
             layer.compute(x, self._ropes.of_layer(number, ropes), lengths)
         if self.weights.norm is not None:

@@ -239,13 +239,13 @@ class Transformer:
         """One stage of a step: x, ids (T,) int32 or later hidden states (T, E) → hidden states, or logits (T,
         V).
 
-        tables: cos and sin (T, D/2) of each kind of RoPE, then the spans of each group of layers, then what
-        `row_adapters` gives.
+        tables: the arrays of `RopeTables.tables`, then the spans of each group of layers, then what `row_adapters`
+        gives.
         """
-        first_spans, inputs = 2 * len(self._ropes), None
+        first_spans, inputs = self._ropes.arrays, None
         if stage == 0:
             x, inputs = self._embed(x, recorded=True)
-        ropes = [tables[first : first + 2] for first in range(0, first_spans, 2)]
+        ropes = self._ropes.joined(tables)
         of_rows = tables[first_spans + len(self.store.groups) :]
         adapters = Routing(*of_rows) if of_rows else None
         for number in self._stages[stage].layers:

@@ -77,10 +77,10 @@ class Passes:
 
     def _rows(self, ids: Array, *tables: Array) -> tuple[Array, ...]:
         """All layers up to the last one's attention: ids (T,) int32 → hidden states (T, E), that layer's queries, and
-        the inputs of all layers (T, L·P), if any. tables: cos and sin of each kind of RoPE, then as `row_adapters`."""
-        first, last = 2 * len(self._ropes), len(self._layers) - 1
+        the inputs of all layers (T, L·P), if any. tables: as `RopeTables.tables`, then as `row_adapters`."""
+        first, last = self._ropes.arrays, len(self._layers) - 1
         x, inputs = self._embed(ids, recorded=True)
-        ropes = [tables[number : number + 2] for number in range(0, first, 2)]
+        ropes = self._ropes.joined(tables)
         adapters = Routing(*tables[first:]) if tables[first:] else None
         for number, layer in enumerate(self._layers):
             spans = self._groups[self._store.group_of(number)]

@@ -94,7 +94,7 @@ class Prefill:
         for number, (ops, layers) in enumerate(self.stages):
             if number:
                 x = ops.to_device(FromCard(x, self.stages[number - 1].ops))
-            tables = [(ops.to_device(cos), ops.to_device(sin)) for cos, sin in ropes]
+            tables = [tuple(map(ops.to_device, table)) for table in ropes]
             adapters = Routing(*map(ops.to_device, of_rows)) if of_rows else None
             for layer in layers:
                 for span in spans:
@@ -136,7 +136,7 @@ class Prefill:
         mixer, rows = self.layers[layer].mixer, unit.rows
         group, is_last = self.store.group_of(layer), layer == len(self.layers) - 1
         tap = None if self.tap is None else partial(self.tap, layer, unit.position)
-        unit_rope = None if rope is None else (rope[0][rows], rope[1][rows])
+        unit_rope = None if rope is None else tuple(array[rows] for array in rope)
         adapters = of_rows and of_rows.part(rows)
         projected = mixer.project(x[rows], unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=tap)
         if complete:

@@ -13,7 +13,7 @@ import numpy as np
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.rope import rope_frequencies
 
-Rope = tuple[np.ndarray, np.ndarray]  # cos and sin (T, D/2) float32
+Rope = tuple[np.ndarray, ...]  # cos and sin (T, D/2) float32, and if queries grow with positions, factors (T, 1)
 
 _STRETCH = 256  # positions
 
@@ -39,7 +39,7 @@ class _Turns:
         self._within = np.exp(1j * np.arange(_STRETCH)[:, None] * frequencies)
         self._starts = np.empty((0, len(frequencies)), np.complex128)  # a row for each stretch, as many as were needed
 
-    def __call__(self, positions: np.ndarray) -> Rope:
+    def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         stretches, within = np.divmod(positions, _STRETCH)
         if (needed := int(stretches.max(initial=0)) + 1) > len(self._starts):
             starts = _STRETCH * np.arange(max(needed, 2 * len(self._starts)))
@@ -50,20 +50,29 @@ class _Turns:
 
 
 class RopeTables:
-    """cos and sin of positions, one table for all layers with the same RoPE and head dim."""
+    """cos and sin of positions, one table for all layers with the same RoPE and head dim, and the growth of queries."""
 
     def __init__(self, config: ModelConfig):
         kinds = {attention.rope_kind: attention for attention in config.attentions.values()}
         self.kind = {layer: [*kinds].index(one.rope_kind) for layer, one in config.attentions.items()}
         """Layer with attention → index of its table."""
         self._turns = [_Turns(*pair_frequencies(attention)) for attention in kinds.values()]
-
-    def __len__(self) -> int:
-        return len(self._turns)
+        self._growth = config.attention.query_growth
+        self.arrays = (2 if self._growth is None else 3) * len(kinds)
+        """The number of arrays in all tables."""
 
     def tables(self, positions: np.ndarray) -> list[Rope]:
-        """Return cos and sin (T, D/2) float32 of positions (T,), for each kind of RoPE."""
-        return [turns(positions) for turns in self._turns]
+        """Return the table of positions (T,) for each kind of RoPE."""
+        if self._growth is None:
+            return [turns(positions) for turns in self._turns]
+        growth, unit = self._growth
+        factors = (1 + growth * np.log1p(positions // unit))[:, None].astype(np.float32)
+        return [(*turns(positions), factors) for turns in self._turns]
+
+    def joined(self, arrays: Sequence[Any]) -> list[Any]:
+        """Return the tables whose arrays follow each other in `arrays`."""
+        width = self.arrays // len(self._turns)
+        return [arrays[first : first + width] for first in range(0, self.arrays, width)]
 
     def of_layer(self, layer: int, tables: Sequence[Any]) -> Any:
         """Return a layer's table out of the tables of all kinds; None for a layer without attention."""

@@ -34,6 +34,10 @@ PRE_NORMS: Names = {
     "attention_norm": (("input_layernorm", "attn_norm"),),
     "ffn_norm": (("post_attention_layernorm", "ffn_norm"),),
 }
+IMAGE_PREFIXES = {  # in files of models that read images
+    **{f"{prefix}model.": "model." for prefix in ("language_model.", "model.language_")},
+    "language_model.lm_head.": "lm_head.",
+}
 MAX_SIZE = 2**24  # hidden, feed-forward and vocabulary sizes
 _MAX_LAYERS = 4096
 MAX_HEADS = 65536
@@ -140,7 +144,9 @@ def dense_first(fields: Fields, dense: int, of_experts: Ffn) -> Sequence[Ffn]:
 
 def with_mixer(config: ModelConfig, mixer: Mixer, has_it: Sequence[bool]) -> ModelConfig:
     """The configuration with `mixer` instead of attention in the layers that have it."""
-    layers = (Layer(mixer, layer.ffn) if other else layer for layer, other in zip(config.layers, has_it, strict=True))
+    layers = (
+        replace(layer, mixer=mixer) if other else layer for layer, other in zip(config.layers, has_it, strict=True)
+    )
     return replace(config, layers=tuple(layers))
 
 

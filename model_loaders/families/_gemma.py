@@ -18,10 +18,6 @@ NORMS: Names = {
     "ffn_norm": (("pre_feedforward_layernorm", "ffn_norm"),),
     "ffn_post_norm": (("post_feedforward_layernorm", "post_ffw_norm"),),
 }
-IMAGE_PREFIXES = {  # models that read images have them
-    **{f"{prefix}model.": "model." for prefix in ("language_model.", "model.language_")},
-    "language_model.lm_head.": "lm_head.",
-}
 DEFAULTS = {  # what published configurations of Gemma 3 and 4 may omit
     "hidden_size": 2304,
     "intermediate_size": 9216,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"  # of yarn's attention factor
+
 
 def _nothing(values: Mapping[str, object]) -> Mapping[str, object]:
     return {}

@@ -16,7 +16,7 @@ _ENCODER = (
     "nomic-embed"
 )
 _WORDS = {  # in a model type or a GGUF architecture, without "_" and "-"; the first match counts
-    _IMAGES: ("vl", "vision", "llava", "mllama", "paligemma", "idefics", "gemma3n", "mistral3", "phi4mm", "smolvlm"),
+    _IMAGES: ("vl", "vision", "llava", "mllama", "paligemma", "idefics", "gemma3n", "phi4mm", "smolvlm"),
     _PROJECTOR: ("clip",),
     _EXPERTS: ("moe", "mixtral", "deepseek2", "deepseekv2", "deepseekv3", "dbrx", "llama4", "grok", "arctic"),
     _HYBRID: ("mamba", "jamba", "rwkv", "falconh1", "bamba", "zamba", "nemotronh", "hybrid", "recurrent"),

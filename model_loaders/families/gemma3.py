@@ -11,10 +11,9 @@ from dataclasses import replace
 from functools import partial
 
 from polarlm.model_loaders.config import ModelConfig, RopeConfig
-from polarlm.model_loaders.families._decoder import PROJECTIONS, QK_NORMS, layer_count, typed_windows
+from polarlm.model_loaders.families._decoder import IMAGE_PREFIXES, PROJECTIONS, QK_NORMS, layer_count, typed_windows
 from polarlm.model_loaders.families._gemma import (
     DEFAULTS,
-    IMAGE_PREFIXES,
     LOCAL_THETA,
     NORMS,
     PATTERN,

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Layer, ModelConfig, RopeConfig
 from polarlm.model_loaders.families._decoder import (
+    IMAGE_PREFIXES,
     MAX_HEADS,
     MAX_SIZE,
     PROJECTIONS,
@@ -19,13 +20,20 @@ from polarlm.model_loaders.families._decoder import (
     typed_windows,
 )
 from polarlm.model_loaders.families._experts import MOST_EXPERTS
-from polarlm.model_loaders.families._gemma import DEFAULTS, IMAGE_PREFIXES, LOCAL_THETA, NORMS, PATTERN, THETA, gemma
+from polarlm.model_loaders.families._gemma import (
+    DEFAULTS,
+    LOCAL_THETA,
+    NORMS,
+    PATTERN,
+    THETA,
+    gemma,
+)
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import DOWN, split_layers
 from polarlm.model_loaders.files.tensor_table import Names, TensorSpec, TensorTable, tensor_table
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.rope import rope_config
+from polarlm.model_loaders.rope import proportional
 
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 ARCHITECTURES = tuple(
@@ -40,7 +48,6 @@ _DEFAULTS = {
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
 }
-_UNROTATED = 2.0**100  # the divisor of pairs that RoPE leaves as they are; files of llama.cpp have about as much
 _EMBEDDING: Names = {
     "layer_gate": (("per_layer_input_gate", "inp_gate"),),
     "layer_out": (("per_layer_projection", "proj"),),
@@ -215,19 +222,10 @@ def _without_window(fields: Fields, number: int, mixer: Attention) -> Attention:
 
 
 def _rope(fields: Fields, kind: str, head_dim: int) -> RopeConfig:
-    """RoPE of the layers of a kind. "proportional" rotates the first pairs of channels, at the frequencies of all."""
+    """RoPE of the layers of a kind."""
     context, by_kind = fields.integer("max_position_embeddings"), fields.section("rope_parameters")
     section = by_kind.section(kind) if by_kind is not None else None
     if section is None:
         default = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": THETA}
         section = Fields(default if kind == _FULL else {"rope_theta": LOCAL_THETA}, fields.where)
-    if section.text("rope_type", "default") != "proportional":
-        return rope_config(fields, context, section=section)
-    rotated = int(head_dim * section.number("partial_rotary_factor", 1.0, maximum=1.0)) // 2
-    factor = section.positive("factor", 1.0)
-    return RopeConfig(
-        theta=section.number("rope_theta", THETA, minimum=2.0),
-        kind="default" if factor == 1.0 else "linear",
-        factor=factor,
-        divisors=(1.0,) * rotated + (_UNROTATED,) * (head_dim // 2 - rotated),
-    )
+    return proportional(fields, context, section, head_dim, theta=THETA)

@@ -1,7 +1,6 @@
-"""Granite 4 H: Mamba 2 in most layers, attention without RoPE in the others; dense, or experts with a shared network.
+"""Granite 4 H, and Granite 3 with experts: Mamba 2 in most layers and attention in the others, or attention in all.
 
-Results of mixers and networks are multiplied by a number m before they are added. Here the residual stream is divided
-by m instead, which norms undo if their epsilon is divided by m².
+Networks are dense, or experts with a shared network or without. Beside Mamba 2 attention has no RoPE in most models.
 """
 
 from __future__ import annotations
@@ -9,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from polarlm.model_loaders.config import Ffn, GatedMLP, ModelConfig
-from polarlm.model_loaders.families._decoder import PROJECTIONS, attending, decoder, gated_mlp, layer_count, with_mixer
+from polarlm.model_loaders.config import Ffn, ModelConfig
+from polarlm.model_loaders.families import _granite
+from polarlm.model_loaders.families._decoder import PROJECTIONS, attending, gated_mlp, layer_count, with_mixer
 from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.families._mamba2 import GGUF_KEYS as MAMBA_KEYS
@@ -19,9 +19,9 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import DOWN, GATE, UP, split_layers
 from polarlm.model_loaders.files.tensor_table import TensorSpec, TensorTable, tensor_table
 from polarlm.model_loaders.files.tensors import StoredTensor
-from polarlm.model_loaders.rope import rope_config
 
-ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
+MODEL_TYPES = ("granitemoehybrid", "granitemoe", "granitemoeshared")
+ARCHITECTURES = ("GraniteMoeHybridForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
 _MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")  # in older and in newer files
 _NORM = ("input_layernorm", "attn_norm")
 _HALVES = "shared_mlp.input_linear"  # gate and up in one tensor
@@ -55,24 +55,19 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
         more["layer_types"] = [_ATTENTION[0]] * min(layers, 4096)
     if not values["num_local_experts"]:
         more |= {"num_local_experts": 0, "shared_intermediate_size": values["intermediate_size"]}
-    if values["uses_rope"] is not False:
-        more["position_embedding_type"] = "rope"
-    return more
+    return more | _granite.implied(values)
 
 
 GGUF = GgufLayout(
     "granitehybrid",
+    also=("granitemoe",),
     interleaved=True,
     keys={
         **MAMBA_KEYS,
+        **_granite.GGUF_KEYS,
         "num_local_experts": GGUF_KEYS["num_experts"],
         "num_experts_per_tok": GGUF_KEYS["num_experts_per_tok"],
         "shared_intermediate_size": "expert_shared_feed_forward_length",
-        "attention_multiplier": "attention.scale",
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_scale",
-        "uses_rope": "rope.scaling.finetuned",
     },
     implied=_implied,
 )
@@ -80,30 +75,15 @@ GGUF = GgufLayout(
 
 def configure(fields: Fields) -> ModelConfig:
     count = layer_count(fields)
+    if fields.text("model_type") != "granitemoehybrid":
+        kinds = [_ATTENTION[0]] * count
+        fields = fields.replaced({"layer_types": kinds, "position_embedding_type": "rope"})
     attends = attending(fields, fields.texts("layer_types") or [_MAMBA[0]] * count, _MAMBA, _ATTENTION)
-    shared = gated_mlp(fields, size_key="shared_intermediate_size")
-    rope = None
-    if fields.has("position_embedding_type") and fields.text("position_embedding_type") == "rope":
-        rope = rope_config(fields, fields.integer("max_position_embeddings"))
-    factor = fields.positive("residual_multiplier", 1.0)
-    config = decoder(
-        fields,
-        "granitemoehybrid",
-        bias=None,
-        scale=fields.positive("attention_multiplier", 1.0),
-        ropes=[rope] * count,
-        ffns=[_network(fields, shared)] * count,
-    )
-    eps = config.norm_eps
-    if not all(attends):
-        mixer = mamba2(_with_head_dim(fields), eps)
-        config = with_mixer(config, mixer, [not attended for attended in attends])
-    return replace(
-        config,
-        norm_eps=eps / factor**2,
-        embedding_scale=fields.positive("embedding_multiplier", 1.0) / factor,
-        logit_scale=1 / fields.positive("logits_scaling", 1.0),
-    )
+    config = _granite.granite(fields, "granitemoehybrid", ffns=[_network(fields)] * count)
+    if all(attends):
+        return config
+    mixer = mamba2(_with_head_dim(fields), fields.positive("rms_norm_eps"))
+    return with_mixer(config, mixer, [not attended for attended in attends])
 
 
 def _with_head_dim(fields: Fields) -> Fields:
@@ -116,10 +96,12 @@ def _with_head_dim(fields: Fields) -> Fields:
     return fields.replaced({"mamba_d_head": inner // heads})
 
 
-def _network(fields: Fields, shared: GatedMLP) -> Ffn:
-    if fields.integer("num_local_experts", 0, minimum=0) == 0:
-        return shared
-    return experts(fields, size_key="intermediate_size", renormalize=True, shared=shared)
+def _network(fields: Fields) -> Ffn:
+    has_shared = fields.integer("shared_intermediate_size", 0, minimum=0) > 0
+    shared = gated_mlp(fields, size_key="shared_intermediate_size") if has_shared else None
+    if fields.integer("num_local_experts", 0, minimum=0) > 0:
+        return experts(fields, size_key="intermediate_size", renormalize=True, shared=shared)
+    return shared or gated_mlp(fields, size_key="shared_intermediate_size")
 
 
 def tensors(config: ModelConfig) -> TensorTable:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from polarlm.model_loaders.config import GatedMLP, ModelConfig, ShortConv
-from polarlm.model_loaders.families._decoder import PROJECTIONS, attending, decoder, layer_count, with_mixer
+from polarlm.model_loaders.families._decoder import MAX_SIZE, PROJECTIONS, attending, decoder, layer_count, with_mixer
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import tensor_table
@@ -64,9 +64,13 @@ def with_convolutions(fields: Fields, config: ModelConfig) -> ModelConfig:
         indices = set(fields.integers("full_attn_idxs")) if fields.has("full_attn_idxs") else set(range(count))
         kinds = [_ATTENTION if layer in indices else _CONV for layer in range(count)]
     attends = attending(fields, kinds, [_CONV])
+    return with_mixer(config, short_conv(fields), [not one for one in attends])
+
+
+def short_conv(fields: Fields) -> ShortConv:
+    """The convolution of the layers that have one."""
     width = fields.integer("conv_L_cache", 3, minimum=2, maximum=16)
-    conv = ShortConv(config.hidden_size, width, fields.flag("conv_bias", False))
-    return with_mixer(config, conv, [not one for one in attends])
+    return ShortConv(fields.integer("hidden_size", maximum=MAX_SIZE), width, fields.flag("conv_bias", False))
 
 
 def _network(fields: Fields) -> GatedMLP:

@@ -9,7 +9,7 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import tensor_table
 
 ARCHITECTURES = ("MixtralForCausalLM",)  # GGUF files call them llama
-_EXPERTS = {
+EXPERTS = {
     "router": (("block_sparse_moe.gate", "ffn_gate_inp"),),
     "experts_gate_up": (
         ("block_sparse_moe.experts.{}.w1", "ffn_gate_exps"),
@@ -17,7 +17,7 @@ _EXPERTS = {
     ),
     "experts_down": (("block_sparse_moe.experts.{}.w2", "ffn_down_exps"),),
 }
-tensors = partial(tensor_table, names={**PRE_NORMS, **PROJECTIONS, **_EXPERTS})
+tensors = partial(tensor_table, names={**PRE_NORMS, **PROJECTIONS, **EXPERTS})
 
 
 def configure(fields: Fields) -> ModelConfig:

@@ -13,6 +13,7 @@ import numpy as np
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
+from polarlm.model_loaders.families._gguf import LOG_MULTIPLIER
 from polarlm.model_loaders.families._unsupported import why_not
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.gguf_file import GgufFile, beginning_of_metadata
@@ -114,7 +115,7 @@ def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str
             f"{where} holds an embedding model, whose tokens attend to later ones ({arch}.attention.causal is false): "
             "it cannot generate text; use a generative model."
         )
-    if is_on("rope.scaling.yarn_log_multiplier"):
+    if is_on(LOG_MULTIPLIER) and LOG_MULTIPLIER not in layout.keys.values():
         raise LoadError(f"{where} asks for yarn_log_multiplier, a kind of RoPE that is not supported.")
     return arch, family, layout
 

@@ -127,7 +127,8 @@ class TensorTable:
     pooling are dense_0, dense_1, …; a head that scores pairs of texts has score_dense and score.
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
-    attention_post_norm; or, if it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out; or, if it is a
+    attention_post_norm; or, if it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out,
+    conv_post_norm; or, if it is a
     gated delta rule, delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay, delta_dt_bias,
     delta_out_norm, delta_out; or, if it is Mamba 2, mamba_norm, mamba_in (z, x, B, C, dt), mamba_conv, mamba_decay,
     mamba_dt_bias, mamba_skip, mamba_out_norm, mamba_out. With a network it has ffn_norm, gate_up (up alone if there is
@@ -260,7 +261,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> tuple[_Shapes, set[str]]:
 def _mixer_shapes(e: int, mixer: Mixer) -> tuple[_Shapes, set[str]]:
     if isinstance(mixer, ShortConv):
         shapes = {"conv_in": _one(3 * e, e), "conv": _one(e * mixer.width), "conv_out": _one(e, e)}
-        return {"conv_norm": _one(e), **shapes}, set(shapes) if mixer.bias else set()
+        return {"conv_norm": _one(e), "conv_post_norm": _one(e), **shapes}, set(shapes) if mixer.bias else set()
     if isinstance(mixer, GatedDelta):
         values, of_heads = mixer.value_heads * mixer.value_dim, _one(mixer.value_heads)
         return {
@@ -300,7 +301,7 @@ def _attention_shapes(e: int, mixer: Attention) -> tuple[_Shapes, set[str]]:
         **dict.fromkeys(("attention_norm", "attention_post_norm"), _one(e)),
     }
     if mixer.output_gate:
-        shapes["output_gate"] = _one(h * d, e)
+        shapes["output_gate"] = _one(h if mixer.gate_by_head else h * d, e)
     if mixer.qk_norm in ("head", "all"):
         for slot, number in (("q_norm", h), ("k_norm", k)):
             number = 1 if mixer.qk_norm == "head" else number

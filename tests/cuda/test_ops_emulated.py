@@ -138,6 +138,7 @@ def test_rms_norm_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, rows:
 ELEMENTWISE: dict[str, Callable[[Ops, Any, Any], Any]] = {
     "softcap": lambda ops, x, y: ops.softcap(x[:, 2:290], 30.0),
     "scale": lambda ops, x, y: ops.scale(x[:, 2:290], ops.to_device(np.float32([-1.7]))),
+    "scale rows": lambda ops, x, y: ops.scale(x[:, 2:290], y[:, 300:301]),
     **{
         f"activate, {name}": lambda ops, x, y, name=name: ops.activate(x, y[:, 320:640], name)
         for name in ("silu", "gelu_tanh", "swiglu_clamped")
@@ -160,10 +161,10 @@ def test_elementwise_ops_are_those_of_numpy(ops: CudaOps, rng: np.random.Generat
         np.testing.assert_allclose(ops.to_host(result), expected, rtol=16 * EPS32, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("wide", [True, False])
-def test_gate_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, wide: bool) -> None:
-    """By a logit for each number, or one for a row, in place; e^x is off by 2 + 1.173 |x| units, as CUDA documents."""
-    x, logits = normal(rng, 3, 300), 20 * normal(rng, 3, 300 if wide else 1)
+@pytest.mark.parametrize("columns", [300, 6, 1])
+def test_gate_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, columns: int) -> None:
+    """By a logit for each number, or for several neighbours, in place; e^x is off by 2 + 1.173 |x| units (CUDA)."""
+    x, logits = normal(rng, 3, 300), 20 * normal(rng, 3, columns)
     logits[1, 0], logits[2, 0] = np.nan, -200
     on_device = ops.to_device(x)
     ops.gate(on_device, ops.to_device(logits))

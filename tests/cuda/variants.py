@@ -396,8 +396,8 @@ VARIANTS: dict[str, list[Variant]] = {
     "decode_two_kinds": _decode_two_kinds(),
     "dequantize": _all("dequantize", WEIGHT=_PACKED),
     "elementwise": [
-        *_all("elementwise", ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped", "relu_squared"), WHOLE=(0,)),
-        *_all("elementwise", ACTIVATION=("gated", "scaled"), WHOLE=(0, 1)),
+        *_all("elementwise", ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped", "relu_squared"), GROUPED=(0,)),
+        *_all("elementwise", ACTIVATION=("gated", "scaled"), GROUPED=(0, 1)),
     ],
     "embed": _all("embed", WEIGHT=_READ),
     "encode_blocks": _encode_blocks(),

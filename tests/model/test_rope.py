@@ -42,3 +42,10 @@ def test_channels_without_rotation_keep_their_values() -> None:
     ((cos, sin),) = RopeTables(replace(CONFIG, layers=(layer,))).tables(np.arange(600))
     np.testing.assert_array_equal(cos, 1)
     np.testing.assert_array_equal(sin, 0)
+
+
+def test_queries_grow_with_the_logarithm_of_their_position() -> None:
+    layer = replace(CONFIG.layers[0], mixer=replace(ATTENTION, query_growth=(0.5, 16)))
+    ((_, _, factors),) = RopeTables(replace(CONFIG, layers=(layer,))).tables(np.array([0, 15, 16, 47, 700_000]))
+    wanted = 1 + 0.5 * np.log([1, 1, 2, 3, 43_751])
+    np.testing.assert_allclose(factors, wanted[:, None], rtol=2**-23)

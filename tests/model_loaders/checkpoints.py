@@ -51,6 +51,7 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
     expert = re.search(r"\.experts\.(\d+)", name)
     whole = name if expert is None else name.replace(expert[0], ".experts")
     spelt = re.sub(r"feed_forward\.experts\.w([123])", lambda one: f"mlp.experts.{_LFM2[one[1]]}_proj", whole)
+    spelt = re.sub(r"block_sparse_moe(\.experts\.[gud])", r"mlp\1", spelt)
     spelt = re.sub("expert_bias$", "expert_bias.bias", spelt)
     spelt = spelt.replace("correction_bias", "correction.bias").replace("attn.sinks", "attn.sinks.weight")
     spelt = re.sub("layer_scalar$", "layer_scalar.weight", spelt)
@@ -99,6 +100,13 @@ def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -
     return writer
 
 
+def of_granite(settings: Mapping[str, object]) -> dict[str, object]:
+    """Further metadata of Granite's models. settings: in config.json."""
+    keys = {"attention__layer_norm_rms_epsilon": "rms_norm_eps", "attention__scale": "attention_multiplier"}
+    keys |= {"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"}
+    return {ours: settings[theirs] for ours, theirs in {**keys, "logit_scale": "logits_scaling"}.items()}
+
+
 def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -120,15 +128,17 @@ def as_gguf(path: Path, arch: str, config: ModelConfig, tensors: dict[str, np.nd
     """The model as llama.cpp's converter writes it, in F32; tensors with ggml's names are not changed."""
     writer, written = gguf_header(path, arch, config, **changes), {}
     for name, tensor in tensors.items():
-        if arch in ("llama", "smollm3") and ".q_proj." in name:
+        is_interleaved = arch in ("llama", "smollm3", "granite", "granitemoe", "mistral3")
+        if is_interleaved and ".q_proj." in name:
             tensor = interleaved(tensor, config.attention.heads)
-        if arch in ("llama", "smollm3") and ".k_proj." in name:
+        if is_interleaved and ".k_proj." in name:
             tensor = interleaved(tensor, config.attention.kv_heads)
         heads = {
             "qkv_proj": config.attention.heads + config.attention.kv_heads,
             "q_proj": config.attention.heads,
             "k_proj": config.attention.kv_heads,
-            **dict.fromkeys(("q_norm", "k_norm"), 1),
+            "q_norm": config.attention.heads if config.attention.qk_norm == "all" else 1,
+            "k_norm": config.attention.kv_heads if config.attention.qk_norm == "all" else 1,
         }
         if (projection := name.split(".")[-2]) in heads:
             tensor = rotated_in_front(tensor, config, heads[projection])

@@ -20,7 +20,7 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from polarlm.model_loaders.files.weights import as_stored
 from tests.conftest import ENCODERS
-from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, read, read_all
+from tests.model_loaders.checkpoints import MODELS, NAMES, as_gguf, of_granite, read, read_all
 from tests.pairs import mostly_slow
 from tests.shared_data import shared
 
@@ -88,8 +88,17 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 NO_ROPE = {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [0, 1, 1]}
 
 
+SMALL = {"model_type": "mistral3", "text_config": {**BASE, "model_type": "mistral", "sliding_window": 32}}
+GRANITE = {"model_type": "granitemoeshared", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
 def has_rope(config: ModelConfig) -> list[bool]:
     return [mixer.rope is not None for mixer in mixers(config)]
+
+
+def shared_of(config: ModelConfig) -> GatedMLP | None:
+    assert isinstance(config.ffn, Experts)
+    return config.ffn.shared
 
 
 # Keys, what is looked at, and what it is.
@@ -111,6 +120,13 @@ MEANT: list[tuple[dict[str, Any], Callable[[ModelConfig], Any], Any]] = [
     ({"model_type": "smollm3", "rope_scaling": {**YARN}}, lambda config: rope_of(config).theta, 2e6),
     ({"model_type": "smollm3", "rope_parameters": {"rope_theta": 5e6}}, lambda config: rope_of(config).theta, 5e6),
     ({"model_type": "smollm3", "tie_word_embeddings": False}, lambda config: config.tied_head, False),
+    ({**GRANITE, "shared_intermediate_size": 24}, shared_of, GatedMLP(24)),
+    ({**GRANITE, "shared_intermediate_size": 0}, shared_of, None),
+    (GRANITE, has_rope, [True] * 3),
+    (SMALL, lambda config: (config.attention.query_growth, config.attention.window), (None, 32)),
+    ({**SMALL, "tie_word_embeddings": True}, lambda config: config.tied_head, True),
+    ({"model_type": "lfm3", "num_hidden_layers": 5}, windows_of, (None, 256)),  # of layers 2 and 4
+    ({"model_type": "granite", "position_embedding_type": "nope"}, has_rope, [False] * 3),
 ]
 
 
@@ -277,6 +293,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
     ({"model_type": "smollm3", "no_rope_layers": [1, 1]}, "no_rope_layers"),
+    ({"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}, "text_config: model_type is 'mistral4'"),
 ]
 
 
@@ -360,11 +377,22 @@ WITHOUT_GGUF = (
     "qwen3_next_shared_keys",
 )
 IN_FORMAT = [name for name in NAMES if stored(name).family in IN_GGUF and name not in WITHOUT_GGUF]
-SOME = ("llama_mqa_yarn", "gemma4_shared_kv", "phi3_longrope_partial", "gpt_oss_mxfp4", "lfm2_moe_dense_first")
+SOME = (
+    "llama_mqa_yarn",
+    "granite_tied",
+    "granite_moe",
+    "minimax_m2_partial",
+    "mistral3_with_images",
+    "gemma4_shared_kv",
+    "phi3_longrope_partial",
+    "gpt_oss_mxfp4",
+    "lfm2_moe_dense_first",
+)
 
 
 def architecture(config: ModelConfig) -> str:
     names = {family: layout.architecture for family, layout in gguf_layouts().values()}
+    names["granitemoehybrid"] = "granitemoe"  # without recurrent layers
     return "llama" if config.family in IN_LLAMA else names[config.family]
 
 
@@ -403,6 +431,11 @@ def test_a_gguf_file_describes_the_same_model(name: str, tmp_path: Path) -> None
         changes |= gemma4(config, written)
     elif config.family.startswith("lfm2"):
         changes |= lfm2(config)
+    elif config.family.startswith("granite"):
+        changes |= of_granite(json.loads((MODELS / name / "config.json").read_text()))
+    elif config.family == "mistral3":
+        changes |= {"attention__temperature_scale": 0.25, "rope__scaling__yarn_log_multiplier": of_rope.mscale_all_dim}
+        changes["rope__scaling__yarn_beta_fast"] = of_rope.beta_fast
     elif config.attention.window and config.family in (*IN_LLAMA, "phi3", "gpt_oss"):
         changes["attention__sliding_window"] = config.attention.window
     else:  # windows of upper layers have no key

@@ -16,7 +16,15 @@ from polarlm.model_loaders.config import Attention, Experts, GatedDelta, GatedML
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from tests.bare import bare_model, prefill_logits, read_model
 from tests.conftest import FIXTURES
-from tests.model_loaders.checkpoints import finish, gguf_header, gguf_name, interleaved, joined_experts, read_all
+from tests.model_loaders.checkpoints import (
+    finish,
+    gguf_header,
+    gguf_name,
+    interleaved,
+    joined_experts,
+    of_granite,
+    read_all,
+)
 
 ARCHITECTURES = {
     "qwen3_next_shared_keys": "qwen3next",
@@ -126,10 +134,11 @@ def mamba_metadata(name: str, predicting: int) -> dict[str, Any]:
         size = settings["moe_intermediate_size" if "experts" in name else "intermediate_size"]
         sizes = [size * (kind in ("mlp", "moe")) for kind in kinds] + [size] * predicting
         return {**changes, "feed_forward_length": sizes, "nextn_predict_layers": predicting}
-    multipliers = {"attention__scale": "attention_multiplier", "logit_scale": "logits_scaling"}
-    multipliers |= {"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"}
-    changes |= {ours: settings[theirs] for ours, theirs in multipliers.items()}
-    return {**changes, "rope__scaling__finetuned": settings["position_embedding_type"] == "rope"}
+    return {
+        **changes,
+        **of_granite(settings),
+        "rope__scaling__finetuned": settings["position_embedding_type"] == "rope",
+    }
 
 
 def as_gguf(path: Path, name: str, *, predicting: int = 0) -> Path:

@@ -201,17 +201,18 @@ class LinearOps(DeviceOps):
         self._elementwise(activation, x, up)
 
     def scale(self, x: Array, factor: Array) -> None:
-        self._elementwise("scaled", x, factor, whole=True)
+        self._elementwise("scaled", x, factor)
 
     def gate(self, x: Array, logits: Array) -> None:
-        self._elementwise("gated", x, logits, whole=logits.shape[1] == 1)
+        self._elementwise("gated", x, logits)
 
-    def _elementwise(self, function: str, x: Array, other: Array, *, whole: bool = False) -> None:
+    def _elementwise(self, function: str, x: Array, other: Array) -> None:
         """x = function(x, other), in place; see `elementwise.cu`. A vector `other` serves every row."""
         (rows, n), threads = x.shape, threads_for(x.shape[1])
-        config = LaunchConfig({"ACTIVATION": function, "WHOLE": int(whole)}, threads)
+        group = n // other.shape[-1]  # columns that share a number
+        config = LaunchConfig({"ACTIVATION": function, "GROUPED": int(group > 1)}, threads)
         pitch = row_stride(other) if other.ndim > 1 else np.int64(0)
-        self._launch("elementwise", (-(-n // threads), rows), config, x, other, n, row_stride(x), pitch)
+        self._launch("elementwise", (-(-n // threads), rows), config, x, other, n, group, row_stride(x), pitch)
 
     def narrowed(self, x: Array, product: Product) -> Array:
         """x (T, in), normalised if the product has a norm, in the type in which it takes x: x itself if it is of it."""

@@ -149,7 +149,11 @@ def _delta_bytes(model: ModelConfig) -> int:
 
 def _gate_bytes(model: ModelConfig) -> int:
     """Bytes of a row of the gate of attention's result, and of its input in half precision."""
-    gated = [mixer.heads * mixer.head_dim for mixer in model.attentions.values() if mixer.output_gate]
+    gated = [
+        mixer.heads * (1 if mixer.gate_by_head else mixer.head_dim)
+        for mixer in model.attentions.values()
+        if mixer.output_gate
+    ]
     return _FLOAT * max(gated) + _NARROW * model.hidden_size if gated else 0
 
 
@@ -159,8 +163,9 @@ def _post_norm_bytes(model: ModelConfig) -> int:
 
 
 def _ropes(model: ModelConfig) -> int:
-    """Numbers of cos and sin of a row, of all kinds of RoPE."""
-    return sum(dim for _, _, dim in {attention.rope_kind for attention in model.attentions.values()})
+    """Numbers of cos and sin of a row, of all kinds of RoPE, and the factor of its queries."""
+    kinds = {attention.rope_kind for attention in model.attentions.values()}
+    return sum(dim for _, _, dim in kinds) + (len(kinds) if model.attention.query_growth else 0)
 
 
 def _groups(model: ModelConfig) -> int:

@@ -68,7 +68,7 @@ class ExpertOps:
 
     @quiet
     def gate(self, x: np.ndarray, logits: np.ndarray) -> None:
-        x /= 1 + np.exp(-logits)
+        x /= np.repeat(1 + np.exp(-logits), x.shape[1] // logits.shape[1], axis=1)
 
 
 def _product(x: np.ndarray, w: ExpertLinear, expert: int) -> np.ndarray:

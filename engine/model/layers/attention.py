@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, PreparedTransform, Rope, Spans
+from polarlm.engine.backends.kv import Cache, PreparedTransform, Spans
 from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.layers import Eps, Tap, add_projected, norm_of, projected, slot
 from polarlm.engine.weight_formats import Linear
@@ -25,7 +25,7 @@ class AttentionWeights:
     out: Linear = slot("out", "linear")  # (E, H·D)
     # (E,): norms the result before it is added to the residual, or in encoders the sum
     post_norm: Array | None = slot("attention_post_norm")
-    output_gate: Linear | None = slot("output_gate", "linear", default=None)  # (H·D, E)
+    output_gate: Linear | None = slot("output_gate", "linear", default=None)  # (H·D, E), or (H, E)
     post_norm_bias: Array | None = slot("attention_post_norm_bias", default=None)  # (E,)
 
 
@@ -54,14 +54,24 @@ class Attention:
             self._qk_norms = ones, ones, eps.before
 
     def project(
-        self, x: Array, rope: Rope, spans: Spans, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
+        self,
+        x: Array,
+        rope: tuple[Array, ...],
+        spans: Spans,
+        *,
+        adapters: Routing | None,
+        recorded: bool,
+        tap: Tap | None = None,
     ) -> Array:
         """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are. rope:
-        cos and sin (T, D/2)."""
+        cos and sin (T, D/2), and factors of queries (T, 1) if they grow."""
         ops, w, shape = self._ops, self._weights, self.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
         qkv = projected(ops, x, w.qkv, adapters, norm=self._norm, recorded=recorded)
-        norms = self._qk_norms
+        (cos, sin, *factors), norms = rope, self._qk_norms
+        for factor in factors:
+            ops.scale(qkv[:, : heads * dim], factor)
+        rope = cos, sin
         if shape.shares_kv:  # there are queries alone
             q, _, _ = ops.transform_heads(qkv.reshape(-1, heads, dim), rope, self._transform, norms)
             return q

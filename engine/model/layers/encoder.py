@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from polarlm.engine.backends.kv import PreparedTransform, Rope
+from polarlm.engine.backends.kv import PreparedTransform
 from polarlm.engine.backends.ops import Array, EncoderOps, Ops
 from polarlm.engine.model.layers import Eps, add_projected, norm_of
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
@@ -52,7 +52,7 @@ class EncoderLayer:
             self._post_norm, network = None, replace(network, post_norm=None)
         self._network = GatedMLP(ops, layer.ffn, eps, network)
 
-    def compute(self, x: Array, rope: Rope, lengths: Sequence[int]) -> None:
+    def compute(self, x: Array, rope: tuple[Array, ...], lengths: Sequence[int]) -> None:
         """Compute the layer for x (T, E), the rows of texts of these lengths, in place. rope: cos and sin (T, D/2)."""
         ops, of_encoders, shape = self._ops, self._of_encoders, self._shape
         heads, dim = shape.heads + 2 * shape.kv_heads, shape.head_dim

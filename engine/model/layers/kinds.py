@@ -38,7 +38,7 @@ class Mixer(Protocol):
     ) -> Any:
         """Append the state of the rows x (T, E), and return what `mix` needs of them; `mix` may get only its last rows.
 
-        rope: cos and sin (T, D/2) for attention, else None. spans: as `LayerState.spans` returns them. adapters: the
+        rope: a table of `RopeTables` for attention, else None. spans: as `LayerState.spans` returns them. adapters: the
         rows' adapters, if any. recorded: whether this is a step, which may be recorded and has no tap.
         """
 

@@ -11,13 +11,14 @@ from polarlm.engine.state.recurrent.slots import add_rows
 
 
 class RecurrentMixer:
-    """A `Mixer` whose weights have `norm`, `inputs`, `conv` and `out`."""
+    """A `Mixer` whose weights have `norm`, `inputs`, `conv` and `out`, and may have `post_norm`."""
 
     op: ClassVar[str]  # the name of the op
 
     def __init__(self, ops: Ops, shape: Any, eps: Eps, weights: Any, cache: Any, transform: None):
         self._ops, self._weights, self._slots = ops, weights, cache
         self._norm = norm_of(weights.norm, eps.before)
+        self._post_norm = norm_of(getattr(weights, "post_norm", None), eps.after)
         by_channel = ops.to_host(weights.conv).reshape(shape.channels, shape.width)
         self._of_op = self.weights_of_op(shape, eps, weights, ops.to_device(by_channel.T))
 
@@ -35,4 +36,4 @@ class RecurrentMixer:
 
     def mix(self, x: Array, y: Array, spans: Any, *, adapters: Routing | None, recorded: bool) -> None:
         """Add the projection of the results y to x (T, E), in place."""
-        add_projected(self._ops, x, y, self._weights.out, adapters, None, recorded=recorded)
+        add_projected(self._ops, x, y, self._weights.out, adapters, self._post_norm, recorded=recorded)

@@ -21,6 +21,7 @@ class ShortConvWeights:
     conv: Array = slot("conv")  # (E · width,): the numbers of each channel, oldest token first
     conv_bias: Array | None = slot("conv_bias")  # (E,)
     out: Linear = slot("conv_out", "linear")  # (E, E)
+    post_norm: Array | None = slot("conv_post_norm")  # (E,): norms the result before it is added to the residual
 
 
 class ShortConv(RecurrentMixer):

@@ -162,12 +162,14 @@ def test_logits_are_capped_in_place(level: Level) -> None:
 
 @some_levels
 def test_rows_are_scaled_and_activated_in_place(level: Level) -> None:
-    """By a number in memory, and with columns of a wider array."""
+    """By a number in memory, or one for each row, and with columns of a wider array."""
     rng, ops = np.random.default_rng(0), LinearOps(launcher(level, 2))
     x, wide, factor = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 50), (3, 150), (1,)))
     scaled = x.copy()
     ops.scale(scaled, factor)
-    np.testing.assert_array_equal(scaled, x * factor)
+    ops.scale(scaled[:, :40], x[:, 40:41])
+    np.testing.assert_array_equal(scaled[:, 40:], (x * factor)[:, 40:])
+    np.testing.assert_array_equal(scaled[:, :40], (x * factor)[:, :40] * x[:, 40:41])
     for activation, function in ACTIVATIONS.items():
         actual = x.copy()
         if is_gated(activation):

@@ -185,29 +185,33 @@ class RowGateArguments(NamedTuple):
     x: Pointer
     logits: Pointer
     columns: Int64
+    parts: Int64
     x_stride: Int64
     stride: Int64
 
 
 @cache
-def gate_rows(*, by_row: bool) -> Kernel[RowGateArguments]:
-    """x (rows, columns) times σ(logits), in place; one unit per row. by_row: a row has one logit, not one per column.
+def gate_rows(*, shared: bool) -> Kernel[RowGateArguments]:
+    """x (rows, parts · columns) times σ(logits), in place; one unit per row and part. shared: a part has one logit, not
+    one per column.
 
     x_stride, stride: bytes from row to row of x and of the logits.
     """
 
     def emit(e: Emitter, args: RowGateArguments, begin: Value, end: Value, scratch: Value) -> None:
-        with e.loop(begin, end) as row:
-            x_row, logits = args.x + row * args.x_stride, args.logits + row * args.stride
+        with e.loop(begin, end) as unit:
+            row, part = unit // args.parts, unit % args.parts
+            x_row = args.x + row * args.x_stride + part * args.columns * 4
+            logits = args.logits + row * args.stride + part * 4
 
             def write(offset: Value, kind: Type) -> None:
                 x = e.load(x_row + offset, kind)
-                logit = e.like(e.load(logits, F32), x) if by_row else e.load(logits + offset, kind)
+                logit = e.like(e.load(logits, F32), x) if shared else e.load(logits + offset, kind)
                 e.store(x / (e.exp(-logit) + 1.0), x_row + offset)
 
             over_columns(e, args.columns, write)
 
-    return Kernel(f"gate_rows{'_whole' * by_row}", emit, RowGateArguments)
+    return Kernel(f"gate_rows{'_shared' * shared}", emit, RowGateArguments)
 
 
 def capped(e: Emitter, x: Value, cap: Value) -> Value:
@@ -228,7 +232,8 @@ class ScaleArguments(NamedTuple):
     columns: Int64
     stride: Int64
     pieces: Int64
-    factor: Pointer  # one number
+    factor: Pointer
+    step: Int64
 
 
 ROW_PIECE = 4096  # columns of a unit
@@ -243,32 +248,39 @@ def softcap_rows() -> Kernel[SoftcapArguments]:
     """
 
     def emit(e: Emitter, args: SoftcapArguments, begin: Value, end: Value, scratch: Value) -> None:
-        _change_pieces(e, args, begin, end, lambda x: capped(e, x, e.like(args.cap, x)) + (x - x))
+        _change_pieces(e, args, begin, end, lambda x, row: capped(e, x, e.like(args.cap, x)) + (x - x))
 
     return Kernel("softcap_rows", emit, SoftcapArguments)
 
 
 @cache
 def scale_rows() -> Kernel[ScaleArguments]:
-    """x times a number, in place; units and strides as in `softcap_rows`."""
+    """x times a number, in place; units and strides as in `softcap_rows`. step: bytes to the number of
+    the next row, or 0."""
 
     def emit(e: Emitter, args: ScaleArguments, begin: Value, end: Value, scratch: Value) -> None:
-        factor = e.load(args.factor, F32)
-        _change_pieces(e, args, begin, end, lambda x: x * e.like(factor, x))
+        def change(x: Value, row: Value) -> Value:
+            return x * e.like(e.load(args.factor + row * args.step, F32), x)
+
+        _change_pieces(e, args, begin, end, change)
 
     return Kernel("scale_rows", emit, ScaleArguments)
 
 
 def _change_pieces(
-    e: Emitter, args: SoftcapArguments | ScaleArguments, begin: Value, end: Value, change: Callable[[Value], Value]
+    e: Emitter,
+    args: SoftcapArguments | ScaleArguments,
+    begin: Value,
+    end: Value,
+    change: Callable[[Value, Value], Value],
 ) -> None:
-    """Replace each number of the units' pieces by `change` of it."""
+    """Replace each number of the units' pieces by `change` of it and its row."""
     with e.loop(begin, end) as unit:
-        first = unit % args.pieces * ROW_PIECE
-        at = args.x + unit // args.pieces * args.stride + first * 4
+        first, row = unit % args.pieces * ROW_PIECE, unit // args.pieces
+        at = args.x + row * args.stride + first * 4
 
         def write(offset: Value, kind: Type) -> None:
-            e.store(change(e.load(at + offset, kind)), at + offset)
+            e.store(change(e.load(at + offset, kind), row), at + offset)
 
         over_columns(e, e.imin(args.columns - first, ROW_PIECE), write)
 

@@ -70,10 +70,17 @@ class ExpertOps(KernelOps):
         return routing
 
     def gate(self, x: np.ndarray, logits: np.ndarray) -> None:
+        (rows, columns), count = x.shape, logits.shape[1]
+        parts = 1 if count == columns else count
         arguments = RowGateArguments(
-            x=x, logits=logits, columns=x.shape[1], x_stride=x.strides[0], stride=logits.strides[0]
+            x=x,
+            logits=logits,
+            columns=columns // parts,
+            parts=parts,
+            x_stride=x.strides[0],
+            stride=logits.strides[0],
         )
-        self._launch(gate_rows(by_row=logits.shape[1] == 1), len(x), arguments)
+        self._launch(gate_rows(shared=count < columns), rows * parts, arguments)
 
     def experts(
         self,

@@ -84,7 +84,8 @@ class LinearOps(LoadOps):
     def scale(self, x: np.ndarray, factor: np.ndarray) -> None:
         rows, columns = x.shape
         pieces = -(-columns // ROW_PIECE)
-        arguments = ScaleArguments(x=x, columns=columns, stride=x.strides[0], pieces=pieces, factor=factor)
+        step = factor.strides[0] if factor.ndim > 1 else 0
+        arguments = ScaleArguments(x=x, columns=columns, stride=x.strides[0], pieces=pieces, factor=factor, step=step)
         self._launch(scale_rows(), rows * pieces, arguments)
 
     def linear(
