@@ -64,7 +64,9 @@ def test_every_endpoint_is_explained():
 
     told = {shared(*pair) for row in rows(SERVER, "Endpoint") for pair in re.findall(r"`(\w+) (\S+)`", row[0])}
     shape = CacheShape(8, (LayerShape(codecs.get("f16"), codecs.get("f16"), 1, 8),))
-    engine = SimpleNamespace(model=SimpleNamespace(tokenizer=None), context=0, kept_blocks=object(), cache_shape=shape)
+    engine = SimpleNamespace(
+        model=SimpleNamespace(tokenizer=None, name=""), context=0, kept_blocks=object(), cache_shape=shape
+    )
     config = ServerConfig(share_blocks=True)
     driver = cast(Any, SimpleNamespace(engine=engine, config=config))
     routes = cast(list[Route], create_app(driver, config).routes)
