@@ -101,7 +101,7 @@ def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str
         reason = why_not(arch) if isinstance(arch, str) else None
         raise LoadError(
             f"{where} holds a model of architecture {arch!r}, {reason or 'which is not supported'}; "
-            f"supported are {', '.join(sorted(layouts))} (Mistral's files call themselves llama)."
+            f"supported are {', '.join(sorted(layouts))} (older files of Mistral call themselves llama)."
         )
     family, layout = layouts[arch]
 

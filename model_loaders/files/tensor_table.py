@@ -127,15 +127,15 @@ class TensorTable:
     pooling are dense_0, dense_1, …; a head that scores pairs of texts has score_dense and score.
 
     A layer has attention_norm, qkv (queries, keys, values), q_norm, k_norm, sink_scores, output_gate, out,
-    attention_post_norm; or, if it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out,
-    conv_post_norm; or, if it is a
-    gated delta rule, delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay, delta_dt_bias,
-    delta_out_norm, delta_out; or, if it is Mamba 2, mamba_norm, mamba_in (z, x, B, C, dt), mamba_conv, mamba_decay,
-    mamba_dt_bias, mamba_skip, mamba_out_norm, mamba_out. With a network it has ffn_norm, gate_up (up alone if there is
-    no gate), down, ffn_post_norm. A mixture of experts has, instead of gate_up and down, router, choice_bias,
-    experts_gate_up and experts_down (all tensors of the first expert, then all tensors of the next), expert_factors,
-    shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm, experts_norm, experts_post_norm,
-    shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate, layer_out, layer_post_norm.
+    attention_post_norm; or, if it is a short convolution, conv_norm, conv_in (B, C, x), conv, conv_out, conv_post_norm;
+    or, if it is a gated delta rule, delta_norm, delta_in (queries, keys, values, z, b, a), delta_conv, delta_decay,
+    delta_dt_bias, delta_out_norm, delta_out; or, if it is Mamba 2, mamba_norm, mamba_in (z, x, B, C, dt), mamba_conv,
+    mamba_decay, mamba_dt_bias, mamba_skip, mamba_out_norm, mamba_out. With a network it has ffn_norm, gate_up (up alone
+    if there is no gate), down, ffn_post_norm. A mixture of experts has, instead of gate_up and down, router,
+    choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then all tensors of the next),
+    expert_factors, shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm, experts_norm,
+    experts_post_norm, shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate,
+    layer_out, layer_post_norm.
     Biases are in slots with names
     that end with "_bias", such as qkv_bias. A slot that a model lacks is absent.
     """

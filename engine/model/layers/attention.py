@@ -68,9 +68,9 @@ class Attention:
         ops, w, shape = self._ops, self._weights, self.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
         qkv = projected(ops, x, w.qkv, adapters, norm=self._norm, recorded=recorded)
-        (cos, sin, *factors), norms = rope, self._qk_norms
-        for factor in factors:
-            ops.scale(qkv[:, : heads * dim], factor)
+        (cos, sin, *growth), norms = rope, self._qk_norms
+        if growth:  # before RoPE, which turns queries of any length alike
+            ops.scale(qkv[:, : heads * dim], growth[0])
         rope = cos, sin
         if shape.shares_kv:  # there are queries alone
             q, _, _ = ops.transform_heads(qkv.reshape(-1, heads, dim), rope, self._transform, norms)

@@ -255,8 +255,8 @@ def softcap_rows() -> Kernel[SoftcapArguments]:
 
 @cache
 def scale_rows() -> Kernel[ScaleArguments]:
-    """x times a number, in place; units and strides as in `softcap_rows`. step: bytes to the number of
-    the next row, or 0."""
+    """x times a number, in place; units and strides as in `softcap_rows`. step: bytes to the number of the next row, or
+    0."""
 
     def emit(e: Emitter, args: ScaleArguments, begin: Value, end: Value, scratch: Value) -> None:
         def change(x: Value, row: Value) -> Value:
