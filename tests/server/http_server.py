@@ -25,7 +25,7 @@ from polarlm.server.running.journal import Journaled
 from polarlm.server.running.listening import tcp_socket
 from polarlm.server.running.sessions import SessionFolder
 from polarlm.server.socket.connection import SocketServer
-from tests.lazily import openai
+from tests.lazily import anthropic, openai
 from tests.server.lines import PATIENCE
 
 LAST_SECONDS = 10  # for connections that a failed test has left open, once the server is told to end
@@ -94,8 +94,29 @@ class Serving:
     openai: openai.OpenAI
     address: Any = None  # the socket's, if there is one
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def anthropic(self, key: str = "any") -> anthropic.Anthropic:
+        """Anthropic's own client, for a `with` block."""
+        return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0, timeout=60)
+
     def post(self, path: str, body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
+
+    def chat(self, **body: Any) -> dict[str, Any]:
+        """The only choice of an answer."""
+        response = self.post("/v1/chat/completions", body)
+        assert response.status_code == 200, response.text
+        (choice,) = response.json()["choices"]
+        return choice
+
+    def refused(self, path: str, body: Any, status: int = 400) -> Any:
+        """The error of a request that is refused."""
+        response = self.post(path, body)
+        assert response.status_code == status, response.text
+        return response.json()["error"]
 
     def send(self, path: str, body: Any, receive_buffer: int | None = None) -> socket.socket:
         """A connection whose request has been sent; the system receives no more than the buffer takes."""

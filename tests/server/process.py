@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,6 +115,22 @@ class Process:
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as response:
             return response.read().decode()
+
+    def ask(self, path: str, method: str = "POST", **body: Any) -> tuple[int, dict[str, Any]]:
+        """An HTTP status, and the JSON that came with it."""
+        data = json.dumps(body).encode() if method == "POST" else None
+        asked = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(asked, timeout=PATIENCE) as response:
+                return response.status, json.loads(response.read() or b"{}")
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """The JSON of an answer without an error."""
+        status, answer = self.ask(path, **body)
+        assert status == 200, answer
+        return answer
 
     def is_idle(self) -> bool:
         """Nothing is computed, and nothing waits."""

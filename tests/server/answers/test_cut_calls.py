@@ -132,10 +132,7 @@ BODY: dict[str, Any] = {
 
 
 def chat(hermes: Serving, **more: Any) -> dict[str, Any]:
-    response = hermes.post("/v1/chat/completions", {**BODY, **more})
-    assert response.status_code == 200, response.text
-    (choice,) = response.json()["choices"]
-    return choice
+    return hermes.chat(**{**BODY, **more})
 
 
 def test_a_conversation_goes_on_after_a_call_that_is_cut_off(hermes: Serving) -> None:

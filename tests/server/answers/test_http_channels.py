@@ -57,8 +57,7 @@ def test_openai(server: Serving) -> None:
 
 
 def test_reasoning_may_stay_in_the_text(server: Serving) -> None:
-    body = {"model": "any", "messages": MESSAGES, "reasoning_format": "none"}
-    message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    message = server.chat(messages=MESSAGES, reasoning_format="none")["message"]
     assert message["content"] == "<|channel|>analysis<|message|>hm<|end|>\n\nSo."
 
 
@@ -84,16 +83,8 @@ def test_tools_leave_room_for_reasoning(server: Serving, choice: str) -> None:
     """The first letter of a channel is the model's to choose, and "a" begins the channel of reasoning."""
     (channel,) = server.engine.model.tokenizer.tokenize("<|channel|>", control=True)
     (letter,) = server.post("/tokenize", {"content": "a"}).json()["tokens"]
-    body = {
-        "model": "any",
-        "messages": MESSAGES,
-        "tools": TOOLS,
-        "tool_choice": choice,
-        "max_tokens": 30,
-        "temperature": 0,
-    }
-    answer = server.post("/v1/chat/completions", {**body, "logit_bias": {str(channel): 50, str(letter): 100}}).json()
-    message = answer["choices"][0]["message"]
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "max_tokens": 30, "temperature": 0}
+    message = server.chat(**body, logit_bias={str(channel): 50, str(letter): 100})["message"]
     assert set(message["reasoning_content"]) == {"a"}
     assert not message["content"]
 

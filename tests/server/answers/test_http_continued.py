@@ -15,10 +15,7 @@ BEGUN = {"role": "assistant", "content": "the rain"}
 
 
 def chat(server: Serving, messages: list[Any], **more: Any) -> str:
-    body = {"messages": messages, "temperature": 0, "max_tokens": 12, "ignore_eos": True, **more}
-    response = server.post("/v1/chat/completions", body)
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]["message"]["content"]
+    return server.chat(messages=messages, temperature=0, max_tokens=12, ignore_eos=True, **more)["message"]["content"]
 
 
 def written(server: Serving, messages: list[Any], **more: Any) -> str:
@@ -66,8 +63,7 @@ def test_names_of_control_tokens_stay_text_in_a_beginning(shared: Serving) -> No
     ],
 )
 def test_what_cannot_be_continued_is_named(shared: Serving, messages: Any, more: Any, param: str) -> None:
-    response = shared.post("/v1/chat/completions", {"messages": messages, **more})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert shared.refused("/v1/chat/completions", {"messages": messages, **more})["param"] == param
 
 
 def test_the_engine_continues_the_ids_that_an_answer_was_generated_as(tiny: Engine) -> None:

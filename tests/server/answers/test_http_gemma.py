@@ -77,8 +77,7 @@ def test_a_stream_has_arguments_as_json_while_they_are_written(server: Serving) 
 
 
 def test_reasoning_may_stay_in_the_text(server: Serving) -> None:
-    body = {"model": "any", "messages": MESSAGES, "reasoning_format": "none", "tools": TOOLS}
-    message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    message = server.chat(messages=MESSAGES, reasoning_format="none", tools=TOOLS)["message"]
     assert message["content"] == REASONED
     assert len(message["tool_calls"]) == 1
 
@@ -94,7 +93,7 @@ def test_an_answer_after_a_result_may_go_on_with_reasoning(server: Serving, thin
     prompt = server.post("/apply-template", body).json()["prompt"]
     end = '<|tool_response>response:weather{value:<|"|>rain<|"|>}<tool_response|>'
     assert prompt.endswith(end + ("<|channel>thought\n" if thinks else ""))
-    message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    message = server.chat(**body)["message"]
     assert (message["content"], message["reasoning_content"].removeprefix("<|channel>thought\n")) == ("So.", "hm")
 
 

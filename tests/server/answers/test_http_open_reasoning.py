@@ -80,11 +80,11 @@ CONSTRAINTS: list[tuple[dict[str, Any], Any]] = [
 def test_the_answer_follows_the_reasoning(
     server: Serving, body: dict[str, Any], constraint: Any, is_right: Any
 ) -> None:
-    (choice,) = server.post("/v1/chat/completions", {**body, **constraint}).json()["choices"]
+    choice = server.chat(**body, **constraint)
     assert set(choice["message"]["reasoning_content"]) == {"t", "h"}
     assert is_right(choice["message"]["content"]), choice
     assert choice["finish_reason"] == "stop"
-    (choice,) = server.post("/v1/chat/completions", {**body, **constraint, **OFF}).json()["choices"]
+    choice = server.chat(**body, **constraint, **OFF)
     assert "reasoning_content" not in choice["message"]
     assert is_right(choice["message"]["content"]), choice
 
@@ -99,8 +99,7 @@ def test_it_is_streamed_as_reasoning(server: Serving, body: dict[str, Any]) -> N
 
 def test_reasoning_without_an_end_takes_all_tokens(server: Serving, engine: Engine, body: dict[str, Any]) -> None:
     bias = {str(engine.tokenize("th")[0]): 100}
-    asked = {**body, "response_format": FORM, "logit_bias": bias, "max_tokens": 9}
-    (choice,) = server.post("/v1/chat/completions", asked).json()["choices"]
+    choice = server.chat(**body | {"response_format": FORM, "logit_bias": bias, "max_tokens": 9})
     assert (choice["message"]["reasoning_content"], choice["finish_reason"]) == ("th" * 9, "length")
     assert not choice["message"]["content"]
 
@@ -108,7 +107,7 @@ def test_reasoning_without_an_end_takes_all_tokens(server: Serving, engine: Engi
 def test_calls_follow_the_reasoning(server: Serving, body: dict[str, Any]) -> None:
     function = {"name": "count", "parameters": SCHEMA}
     more = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
-    (choice,) = server.post("/v1/chat/completions", {**body, **more, "parallel_tool_calls": False}).json()["choices"]
+    choice = server.chat(**body, **more, parallel_tool_calls=False)
     assert set(choice["message"]["reasoning_content"]) == {"t", "h"}
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["count"]
 

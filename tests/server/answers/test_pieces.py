@@ -49,18 +49,17 @@ def used(**places: int) -> Usage:
     return Usage(100, sum(places.values()), 5, 0.1, 0.2, cached_from=places)
 
 
-def test_the_store_alone_is_not_told() -> None:
-    assert usage([used(store=64)], 1)["prompt_tokens_details"] == {"cached_tokens": 64}
-
-
-def test_places_are_summed_over_prompts() -> None:
-    details = usage([used(disk=60, store=4), used(remote=10, disk=5)], 1)["prompt_tokens_details"]
-    assert details == {"cached_tokens": 79, "cached_from": {"disk": 65, "remote": 10, "store": 4}}
-
-
-def test_of_several_answers_to_a_prompt_the_one_that_found_least_counts() -> None:
-    details = usage([used(disk=60), used(store=64)], 2)["prompt_tokens_details"]
-    assert details == {"cached_tokens": 60, "cached_from": {"disk": 60}}
+@pytest.mark.parametrize(
+    ("usages", "answers", "cached", "told"),
+    [
+        ([used(store=64)], 1, 64, {}),  # the store alone is not told
+        ([used(disk=60, store=4), used(remote=10, disk=5)], 1, 79, {"disk": 65, "remote": 10, "store": 4}),
+        ([used(disk=60), used(store=64)], 2, 60, {"disk": 60}),  # of several answers, the one that found least counts
+    ],
+)
+def test_places_are_summed_over_prompts(usages: list[Usage], answers: int, cached: int, told: dict[str, int]) -> None:
+    details = usage(usages, answers)["prompt_tokens_details"]
+    assert details == {"cached_tokens": cached, **({"cached_from": told} if told else {})}
 
 
 def test_the_socket_hides_places_with_the_count() -> None:

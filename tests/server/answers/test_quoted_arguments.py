@@ -99,7 +99,7 @@ def test_calls_fulfil_their_schema(text: tuple[str, ...], tmp_path: Path) -> Non
         for seed in range(24):
             body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": "required"}
             body |= {"seed": seed, "temperature": 1, "max_tokens": 300, "logit_bias": bias}
-            (choice,) = server.post("/v1/chat/completions", {**body, "parallel_tool_calls": False}).json()["choices"]
+            choice = server.chat(**body, parallel_tool_calls=False)
             if choice["finish_reason"] == "length":
                 continue
             (call,) = choice["message"]["tool_calls"]

@@ -13,7 +13,6 @@ import ollama
 import pytest
 
 from polarlm.engine import Engine
-from tests.lazily import anthropic
 from tests.server.answers.test_http_tools import WEATHER
 from tests.server.http_server import Serving
 
@@ -30,9 +29,8 @@ TOOLS: list[Any] = [
 
 def test_anthropics_client_gets_a_call(hermes: Serving) -> None:
     fields: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
-    url = f"http://127.0.0.1:{hermes.port}"
     with (
-        anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=60) as client,
+        hermes.anthropic() as client,
         client.messages.stream(
             **fields, tool_choice={"type": "tool", "name": "weather"}, extra_body={"temperature": 1, "seed": 3}
         ) as events,
@@ -43,33 +41,13 @@ def test_anthropics_client_gets_a_call(hermes: Serving) -> None:
     jsonschema.validate(block.input, WEATHER)
 
 
-def test_openais_client_gets_a_call_and_sends_the_result(hermes: Serving) -> None:
-    functions: list[Any] = [
-        {"type": "function", "name": tool["name"], "parameters": tool["input_schema"], "strict": True} for tool in TOOLS
-    ]
-    fields: dict[str, Any] = {"model": "any", "tools": functions, "max_output_tokens": 200, "temperature": 1}
-    choice: Any = {"type": "function", "name": "weather"}
-    with hermes.openai.responses.stream(**fields, input=QUESTION, tool_choice=choice, extra_body={"seed": 5}) as events:
-        done = [event for event in events if event.type == "response.function_call_arguments.done"]
-        response = events.get_final_response()
-    assert len(done) == 1
-    (call,) = response.output
-    assert (call.type, call.name, call.status, response.status) == (
-        *("function_call", "weather", "completed", "completed"),
-    )
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-    again: list[Any] = [*MESSAGES, call.model_dump(exclude_none=True), result]
-    second = hermes.openai.responses.create(**fields | {"max_output_tokens": 8}, input=again, tool_choice="none")
-    assert second.usage.input_tokens_details.cached_tokens >= 0.98 * response.usage.total_tokens
-
-
 # -- Ollama ------------------------------------------------------------------------------------------------------------
 
 
 def test_ollamas_client_gets_calls_of_a_model_that_wants_to(hermes: Serving, hermes_engine: Engine) -> None:
     """There is no way to ask for a call: the marker is made likely."""
     (marker,) = hermes_engine.tokenize("<tool_call>")
-    client = ollama.Client(f"http://127.0.0.1:{hermes.port}", timeout=60)
+    client = ollama.Client(hermes.url, timeout=60)
     tools = [
         {"type": "function", "function": {"name": tool["name"], "parameters": tool["input_schema"]}} for tool in TOOLS
     ]
@@ -93,7 +71,7 @@ def test_ollamas_client_gets_calls_of_a_model_that_wants_to(hermes: Serving, her
     assert client.chat("any", [*MESSAGES, turn, result], tools=tools, options=options).eval_count
 
 
-# -- LiteLLM, LangChain and pydantic-ai --------------------------------------------------------------------------------
+# -- LiteLLM and pydantic-ai -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow  # the client takes seconds to import
@@ -109,7 +87,7 @@ def test_litellm_gets_a_call(
     answer: Any = litellm.completion(
         model,
         MESSAGES,
-        api_base=f"http://127.0.0.1:{hermes.port}{path}",
+        api_base=hermes.url + path,
         api_key="any",
         tools=tools,
         tool_choice=choice,
@@ -126,32 +104,13 @@ def test_litellm_gets_a_call(
 
 
 @pytest.mark.slow  # the client takes seconds to import
-def test_langchain_binds_tools(hermes: Serving) -> None:
-    from langchain_core.messages import HumanMessage, ToolMessage
-    from langchain_openai import ChatOpenAI
-
-    url = f"http://127.0.0.1:{hermes.port}/v1"
-    tools = [{"title": tool["name"], "description": "a tool", **tool["input_schema"]} for tool in TOOLS]
-    for responses in (False, True):
-        model = ChatOpenAI(
-            model="any", base_url=url, api_key="any", temperature=1, max_tokens=200, use_responses_api=responses
-        )  # type: ignore[call-arg,arg-type]
-        answer = model.bind_tools(tools, tool_choice="weather").invoke(QUESTION)
-        (call,) = answer.tool_calls
-        assert call["name"] == "weather"
-        jsonschema.validate(call["args"], WEATHER)
-        again = [HumanMessage(QUESTION), answer, ToolMessage("rain", tool_call_id=call["id"])]
-        assert model.bind_tools(tools, tool_choice="none").invoke(again) is not None
-
-
-@pytest.mark.slow  # the client takes seconds to import
 @pytest.mark.parametrize("number", range(3))
 def test_pydantic_ai_calls_tools_and_has_structured_output(hermes: Serving, number: int) -> None:
     from pydantic_ai import Agent
 
     from tests.server.http.test_clients import Weather, pydantic_models
 
-    model = list(pydantic_models(f"http://127.0.0.1:{hermes.port}"))[number]
+    model = list(pydantic_models(hermes.url))[number]
     agent = Agent(model, output_type=Weather, model_settings={"temperature": 1, "max_tokens": 300})
     assert isinstance(agent.run_sync(QUESTION).output, Weather)
 

@@ -34,9 +34,8 @@ def events(server: Serving, path: str = "/completion", **more: Any) -> list[dict
 
 
 def refused(server: Serving, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-    response = server.post(path, body)
-    error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (status, status)
+    error = server.refused(path, body, status)
+    assert error["code"] == status
     return error
 
 
@@ -211,11 +210,9 @@ def test_a_model_without_the_tokens_refuses_infill(shared: Serving) -> None:
 def test_a_schema_may_stand_beside_its_type(shared: Serving, kind: str) -> None:
     schema = {"enum": [7, 12]}
     body = {"messages": [{"role": "user", "content": "he ran"}], "response_format": {"type": kind, "schema": schema}}
-    answer = shared.post("/v1/chat/completions", body)
-    assert answer.status_code == 200, answer.text
-    assert json.loads(answer.json()["choices"][0]["message"]["content"]) in schema["enum"]
+    assert json.loads(shared.chat(**body)["message"]["content"]) in schema["enum"]
     wrong = {**body, "response_format": {"type": kind, "schema": 3}}
-    assert shared.post("/v1/chat/completions", wrong).json()["error"]["param"] == "response_format.schema"
+    assert shared.refused("/v1/chat/completions", wrong)["param"] == "response_format.schema"
 
 
 # -- about the server --------------------------------------------------------------------------------------------
@@ -269,7 +266,3 @@ def test_a_template_is_applied(shared: Serving) -> None:
 def test_what_this_server_does_otherwise_is_refused(shared: Serving, path: str) -> None:
     error = refused(shared, path, {}, 501)
     assert error["type"] == "not_supported_error"
-
-
-def test_there_are_no_adapters(shared: Serving) -> None:
-    assert shared.http.get("/lora-adapters").json() == []

@@ -183,16 +183,16 @@ def test_a_conversation_goes_on_on_another_machine(tiny_path: Path, tmp_path: Pa
     for folder in ("plain", "one", "two"):
         (tmp_path / folder).mkdir()
     with Process(tiny_path, tmp_path / "plain", prelude=PRELUDE) as server:
-        first = chat(server.url, USER)
-        expected = chat(server.url, USER, said(first), AGAIN)
+        first = chat(server, USER)
+        expected = chat(server, USER, said(first), AGAIN)
     kept = ["--cache-disk", "10M", "--cache-disk-folder", str(tmp_path / "blocks"), "--share-blocks"]
     with Process(tiny_path, tmp_path / "one", *kept, prelude=PRELUDE) as one:
         with Process(tiny_path, tmp_path / "two", "--cache-remote", one.url, prelude=PRELUDE) as two:
-            assert said(chat(two.url, USER)) == said(first)
+            assert said(chat(two, USER)) == said(first)
             two.process.terminate()
             two.process.wait(PATIENCE)
         with Process(tiny_path, tmp_path / "two", "--cache-remote", one.url, prelude=PRELUDE) as two:
-            second = chat(two.url, USER, said(first), AGAIN)
+            second = chat(two, USER, said(first), AGAIN)
     assert said(second) == said(expected)
     cached = expected["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert second["usage"]["prompt_tokens_details"] == {"cached_tokens": cached, "cached_from": {"remote": cached}}

@@ -9,7 +9,6 @@ import pytest
 from pydantic import BaseModel
 
 from polarlm.engine import Engine
-from tests.lazily import anthropic
 from tests.server.http_server import Serving, serving
 
 QUESTION = "What is the capital of France?"
@@ -26,11 +25,6 @@ class Weather(BaseModel):
 def server(demo: Engine) -> Iterator[Serving]:
     with serving(demo) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def url(server: Serving) -> str:
-    return f"http://127.0.0.1:{server.port}"
 
 
 # -- the makers' own ---------------------------------------------------------------------------------------------------
@@ -50,8 +44,8 @@ def test_openai_parses_a_response(server: Serving) -> None:
         assert isinstance(stream.get_final_response().output_parsed, Weather)
 
 
-def test_anthropic_parses_a_message(url: str) -> None:
-    with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0, timeout=120) as client:
+def test_anthropic_parses_a_message(server: Serving) -> None:
+    with server.anthropic() as client:
         message = client.messages.parse(
             model="any", max_tokens=200, messages=[{"role": "user", "content": "The weather?"}], output_format=Weather
         )
@@ -72,8 +66,8 @@ def litellm() -> Iterator[Any]:
 
 @pytest.mark.slow  # the client takes seconds to import
 @pytest.mark.parametrize(("model", "path"), [("openai/any", "/v1"), ("anthropic/any", ""), ("ollama_chat/any", "")])
-def test_litellm_answers_and_streams(litellm: Any, url: str, model: str, path: str) -> None:
-    fields = {"api_base": url + path, "api_key": "any", "temperature": 0, "max_tokens": 16, "timeout": 120}
+def test_litellm_answers_and_streams(litellm: Any, server: Serving, model: str, path: str) -> None:
+    fields = {"api_base": server.url + path, "api_key": "any", "temperature": 0, "max_tokens": 16, "timeout": 120}
     whole = litellm.completion(model, MESSAGES, **fields)
     assert "Paris" in whole.choices[0].message.content
     assert whole.usage.prompt_tokens > 0
@@ -87,11 +81,12 @@ def test_litellm_answers_and_streams(litellm: Any, url: str, model: str, path: s
 
 @pytest.mark.slow  # the client takes seconds to import
 @pytest.mark.parametrize("responses", [False, True])
-def test_langchain_answers_streams_and_has_structured_output(url: str, responses: bool) -> None:
+def test_langchain_answers_streams_and_has_structured_output(server: Serving, responses: bool) -> None:
     from langchain_openai import ChatOpenAI
 
+    url = f"{server.url}/v1"
     model = ChatOpenAI(
-        model="any", base_url=f"{url}/v1", api_key="any", temperature=0, max_tokens=200, use_responses_api=responses
+        model="any", base_url=url, api_key="any", temperature=0, max_tokens=200, use_responses_api=responses
     )  # type: ignore[call-arg,arg-type]
     assert "Paris" in model.invoke(QUESTION).text
     assert "Paris" in "".join(part.text for part in model.stream(QUESTION))
@@ -115,11 +110,11 @@ def pydantic_models(url: str) -> Iterator[Any]:
 
 @pytest.mark.slow  # the client takes seconds to import
 @pytest.mark.parametrize("number", range(3))
-def test_pydantic_ai_answers_and_has_structured_output(url: str, number: int) -> None:
+def test_pydantic_ai_answers_and_has_structured_output(server: Serving, number: int) -> None:
     pytest.importorskip("pydantic_ai", reason="pydantic-ai needs Python 3.11")
     from pydantic_ai import Agent, NativeOutput
 
-    model = list(pydantic_models(url))[number]
+    model = list(pydantic_models(server.url))[number]
     settings: Any = {"temperature": 0, "max_tokens": 200}
     answer = Agent(model, model_settings=settings).run_sync(QUESTION)
     assert "Paris" in answer.output

@@ -13,6 +13,7 @@ import pytest
 from polarlm.engine import Engine
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.guard import Guard
+from polarlm.server.http.warnings import HEADER
 from tests.pairs import each, in_turn
 from tests.server.http_server import KEY, Serving, serving
 
@@ -184,6 +185,7 @@ def test_a_page_gets_the_permission_that_the_server_was_started_with(
         assert (answer.status_code, refusal.status_code) == (200, 401)
         for response in (answer, refusal):
             assert response.headers["access-control-allow-origin"] == told
+            assert HEADER in response.headers["access-control-expose-headers"]
 
 
 def test_a_page_on_the_internet_may_use_a_server_on_this_machine(tiny: Engine) -> None:
@@ -225,14 +227,14 @@ def test_pages_of_other_origins_get_no_permission(tiny: Engine) -> None:
 def test_without_the_key_there_is_only_the_health(tiny: Engine, headers_sent: list[tuple[bytes, bytes]]) -> None:
     with serving(tiny, api_key=KEY) as server:
         bare = httpx.Client(base_url=server.http.base_url)
-        for path in ("/v1/models", "/metrics", "/nowhere"):
+        for path in ("/v1/models", "/models", "/version", "/metrics", "/nowhere"):
             response = bare.get(path, headers=headers_sent)
             assert_error(response, 401, "invalid_api_key")
             assert response.headers["www-authenticate"] == "Bearer"
         assert_error(bare.post("/v1/completions", json=BODY, headers=headers_sent), 401, "invalid_api_key")
-        assert bare.get("/health", headers=headers_sent).status_code == 200
-        assert bare.get("/ping", headers=headers_sent).status_code == 200
-        assert_error(bare.get("/version", headers=headers_sent), 401, "invalid_api_key")
+        for path in ("/health", "/v1/health", "/ping"):
+            assert bare.get(path, headers=headers_sent).status_code == 200
+        assert server.http.get("/version").json()["version"]
         assert server.outcomes() == {}
 
 

@@ -45,7 +45,7 @@ FOREIGN: list[Mapping[str, str]] = [
 def test_pages_of_other_origins_get_nothing_even_with_cors(engine: Engine, tmp_path: Path) -> None:
     path = str(mcp_file(tmp_path))
     with serving(engine, mcp_config=path, cors_origin=("https://evil.example",), api_key=KEY) as server:
-        parts = {"Origin": f"http://127.0.0.1:{server.port}"}
+        parts = {"Origin": server.url}
         assert server.http.get("/mcp/servers", headers=parts).json()["servers"]
         assert server.http.post("/mcp/call", json=CALL, headers=parts).status_code == 502
         for headers in FOREIGN:

@@ -22,6 +22,7 @@ def test_everything_can_be_reached_by_keyboard(page: Page) -> None:
     reached = []
     for _ in order:
         reached.append(page.run("const at = document.activeElement; return at.id || at.type || at.tagName"))
+        assert page.run("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
         page.press(TAB)
     assert reached == order
 

@@ -13,7 +13,7 @@ from polarlm.server.config import KEY_VARIABLE
 from tests.server.lines import eventually
 from tests.server.page.browser import ENTER, ESCAPE
 from tests.server.page.test_page import ROUND
-from tests.server.page.visitor import LONG, Page, complete, stats, usage
+from tests.server.page.visitor import LONG, Page, stats, usage
 from tests.server.process import SOME, Process
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,8 @@ def test_an_answer_comes_piece_by_piece_and_is_the_apis(page: Page, server: Proc
     assert busy == "true"
     assert page.run("return document.querySelector('.answer').ariaBusy") == "false"
     assert len(begun) < len(page.answer())
-    whole = complete(server, [{"role": "user", "content": LONG}], temperature=0, max_tokens=60)
+    asked = [{"role": "user", "content": LONG}]
+    whole = server.post("/v1/chat/completions", messages=asked, temperature=0, max_tokens=60)
     assert same_words(page.answer(), whole["choices"][0]["message"]["content"])
 
 
@@ -47,7 +48,7 @@ def test_the_next_turn_has_the_conversation_in_it_and_finds_it_in_the_cache(page
     page.send_and_wait("and then")
     messages = [("system", "be on time"), ("user", "the rain"), ("assistant", first), ("user", "and then")]
     asked = [{"role": role, "content": content} for role, content in messages]
-    whole = complete(server, asked, temperature=0, max_tokens=30)
+    whole = server.post("/v1/chat/completions", messages=asked, temperature=0, max_tokens=30)
     assert same_words(page.answer(), whole["choices"][0]["message"]["content"])
     said = re.match(r"(\d+) of (\d+) prompt tokens from the cache", page.figures())
     cached, prompt = map(int, said.groups())
@@ -70,19 +71,6 @@ def test_stop_ends_the_answer_and_the_servers_work(page: Page, server: Process, 
     eventually(server.is_idle)
     assert page.answer() == stopped
     assert 'outcome="cancelled"} ' in server.get("/metrics")
-
-
-def test_a_seed_makes_it_the_same_again_and_another_one_does_not(page: Page) -> None:
-    page.choose(max_tokens=20, temperature=2, seed=7)
-    page.send_and_wait("the rain")
-    first = page.text_of()
-    page.press_button("Regenerate")
-    page.until(lambda: page.done() and page.text_of() and page.text(".arrows span") == "2/2")
-    assert page.text_of() == first
-    page.choose(seed=8)
-    page.press_button("Regenerate")
-    page.until(lambda: page.done() and page.text_of() != first)
-    assert page.roles() == ["user", "assistant"]
 
 
 def test_drafted_tokens_are_counted_where_there_are_any(page: Page) -> None:
@@ -121,7 +109,6 @@ def test_the_page_recognises_loops(page: Page) -> None:
     for text, least, is_loop in [
         ("", 1, False),
         ("aaa", 3, True),
-        ("aaa", 4, False),
         ("abab", 1, False),
         ("xababab", 6, True),
         ("xababab", 7, False),

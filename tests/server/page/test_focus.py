@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.page.browser import TAB
 from tests.server.page.visitor import Page
 
 pytestmark = pytest.mark.slow
@@ -16,17 +15,6 @@ def two_chats(page: Page) -> None:
     page.talk("one")
     page.click("#new")
     page.send_and_wait("second")
-
-
-def test_the_focus_stays_where_somebody_writes(page: Page) -> None:
-    page.talk("one")
-    page.press_button("Regenerate")
-    page.until(lambda: page.done() and page.text(".arrows span") == "2/2")
-    assert page.focused() == "message"
-    page.run("document.getElementById('send').focus()")
-    page.press(TAB)
-    page.press(TAB)
-    assert page.run("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
 @pytest.mark.parametrize("where", ["message", "system"])
@@ -51,14 +39,6 @@ def test_a_click_on_another_conversation_opens_it_while_one_is_renamed(page: Pag
     page.protocol("Input.dispatchMouseEvent", type="mouseReleased", **place, **button)
     page.until(lambda: page.text("[aria-current]") == "first")
     assert page.titles() == ["renamed", "first"]
-
-
-def test_a_name_that_is_being_typed_stays_when_another_tab_changes_the_conversation(page: Page) -> None:
-    two_chats(page)
-    page.rename("renamed")
-    page.change_elsewhere("from another tab")
-    page.until(lambda: page.run("return chats.get(current.id).title") == "from another tab")
-    assert page.run("return document.activeElement.value") == "renamed"
 
 
 @pytest.mark.parametrize("which", ["second", "first", "Copy message"])

@@ -12,13 +12,16 @@ from tests.server.process import Process
 pytestmark = pytest.mark.slow
 
 
-def test_settings_are_there_after_a_reload(page: Page) -> None:
+def test_settings_are_there_after_a_reload_and_part_of_the_request(page: Page) -> None:
     chosen = {"system": "be brief", "temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05}
     chosen |= {"repeat_penalty": 1.1, "max_tokens": 99, "seed": 5}
     page.choose(**chosen)
     page.reload()
     fields = {name: page.run("return document.getElementById(arguments[0]).value", name) for name in chosen}
     assert fields == {name: str(value) for name, value in chosen.items()}
+    page.talk("one")
+    asked = page.asked() | {"system": page.contents()[0]}
+    assert {name: asked[name] for name in chosen} == chosen
     page.click("#fields button[type=reset]")
     page.until(lambda: page.run("return localStorage.getItem('polarlm.settings')") == "{}")
 

@@ -101,16 +101,6 @@ def test_the_servers_complaint_is_shown_at_the_field(page: Page, field: str, tex
     assert page.text(f"#{field}-wrong") == ""
 
 
-# -- schemas ---------------------------------------------------------------------------------------------------
-
-
-def test_an_answer_is_of_the_schema(page: Page) -> None:
-    """By the real server."""
-    page.choose(schema='{"type": "boolean"}', max_tokens=60)
-    page.send_and_wait("true?")
-    assert json.loads(page.text_of()) in (True, False)
-
-
 # -- reasoning -------------------------------------------------------------------------------------------------
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from typing import Any
 
-from tests.server.lines import PATIENCE
 from tests.server.page.browser import ENTER, Browser
 from tests.server.process import Process
 
@@ -236,11 +234,3 @@ def usage(prompt: int, completion: int, **details: Any) -> dict[str, Any]:
 
 def stats(process: Process, tokens: int) -> dict[str, Any]:
     return json.loads(process.get(f"/stats?tokens={tokens}"))
-
-
-def complete(process: Process, messages: list[dict[str, str]], **params: Any) -> dict[str, Any]:
-    """The API's own answer, not streamed."""
-    body = json.dumps({"messages": messages, **params}).encode()
-    request = urllib.request.Request(process.url + "/v1/chat/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
-        return json.load(response)

@@ -8,7 +8,6 @@ import re
 import select
 import signal
 import socket
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -33,7 +32,7 @@ def shared(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     surroundings[CACHE_VARIABLE] = str(folder / "cache")  # empty, so that LLVM, which takes memory, is loaded early
     flags, prelude = ("--socket-port", "0", "--parallel", "3"), SMALL_BLOCKS.format(kept=0)
     with Process(tiny_path, folder, *flags, troubled=True, prelude=prelude, **surroundings) as process:
-        assert answers(process)
+        assert served(process)
         before = process.resident()
         yield process
         assert process.resident() - before < MORE_MEMORY
@@ -48,16 +47,14 @@ def server(shared: Process) -> Iterator[Process]:
     eventually(shared.is_idle)
     blocks, free = shared.blocks()
     assert free == blocks
-    assert answers(shared)
+    assert served(shared)
     with shared.client() as client:
         assert client.ask(id=1, prompt="a", max_tokens=3, **GREEDY)[1]["done"]
 
 
-def answers(process: Process) -> bool:
-    body = json.dumps({"prompt": "a", "max_tokens": 3, **GREEDY}).encode()
-    request = urllib.request.Request(process.url + "/v1/completions", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
-        return json.load(response)["usage"]["completion_tokens"] == 3
+def served(process: Process) -> bool:
+    answer = process.post("/v1/completions", prompt="a", max_tokens=3, **GREEDY)
+    return answer["usage"]["completion_tokens"] == 3
 
 
 def request(body: dict[str, Any]) -> bytes:

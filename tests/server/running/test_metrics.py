@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from polarlm.engine.outputs import Chunk
 from polarlm.engine.storage.tiers import circuit_breaker
 from polarlm.engine.storage.tiers.tier_store import Folder
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.journal import Entry
+from tests.server.http.test_http_plain import metrics
 from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE, eventually
 from tests.tiny import PLAIN, forget, load_tiny
@@ -28,16 +28,6 @@ def server(tiny_path: Path, tmp_path: Path) -> Iterator[Serving]:
     kept = {"cache_disk": "1M", "cache_disk_folder": str(tmp_path)}
     with load_tiny(tiny_path, **PLAIN, **kept) as engine, serving(engine) as running:
         yield running
-
-
-def metrics(server: Serving) -> dict[str, Any]:
-    """Every sample, as "name" or "name{labels}"."""
-    values = {}
-    for family in text_string_to_metric_families(server.http.get("/metrics").text):
-        for sample in family.samples:
-            labels = ",".join(value for _, value in sorted(sample.labels.items()))
-            values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return values
 
 
 def ask(server: Serving, **more: Any) -> dict[str, Any]:

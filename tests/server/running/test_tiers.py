@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +27,10 @@ def start(model: Path, folder: Path, *flags: str, disk: bool = True) -> Process:
     return Process(model, folder, *kept, "--socket-port", "0", *flags, prelude=PRELUDE)
 
 
-def post(url: str, path: str, body: dict[str, Any], **headers: str) -> dict[str, Any]:
-    request = urllib.request.Request(
-        url + path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
-    )
-    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
-        return json.load(response)
-
-
-def chat(url: str, *messages: dict[str, Any], tokens: int = 24) -> dict[str, Any]:
+def chat(server: Process, *messages: dict[str, Any], tokens: int = 24) -> dict[str, Any]:
     bias = {str(token): -100 for token in range(5)}  # no control tokens, which no text becomes
     body = {"messages": messages, "temperature": 0, "max_tokens": tokens, "logit_bias": bias}
-    return post(url, "/v1/chat/completions", body)
+    return server.post("/v1/chat/completions", **body)
 
 
 def said(answer: dict[str, Any]) -> dict[str, Any]:
@@ -54,22 +44,21 @@ def written(folder: Path) -> int:
 @pytest.mark.slow
 def test_the_next_turn_after_a_restart_needs_no_prefill(model: Path, tmp_path: Path) -> None:
     with start(model, tmp_path / "plain", disk=False) as server:
-        first = chat(server.url, USER)
-        expected = chat(server.url, USER, said(first), AGAIN)
+        first = chat(server, USER)
+        expected = chat(server, USER, said(first), AGAIN)
     with start(model, tmp_path / "kept") as server:
-        assert said(chat(server.url, USER)) == said(first)
+        assert said(chat(server, USER)) == said(first)
         server.process.terminate()
         server.process.wait(PATIENCE)
     with start(model, tmp_path / "kept") as server:
-        second = chat(server.url, USER, said(first), AGAIN)
+        second = chat(server, USER, said(first), AGAIN)
         assert said(second) == said(expected)
         cached = expected["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached == first["usage"]["total_tokens"] - 1
         details = second["usage"]["prompt_tokens_details"]
         assert details == {"cached_tokens": cached, "cached_from": {"disk": cached}}
-        with urllib.request.urlopen(server.url + "/metrics", timeout=PATIENCE) as page:
-            assert f'polarlm_cached_tokens_from_total{{place="disk"}} {cached:.1f}' in page.read().decode()
-        assert "cached_from" not in chat(server.url, USER, said(first), AGAIN)["usage"]["prompt_tokens_details"]
+        assert f'polarlm_cached_tokens_from_total{{place="disk"}} {cached:.1f}' in server.get("/metrics")
+        assert "cached_from" not in chat(server, USER, said(first), AGAIN)["usage"]["prompt_tokens_details"]
 
 
 @pytest.mark.slow
@@ -78,11 +67,11 @@ def test_killed_servers_leave_only_right_blocks(model: Path, tmp_path: Path) -> 
     answers are the same as without a disk."""
     prompts = [{"role": "user", "content": f"{number} abcdefgh" * 6} for number in range(4)]
     with start(model, tmp_path / "plain", disk=False) as server:
-        expected = [(chat(server.url, prompt, tokens=8), chat(server.url, prompt, tokens=8)) for prompt in prompts]
+        expected = [(chat(server, prompt, tokens=8), chat(server, prompt, tokens=8)) for prompt in prompts]
     for number, prompt in enumerate(prompts):
         with start(model, tmp_path / "kept") as server:
             before = written(tmp_path / "kept")
-            assert said(chat(server.url, prompt, tokens=8)) == said(expected[number][0])
+            assert said(chat(server, prompt, tokens=8)) == said(expected[number][0])
             if number:
                 eventually(lambda least=before + 2 * (number - 1): written(tmp_path / "kept") >= least)
             server.process.send_signal(signal.SIGKILL if number else signal.SIGTERM)
@@ -91,7 +80,7 @@ def test_killed_servers_leave_only_right_blocks(model: Path, tmp_path: Path) -> 
     hits = 0
     with start(model, tmp_path / "kept") as server:
         for prompt, answers in zip(prompts, expected, strict=True):
-            answer = chat(server.url, prompt, tokens=8)
+            answer = chat(server, prompt, tokens=8)
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             hits += cached > 0
             # A hit is read as codes, so answers are equal after hits of equal lengths.
