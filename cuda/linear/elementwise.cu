@@ -1,7 +1,7 @@
 // The ops `activate`, `gate` and `scale`: x = ACTIVATION(x, other), in place.
 //
-// x: rows of n numbers, `pitch` numbers apart. other: rows `other_pitch` numbers apart, of n numbers, or with GROUPED of
-// one number for `group` neighbours of x.
+// x: rows of n numbers, `pitch` numbers apart. other: rows `other_pitch` numbers apart, of n numbers, or with GROUPED
+// of one number for `group` neighbours of x.
 // Grid (ceil(n / block), rows), block any. DEFINES: ACTIVATION (a function of activation.cuh), GROUPED (0 or 1).
 // JOINS: activation.cuh.
 // PRECOND: none.

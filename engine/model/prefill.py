@@ -136,7 +136,7 @@ class Prefill:
         mixer, rows = self.layers[layer].mixer, unit.rows
         group, is_last = self.store.group_of(layer), layer == len(self.layers) - 1
         tap = None if self.tap is None else partial(self.tap, layer, unit.position)
-        unit_rope = None if rope is None else tuple(array[rows] for array in rope)
+        unit_rope = None if rope is None else tuple([array[rows] for array in rope])  # no calls for each layer
         adapters = of_rows and of_rows.part(rows)
         projected = mixer.project(x[rows], unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=tap)
         if complete:
