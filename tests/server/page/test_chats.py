@@ -156,7 +156,7 @@ def test_search_finds_words_in_titles_and_texts(page: Page) -> None:
 def test_a_conversation_is_renamed(page: Page) -> None:
     page.talk("one")
     page.rename("Weather")
-    page.run("drawList()")
+    page.run("listed = []; drawList()")
     assert page.run("return document.activeElement.value") == "Weather"
     page.press(ENTER)
     page.until(lambda: page.titles() == ["Weather"])
