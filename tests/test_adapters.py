@@ -17,7 +17,6 @@ from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.loading import need
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.outputs import Completion
-from polarlm.engine.requests import drafts
 from polarlm.engine.state.prefix import adapter_of, joined_salt
 from tests.adapters import ALL, changed_model, random_changes, write_peft
 from tests.tiny import assert_idle, load_tiny, make_model
@@ -212,16 +211,6 @@ def test_the_chat_takes_the_first_adapter(engine: Engine) -> None:
     session = ChatSession(engine, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), Console())
     expected = engine.generate("the rain", session.params, PromptOptions(lora="one", parse_special=True))
     assert session.complete("the rain").token_ids == tuple(expected.token_ids)
-
-
-def test_drafted_tokens_are_verified_with_the_adapter(
-    base: Path, adapters: dict[str, Path], changed: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drafts, "NGRAM", 1)  # which an answer of a tiny model repeats
-    with load_tiny(base, lora={"one": str(adapters["one"])}, spec_type="ngram-simple", **SETTINGS) as engine:
-        found = engine.generate(PROMPT, params(60), PromptOptions(lora="one"))
-    assert found.usage.drafted_tokens > 0
-    assert found.token_ids == changed("one").generate(PROMPT, params(60)).token_ids
 
 
 def test_blocks_on_a_disk_are_found_with_the_same_adapter_alone(

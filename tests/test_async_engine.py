@@ -66,20 +66,6 @@ def few_units(engine: Engine) -> Iterator[None]:
             goes_on.set()
 
 
-def test_every_coroutine_gets_the_answer_of_a_thread(engine: Engine) -> None:
-    alone = [engine.generate(*job(number)) for number in range(6)]
-
-    async def work(asynchronous: AsyncEngine) -> list[Completion]:
-        answers = await asyncio.gather(*(asynchronous.generate(*job(number)) for number in range(6)))
-        await idle(engine)
-        return answers
-
-    answers = run(work, engine)
-    assert [(a.text, a.token_ids, a.finish_reason) for a in answers] == [
-        (a.text, a.token_ids, a.finish_reason) for a in alone
-    ]
-
-
 def test_it_does_what_the_engine_does(engine: Engine) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -10,8 +10,8 @@ import pytest
 
 from polarlm.engine import EngineError, SamplingParams
 from polarlm.engine.outputs import fold
-from tests.bare import bare_model, feed, read_model
-from tests.conftest import FIXTURES
+from tests.bare import bare_model, feed, prefill_logits, read_model
+from tests.conftest import FIXTURES, TRAINED_HYBRID
 from tests.hybrids import MODELS, Load, N, alone, answer, ids_of, loading
 from tests.requests.drafters import Known, Unpaced, drafting
 from tests.sampling.constrained import InTurn
@@ -203,3 +203,9 @@ def test_what_reads_a_prompt_neither_finds_nor_leaves_a_state(load: Load) -> Non
     following = [*ids, *ids_of(4, seed=1)]
     assert answer(engine, following).token_ids == alone(load, following)
     assert_idle(engine)
+
+
+def test_a_trained_hybrid_has_the_logits_of_transformers() -> None:
+    reference = np.load(TRAINED_HYBRID / "reference.npz")
+    logits = prefill_logits(bare_model(*read_model(TRAINED_HYBRID)), reference["ids"].tolist())
+    np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=1e-4 * np.abs(reference["logits"]).max())

@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
-from polarlm.engine.backends import transfer
 from polarlm.engine.loading.encoding import Encoding
 from polarlm.engine.storage import identity, objects, sessions
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
 from tests.bare import feed
 from tests.small_disk import small_disk
-from tests.storage.arrays import of_block
 from tests.tiny import VOCABULARY, assert_idle, forget, held, load_tiny, make_model
 
 N = 8
@@ -144,16 +142,6 @@ def test_sequences_with_blocks_outside_their_windows(tmp_path: Path, file: Path,
         for restored, wanted in zip(next_logits(other, past), next_logits(engine, past), strict=True):
             assert np.array_equal(restored, wanted)
         assert_idle(other)
-
-
-def test_a_chat_goes_on(tiny_path: Path, file: Path) -> None:
-    messages = [{"role": "user", "content": "hello there"}]
-    with load(tiny_path) as engine, load(tiny_path) as other:
-        answer = engine.chat(messages, GREEDY)
-        messages.append({"role": "assistant", "content": answer.text, "token_ids": answer.token_ids})
-        tokens = engine.save_session(file, note=messages)
-        messages = [*other.load_session(file).note, {"role": "user", "content": "and then"}]
-        assert other.chat(messages, GREEDY).usage.cached_tokens == tokens
 
 
 def test_a_session_belongs_to_the_salt_that_it_was_saved_with(tiny_path: Path, file: Path) -> None:
@@ -423,28 +411,6 @@ def test_a_file_with_a_right_checksum_and_wrong_contents_is_refused(engine: Engi
         change(header, blocks)
         write_objects(file, header, blocks)
         assert_refused(engine, file, word)
-
-
-def test_blocks_of_another_device_are_loaded(tiny_path: Path, file: Path) -> None:
-    with load(tiny_path, "f16", block_size=16) as engine:
-        past = talk(engine)
-        engine.save_session(file)
-        going_on = next_logits(engine, past)
-        header, blocks = objects_of(file)
-        payloads = Payloads(engine.cache_shape)
-        for stored_as in (transfer.FIELDS, transfer.RECORDS, transfer.TILES):
-            parts, size = payloads.of_blocks(stored_as, 1)
-            for number in range(1, LENGTH // 16):
-                row = np.zeros((1, size), np.uint8)
-                arrays = of_block(payloads, blocks[number], stored_as)
-                for part in parts:
-                    part.of_rows(row)[0] = arrays[part.layer, part.name]
-                blocks[number] = Object({**blocks[number].header, "stored_as": stored_as}, row[0])
-            write_objects(file, header, blocks)
-            forget(engine)
-            assert engine.load_session(file).token_ids == tuple(past)
-            for restored, wanted in zip(next_logits(engine, past), going_on, strict=True):
-                assert np.array_equal(restored, wanted)
 
 
 def test_numbers_are_checked_without_the_engines_lock(engine: Engine, saved: Path, monkeypatch) -> None:

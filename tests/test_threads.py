@@ -14,7 +14,7 @@ import pytest
 from polarlm.engine import Completion, Engine, SamplingParams
 from polarlm.engine.outputs import fold
 from tests.cpu import CpuOps
-from tests.tiny import assert_idle, by_count, forget, runs_nothing
+from tests.tiny import assert_idle, by_count, runs_nothing
 
 THREADS = 6
 PATIENCE = 60  # seconds until a test that hangs fails
@@ -57,17 +57,6 @@ def test_every_thread_gets_the_answer_that_it_gets_alone(shared_engine: Engine) 
     ]
     for expected, answers in zip(alone, in_threads(*calls), strict=True):
         assert all(same(answer, expected) for answer in answers)
-
-
-def test_chats_in_threads_share_the_template(tiny: Engine) -> None:
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    chats = [[{"role": "user", "content": f"number {i}"}] for i in range(THREADS)]
-    alone = []
-    for chat in chats:
-        forget(tiny)
-        alone.append(tiny.chat(chat, params))
-    answers = in_threads(*[lambda chat=chat: tiny.chat(chat, params) for chat in chats])
-    assert [a.usage.prompt_tokens for a in answers] == [a.usage.prompt_tokens for a in alone]
 
 
 def test_closed_streams_do_not_change_the_others(shared_engine: Engine) -> None:

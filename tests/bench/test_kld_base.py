@@ -98,20 +98,6 @@ def test_a_code_is_a_log_probability_to_half_a_step(logits: np.ndarray) -> None:
     assert (np.abs(actual - expected) <= 0.51 * step + 2.0**-18).all()
 
 
-def test_a_file_byte_by_byte(tmp_path: Path) -> None:
-    """A window of four tokens has one row, at position 2."""
-    logits = np.array([[0.0, 1.0, 0.5]], np.float32)
-    with kld_file.KldWriter(tmp_path / "out", 3, [[2, 0, 1, 1]]) as writer:
-        writer.add(logits)
-    total = np.log(np.exp(logits).sum())
-    head = b"_logits_" + struct.pack("<3i4i", 4, 3, 1, 2, 0, 1, 1)
-    row = struct.pack("<2f4H", 1 / 65535, -total, 0, 65535, round(65535 / 2), 0)
-    data = (tmp_path / "out").read_bytes()
-    assert len(data) == len(head) + len(row) == kld_file.nbytes(1, 4, 3)
-    assert data[: len(head)] == head
-    assert struct.unpack("<2f4H", data[len(head) :]) == pytest.approx(struct.unpack("<2f4H", row))
-
-
 def test_an_interrupted_file_is_removed(tmp_path: Path) -> None:
     writer = kld_file.KldWriter(tmp_path / "out", 3, [[2, 0, 1, 1]] * 2)
     with suppress(KeyboardInterrupt), writer:

@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.bench.command import CacheType, cache_types
 from polarlm.bench.quality.divergence import Divergence, compare, perplexity
-from polarlm.bench.quality.figures import error_of, figures
+from polarlm.bench.quality.figures import figures
 from polarlm.bench.quality.states import exact_logprobs, exact_states, scored, served_states
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.engine import Engine, EngineError
@@ -61,11 +61,6 @@ def test_the_error_of_a_mean_is_that_of_its_windows(rng: np.random.Generator) ->
     actual = figures(windows(kl))
     assert actual.errors["kl_mean"] == pytest.approx(means.std() / 40**0.5, rel=0.15)
     assert actual.errors["kl_mean"] == pytest.approx(1 / 40**0.5, rel=0.4)
-
-
-def test_a_single_window_has_no_error() -> None:
-    assert figures(windows(np.ones((1, 10)))).errors is None
-    assert error_of(lambda chosen: 1.0, 1) is None
 
 
 # -- scores from hidden states -------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from polarlm.engine import codecs
-from tests.codecs.data import gaussian, streams
-from tests.pairs import each
+from tests.codecs.data import streams
 
 TYPES = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0}
 every_type = pytest.mark.parametrize(("name", "theirs"), TYPES.items())
@@ -31,17 +30,9 @@ def assert_the_same(x, name, theirs):
     assert np.array_equal(codec.decode(codes), quants.dequantize(expected, theirs))
 
 
-@pytest.mark.parametrize(("name", "head_dim"), each(TYPES, [32, 64, 96, 128, 256]))
-def test_bytes_and_values_match_gguf(name, head_dim):
-    x = gaussian(256, head_dim) * np.logspace(-6, 3, 256, dtype=np.float32)[:, None]
-    x[::7, 5] *= 30
-    x[3] = 0
-    assert_the_same(x, name, TYPES[name])
-
-
 @every_type
 @settings(deadline=None, max_examples=100)
-@given(x=hnp.arrays(np.float32, (4, 32), elements=st.floats(-65000, 65000, width=32)))
+@given(x=hnp.arrays(np.float32, (4, 96), elements=st.floats(-65000, 65000, width=32)))
 def test_bytes_and_values_match_gguf_for_any_values(name, theirs, x):
     # For smaller scales 1/d is infinite, and gguf encodes NaN; so small a scale is stored as 0 anyway.
     assert_the_same(np.where(np.abs(x) < 1e-30, np.float32(0), x), name, theirs)

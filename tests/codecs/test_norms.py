@@ -13,7 +13,6 @@ BYTE, HALF = ByteNorm(), HalfNorm(3.3)
 every_format = pytest.mark.parametrize("norms", [BYTE, HALF], ids=["byte", "half"])
 
 CODES = np.arange(256, dtype=np.uint8)
-non_negative = st.floats(0, width=32, allow_nan=False, allow_infinity=True)
 
 
 def test_byte_norms_match_their_formula():

@@ -10,7 +10,6 @@ from tests.pairs import each, in_turn
 
 BITS = {"turbo2": 2, "turbo3": 3, "turbo4": 4}
 HEAD_DIMS = [8, 16, 48, 64, 80, 96, 128, 256]
-every_type = pytest.mark.parametrize(("name", "bits"), BITS.items())
 
 
 def levels_of(bits):

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda.device import Addresses
-from polarlm.engine.backends.cuda.device.kernel_source import prelude, source
+from polarlm.engine.backends.cuda.device.kernel_source import prelude
 from tests.cuda_emulator import EmulatorError, Program
+from tests.pairs import mostly_slow
 
 SEEDS = [0, 1, 2, 3]
 
@@ -214,10 +215,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
+@mostly_slow("name", FAULTS, ["a missing barrier"])
 def test_every_fault_is_caught_in_every_order_of_threads(name: str) -> None:
-    """Each is found by a check of its own. Slow because g++ compiles two texts for each."""
+    """Each is found by a check of its own. Most are slow because g++ compiles two texts for each."""
     fault, pattern = FAULTS[name], re.compile(r"@([^@|]*)\|([^@]*)@")
     arguments = ARGUMENTS[fault.args]
     wrong, right = (program(pattern.sub(rf"\{number}", fault.body), arguments) for number in (1, 2))
@@ -291,24 +291,3 @@ def test_a_launch_whose_threads_all_end_without_waiting() -> None:
     x = arrays()[1]
     with pytest.raises(EmulatorError, match="no thread waits for the launch before"):
         overlapped("if (blockIdx.x < 1) return;" + WAITS.format(wait="wait_for_previous();"), x)
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_a_missing_barrier_in_a_kernel_of_the_engine_is_caught(number: int) -> None:
-    """`logprobs` without one of its barriers."""
-    text, barrier = source("logprobs"), "__syncthreads();"
-    start = text.index('"cuda/sampling/logprobs.cu"')
-    places = [place.start() for place in re.finditer(re.escape(barrier), text) if place.start() > start]
-    assert len(places) == 3
-    broken = text[: places[number]] + text[places[number] + len(barrier) :]
-    logits = np.random.default_rng(0).standard_normal((2, 300), np.float32)
-    asked = np.array([[0, 5, 20], [1, 7, 3]], np.int32)
-
-    def launch(text: str) -> None:
-        out = np.zeros((2, 44), np.int32)
-        sizes = np.int32(300), np.int64(300), np.int32(44)
-        Program(text).launch("logprobs_kernel", (2,), (128,), out, logits, asked, *sizes)
-
-    launch(text)
-    with pytest.raises(EmulatorError, match=r"logprobs\.cu"):
-        launch(broken)

@@ -127,18 +127,6 @@ def test_score(damaged: Damage, place: str, value: float, every_token_coded: boo
             assert_idle(engine)
 
 
-def test_requests_that_do_not_read_the_damage_are_unaffected(damaged: Damage, tiny_path: Path) -> None:
-    with load(tiny_path) as whole:
-        expected = whole.generate(GOOD, GREEDY).token_ids
-        score = whole.score(GOOD).logprobs
-    with load(damaged("embedding", math.nan)) as engine:
-        for position in (2, 12, len(GOOD)):
-            with pytest.raises(EngineError, match="not finite"):
-                engine.generate(with_bad(position), GREEDY)
-            assert engine.generate(GOOD, GREEDY).token_ids == expected
-            np.testing.assert_array_equal(engine.score(GOOD).logprobs, score)
-
-
 @pytest.mark.parametrize("length", [13, 15])
 def test_damage_read_in_a_step_fails_only_its_own_request(damaged: Damage, tiny_path: Path, length: int) -> None:
     """Also if the step fills a block, which no codec can encode then."""

@@ -122,22 +122,6 @@ def test_a_prompt_can_be_scored_alone(either: Engine) -> None:
     assert [token.top[0][0] for token in score.prompt_logprobs] == expected.argmax(axis=1)[:-1].tolist()
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_an_embedding_does_not_depend_on_what_came_before(either: Engine, pooling: str) -> None:
-    ids, _ = reference_of_tiny()
-    model = bare_model(*read_model(NATIVE), block_size=8)
-    states = final_states(model, ids)
-    expected = states.mean(axis=0) if pooling == "mean" else states[-1]
-    either.generate(ids, SamplingParams(max_tokens=4))
-    for _ in range(2):
-        found = either.embed(ids, pooling)
-        assert found.usage.prompt_tokens == len(ids)
-        assert found.usage.cached_tokens == found.usage.completion_tokens == 0
-        cosine = found.vector.astype(np.float64) @ expected / np.linalg.norm(expected)
-        assert cosine > 0.9999
-        assert abs(np.linalg.norm(found.vector) - 1) < 1e-5
-
-
 def test_an_embedding_leaves_nothing_in_the_cache(tiny: Engine) -> None:
     ids, _ = reference_of_tiny()
     forget(tiny)

@@ -15,7 +15,6 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.weights import file_bytes, load_weights, weight_bytes
 from polarlm.engine.weight_formats import find, get
 from polarlm.model_loaders import load_weights as open_weights
-from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.tensors import StoredWeights
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import open_device
@@ -23,45 +22,18 @@ from tests.model_loaders.checkpoints import quantized_model
 
 
 @pytest.mark.parametrize("name", ["llama_gqa_linear", "qwen3_moe_normed", "qwen3_5_tied"])
-def test_matrices_of_16_bits_are_not_widened_on_the_way_to_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No matrix is read or copied to the device as float32, and the device has the file's bytes."""
-    config, source, _ = open_weights(FIXTURES / name)
-    device, came, widened = open_device(checked=False), [], []
-    from_host, read_into = device.from_host, StoredWeights.read_into
-
-    def watched(x: np.ndarray) -> Any:
-        came.append(x)
-        return from_host(x)
-
-    def read(self: StoredWeights, name: str, out: np.ndarray, rows: slice = slice(None)) -> None:
-        widened.append(name)
-        read_into(self, name, out, rows)
-
-    monkeypatch.setattr(device, "from_host", watched)
-    monkeypatch.setattr(StoredWeights, "read_into", read)
-    weights = load_weights(CudaOps(device), config, source)
-    assert widened
-    assert all(len(source.shape(one)) == 1 for one in widened)
-    assert {x.ndim for x in came if x.dtype == np.float32} == {1}
-    layer = max(config.attentions)
-    name = tensors(config).layers[layer]["out"][0].name
-    (out,) = weights.layers[layer].mixer.out.parts
-    np.testing.assert_array_equal(device.to_host(out.data), source.read_raw(name, slice(0, config.hidden_size)))
-    assert out.format is find(source.stored_dtype(name))
-    source.close()
-
-
-def test_a_matrix_is_copied_to_a_gpu_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_is_copied_to_a_gpu_in_slabs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has a part of it at a time, in the file's type."""
-    config, source, _ = open_weights(FIXTURES / "llama_gqa_linear")
+    config, source, _ = open_weights(FIXTURES / name)
     monkeypatch.setattr("polarlm.engine.backends.cuda.linear._UPLOAD_BYTES", 2048)
-    device = open_device(checked=False)
+    device, layer = open_device(checked=False), max(config.attentions)
     largest = 0
     from_host = device.from_host
 
     def watched(x: np.ndarray) -> Any:
         nonlocal largest
         largest = max(largest, x.nbytes)
+        assert x.dtype != np.float32 or x.ndim == 1  # a vector
         return from_host(x)
 
     monkeypatch.setattr(device, "from_host", watched)
@@ -70,7 +42,7 @@ def test_a_matrix_is_copied_to_a_gpu_in_slabs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.undo()
     whole = load_weights(CudaOps(device), config, source)
     ops = CudaOps(device)
-    np.testing.assert_array_equal(ops.rows(sliced.layers[0].mixer.qkv), ops.rows(whole.layers[0].mixer.qkv))
+    np.testing.assert_array_equal(ops.rows(sliced.layers[layer].mixer.qkv), ops.rows(whole.layers[layer].mixer.qkv))
     np.testing.assert_array_equal(ops.rows(sliced.embedding), ops.rows(whole.embedding))
     source.close()
 
@@ -128,3 +100,31 @@ def test_progress_counts_the_bytes_of_the_file(tmp_path: Path, weight_type: str 
         in_vectors = sum((4 if size < 1 else 2) * counts[name] for name in vectors)
         assert sum(read) == file_bytes(source) == in_vectors + size * sum(counts[n] for n in counts.keys() - vectors)
         source.close()
+
+
+def test_matrices_that_are_loaded_together_are_expected_before_the_first_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While a matrix is packed, the system reads the others ahead."""
+    events: list[tuple[str, str]] = []
+    expect, read = StoredWeights.expect, StoredWeights.read_raw
+
+    def watched(self: StoredWeights, name: str) -> None:
+        events.append(("expect", name))
+        expect(self, name)
+
+    def read_and_watched(self: StoredWeights, name: str, rows: slice) -> np.ndarray:
+        events.append(("read", name))
+        return read(self, name, rows)
+
+    monkeypatch.setattr(StoredWeights, "expect", watched)
+    monkeypatch.setattr(StoredWeights, "read_raw", read_and_watched)
+    config, source, _ = open_weights(FIXTURES / "qwen3_moe_normed")
+    load_weights(NumpyOps(1), config, source)
+    source.close()
+    matrices = {name for name in source.names() if len(source.shape(name)) > 1}
+    assert {name for what, name in events if what == "expect"} == matrices
+    assert len([what for what, _ in events if what == "expect"]) == len(matrices)
+    experts = [name for name in matrices if ".experts." in name and ".layers.0." in name and "down" not in name]
+    last = max(events.index(("expect", name)) for name in experts)
+    assert last < min(index for index, (what, name) in enumerate(events) if what == "read" and name in experts)

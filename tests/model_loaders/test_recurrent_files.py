@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from polarlm.model_loaders import LoadError, load_weights
-from polarlm.model_loaders.config import Attention, Experts, GatedDelta, GatedMLP, Mamba2, ModelConfig, Recurrent
+from polarlm.model_loaders.config import Experts, GatedDelta, Mamba2, ModelConfig, Recurrent
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from tests.bare import bare_model, prefill_logits, read_model
 from tests.conftest import FIXTURES
@@ -217,12 +217,6 @@ def test_experts_in_two_tensors_are_taken_apart(tmp_path: Path) -> None:
     assert got.keys() == wanted.keys()
     for key, value in got.items():
         np.testing.assert_array_equal(value, wanted[key], err_msg=key)
-
-
-def test_a_mixer_of_nemotron_and_the_network_after_it_are_a_layer() -> None:
-    layers = load_weights(FIXTURES / "nemotron_h_dense")[0].layers
-    kinds = [(type(layer.mixer), layer.ffn and type(layer.ffn)) for layer in layers]
-    assert kinds == [(Mamba2, GatedMLP), (Mamba2, None), (Attention, GatedMLP)]
 
 
 @pytest.mark.parametrize(

@@ -54,12 +54,6 @@ def test_every_bfloat16_is_the_upper_half_of_a_float32(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(weights, "x").view(np.uint32).ravel(), expected)
 
 
-def test_every_float16(tmp_path: Path) -> None:
-    weights = one_tensor(tmp_path / "x", "F16", ALL_16_BITS, (256, 256))
-    expected = np.array(struct.unpack(f"<{2**16}e", ALL_16_BITS.tobytes()), np.float32)
-    np.testing.assert_array_equal(read(weights, "x").ravel(), expected)
-
-
 @pytest.mark.parametrize("name", ["llama_mha", "mistral_window_sharded", "qwen3_qk_norm_tied"])
 def test_values_agree_with_the_safetensors_package(name: str) -> None:
     _, weights, _ = load_weights(MODELS / name)
@@ -94,17 +88,6 @@ def test_types_are_those_of_the_gguf_package() -> None:
         number: tuple(type) for number, type in TYPES.items() if number in known
     }
     assert set(known) & set(range(40)) <= set(TYPES)
-
-
-@pytest.mark.parametrize("dtype", ["Q4_K", "IQ2_XXS", *FOURS])
-def test_a_model_of_blocks_loads(dtype: str, tmp_path: Path) -> None:
-    tensors = quantized_model(tmp_path / "model.gguf", dtype)
-    config, weights, stored = load_weights(tmp_path / "model.gguf")
-    assert (config.hidden_size, stored) == (256, dtype)
-    got = read_all(weights)
-    assert got.keys() == tensors.keys()
-    for name, expected in tensors.items():
-        np.testing.assert_array_equal(got[name], expected, err_msg=name)
 
 
 def test_nvfp4_is_multiplied_by_the_scale_of_its_tensor(tmp_path: Path) -> None:
@@ -164,20 +147,6 @@ def test_conversion_needs_a_few_megabytes_besides_the_result(dtype: str, tmp_pat
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < out.nbytes / 2
-
-
-@pytest.mark.parametrize("dtype", ["BF16", "Q8_0", "Q4_K"])
-def test_raw_rows_are_the_bytes_of_the_file(dtype: str, tmp_path: Path) -> None:
-    """Any rows of a tensor; a row is whole blocks."""
-    block, block_bytes = gguf.GGML_QUANT_SIZES[Type[dtype]]
-    raw = np.random.default_rng(6).integers(0, 256, (40, 512 // block * block_bytes), np.uint8)
-    weights = one_gguf_tensor(tmp_path / "x.gguf", dtype, raw)
-    (name,) = weights.names()
-    for rows in (slice(0, 40), slice(3, 4), slice(17, 33)):
-        part = weights.read_raw(name, rows)
-        assert part.dtype == np.uint8
-        assert part.flags.c_contiguous
-        np.testing.assert_array_equal(part, raw[rows])
 
 
 def test_rows_come_in_the_order_of_the_tensor(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from polarlm.engine import Completion, Engine, EngineError, SamplingParams
 from polarlm.engine.loading import rehearsal
 from polarlm.engine.model.warm_up import warm_up_drafts
-from polarlm.engine.outputs import Chunk, fold
+from polarlm.engine.outputs import fold
 from polarlm.engine.requests.drafts import Batch, Drafts, PromptLookup, StepSeconds
 from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin, summary
 from tests.sampling.constrained import InTurn
@@ -71,6 +71,7 @@ def test_answers_are_those_of_steps_of_one_token(engine: Engine, right: float, t
 
 
 ENDS: dict[str, dict[str, Any]] = {
+    "max_tokens": {"max_tokens": 5},
     "stop string": {"stop": ("e", "th")},
     "end of sequence": {"ignore_eos": False, "logit_bias": {2: 4.0}},
     "min_tokens": {"stop_token_ids": tuple(range(20, 60, 3)), "min_tokens": 11},
@@ -92,18 +93,6 @@ def test_answers_end_and_are_penalised_as_in_steps_of_one_token(engine: Engine, 
         assert engine._runner.newest == stored
         reasons.add(found.finish_reason)
     assert reasons <= {"stop", "length"}
-
-
-@pytest.mark.parametrize("count", [1, 5])
-def test_max_tokens_may_end_a_draft(engine: Engine, count: int) -> None:
-    params = replace(PARAMS, max_tokens=count)
-    wanted = plain(engine, PROMPT, params)
-    stored = engine._runner.newest
-    found, drafts = drafted(engine, PROMPT, plain(engine, PROMPT).token_ids, params, right=1)
-    assert summary(found) == summary(wanted)
-    assert engine._runner.newest == stored
-    assert len(found.token_ids) == count
-    assert sum(drafts.lengths) < count
 
 
 def test_log_probabilities_are_those_of_plain_steps(engine: Engine) -> None:
@@ -154,31 +143,6 @@ def test_an_error_behind_right_drafts_comes_where_it_came(engine: Engine) -> Non
     assert summary(found) == summary(plain(engine, PROMPT))
     with pytest.raises(EngineError, match="broken row"):
         drafted(engine, PROMPT, found.token_ids, right=1)
-
-
-def test_batches_mix_requests_with_and_without_drafts(engine: Engine) -> None:
-    asked = [(prompt, replace(PARAMS, temperature=1.0, seed=seed)) for seed, prompt in enumerate(prompts(4, seed=2))]
-    wanted = [plain(engine, *each) for each in asked]
-    known = {tuple(prompt): answer.token_ids for (prompt, _), answer in zip(asked, wanted, strict=True)}
-    made: list[Unpaced] = []
-
-    def make(ids: Sequence[int]) -> Drafts | None:
-        if len(made) % 3 == 2:
-            made.append(Unpaced(Known([], 1, VOCABULARY)))
-            return None
-        made.append(Unpaced(Known([*ids, *known[tuple(ids)]], 0.8, VOCABULARY, seed=len(ids))))
-        return made[-1]
-
-    drafting(engine, make)
-    forget(engine)
-    trays: list[list[Chunk | Exception]] = [[] for _ in asked]
-    for (prompt, params), tray in zip(asked, trays, strict=True):
-        engine.submit(prompt, params, ANEW, into=tray)
-    while engine.work():
-        pass
-    for tray, answer in zip(trays, wanted, strict=True):
-        assert summary(fold(tray)) == summary(answer)
-    assert sum(drafts.accepted for drafts in made) > 30
 
 
 # -- drafters ---------------------------------------------------------------------------------------------------------

@@ -38,19 +38,6 @@ def shared(scheduler: Scheduler, prompt: TokenSequence, seconds: dict[bool, floa
     return kinds
 
 
-@given(st.floats(0.001, 1), st.floats(0.001, 1))
-def test_prefill_and_steps_share_the_time(prefill: float, step: float) -> None:
-    """Whatever a unit takes, prefill's time is off by one unit and one step at most."""
-    scheduler = Scheduler(8)
-    running(scheduler, 2)
-    (new,) = sequences(1)
-    scheduler.submit(new)
-    kinds = shared(scheduler, new, {True: prefill, False: step}, 400)
-    of_prompts = prefill * sum(kinds)
-    total = of_prompts + step * (len(kinds) - sum(kinds))
-    assert abs(of_prompts - total / 2) <= prefill + step
-
-
 @pytest.mark.parametrize(
     ("answering", "waiting", "step", "share"),
     [

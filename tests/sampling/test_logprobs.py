@@ -142,13 +142,6 @@ def test_no_logprobs_unless_asked_for(engine: Engine, monkeypatch: pytest.Monkey
     assert len(answer.token_ids) == 30
 
 
-def test_asking_for_logprobs_changes_no_token(engine: Engine) -> None:
-    plain, told = (engine.generate(PROMPT, asking(count, temperature=1.5, seed=5)) for count in (None, 3))
-    assert told.token_ids == plain.token_ids
-    assert told.text == plain.text
-    assert tuple(token.id for token in told.logprobs) == told.token_ids
-
-
 def test_each_request_of_a_batch_gets_the_logprobs_it_asks_for(engine: Engine) -> None:
     asks = [None, 0, 3, None, MOST_LOGPROBS]
     jobs = [([5 + number] * (7 + 3 * number), asking(count)) for number, count in enumerate(asks)]

@@ -63,27 +63,3 @@ def test_a_circle_repeats_one_piece(ids: list[int], tokens: int, rounds: int) ->
             for piece in range(1, length // rounds + 1)
         )
         assert repeats.circle(tokens, rounds) == expected
-
-
-ITEMS = [token for number in range(200) for token in (1000 + number, 1, 2, 3, 4, 5)]
-"""A list whose items differ only in a number."""
-
-
-@pytest.mark.parametrize(
-    ("ids", "found"),
-    [
-        (ITEMS, False),
-        ([7] * 299, False),
-        ([7] * 300, True),
-        ([9, *range(100), *range(100), *range(99)], False),
-        ([9, *range(100), *range(100), *range(100)], True),
-        ([*range(150)] * 2, False),  # said twice
-        ([*[7] * 400, 8], False),  # it found its way out
-        ([*range(500), *[1, 2, 3] * 100], True),
-    ],
-)  # fmt: skip
-def test_similar_pieces_are_not_a_circle(ids: list[int], found: bool) -> None:
-    repeats = Repeats()
-    for token in ids:
-        repeats.extend([token])
-    assert repeats.circle(300, 3) == found

@@ -118,12 +118,6 @@ def test_extreme_temperatures(temperature: float) -> None:
     assert support([0.0, 3.0, -80.0], {"temperature": temperature}) == expected
 
 
-def test_tokens_with_logits_of_minus_infinity_are_never_drawn() -> None:
-    logits = [-math.inf, 0.0, 0.0, -math.inf]
-    assert support(logits, {}) == {1, 2}
-    assert support(logits, {"repeat_penalty": 2.0, "presence_penalty": 1.0}, recent=[0, 1]) == {1, 2}
-
-
 # The largest logit and a drawn one are found by other code, which sees NaN and infinities in its own way.
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("broken", [[0.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf]])

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -15,7 +15,6 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.store import SequenceKV, Span
 from tests.state.fed import Fed, N, assert_held_by, held, make_store
-from tests.storage.arrays import assert_same, stored
 
 
 @pytest.mark.parametrize(
@@ -41,29 +40,6 @@ def test_rows_of_a_step_attend_to_each_other_and_are_forgotten_unless_kept(first
         assert sequence.store.bytes_held(sequence.kv) == sequence.store.shape.sequence_bytes(sequence.kv.length)
         assert_held_by(sequence.store, [sequence.kv])
     sequence.feed(N)
-
-
-@given(st.lists(st.tuples(st.integers(1, STEP_ROWS), st.integers(0, STEP_ROWS)), min_size=1, max_size=12))
-@settings(max_examples=25)
-def test_kept_rows_are_stored_as_in_steps_of_one_row(steps: list[tuple[int, int]]) -> None:
-    windows = (None, 12)
-    alone, together = (Fed(make_store("ring4", "ring3.5", windows=windows, step_rows=STEP_ROWS)) for _ in range(2))
-    for count, kept in steps:
-        k, v = together.new(count)
-        for fed, parts in ((together, [slice(0, count)]), (alone, [slice(i, i + 1) for i in range(min(kept, count))])):
-            store = fed.store
-            for rows in parts:
-                span = store.open_step(fed.kv, rows.stop - rows.start)
-                for layer in range(len(windows)):
-                    view = store.view(layer, span, slice(0, span.count), span.start)
-                    store.ops.append_kv(store.cache(layer), [view], k[rows], v[rows])
-                store.commit(span, min(kept, count) if fed is together else None)
-    for index in range(len(windows)):
-        tables = [fed.kv.tables[index] for fed in (alone, together)]
-        assert [(len(t.quantized), t.dropped, t.sink is None, t.current is None) for t in tables[:1]] == [
-            (len(t.quantized), t.dropped, t.sink is None, t.current is None) for t in tables[1:]
-        ]
-    assert_same(*(stored(fed.store, fed.kv) for fed in (alone, together)))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.storage.copies import Snapshot, export, restore
 from polarlm.engine.storage.objects import Object
 from tests.state.fed import Fed, N, held, make_store
-from tests.storage.arrays import arrays_of, assert_same
 
 WINDOWS = (None, 12)
 
@@ -24,16 +23,6 @@ def fed(length: int, codec: str = "polarquant", windows=WINDOWS) -> Fed:
 
 def exported(sequence: Fed) -> Snapshot:
     return export(sequence.store, sequence.kv, [0] * sequence.kv.length)
-
-
-def test_a_snapshot_is_a_copy() -> None:
-    sequence = fed(44)
-    saved = exported(sequence)
-    before = {key: array.copy() for key, array in arrays_of(sequence.store, saved).items()}
-    sequence.feed(30)
-    sequence.store.release(sequence.kv)
-    Fed(sequence.store, seed=7).feed(80)
-    assert_same(arrays_of(sequence.store, saved), before)
 
 
 def test_an_empty_sequence_has_an_empty_snapshot() -> None:

@@ -137,16 +137,6 @@ def test_blocks_that_are_reused_before_they_are_written_are_copied(
         assert (blocks._waiting, blocks._copies, blocks._bytes) == (set(), {}, 0)
 
 
-def test_a_cache_salt_keeps_prompts_apart(plain_model: Path, tmp_path: Path) -> None:
-    with load(plain_model, tmp_path) as engine:
-        engine.generate(PROMPT, PARAMS, PromptOptions(cache_salt="a"))
-    with load(plain_model, tmp_path) as engine:
-        for salt in ("", "b"):
-            assert engine.generate(PROMPT, PARAMS, PromptOptions(cache_salt=salt)).usage.cached_tokens == 0
-            forget(engine)
-        assert engine.generate(PROMPT, PARAMS, PromptOptions(cache_salt="a")).usage.cached_tokens == HIT
-
-
 def test_requests_without_the_cache_read_no_tier(plain_model: Path, tmp_path: Path) -> None:
     with load(plain_model, tmp_path) as engine:
         engine.generate(PROMPT, PARAMS)

@@ -35,16 +35,6 @@ def place(tmp_path: Path) -> TierStore:
     return Folder(tmp_path / "folder", 1000 + 16)  # its counts take 16 bytes
 
 
-def test_what_was_written_is_read(place: TierStore) -> None:
-    assert place.read(name(1)) is None
-    put(place, 1)
-    assert bytes(place.read(name(1)) or b"") == b"head" + bytes([1]) * 96
-    assert place.has(name(1))
-    place.remove(name(1))
-    place.remove(name(1))
-    assert not place.has(name(1))
-
-
 def test_a_full_place_forgets_what_was_used_longest_ago(place: TierStore) -> None:
     for number in range(10):
         put(place, number)

@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine import SamplingParams
 from polarlm.engine.backends.native import graphs, launch
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.launch import Launcher
@@ -24,7 +23,6 @@ from polarlm.engine.jit.run import buffers, workers
 from tests.jit.levels import declared
 
 FILES = {module.__file__ for module in (buffers, graphs, launch, workers)}
-PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
 
 def emit_add(e: Emitter, args: Any, begin: Value, end: Value, scratch: Value) -> None:
