@@ -38,6 +38,10 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the correction range to whole channels
     divisors: tuple[float, ...] = ()  # any kind: one per channel pair, as GGUF files of Llama 3.1 store them
     short_divisors: tuple[float, ...] = field(default=(), repr=False)  # longrope: within the original context
+    # Pairs of channels that turn by the position in time, in height and in width; empty: all by the same one. They
+    # follow each other, or take turns: time, height, width, as long as there are any, and the rest by time.
+    sections: tuple[int, int, int] | tuple[()] = ()
+    sections_take_turns: bool = False
 
     def for_context(self, tokens: int) -> RopeConfig:
         """RoPE for a context of `tokens`: within the original context, longrope takes the short divisors."""
@@ -74,6 +78,7 @@ class Attention(Mixer):
     qkv_bias: bool = False
     out_bias: bool = False
     is_causal: bool = True  # otherwise a token sees the later ones as well, and no keys and values are kept
+    images_whole: bool = False  # rows of an image see its later rows, too
 
     @property
     def score_scale(self) -> float:

@@ -27,7 +27,7 @@ from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.kv_blocks import KVBlocks
 from polarlm.engine.state.layer_state import Steady
-from polarlm.engine.state.store import KVStore, Span, positions
+from polarlm.engine.state.store import KVStore, Span, positions, rope_positions
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Attention, ModelConfig
 
@@ -220,7 +220,7 @@ class Transformer:
         """Compute the rows, stage by stage, and return their logits (T, V) on the device; with sampler inputs, the next
         tokens (T,) and the logits."""
         key = name, have_adapters(spans)
-        ropes = chain.from_iterable(self._ropes.tables(positions(spans)))
+        ropes = chain.from_iterable(self._ropes.tables(rope_positions(spans)))
         tables, x, newest = [*ropes, *self._spans.of(spans), *row_adapters(spans)], ids, list[Any]()
         *before, last = self._stages
         for number, (ops, _) in enumerate(before):

@@ -16,7 +16,7 @@ from polarlm.engine.backends.ops import Array, FromCard, Ops, Routing
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.state.store import KVStore, Span, positions
+from polarlm.engine.state.store import KVStore, Span, rope_positions
 
 PromptTap = Callable[[int, int, Array, Array], None]
 """tap(layer, position, queries, keys): a `Tap` for rows of a layer, the first row at `position`."""
@@ -83,7 +83,7 @@ class Prefill:
         # With a round trip, a block is encoded as a whole before any of its tokens attends.
         count, whole, parts = len(x), any(span.round_trip for span in spans), parts or spans
         step = count if whole else self.ops.prefill_rows
-        ropes, of_rows = self.ropes.tables(positions(parts)), row_adapters(parts)
+        ropes, of_rows = self.ropes.tables(rope_positions(parts)), row_adapters(parts)
         slices = units_of(count, step)
 
         def cut() -> list[_Unit]:

@@ -38,6 +38,7 @@ from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
 from polarlm.engine.state.layer_shapes import LayerShape, OwnShape
 from polarlm.engine.state.layer_state import Buffers, LayerState, Steady, in_words, steady_after
+from polarlm.engine.state.places import Places
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.tables import BlockTable, Growth
 
@@ -59,6 +60,7 @@ class SequenceKV:
 
     hashes: the chained hashes of its complete blocks in the prefix cache. root: the hash that the chain starts from,
     for a sequence with a cache salt; see `engine.state.prefix`. adapter: the one that its tokens are computed with.
+    places: where its images are.
     """
 
     length: int
@@ -67,6 +69,7 @@ class SequenceKV:
     root: bytes = b""
     adapter: RowAdapter | None = None
     steady: Steady | None = None  # None: the next step may change a table
+    places: Places | None = None  # None: a sequence without images
 
 
 @dataclass
@@ -97,6 +100,19 @@ def positions(spans: Sequence[Span]) -> np.ndarray:
         return np.array([span.start for span in spans])
     firsts = np.cumsum([0, *counts[:-1]])
     return np.arange(sum(counts)) + np.repeat([span.start for span in spans] - firsts, counts)
+
+
+def rope_positions(spans: Sequence[Span]) -> np.ndarray:
+    """Return the positions of all rows for RoPE: `positions`, or (3, T) if some are in an image; see `Places`."""
+    if not [span for span in spans if span.sequence.places is not None]:
+        return positions(spans)
+    each = []
+    for span in spans:
+        places = span.sequence.places or Places(())
+        each.append(places.positions(span.start, span.count))
+    if any(one.ndim > 1 for one in each):
+        each = [np.broadcast_to(one, (3, one.shape[-1])) for one in each]
+    return np.concatenate(each, axis=-1)
 
 
 # A span to commit, its index among the spans, and the length that its sequence will have.
@@ -175,7 +191,7 @@ class KVStore:
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
         sequence.length, sequence.tables, sequence.hashes = 0, self.new_sequence().tables, []
-        sequence.adapter = sequence.steady = None
+        sequence.adapter = sequence.steady = sequence.places = None
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 

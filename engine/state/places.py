@@ -1,0 +1,50 @@
+"""Where the images of a sequence are, and the positions that RoPE gives its tokens, which images let lag behind.
+
+In models whose RoPE has sections, a token has three positions: in time, in height and in width. A text token has the
+same number three times. The rows of an image have the number of its first row in time, and count from there in height
+and in width; the text after it goes on with the largest of them, plus one (Qwen2-VL, arXiv:2409.12191, section 2.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Places:
+    """images: the positions of each image's rows in the sequence, in order. turned (3, n): the positions for RoPE, in
+    time, height and width, of all tokens up to the end of the last image; None: every token's position is its own."""
+
+    images: tuple[range, ...]
+    turned: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, images: Sequence[range], grids: Sequence[tuple[int, int]], *, sections: bool) -> Places:
+        """grids: (height, width) of each image's rows. sections: whether RoPE has sections."""
+        if not sections:
+            return cls(tuple(images))
+        turned, end, after = [], 0, 0  # after: what the token at `end` gets
+        for rows, (height, width) in zip(images, grids, strict=True):
+            text = np.arange(rows.start - end) + after
+            after += len(text)
+            down, right = np.divmod(np.arange(len(rows)), width)
+            turned += [np.stack([text] * 3), np.stack([np.zeros_like(down), down, right]) + after]
+            end, after = rows.stop, after + max(height, width)
+        return cls(tuple(images), np.concatenate(turned, axis=1))
+
+    def positions(self, start: int, count: int) -> np.ndarray:
+        """Return the positions for RoPE of `count` tokens from `start` on: (count,), or (3, count) if an image is among
+        them."""
+        own = np.arange(start, start + count)
+        if self.turned is None:
+            return own
+        known = self.turned[:, start : start + count]
+        lag = self.turned.shape[1] - 1 - self.turned.max()
+        if not known.shape[1]:
+            return own - lag
+        return np.concatenate(
+            [known, np.broadcast_to(own[known.shape[1] :] - lag, (3, count - known.shape[1]))], axis=1
+        )
