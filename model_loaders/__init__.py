@@ -29,6 +29,7 @@ from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.hub import Fits, fetch, named
 from polarlm.model_loaders.rope import rope_frequencies
+from polarlm.model_loaders.towers import Tower
 
 if TYPE_CHECKING:
     from polarlm.model_loaders.chat.templates import ChatTemplate
@@ -63,6 +64,7 @@ class Model:
     dtype: str  # how most of the weights are stored, for the user: "Q4_1", "BF16", ...
     pooling: str | None = None  # how states become a vector, if the files say so: "mean", "cls" or "last"
     prompts: Prompts = NO_PROMPTS  # what precedes texts to embed
+    tower: Tower | None = None  # the part that reads images; None: it reads none
 
     @cached_property  # a future has a lock, which could stay locked in a forked child
     def tokenizer(self) -> Tokenizer:

@@ -235,6 +235,11 @@ class ModelConfig:
         return any(not attention.is_causal for attention in self.attentions.values())
 
     @property
+    def has_sections(self) -> bool:
+        """Whether RoPE turns some channels by the height and the width of a token's place in an image."""
+        return any(one.rope is not None and one.rope.sections for one in self.attentions.values())
+
+    @property
     def vector_size(self) -> int:
         """The numbers of a text's vector."""
         return self.dense[-1].outputs if self.dense else self.hidden_size

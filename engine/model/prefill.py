@@ -15,8 +15,9 @@ from polarlm.engine.backends.kv import Spans
 from polarlm.engine.backends.ops import Array, FromCard, Ops, Routing
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.layers.kinds import DecoderLayer
-from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.state.store import KVStore, Span, rope_positions
+from polarlm.engine.model.rope import RopeTables, rope_positions
+from polarlm.engine.model.towers._rows import ImagePart
+from polarlm.engine.state.store import KVStore, Span
 
 PromptTap = Callable[[int, int, Array, Array], None]
 """tap(layer, position, queries, keys): a `Tap` for rows of a layer, the first row at `position`."""
@@ -57,7 +58,7 @@ class _Unit:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The forward pass of prompts. tap: called in prompts of one span."""
+    """The forward pass of prompts. tap: called in prompts of one span. images: of rows of one span."""
 
     stages: Sequence[Stage]
     ops: Ops
@@ -65,6 +66,7 @@ class Prefill:
     layers: Sequence[DecoderLayer]
     ropes: RopeTables
     tap: PromptTap | None
+    images: Sequence[ImagePart] = ()
 
     def units(
         self,
@@ -97,6 +99,9 @@ class Prefill:
             tables = [tuple(map(ops.to_device, table)) for table in ropes]
             adapters = Routing(*map(ops.to_device, of_rows)) if of_rows else None
             for layer in layers:
+                for part in self.images:
+                    if 0 < layer <= len(part.added):
+                        x[part.at] += part.added[layer - 1]
                 for span in spans:
                     self.store.begin_layer(layer, span)
                 rope = self.ropes.of_layer(layer, tables)

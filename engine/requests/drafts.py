@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from statistics import median
 from typing import Protocol
 
@@ -50,11 +51,11 @@ class PromptLookup:
     """Drafts the tokens that followed the latest earlier occurrence of the newest `size` tokens in the sequence; a
     draft that reaches its end repeats itself. An index maps each n-gram to the position after it."""
 
-    def __init__(self, size: int, vocabulary: int, ids: Sequence[int] = (), first: int = 0) -> None:
-        """vocabulary: the number of ids. ids: the prompt, which is indexed here, from its token `first` on."""
+    def __init__(self, size: int, vocabulary: int, ids: Sequence[int] = ()) -> None:
+        """vocabulary: the number of ids. ids: the prompt, which is indexed here."""
         self._size, self._vocabulary = size, vocabulary
         self._modulus = vocabulary**size
-        self._read = first  # the end of the indexed ids
+        self._read = 0  # number of indexed ids
         self._run = 0  # the newest n-gram: its ids are the digits of a number in base `vocabulary`
         self._places: dict[int, int] = {}  # n-gram → the position after its latest occurrence
         self._earlier: int | None = None  # the position after the previous occurrence of the newest n-gram
@@ -77,7 +78,7 @@ class PromptLookup:
         following = ids[self._earlier : self._earlier + most]
         while len(following) < most:
             following = [*following, *following][:most]
-        return following
+        return [*takewhile(lambda token: token < self._vocabulary, following)]  # rows of images are no tokens
 
     def is_ready(self, ids: Sequence[int]) -> bool:
         self.read(ids)
@@ -212,24 +213,22 @@ class Drafting:
         self._config, self._vocabulary, self.model = config, vocabulary, model
         self.seconds = StepSeconds()
 
-    def drafts(self, ids: Sequence[int], params: SamplingParams, text_from: int = 0) -> Drafts | None:
-        """Return the drafts of a request with the prompt `ids`; None if it has none, as with images for a draft model.
-        Raises EngineError if it asks for a draft model and none is loaded. text_from: see `TokenSequence`."""
+    def drafts(self, ids: Sequence[int], params: SamplingParams) -> Drafts | None:
+        """Return the drafts of a request with the prompt `ids`; None if it has none. Raises EngineError if it asks for
+        a draft model and none is loaded."""
         config = self._config
         kind = config.spec_type if params.spec_type is None else params.spec_type
         most = config.draft_max if params.draft_max is None else params.draft_max
         if params.spec_type is None and kind == DRAFTS[0] and self.model is not None:
             kind = DRAFT_MODEL
-        if kind == DRAFTS[0] or most == 0:
-            return None
-        if kind == DRAFT_MODEL and text_from:
-            return None
-        return Drafts(self.drafter(kind, ids, text_from), most, self.seconds)
+        if kind == DRAFTS[0] or most == 0 or (kind == DRAFT_MODEL and max(ids) >= self._vocabulary):
+            return None  # a draft model reads no images
+        return Drafts(self.drafter(kind, ids), most, self.seconds)
 
-    def drafter(self, kind: str, ids: Sequence[int], text_from: int = 0) -> Drafter:
+    def drafter(self, kind: str, ids: Sequence[int]) -> Drafter:
         """Return a drafter of `kind` for a request with the prompt `ids`. Raises EngineError as `drafts` does."""
         if kind != DRAFT_MODEL:
-            return PromptLookup(NGRAM, self._vocabulary, ids, text_from)
+            return PromptLookup(NGRAM, self._vocabulary, ids)
         if self.model is None:
             sentence = f"spec_type={kind} needs a draft model: load the engine with model_draft"
             raise EngineError(sentence, settings=("spec_type", "model_draft"))

@@ -102,19 +102,6 @@ def positions(spans: Sequence[Span]) -> np.ndarray:
     return np.arange(sum(counts)) + np.repeat([span.start for span in spans] - firsts, counts)
 
 
-def rope_positions(spans: Sequence[Span]) -> np.ndarray:
-    """Return the positions of all rows for RoPE: `positions`, or (3, T) if some are in an image; see `Places`."""
-    if not [span for span in spans if span.sequence.places is not None]:
-        return positions(spans)
-    each = []
-    for span in spans:
-        places = span.sequence.places or Places(())
-        each.append(places.positions(span.start, span.count))
-    if any(one.ndim > 1 for one in each):
-        each = [np.broadcast_to(one, (3, one.shape[-1])) for one in each]
-    return np.concatenate(each, axis=-1)
-
-
 # A span to commit, its index among the spans, and the length that its sequence will have.
 _Step = tuple[int, Span, int]
 

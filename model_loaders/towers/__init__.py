@@ -13,7 +13,9 @@ What it computes is in `engine/model/towers/NAME.py`.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 
@@ -42,3 +44,13 @@ class Tower:
     before: str
     after: str
     filter: str
+
+
+def fit(tower: Tower, width: int, height: int) -> ImageShape:
+    """What an image of so many pixels becomes."""
+    shape: ImageShape = _module(tower.kind).fit(tower, width, height)
+    return shape
+
+
+def _module(kind: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{kind}")
