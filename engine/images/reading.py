@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.errors import EngineError, shown
-from polarlm.engine.model.towers._rows import IMAGE_IDS, PlacedImage
-from polarlm.engine.state.places import Places
+from polarlm.engine.model.towers._rows import PlacedImage
+from polarlm.engine.state.places import IMAGE_IDS, Places
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.forks import renew_in_children
 from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+IMAGE_IDS = 1 << 62
+"""The ids that stand for images' rows begin here, and end below twice this number; tokens have smaller ids."""
+
 
 @dataclass(frozen=True)
 class Places:

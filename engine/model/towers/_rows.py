@@ -12,9 +12,6 @@ from polarlm.engine.model.towers import ImageReader
 from polarlm.engine.state.store import Span
 from polarlm.model_loaders.towers import ImageShape
 
-IMAGE_IDS = 1 << 62
-"""The ids of images' rows begin here; those of tokens are smaller."""
-
 
 class PlacedImage(NamedTuple):
     """An image in a prompt: the position of its first row, and its pixels uint8 (height, width, 3)."""
