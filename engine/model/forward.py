@@ -27,7 +27,8 @@ from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.kv_blocks import KVBlocks
 from polarlm.engine.state.layer_state import Steady
-from polarlm.engine.state.store import KVStore, Span, positions, rope_positions
+from polarlm.engine.state.positions import positions, rope_positions
+from polarlm.engine.state.store import KVStore, Span
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Attention, ModelConfig
 
