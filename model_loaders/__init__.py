@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from polarlm.model_loaders import generation
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import read_json
+from polarlm.model_loaders.fields import read_json, usable
 from polarlm.model_loaders.files.folder import open_folder
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.gguf_source import open_gguf
@@ -28,8 +28,9 @@ from polarlm.model_loaders.files.pooling import (
 from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.hub import Fits, fetch, named
+from polarlm.model_loaders.hub.choice import projectors
 from polarlm.model_loaders.rope import rope_frequencies
-from polarlm.model_loaders.towers import Tower
+from polarlm.model_loaders.towers import Tower, belongs, open_mmproj, tower_of
 
 if TYPE_CHECKING:
     from polarlm.model_loaders.chat.templates import ChatTemplate
@@ -64,7 +65,8 @@ class Model:
     dtype: str  # how most of the weights are stored, for the user: "Q4_1", "BF16", ...
     pooling: str | None = None  # how states become a vector, if the files say so: "mean", "cls" or "last"
     prompts: Prompts = NO_PROMPTS  # what precedes texts to embed
-    tower: Tower | None = None  # the part that reads images; None: it reads none
+    tower: Tower | None = None  # the part that reads images, if there is one
+    tower_weights: WeightSource | None = None
 
     @cached_property  # a future has a lock, which could stay locked in a forked child
     def tokenizer(self) -> Tokenizer:
@@ -97,24 +99,56 @@ def load(
     verbose: Callable[[str], None] | None = None,
     fits: Fits | None = None,
     template: str | None = None,
+    mmproj: str | None = None,
 ) -> Model:
     """Loads a folder in Hugging Face's layout, a .gguf file, "user/repo" or "hf:user/repo" from the hub, or (None) the
     demonstration model.
 
     Weights are not read yet: `Model.weights.read_into` converts them one at a time. The tokenizer is read by a
     thread while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on
-    the hub. template: a file with a chat template in place of the model's own. Raises LoadError.
+    the hub. template: a file with a chat template in place of the model's own. mmproj: a file of llama.cpp's with the
+    part that reads images; None: the folder's, or the one beside a .gguf file. Raises LoadError.
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
     name = None if path is None else named(path)
     where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
     model = _load_folder(where) if where.is_dir() else _load_gguf(where)
+    try:
+        found = _tower(model, mmproj)
+    except BaseException:
+        model.weights.close()
+        raise
+    if found is not None:
+        model = replace(model, tower=found[0], tower_weights=found[1])
     if path is None or is_demo(where):
         model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
     if template is not None:
         model = replace(model, template=model.template.of_file(Path(template).expanduser()))
     return model
+
+
+def _tower(model: Model, mmproj: str | None) -> tuple[Tower, WeightSource] | None:
+    """The part of a model that reads images, and its weights; None if there is none. Raises LoadError."""
+    if mmproj is not None:
+        tower, weights = open_mmproj(Path(mmproj).expanduser())
+        if not belongs(tower, model.config):
+            weights.close()
+            raise LoadError(
+                f"{mmproj} is the part of another model: it gives images rows of {tower.outputs} numbers for "
+                f"{tower.kind}, and {model.name} is {model.config.family} with {model.config.hidden_size}; give the "
+                "mmproj file of this model."
+            )
+        return tower, weights
+    if model.path.is_dir():
+        return tower_of(model.path)
+    for file in projectors(model.path.parent.glob("*.gguf"), lambda file: file.name):
+        found = usable(lambda file=file: open_mmproj(file))
+        if found is not None and belongs(found[0], model.config):
+            return found
+        if found is not None:
+            found[1].close()
+    return None
 
 
 def load_weights(path: str | Path) -> tuple[ModelConfig, WeightSource, str]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 # swiglu_clamped: with g = min(gate, 7), g · σ(1.702 g) · (clip(up, −7, 7) + 1).
-# relu_squared: relu(up)², and gelu: up · Φ(up), of networks without a gate.
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "gelu"]
+# relu_squared: relu(up)², gelu: up · Φ(up), and plain_gelu_tanh, the same by tanh, of networks without a gate.
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "gelu", "plain_gelu_tanh"]
 # RMSNorm of q and k before RoPE: of each head, with weights (D,) or without; or of all heads, with weights (H·D,) and
 # (K·D,).
 QKNorm = Literal["head", "unweighted", "all"] | None
@@ -143,7 +143,7 @@ class Mamba2(Recurrent):
 
 def is_gated(activation: str) -> bool:
     """Whether networks with this activation have a gate. Without one they compute down(activation(up(x)))."""
-    return activation not in ("relu_squared", "gelu")
+    return activation not in ("relu_squared", "gelu", "plain_gelu_tanh")
 
 
 @dataclass(frozen=True)

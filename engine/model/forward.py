@@ -23,14 +23,15 @@ from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.passes import Passes
 from polarlm.engine.model.prefill import Prefill, PromptTap, stages
-from polarlm.engine.model.rope import RopeTables, rope_positions
+from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.model.towers import ImageReader
 from polarlm.engine.model.towers._rows import ImagePart, PlacedImage, read_images
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.kv_blocks import KVBlocks
 from polarlm.engine.state.layer_state import Steady
 from polarlm.engine.state.places import IMAGE_IDS
-from polarlm.engine.state.store import KVStore, Span, positions
+from polarlm.engine.state.positions import positions, rope_positions
+from polarlm.engine.state.store import KVStore, Span
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Attention, ModelConfig
 

@@ -15,8 +15,9 @@ from polarlm.engine.backends.kv import Spans
 from polarlm.engine.backends.ops import Array, FromCard, Ops, Routing
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.layers.kinds import DecoderLayer
-from polarlm.engine.model.rope import RopeTables, rope_positions
+from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.model.towers._rows import ImagePart
+from polarlm.engine.state.positions import rope_positions, whole_images
 from polarlm.engine.state.store import KVStore, Span
 
 PromptTap = Callable[[int, int, Array, Array], None]
@@ -36,12 +37,14 @@ def stages(ops: Ops, layers: int) -> list[Stage]:
     return [Stage(card, [*numbers]) for card, numbers in runs]
 
 
-def units_of(count: int, step: int) -> list[slice]:
-    """Cut `count` rows into units of at most `step`. The last one is no single row, which other kernels would compute,
-    whose sums differ by a rounding."""
-    firsts = [*range(0, count, step)]
-    if count % step == 1 and len(firsts) > 1 and step > 2:
-        firsts[-1] -= 1
+def units_of(count: int, step: int, whole: Sequence[range] = ()) -> list[slice]:
+    """Cut `count` rows into units of at most `step`, or of one of `whole`, rows that are not cut. The last one is no
+    single row, which other kernels would compute, whose sums differ by a rounding."""
+    firsts = [0]
+    while (left := count - firsts[-1]) > step:
+        first = firsts[-1] + step - (left == step + 1 and step > 2)
+        cut = next((rows for rows in whole if rows.start < first < rows.stop), None)
+        firsts.append(first if cut is None else cut.start if cut.start > firsts[-1] else cut.stop)
     return [slice(first, end) for first, end in zip(firsts, [*firsts[1:], count], strict=True)]
 
 
@@ -86,7 +89,7 @@ class Prefill:
         count, whole, parts = len(x), any(span.round_trip for span in spans), parts or spans
         step = count if whole else self.ops.prefill_rows
         ropes, of_rows = self.ropes.tables(rope_positions(parts)), row_adapters(parts)
-        slices = units_of(count, step)
+        slices = units_of(count, step, whole_images(parts) if self.store.sees_whole_images else ())
 
         def cut() -> list[_Unit]:
             return [self._unit(parts, rows, first_output) for rows in slices]

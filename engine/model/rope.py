@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.state.places import Places
-from polarlm.engine.state.store import Span, positions
 from polarlm.model_loaders.config import Attention, ModelConfig, RopeConfig
 from polarlm.model_loaders.rope import rope_frequencies
 
@@ -76,19 +74,6 @@ class _Turns:
             for turned, of_axis in zip((cos, sin), self(positions[axis]), strict=True):
                 turned[:, self._axes == axis] = of_axis[:, self._axes == axis]
         return cos, sin
-
-
-def rope_positions(spans: Sequence[Span]) -> np.ndarray:
-    """Return the positions of all rows for RoPE: `positions`, or (3, T) if some are in an image; see `Places`."""
-    if not [span for span in spans if span.sequence.places is not None]:
-        return positions(spans)
-    each = []
-    for span in spans:
-        places = span.sequence.places or Places(())
-        each.append(places.positions(span.start, span.count))
-    if any(one.ndim > 1 for one in each):
-        each = [np.broadcast_to(one, (3, one.shape[-1])) for one in each]
-    return np.concatenate(each, axis=-1)
 
 
 class RopeTables:

@@ -29,7 +29,7 @@ EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # the matrices of a layer's 
 T = TypeVar("T")
 
 
-class _Reader:
+class TensorReader:
     """Loads named tensors to the device. weight_type: the format to convert matrices to; None: the file's."""
 
     def __init__(
@@ -37,10 +37,10 @@ class _Reader:
         ops: Ops,
         source: WeightSource,
         progress: Callable[[int], None] | None,
-        weight_type: WeightFormat | None,
-        kept: KeptTiles | None,
-        cache: ExpertCache | None,
-        adapters: Sequence[Loaded],
+        weight_type: WeightFormat | None = None,
+        kept: KeptTiles | None = None,
+        cache: ExpertCache | None = None,
+        adapters: Sequence[Loaded] = (),
     ):
         self._ops, self._source, self._progress = ops, source, progress or (lambda nbytes: None)
         self._weight_type, self._kept, self._cache, self._adapters = weight_type, kept, cache, adapters
@@ -126,16 +126,16 @@ def load_weights(
     all. kept, cache: see `Ops.load`, `Ops.cache_experts`. on_host: the experts of this many layers, the first ones,
     stay on `Ops.host`. adapters: the adapters that requests choose from.
     """
-    readers: dict[Ops, _Reader] = {}  # one for each card
+    readers: dict[Ops, TensorReader] = {}  # one for each card
 
-    def reader(layer: int) -> _Reader:
+    def reader(layer: int) -> TensorReader:
         layer_ops = ops.of_layer(layer)
         if layer_ops not in readers:
-            readers[layer_ops] = _Reader(layer_ops, source, progress, weight_type, kept, cache, adapters)
+            readers[layer_ops] = TensorReader(layer_ops, source, progress, weight_type, kept, cache, adapters)
         return readers[layer_ops]
 
     read, last = reader(0), len(config.layers) - 1
-    of_host = None if ops.host is None else _Reader(ops.host, source, progress, weight_type, None, None, ())
+    of_host = None if ops.host is None else TensorReader(ops.host, source, progress, weight_type)
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])
@@ -300,8 +300,8 @@ def _format(ops: Ops, source: WeightSource, name: str, weight_type: WeightFormat
 class LayerReader:
     """Reads the slots of one layer. of_experts: reads the matrices and biases of `count` experts."""
 
-    read: _Reader
-    of_experts: _Reader
+    read: TensorReader
+    of_experts: TensorReader
     slots: Slots
     count: int
 
@@ -315,6 +315,10 @@ class LayerReader:
 
     def linear(self, slot: str) -> Linear | None:
         return self.read.linear(self._names(slot), self._names(f"{slot}_bias")) if slot in self.slots else None
+
+    def matrix(self, slot: str) -> Matrix:
+        (matrix,) = self.read.matrices(self._names(slot))
+        return matrix
 
     def experts(self, slot: str) -> ExpertLinear:
         experts = self.of_experts.experts(self.count, self._names(slot), self._names(f"{slot}_bias"))

@@ -26,8 +26,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from polarlm.engine.backends.kv import Cache, FilledBlocks, Spans, SpanView, layers_together
 from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
@@ -93,13 +91,11 @@ class Span:
         return replace(self, start=self.start + first, count=count, before=first)
 
 
-def positions(spans: Sequence[Span]) -> np.ndarray:
-    """Return the positions of all rows of `spans`, (T,) int64."""
-    counts = [span.count for span in spans]
-    if sum(counts) == len(spans):  # as in most steps
-        return np.array([span.start for span in spans])
-    firsts = np.cumsum([0, *counts[:-1]])
-    return np.arange(sum(counts)) + np.repeat([span.start for span in spans] - firsts, counts)
+def _at_images(span: Span, rows: slice, position: int) -> Iterator[tuple[Span, slice, int, int]]:
+    """Yield the parts of `rows` of a span between ends of images, as `KVStore.view` takes them."""
+    shift, places = rows.start - position, span.sequence.places or Places(())
+    for part, sees in places.parts(position, rows.stop - rows.start):
+        yield span, slice(part.start + shift, part.stop + shift), part.start, sees
 
 
 # A span to commit, its index among the spans, and the length that its sequence will have.
@@ -124,6 +120,7 @@ class KVStore:
             format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
             blocks = sizes[self._group_of[layer]]
             caches[layer] = ops.of_layer(layer).cache(format, *blocks, [*caches.values()])
+        self._images_whole = [first.images_whole for first in firsts]
         self.groups: list[LayerState] = []
         for (_, layers), shape, blocks in zip(plan.shape.groups, firsts, sizes, strict=True):
             layers = tuple(layer for layer in layers if self._source[layer] == layer)
@@ -268,12 +265,22 @@ class KVStore:
             first, last = max(begin, rows.start), min(end, rows.stop)
             if first < last:
                 cuts.append((span, slice(first - rows.start, last - rows.start), span.start + first - begin))
-        return [group.spans([self.view(group.layers[0], *cut) for cut in cuts]) for group in self.groups]
+        parts = [part for cut in cuts for part in _at_images(*cut)] if self.sees_whole_images else []
+        return [
+            group.spans([self.view(group.layers[0], *cut) for cut in (parts if whole else cuts)])
+            for group, whole in zip(self.groups, self._images_whole, strict=True)
+        ]
 
-    def view(self, layer: int, span: Span, rows: slice, position: int) -> SpanView:
+    @property
+    def sees_whole_images(self) -> bool:
+        """Whether rows of an image see its later rows in some layers: all keys of it must be there before they do."""
+        return any(self._images_whole)
+
+    def view(self, layer: int, span: Span, rows: slice, position: int, sees: int = 0) -> SpanView:
         """Return a view of `rows` of `span`, which start at `position`. It serves all layers in the layer's group."""
         group, table, growth = self._of(layer, span)
-        return group.view(layer, table, growth, span.start - span.before, rows, position)
+        view = group.view(layer, table, growth, span.start - span.before, rows, position)
+        return replace(view, sees=sees) if sees else view
 
     def begin_layer(self, layer: int, span: Span) -> None:
         """Prepare the span of a prompt for a layer's rows, and for the layers that are sealed with it."""
