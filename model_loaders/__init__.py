@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ __all__ = [
     "rope_frequencies",
 ]
 
+NO_TOWER = "none"  # instead of a file with the part that reads images
 _DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)(-\d{5}-of-\d{5})?$", re.IGNORECASE)
 
 
@@ -78,6 +80,11 @@ class Model:
         """The ids that have both a text and an embedding; a file may have more of either."""
         return range(min(self.config.vocab_size, self.tokenizer.vocab_size))
 
+    def close(self) -> None:
+        """Close the files of the weights."""
+        for weights in filter(None, (self.weights, self.tower_weights)):
+            weights.close()
+
     def left_out(self) -> str | None:
         """A sentence for users about ids of the tokenizer that the embedding has no rows for; None if there are none.
         Raises LoadError."""
@@ -107,7 +114,7 @@ def load(
     Weights are not read yet: `Model.weights.read_into` converts them one at a time. The tokenizer is read by a
     thread while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on
     the hub. template: a file with a chat template in place of the model's own. mmproj: a file of llama.cpp's with the
-    part that reads images; None: the folder's, or the one beside a .gguf file. Raises LoadError.
+    part that reads images; None: the folder's, or the one beside a .gguf file; "none": leave it out. Raises LoadError.
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
@@ -115,12 +122,11 @@ def load(
     where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
     model = _load_folder(where) if where.is_dir() else _load_gguf(where)
     try:
-        found = _tower(model, mmproj)
+        tower, tower_weights = load_tower(where, model.config, mmproj) or (None, None)
     except BaseException:
         model.weights.close()
         raise
-    if found is not None:
-        model = replace(model, tower=found[0], tower_weights=found[1])
+    model = replace(model, tower=tower, tower_weights=tower_weights)
     if path is None or is_demo(where):
         model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
     if template is not None:
@@ -128,23 +134,26 @@ def load(
     return model
 
 
-def _tower(model: Model, mmproj: str | None) -> tuple[Tower, WeightSource] | None:
-    """The part of a model that reads images, and its weights; None if there is none. Raises LoadError."""
+def load_tower(where: Path, config: ModelConfig, mmproj: str | None) -> tuple[Tower, WeightSource] | None:
+    """The part of the model at `where` that reads images, and its weights; None if there is none, or if `mmproj` is
+    "none". Raises LoadError."""
+    if mmproj == NO_TOWER:
+        return None
     if mmproj is not None:
-        tower, weights = open_mmproj(Path(mmproj).expanduser())
-        if not belongs(tower, model.config):
+        tower, weights = open_mmproj(_existing(mmproj))
+        if not belongs(tower, config):
             weights.close()
             raise LoadError(
                 f"{mmproj} is the part of another model: it gives images rows of {tower.outputs} numbers for "
-                f"{tower.kind}, and {model.name} is {model.config.family} with {model.config.hidden_size}; give the "
-                "mmproj file of this model."
+                f"{tower.kind}, and {where} is {config.family} with {config.hidden_size}; give the mmproj file of this "
+                "model."
             )
         return tower, weights
-    if model.path.is_dir():
-        return tower_of(model.path)
-    for file in projectors(model.path.parent.glob("*.gguf"), lambda file: file.name):
-        found = usable(lambda file=file: open_mmproj(file))
-        if found is not None and belongs(found[0], model.config):
+    if where.is_dir():
+        return tower_of(where)
+    for file in projectors(where.parent.glob("*.gguf"), lambda file: file.name):
+        found = usable(partial(open_mmproj, file))
+        if found is not None and belongs(found[0], config):
             return found
         if found is not None:
             found[1].close()

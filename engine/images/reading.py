@@ -201,11 +201,7 @@ def _role(message: Any) -> Any:
 
 
 def _has_parts(message: Any) -> bool:
-    """Whether a message has more than text."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    return isinstance(content, (list, tuple)) and any(
-        isinstance(part, Mapping) and part.get("type", "text") != "text" for part in content
-    )
+    return isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
 
 
 def _bytes_of(part: Mapping[str, Any]) -> bytes:
