@@ -31,7 +31,7 @@ from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.hub import Fits, fetch, named
 from polarlm.model_loaders.hub.choice import projectors
 from polarlm.model_loaders.rope import rope_frequencies
-from polarlm.model_loaders.towers import Tower, belongs, open_mmproj, tower_of
+from polarlm.model_loaders.towers import Tower, belongs, open_mmproj, reads_images, tower_of
 
 if TYPE_CHECKING:
     from polarlm.model_loaders.chat.templates import ChatTemplate
@@ -151,7 +151,8 @@ def load_tower(where: Path, config: ModelConfig, mmproj: str | None) -> tuple[To
         return tower, weights
     if where.is_dir():
         return tower_of(where)
-    for file in projectors(where.parent.glob("*.gguf"), lambda file: file.name):
+    beside = where.parent.glob("*.gguf") if reads_images(config.family) else ()
+    for file in projectors(beside, lambda file: file.name):
         found = usable(partial(open_mmproj, file))
         if found is not None and belongs(found[0], config):
             return found
