@@ -56,8 +56,8 @@ def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
 
 
 def warm_up_pass(model: Transformer, rows: int) -> None:
-    """Run a pass of a first prompt, with a step of `rows` rows of another sequence, if the store has passes."""
-    if not model.store.pass_rows:
+    """Run a pass of a first prompt, with a step of `rows` rows of another sequence, if there are passes."""
+    if not model.pass_rows:
         return
     new, running = model.store.new_sequence(), model.store.new_sequence()
     _step(model, running)

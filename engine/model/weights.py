@@ -15,7 +15,7 @@ from polarlm.engine.model.adapters import Loaded, deltas
 from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.encoder import EncoderInputs
-from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights
+from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights, MtpWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, WeightFormat, find
@@ -152,6 +152,7 @@ def load_weights(
                 None if layer.ffn is None else layer_reader.weights(FFNS[type(layer.ffn)].Weights),
                 layer_reader.vector("layer_scale"),
                 layer_reader.weights(LayerEmbeddingWeights) if "layer_gate" in layer_reader.slots else None,
+                layer_reader.weights(MtpWeights) if "mtp_in" in layer_reader.slots else None,
             )
         )
     of_last = reader(last)

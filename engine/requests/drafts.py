@@ -18,10 +18,13 @@ from typing import Protocol
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS, DRAFTS
+from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS, DRAFTS, MTP
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.mtp import MtpLayer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.requests.draft_model import ModelDrafter
+from polarlm.engine.requests.mtp import MtpDrafter
+from polarlm.engine.state.store import SequenceKV
 
 _RECENT = 5  # latest steps with the same number of rows, whose median is taken
 _FIRST = 2  # first steps of a number of rows, which are compiled or recorded: they are not measured
@@ -207,14 +210,23 @@ def _expected(length: int, likely: float) -> float:
 class Drafting:
     """Makes the drafts of an engine's requests, which share the measured times of steps."""
 
-    def __init__(self, config: EngineConfig, vocabulary: int, model: Transformer | None = None) -> None:
-        """vocabulary: the number of ids. model: the draft model, if there is one."""
-        self._config, self._vocabulary, self.model = config, vocabulary, model
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocabulary: int,
+        model: Transformer | None = None,
+        mtp: MtpLayer | None = None,
+    ) -> None:
+        """vocabulary: the number of ids. model: the draft model, if there is one. mtp: the layer of the engine's model
+        that drafts, if it is loaded."""
+        self._config, self._vocabulary, self.model, self._mtp = config, vocabulary, model, mtp
         self.seconds = StepSeconds()
 
-    def drafts(self, ids: Sequence[int], params: SamplingParams) -> Drafts | None:
-        """Return the drafts of a request with the prompt `ids`; None if it has none. Raises EngineError if it asks for
-        a draft model and none is loaded."""
+    def drafts(
+        self, ids: Sequence[int], params: SamplingParams, kv: Callable[[], SequenceKV | None]
+    ) -> Drafts | None:
+        """Return the drafts of a request with the prompt `ids`; None if it has none. kv: returns its sequence in the
+        engine's store, if it has one. Raises EngineError if the request asks for what is not loaded."""
         config = self._config
         kind = config.spec_type if params.spec_type is None else params.spec_type
         most = config.draft_max if params.draft_max is None else params.draft_max
@@ -222,10 +234,15 @@ class Drafting:
             kind = DRAFT_MODEL
         if kind == DRAFTS[0] or most == 0:
             return None
-        return Drafts(self.drafter(kind, ids), most, self.seconds)
+        return Drafts(self.drafter(kind, ids, kv), most, self.seconds)
 
-    def drafter(self, kind: str, ids: Sequence[int]) -> Drafter:
+    def drafter(self, kind: str, ids: Sequence[int], kv: Callable[[], SequenceKV | None]) -> Drafter:
         """Return a drafter of `kind` for a request with the prompt `ids`. Raises EngineError as `drafts` does."""
+        if kind == MTP:
+            if self._mtp is None:
+                sentence = f"spec_type={MTP} needs a layer that is not loaded: load the engine with spec_type={MTP}"
+                raise EngineError(sentence, settings=("spec_type",))
+            return MtpDrafter(self._mtp, kv)
         if kind != DRAFT_MODEL:
             return PromptLookup(NGRAM, self._vocabulary, ids)
         if self.model is None:

@@ -147,7 +147,7 @@ class Request:
         request.adapter, _ = adapters.asked(options.lora, options.lora_scale)
         request.salt = adapters.salt(options)
         if request.sampler.reach_ahead:
-            request.drafts = drafting.drafts(ids, params)
+            request.drafts = drafting.drafts(ids, params, lambda: request.kv)
         return request
 
     def __post_init__(self) -> None:

@@ -67,6 +67,7 @@ class SequenceKV:
     root: bytes = b""
     adapter: RowAdapter | None = None
     steady: Steady | None = None  # None: the next step may change a table
+    hidden: np.ndarray | None = None  # (E,) float32: of the last token, for `MtpLayer`; None: unknown
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Span:
     round_trip: bool = False
     together: int = 1  # layers with K/V that are sealed together
     unsealed: list[int] = field(default_factory=list)  # layers that wait for the others of these; one list for a pass
+    hidden: np.ndarray | None = field(default=None, compare=False)  # of the rows of a step, or of a prompt's last one
 
     def part(self, first: int, count: int) -> Span:
         """Rows of an open span, to be computed. The span itself is sealed and committed."""
@@ -175,7 +177,7 @@ class KVStore:
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
         sequence.length, sequence.tables, sequence.hashes = 0, self.new_sequence().tables, []
-        sequence.adapter = sequence.steady = None
+        sequence.adapter = sequence.steady = sequence.hidden = None
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 
@@ -244,7 +246,7 @@ class KVStore:
         """Discard the tokens from position `length` on, which must be in the current block. Blocks that have left a
         window are not restored: the next token attends to fewer tokens, by at most the number of discarded ones."""
         assert self.first_of_block(sequence) <= length <= sequence.length
-        sequence.length, sequence.steady = length, None
+        sequence.length, sequence.steady, sequence.hidden = length, None, None
 
     def _reserve(self, sequence: SequenceKV, grow: Callable[[LayerState, BlockTable], Growth]) -> list[Growth]:
         growth: list[Growth] = []
@@ -341,6 +343,8 @@ class KVStore:
         damaged = self._encode_filled([step for step in growing if step[1].is_step])
         for span, length in zip(spans, lengths, strict=True):
             span.sequence.length = length
+            if span.hidden is not None and length > span.start:
+                span.sequence.hidden = span.hidden[length - span.start - span.count - 1]
         for _, span, length in growing:
             growth, span.growth = span.growth, []
             for group, table, grown in zip(self.groups, span.sequence.tables, growth, strict=True):

@@ -69,7 +69,10 @@ def fit(
     stored = dict(weights.tensors)
     if HEAD not in stored:
         config = replace(config, tied_head=True)
-    expected = {spec.name: spec for spec in families.tensors(config).specs()}
+    table = families.tensors(config)
+    if config.mtp and not any(spec.name in stored for spec in table.layers[-1].get("mtp_in", ())):
+        raise LoadError(f"{weights.where} has no layer for spec_type=mtp; choose another spec_type.")
+    expected = {spec.name: spec for spec in table.specs()}
     for spec in expected.values():
         if (tensor := _made(spec, stored)) is not None:
             stored[spec.name] = tensor
