@@ -56,6 +56,8 @@ class Beside:
         self._engine, self._known, self.drafted = engine, known, 0
 
     def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        if most < 1:
+            return ()
         of_this = (one for one in self._engine._runner.requests.values() if isinstance(one.drafts, Unpaced))
         kv = next(one.kv for one in of_this if one.drafts._given is self)
         self.drafted += len(MtpDrafter(self._engine._model.mtp, lambda: kv).draft(ids, most))

@@ -117,6 +117,31 @@ def test_answers_are_those_of_steps_of_one_token(
         assert_idle(engine)
 
 
+@BACKENDS
+def test_its_keys_and_values_are_of_the_states_of_the_model(tmp_path: Path, backend: Callable[[], Any]) -> None:
+    """Whatever has been drafted or rejected, and however many rows a step has had."""
+    ids = prompts(1)[0][:30]
+    with load_tiny(make_mtp(tmp_path, "glm4_moe_qk_norm"), ops=backend(), **SETTINGS, cache_type="f16") as engine:
+        model, store, found = engine._model, engine._store, []
+        for counts in ([1] * 11, [4, 1, 7, 3]):
+            kv = store.new_sequence()
+            span = store.open(kv, 16)
+            model.forward([span], ids[:16], outputs=1)
+            store.commit(span)
+            for count in counts:
+                start = kv.length
+                MtpDrafter(model.mtp, lambda kv=kv: kv).draft(ids[: start + 1], count)
+                span = store.open_step(kv, count)
+                rows = [*ids[start : start + count - 1], 9][-count:] if count > 1 else ids[start : start + 1]
+                model.step([span], rows, [greedy(VOCABULARY)] * count)
+                store.commit(span, max(1, count - 1))
+            assert kv.length >= 27
+            arrays = store.groups[0].read_full(kv.tables[0].current, 11)
+            found.append([arrays[3, side].astype(np.float32) for side in "kv"])
+            store.release(kv)
+        np.testing.assert_allclose(found[0], found[1], atol=2e-3)
+
+
 def test_what_is_not_there_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path) -> None:
     for path in (tiny_path, make_model(tmp_path, "qwen3_5_tied")):
         with pytest.raises(EngineError, match=r"has no layer for spec_type=mtp; choose another spec_type"):
