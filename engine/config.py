@@ -215,8 +215,8 @@ class EngineConfig(Settings):
         "--spec-type",
         choices=limits.DRAFTS,
         help="draft tokens and verify several in one step: ngram-simple drafts what followed the last occurrence of "
-        "the newest tokens; draft-simple asks the draft model, and is the default where there is one; mtp asks a layer of "
-        "the model that predicts several tokens, which is loaded for it alone",
+        "the newest tokens; draft-simple asks the draft model, and is the default where there is one; mtp asks a layer "
+        "of the model that predicts several tokens, which is loaded for it alone",
     )
     draft_max: int = setting(limits.MOST_DRAFTED, "--draft-max", metavar="N", help="most tokens of a draft, 0 to 15")
     kept_sequences: int = setting(

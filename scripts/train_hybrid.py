@@ -12,9 +12,9 @@ The file has stories that are separated by lines of `<|endoftext|>`. The last on
 perplexity on them is printed. FOLDER gets a tokenizer, the weights as bfloat16, the held-out stories and the logits of
 some of their tokens (`reference.npz`, as `make_fixtures.py` describes it).
 
-With --mtp, the model in FOLDER gets a layer that predicts several tokens, as Qwen3.5's files have it (`mtp.*`). It learns
-the model's distributions, on texts that the model has written itself; the model stays as it is. The drafts that it makes
-after some tokens of the reference are added to that file, computed here by transformers' layer.
+With --mtp, the model in FOLDER gets a layer that predicts several tokens, as Qwen3.5's files have it (`mtp.*`). It
+learns the model's distributions, on texts that the model has written itself; the model stays as it is. The drafts that
+it makes after some tokens of the reference are added to that file, computed here by transformers' layer.
 
 Matrices are trained with Muon (Jordan et al., 2024), the rest with AdamW. The learning rate falls to 0 at the end of
 the time, so a machine that does more steps gives a better model, and no two runs give the same one.
@@ -218,7 +218,7 @@ class Mtp(nn.Module):
         self.fc = nn.Linear(2 * size, size, bias=False)
         nn.init.normal_(self.fc.weight, std=config.initializer_range)
         self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))])
-        for name, one in self.layers.named_parameters():
+        for one in self.layers.parameters():
             if one.dim() == 2:
                 nn.init.normal_(one, std=config.initializer_range)
         self.norm, self.pre_fc_norm_hidden, self.pre_fc_norm_embedding = (
@@ -264,7 +264,9 @@ def add_mtp(folder: Path, seconds: float) -> None:
     print(f"{sum(one.numel() for one in mtp.parameters()):,} parameters")
     fit(mtp, written(model), seconds, mtp_loss)
     mtp.bfloat16().float().eval()
-    tensors = {name: one for name, one in load_file(folder / "model.safetensors").items() if not name.startswith("mtp.")}
+    tensors = {
+        name: one for name, one in load_file(folder / "model.safetensors").items() if not name.startswith("mtp.")
+    }
     tensors |= {f"mtp.{name}": one.bfloat16() for name, one in mtp.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     settings = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}

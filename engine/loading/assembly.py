@@ -157,9 +157,7 @@ class _Loading:
         if config.weights is not None and is_here:
             self._bar = _loading_bar(bars, self._verbose is not None, Path(config.weights).name)
         fits, template = fits_beside(config, self._ops), config.chat_template_file
-        source = model_loaders.load(
-            config.weights, verbose=self._verbose, fits=fits, template=template, mtp=config.mtp
-        )
+        source = model_loaders.load(config.weights, verbose=self._verbose, fits=fits, template=template, mtp=config.mtp)
         self._config = within_table(config, source.config, say)
         source = replace(source, config=source.config.for_context(self._config.ctx_size))
         if source.config.is_encoder and self._ops.of_encoders is None:

@@ -244,8 +244,8 @@ class Transformer:
         return last.ops.run_graph(key, _Work(self, len(before), bool(sampler_inputs)), [x, *inputs, *tables])
 
     def _step(self, stage: int, x: Array, *inputs: Any) -> tuple[Array, ...]:
-        """The last stage of a step, x → tokens (T,), and what `_rows` returns. inputs: ids (T,) int32, if x is not these; sampler
-        inputs; tables, as for `_rows`."""
+        """The last stage of a step, x → tokens (T,), and what `_rows` returns. inputs: ids (T,) int32, if x is not
+        these; sampler inputs; tables, as for `_rows`."""
         ids, (sampler_inputs, *tables) = (inputs[0], inputs[1:]) if stage else (x, inputs)
         logits, *states = self._rows(stage, x, *tables)
         return self.ops.sample(logits, sampler_inputs, ids), logits, *states

@@ -47,7 +47,8 @@ class MtpLayer:
         self._first, self._ops, self.store, self._layer = ops, layer.ops, store, layer
         self._group, self._ropes, self._embed = store.groups[store.group_of(self._number)], ropes, embed
         own = weights.layers[self._number].mtp
-        assert own is not None and weights.norm is not None
+        assert own is not None
+        assert weights.norm is not None
         norms = weights.norm, own.embedding_norm, own.hidden_norm, own.norm
         self._last_norm, self._embedding_norm, self._hidden_norm, self._norm = ((one, config.norm_eps) for one in norms)
         self._projection, self._sampler_inputs = own.projection, [greedy(config.vocab_size)]

@@ -141,8 +141,8 @@ class Prefill:
         tap = None if self.tap is None else partial(self.tap, layer, unit.position)
         unit_rope = None if rope is None else tuple([array[rows] for array in rope])  # no calls for each layer
         adapters = of_rows and of_rows.part(rows)
-        inputs_of_layer = self.of_mtp(x, rows) if is_last and self.of_mtp is not None else x[rows]
-        projected = mixer.project(inputs_of_layer, unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=tap)
+        mixed = self.of_mtp(x, rows) if is_last and self.of_mtp is not None else x[rows]
+        projected = mixer.project(mixed, unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=tap)
         if complete:
             self.store.seal(layer, *complete)
         for span in complete:

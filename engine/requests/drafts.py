@@ -222,9 +222,7 @@ class Drafting:
         self._config, self._vocabulary, self.model, self._mtp = config, vocabulary, model, mtp
         self.seconds = StepSeconds()
 
-    def drafts(
-        self, ids: Sequence[int], params: SamplingParams, kv: Callable[[], SequenceKV | None]
-    ) -> Drafts | None:
+    def drafts(self, ids: Sequence[int], params: SamplingParams, kv: Callable[[], SequenceKV | None]) -> Drafts | None:
         """Return the drafts of a request with the prompt `ids`; None if it has none. kv: returns its sequence in the
         engine's store, if it has one. Raises EngineError if the request asks for what is not loaded."""
         config = self._config

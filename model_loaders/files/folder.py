@@ -19,8 +19,8 @@ _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 
 def open_folder(folder: Path, *, mtp: bool = False) -> tuple[ModelConfig, StoredWeights]:
-    """The configuration and weights in a folder. mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError unless it is
-    a plain checkpoint of a known family."""
+    """The configuration and weights in a folder. mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError unless it
+    is a plain checkpoint of a known family."""
     try:
         _refuse_other_layouts(folder)
     except OSError as error:

@@ -52,7 +52,8 @@ _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_fa
 
 
 def open_gguf(gguf: GgufFile, *, mtp: bool = False) -> tuple[ModelConfig, StoredWeights]:
-    """(configuration, weights). mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError for an unsupported architecture or feature, and for wrong tensors."""
+    """(configuration, weights). mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError for an unsupported
+    architecture or feature, and for wrong tensors."""
     arch, family, layout = _family(gguf.metadata, gguf.path)
     shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
     longrope = _longrope(gguf, arch) if shapes.keys() >= set(_LONGROPE.values()) else None
