@@ -77,7 +77,7 @@ class Engine(Vectors):
             determines["input_bits"] = str(bits)
         self._prefixes = PrefixCache(self._store, json.dumps(determines).encode(), enabled=keeps)
         self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
-        self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model)
+        self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model, parts.model.mtp)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
         tiers, files = parts.tiers, sorted(parts.source.weights.files())
         self._tiers = Tiers(self._store, self._prefixes, tiers, files, self._lock) if tiers else None

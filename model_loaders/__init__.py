@@ -107,6 +107,7 @@ def load(
     fits: Fits | None = None,
     template: str | None = None,
     mmproj: str | None = None,
+    mtp: bool = False,
 ) -> Model:
     """Loads a folder in Hugging Face's layout, a .gguf file, "user/repo" or "hf:user/repo" from the hub, or (None) the
     demonstration model.
@@ -114,13 +115,14 @@ def load(
     Weights are not read yet: `Model.weights.read_into` converts them one at a time. The tokenizer is read by a
     thread while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on
     the hub. template: a file with a chat template in place of the model's own. mmproj: a file of llama.cpp's with the
-    part that reads images; None: the folder's, or the one beside a .gguf file; "none": leave it out. Raises LoadError.
+    part that reads images; None: the folder's, or the one beside a .gguf file; "none": leave it out.
+    mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError.
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
     name = None if path is None else named(path)
     where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
-    model = _load_folder(where) if where.is_dir() else _load_gguf(where)
+    model = _load_folder(where, mtp) if where.is_dir() else _load_gguf(where, mtp)
     try:
         tower, tower_weights = load_tower(where, model.config, mmproj) or (None, None)
     except BaseException:
@@ -161,27 +163,27 @@ def load_tower(where: Path, config: ModelConfig, mmproj: str | None) -> tuple[To
     return None
 
 
-def load_weights(path: str | Path) -> tuple[ModelConfig, WeightSource, str]:
-    """Configuration, weights and the type of most of them; reads no tokenizer. Raises LoadError."""
+def load_weights(path: str | Path, *, mtp: bool = False) -> tuple[ModelConfig, WeightSource, str]:
+    """Configuration, weights and the type of most of them; reads no tokenizer. mtp: as for `load`. Raises LoadError."""
     name = named(path)
     where = _existing(path) if name is None else fetch(name)
     if where.is_dir():
-        config, weights = open_folder(where)
+        config, weights = open_folder(where, mtp=mtp)
         return config, weights, main_dtype(weights)
     gguf = GgufFile(where)
     try:
-        config, weights = open_gguf(gguf)
+        config, weights = open_gguf(gguf, mtp=mtp)
     except BaseException:
         gguf.close()
         raise
     return config, weights, main_dtype(weights)
 
 
-def _load_folder(folder: Path) -> Model:
+def _load_folder(folder: Path, mtp: bool) -> Model:
     from polarlm.model_loaders import tokenizers
     from polarlm.model_loaders.chat import templates
 
-    config, weights = open_folder(folder)
+    config, weights = open_folder(folder, mtp=mtp)
     try:
         return Model(
             name=_name_of(folder.resolve()),
@@ -212,13 +214,13 @@ def _name_of(folder: Path) -> str:
     return of_repository.rpartition("--")[2] if of_repository.startswith("models--") else folder.name
 
 
-def _load_gguf(file: Path) -> Model:
+def _load_gguf(file: Path, mtp: bool) -> Model:
     from polarlm.model_loaders import tokenizers
     from polarlm.model_loaders.chat import templates
 
     gguf = GgufFile(file)
     try:
-        config, weights = open_gguf(gguf)
+        config, weights = open_gguf(gguf, mtp=mtp)
         return Model(
             name=_DTYPE_SUFFIX.sub("", file.stem),
             path=file,

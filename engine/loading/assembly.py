@@ -35,8 +35,7 @@ from polarlm.engine.loading.tile_cache import MappedTiles, asked_tile_cache
 from polarlm.engine.model.adapters import Adapters, read_adapters
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.towers import load_tower
-from polarlm.engine.model.weights import file_bytes, left_out, load_weights
+from polarlm.engine.model.weights import file_bytes, left_out, load_tower, load_weights
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.shapes import CacheShape
@@ -159,7 +158,12 @@ class _Loading:
             self._bar = _loading_bar(bars, self._verbose is not None, Path(config.weights).name)
         fits, template = fits_beside(config, self._ops), config.chat_template_file
         source = model_loaders.load(
-            config.weights, verbose=self._verbose, fits=fits, template=template, mmproj=config.mmproj
+            config.weights,
+            verbose=self._verbose,
+            fits=fits,
+            template=template,
+            mmproj=config.mmproj,
+            mtp=config.mtp,
         )
         self._config = within_table(config, source.config, say)
         source = replace(source, config=source.config.for_context(self._config.ctx_size))

@@ -74,7 +74,7 @@ def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, most: 
 
 def _placed(config: EngineConfig, ops: Ops, reserved: int, most: int | None) -> Placement:
     try:
-        model, source, _ = model_loaders.load_weights(str(config.weights))
+        model, source, _ = model_loaders.load_weights(str(config.weights), mtp=config.mtp)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     try:

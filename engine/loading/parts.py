@@ -84,7 +84,7 @@ def fit_line(parts: Parts) -> str:
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = cache_types.in_words(parts.config, shape)
     weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
-    name = f"{model.name} ({model.config.family}, {len(model.config.layers)} layers)"
+    name = f"{model.name} ({model.config.family}, {model.config.depth} layers)"
     where = f", {ops.inputs}" if ops.inputs else ""
     where += ", mapped from the tile cache" if parts.is_mapped else ""
     if parts.experts is not None:

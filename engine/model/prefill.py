@@ -61,7 +61,8 @@ class _Unit:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The forward pass of prompts. tap: called in prompts of one span. images: of rows of one span."""
+    """The forward pass of prompts. tap: called in prompts of one span. images: of rows of one span. of_mtp: returns the
+    inputs of the last layer, which has K/V alone, if it is the one of `ModelConfig.mtp`; see `MtpLayer.of_prompt`."""
 
     stages: Sequence[Stage]
     ops: Ops
@@ -70,6 +71,7 @@ class Prefill:
     ropes: RopeTables
     tap: PromptTap | None
     images: Sequence[ImagePart] = ()
+    of_mtp: Callable[[Array, slice], Array] | None = None
 
     def units(
         self,
@@ -88,6 +90,7 @@ class Prefill:
         # With a round trip, a block is encoded as a whole before any of its tokens attends.
         count, whole, parts = len(x), any(span.round_trip for span in spans), parts or spans
         step = count if whole else self.ops.prefill_rows
+        first_output = first_output if self.of_mtp is None else count
         ropes, of_rows = self.ropes.tables(rope_positions(parts)), row_adapters(parts)
         slices = units_of(count, step, whole_images(parts) if self.store.sees_whole_images else ())
 
@@ -146,7 +149,8 @@ class Prefill:
         tap = None if self.tap is None else partial(self.tap, layer, unit.position)
         unit_rope = None if rope is None else tuple([array[rows] for array in rope])  # no calls for each layer
         adapters = of_rows and of_rows.part(rows)
-        projected = mixer.project(x[rows], unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=tap)
+        mixed = self.of_mtp(x, rows) if is_last and self.of_mtp is not None else x[rows]
+        projected = mixer.project(mixed, unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=tap)
         if complete:
             self.store.seal(layer, *complete)
         for span in complete:

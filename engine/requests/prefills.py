@@ -148,8 +148,8 @@ class Prefills:
     def _pass_rows(self) -> int:
         """The most rows of a pass; beside running requests, as many as the fastest of recent ones had in `GAP`."""
         if not self._scheduler.running:
-            return self._store.pass_rows
-        return int(min(self._store.pass_rows // 2, max(self._rates) * GAP))
+            return self._model.pass_rows
+        return int(min(self._model.pass_rows // 2, max(self._rates) * GAP))
 
     def _joins(self, request: Request, missing: int) -> bool:
         """Whether a matched prompt, which lacks `missing` tokens, is computed in a pass."""

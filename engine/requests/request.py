@@ -157,7 +157,7 @@ class Request:
         request.adapter, _ = adapters.asked(options.lora, options.lora_scale)
         request.salt = adapters.salt(options)
         if request.sampler.reach_ahead:
-            request.drafts = drafting.drafts(ids, params)
+            request.drafts = drafting.drafts(ids, params, lambda: request.kv)
         return request
 
     def __post_init__(self) -> None:
@@ -187,6 +187,8 @@ class Request:
         """
         cached, prompt = self.cached or 0, len(self.sequence.prompt)
         if start < prompt:
+            images = () if self.places is None else self.places.images
+            cached = next((image.start for image in images if cached in image), cached)  # whose rows may see each other
             return cached if start < cached else prompt
         return min((start // block_size + 1) * block_size, self.sequence.computable)
 

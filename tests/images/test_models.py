@@ -17,9 +17,8 @@ from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.towers import load_tower
 from polarlm.engine.model.towers._rows import PlacedImage
-from polarlm.engine.model.weights import load_weights
+from polarlm.engine.model.weights import load_tower, load_weights
 from polarlm.engine.state.places import IMAGE_IDS, Places
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders import load_tower as open_tower
@@ -98,7 +97,7 @@ def test_logits_after_images_are_those_of_transformers(name: str, ops: Any) -> N
     assert answer == prompt.greedy
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("qwen")])  # rows see earlier ones alone
 def test_a_prompt_may_be_cut_inside_an_image(name: str) -> None:
     """A prefix hit ends anywhere: the image is computed once more, and its other rows continue from the stored ones."""
     model, prompt = opened(name, NumpyOps())

@@ -12,7 +12,7 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
+from polarlm.engine.limits import DRAFT_MODEL, MOST_DRAFTED
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.sizes import cache_shape, check_layers, loaded_bytes, weight_format
 from polarlm.engine.model.adapters import Loaded, delta_bytes
@@ -205,7 +205,7 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
         expert_cache=None,
         cpu_moe=None,
         state_cache="1",  # too little for any snapshot: none would be found
-        spec_type=DRAFTS[-1],  # for the warm-up: its steps have as many rows as drafts
+        spec_type=DRAFT_MODEL,  # for the warm-up: its steps have as many rows as drafts
         draft_max=MOST_DRAFTED,
         ctx_size=tokens,
         kept_sequences=0,
