@@ -24,7 +24,7 @@ ANTHROPIC = {"type": "image", "source": {"type": "base64", "media_type": "image/
 @pytest.fixture
 def server(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     """Of a model that reads images."""
-    monkeypatch.setattr(type(tiny), "reads_images", True, raising=False)
+    monkeypatch.setattr(tiny, "reads_images", True)
     with serving(tiny, max_body=4096) as running:
         yield running
 
