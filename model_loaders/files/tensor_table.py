@@ -62,9 +62,9 @@ class TensorSpec:
     rotated_heads: the number of heads, from the first row on, that the RoPE of `attention` rotates; a file may order
     their rows differently. offset: a number that Hugging Face's files subtract from the values, and GGUF files do not.
     factor: a number that all files leave to be multiplied with the values. flat: files have the values in an array of
-    more dimensions, which is read as a vector. copy_of: the name of the tensor that stands for this one, which files
-    lack; empty if they have it. negated_exp: Hugging Face's files have x of the value −exp(x). taken: how to make this
-    tensor of a file that lacks it.
+    more dimensions, the last ones of which are read as one. copy_of: the name of the tensor that stands for this
+    one, which files lack; empty if they have it. negated_exp: Hugging Face's files have x of the value −exp(x).
+    taken: how to make this tensor of a file that lacks it.
     """
 
     name: str  # Hugging Face's
@@ -135,7 +135,8 @@ class TensorTable:
     choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then all tensors of the next),
     expert_factors, shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm, experts_norm,
     experts_post_norm, shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate,
-    layer_out, layer_post_norm.
+    layer_out, layer_post_norm. The layer of `ModelConfig.mtp` has mtp_embedding_norm, mtp_hidden_norm, mtp_in (for an
+    embedding and a hidden state, side by side) and mtp_norm.
     Biases are in slots with names
     that end with "_bias", such as qkv_bias. A slot that a model lacks is absent.
     """
@@ -162,43 +163,46 @@ def tensor_table(
     weights of norms. last_norm: names of the norm before the head.
     """
     e = config.hidden_size
-    top = _top("embedding", "model.embed_tokens", "token_embd", (config.vocab_size, e))
+    top = slots_of("embedding", "model.embed_tokens", "token_embd", (config.vocab_size, e))
     if config.layers[0].norms == "sums":
-        top |= _top("embedding_norm", "model.embedding_norm", "token_embd_norm", (e,), has_bias=True)
+        top |= slots_of("embedding_norm", "model.embedding_norm", "token_embd_norm", (e,), has_bias=True)
         if config.positions:
-            top |= _top("positions", "model.positions", "position_embd", (config.positions, e))
+            top |= slots_of("positions", "model.positions", "position_embd", (config.positions, e))
         if config.token_types:
-            top |= _top("token_types", "model.token_types", "token_types", (config.token_types, e))
+            top |= slots_of("token_types", "model.token_types", "token_types", (config.token_types, e))
     else:
         top["norm"] = (TensorSpec(f"{last_norm[0]}.weight", f"{last_norm[1]}.weight", (e,), offset=norm_offset),)
     for number, dense in enumerate(config.dense):
         ggml = f"dense_{number + 2}"  # llama.cpp counts the modules before them
         shape = dense.outputs, dense.inputs
-        top |= _top(f"dense_{number}", f"model.dense.{number}", ggml, shape, has_bias=dense.bias)
+        top |= slots_of(f"dense_{number}", f"model.dense.{number}", ggml, shape, has_bias=dense.bias)
     if config.scores_pairs:
-        top |= _top("score_dense", "model.score_dense", "cls", (e, e), has_bias=True)
-        top |= _top("score", "model.score", "cls.output", (1, e), has_bias=True)
+        top |= slots_of("score_dense", "model.score_dense", "cls", (e, e), has_bias=True)
+        top |= slots_of("score", "model.score", "cls.output", (1, e), has_bias=True)
     if not config.tied_head:
-        top |= _top("head", "lm_head", "output", (config.vocab_size, e))
+        top |= slots_of("head", "lm_head", "output", (config.vocab_size, e))
     return TensorTable(top, tuple(_layer(config, names, norm_offset, layer) for layer in range(len(config.layers))))
 
 
-def _top(
-    slot: str, theirs: str, ggml: str, shape: tuple[int, ...], *, has_bias: bool = False
+def slots_of(
+    slot: str, theirs: str, ggml: str, shape: tuple[int, ...], *, has_bias: bool = False, flat: bool = False
 ) -> dict[str, tuple[TensorSpec, ...]]:
     """The slots of a tensor and its bias, by Hugging Face's and llama.cpp's names without ".weight"."""
-    slots: dict[str, tuple[TensorSpec, ...]] = {slot: (TensorSpec(f"{theirs}.weight", f"{ggml}.weight", shape),)}
+    weight = TensorSpec(f"{theirs}.weight", f"{ggml}.weight", shape, flat=flat)
+    slots: dict[str, tuple[TensorSpec, ...]] = {slot: (weight,)}
     if has_bias:
         slots[f"{slot}_bias"] = (TensorSpec(f"{theirs}.bias", f"{ggml}.bias", shape[:1]),)
     return slots
 
 
 def unused(config: ModelConfig) -> set[str]:
-    """Names of tensors that files may have and a model does not need: of layers that share the K/V of another."""
+    """Names of tensors that files may have and a model does not need: of layers that share the K/V of another, and
+    copies of embedding and head in the layer of `ModelConfig.mtp`."""
     theirs = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm")
     names = (*theirs, "attn_k", "attn_v", "attn_k_norm")
     shared = config.attentions.keys() - config.kv_attentions.keys()
-    return {f"model.layers.{layer}.{name}.weight" for layer in shared for name in names}
+    copies = {f"model.layers.{config.depth}.{name}.weight" for name in ("embed_tokens", "shared_head.head")}
+    return copies | {f"model.layers.{layer}.{name}.weight" for layer in shared for name in names}
 
 
 def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) -> Slots:
@@ -255,6 +259,9 @@ def _layer_shapes(config: ModelConfig, layer: int) -> tuple[_Shapes, set[str]]:
         shapes |= {"layer_gate": _one(inputs, e), "layer_out": _one(e, inputs), "layer_post_norm": _one(e)}
     if config.layers[layer].scaled:
         shapes["layer_scale"] = _one(1)
+    if layer == config.depth:
+        shapes |= {f"mtp_{name}": _one(e) for name in ("embedding_norm", "hidden_norm", "norm")}
+        shapes["mtp_in"] = _one(e, 2 * e)
     return shapes, biased
 
 

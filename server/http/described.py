@@ -97,7 +97,7 @@ def _shape(model: Model, context: int) -> dict[str, Any]:
     shape = {
         "context_length": context,
         "embedding_length": config.hidden_size,
-        "block_count": len(config.layers),
+        "block_count": config.depth,
         "feed_forward_length": config.ffn.size,
         "attention.head_count": config.attention.heads,
         "attention.head_count_kv": config.attention.kv_heads,
