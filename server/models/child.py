@@ -120,8 +120,8 @@ def _run(parent: _Server) -> None:
         note(engine.fit_line())
         engine.model = replace(engine.model, name=first["name"])  # what answers and lists call it
         journal.set_up(first["name"])
+        loaded = {"port": http.getsockname()[1], "reads_images": engine.reads_images}
         driver = Driver(engine, config, sessions)
-        loaded = {"port": http.getsockname()[1], "reads_images": driver.reads_images}
         # Nobody else knows the port until the parent hears it.
         asyncio.run(serve_engine(driver, http, None, None, lambda: parent.tell(loaded=loaded), _FromParent))
 
