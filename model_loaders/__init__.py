@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.hub import Fits, fetch, named
 from polarlm.model_loaders.hub.choice import projectors
 from polarlm.model_loaders.rope import rope_frequencies
-from polarlm.model_loaders.towers import Tower, belongs, open_mmproj, tower_of
+from polarlm.model_loaders.towers import Tower, belongs, open_mmproj, reads_images, tower_of
 
 if TYPE_CHECKING:
     from polarlm.model_loaders.chat.templates import ChatTemplate
@@ -142,8 +143,9 @@ def _tower(model: Model, mmproj: str | None) -> tuple[Tower, WeightSource] | Non
         return tower, weights
     if model.path.is_dir():
         return tower_of(model.path)
-    for file in projectors(model.path.parent.glob("*.gguf"), lambda file: file.name):
-        found = usable(lambda file=file: open_mmproj(file))
+    beside = model.path.parent.glob("*.gguf") if reads_images(model.config.family) else ()
+    for file in projectors(beside, lambda file: file.name):
+        found = usable(partial(open_mmproj, file))
         if found is not None and belongs(found[0], model.config):
             return found
         if found is not None:

@@ -160,7 +160,7 @@ class _Loading:
         source = model_loaders.load(config.weights, verbose=self._verbose, fits=fits, template=template)
         self._config = within_table(config, source.config, say)
         source = replace(source, config=source.config.for_context(self._config.ctx_size))
-        if source.config.is_encoder and self._ops.of_encoders is None:
+        if source.config.is_encoder and self._ops.backend == "cuda":
             kind = "a reranker" if source.config.scores_pairs else "an embedding model"
             say(f"{source.name} is {kind}, which runs on the CPU.")
             self._ops, _ = select("cpu", config.threads)

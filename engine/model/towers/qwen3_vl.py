@@ -50,12 +50,13 @@ class Reader:
     def __init__(self, ops: Ops, tower: DeepTower, weights: Weights, layers: Sequence[LayerWeights], nbytes: int):
         self.tower, self.bytes = tower, nbytes
         self._ops, self._weights, self._layers, self._patches = ops, weights, layers, Patches(ops, tower)
+        self._positions = ops.rows(weights.positions)
 
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
         ops, do, tower, w = self._ops, self._patches, self.tower, self._weights
         where, added = places(tower, shape), []
-        x = ops.linear(ops.to_device(patches(tower, pixels, shape)), w.patches)
-        self._add_positions(x, where, shape)
+        x = ops.to_device(self._positions_of(where, shape))
+        ops.linear(ops.to_device(patches(tower, pixels, shape)), w.patches, residual=x)
         rope, lengths = do.rope(where), [len(x)]
         for layer in self._layers:
             y = do.normed(x, layer.norm, layer.norm_bias)
@@ -70,16 +71,15 @@ class Reader:
             yield
         return ImageRows(do.merged(do.normed(x, w.norm, w.norm_bias), w.first, w.second), tuple(added))
 
-    def _add_positions(self, x: Array, where: np.ndarray, shape: ImageShape) -> None:
-        """Add to each patch of x the sum of the four positions around its place, weighted by their distances."""
-        tower, ops, around = self.tower, self._ops, []
-        for numbers, size in zip(where, shape.grid, strict=True):
-            at = numbers * np.float32((tower.side - 1) / max(1, size * tower.merge - 1))
-            before = np.minimum(at.astype(np.int64), tower.side - 1)
-            beyond = at - before
-            around.append([(before, 1 - beyond), (np.minimum(before + 1, tower.side - 1), beyond)])
-        for row, of_row in around[0]:
-            for column, of_column in around[1]:
-                positions = ops.embed(self._weights.positions, ops.to_device(row * tower.side + column))
-                ops.scale(positions, ops.to_device((of_row * of_column)[:, None]))
-                x += positions
+    def _positions_of(self, where: np.ndarray, shape: ImageShape) -> np.ndarray:
+        """The sum of the four positions around the place of each patch, weighted by their distances, (P, C)."""
+        side, merge = self.tower.side, self.tower.merge
+        down, right = (_hats(size * merge, side) for size in shape.grid)
+        rows = (down @ self._positions.reshape(side, -1)).reshape(len(down), side, -1)
+        return (right @ rows)[where[0], where[1]]
+
+
+def _hats(count: int, side: int) -> np.ndarray:
+    """The weights (count, side) of `side` numbers in `count`, the first and last of which are the same."""
+    at = np.arange(count, dtype=np.float32)[:, None] * np.float32((side - 1) / max(1, count - 1))
+    return np.maximum(0, 1 - np.abs(at - np.arange(side, dtype=np.float32)))
