@@ -16,6 +16,7 @@ from polarlm.engine.backends.ops import Array, FromCard, Ops, Routing
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.model.rope import RopeTables
+from polarlm.engine.model.towers._rows import ImagePart
 from polarlm.engine.state.positions import rope_positions, whole_images
 from polarlm.engine.state.store import KVStore, Span
 
@@ -60,7 +61,8 @@ class _Unit:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The forward pass of prompts. tap: called in prompts of one span."""
+    """The forward pass of prompts. tap: called in prompts of one span. images: of rows of one span. of_mtp: returns the
+    inputs of the last layer, which has K/V alone, if it is the one of `ModelConfig.mtp`; see `MtpLayer.of_prompt`."""
 
     stages: Sequence[Stage]
     ops: Ops
@@ -68,6 +70,8 @@ class Prefill:
     layers: Sequence[DecoderLayer]
     ropes: RopeTables
     tap: PromptTap | None
+    images: Sequence[ImagePart] = ()
+    of_mtp: Callable[[Array, slice], Array] | None = None
 
     def units(
         self,
@@ -86,6 +90,7 @@ class Prefill:
         # With a round trip, a block is encoded as a whole before any of its tokens attends.
         count, whole, parts = len(x), any(span.round_trip for span in spans), parts or spans
         step = count if whole else self.ops.prefill_rows
+        first_output = first_output if self.of_mtp is None else count
         ropes, of_rows = self.ropes.tables(rope_positions(parts)), row_adapters(parts)
         slices = units_of(count, step, whole_images(parts) if self.store.sees_whole_images else ())
 
@@ -100,6 +105,9 @@ class Prefill:
             tables = [tuple(map(ops.to_device, table)) for table in ropes]
             adapters = Routing(*map(ops.to_device, of_rows)) if of_rows else None
             for layer in layers:
+                for part in self.images:
+                    if 0 < layer <= len(part.added):
+                        x[part.at] += part.added[layer - 1]
                 for span in spans:
                     self.store.begin_layer(layer, span)
                 rope = self.ropes.of_layer(layer, tables)
@@ -141,7 +149,8 @@ class Prefill:
         tap = None if self.tap is None else partial(self.tap, layer, unit.position)
         unit_rope = None if rope is None else tuple([array[rows] for array in rope])  # no calls for each layer
         adapters = of_rows and of_rows.part(rows)
-        projected = mixer.project(x[rows], unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=tap)
+        mixed = self.of_mtp(x, rows) if is_last and self.of_mtp is not None else x[rows]
+        projected = mixer.project(mixed, unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=tap)
         if complete:
             self.store.seal(layer, *complete)
         for span in complete:

@@ -7,11 +7,14 @@ and in width; the text after it goes on with the largest of them, plus one (Qwen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+
+IMAGE_IDS = 1 << 62
+"""The ids that stand for images' rows begin here, and end below twice this number; tokens have smaller ids."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,12 @@ class Places:
         edges = {edge for image in self.images for edge in (image.start, image.stop) if start < edge < start + count}
         parts = (range(first, end) for first, end in pairwise([start, *sorted(edges), start + count]))
         return [(part, next((image[-1] for image in self.images if part.start in image), 0)) for part in parts]
+
+    def cut(self, rows: slice, position: int) -> Iterator[tuple[slice, int, int]]:
+        """Yield the parts of rows, the first at `position`, between ends of images: rows, position, and as `parts`."""
+        shift = rows.start - position
+        for part, sees in self.parts(position, rows.stop - rows.start):
+            yield slice(part.start + shift, part.stop + shift), part.start, sees
 
     def positions(self, start: int, count: int) -> np.ndarray:
         """Return the positions for RoPE of `count` tokens from `start` on: (count,), or (3, count) if an image is among

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from polarlm.engine.backends.kv import Cache, FilledBlocks, Spans, SpanView, layers_together
+from polarlm.engine.backends.kv import Array, Cache, FilledBlocks, Spans, SpanView, layers_together
 from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -68,6 +68,7 @@ class SequenceKV:
     adapter: RowAdapter | None = None
     steady: Steady | None = None  # None: the next step may change a table
     places: Places | None = None  # None: a sequence without images
+    hidden: Array | None = None  # (E,) float32: of the last token, for `MtpLayer`; None: unknown
 
 
 @dataclass
@@ -85,17 +86,11 @@ class Span:
     round_trip: bool = False
     together: int = 1  # layers with K/V that are sealed together
     unsealed: list[int] = field(default_factory=list)  # layers that wait for the others of these; one list for a pass
+    hidden: Array | None = field(default=None, compare=False)  # of the rows of a step, or of a prompt's last one
 
     def part(self, first: int, count: int) -> Span:
         """Rows of an open span, to be computed. The span itself is sealed and committed."""
         return replace(self, start=self.start + first, count=count, before=first)
-
-
-def _at_images(span: Span, rows: slice, position: int) -> Iterator[tuple[Span, slice, int, int]]:
-    """Yield the parts of `rows` of a span between ends of images, as `KVStore.view` takes them."""
-    shift, places = rows.start - position, span.sequence.places or Places(())
-    for part, sees in places.parts(position, rows.stop - rows.start):
-        yield span, slice(part.start + shift, part.stop + shift), part.start, sees
 
 
 # A span to commit, its index among the spans, and the length that its sequence will have.
@@ -175,7 +170,7 @@ class KVStore:
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
         sequence.length, sequence.tables, sequence.hashes = 0, self.new_sequence().tables, []
-        sequence.adapter = sequence.steady = sequence.places = None
+        sequence.adapter = sequence.steady = sequence.places = sequence.hidden = None
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 
@@ -244,7 +239,7 @@ class KVStore:
         """Discard the tokens from position `length` on, which must be in the current block. Blocks that have left a
         window are not restored: the next token attends to fewer tokens, by at most the number of discarded ones."""
         assert self.first_of_block(sequence) <= length <= sequence.length
-        sequence.length, sequence.steady = length, None
+        sequence.length, sequence.steady, sequence.hidden = length, None, None
 
     def _reserve(self, sequence: SequenceKV, grow: Callable[[LayerState, BlockTable], Growth]) -> list[Growth]:
         growth: list[Growth] = []
@@ -265,7 +260,9 @@ class KVStore:
             first, last = max(begin, rows.start), min(end, rows.stop)
             if first < last:
                 cuts.append((span, slice(first - rows.start, last - rows.start), span.start + first - begin))
-        parts = [part for cut in cuts for part in _at_images(*cut)] if self.sees_whole_images else []
+        parts = []
+        if self.sees_whole_images:
+            parts = [(span, *part) for span, *cut in cuts for part in (span.sequence.places or Places(())).cut(*cut)]
         return [
             group.spans([self.view(group.layers[0], *cut) for cut in (parts if whole else cuts)])
             for group, whole in zip(self.groups, self._images_whole, strict=True)
@@ -351,6 +348,8 @@ class KVStore:
         damaged = self._encode_filled([step for step in growing if step[1].is_step])
         for span, length in zip(spans, lengths, strict=True):
             span.sequence.length = length
+            if span.hidden is not None and length > span.start:
+                span.sequence.hidden = span.hidden[length - span.start - span.count - 1]
         for _, span, length in growing:
             growth, span.growth = span.growth, []
             for group, table, grown in zip(self.groups, span.sequence.tables, growth, strict=True):
