@@ -80,6 +80,15 @@ class EngineConfig(Settings):
         help="a smaller model of the same vocabulary, which drafts tokens; its KV store is f16",
         elsewhere=("draft_model", "speculative_model", "assistant_model"),
     )
+    mmproj: str | None = setting(
+        None,
+        "-mm",
+        "--mmproj",
+        metavar="FILE",
+        help="the part of a GGUF model that reads images; without it, the mmproj file beside the model, if there is "
+        "one; none leaves that part of any model out, which saves its memory",
+        elsewhere=("clip_model_path",),
+    )
     lora: dict[str, str] = setting(
         dict,
         "--lora",
@@ -215,7 +224,8 @@ class EngineConfig(Settings):
         "--spec-type",
         choices=limits.DRAFTS,
         help="draft tokens and verify several in one step: ngram-simple drafts what followed the last occurrence of "
-        "the newest tokens; draft-simple asks the draft model, and is the default where there is one",
+        "the newest tokens; draft-simple asks the draft model, and is the default where there is one; mtp asks a layer "
+        "of the model that predicts several tokens, which is loaded for it alone",
     )
     draft_max: int = setting(limits.MOST_DRAFTED, "--draft-max", metavar="N", help="most tokens of a draft, 0 to 15")
     kept_sequences: int = setting(
@@ -247,6 +257,11 @@ class EngineConfig(Settings):
         metavar="SIZE",
         help="with a GPU, keep conversations in this much of the computer's memory, such as 16G",
     )
+
+    @property
+    def mtp(self) -> bool:
+        """Whether the layer that predicts several tokens is loaded."""
+        return self.spec_type == limits.MTP
 
     @property
     def drafts(self) -> bool:

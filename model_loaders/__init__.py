@@ -49,6 +49,7 @@ __all__ = [
     "rope_frequencies",
 ]
 
+NO_TOWER = "none"  # instead of a file with the part that reads images
 _DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)(-\d{5}-of-\d{5})?$", re.IGNORECASE)
 
 
@@ -79,6 +80,11 @@ class Model:
         """The ids that have both a text and an embedding; a file may have more of either."""
         return range(min(self.config.vocab_size, self.tokenizer.vocab_size))
 
+    def close(self) -> None:
+        """Close the files of the weights."""
+        for weights in filter(None, (self.weights, self.tower_weights)):
+            weights.close()
+
     def left_out(self) -> str | None:
         """A sentence for users about ids of the tokenizer that the embedding has no rows for; None if there are none.
         Raises LoadError."""
@@ -101,6 +107,7 @@ def load(
     fits: Fits | None = None,
     template: str | None = None,
     mmproj: str | None = None,
+    mtp: bool = False,
 ) -> Model:
     """Loads a folder in Hugging Face's layout, a .gguf file, "user/repo" or "hf:user/repo" from the hub, or (None) the
     demonstration model.
@@ -108,20 +115,20 @@ def load(
     Weights are not read yet: `Model.weights.read_into` converts them one at a time. The tokenizer is read by a
     thread while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on
     the hub. template: a file with a chat template in place of the model's own. mmproj: a file of llama.cpp's with the
-    part that reads images; None: the folder's, or the one beside a .gguf file. Raises LoadError.
+    part that reads images; None: the folder's, or the one beside a .gguf file; "none": leave it out.
+    mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError.
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
     name = None if path is None else named(path)
     where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
-    model = _load_folder(where) if where.is_dir() else _load_gguf(where)
+    model = _load_folder(where, mtp) if where.is_dir() else _load_gguf(where, mtp)
     try:
-        found = _tower(model, mmproj)
+        tower, tower_weights = load_tower(where, model.config, mmproj) or (None, None)
     except BaseException:
         model.weights.close()
         raise
-    if found is not None:
-        model = replace(model, tower=found[0], tower_weights=found[1])
+    model = replace(model, tower=tower, tower_weights=tower_weights)
     if path is None or is_demo(where):
         model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
     if template is not None:
@@ -129,51 +136,54 @@ def load(
     return model
 
 
-def _tower(model: Model, mmproj: str | None) -> tuple[Tower, WeightSource] | None:
-    """The part of a model that reads images, and its weights; None if there is none. Raises LoadError."""
+def load_tower(where: Path, config: ModelConfig, mmproj: str | None) -> tuple[Tower, WeightSource] | None:
+    """The part of the model at `where` that reads images, and its weights; None if there is none, or if `mmproj` is
+    "none". Raises LoadError."""
+    if mmproj == NO_TOWER:
+        return None
     if mmproj is not None:
-        tower, weights = open_mmproj(Path(mmproj).expanduser())
-        if not belongs(tower, model.config):
+        tower, weights = open_mmproj(_existing(mmproj))
+        if not belongs(tower, config):
             weights.close()
             raise LoadError(
                 f"{mmproj} is the part of another model: it gives images rows of {tower.outputs} numbers for "
-                f"{tower.kind}, and {model.name} is {model.config.family} with {model.config.hidden_size}; give the "
-                "mmproj file of this model."
+                f"{tower.kind}, and {where} is {config.family} with {config.hidden_size}; give the mmproj file of this "
+                "model."
             )
         return tower, weights
-    if model.path.is_dir():
-        return tower_of(model.path)
-    beside = model.path.parent.glob("*.gguf") if reads_images(model.config.family) else ()
+    if where.is_dir():
+        return tower_of(where)
+    beside = where.parent.glob("*.gguf") if reads_images(config.family) else ()
     for file in projectors(beside, lambda file: file.name):
         found = usable(partial(open_mmproj, file))
-        if found is not None and belongs(found[0], model.config):
+        if found is not None and belongs(found[0], config):
             return found
         if found is not None:
             found[1].close()
     return None
 
 
-def load_weights(path: str | Path) -> tuple[ModelConfig, WeightSource, str]:
-    """Configuration, weights and the type of most of them; reads no tokenizer. Raises LoadError."""
+def load_weights(path: str | Path, *, mtp: bool = False) -> tuple[ModelConfig, WeightSource, str]:
+    """Configuration, weights and the type of most of them; reads no tokenizer. mtp: as for `load`. Raises LoadError."""
     name = named(path)
     where = _existing(path) if name is None else fetch(name)
     if where.is_dir():
-        config, weights = open_folder(where)
+        config, weights = open_folder(where, mtp=mtp)
         return config, weights, main_dtype(weights)
     gguf = GgufFile(where)
     try:
-        config, weights = open_gguf(gguf)
+        config, weights = open_gguf(gguf, mtp=mtp)
     except BaseException:
         gguf.close()
         raise
     return config, weights, main_dtype(weights)
 
 
-def _load_folder(folder: Path) -> Model:
+def _load_folder(folder: Path, mtp: bool) -> Model:
     from polarlm.model_loaders import tokenizers
     from polarlm.model_loaders.chat import templates
 
-    config, weights = open_folder(folder)
+    config, weights = open_folder(folder, mtp=mtp)
     try:
         return Model(
             name=_name_of(folder.resolve()),
@@ -204,13 +214,13 @@ def _name_of(folder: Path) -> str:
     return of_repository.rpartition("--")[2] if of_repository.startswith("models--") else folder.name
 
 
-def _load_gguf(file: Path) -> Model:
+def _load_gguf(file: Path, mtp: bool) -> Model:
     from polarlm.model_loaders import tokenizers
     from polarlm.model_loaders.chat import templates
 
     gguf = GgufFile(file)
     try:
-        config, weights = open_gguf(gguf)
+        config, weights = open_gguf(gguf, mtp=mtp)
         return Model(
             name=_DTYPE_SUFFIX.sub("", file.stem),
             path=file,

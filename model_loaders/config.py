@@ -228,11 +228,22 @@ class ModelConfig:
     token_types: int = 0  # rows of a table of types of tokens: of a text, or of the first of a pair, the first is added
     dense: tuple[Dense, ...] = ()  # applied to pooled states, one after another
     scores_pairs: bool = False  # a head gives a pair of texts a number, how relevant the second is for the first
+    mtp: bool = False  # the last of `layers` is no part of the model: it guesses the token after the next one
+
+    @property
+    def depth(self) -> int:
+        """The layers of the model itself."""
+        return len(self.layers) - self.mtp
 
     @property
     def is_encoder(self) -> bool:
         """Whether its tokens see later ones, so that it gives texts a vector and generates none."""
         return any(not attention.is_causal for attention in self.attentions.values())
+
+    @property
+    def has_sections(self) -> bool:
+        """Whether RoPE turns some channels by the height and the width of a token's place in an image."""
+        return any(one.rope is not None and one.rope.sections for one in self.attentions.values())
 
     @property
     def vector_size(self) -> int:
@@ -267,6 +278,11 @@ class ModelConfig:
             for number, layer in enumerate(self.layers)
         )
         return replace(self, layers=tuple(layers))
+
+    def with_mtp(self) -> ModelConfig:
+        """The configuration with the layer that guesses the token after the next one: as the last with attention."""
+        last = max(self.attentions)
+        return replace(self, layers=(*self.layers, self.layers[last]), mtp=True)
 
     def for_context(self, tokens: int) -> ModelConfig:
         """The configuration for a context of `tokens`."""

@@ -106,7 +106,7 @@ def _report(argv: Sequence[str]) -> str:
             raise FlagError("--lora: adapters are counted with a model that is here: give its path")
         model, dtype, fits = _fit_hub(on_hub, config, numbers)
     else:
-        model, source, dtype = model_loaders.load_weights(path)
+        model, source, dtype = model_loaders.load_weights(path, mtp=config.mtp)
         try:
             asked = numbers or steps_to(model.max_context)
             fits = [
@@ -122,7 +122,7 @@ def _report(argv: Sequence[str]) -> str:
         result = {**about, "devices": [asdict(one) for one in fits], "advice": asdict(advice), "command": command}
         return json.dumps(result, indent=1, ensure_ascii=False)
     name = str(on_hub or Path(path).name)
-    lines = [f"{name}: {len(model.layers)} layers, {model.max_context:,} tokens of context, {dtype} weights"]
+    lines = [f"{name}: {model.depth} layers, {model.max_context:,} tokens of context, {dtype} weights"]
     for device in fits:
         lines += ["", *_device_lines(device, model)]
     lines += ["", advice.sentence]

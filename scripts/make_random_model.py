@@ -39,11 +39,14 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--type", choices=KINDS, required=True, help="q4_k is the mixture Q4_K_M")
     parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
+    parser.add_argument("--mtp", action="store_true", help="with a layer that predicts several tokens")
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
     options = parser.parse_args()
     config = SHAPES[options.shape]
     if options.layers is not None:
         config = replace(config, layers=config.layers[: max(1, options.layers)])
+    if options.mtp:
+        config = config.with_mtp()
     try:
         tokenizer = None if config.is_encoder else demo_model()
         write(options.out, options.shape, config, options.type, tokenizer)
@@ -100,6 +103,8 @@ def metadata(config: ModelConfig) -> dict[str, Any]:
         "attention.head_count": attention.heads,
         "attention.head_count_kv": attention.kv_heads,
     }
+    if config.mtp:
+        keys["nextn_predict_layers"] = 1
     if config.is_encoder:
         keys["pooling_type"] = int(gguf.PoolingType.MEAN)
     if config.layers[0].norms == "sums":

@@ -163,7 +163,7 @@ def _row(engine: Engine, options: Options, task: str, pattern: Sequence[Offer] |
     expected = answer(_PLAIN).token_ids
     if pattern is not None:
         replay = Replay(len(prompt), expected, pattern, engine.model.vocabulary.stop)
-        engine._drafting.drafter = lambda kind, ids: replay  # type: ignore[method-assign]
+        engine._drafting.drafter = lambda kind, ids, kv: replay  # type: ignore[method-assign]
     answers = in_turn({kind: partial(answer, kind) for kind in (_PLAIN, _DRAFTED)}, options.repeat)
     if any(completion.token_ids != expected for runs in answers.values() for completion in runs):
         note(f"{task}: the text differs between runs")

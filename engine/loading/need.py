@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from polarlm import model_loaders
 from polarlm.engine.backends.ops import Ops
@@ -11,7 +12,7 @@ from polarlm.engine.backends.select import cards_of, select, with_host
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.placement.place import Placement, place
-from polarlm.engine.loading.placement.wanted import draft_bytes, fits_beside, wanted_of_source
+from polarlm.engine.loading.placement.wanted import bytes_beside, fits_beside, wanted_of_source
 from polarlm.engine.model.adapters import read_adapters
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.model_loaders import hub
@@ -73,13 +74,18 @@ def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, most: 
 
 def _placed(config: EngineConfig, ops: Ops, reserved: int, most: int | None) -> Placement:
     try:
-        model, source, _ = model_loaders.load_weights(str(config.weights))
+        model, source, _ = model_loaders.load_weights(str(config.weights), mtp=config.mtp)
     except model_loaders.LoadError as error:
         raise EngineError(str(error), "model_unavailable") from error
     try:
         model = model.for_context(config.ctx_size)
         wanted = wanted_of_source(config, ops, model, source, read_adapters(config, model, source).all)
-        more = draft_bytes(config, ops)
+        _, tower = model_loaders.load_tower(Path(str(config.weights)), model, config.mmproj) or (None, None)
+        try:
+            more = bytes_beside(config, ops, tower)
+        finally:
+            if tower is not None:
+                tower.close()
         return place(replace(wanted, more=more, reserved=reserved, most=most, caches_experts=False), ops)
     finally:
         source.close()

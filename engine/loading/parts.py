@@ -57,7 +57,7 @@ class Parts:
         """Close the weights' files, and begin no rehearsal."""
         if self.rehearsal is not None:
             self.rehearsal.cancel()
-        self.source.weights.close()
+        self.source.close()
         if self.draft is not None:
             self.draft.close()
 
@@ -84,7 +84,7 @@ def fit_line(parts: Parts) -> str:
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
     types = cache_types.in_words(parts.config, shape)
     weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
-    name = f"{model.name} ({model.config.family}, {len(model.config.layers)} layers)"
+    name = f"{model.name} ({model.config.family}, {model.config.depth} layers)"
     where = f", {ops.inputs}" if ops.inputs else ""
     where += ", mapped from the tile cache" if parts.is_mapped else ""
     if parts.experts is not None:

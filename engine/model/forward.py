@@ -21,13 +21,18 @@ from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
+from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.model.passes import Passes
 from polarlm.engine.model.prefill import Prefill, PromptTap, stages
 from polarlm.engine.model.rope import RopeTables
+from polarlm.engine.model.towers import ImageReader
+from polarlm.engine.model.towers._rows import ImagePart, PlacedImage, read_images
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.kv_blocks import KVBlocks
 from polarlm.engine.state.layer_state import Steady
-from polarlm.engine.state.store import KVStore, Span, positions, rope_positions
+from polarlm.engine.state.places import IMAGE_IDS
+from polarlm.engine.state.positions import positions, rope_positions
+from polarlm.engine.state.store import KVStore, Span
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Attention, ModelConfig
 
@@ -48,6 +53,7 @@ class ModelWeights:
     dense: Sequence[Linear] = ()  # see `ModelConfig.dense`
     pair_head: tuple[Linear, Linear] | None = None  # (E, E) and (1, E), see `ModelConfig.scores_pairs`
     why_damaged: Callable[[], str | None] | None = None  # says what else than the model's files may be damaged
+    images: ImageReader | None = None  # None for a model that reads no images
 
 
 class Transformer:
@@ -58,6 +64,7 @@ class Transformer:
         self.config = config
         self.store = store
         self.tap: PromptTap | None = None  # called in prompts of one span, never in steps, which may be recorded
+        self.mtp: MtpLayer | None = None
         self._ropes, self._spans = RopeTables(config), StepSpans(store)
         self._stages = stages(ops, len(config.layers))
         self._embedding_norm: Norm = None
@@ -81,6 +88,11 @@ class Transformer:
             for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]
         self._passes = Passes(self.ops, self.store, self._layers, self._ropes, self.config.hidden_size, self._embed)
+        if self.config.mtp:
+            own = weights.layers[-1].mtp
+            assert own is not None
+            more = self.store, self._layers[-1], self._ropes, self._embed
+            self.mtp = MtpLayer(self._stages[0].ops, self.config, own, weights.norm, weights.head, *more)
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone
@@ -104,20 +116,26 @@ class Transformer:
         *,
         by_layer: bool = False,
         parts: Sequence[Span] | None = None,
+        images: Sequence[PlacedImage] = (),
     ) -> Generator[int, None, Array]:
         """Compute the new tokens `ids` of `spans`, in order, unit by unit, and append their K/V to the store.
 
         A generator, so that other work can run between units: it yields the number of rows after each unit and returns
         the hidden states of the last `outputs` rows (None: of all), (outputs, E). A unit is `prefill_rows` rows of one
         layer, or several layers if there are fewer rows; with `by_layer`, never more than one layer. It seals all
-        layers; the caller commits. Several spans are a step's, or a pass's, with `parts`: see `forward_pass`.
+        layers; the caller commits. Several spans are a step's, or a pass's, with `parts`: see `forward_pass`. images:
+        of the one span's sequence; those that it has rows of are computed first.
         Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
         and the K/V of layers that are sealed together. Raises EngineError for an id without a row.
         """
+        read = (yield from read_images(self.weights.images, images, spans[0])) if images else ()
+        if read:
+            ids = [one if one < IMAGE_IDS else 0 for one in ids]
         rows = rows_of(self.weights.embedding, ids)
-        x, inputs = self._embed(self._stages[0].ops.to_device(rows))
+        x, inputs = self._embed(self._stages[0].ops.to_device(rows), read)
         first_output = 0 if outputs is None else len(ids) - outputs
-        prefill = Prefill(self._stages, self.ops, self.store, self._layers, self._ropes, self.tap)
+        of_mtp = None if self.mtp is None else self.mtp.of_prompt(spans[0], rows)
+        prefill = Prefill(self._stages, self.ops, self.store, self._layers, self._ropes, self.tap, read, of_mtp)
         x = yield from prefill.units(x, inputs, spans, first_output, by_layer=by_layer, parts=parts)
         return x[first_output:]
 
@@ -131,6 +149,11 @@ class Transformer:
                 next(units)
             except StopIteration as end:
                 return end.value
+
+    @property
+    def pass_rows(self) -> int:
+        """`KVStore.pass_rows`, of a model that has passes."""
+        return 0 if self.config.mtp else self.store.pass_rows
 
     def forward_pass(
         self,
@@ -193,8 +216,12 @@ class Transformer:
         ids, sampler_inputs: one for each row of all `spans`, in order. spans: from `KVStore.open_step`; the caller
         commits them. Rows of a sequence attend to each other causally. Cost: the weights are read once for all rows.
         """
-        chosen, logits = self._run("step", spans, rows_of(self.weights.embedding, ids), sampler_inputs)
-        return self.ops.fetch_tokens(chosen, logits, sampler_inputs)
+        rows = rows_of(self.weights.embedding, ids)
+        chosen, logits, *states = self._run("step", spans, rows, sampler_inputs)
+        sampled = self.ops.fetch_tokens(chosen, logits, sampler_inputs)
+        if self.mtp is not None:
+            self.mtp.append(spans, rows, *states)
+        return sampled
 
     def step_ahead(
         self, spans: Sequence[Span], ids: Sequence[int] | Fetch, sampler_inputs: Sequence[SamplerInput]
@@ -208,7 +235,7 @@ class Transformer:
 
     def rows_ahead(self, spans: Sequence[Span], before: Fetch) -> Array:
         """Run a `step_ahead` without sampling, and return the logits (B, V), valid until the next step begins."""
-        return self._run("rows", spans, before.ids)
+        return self._run("rows", spans, before.ids)[0]
 
     def sample_ahead(self, logits: Array, sampler_inputs: Sequence[SamplerInput]) -> Fetch:
         """Sample the tokens of `rows_ahead` from its logits (B, V), without waiting for them."""
@@ -218,7 +245,7 @@ class Transformer:
 
     def _run(self, name: str, spans: Sequence[Span], ids: Any, sampler_inputs: Sequence[SamplerInput] = ()) -> Any:
         """Compute the rows, stage by stage, and return their logits (T, V) on the device; with sampler inputs, the next
-        tokens (T,) and the logits."""
+        tokens (T,) before these; with `mtp`, the normed hidden states (T, E) behind these."""
         key = name, have_adapters(spans)
         ropes = chain.from_iterable(self._ropes.tables(rope_positions(spans)))
         tables, x, newest = [*ropes, *self._spans.of(spans), *row_adapters(spans)], ids, list[Any]()
@@ -228,16 +255,16 @@ class Transformer:
         inputs = [*newest, last.ops.pack_sampler_inputs(sampler_inputs)] if sampler_inputs else []
         return last.ops.run_graph(key, _Work(self, len(before), bool(sampler_inputs)), [x, *inputs, *tables])
 
-    def _step(self, stage: int, x: Array, *inputs: Any) -> tuple[Array, Array]:
-        """The last stage of a step, x → tokens (T,), logits (T, V). inputs: ids (T,) int32, if x is not these; sampler
-        inputs; tables, as for `_rows`."""
+    def _step(self, stage: int, x: Array, *inputs: Any) -> tuple[Array, ...]:
+        """The last stage of a step, x → tokens (T,), and what `_rows` returns. inputs: ids (T,) int32, if x is not
+        these; sampler inputs; tables, as for `_rows`."""
         ids, (sampler_inputs, *tables) = (inputs[0], inputs[1:]) if stage else (x, inputs)
-        logits = self._rows(stage, x, *tables)
-        return self.ops.sample(logits, sampler_inputs, ids), logits
+        logits, *states = self._rows(stage, x, *tables)
+        return self.ops.sample(logits, sampler_inputs, ids), logits, *states
 
-    def _rows(self, stage: int, x: Array, *tables: Any) -> Array:
-        """One stage of a step: x, ids (T,) int32 or later hidden states (T, E) → hidden states, or logits (T,
-        V).
+    def _rows(self, stage: int, x: Array, *tables: Any) -> Any:
+        """One stage of a step: x, ids (T,) int32 or later hidden states (T, E) → hidden states, or of the last stage
+        logits (T, V), and with `mtp` the normed hidden states, in a tuple.
 
         tables: the arrays of `RopeTables.tables`, then the spans of each group of layers, then what `row_adapters`
         gives.
@@ -249,17 +276,30 @@ class Transformer:
         of_rows = tables[first_spans + len(self.store.groups) :]
         adapters = Routing(*of_rows) if of_rows else None
         for number in self._stages[stage].layers:
+            if number == self.config.depth:
+                break
             layer = self._layers[number]
             rope, spans = self._ropes.of_layer(number, ropes), tables[first_spans + self.store.group_of(number)]
             seen = layer.mixer.project(x, rope, spans, adapters=adapters, recorded=True)
             layer.mixer.mix(x, seen, spans, adapters=adapters, recorded=True)
             layer.finish(x, inputs, adapters=adapters, recorded=True)
-        return self._head(x, recorded=True) if stage == len(self._stages) - 1 else x
+        if stage < len(self._stages) - 1:
+            return x
+        logits = self._head(x, recorded=True)
+        if self.mtp is None:
+            return (logits,)
+        self.ops.rms_norm(x, (self.weights.norm, self.config.norm_eps))
+        return logits, x
 
-    def _embed(self, ids: Array, *, recorded: bool = False) -> tuple[Array, Array | None]:
-        """ids (T,) int32 → embeddings (T, E), and the inputs of all layers (T, L·P) if they have any."""
+    def _embed(
+        self, ids: Array, images: Sequence[ImagePart] = (), *, recorded: bool = False
+    ) -> tuple[Array, Array | None]:
+        """ids (T,) int32 → embeddings (T, E), rows of images in their places, and the inputs of all layers (T, L·P) if
+        they have any."""
         ops = self._stages[0].ops
         x = ops.embed(self.weights.embedding, ids, self.config.embedding_scale)
+        for part in images:
+            x[part.at] = part.rows
         if self._embedding_norm is not None:
             ops.rms_norm(x, self._embedding_norm)
         if self.weights.layer_inputs is None:

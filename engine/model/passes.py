@@ -17,7 +17,8 @@ from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.adapters import have_adapters, row_adapters
 from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.state.store import KVStore, Span, rope_positions
+from polarlm.engine.state.positions import rope_positions
+from polarlm.engine.state.store import KVStore, Span
 
 _BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # rows
 # Rows that are not there are computed, too, which pays while a layer takes less time than its launches, some 0.1 ms

@@ -56,8 +56,8 @@ def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
 
 
 def warm_up_pass(model: Transformer, rows: int) -> None:
-    """Run a pass of a first prompt, with a step of `rows` rows of another sequence, if the store has passes."""
-    if not model.store.pass_rows:
+    """Run a pass of a first prompt, with a step of `rows` rows of another sequence, if there are passes."""
+    if not model.pass_rows:
         return
     new, running = model.store.new_sequence(), model.store.new_sequence()
     _step(model, running)
@@ -89,9 +89,14 @@ def warm_up_adapter(model: Transformer) -> None:
 
 
 def warm_up_drafts(model: Transformer, rows: int) -> None:
-    """Run a step of one sequence with `rows` rows, as drafted tokens have."""
+    """Run a step of one sequence with `rows` rows, as drafted tokens have, and let the layer of `ModelConfig.mtp` draft
+    one more."""
     sequence = model.store.new_sequence()
     _step(model, sequence, rows=min(rows, model.store.rows_of_block(sequence)))
+    if model.mtp is not None and sequence.hidden is not None:
+        span = model.store.open_step(sequence)
+        model.mtp.draft(span, 0, sequence.hidden)
+        model.store.abort(span)
     model.store.release(sequence)
 
 

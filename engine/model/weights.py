@@ -6,17 +6,20 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, ExpertCache, KeptTiles, Ops
+from polarlm.engine.model import towers
 from polarlm.engine.model.adapters import Loaded, deltas
 from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.encoder import EncoderInputs
-from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights
+from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights, MtpWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
+from polarlm.engine.model.towers import ImageReader
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, WeightFormat, find
 from polarlm.model_loaders.config import Experts, ModelConfig
@@ -24,6 +27,8 @@ from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensor_table import Slots
 from polarlm.model_loaders.files.weights import WeightSource
+from polarlm.model_loaders.towers import Tower
+from polarlm.model_loaders.towers import tensors as tower_tensors
 
 EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # the matrices of a layer's experts
 T = TypeVar("T")
@@ -152,6 +157,7 @@ def load_weights(
                 None if layer.ffn is None else layer_reader.weights(FFNS[type(layer.ffn)].Weights),
                 layer_reader.vector("layer_scale"),
                 layer_reader.weights(LayerEmbeddingWeights) if "layer_gate" in layer_reader.slots else None,
+                layer_reader.weights(MtpWeights) if "mtp_in" in layer_reader.slots else None,
             )
         )
     of_last = reader(last)
@@ -326,3 +332,16 @@ class LayerReader:
 
     def _names(self, slot: str) -> list[str]:
         return [spec.name for spec in self.slots.get(slot, ())]
+
+
+def load_tower(
+    ops: Ops, tower: Tower, source: WeightSource, progress: Callable[[int], None] | None = None
+) -> ImageReader:
+    """Load a tower to the device. progress: called with the bytes of the file that are done since its last call."""
+    module, table, ops = import_module(f"{towers.__name__}.{tower.kind}"), tower_tensors(tower), ops.of_layer(0)
+    read = TensorReader(ops, source, progress)
+    top, *layers = (LayerReader(read, read, slots, 0) for slots in (table.top, *table.layers))
+    weights, of_layers = top.weights(module.Weights), [layer.weights(module.LayerWeights) for layer in layers]
+    ops.wait()
+    reader: ImageReader = module.Reader(ops, tower, weights, of_layers, read.bytes)
+    return reader

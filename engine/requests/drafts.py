@@ -13,15 +13,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from statistics import median
 from typing import Protocol
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS, DRAFTS
+from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS, DRAFTS, MTP
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.requests.draft_model import ModelDrafter
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.store import SequenceKV
 
 _RECENT = 5  # latest steps with the same number of rows, whose median is taken
 _FIRST = 2  # first steps of a number of rows, which are compiled or recorded: they are not measured
@@ -50,11 +54,11 @@ class PromptLookup:
     """Drafts the tokens that followed the latest earlier occurrence of the newest `size` tokens in the sequence; a
     draft that reaches its end repeats itself. An index maps each n-gram to the position after it."""
 
-    def __init__(self, size: int, vocabulary: int, ids: Sequence[int] = (), first: int = 0) -> None:
-        """vocabulary: the number of ids. ids: the prompt, which is indexed here, from its token `first` on."""
+    def __init__(self, size: int, vocabulary: int, ids: Sequence[int] = ()) -> None:
+        """vocabulary: the number of ids. ids: the prompt, which is indexed here."""
         self._size, self._vocabulary = size, vocabulary
         self._modulus = vocabulary**size
-        self._read = first  # the end of the indexed ids
+        self._read = 0  # number of indexed ids
         self._run = 0  # the newest n-gram: its ids are the digits of a number in base `vocabulary`
         self._places: dict[int, int] = {}  # n-gram → the position after its latest occurrence
         self._earlier: int | None = None  # the position after the previous occurrence of the newest n-gram
@@ -77,11 +81,48 @@ class PromptLookup:
         following = ids[self._earlier : self._earlier + most]
         while len(following) < most:
             following = [*following, *following][:most]
-        return following
+        return [*takewhile(lambda token: token < self._vocabulary, following)]  # rows of images are no tokens
 
     def is_ready(self, ids: Sequence[int]) -> bool:
         self.read(ids)
         return self._earlier is not None
+
+    def release(self) -> None:
+        """It holds no blocks."""
+
+
+class MtpDrafter:
+    """Drafts the most likely tokens of one request; none after a pause, until a step has computed a hidden state.
+
+    Its rows are in a span that is aborted: the step that verifies them opens another one, at the same place.
+    """
+
+    def __init__(self, layer: MtpLayer, kv: Callable[[], SequenceKV | None]) -> None:
+        """kv: returns the request's sequence in the engine's store, if it has one."""
+        self._layer, self._kv = layer, kv
+
+    def is_ready(self, ids: Sequence[int]) -> bool:
+        return True
+
+    def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        kv, guesses = self._kv(), list[int]()
+        if kv is None or kv.hidden is None or kv.length != len(ids) - 1:
+            return ()
+        hidden = kv.hidden
+        try:
+            span = self._layer.store.open_step(kv, most)
+        except OutOfBlocks:
+            return ()
+        try:
+            while len(guesses) < most:
+                row = span.part(len(guesses), 1)
+                token, hidden = self._layer.draft(row, guesses[-1] if guesses else ids[-1], hidden)
+                if not isinstance(token, int):  # it is an error, which the model's own row has too if it is the model's
+                    break
+                guesses.append(token)
+        finally:
+            self._layer.store.abort(span)
+        return guesses
 
     def release(self) -> None:
         """It holds no blocks."""
@@ -207,29 +248,39 @@ def _expected(length: int, likely: float) -> float:
 class Drafting:
     """Makes the drafts of an engine's requests, which share the measured times of steps."""
 
-    def __init__(self, config: EngineConfig, vocabulary: int, model: Transformer | None = None) -> None:
-        """vocabulary: the number of ids. model: the draft model, if there is one."""
-        self._config, self._vocabulary, self.model = config, vocabulary, model
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocabulary: int,
+        model: Transformer | None = None,
+        mtp: MtpLayer | None = None,
+    ) -> None:
+        """vocabulary: the number of ids. model: the draft model, if there is one. mtp: the layer of the engine's model
+        that drafts, if it is loaded."""
+        self._config, self._vocabulary, self.model, self._mtp = config, vocabulary, model, mtp
         self.seconds = StepSeconds()
 
-    def drafts(self, ids: Sequence[int], params: SamplingParams, text_from: int = 0) -> Drafts | None:
-        """Return the drafts of a request with the prompt `ids`; None if it has none, as with images for a draft model.
-        Raises EngineError if it asks for a draft model and none is loaded. text_from: see `TokenSequence`."""
+    def drafts(self, ids: Sequence[int], params: SamplingParams, kv: Callable[[], SequenceKV | None]) -> Drafts | None:
+        """Return the drafts of a request with the prompt `ids`; None if it has none. kv: returns its sequence in the
+        engine's store, if it has one. Raises EngineError if the request asks for what is not loaded."""
         config = self._config
         kind = config.spec_type if params.spec_type is None else params.spec_type
         most = config.draft_max if params.draft_max is None else params.draft_max
         if params.spec_type is None and kind == DRAFTS[0] and self.model is not None:
             kind = DRAFT_MODEL
-        if kind == DRAFTS[0] or most == 0:
-            return None
-        if kind == DRAFT_MODEL and text_from:
-            return None
-        return Drafts(self.drafter(kind, ids, text_from), most, self.seconds)
+        if kind == DRAFTS[0] or most == 0 or (kind == DRAFT_MODEL and max(ids) >= self._vocabulary):
+            return None  # a draft model reads no images
+        return Drafts(self.drafter(kind, ids, kv), most, self.seconds)
 
-    def drafter(self, kind: str, ids: Sequence[int], text_from: int = 0) -> Drafter:
+    def drafter(self, kind: str, ids: Sequence[int], kv: Callable[[], SequenceKV | None]) -> Drafter:
         """Return a drafter of `kind` for a request with the prompt `ids`. Raises EngineError as `drafts` does."""
+        if kind == MTP:
+            if self._mtp is None:
+                sentence = f"spec_type={MTP} needs a layer that is not loaded: load the engine with spec_type={MTP}"
+                raise EngineError(sentence, settings=("spec_type",))
+            return MtpDrafter(self._mtp, kv)
         if kind != DRAFT_MODEL:
-            return PromptLookup(NGRAM, self._vocabulary, ids, text_from)
+            return PromptLookup(NGRAM, self._vocabulary, ids)
         if self.model is None:
             sentence = f"spec_type={kind} needs a draft model: load the engine with model_draft"
             raise EngineError(sentence, settings=("spec_type", "model_draft"))

@@ -146,7 +146,7 @@ class Steps:
             if not spans:
                 return None
             may_wait = len(ids) == len(spans) and all(request.begins_ahead for request in spans)
-            if may_wait and self._model.ops.fetch_later is not None:
+            if may_wait and self._model.ops.fetch_later is not None and self._model.mtp is None:
                 return _Step([*spans], spans, self._model.step_ahead(list(spans.values()), ids, sampler_inputs), known)
             rows = self._model.step(list(spans.values()), ids, sampler_inputs)
             self._arrived()

@@ -7,10 +7,14 @@ and in width; the text after it goes on with the largest of them, plus one (Qwen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+
+IMAGE_IDS = 1 << 62
+"""The ids that stand for images' rows begin here, and end below twice this number; tokens have smaller ids."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,19 @@ class Places:
             turned += [np.stack([text] * 3), np.stack([np.zeros_like(down), down, right]) + after]
             end, after = rows.stop, after + max(height, width)
         return cls(tuple(images), np.concatenate(turned, axis=1))
+
+    def parts(self, start: int, count: int) -> list[tuple[range, int]]:
+        """Return `count` positions from `start` on, cut where images begin and end, and the last position of the image
+        that a part is in, or 0."""
+        edges = {edge for image in self.images for edge in (image.start, image.stop) if start < edge < start + count}
+        parts = (range(first, end) for first, end in pairwise([start, *sorted(edges), start + count]))
+        return [(part, next((image[-1] for image in self.images if part.start in image), 0)) for part in parts]
+
+    def cut(self, rows: slice, position: int) -> Iterator[tuple[slice, int, int]]:
+        """Yield the parts of rows, the first at `position`, between ends of images: rows, position, and as `parts`."""
+        shift = rows.start - position
+        for part, sees in self.parts(position, rows.stop - rows.start):
+            yield slice(part.start + shift, part.stop + shift), part.start, sees
 
     def positions(self, start: int, count: int) -> np.ndarray:
         """Return the positions for RoPE of `count` tokens from `start` on: (count,), or (3, count) if an image is among

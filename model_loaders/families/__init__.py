@@ -6,7 +6,8 @@ Such a module defines
 - `configure(fields) -> ModelConfig`: sizes, and the arithmetic of a layer;
 - `tensors(config) -> TensorTable`: the tensors of a file, by the slots that they fill;
 - optionally `GGUF`, the layout of the family's GGUF files;
-- optionally `PREFIXES`: prefixes of tensor names in some files → the table's prefixes;
+- optionally `PREFIXES`: prefixes of tensor names in some files → the table's prefixes, with {depth} for the number of
+  the layer of `ModelConfig.mtp`;
 - optionally `take_apart(config, stored)`: the table's tensors, found in the tensors of safetensors files, by name;
 - optionally `QUANTIZATIONS`, the values of `quant_method` in a configuration whose weights it reads.
 
@@ -61,7 +62,7 @@ def table_name(config: ModelConfig, name: str) -> str:
     prefixes: Mapping[str, str] = getattr(_module(config.family), "PREFIXES", {})
     for theirs, ours in prefixes.items():
         if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
+            return ours.format(depth=config.depth) + name.removeprefix(theirs)
     return name
 
 

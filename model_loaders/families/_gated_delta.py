@@ -51,6 +51,14 @@ NAMES: Names = {
     "delta_dt_bias": (("linear_attn.dt_bias", "ssm_dt.bias"),),
     "delta_out_norm": (("linear_attn.norm", "ssm_norm"),),
     "delta_out": (("linear_attn.out_proj", "ssm_out"),),
+    "mtp_embedding_norm": (("pre_fc_norm_embedding", "nextn.enorm"),),
+    "mtp_hidden_norm": (("pre_fc_norm_hidden", "nextn.hnorm"),),
+    "mtp_in": (("fc", "nextn.eh_proj"),),
+    "mtp_norm": (("norm", "nextn.shared_head_norm"),),
+}
+PREFIXES = {  # for families
+    "model.language_model.": "model.",
+    **dict.fromkeys(("mtp.layers.0.", "mtp."), "model.layers.{depth}."),
 }
 
 

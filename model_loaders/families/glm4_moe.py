@@ -1,6 +1,6 @@
 """GLM 4.5, 4.6 and 4.5-Air: experts chosen by sigmoid scores and a bias, a shared one, and dense first layers.
 
-RoPE rotates half of the channels. The layer that predicts several tokens, after the last one, is not loaded.
+RoPE rotates half of the channels.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ _NAMES = {
         ("mlp.shared_experts.up_proj", "ffn_up_shexp"),
     ),
     "shared_down": (("mlp.shared_experts.down_proj", "ffn_down_shexp"),),
+    "mtp_embedding_norm": (("enorm", "nextn.enorm"),),
+    "mtp_hidden_norm": (("hnorm", "nextn.hnorm"),),
+    "mtp_in": (("eh_proj", "nextn.eh_proj"),),
+    "mtp_norm": (("shared_head.norm", "nextn.shared_head_norm"),),
 }
 tensors = partial(tensor_table, names=_NAMES)
 

@@ -1,6 +1,6 @@
 """Qwen3.5, 3.6 and 3.8: gated delta rules, and attention with a gate in every fourth layer.
 
-RoPE has sections, which take turns. The layer that predicts several tokens is not loaded.
+RoPE has sections, which take turns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from polarlm.model_loaders.files.tensor_table import TensorTable
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
-PREFIXES = {"model.language_model.": "model."}
+PREFIXES = _gated_delta.PREFIXES
 GGUF = GgufLayout("qwen35", keys={**_gated_delta.GGUF_KEYS, **_qwen.SECTIONS_KEY}, implied=_gated_delta.implied_tiled)
 
 

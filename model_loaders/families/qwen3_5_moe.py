@@ -1,6 +1,6 @@
 """Qwen3.5, 3.6 and 3.8 with a mixture of experts and a shared one with a gate: 35B-A3B, 122B-A10B.
 
-RoPE has sections, which take turns. The layer that predicts several tokens is not loaded.
+RoPE has sections, which take turns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from polarlm.model_loaders.files.tensors import StoredTensor
 
 MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
 ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
-PREFIXES = {"model.language_model.": "model."}
+PREFIXES = _gated_delta.PREFIXES
 GGUF = GgufLayout(
     "qwen35moe",
     keys={**_gated_delta.GGUF_KEYS, **SHARED_GGUF_KEYS, **_qwen.SECTIONS_KEY},

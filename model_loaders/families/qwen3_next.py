@@ -1,7 +1,4 @@
-"""Qwen3-Next and Qwen3-Coder-Next: gated delta rules, attention with a gate in every fourth layer, and experts.
-
-The layer that predicts several tokens is not loaded.
-"""
+"""Qwen3-Next and Qwen3-Coder-Next: gated delta rules, attention with a gate in every fourth layer, and experts."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorTable
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
+PREFIXES = _gated_delta.PREFIXES
 _HALVES = ("linear_attn.in_proj_ba", "ssm_ba")
 _NAMES = {
     **_gated_delta.NAMES,

@@ -18,14 +18,16 @@ from polarlm.model_loaders.files.weights import fit
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 
-def open_folder(folder: Path) -> tuple[ModelConfig, StoredWeights]:
-    """The configuration and weights in a folder. Raises LoadError unless it is a plain checkpoint of a known family."""
+def open_folder(folder: Path, *, mtp: bool = False) -> tuple[ModelConfig, StoredWeights]:
+    """The configuration and weights in a folder. mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError unless it
+    is a plain checkpoint of a known family."""
     try:
         _refuse_other_layouts(folder)
     except OSError as error:
         raise LoadError(f"{folder} cannot be read: {error.strerror or error}.") from error
     dense, folders = dense_of_folder(folder)
     config = replace(read_configuration(folder), dense=dense)
+    config = config.with_mtp() if mtp else config
     weights = open_safetensors(folder)
     try:
         tensors = {table_name(config, name): tensor for name, tensor in weights.tensors.items()}

@@ -51,13 +51,15 @@ _ROPE_DIVISORS, _EMBEDDING = "rope_freqs.weight", "token_embd.weight"
 _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 
 
-def open_gguf(gguf: GgufFile) -> tuple[ModelConfig, StoredWeights]:
-    """(configuration, weights). Raises LoadError for an unsupported architecture or feature, and for wrong tensors."""
+def open_gguf(gguf: GgufFile, *, mtp: bool = False) -> tuple[ModelConfig, StoredWeights]:
+    """(configuration, weights). mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError for an unsupported
+    architecture or feature, and for wrong tensors."""
     arch, family, layout = _family(gguf.metadata, gguf.path)
     shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
     longrope = _longrope(gguf, arch) if shapes.keys() >= set(_LONGROPE.values()) else None
     fields = _fields(gguf.path, gguf.metadata, shapes, arch, family, layout, longrope)
     config = replace(configure(fields), dense=dense_of_gguf(gguf))
+    config = config.with_mtp() if mtp else config
     whole = next((one for one in config.attentions.values() if one.window is None), config.attention)
     _check_head_channels(gguf, arch, whole)
     if _ROPE_DIVISORS in gguf.tensors:

@@ -135,7 +135,8 @@ class TensorTable:
     choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then all tensors of the next),
     expert_factors, shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm, experts_norm,
     experts_post_norm, shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate,
-    layer_out, layer_post_norm.
+    layer_out, layer_post_norm. The layer of `ModelConfig.mtp` has mtp_embedding_norm, mtp_hidden_norm, mtp_in (for an
+    embedding and a hidden state, side by side) and mtp_norm.
     Biases are in slots with names
     that end with "_bias", such as qkv_bias. A slot that a model lacks is absent.
     """
@@ -195,11 +196,13 @@ def slots_of(
 
 
 def unused(config: ModelConfig) -> set[str]:
-    """Names of tensors that files may have and a model does not need: of layers that share the K/V of another."""
+    """Names of tensors that files may have and a model does not need: of layers that share the K/V of another, and
+    copies of embedding and head in the layer of `ModelConfig.mtp`."""
     theirs = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm")
     names = (*theirs, "attn_k", "attn_v", "attn_k_norm")
     shared = config.attentions.keys() - config.kv_attentions.keys()
-    return {f"model.layers.{layer}.{name}.weight" for layer in shared for name in names}
+    copies = {f"model.layers.{config.depth}.{name}.weight" for name in ("embed_tokens", "shared_head.head")}
+    return copies | {f"model.layers.{layer}.{name}.weight" for layer in shared for name in names}
 
 
 def _layer(config: ModelConfig, names: Names, norm_offset: float, layer: int) -> Slots:
@@ -256,6 +259,9 @@ def _layer_shapes(config: ModelConfig, layer: int) -> tuple[_Shapes, set[str]]:
         shapes |= {"layer_gate": _one(inputs, e), "layer_out": _one(e, inputs), "layer_post_norm": _one(e)}
     if config.layers[layer].scaled:
         shapes["layer_scale"] = _one(1)
+    if layer == config.depth:
+        shapes |= {f"mtp_{name}": _one(e) for name in ("embedding_norm", "hidden_norm", "norm")}
+        shapes["mtp_in"] = _one(e, 2 * e)
     return shapes, biased
 
 

@@ -68,7 +68,10 @@ def fit(
     """
     if HEAD not in weights.tensors:
         config = replace(config, tied_head=True)
-    expected = {spec.name: spec for spec in families.tensors(config).specs()}
+    table = families.tensors(config)
+    if config.mtp and not any(spec.name in weights.tensors for spec in table.layers[-1].get("mtp_in", ())):
+        raise LoadError(f"{weights.where} has no layer for spec_type=mtp; choose another spec_type.")
+    expected = {spec.name: spec for spec in table.specs()}
     owner = f"a {config.family} model with {len(config.layers)} layers"
     stored = complete(weights, expected.values(), owner, is_gguf=is_gguf)
     sources = {spec.taken.source for spec in expected.values() if spec.taken is not None}

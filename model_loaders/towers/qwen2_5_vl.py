@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec, TensorTable, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.towers import Tower, _qwen
+from polarlm.model_loaders.towers._padded import SIDE, padded
 
 MODEL_TYPES = ("qwen2_5_vl",)
 PREFIXES = _qwen.PREFIXES
 fit = _qwen.fit
-_SIDE = 8  # GPUs take rows of a multiple of so many values
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class WindowTower(_qwen.QwenTower):
     @property
     def padded(self) -> int:
         """`ffn_size` with zeros after it, for GPUs."""
-        return -(-self.ffn_size // _SIDE) * _SIDE
+        return -(-self.ffn_size // SIDE) * SIDE
 
 
 def configure(fields: Fields, prepared: Fields) -> Tower:
@@ -95,23 +93,5 @@ def take_apart(tower: WindowTower, stored: Mapping[str, StoredTensor]) -> Mappin
     for name, tensor in tensors.items() if missing else ():
         shape = tuple(size + missing * (size == tower.ffn_size) for size in tensor.shape)
         if ".mlp." in name and shape != tensor.shape:
-            tensors[name] = _Padded(tensor.source, tensor.label, shape, tensor.dtype, tensor.offset, whole=tensor)
+            tensors[name] = padded(tensor, shape)
     return tensors
-
-
-@dataclass(frozen=True)
-class _Padded(StoredTensor):
-    """A tensor with zeros after its rows, and after the values of each, in a type whose zero has no bits."""
-
-    whole: StoredTensor | None = None
-
-    def raw(self, rows: slice) -> np.ndarray:
-        assert self.whole is not None
-        padded = np.zeros((rows.stop - rows.start, self.row_bytes), np.uint8)
-        if (stop := min(rows.stop, self.whole.shape[0])) > rows.start:
-            padded[: stop - rows.start, : self.whole.row_bytes] = self.whole.raw(slice(rows.start, stop))
-        return padded
-
-    def expect(self) -> None:
-        assert self.whole is not None
-        self.whole.expect()

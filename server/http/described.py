@@ -49,7 +49,7 @@ def listed(name: str, config: ModelConfig, weights: WeightSource, dtype: str, is
     }
 
 
-def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
+def shown(model: Model, context: int, entry: dict[str, Any], *, reads_images: bool) -> dict[str, Any]:
     """A model with its template, its shape and what it can do. entry: the model's entry in a list."""
     return {
         "modelfile": "",
@@ -58,7 +58,7 @@ def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
         "modified_at": entry["modified_at"],
         "details": entry["details"],
         "model_info": _shape(model, context),
-        "capabilities": _capabilities(model),
+        "capabilities": [*_capabilities(model), *(["vision"] if reads_images else [])],
     }
 
 
@@ -97,7 +97,7 @@ def _shape(model: Model, context: int) -> dict[str, Any]:
     shape = {
         "context_length": context,
         "embedding_length": config.hidden_size,
-        "block_count": len(config.layers),
+        "block_count": config.depth,
         "feed_forward_length": config.ffn.size,
         "attention.head_count": config.attention.heads,
         "attention.head_count_kv": config.attention.kv_heads,

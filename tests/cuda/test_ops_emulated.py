@@ -391,8 +391,8 @@ def test_stores_of_two_block_sizes_may_share_the_ops(ops: CudaOps) -> None:
     format = store_of(ops, ("f16", "f16"), (None,)).cache(0).format
     other = ops.cache(replace(format, block_size=2 * N), 1, 2)
     span = SpanView(slice(0, 1), 5 * N, KVLocation(None, 0), 4 * N, 1, [0], 2 * N)
-    assert ops.spans([span], other.format.block_size).table[0, :HEADER].tolist() == [0, 1, 5 * N, 1, 1, 1, 0, 2, 1]
-    assert ops.spans([span], format.block_size).table[0, :HEADER].tolist() == [0, 1, 5 * N, 1, 2, 1, 0, 4, 1]
+    assert ops.spans([span], other.format.block_size).table[0, :HEADER].tolist() == [0, 1, 5 * N, 1, 1, 1, 0, 2, 1, 0]
+    assert ops.spans([span], format.block_size).table[0, :HEADER].tolist() == [0, 1, 5 * N, 1, 2, 1, 0, 4, 1, 0]
 
 
 def store_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from polarlm import fit as command
 from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.backends.cuda.cards.ops import CardsOps
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import assembly
@@ -30,6 +32,9 @@ from tests.adapters import ALL, random_changes, write_peft
 from tests.conftest import FIXTURES
 from tests.cuda.several_cards import Card, Traffic
 from tests.cuda.test_model_emulated import N, Talk, model_of, talk
+from tests.mtp import make_mtp
+from tests.requests.test_drafts import prompts
+from tests.requests.test_mtp import guesses
 from tests.tiny import assert_idle, load_tiny, make_model
 
 CODES, FULL = ("ring4", "ring3.5"), ("f16", "f16")
@@ -285,3 +290,23 @@ def test_a_store_that_one_card_has_no_room_for_names_it(tmp_path: Path) -> None:
     ) as caught:
         loaded(tmp_path, ops, said, tensor_split="1,1")
     assert caught.value.code == "out_of_memory"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fixture", "ops"),
+    [
+        ("glm4_moe_qk_norm", lambda: cards(3, 1)),
+        ("qwen3_next_shared_keys", lambda: CudaOps(Card(0))),
+    ],
+)
+def test_a_layer_of_the_model_drafts_as_on_the_cpu(tmp_path: Path, fixture: str, ops: Callable[[], Ops]) -> None:
+    """Alone on the last card, or beside recurrent layers, after prompts and steps."""
+    path, (ids,), found = make_mtp(tmp_path, fixture), prompts(1, seed=2), []
+    for backend in (ops(), NumpyOps()):
+        with load_tiny(path, ops=backend, spec_type="mtp", block_size=N, cache_type="f16", ctx_size=128) as engine:
+            drafts = [guesses(engine, ids[:end], max(1, end - 3), 3) for end in (2, 9, 20)]
+            answer = engine.generate(ids[:24], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+            found.append((drafts, answer.token_ids, answer.usage.drafted_tokens > 0))
+    assert found[0] == found[1]
+    assert found[0][-1]

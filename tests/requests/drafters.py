@@ -50,7 +50,7 @@ class Unpaced(Drafts):
 
 def drafting(engine: Engine, make: Callable[[Sequence[int]], Drafts | None]) -> None:
     """Let an engine's later requests have the drafts that `make` makes for their prompts."""
-    engine._drafting.drafts = lambda ids, params: make(ids)  # type: ignore[method-assign]
+    engine._drafting.drafts = lambda ids, params, kv: make(ids)  # type: ignore[method-assign]
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

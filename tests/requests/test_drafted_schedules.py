@@ -20,6 +20,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.outputs import fold
 from polarlm.engine.requests.drafts import Drafts
 from polarlm.engine.requests.request import Ticket
+from tests.mtp import Beside, make_mtp
 from tests.requests.drafters import ANEW, Known, Unpaced, drafting, first_difference, margin
 from tests.tiny import VOCABULARY, blocks_left, load_tiny, make_model
 
@@ -50,12 +51,13 @@ class Schedules(RuleBasedStateMachine):
     preempted = drafted = saved = joined = 0
     model = "llama_gqa_linear"
     more: Mapping[str, Any] = {}
+    make = staticmethod(make_model)
 
     def __init__(self) -> None:
         super().__init__()
         self.stack = ExitStack()
         folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
-        path = make_model(folder, self.model)
+        path = self.make(folder, self.model)
         self.file = folder / "session"
         self.plain: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS, **self.more))
         self.engine: Engine = self.stack.enter_context(load_tiny(path, ops=NumpyOps(), **SETTINGS, **self.more))
@@ -102,7 +104,8 @@ class Schedules(RuleBasedStateMachine):
             if right is None:
                 return None
             known = Known([*prompt, *wanted], right, VOCABULARY, seed)
-            self.made.append(Unpaced(known, lambda: int(rng.integers(0, 16))))
+            drafter = known if self.engine._model.mtp is None else Beside(self.engine, known)
+            self.made.append(Unpaced(drafter, lambda: int(rng.integers(0, 16))))
             return self.made[-1]
 
         drafting(self.engine, make)
@@ -187,8 +190,15 @@ class OfMamba2(OfDeltaRules):
     model = "nemotron_h_experts"
 
 
+class OfMtp(OfDeltaRules):
+    """With a layer whose K/V are in the same blocks."""
+
+    more: Mapping[str, Any] = {**OfDeltaRules.more, "spec_type": "mtp"}
+    make = staticmethod(make_mtp)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [WithTurns, OfDeltaRules, OfMamba2])
+@pytest.mark.parametrize("machine", [WithTurns, OfDeltaRules, OfMamba2, OfMtp])
 def test_answers_are_those_of_plain_runs(machine: type[Schedules]) -> None:
     """With requests that are preempted, and drafts that are right. Each machine runs for half a minute."""
     Schedules.preempted = Schedules.drafted = Schedules.saved = Schedules.joined = 0

@@ -12,7 +12,7 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.ops import Load, Ops
 from polarlm.engine.config import AS_STORED, EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFTS, MOST_DRAFTED
+from polarlm.engine.limits import DRAFT_MODEL, MOST_DRAFTED
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.sizes import cache_shape, check_layers, loaded_bytes, weight_format
 from polarlm.engine.model.adapters import Loaded, delta_bytes
@@ -192,6 +192,7 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
         config,
         weights=config.model_draft,
         model_draft=None,
+        mmproj=model_loaders.NO_TOWER,
         tensor_split=None,
         weight_type=AS_STORED,
         lora={},
@@ -204,16 +205,23 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
         expert_cache=None,
         cpu_moe=None,
         state_cache="1",  # too little for any snapshot: none would be found
-        spec_type=DRAFTS[-1],  # for the warm-up: its steps have as many rows as drafts
+        spec_type=DRAFT_MODEL,  # for the warm-up: its steps have as many rows as drafts
         draft_max=MOST_DRAFTED,
         ctx_size=tokens,
         kept_sequences=0,
     )
 
 
-def draft_bytes(config: EngineConfig, ops: Ops) -> More:
-    """Return a function: tokens of a context → bytes of the draft model's weights, KV store and work; 0 without one.
-    Raises EngineError if the backend lacks kernels of its layers."""
+def bytes_beside(config: EngineConfig, ops: Ops, tower: WeightSource | None) -> More:
+    """Return a function: tokens of a context → bytes of the part that reads images, and of the draft model's weights,
+    KV store and work. tower: the weights of the former. Raises EngineError if the backend lacks kernels of the draft
+    model's layers."""
+    images = 0 if tower is None else weight_bytes(ops, tower)
+    draft = _draft_bytes(config, ops)
+    return lambda tokens: images + draft(tokens)
+
+
+def _draft_bytes(config: EngineConfig, ops: Ops) -> More:
     if config.model_draft is None:
         return nothing
     path, config = config.model_draft, draft_config(config, 0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, Tap
+from polarlm.engine.model.layers import Eps, Tap, slot
 from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
 from polarlm.engine.model.layers.gated_delta import GatedDelta
@@ -57,6 +57,16 @@ FFNS: dict[type[config.Ffn], Any] = {config.GatedMLP: GatedMLP, config.Experts: 
 
 
 @dataclass(frozen=True)
+class MtpWeights:
+    """What the layer of `ModelConfig.mtp` has besides others."""
+
+    embedding_norm: Array = slot("mtp_embedding_norm")  # (E,)
+    hidden_norm: Array = slot("mtp_hidden_norm")  # (E,)
+    projection: Linear = slot("mtp_in", "linear")  # (E, 2E): of an embedding and a hidden state
+    norm: Array = slot("mtp_norm")  # (E,): before the model's head
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """The weights of a decoder layer."""
 
@@ -64,6 +74,7 @@ class LayerWeights:
     ffn: GatedMLPWeights | ExpertsWeights | None
     scale: Array | None = None  # (1,)
     embedding: LayerEmbeddingWeights | None = None
+    mtp: MtpWeights | None = None
 
     @property
     def matrices(self) -> dict[str, Linear]:

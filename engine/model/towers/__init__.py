@@ -9,15 +9,12 @@ Letters: P patches of an image, R its rows of a prompt, E hidden size of the dec
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from polarlm.engine.backends.ops import Array, Ops
-from polarlm.model_loaders import towers
-from polarlm.model_loaders.files.weights import WeightSource
+from polarlm.engine.backends.ops import Array
 from polarlm.model_loaders.towers import ImageShape, Tower
 
 
@@ -39,18 +36,3 @@ class ImageReader(Protocol):
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
         """Compute the rows of an image: pixels uint8 (height, width, 3), scaled to `shape`. Yields after each layer, so
         that other work can run between them."""
-
-
-def load_tower(
-    ops: Ops, tower: Tower, source: WeightSource, progress: Callable[[int], None] | None = None
-) -> ImageReader:
-    """Load a tower to the device. progress: called with the bytes of the file that are done since its last call."""
-    from polarlm.engine.model.weights import LayerReader, TensorReader  # which import the forward pass, and it this
-
-    module, table, ops = importlib.import_module(f"{__name__}.{tower.kind}"), towers.tensors(tower), ops.of_layer(0)
-    read = TensorReader(ops, source, progress)
-    top, *layers = (LayerReader(read, read, slots, 0) for slots in (table.top, *table.layers))
-    weights, of_layers = top.weights(module.Weights), [layer.weights(module.LayerWeights) for layer in layers]
-    ops.wait()
-    reader: ImageReader = module.Reader(ops, tower, weights, of_layers, read.bytes)
-    return reader

@@ -1,0 +1,70 @@
+"""Models with a layer that predicts several tokens, for tests: small ones of random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from polarlm import Engine
+from polarlm.engine.requests.drafts import MtpDrafter
+from polarlm.model_loaders.families import tensors
+from polarlm.model_loaders.files.folder import open_folder
+from tests.requests.drafters import Known, Unpaced
+from tests.tiny import make_model
+
+
+def make_mtp(folder: Path, fixture: str) -> Path:
+    """Fill `folder` as `make_model` does, with a layer more: a copy of the last attention, by its names in files."""
+    path = make_model(folder, fixture)
+    config, weights = open_folder(path)
+    weights.close()
+    file, last, depth = path / "model.safetensors", max(config.attentions), config.depth
+    content = file.read_bytes()
+    data = 8 + int.from_bytes(content[:8], "little")
+    header, parts = json.loads(content[8:data]), [content[data:]]
+
+    of_layer, own = ("mtp.layers.0.", "mtp.") if config.family.startswith("qwen") else (f"model.layers.{depth}.",) * 2
+
+    def add(name: str, dtype: str, shape: Sequence[int], raw: bytes) -> None:
+        end = sum(map(len, parts))
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(raw)]}
+        parts.append(raw)
+
+    for name, one in [*header.items()]:
+        if f".layers.{last}." in name:
+            start, end = one["data_offsets"]
+            new = of_layer + name.partition(f".layers.{last}.")[2]
+            add(new, one["dtype"], one["shape"], content[data + start : data + end])
+    rng = np.random.default_rng(0)
+    for slot, (spec, *_) in tensors(config.with_mtp()).layers[-1].items():
+        if slot.startswith("mtp_"):
+            value = rng.normal(0, 0.3, spec.shape) + (1 - spec.offset) * (len(spec.shape) == 1)
+            name = own + spec.name.removeprefix(f"model.layers.{depth}.")
+            add(name, "F32", spec.shape, value.astype("<f4").tobytes())
+    written = json.dumps(header).encode()
+    file.write_bytes(len(written).to_bytes(8, "little") + written + b"".join(parts))
+    return path
+
+
+class Beside:
+    """Lets a model's layer draft, and drafts what is known instead, so that tokens are accepted."""
+
+    def __init__(self, engine: Engine, known: Known) -> None:
+        self._engine, self._known, self.drafted = engine, known, 0
+
+    def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        if most < 1:
+            return ()
+        of_this = (one for one in self._engine._runner.requests.values() if isinstance(one.drafts, Unpaced))
+        kv = next(one.kv for one in of_this if one.drafts._given is self)
+        self.drafted += len(MtpDrafter(self._engine._model.mtp, lambda: kv).draft(ids, most))
+        return self._known.draft(ids, most)
+
+    def is_ready(self, ids: Sequence[int]) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass

@@ -1,0 +1,170 @@
+"""A layer of the model itself that drafts: what it drafts, and that answers stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from polarlm import Engine, EngineError, SamplingParams
+from polarlm.bench.gpu.shapes import qwen3_5
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.loading.need import need
+from polarlm.engine.outputs import Chunk, fold
+from polarlm.engine.requests.drafts import MtpDrafter
+from polarlm.engine.sampling.sample import greedy
+from scripts.make_random_model import write
+from tests.conftest import TRAINED_HYBRID
+from tests.mtp import Beside, make_mtp
+from tests.random_model import tokenizer_file
+from tests.requests.drafters import ANEW, Known, Unpaced, drafting, summary
+from tests.requests.test_drafts import plain, prompts
+from tests.tiny import VOCABULARY, assert_idle, forget, load_tiny, make_model
+
+SETTINGS: dict[str, Any] = {"block_size": 16, "ctx_size": 200, "parallel": 4, "calibration": False, "spec_type": "mtp"}
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+BACKENDS = pytest.mark.parametrize("backend", [NumpyOps, lambda: None], ids=["numpy", "default"])
+
+
+def guesses(engine: Engine, ids: list[int], begun: int, most: int) -> list[int]:
+    """What is drafted after `ids`, with a prompt of the first `begun`, and a step for each but the newest one."""
+    model, store = engine._model, engine._store
+    kv = store.new_sequence()
+    span = store.open(kv, begun)
+    model.forward([span], ids[:begun], outputs=1)
+    store.commit(span)
+    for at in range(begun, len(ids) - 1):
+        span = store.open_step(kv)
+        model.step([span], [ids[at]], [greedy(model.config.vocab_size)])
+        store.commit(span)
+    drafted = MtpDrafter(model.mtp, lambda: kv).draft(ids, min(most, store.rows_of_block(kv)))
+    store.release(kv)
+    return [*drafted]
+
+
+@BACKENDS
+def test_it_drafts_what_transformers_drafts(backend: Callable[[], Any]) -> None:
+    reference = np.load(TRAINED_HYBRID / "reference.npz")
+    ids, places = reference["ids"].tolist(), reference["drafts"].tolist()
+    with load_tiny(TRAINED_HYBRID, ops=backend(), **SETTINGS, cache_type="f16") as engine:
+        for place, *wanted in places:
+            found = guesses(engine, ids[: place + 1], max(1, place - place % 4), len(wanted))
+            assert found == wanted[: len(found)] != []
+    assert len(places) > 20
+
+
+@pytest.mark.parametrize(("cache_type", "temperature"), [("f16", 0), ("balanced", 1), ("by-age", 0)])
+def test_a_trained_layer_is_right_and_changes_no_answer(cache_type: str, temperature: float) -> None:
+    """Requests at once, each longer than two blocks; and the next turn, whose first rows lack the state before."""
+    ids = np.load(TRAINED_HYBRID / "reference.npz")["ids"].tolist()
+    more = {"ctx_size": 512, "cache_type": cache_type, "spec_type": "mtp"}
+    params = replace(PARAMS, max_tokens=100, temperature=temperature, seed=1)
+    with Engine.load(TRAINED_HYBRID, device="cpu", parallel=3, **more) as engine:
+        asked = [ids[:70], ids[:130], ids[100:120]]
+        asked += [[*prompt, *range(400, 410)] for prompt in asked]
+        answers: list[list[tuple[object, ...]]] = []
+        drafted = accepted = 0
+        for kind in ("none", "mtp"):
+            forget(engine)
+            answers.append([])
+            for turn in (asked[:3], asked[3:]):
+                streams = [engine.stream(prompt, replace(params, spec_type=kind)) for prompt in turn]
+                begun = [[next(stream)] for stream in streams]
+                done = [fold([*chunks, *stream]) for chunks, stream in zip(begun, streams, strict=True)]
+                answers[-1] += map(summary, done)
+                drafted += sum(one.usage.drafted_tokens for one in done)
+                accepted += sum(one.usage.accepted_tokens for one in done)
+        assert answers[0] == answers[1]
+        assert accepted > 0.4 * drafted > 20
+        assert_idle(engine)
+
+
+@BACKENDS
+@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize(
+    ("model", "types"),
+    [
+        ("qwen3_next_shared_keys", {"cache_type": "ring4"}),
+        ("qwen3_5_moe_with_images", {"cache_type": "f16"}),
+        ("glm4_moe_qk_norm", {"cache_type": "polarquant"}),
+    ],
+)
+def test_answers_are_those_of_steps_of_one_token(
+    tmp_path: Path, model: str, types: dict[str, Any], temperature: float, backend: Callable[[], Any]
+) -> None:
+    """Of hybrids, and of attention and experts alone, with drafts that are accepted and others."""
+    with load_tiny(make_mtp(tmp_path, model), ops=backend(), **SETTINGS, **types) as engine:
+        params, rng = replace(PARAMS, temperature=temperature, seed=3), np.random.default_rng(0)
+        asked = prompts(4)
+        wanted = [plain(engine, prompt, params) for prompt in asked]
+        known = [Beside(engine, Known([*p, *w.token_ids], 0.8, VOCABULARY)) for p, w in zip(asked, wanted, strict=True)]
+        waiting = iter(known)
+        drafting(engine, lambda ids: Unpaced(next(waiting), lambda: int(rng.integers(1, 8))))
+        forget(engine)
+        trays: list[list[Chunk | Exception]] = [[] for _ in asked]
+        for prompt, tray in zip(asked, trays, strict=True):
+            engine.submit(prompt, params, ANEW, into=tray)
+        while engine.work():
+            pass
+        assert [summary(fold(tray)) for tray in trays] == [summary(one) for one in wanted]
+        assert all(one.drafted > 10 for one in known)
+        assert_idle(engine)
+
+
+@BACKENDS
+def test_its_keys_and_values_are_of_the_states_of_the_model(tmp_path: Path, backend: Callable[[], Any]) -> None:
+    """Whatever has been drafted or rejected, and however many rows a step has had."""
+    ids = prompts(1)[0][:30]
+    with load_tiny(make_mtp(tmp_path, "glm4_moe_qk_norm"), ops=backend(), **SETTINGS, cache_type="f16") as engine:
+        model, store, found = engine._model, engine._store, []
+        for counts in ([1] * 11, [4, 1, 7, 3]):
+            kv = store.new_sequence()
+            span = store.open(kv, 16)
+            model.forward([span], ids[:16], outputs=1)
+            store.commit(span)
+            for count in counts:
+                start = kv.length
+                MtpDrafter(model.mtp, lambda kv=kv: kv).draft(ids[: start + 1], count)
+                span = store.open_step(kv, count)
+                rows = [*ids[start : start + count - 1], 9][-count:] if count > 1 else ids[start : start + 1]
+                model.step([span], rows, [greedy(VOCABULARY)] * count)
+                store.commit(span, max(1, count - 1))
+            assert kv.length >= 27
+            arrays = store.groups[0].read_full(kv.tables[0].current, 11)
+            found.append([arrays[3, side].astype(np.float32) for side in "kv"])
+            store.release(kv)
+        np.testing.assert_allclose(found[0], found[1], atol=2e-3)
+
+
+def test_what_is_not_there_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path) -> None:
+    for path in (tiny_path, make_model(tmp_path, "qwen3_5_tied")):
+        with pytest.raises(EngineError, match=r"has no layer for spec_type=mtp; choose another spec_type"):
+            Engine.load(path, device="cpu", spec_type="mtp")
+    with Engine.load(tiny_path, device="cpu") as engine, pytest.raises(EngineError, match="load the engine with spec_"):
+        engine.generate([5, 6], replace(PARAMS, spec_type="mtp"))
+
+
+def test_files_of_llama_cpp_have_it_too_and_it_takes_memory_only_if_asked_for(tmp_path: Path) -> None:
+    config = qwen3_5(4, 64, 128, 2, 1, 16).with_mtp()
+    path = tmp_path / "random.gguf"
+    write(path, "random", replace(config, vocab_size=262), "q8_0", tokenizer_file(tmp_path))
+    names = {tensor.name for tensor in gguf.GGUFReader(path).tensors}
+    parts = ("EH_PROJ", "ENORM", "HNORM", "SHARED_HEAD_NORM")
+    theirs = [gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[f"NEXTN_{part}"]].format(bid=4) for part in parts]
+    assert {f"{name}.weight" for name in theirs} <= names
+    sizes = []
+    for kind in ("none", "mtp"):
+        with Engine.load(path, **SETTINGS | {"spec_type": kind, "cache_type": "f16", "device": "cpu"}) as engine:
+            assert engine.generate([5, 6, 7], PARAMS).usage.completion_tokens == 40
+            assert "(qwen3_5, 4 layers)" in engine.fit_line()
+            plan, weights = engine._parts.plan, engine._parts.model.weights.bytes
+            assert (len(plan.shape.layers), len(plan.shape.kv_layers)) == ((5, 2) if kind == "mtp" else (4, 1))
+            needed = need(EngineConfig(weights=str(path), ctx_size=200, spec_type=kind, device="cpu")).bytes
+            sizes.append((plan.bytes, weights, needed))
+    assert all(one < other for one, other in zip(*sizes, strict=True))
