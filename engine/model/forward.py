@@ -21,7 +21,7 @@ from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
-from polarlm.engine.model.mtp import MtpLayer
+from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.model.passes import Passes
 from polarlm.engine.model.prefill import Prefill, PromptTap, stages
 from polarlm.engine.model.rope import RopeTables
@@ -83,9 +83,9 @@ class Transformer:
             for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]
         self._passes = Passes(self.ops, self.store, self._layers, self._ropes, self.config.hidden_size, self._embed)
-        if self.config.mtp:
-            more = self.store, self._layers[-1], self._ropes, self._embed
-            self.mtp = MtpLayer(self._stages[0].ops, self.config, weights, *more)
+        if (own := weights.layers[-1].mtp) is not None:
+            first, last, ropes, embed = self._stages[0].ops, self._layers[-1], self._ropes, self._embed
+            self.mtp = MtpLayer(first, self.config, own, weights.norm, weights.head, self.store, last, ropes, embed)
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone

@@ -20,10 +20,9 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS, DRAFTS, MTP
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.mtp import MtpLayer
+from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.params import SamplingParams
-from polarlm.engine.requests.draft_model import ModelDrafter
-from polarlm.engine.requests.mtp import MtpDrafter
+from polarlm.engine.requests.draft_model import ModelDrafter, MtpDrafter
 from polarlm.engine.state.store import SequenceKV
 
 _RECENT = 5  # latest steps with the same number of rows, whose median is taken

@@ -14,19 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers.kinds import DecoderLayer
+from polarlm.engine.model.layers.kinds import DecoderLayer, MtpWeights
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.sampling.sample import Sampled, greedy
 from polarlm.engine.state.store import KVStore, Span, positions
+from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import ModelConfig
-
-if TYPE_CHECKING:
-    from polarlm.engine.model.forward import ModelWeights
 
 
 class MtpLayer:
@@ -36,22 +34,21 @@ class MtpLayer:
         self,
         ops: Ops,
         config: ModelConfig,
-        weights: ModelWeights,
+        weights: MtpWeights,
+        last_norm: Array,
+        head: Linear,
         store: KVStore,
         layer: DecoderLayer,
         ropes: RopeTables,
         embed: Callable[..., tuple[Array, Array | None]],
     ) -> None:
-        """ops: of the first card, if there are several. weights: of the model. embed: as `Transformer`'s."""
-        self._number, self._size, self._head = config.depth, config.hidden_size, weights.head
+        """ops: of the first card, if there are several. last_norm, head: of the model. embed: as `Transformer`'s."""
+        self._number, self._size, self._head = config.depth, config.hidden_size, head
         self._first, self._ops, self.store, self._layer = ops, layer.ops, store, layer
         self._group, self._ropes, self._embed = store.groups[store.group_of(self._number)], ropes, embed
-        own = weights.layers[self._number].mtp
-        assert own is not None
-        assert weights.norm is not None
-        norms = weights.norm, own.embedding_norm, own.hidden_norm, own.norm
+        norms = last_norm, weights.embedding_norm, weights.hidden_norm, weights.norm
         self._last_norm, self._embedding_norm, self._hidden_norm, self._norm = ((one, config.norm_eps) for one in norms)
-        self._projection, self._sampler_inputs = own.projection, [greedy(config.vocab_size)]
+        self._projection, self._sampler_inputs = weights.projection, [greedy(config.vocab_size)]
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
