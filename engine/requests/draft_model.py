@@ -1,9 +1,9 @@
 """Models that draft: a second, smaller one, which generates the tokens that the engine's model verifies, or a layer of
 that model itself, see `engine.model.layers.mtp`.
 
-The smaller one's K/V are in a store of its own. The K/V of rejected tokens are discarded before the next draft; they are
-all in the current block, where a draft ends. Layers with a window may then attend to as many tokens fewer: a draft may
-be worse, but the answer stays the same.
+The smaller one's K/V are in a store of its own. The K/V of rejected tokens are discarded before the next draft; they
+are all in the current block, where a draft ends. Layers with a window may then attend to as many tokens fewer: a draft
+may be worse, but the answer stays the same.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def guesses(engine: Engine, ids: list[int], begun: int, most: int) -> list[int]:
 @BACKENDS
 def test_it_drafts_what_transformers_drafts(backend: Callable[[], Any]) -> None:
     reference = np.load(TRAINED_HYBRID / "reference.npz")
-    ids, places = reference["ids"].tolist(), reference["drafts"].tolist()
+    ids, places = reference["ids"].tolist(), reference["drafts"][::3].tolist()
     with load_tiny(TRAINED_HYBRID, ops=backend(), **SETTINGS, cache_type="f16") as engine:
         for place, *wanted in places:
             found = guesses(engine, ids[: place + 1], max(1, place - place % 4), len(wanted))
