@@ -81,7 +81,7 @@ def test_a_trained_layer_is_right_and_changes_no_answer(cache_type: str, tempera
                 drafted += sum(one.usage.drafted_tokens for one in done)
                 accepted += sum(one.usage.accepted_tokens for one in done)
         assert answers[0] == answers[1]
-        assert accepted > 0.6 * drafted > 6
+        assert accepted > 0.4 * drafted > 4
         assert_idle(engine)
 
 
