@@ -79,7 +79,7 @@ class ChatSession:
         EngineError."""
         if not self.engine.reads_images:
             raise EngineError(
-                f"{self.engine.model.name} takes text alone: load a model that reads images", "not_supported"
+                f"{self.engine.model.name} takes text alone: load a model that reads images"
             )
         try:
             path = re.sub(r"""^(['"])(.*)\1$""", r"\2", path.replace("\\ ", " "))

@@ -13,7 +13,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.model.towers import ImageReader, ImageRows, load_tower
+from polarlm.engine.model.weights import ImageReader, ImageRows, load_tower
 from polarlm.engine.model.towers._qwen import patches
 from polarlm.model_loaders import towers
 from tests.conftest import FIXTURES
