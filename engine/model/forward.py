@@ -88,11 +88,9 @@ class Transformer:
             for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]
         self._passes = Passes(self.ops, self.store, self._layers, self._ropes, self.config.hidden_size, self._embed)
-        if self.config.mtp:
-            own = weights.layers[-1].mtp
-            assert own is not None
-            more = self.store, self._layers[-1], self._ropes, self._embed
-            self.mtp = MtpLayer(self._stages[0].ops, self.config, own, weights.norm, weights.head, *more)
+        if (own := weights.layers[-1].mtp) is not None:
+            first, last, ropes, embed = self._stages[0].ops, self._layers[-1], self._ropes, self._embed
+            self.mtp = MtpLayer(first, self.config, own, weights.norm, weights.head, self.store, last, ropes, embed)
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone
@@ -220,7 +218,7 @@ class Transformer:
         chosen, logits, *states = self._run("step", spans, rows, sampler_inputs)
         sampled = self.ops.fetch_tokens(chosen, logits, sampler_inputs)
         if self.mtp is not None:
-            self.mtp.append(spans, rows, *states)
+            self.mtp.keep(spans, *states)
         return sampled
 
     def step_ahead(
@@ -253,7 +251,8 @@ class Transformer:
         for number, (ops, _) in enumerate(before):
             x, newest = FromCard(ops.run_graph(key, _Work(self, number, False), [x, *tables]), ops), [ids]
         inputs = [*newest, last.ops.pack_sampler_inputs(sampler_inputs)] if sampler_inputs else []
-        return last.ops.run_graph(key, _Work(self, len(before), bool(sampler_inputs)), [x, *inputs, *tables])
+        of_mtp = [] if self.mtp is None else self.mtp.of_step(spans, ids)
+        return last.ops.run_graph(key, _Work(self, len(before), bool(sampler_inputs)), [x, *inputs, *tables, *of_mtp])
 
     def _step(self, stage: int, x: Array, *inputs: Any) -> tuple[Array, ...]:
         """The last stage of a step, x → tokens (T,), and what `_rows` returns. inputs: ids (T,) int32, if x is not
@@ -267,28 +266,30 @@ class Transformer:
         logits (T, V), and with `mtp` the normed hidden states, in a tuple.
 
         tables: the arrays of `RopeTables.tables`, then the spans of each group of layers, then what `row_adapters`
-        gives.
+        gives, and of the last stage what `MtpLayer.of_step` does.
         """
-        first_spans, inputs = self._ropes.arrays, None
+        first_spans, inputs, is_last = self._ropes.arrays, None, stage == len(self._stages) - 1
         if stage == 0:
             x, inputs = self._embed(x, recorded=True)
         ropes = self._ropes.joined(tables)
         of_rows = tables[first_spans + len(self.store.groups) :]
+        of_rows, of_mtp = (of_rows[:-3], of_rows[-3:]) if is_last and self.mtp is not None else (of_rows, ())
         adapters = Routing(*of_rows) if of_rows else None
         for number in self._stages[stage].layers:
-            if number == self.config.depth:
-                break
             layer = self._layers[number]
             rope, spans = self._ropes.of_layer(number, ropes), tables[first_spans + self.store.group_of(number)]
+            if number == self.config.depth:
+                break
             seen = layer.mixer.project(x, rope, spans, adapters=adapters, recorded=True)
             layer.mixer.mix(x, seen, spans, adapters=adapters, recorded=True)
             layer.finish(x, inputs, adapters=adapters, recorded=True)
-        if stage < len(self._stages) - 1:
+        if not is_last:
             return x
         logits = self._head(x, recorded=True)
         if self.mtp is None:
             return (logits,)
         self.ops.rms_norm(x, (self.weights.norm, self.config.norm_eps))
+        self.mtp.append(x, rope, spans, *of_mtp)
         return logits, x
 
     def _embed(

@@ -17,7 +17,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.need import need
 from polarlm.engine.outputs import Chunk, fold
-from polarlm.engine.requests.drafts import MtpDrafter
+from polarlm.engine.requests.draft_model import MtpDrafter
 from polarlm.engine.sampling.sample import greedy
 from scripts.make_random_model import write
 from tests.conftest import TRAINED_HYBRID
@@ -51,7 +51,7 @@ def guesses(engine: Engine, ids: list[int], begun: int, most: int) -> list[int]:
 @BACKENDS
 def test_it_drafts_what_transformers_drafts(backend: Callable[[], Any]) -> None:
     reference = np.load(TRAINED_HYBRID / "reference.npz")
-    ids, places = reference["ids"].tolist(), reference["drafts"].tolist()
+    ids, places = reference["ids"].tolist(), reference["drafts"][::3].tolist()
     with load_tiny(TRAINED_HYBRID, ops=backend(), **SETTINGS, cache_type="f16") as engine:
         for place, *wanted in places:
             found = guesses(engine, ids[: place + 1], max(1, place - place % 4), len(wanted))
@@ -64,7 +64,7 @@ def test_a_trained_layer_is_right_and_changes_no_answer(cache_type: str, tempera
     """Requests at once, each longer than two blocks; and the next turn, whose first rows lack the state before."""
     ids = np.load(TRAINED_HYBRID / "reference.npz")["ids"].tolist()
     more = {"ctx_size": 512, "cache_type": cache_type, "spec_type": "mtp"}
-    params = replace(PARAMS, max_tokens=100, temperature=temperature, seed=1)
+    params = replace(PARAMS, max_tokens=100, temperature=temperature, seed=1, draft_max=1)
     with Engine.load(TRAINED_HYBRID, device="cpu", parallel=3, **more) as engine:
         asked = [ids[:70], ids[:130], ids[100:120]]
         asked += [[*prompt, *range(400, 410)] for prompt in asked]
@@ -81,7 +81,7 @@ def test_a_trained_layer_is_right_and_changes_no_answer(cache_type: str, tempera
                 drafted += sum(one.usage.drafted_tokens for one in done)
                 accepted += sum(one.usage.accepted_tokens for one in done)
         assert answers[0] == answers[1]
-        assert accepted > 0.4 * drafted > 20
+        assert accepted > 0.4 * drafted > 4
         assert_idle(engine)
 
 

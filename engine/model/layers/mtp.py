@@ -43,13 +43,13 @@ class MtpLayer:
         ropes: RopeTables,
         embed: Callable[..., tuple[Array, Array | None]],
     ) -> None:
-        """ops: of the first card, if there are several. last_norm, head: the model's. embed: as `Transformer`'s."""
+        """ops: of the first card, if there are several. last_norm, head: of the model. embed: as `Transformer`'s."""
         self._number, self._size, self._head = config.depth, config.hidden_size, head
         self._first, self._ops, self.store, self._layer = ops, layer.ops, store, layer
         self._group, self._ropes, self._embed = store.groups[store.group_of(self._number)], ropes, embed
         norms = last_norm, weights.embedding_norm, weights.hidden_norm, weights.norm
         self._last_norm, self._embedding_norm, self._hidden_norm, self._norm = ((one, config.norm_eps) for one in norms)
-        self._projection, self._sampler_inputs = weights.projection, [greedy(config.vocab_size)]
+        self._projection, self._greedy = weights.projection, [greedy(config.vocab_size)]
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
@@ -80,55 +80,57 @@ class MtpLayer:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def append(self, spans: Sequence[Span], ids: np.ndarray, states: Array) -> None:
-        """Append the K/V of a step's rows. ids (T,) int32: their tokens. states (T, E): the model's hidden states of
-        them, normed, which the spans keep."""
-        hidden, before, end = np.array(self._ops.to_host(states)), np.zeros((len(ids), self._size), np.float32), 0
-        for span in spans:
-            first, end = end, end + span.count
-            before[first + 1 : end] = hidden[first : end - 1]
+    def of_step(self, spans: Sequence[Span], ids: np.ndarray) -> list[np.ndarray]:
+        """Return the inputs of `append` for a step's rows, whose tokens are ids (T,) int32: float32 on the host."""
+        firsts = np.cumsum([0, *(span.count for span in spans[:-1])])
+        before, follows = np.zeros((len(ids), self._size), np.float32), np.ones((len(ids), 1), np.float32)
+        follows[firsts] = 0
+        for first, span in zip(firsts, spans, strict=True):
             if span.sequence.hidden is not None:
                 before[first] = span.sequence.hidden
+        embedded = self._ops.to_host(self._embedded(ids))
+        return [np.concatenate([embedded, np.zeros_like(before)], axis=1), before, follows]
+
+    def append(self, x: Array, rope: Sequence[Array], spans: Any, both: Array, before: Array, follows: Array) -> None:
+        """Append the K/V of a step's rows, which are being recorded. x (T, E): the model's hidden states, normed. both
+        (T, 2E): embeddings, and room for the states before them. before (T, E): these, of each sequence's first row;
+        zeros in others. follows (T, 1): 0 for a sequence's first row, 1 for others."""
+        ops, e, rows = self._ops, self._size, len(x)
+        ops.rms_norm(both[:, :e], self._embedding_norm)
+        if rows > 1:
+            ops.rms_norm(x[: rows - 1], self._hidden_norm, both[1:, e:])
+            ops.scale(both[1:, e:], follows[1:])
+        ops.rms_norm(before, self._hidden_norm, both[:, e:])
+        y = ops.linear(both, self._projection, recorded=True)
+        self._layer.mixer.project(y, rope, spans, adapters=None, recorded=True)
+
+    def keep(self, spans: Sequence[Span], states: Array) -> None:
+        """Let the spans of a step keep their rows of states (T, E): the model's hidden states, normed."""
+        hidden, end = np.array(self._ops.to_host(states)), 0
+        for span in spans:
+            first, end = end, end + span.count
             span.hidden = hidden[first:end]
-        self._run(self._append, spans, ids, before)
 
     def draft(self, span: Span, token: int, hidden: np.ndarray) -> tuple[Sampled, np.ndarray]:
         """Compute the row `span` of a step, of a token and the hidden state (E,) before it. Return the most likely next
         token, or the error why there is none, and the row's hidden state (E,)."""
-        packed, ids = self._ops.pack_sampler_inputs(self._sampler_inputs), np.array([token], np.int32)
-        chosen, logits, states = self._run(self._draft, [span], ids, hidden[None], packed)
-        (sampled,) = self._ops.fetch_tokens(chosen, logits, self._sampler_inputs)
+        embedded = self._ops.to_host(self._embedded(np.array([token], np.int32)))
+        both, packed = np.concatenate([embedded, hidden[None]], axis=1), self._ops.pack_sampler_inputs(self._greedy)
+        rope = self._ropes.of_layer(self._number, self._ropes.tables(rope_positions([span])))
+        view = self._group.spans([self.store.view(self._number, span, slice(0, 1), span.start)])
+        chosen, logits, states = self._ops.run_graph("mtp", self._draft, [both, packed, view, *rope])
+        (sampled,) = self._ops.fetch_tokens(chosen, logits, self._greedy)
         return sampled, np.array(self._ops.to_host(states)[0])
 
-    def _run(
-        self, work: Callable[..., Any], spans: Sequence[Span], ids: np.ndarray, before: np.ndarray, *inputs: Any
-    ) -> Any:
-        both = np.concatenate([self._ops.to_host(self._embedded(ids)), before], axis=1)
-        rope, seen, end = self._ropes.tables(rope_positions(spans)), list[Any](), 0
-        for span in spans:
-            first, end = end, end + span.count
-            seen.append(self.store.view(self._number, span, slice(first, end), span.start))
-        tables = [self._group.spans(seen), *(self._ropes.of_layer(self._number, rope) or ())]
-        return self._ops.run_graph(work.__name__, work, [both, *inputs, *tables])
-
-    def _append(self, both: Array, spans: Any, *rope: Array) -> Array:
-        x = self._projected(both)
-        self._layer.mixer.project(x, rope, spans, adapters=None, recorded=True)
-        return x
-
     def _draft(self, both: Array, sampler_inputs: Any, spans: Any, *rope: Array) -> tuple[Array, Array, Array]:
-        """One row: tokens (1,), logits (1, V), hidden states (1, E)."""
-        x = self._projected(both)
-        seen = self._layer.mixer.project(x, rope, spans, adapters=None, recorded=True)
-        self._layer.mixer.mix(x, seen, spans, adapters=None, recorded=True)
+        """One row: an embedding and the hidden state before it (1, 2E) → tokens (1,), logits (1, V), the hidden state
+        (1, E)."""
+        ops, e, mixer = self._ops, self._size, self._layer.mixer
+        ops.rms_norm(both[:, :e], self._embedding_norm)
+        ops.rms_norm(both[:, e:], self._hidden_norm)
+        x = ops.linear(both, self._projection, recorded=True)
+        mixer.mix(x, mixer.project(x, rope, spans, adapters=None, recorded=True), spans, adapters=None, recorded=True)
         self._layer.finish(x, None, adapters=None, recorded=True)
-        self._ops.rms_norm(x, self._norm)
-        logits = self._ops.linear(x, self._head, recorded=True)
-        return self._ops.sample(logits, sampler_inputs), logits, x
-
-    def _projected(self, both: Array) -> Array:
-        """both (T, 2E): embeddings and the hidden states before them, which are normed in place → (T, E)."""
-        e = self._size
-        self._ops.rms_norm(both[:, :e], self._embedding_norm)
-        self._ops.rms_norm(both[:, e:], self._hidden_norm)
-        return self._ops.linear(both, self._projection, recorded=True)
+        ops.rms_norm(x, self._norm)
+        logits = ops.linear(x, self._head, recorded=True)
+        return ops.sample(logits, sampler_inputs), logits, x
