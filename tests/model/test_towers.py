@@ -13,8 +13,9 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.model.towers import ImageReader, ImageRows, load_tower
+from polarlm.engine.model.towers import ImageReader, ImageRows
 from polarlm.engine.model.towers._qwen import patches
+from polarlm.engine.model.weights import load_tower
 from polarlm.model_loaders import towers
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice
