@@ -180,9 +180,10 @@ struct Span {
     int first_quantized, quantized;  // number of the first quantized block, and how many there are
     int current, current_block;      // record of the block that the new rows begin in, and its number
     int next;                        // record of the block after that; further ones follow it
+    int sees;                        // position up to which all rows see, if that is later than theirs
 
     // The ids of the quantized blocks, in order.
-    __device__ __forceinline__ const int *ids() const { return &next + 1; }
+    __device__ __forceinline__ const int *ids() const { return &sees + 1; }
 
     // With two kinds of blocks, `finer` of them have more bits: their places come first, then the other blocks'.
     __device__ __forceinline__ int finer() const { return ids()[0]; }

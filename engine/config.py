@@ -80,6 +80,15 @@ class EngineConfig(Settings):
         help="a smaller model of the same vocabulary, which drafts tokens; its KV store is f16",
         elsewhere=("draft_model", "speculative_model", "assistant_model"),
     )
+    mmproj: str | None = setting(
+        None,
+        "-mm",
+        "--mmproj",
+        metavar="FILE",
+        help="the part of a GGUF model that reads images; without it, the mmproj file beside the model, if there is "
+        "one; none leaves that part of any model out, which saves its memory",
+        elsewhere=("clip_model_path",),
+    )
     lora: dict[str, str] = setting(
         dict,
         "--lora",

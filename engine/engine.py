@@ -66,6 +66,7 @@ class Engine(Vectors):
         parts = model
         self.config, self.model = parts.config, parts.source
         self.context, self.cache_shape = parts.plan.tokens, parts.plan.shape
+        self.reads_images = parts.source.tower is not None  # whether messages may have images
         self._parts, self.expert_plan = parts, parts.experts
         self._start_line, self._fit_line = assembly.start_line(parts), assembly.fit_line(parts)
         self._model, self._store = parts.model, parts.model.store
@@ -84,7 +85,7 @@ class Engine(Vectors):
         self._runner = kind(self._model, self._prefixes, self._scheduler, self._drafting, self._tiers)
         self.kept_blocks = parts.disk  # for servers
         self.adapters = parts.adapters  # that requests choose among; for servers
-        self._answers = Answers(parts.source, enabled=keeps, tiers=self._tiers)
+        self._answers = Answers(parts.source, self.context, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False
 
@@ -186,7 +187,8 @@ class Engine(Vectors):
     def prompt_ids(self, prompt: Prompt, options: Options = None) -> list[int]:
         """The token ids of a prompt as `stream` tokenizes it, without a limit of length. Raises EngineError."""
         options = options or PromptOptions()
-        return prompt_ids(self._answers.conversation(prompt, options.cache_salt).prompt, self.model, options)
+        conversation = self._answers.conversation(prompt, options.cache_salt)
+        return prompt_ids(conversation.prompt, self.model, options, cut=conversation.read.cut)
 
     def detokenize(self, ids: Sequence[int], *, control: bool = False) -> str:
         """The text of `ids`, which start a sequence; `control` includes control tokens' names. Raises EngineError."""
@@ -218,8 +220,9 @@ class Engine(Vectors):
         answers: Known = ()
         if prompt is not None:
             conversation = self._answers.conversation(prompt, options.cache_salt)
-            unchecked = prompt_ids(conversation.prompt, self.model, options, context=self.context)
-            wanted, answers = checked_ids(unchecked, self.model, self.context, room=0), conversation.known()
+            read, answers = conversation.read, conversation.known()
+            unchecked = prompt_ids(conversation.prompt, self.model, options, context=self.context, cut=read.cut)
+            wanted = checked_ids(unchecked, self.model, self.context, room=0, rows=read.ids)
         with self._exclusive():
             newest = self._runner.newest
             ids, salt = (newest.ids, newest.salt) if wanted is None else (wanted, salt)
@@ -378,6 +381,7 @@ class Engine(Vectors):
     def close(self) -> None:
         """Free weights and KV store; unfinished requests and later calls raise EngineError. Closing twice is fine."""
         self.grammars.close()
+        self._answers.close()
         with self._lock.hold():
             if self._closed or self._lock.lost:
                 return

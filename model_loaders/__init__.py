@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polarlm.model_loaders import generation
 from polarlm.model_loaders.config import GenerationDefaults, ModelConfig, RopeConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import read_json
+from polarlm.model_loaders.fields import read_json, usable
 from polarlm.model_loaders.files.folder import open_folder
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.gguf_source import open_gguf
@@ -28,7 +29,9 @@ from polarlm.model_loaders.files.pooling import (
 from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.hub import Fits, fetch, named
+from polarlm.model_loaders.hub.choice import projectors
 from polarlm.model_loaders.rope import rope_frequencies
+from polarlm.model_loaders.towers import Tower, belongs, open_mmproj, reads_images, tower_of
 
 if TYPE_CHECKING:
     from polarlm.model_loaders.chat.templates import ChatTemplate
@@ -46,6 +49,7 @@ __all__ = [
     "rope_frequencies",
 ]
 
+NO_TOWER = "none"  # instead of a file with the part that reads images
 _DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)(-\d{5}-of-\d{5})?$", re.IGNORECASE)
 
 
@@ -63,6 +67,8 @@ class Model:
     dtype: str  # how most of the weights are stored, for the user: "Q4_1", "BF16", ...
     pooling: str | None = None  # how states become a vector, if the files say so: "mean", "cls" or "last"
     prompts: Prompts = NO_PROMPTS  # what precedes texts to embed
+    tower: Tower | None = None  # the part that reads images, if there is one
+    tower_weights: WeightSource | None = None
 
     @cached_property  # a future has a lock, which could stay locked in a forked child
     def tokenizer(self) -> Tokenizer:
@@ -73,6 +79,11 @@ class Model:
     def vocabulary(self) -> range:
         """The ids that have both a text and an embedding; a file may have more of either."""
         return range(min(self.config.vocab_size, self.tokenizer.vocab_size))
+
+    def close(self) -> None:
+        """Close the files of the weights."""
+        for weights in filter(None, (self.weights, self.tower_weights)):
+            weights.close()
 
     def left_out(self) -> str | None:
         """A sentence for users about ids of the tokenizer that the embedding has no rows for; None if there are none.
@@ -95,6 +106,7 @@ def load(
     verbose: Callable[[str], None] | None = None,
     fits: Fits | None = None,
     template: str | None = None,
+    mmproj: str | None = None,
     mtp: bool = False,
 ) -> Model:
     """Loads a folder in Hugging Face's layout, a .gguf file, "user/repo" or "hf:user/repo" from the hub, or (None) the
@@ -102,19 +114,53 @@ def load(
 
     Weights are not read yet: `Model.weights.read_into` converts them one at a time. The tokenizer is read by a
     thread while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on
-    the hub. template: a file with a chat template in place of the model's own. mtp: whether `ModelConfig.mtp`
-    is wanted. Raises LoadError.
+    the hub. template: a file with a chat template in place of the model's own. mmproj: a file of llama.cpp's with the
+    part that reads images; None: the folder's, or the one beside a .gguf file; "none": leave it out.
+    mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError.
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 
     name = None if path is None else named(path)
     where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
     model = _load_folder(where, mtp) if where.is_dir() else _load_gguf(where, mtp)
+    try:
+        tower, tower_weights = load_tower(where, model.config, mmproj) or (None, None)
+    except BaseException:
+        model.weights.close()
+        raise
+    model = replace(model, tower=tower, tower_weights=tower_weights)
     if path is None or is_demo(where):
         model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
     if template is not None:
         model = replace(model, template=model.template.of_file(Path(template).expanduser()))
     return model
+
+
+def load_tower(where: Path, config: ModelConfig, mmproj: str | None) -> tuple[Tower, WeightSource] | None:
+    """The part of the model at `where` that reads images, and its weights; None if there is none, or if `mmproj` is
+    "none". Raises LoadError."""
+    if mmproj == NO_TOWER:
+        return None
+    if mmproj is not None:
+        tower, weights = open_mmproj(_existing(mmproj))
+        if not belongs(tower, config):
+            weights.close()
+            raise LoadError(
+                f"{mmproj} is the part of another model: it gives images rows of {tower.outputs} numbers for "
+                f"{tower.kind}, and {where} is {config.family} with {config.hidden_size}; give the mmproj file of this "
+                "model."
+            )
+        return tower, weights
+    if where.is_dir():
+        return tower_of(where)
+    beside = where.parent.glob("*.gguf") if reads_images(config.family) else ()
+    for file in projectors(beside, lambda file: file.name):
+        found = usable(partial(open_mmproj, file))
+        if found is not None and belongs(found[0], config):
+            return found
+        if found is not None:
+            found[1].close()
+    return None
 
 
 def load_weights(path: str | Path, *, mtp: bool = False) -> tuple[ModelConfig, WeightSource, str]:

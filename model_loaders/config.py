@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 # swiglu_clamped: with g = min(gate, 7), g · σ(1.702 g) · (clip(up, −7, 7) + 1).
-# relu_squared: relu(up)², and gelu: up · Φ(up), of networks without a gate.
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "gelu"]
+# relu_squared: relu(up)², gelu: up · Φ(up), and plain_gelu_tanh, the same by tanh, of networks without a gate.
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu_squared", "gelu", "plain_gelu_tanh"]
 # RMSNorm of q and k before RoPE: of each head, with weights (D,) or without; or of all heads, with weights (H·D,) and
 # (K·D,).
 QKNorm = Literal["head", "unweighted", "all"] | None
@@ -38,6 +38,10 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the correction range to whole channels
     divisors: tuple[float, ...] = ()  # any kind: one per channel pair, as GGUF files of Llama 3.1 store them
     short_divisors: tuple[float, ...] = field(default=(), repr=False)  # longrope: within the original context
+    # Pairs of channels that turn by the position in time, in height and in width; empty: all by the same one. They
+    # follow each other, or take turns: time, height, width, as long as there are any, and the rest by time.
+    sections: tuple[int, int, int] | tuple[()] = ()
+    sections_take_turns: bool = False
 
     def for_context(self, tokens: int) -> RopeConfig:
         """RoPE for a context of `tokens`: within the original context, longrope takes the short divisors."""
@@ -74,6 +78,7 @@ class Attention(Mixer):
     qkv_bias: bool = False
     out_bias: bool = False
     is_causal: bool = True  # otherwise a token sees the later ones as well, and no keys and values are kept
+    images_whole: bool = False  # rows of an image see its later rows, too
 
     @property
     def score_scale(self) -> float:
@@ -138,7 +143,7 @@ class Mamba2(Recurrent):
 
 def is_gated(activation: str) -> bool:
     """Whether networks with this activation have a gate. Without one they compute down(activation(up(x)))."""
-    return activation not in ("relu_squared", "gelu")
+    return activation not in ("relu_squared", "gelu", "plain_gelu_tanh")
 
 
 @dataclass(frozen=True)
@@ -234,6 +239,11 @@ class ModelConfig:
     def is_encoder(self) -> bool:
         """Whether its tokens see later ones, so that it gives texts a vector and generates none."""
         return any(not attention.is_causal for attention in self.attentions.values())
+
+    @property
+    def has_sections(self) -> bool:
+        """Whether RoPE turns some channels by the height and the width of a token's place in an image."""
+        return any(one.rope is not None and one.rope.sections for one in self.attentions.values())
 
     @property
     def vector_size(self) -> int:

@@ -63,7 +63,7 @@ def shape_of(mixer: Mixer, k: Codec, v: Codec, mean_bits: int) -> Any:
         return MIXERS[type(mixer)].state_shape(mixer)
     if mixer.shares_kv:
         return SharedShape(mixer.kv_heads, mixer.head_dim, mixer.window)
-    return LayerShape(k, v, mixer.kv_heads, mixer.head_dim, mean_bits, mixer.window)
+    return LayerShape(k, v, mixer.kv_heads, mixer.head_dim, mean_bits, mixer.window, images_whole=mixer.images_whole)
 
 
 def feed(

@@ -148,8 +148,8 @@ def test_what_an_engine_says_of_an_encoder(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bert_f32", "an embedding model"), ("rerankers/bert", "a reranker")])
-def test_a_device_without_the_ops_of_encoders_leaves_them_to_the_cpu(tmp_path: Path, name: str, kind: str) -> None:
-    ops, said = type("Device", (NativeOps,), {"of_encoders": None})(1), list[str]()
+def test_a_gpu_leaves_encoders_to_the_cpu(tmp_path: Path, name: str, kind: str) -> None:
+    ops, said = type("Device", (NativeOps,), {"backend": "cuda"})(1), list[str]()
     config = settle(make_gguf(tmp_path / "model.gguf", name), None, {})
     with Engine(assembly.assemble(config, said.append, ops=ops)) as loaded:
         assert f"model is {kind}, which runs on the CPU." in said

@@ -21,6 +21,7 @@ BEHIND_THE_ENGINE = {
     "loading.calibration",
     "chat",
     "codecs",
+    "images",
     "jit",
     "loading.encoding",
     "loading.fitting",
@@ -86,7 +87,9 @@ ROOMS: dict[str, set[str]] = {
         "storage.payloads",
     }
     | TOLD,
+    "images": {"model", "state"} | TOLD,
     "requests": {
+        "images",
         "state",
         "model",
         "sampling",

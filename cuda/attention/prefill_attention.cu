@@ -6,8 +6,8 @@
 // r, transformed as the keys are. keys, values (blocks, K, bytes): quantized records; full_k, full_v (slots, K, bytes):
 // the sink's records; current_k, current_v (records, K, bytes): the records of the new rows. spans: a Span for each
 // sequence. tiles (tiles, 2): the index of a span, and the first of its T · GROUP rows of scores that a CTA has. A row
-// at position p sees tokens p − window + 1 … p, or 0 … p if window is 0. sink_scores (H): read with SINK_SCORES, see
-// attention.cuh.
+// at position p sees tokens p − window + 1 … p, or 0 … p if window is 0; up to its span's `sees`, if that is later.
+// sink_scores (H): read with SINK_SCORES, see attention.cuh.
 // Grid (tiles, K), block WARPS · 32. DEFINES: GROUP (H / K), WARPS, WARP_ROWS (16 or 32), SHARED (bytes of dynamic
 // shared memory): tables of both codecs, keys and values of a part, and the queries if WARP_ROWS is 32 and DP > 64;
 // SOFTCAP (or not defined) and SINK_SCORES (0 or 1, default 0) as in attention.cuh.
@@ -70,7 +70,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     const Span &span = span_at(spans, span_stride, tiles[2 * blockIdx.x]);
     const int position = span.position, kept_newest = position + span.rows - 1;
     const int first = tiles[2 * blockIdx.x + 1], last = min(first + WARPS * WARP_ROWS, span.rows * GROUP) - 1;
-    const VisibleParts parts(span, position + first / GROUP, position + last / GROUP, window);
+    const VisibleParts parts(span, position + first / GROUP, max(position + last / GROUP, span.sees), window);
     const SidePools key_pools = {keys, full_k, current_k, kv_heads};
     const SidePools value_pools = {values, full_v, current_v, kv_heads};
 #ifdef TWO_KINDS
@@ -113,7 +113,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
     else
 #endif
     if (parts.quantized > 0) Tables::fill<WARPS * 32>(shared, key_tables, value_tables);
-    const Rows rows = {first + warp * WARP_ROWS, last, position};
+    const Rows rows = {first + warp * WARP_ROWS, last, position, span.sees};
     const Queries queries(q + span.first_row * q_stride + head * GROUP * D, q_stride, rows, scale * LOG2_E,
                           shared + QUERIES + warp * (MT * STEPS * 512), lane);
     RowState state;

@@ -4,6 +4,7 @@
 struct Rows {
     int first, last;  // among all T · GROUP rows of the KV head
     int position;     // position of token 0
+    int sees;         // position up to which all rows see
 
     __device__ bool any() const { return first <= last; }
     __device__ int row(int i) const { return min(first + i, last); }
@@ -12,7 +13,7 @@ struct Rows {
     __device__ int newest() const { return at(WARP_ROWS - 1); }
     // Whether any of the rows sees any of the PART tokens from `start` on.
     __device__ bool see_any(int start, int window) const {
-        return any() && start <= newest() && (window == 0 || start + PART - 1 > oldest() - window);
+        return any() && start <= max(newest(), sees) && (window == 0 || start + PART - 1 > oldest() - window);
     }
 };
 
@@ -98,14 +99,15 @@ __device__ __forceinline__ void score(Scores &scores, const Queries &queries, co
 
 // Sets the scores of tokens that a row does not see to −inf; start: the part's first position.
 __device__ __forceinline__ void mask_scores(Scores &scores, const Rows &rows, int start, int window, int lane) {
-    const bool newer = start + PART - 1 > rows.oldest(), older = window > 0 && start <= rows.newest() - window;
+    const bool newer = start + PART - 1 > max(rows.oldest(), rows.sees);
+    const bool older = window > 0 && start <= rows.newest() - window;
     if (!newer && !older) return;
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int newest = rows.at(16 * m + 8 * h + lane / 4) - start;
-            const int oldest = window > 0 ? newest - window + 1 : -start;
+            const int own = rows.at(16 * m + 8 * h + lane / 4) - start, newest = max(own, rows.sees - start);
+            const int oldest = window > 0 ? own - window + 1 : -start;
 #pragma unroll
             for (int i = 0; i < 2 * PT; ++i)
 #pragma unroll

@@ -17,6 +17,8 @@ __device__ __forceinline__ float gelu_tanh(float gate, float up) {
 
 // For networks without a gate, whose gate and up are the same; NaN stays.
 __device__ __forceinline__ float relu_squared(float gate, float up) { return (gate < 0.0f ? 0.0f : gate) * up; }
+__device__ __forceinline__ float gelu(float gate, float up) { return 0.5f * gate * (1.0f + erff(0.70710678f * up)); }
+__device__ __forceinline__ float plain_gelu_tanh(float gate, float up) { return gelu_tanh(gate, 1.0f); }
 
 // gate / (1 + e^-1.702gate) · (up + 1) of gate of at most 7 and up within ±7; NaN stays.
 __device__ __forceinline__ float swiglu_clamped(float gate, float up) {

@@ -106,6 +106,7 @@ class SpanView:
     # Ids of the blocks with more bits, in a cache that has both kinds. Then there is no window, and `table` and `finer`
     # have the sequence's blocks in any order: every row sees all of them.
     finer: Sequence[int] | None = None
+    sees: int = 0  # position up to which all of these rows see, if that is later than their own
 
 
 @dataclass(eq=False)
@@ -217,10 +218,10 @@ class KVOps(Protocol):
         → (T, H, D).
 
         scale: multiplies the scores. Query head h reads KV head h // (H // K). With a window, position p sees only
-        positions > p − window. transform: its scale_back and inverse value rotation are applied to the result; None
-        leaves the result in the space of the stored values. then: as in `linear`. softcap: c, by which scores s
-        become c · tanh(s / c) before they are masked. sink_scores (H,): a score of each query head that takes part in
-        the softmax of every row, and whose value is 0.
+        positions > p − window. Up to a span's `sees` all K/V are there. transform: its scale_back and inverse value
+        rotation are applied to the result; None leaves the result in the space of the stored values. then: as in
+        `linear`. softcap: c, by which scores s become c · tanh(s / c) before they are masked. sink_scores (H,): a score
+        of each query head that takes part in the softmax of every row, and whose value is 0.
         CUDA: decode_attention in a step, prefill_attention and rotate in a prompt; rotate_dense where the
         rotation is dense.
         """

@@ -104,6 +104,9 @@ class EncoderOps(Protocol):
         norm: weight and bias (n,), and eps.
         """
 
+    def clip(self, x: Array, least: float, most: float) -> None:
+        """Values of x (T, n) below `least` become it, and those above `most`, in place."""
+
     def self_attention(
         self,
         qkv: Array,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.completion import NestedCompleter, PathCompleter, WordCompleter, merge_completers
 from prompt_toolkit.formatted_text import ANSI
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -22,6 +22,7 @@ _SHORT = 1000  # characters: a refused message of at most this length stays in t
 class LineEditor:
     def __init__(self, prompt: str, colored: bool, completed: Sequence[str]) -> None:
         """completed: what the Tab key completes."""
+        paths = NestedCompleter({"/image": PathCompleter(expanduser=True)})
         self.history = History(_history_file())
         self._session: PromptSession[str] = PromptSession(
             ANSI("\n" + prompt),
@@ -29,7 +30,7 @@ class LineEditor:
             multiline=True,
             history=self.history,
             key_bindings=_keys(),
-            completer=WordCompleter(completed, sentence=True),
+            completer=merge_completers([WordCompleter(completed, sentence=True), paths], deduplicate=True),
             complete_while_typing=False,
             color_depth=None if colored else ColorDepth.DEPTH_1_BIT,
             output=create_output(always_prefer_tty=True),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -67,12 +69,32 @@ class ChatSession:
         self.clear()
 
     def clear(self) -> None:
+        self.images: list[dict[str, Any]] = []  # of the next message
         self.messages: list[Mapping[str, Any]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
 
+    def attach(self, path: str) -> str:
+        """Adds the image in a file, whose path may be in quotes, to the next message; returns a sentence. Raises
+        EngineError."""
+        if not getattr(self.engine, "reads_images", False):
+            raise EngineError(
+                f"{self.engine.model.name} takes text alone: load a model that reads images", "not_supported"
+            )
+        try:
+            path = re.sub(r"""^(['"])(.*)\1$""", r"\2", path.replace("\\ ", " "))
+            data = Path(path).expanduser().read_bytes()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise EngineError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        # As text, so that the conversation can be saved, and without the file, which may change.
+        address = f"data:;base64,{base64.b64encode(data).decode()}"
+        self.images.append({"type": "image_url", "image_url": {"url": address}})
+        return f"{counted(len(self.images), 'image')} will go with the next message."
+
     def send(self, text: str) -> Turn:
-        return self._answer([*self.messages, {"role": "user", "content": text}])
+        images, self.images = self.images, []
+        content = [*images, {"type": "text", "text": text}] if images else text
+        return self._answer([*self.messages, {"role": "user", "content": content}])
 
     def regenerate(self) -> Turn | None:
         """Answers the last message once more; None when nothing was answered yet. Raises EngineError."""
@@ -101,7 +123,7 @@ class ChatSession:
             raise EngineError(f"{file} holds no conversation: give a file that /save has written", "session")
         self.messages, self.last = messages, None
         self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
-        question, answer = (shorten(message["content"], _BRIEF, placeholder=" …") for message in messages[-2:])
+        question, answer = (shorten(_text(message) or "", _BRIEF, placeholder=" …") for message in messages[-2:])
         size = counted(len(session.token_ids), "token")
         return f"The conversation saved in {file} continues: {size}.\n{PROMPT}{question}\n{answer}"
 
@@ -223,12 +245,20 @@ def _session_file(path: str) -> Path:
     return folder / "chat.session"
 
 
+def _text(message: Mapping[str, Any]) -> str | None:
+    """The text of a message, without its images; None if there is none."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = content[-1].get("text") if content and isinstance(content[-1], dict) else None
+    return content if isinstance(content, str) else None
+
+
 def _messages(note: Any) -> list[Mapping[str, Any]] | None:
     """The messages in a note that `ChatSession.save` wrote, which end with an answer; None for any other note."""
     messages = note.get("messages") if isinstance(note, dict) else None
     if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, dict) for m in messages):
         return None
-    if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
+    if not all(isinstance(message.get("role"), str) and _text(message) is not None for message in messages):
         return None
     return messages if messages[-1]["role"] == "assistant" else None
 

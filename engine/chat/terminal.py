@@ -34,6 +34,7 @@ _HELP = """\
 /regen          answer the last message again
 /system         show the system prompt
 /system TEXT    start anew with TEXT as the system prompt
+/image PATH     send the image in a file with the next message
 /save [PATH]    write the conversation and its cache to a file
 /load [PATH]    continue with a conversation that was saved
 /set NAME VALUE set a parameter of answers, such as temp, top-p, seed or predict; /set alone shows them
@@ -230,6 +231,10 @@ class _Conversation:
                 tell("A new conversation with this system prompt.")
             case "/system":
                 tell(session.system or "There is no system prompt; /system TEXT sets one.")
+            case "/image" if argument:
+                self._transfer(lambda: session.attach(argument.strip()))
+            case "/image":
+                tell("Which image? /image PATH sends one with the next message.")
             case "/save":
                 self._transfer(lambda: session.save(argument.strip()))
             case "/load":

@@ -20,7 +20,7 @@ from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.fitting import load_or_fit
 from polarlm.engine.loading.parts import Parts, fit_line, start_line
 from polarlm.engine.loading.placement.place import Placement, place
-from polarlm.engine.loading.placement.wanted import draft_bytes, draft_config, fits_beside, wanted_of_source
+from polarlm.engine.loading.placement.wanted import bytes_beside, draft_config, fits_beside, wanted_of_source
 from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
 from polarlm.engine.loading.sizes import (
     check_layers,
@@ -35,7 +35,7 @@ from polarlm.engine.loading.tile_cache import MappedTiles, asked_tile_cache
 from polarlm.engine.model.adapters import Adapters, read_adapters
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
-from polarlm.engine.model.weights import file_bytes, left_out, load_weights
+from polarlm.engine.model.weights import file_bytes, left_out, load_tower, load_weights
 from polarlm.engine.sampling.sample import NOT_FINITE
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.shapes import CacheShape
@@ -143,7 +143,7 @@ class _Loading:
             try:
                 parts = self._parts(bars)
             except BaseException as error:
-                self._source.weights.close()
+                self._source.close()
                 if (told := self._told(error)) is not error:
                     raise told from None
                 raise
@@ -157,17 +157,25 @@ class _Loading:
         if config.weights is not None and is_here:
             self._bar = _loading_bar(bars, self._verbose is not None, Path(config.weights).name)
         fits, template = fits_beside(config, self._ops), config.chat_template_file
-        source = model_loaders.load(config.weights, verbose=self._verbose, fits=fits, template=template, mtp=config.mtp)
+        source = model_loaders.load(
+            config.weights,
+            verbose=self._verbose,
+            fits=fits,
+            template=template,
+            mmproj=config.mmproj,
+            mtp=config.mtp,
+        )
         self._config = within_table(config, source.config, say)
         source = replace(source, config=source.config.for_context(self._config.ctx_size))
-        if source.config.is_encoder and self._ops.of_encoders is None:
+        if source.config.is_encoder and self._ops.backend == "cuda":
             kind = "a reranker" if source.config.scores_pairs else "an embedding model"
             say(f"{source.name} is {kind}, which runs on the CPU.")
             self._ops, _ = select("cpu", config.threads)
         if self._bar is None:  # the files were fetched first, which shows bars of its own
             self._bar = _loading_bar(bars, self._verbose is not None, source.name)
         if self._bar is not None:
-            self._bar.total = file_bytes(source.weights)
+            files = [source.weights, *([source.tower_weights] if source.tower_weights else [])]
+            self._bar.total = sum(map(file_bytes, files))
             self._bar.set_description_str(f"Loading {source.name}", refresh=False)
         return source
 
@@ -213,7 +221,7 @@ class _Loading:
     def _placed(self) -> Placement:
         config, source = self._config, self._source
         wanted = wanted_of_source(config, self._ops, source.config, source.weights, self._adapters.all)
-        more = draft_bytes(config, self._ops)
+        more = bytes_beside(config, self._ops, source.tower_weights)
         return place(replace(wanted, more=more, is_mapped=self._mapped is not None), self._ops, self._say)
 
     def _warn(self, placement: Placement) -> None:
@@ -233,16 +241,14 @@ class _Loading:
 
     def _load(self, ops: Ops, *, is_shown: bool = True, **options: Any) -> ModelWeights:
         """Load the weights to a device. options: of `load_weights`."""
-        progress = self._bar.update if self._bar is not None and is_shown else None
-        return load_weights(
-            ops,
-            self._source.config,
-            self._source.weights,
-            progress,
-            self._weight_format,
-            adapters=self._adapters.all,
-            **options,
+        progress, source = self._bar.update if self._bar is not None and is_shown else None, self._source
+        weights = load_weights(
+            ops, source.config, source.weights, progress, self._weight_format, adapters=self._adapters.all, **options
         )
+        if source.tower is None or source.tower_weights is None:
+            return weights
+        reader = load_tower(ops, source.tower, source.tower_weights, progress)
+        return replace(weights, images=reader, bytes=weights.bytes + reader.bytes)
 
     def _told(self, error: BaseException) -> BaseException:
         """Return the error that users get for one of loading."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from polarlm import model_loaders
 from polarlm.engine.backends.ops import Ops
@@ -11,7 +12,7 @@ from polarlm.engine.backends.select import cards_of, select, with_host
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.placement.place import Placement, place
-from polarlm.engine.loading.placement.wanted import draft_bytes, fits_beside, wanted_of_source
+from polarlm.engine.loading.placement.wanted import bytes_beside, fits_beside, wanted_of_source
 from polarlm.engine.model.adapters import read_adapters
 from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.model_loaders import hub
@@ -79,7 +80,12 @@ def _placed(config: EngineConfig, ops: Ops, reserved: int, most: int | None) -> 
     try:
         model = model.for_context(config.ctx_size)
         wanted = wanted_of_source(config, ops, model, source, read_adapters(config, model, source).all)
-        more = draft_bytes(config, ops)
+        _, tower = model_loaders.load_tower(Path(str(config.weights)), model, config.mmproj) or (None, None)
+        try:
+            more = bytes_beside(config, ops, tower)
+        finally:
+            if tower is not None:
+                tower.close()
         return place(replace(wanted, more=more, reserved=reserved, most=most, caches_experts=False), ops)
     finally:
         source.close()

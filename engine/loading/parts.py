@@ -57,7 +57,7 @@ class Parts:
         """Close the weights' files, and begin no rehearsal."""
         if self.rehearsal is not None:
             self.rehearsal.cancel()
-        self.source.weights.close()
+        self.source.close()
         if self.draft is not None:
             self.draft.close()
 

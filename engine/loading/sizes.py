@@ -69,8 +69,8 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
             continue
         # Full precision gains nothing from centring.
         means = mean_bits if config.key_conditioning and codecs.is_quantized(codec_k) else 0
-        layer_shape = LayerShape(codec_k, codec_v, mixer.kv_heads, mixer.head_dim, means, mixer.window)
-        layers.append(layer_shape)
+        sizes = mixer.kv_heads, mixer.head_dim, means, mixer.window
+        layers.append(LayerShape(codec_k, codec_v, *sizes, images_whole=mixer.images_whole))
     if (kinds := cache_types.two_kinds(config)) is not None:
         layers = _of_two_kinds(kinds, layers)
     shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))

@@ -25,10 +25,14 @@ from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.model.passes import Passes
 from polarlm.engine.model.prefill import Prefill, PromptTap, stages
 from polarlm.engine.model.rope import RopeTables
+from polarlm.engine.model.towers import ImageReader
+from polarlm.engine.model.towers._rows import ImagePart, PlacedImage, read_images
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.kv_blocks import KVBlocks
 from polarlm.engine.state.layer_state import Steady
-from polarlm.engine.state.store import KVStore, Span, positions
+from polarlm.engine.state.places import IMAGE_IDS
+from polarlm.engine.state.positions import positions, rope_positions
+from polarlm.engine.state.store import KVStore, Span
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Attention, ModelConfig
 
@@ -49,6 +53,7 @@ class ModelWeights:
     dense: Sequence[Linear] = ()  # see `ModelConfig.dense`
     pair_head: tuple[Linear, Linear] | None = None  # (E, E) and (1, E), see `ModelConfig.scores_pairs`
     why_damaged: Callable[[], str | None] | None = None  # says what else than the model's files may be damaged
+    images: ImageReader | None = None  # None for a model that reads no images
 
 
 class Transformer:
@@ -83,9 +88,11 @@ class Transformer:
             for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]
         self._passes = Passes(self.ops, self.store, self._layers, self._ropes, self.config.hidden_size, self._embed)
-        if (own := weights.layers[-1].mtp) is not None:
-            first, last, ropes, embed = self._stages[0].ops, self._layers[-1], self._ropes, self._embed
-            self.mtp = MtpLayer(first, self.config, own, weights.norm, weights.head, self.store, last, ropes, embed)
+        if self.config.mtp:
+            own = weights.layers[-1].mtp
+            assert own is not None
+            more = self.store, self._layers[-1], self._ropes, self._embed
+            self.mtp = MtpLayer(self._stages[0].ops, self.config, own, weights.norm, weights.head, *more)
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone
@@ -109,21 +116,26 @@ class Transformer:
         *,
         by_layer: bool = False,
         parts: Sequence[Span] | None = None,
+        images: Sequence[PlacedImage] = (),
     ) -> Generator[int, None, Array]:
         """Compute the new tokens `ids` of `spans`, in order, unit by unit, and append their K/V to the store.
 
         A generator, so that other work can run between units: it yields the number of rows after each unit and returns
         the hidden states of the last `outputs` rows (None: of all), (outputs, E). A unit is `prefill_rows` rows of one
         layer, or several layers if there are fewer rows; with `by_layer`, never more than one layer. It seals all
-        layers; the caller commits. Several spans are a step's, or a pass's, with `parts`: see `forward_pass`.
+        layers; the caller commits. Several spans are a step's, or a pass's, with `parts`: see `forward_pass`. images:
+        of the one span's sequence; those that it has rows of are computed first.
         Cost per token: 2 FLOPs per weight, and attention over all tokens before it. Memory: T·E for the hidden states,
         and the K/V of layers that are sealed together. Raises EngineError for an id without a row.
         """
+        read = (yield from read_images(self.weights.images, images, spans[0])) if images else ()
+        if read:
+            ids = [one if one < IMAGE_IDS else 0 for one in ids]
         rows = rows_of(self.weights.embedding, ids)
-        x, inputs = self._embed(self._stages[0].ops.to_device(rows))
+        x, inputs = self._embed(self._stages[0].ops.to_device(rows), read)
         first_output = 0 if outputs is None else len(ids) - outputs
         of_mtp = None if self.mtp is None else self.mtp.of_prompt(spans[0], rows)
-        prefill = Prefill(self._stages, self.ops, self.store, self._layers, self._ropes, self.tap, of_mtp)
+        prefill = Prefill(self._stages, self.ops, self.store, self._layers, self._ropes, self.tap, read, of_mtp)
         x = yield from prefill.units(x, inputs, spans, first_output, by_layer=by_layer, parts=parts)
         return x[first_output:]
 
@@ -235,7 +247,7 @@ class Transformer:
         """Compute the rows, stage by stage, and return their logits (T, V) on the device; with sampler inputs, the next
         tokens (T,) before these; with `mtp`, the normed hidden states (T, E) behind these."""
         key = name, have_adapters(spans)
-        ropes = chain.from_iterable(self._ropes.tables(positions(spans)))
+        ropes = chain.from_iterable(self._ropes.tables(rope_positions(spans)))
         tables, x, newest = [*ropes, *self._spans.of(spans), *row_adapters(spans)], ids, list[Any]()
         *before, last = self._stages
         for number, (ops, _) in enumerate(before):
@@ -282,10 +294,15 @@ class Transformer:
         self.mtp.append(x, rope, spans, *of_mtp)
         return logits, x
 
-    def _embed(self, ids: Array, *, recorded: bool = False) -> tuple[Array, Array | None]:
-        """ids (T,) int32 → embeddings (T, E), and the inputs of all layers (T, L·P) if they have any."""
+    def _embed(
+        self, ids: Array, images: Sequence[ImagePart] = (), *, recorded: bool = False
+    ) -> tuple[Array, Array | None]:
+        """ids (T,) int32 → embeddings (T, E), rows of images in their places, and the inputs of all layers (T, L·P) if
+        they have any."""
         ops = self._stages[0].ops
         x = ops.embed(self.weights.embedding, ids, self.config.embedding_scale)
+        for part in images:
+            x[part.at] = part.rows
         if self._embedding_norm is not None:
             ops.rms_norm(x, self._embedding_norm)
         if self.weights.layer_inputs is None:

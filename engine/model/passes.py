@@ -17,7 +17,8 @@ from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.adapters import have_adapters, row_adapters
 from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.state.store import KVStore, Span, positions
+from polarlm.engine.state.positions import rope_positions
+from polarlm.engine.state.store import KVStore, Span
 
 _BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # rows
 # Rows that are not there are computed, too, which pays while a layer takes less time than its launches, some 0.1 ms
@@ -59,7 +60,7 @@ class Passes:
         `outputs` rows. spans: of prompts. parts: of these and of steps, in the order of the rows."""
         store, count, of_rows = self._store, len(ids), row_adapters(parts)
         rows = next(size for size in _BUCKETS if size >= count)
-        tables = [*chain.from_iterable(self._ropes.tables(positions(parts))), *of_rows]
+        tables = [*chain.from_iterable(self._ropes.tables(rope_positions(parts))), *of_rows]
         inputs = [np.concatenate([x, np.zeros((rows - count, *x.shape[1:]), x.dtype)]) for x in (ids, *tables)]
         self._spans = spans
         for group, now in zip(self._groups, store.spans(parts, slice(0, count)), strict=True):

@@ -16,7 +16,9 @@ from polarlm.engine.backends.ops import Array, FromCard, Ops, Routing
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.state.store import KVStore, Span, positions
+from polarlm.engine.model.towers._rows import ImagePart
+from polarlm.engine.state.positions import rope_positions, whole_images
+from polarlm.engine.state.store import KVStore, Span
 
 PromptTap = Callable[[int, int, Array, Array], None]
 """tap(layer, position, queries, keys): a `Tap` for rows of a layer, the first row at `position`."""
@@ -35,12 +37,14 @@ def stages(ops: Ops, layers: int) -> list[Stage]:
     return [Stage(card, [*numbers]) for card, numbers in runs]
 
 
-def units_of(count: int, step: int) -> list[slice]:
-    """Cut `count` rows into units of at most `step`. The last one is no single row, which other kernels would compute,
-    whose sums differ by a rounding."""
-    firsts = [*range(0, count, step)]
-    if count % step == 1 and len(firsts) > 1 and step > 2:
-        firsts[-1] -= 1
+def units_of(count: int, step: int, whole: Sequence[range] = ()) -> list[slice]:
+    """Cut `count` rows into units of at most `step`, or of one of `whole`, rows that are not cut. The last one is no
+    single row, which other kernels would compute, whose sums differ by a rounding."""
+    firsts = [0]
+    while (left := count - firsts[-1]) > step:
+        first = firsts[-1] + step - (left == step + 1 and step > 2)
+        cut = next((rows for rows in whole if rows.start < first < rows.stop), None)
+        firsts.append(first if cut is None else cut.start if cut.start > firsts[-1] else cut.stop)
     return [slice(first, end) for first, end in zip(firsts, [*firsts[1:], count], strict=True)]
 
 
@@ -57,8 +61,8 @@ class _Unit:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The forward pass of prompts. tap: called in prompts of one span. of_mtp: returns the inputs of the last layer,
-    which has K/V alone, if it is the one of `ModelConfig.mtp`; see `MtpLayer.of_prompt`."""
+    """The forward pass of prompts. tap: called in prompts of one span. images: of rows of one span. of_mtp: returns the
+    inputs of the last layer, which has K/V alone, if it is the one of `ModelConfig.mtp`; see `MtpLayer.of_prompt`."""
 
     stages: Sequence[Stage]
     ops: Ops
@@ -66,6 +70,7 @@ class Prefill:
     layers: Sequence[DecoderLayer]
     ropes: RopeTables
     tap: PromptTap | None
+    images: Sequence[ImagePart] = ()
     of_mtp: Callable[[Array, slice], Array] | None = None
 
     def units(
@@ -86,8 +91,8 @@ class Prefill:
         count, whole, parts = len(x), any(span.round_trip for span in spans), parts or spans
         step = count if whole else self.ops.prefill_rows
         first_output = first_output if self.of_mtp is None else count
-        ropes, of_rows = self.ropes.tables(positions(parts)), row_adapters(parts)
-        slices = units_of(count, step)
+        ropes, of_rows = self.ropes.tables(rope_positions(parts)), row_adapters(parts)
+        slices = units_of(count, step, whole_images(parts) if self.store.sees_whole_images else ())
 
         def cut() -> list[_Unit]:
             return [self._unit(parts, rows, first_output) for rows in slices]
@@ -100,6 +105,9 @@ class Prefill:
             tables = [tuple(map(ops.to_device, table)) for table in ropes]
             adapters = Routing(*map(ops.to_device, of_rows)) if of_rows else None
             for layer in layers:
+                for part in self.images:
+                    if 0 < layer <= len(part.added):
+                        x[part.at] += part.added[layer - 1]
                 for span in spans:
                     self.store.begin_layer(layer, span)
                 rope = self.ropes.of_layer(layer, tables)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.model_loaders.config import Attention, ModelConfig
+from polarlm.model_loaders.config import Attention, ModelConfig, RopeConfig
 from polarlm.model_loaders.rope import rope_frequencies
 
 Rope = tuple[np.ndarray, ...]  # cos and sin (T, D/2) float32, and if queries grow with positions, factors (T, 1)
@@ -27,6 +27,20 @@ def pair_frequencies(attention: Attention) -> tuple[np.ndarray, np.ndarray]:
     return frequencies, factors
 
 
+def pair_axes(rope: RopeConfig | None, pairs: int) -> np.ndarray | None:
+    """Return which of a token's three positions turns each pair of channels: 0 in time, 1 in height, 2 in width,
+    (D/2,); None if its one position turns all."""
+    if rope is None or not rope.sections:
+        return None
+    time, height, width = rope.sections
+    axes = np.zeros(pairs, np.intp)
+    if rope.sections_take_turns:
+        axes[1 : 3 * height : 3], axes[2 : 3 * width : 3] = 1, 2
+    else:
+        axes[time : time + height], axes[time + height : time + height + width] = 1, 2
+    return axes
+
+
 class _Turns:
     """exp(i · position · frequency) · factor for one kind of RoPE: products of two tables' entries, float64, because
     positions may be large. A position's result does not depend on others.
@@ -34,12 +48,15 @@ class _Turns:
     A table of all positions would be large, and computing a prompt's cosines and sines takes three times as long.
     """
 
-    def __init__(self, frequencies: np.ndarray, factors: np.ndarray):
-        self._frequencies, self._factors = frequencies, factors
+    def __init__(self, frequencies: np.ndarray, factors: np.ndarray, axes: np.ndarray | None = None):
+        """axes: see `pair_axes`."""
+        self._frequencies, self._factors, self._axes = frequencies, factors, axes
         self._within = np.exp(1j * np.arange(_STRETCH)[:, None] * frequencies)
         self._starts = np.empty((0, len(frequencies)), np.complex128)  # a row for each stretch, as many as were needed
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if positions.ndim > 1:
+            return self._of_sections(positions)
         stretches, within = np.divmod(positions, _STRETCH)
         if (needed := int(stretches.max(initial=0)) + 1) > len(self._starts):
             starts = _STRETCH * np.arange(max(needed, 2 * len(self._starts)))
@@ -47,6 +64,16 @@ class _Turns:
         turned = self._starts[stretches]
         turned *= self._within[within]
         return turned.real.astype(np.float32), turned.imag.astype(np.float32)
+
+    def _of_sections(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """positions (3, T): in time, height and width."""
+        if self._axes is None:
+            return self(positions[0])
+        cos, sin = self(positions[0])
+        for axis in (1, 2):
+            for turned, of_axis in zip((cos, sin), self(positions[axis]), strict=True):
+                turned[:, self._axes == axis] = of_axis[:, self._axes == axis]
+        return cos, sin
 
 
 class RopeTables:
@@ -56,13 +83,16 @@ class RopeTables:
         kinds = {attention.rope_kind: attention for attention in config.attentions.values()}
         self.kind = {layer: [*kinds].index(one.rope_kind) for layer, one in config.attentions.items()}
         """Layer with attention → index of its table."""
-        self._turns = [_Turns(*pair_frequencies(attention)) for attention in kinds.values()]
+        self._turns = [
+            _Turns(*pair_frequencies(attention), pair_axes(attention.rope, attention.head_dim // 2))
+            for attention in kinds.values()
+        ]
         self._growth = config.attention.query_growth
         self.arrays = (2 if self._growth is None else 3) * len(kinds)
         """The number of arrays in all tables."""
 
     def tables(self, positions: np.ndarray) -> list[Rope]:
-        """Return the table of positions (T,) for each kind of RoPE."""
+        """Return the table of positions (T,), or (3, T) in time, height and width, for each kind of RoPE."""
         if self._growth is None:
             return [turns(positions) for turns in self._turns]
         growth, unit = self._growth

@@ -6,17 +6,20 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, ExpertCache, KeptTiles, Ops
+from polarlm.engine.model import towers
 from polarlm.engine.model.adapters import Loaded, deltas
 from polarlm.engine.model.file_matrix import FileMatrix, fits, format_for
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights, MtpWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
+from polarlm.engine.model.towers import ImageReader
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, WeightFormat, find
 from polarlm.model_loaders.config import Experts, ModelConfig
@@ -24,12 +27,14 @@ from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensor_table import Slots
 from polarlm.model_loaders.files.weights import WeightSource
+from polarlm.model_loaders.towers import Tower
+from polarlm.model_loaders.towers import tensors as tower_tensors
 
 EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # the matrices of a layer's experts
 T = TypeVar("T")
 
 
-class _Reader:
+class TensorReader:
     """Loads named tensors to the device. weight_type: the format to convert matrices to; None: the file's."""
 
     def __init__(
@@ -37,10 +42,10 @@ class _Reader:
         ops: Ops,
         source: WeightSource,
         progress: Callable[[int], None] | None,
-        weight_type: WeightFormat | None,
-        kept: KeptTiles | None,
-        cache: ExpertCache | None,
-        adapters: Sequence[Loaded],
+        weight_type: WeightFormat | None = None,
+        kept: KeptTiles | None = None,
+        cache: ExpertCache | None = None,
+        adapters: Sequence[Loaded] = (),
     ):
         self._ops, self._source, self._progress = ops, source, progress or (lambda nbytes: None)
         self._weight_type, self._kept, self._cache, self._adapters = weight_type, kept, cache, adapters
@@ -126,16 +131,16 @@ def load_weights(
     all. kept, cache: see `Ops.load`, `Ops.cache_experts`. on_host: the experts of this many layers, the first ones,
     stay on `Ops.host`. adapters: the adapters that requests choose from.
     """
-    readers: dict[Ops, _Reader] = {}  # one for each card
+    readers: dict[Ops, TensorReader] = {}  # one for each card
 
-    def reader(layer: int) -> _Reader:
+    def reader(layer: int) -> TensorReader:
         layer_ops = ops.of_layer(layer)
         if layer_ops not in readers:
-            readers[layer_ops] = _Reader(layer_ops, source, progress, weight_type, kept, cache, adapters)
+            readers[layer_ops] = TensorReader(layer_ops, source, progress, weight_type, kept, cache, adapters)
         return readers[layer_ops]
 
     read, last = reader(0), len(config.layers) - 1
-    of_host = None if ops.host is None else _Reader(ops.host, source, progress, weight_type, None, None, ())
+    of_host = None if ops.host is None else TensorReader(ops.host, source, progress, weight_type)
     table = tensors(config)
     top = {slot: [spec.name for spec in specs] for slot, specs in table.top.items()}
     (embedding,) = read.matrices(top["embedding"])
@@ -301,8 +306,8 @@ def _format(ops: Ops, source: WeightSource, name: str, weight_type: WeightFormat
 class LayerReader:
     """Reads the slots of one layer. of_experts: reads the matrices and biases of `count` experts."""
 
-    read: _Reader
-    of_experts: _Reader
+    read: TensorReader
+    of_experts: TensorReader
     slots: Slots
     count: int
 
@@ -317,9 +322,26 @@ class LayerReader:
     def linear(self, slot: str) -> Linear | None:
         return self.read.linear(self._names(slot), self._names(f"{slot}_bias")) if slot in self.slots else None
 
+    def matrix(self, slot: str) -> Matrix:
+        (matrix,) = self.read.matrices(self._names(slot))
+        return matrix
+
     def experts(self, slot: str) -> ExpertLinear:
         experts = self.of_experts.experts(self.count, self._names(slot), self._names(f"{slot}_bias"))
         return replace(experts, on_host=self.of_experts is not self.read)
 
     def _names(self, slot: str) -> list[str]:
         return [spec.name for spec in self.slots.get(slot, ())]
+
+
+def load_tower(
+    ops: Ops, tower: Tower, source: WeightSource, progress: Callable[[int], None] | None = None
+) -> ImageReader:
+    """Load a tower to the device. progress: called with the bytes of the file that are done since its last call."""
+    module, table, ops = import_module(f"{towers.__name__}.{tower.kind}"), tower_tensors(tower), ops.of_layer(0)
+    read = TensorReader(ops, source, progress)
+    top, *layers = (LayerReader(read, read, slots, 0) for slots in (table.top, *table.layers))
+    weights, of_layers = top.weights(module.Weights), [layer.weights(module.LayerWeights) for layer in layers]
+    ops.wait()
+    reader: ImageReader = module.Reader(ops, tower, weights, of_layers, read.bytes)
+    return reader

@@ -11,12 +11,13 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from threading import Lock
 from typing import Any
 
+from polarlm.engine.images.reading import Images, ReadPrompt
 from polarlm.engine.requests.prompts import Prompt, is_chat
 from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.storage.sessions import KEY_BYTES, Known
@@ -33,7 +34,9 @@ Message = Mapping[str, Any]
 class Answers:
     """The ids of recent answers, at most `_CAPACITY` tokens. Thread-safe."""
 
-    def __init__(self, model: Model, *, enabled: bool, tiers: Tiers | None = None):
+    def __init__(self, model: Model, context: int, *, enabled: bool, tiers: Tiers | None = None):
+        """context: the most tokens of a prompt."""
+        self._images = Images(model, context)
         self.tokenizer, self._vocabulary = model.tokenizer, model.vocabulary
         self.control = frozenset(model.tokenizer.control_tokens().values())
         self._capacity = _CAPACITY if enabled else 0
@@ -47,15 +50,24 @@ class Answers:
         """Replace the lock in a forked child: a thread of the parent may hold it."""
         self._lock = Lock()
 
-    def conversation(self, prompt: Prompt, salt: str = "") -> Conversation:
-        """Return a prompt as a `Conversation`, with the ids of its answers that are known under this salt."""
+    def close(self) -> None:
+        """End the process that decodes images."""
+        self._images.close()
+
+    def conversation(
+        self, prompt: Prompt, salt: str = "", warn: Callable[[str], None] = lambda sentence: None
+    ) -> Conversation:
+        """Return a prompt as a `Conversation`, with the ids of its answers that are known under this salt. warn, and
+        errors: see `Images.read`."""
+        read = self._images.read(prompt, warn)
+        prompt = read.prompt
         if not self._capacity or not is_chat(prompt) or not all(_is_known_form(message) for message in prompt):
-            return Conversation(prompt, (), self)  # `prompt_ids` refuses malformed messages
+            return Conversation(read, prompt, (), self)  # `prompt_ids` refuses malformed messages
         keys = tuple(_keys(prompt, salt))
         self._recall(prompt, keys)
         with self._lock:
             known = [self._with_known_ids(message, key) for message, key in zip(prompt, keys, strict=True)]
-        return Conversation(known, keys, self)
+        return Conversation(read, known, keys, self)
 
     def _recall(self, messages: Sequence[Message], keys: Sequence[bytes]) -> None:
         """Fetch answers that are not in memory from the tiers."""
@@ -114,6 +126,7 @@ class Answers:
 class Conversation:
     """The messages of a request. Each is hashed once."""
 
+    read: ReadPrompt  # its images
     prompt: Prompt
     """The messages, with "token_ids" in each answer whose ids are known, and "reasoned" if these begin with reasoning
     that the message lacks. A prompt of another kind is as it was given."""

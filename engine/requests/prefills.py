@@ -108,7 +108,7 @@ class Prefills:
             if request.hit is not None and request.hit.put_back():
                 return None  # the next unit puts back the next part
             request.kv = self._restored(request) or self._match_prefix(request)
-            request.kv.adapter = request.adapter
+            request.kv.adapter, request.kv.places = request.adapter, request.places
             if request.sequence.generated == 0:
                 request.cached = request.kv.length
         missing = request.sequence.computable - request.kv.length
@@ -137,6 +137,7 @@ class Prefills:
         see the same as in a prompt. Snapshots of recurrent layers, and readers, need a prompt."""
         assert request.kv is not None
         has_rows = request.sequence.max_tokens > 0 and not request.reads_prompt and not self._store.sparse_groups
+        has_rows = has_rows and request.sequence.text_from <= request.kv.length
         return has_rows and 0 < len(request.sequence.prompt) - request.kv.length <= self._store.rows_of_block(
             request.kv
         )
@@ -154,7 +155,7 @@ class Prefills:
         """Whether a matched prompt, which lacks `missing` tokens, is computed in a pass."""
         assert request.kv is not None
         is_first = request.prefill is None and request.sequence.generated == 0 and request.kv.length == request.cached
-        if not is_first or request.reads_prompt or missing < 1:
+        if not is_first or request.reads_prompt or missing < 1 or request.kv.length < request.sequence.text_from:
             return False
         return self._rows(request) <= self._pass_rows and not self._fits_in_a_step(request)
 
@@ -326,7 +327,7 @@ class Prefills:
         reader = request.reader()
         if reader is not None:
             return Prefill(span, forward_and_read(self._model, span, ids, reader), reader)
-        return Prefill(span, self._model.forward_units([span], ids, outputs=1))
+        return Prefill(span, self._model.forward_units([span], ids, outputs=1, images=request.images))
 
     def _advance(self, request: Request, prefill: Prefill) -> None:
         """Run one unit of a prefill. After the last unit, commit its span and take the first token."""

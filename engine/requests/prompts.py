@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -43,12 +43,13 @@ def prompt_ids(
     *,
     context: int | None = None,
     warn: Callable[[str], None] | None = None,
+    cut: Callable[[str], Sequence[str | Sequence[int]]] | None = None,
 ) -> list[int]:
     """Return the token ids of a prompt: text, with BOS if the model has one; messages; or ids, which are not checked.
     A text whose vector is asked for gets the token that closes such texts, if there is one.
 
     In a sequence of ids and texts, a text at the beginning gets BOS, and the others are tokenized as continuations. A
-    message with "token_ids" becomes these ids. warn: see `chat_ids`. Raises EngineError for anything that is not a
+    message with "token_ids" becomes these ids. warn, cut: see `chat_ids`. Raises EngineError for anything that is not a
     prompt, and, before tokenizing, for text that cannot fit into `context`.
     """
     tokenizer = model.tokenizer
@@ -67,7 +68,7 @@ def prompt_ids(
         check_roles(prompt)
         messages, begun = _split(prompt) if options.continue_final_message else (prompt, None)
         tools, variables = options.tools, options.template_variables
-        ids = chat_ids(messages, model.template, tokenizer, check, warn, tools=tools, variables=variables)
+        ids = chat_ids(messages, model.template, tokenizer, check, warn, tools=tools, variables=variables, cut=cut)
         return ids if begun is None else ids + _begun_ids(begun, model, check)
     if not isinstance(prompt, (Sequence, np.ndarray)) or isinstance(prompt, bytes):
         raise EngineError(f"A prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
@@ -271,14 +272,16 @@ def naming(index: int, count: int) -> Iterator[None]:
         raise
 
 
-def checked_ids(ids: Sequence[int], model: model_loaders.Model, context: int, room: int) -> list[int]:
+def checked_ids(
+    ids: Sequence[int], model: model_loaders.Model, context: int, room: int, rows: Collection[int] = ()
+) -> list[int]:
     """Return `ids` as ints. Raises EngineError if there are none, if one is unknown, or if fewer than `room` tokens of
-    the context are left for the answer."""
+    the context are left for the answer. rows: ids of images' rows."""
     known = model.vocabulary
     if len(ids) == 0:
         raise EngineError("The prompt is empty: give at least one token")
     for i in ids:
-        if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or i not in known:
+        if not isinstance(i, (int, np.integer)) or isinstance(i, bool) or not (i in known or i in rows):
             raise EngineError(f"The prompt holds {shown(i)}, which is not a token id below {known.stop}")
     if len(ids) > context - room:
         size = f"the available context size of {counted(context, 'token')}"

@@ -14,6 +14,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader, Ranking
+from polarlm.engine.model.towers._rows import PlacedImage
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Conversation
@@ -24,6 +25,7 @@ from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
 from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
+from polarlm.engine.state.places import Places
 from polarlm.engine.state.store import RowAdapter, SequenceKV, Span
 from polarlm.engine.storage.copies import Snapshot
 from polarlm.engine.storage.tiers.tier_hit import TierHit, cached_from
@@ -97,6 +99,8 @@ class Request:
     clock: Clock = field(default_factory=Clock)
     adapter: RowAdapter | None = None  # LoRA adapter of this request
     salt: str = ""  # what keeps its K/V apart; see `engine.state.prefix`
+    places: Places | None = None  # of its images; None if it has none
+    images: Sequence[PlacedImage] = ()
     warnings: Sequence[str] = ()  # see `Ticket`
     damaged: bool = False  # whether it failed because its K/V or logits were not finite
     why_damaged: Callable[[], str | None] | None = None  # as in `ModelWeights`
@@ -120,18 +124,22 @@ class Request:
         """Return a request to continue `prompt`. Raises EngineError if it cannot be served."""
         check_vectors(prompt, params, options, model)
         sampling = resolve(params, model.generation, model.vocabulary.stop)
-        conversation = answers.conversation(prompt, options.cache_salt)
-        room = 0 if model.config.is_encoder else 1
-        limit, warnings = context - room if options.truncate else context, list[str]()
-        ids = prompt_ids(conversation.prompt, model, options, context=limit, warn=warnings.append)
-        ids = checked_ids(ids[:limit] if options.truncate else ids, model, context, room)
+        room, warnings = 0 if model.config.is_encoder else 1, list[str]()
+        conversation = answers.conversation(prompt, options.cache_salt, warnings.append)
+        read = conversation.read
+        if read.images and (options.pooling is not None or params.prompt_logprobs is not None):
+            raise EngineError("Images have neither vectors nor log-probabilities: leave them out")
+        limit = context - room if options.truncate else context
+        ids = prompt_ids(conversation.prompt, model, options, context=limit, warn=warnings.append, cut=read.cut)
+        ids = checked_ids(ids[:limit] if options.truncate else ids, model, context, room, read.ids)
+        places, of_rows = read.places(ids, sections=model.config.has_sections)
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
         is_answer = is_chat(prompt) and not options.continue_final_message
         room = context - len(ids)
         most = room if params.max_tokens < 0 else min(params.max_tokens, room)
         request = cls(
-            TokenSequence(tuple(ids), most),
+            TokenSequence(tuple(ids), most, text_from=places.images[-1].stop if places else 0),
             params,
             sampling,
             model.tokenizer,
@@ -142,6 +150,8 @@ class Request:
             wants_progress,
             conversation if is_answer else None,
             constraint,
+            places=places,
+            images=of_rows,
             warnings=warnings,
         )
         request.adapter, _ = adapters.asked(options.lora, options.lora_scale)
@@ -177,6 +187,8 @@ class Request:
         """
         cached, prompt = self.cached or 0, len(self.sequence.prompt)
         if start < prompt:
+            images = () if self.places is None else self.places.images
+            cached = next((image.start for image in images if cached in image), cached)  # whose rows may see each other
             return cached if start < cached else prompt
         return min((start // block_size + 1) * block_size, self.sequence.computable)
 

@@ -33,13 +33,14 @@ _CATCH_UP = 1.5  # prefill's budget between two steps, in multiples of its share
 
 @dataclass(eq=False)
 class TokenSequence:
-    """The token ids of a prompt and of the answer so far."""
+    """The token ids of a prompt and of the answer so far. The rows of images have ids that no token has."""
 
     prompt: tuple[int, ...]
     max_tokens: int  # most tokens to generate
     ids: list[int] = field(default_factory=list)  # prompt and generated
     finish_reason: str | None = None
     arrival: int = -1  # counts submissions
+    text_from: int = 0  # from here on there are tokens alone: the end of the last image
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)

@@ -34,6 +34,7 @@ class StateShape:
     """
 
     window: int | None = None  # the number of tokens that a token sees, itself included; None: all before it
+    images_whole: bool = False  # whether rows of an image see its later rows, too
     is_sparse: ClassVar[bool] = False  # whether its quantized blocks are snapshots; see `LayerState.is_sparse`
 
     @property
@@ -122,6 +123,7 @@ class LayerShape(StateShape):
     mean_bits: int = 0  # bits per channel of the block mean that is subtracted from keys: 8, 16, or 0 for none
     window: int | None = None
     finer: FinerKind | None = None
+    images_whole: bool = False
 
     @property
     def types(self) -> str:

@@ -26,9 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
-from polarlm.engine.backends.kv import Cache, FilledBlocks, Spans, SpanView, layers_together
+from polarlm.engine.backends.kv import Array, Cache, FilledBlocks, Spans, SpanView, layers_together
 from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
@@ -38,6 +36,7 @@ from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
 from polarlm.engine.state.layer_shapes import LayerShape, OwnShape
 from polarlm.engine.state.layer_state import Buffers, LayerState, Steady, in_words, steady_after
+from polarlm.engine.state.places import Places
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.tables import BlockTable, Growth
 
@@ -59,6 +58,7 @@ class SequenceKV:
 
     hashes: the chained hashes of its complete blocks in the prefix cache. root: the hash that the chain starts from,
     for a sequence with a cache salt; see `engine.state.prefix`. adapter: the one that its tokens are computed with.
+    places: where its images are.
     """
 
     length: int
@@ -67,7 +67,8 @@ class SequenceKV:
     root: bytes = b""
     adapter: RowAdapter | None = None
     steady: Steady | None = None  # None: the next step may change a table
-    hidden: np.ndarray | None = None  # (E,) float32: of the last token, for `MtpLayer`; None: unknown
+    places: Places | None = None  # None: a sequence without images
+    hidden: Array | None = None  # (E,) float32: of the last token, for `MtpLayer`; None: unknown
 
 
 @dataclass
@@ -85,20 +86,11 @@ class Span:
     round_trip: bool = False
     together: int = 1  # layers with K/V that are sealed together
     unsealed: list[int] = field(default_factory=list)  # layers that wait for the others of these; one list for a pass
-    hidden: np.ndarray | None = field(default=None, compare=False)  # of the rows of a step, or of a prompt's last one
+    hidden: Array | None = field(default=None, compare=False)  # of the rows of a step, or of a prompt's last one
 
     def part(self, first: int, count: int) -> Span:
         """Rows of an open span, to be computed. The span itself is sealed and committed."""
         return replace(self, start=self.start + first, count=count, before=first)
-
-
-def positions(spans: Sequence[Span]) -> np.ndarray:
-    """Return the positions of all rows of `spans`, (T,) int64."""
-    counts = [span.count for span in spans]
-    if sum(counts) == len(spans):  # as in most steps
-        return np.array([span.start for span in spans])
-    firsts = np.cumsum([0, *counts[:-1]])
-    return np.arange(sum(counts)) + np.repeat([span.start for span in spans] - firsts, counts)
 
 
 # A span to commit, its index among the spans, and the length that its sequence will have.
@@ -123,6 +115,7 @@ class KVStore:
             format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
             blocks = sizes[self._group_of[layer]]
             caches[layer] = ops.of_layer(layer).cache(format, *blocks, [*caches.values()])
+        self._images_whole = [first.images_whole for first in firsts]
         self.groups: list[LayerState] = []
         for (_, layers), shape, blocks in zip(plan.shape.groups, firsts, sizes, strict=True):
             layers = tuple(layer for layer in layers if self._source[layer] == layer)
@@ -177,7 +170,7 @@ class KVStore:
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
         sequence.length, sequence.tables, sequence.hashes = 0, self.new_sequence().tables, []
-        sequence.adapter = sequence.steady = sequence.hidden = None
+        sequence.adapter = sequence.steady = sequence.places = sequence.hidden = None
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 
@@ -267,12 +260,24 @@ class KVStore:
             first, last = max(begin, rows.start), min(end, rows.stop)
             if first < last:
                 cuts.append((span, slice(first - rows.start, last - rows.start), span.start + first - begin))
-        return [group.spans([self.view(group.layers[0], *cut) for cut in cuts]) for group in self.groups]
+        parts = []
+        if self.sees_whole_images:
+            parts = [(span, *part) for span, *cut in cuts for part in (span.sequence.places or Places(())).cut(*cut)]
+        return [
+            group.spans([self.view(group.layers[0], *cut) for cut in (parts if whole else cuts)])
+            for group, whole in zip(self.groups, self._images_whole, strict=True)
+        ]
 
-    def view(self, layer: int, span: Span, rows: slice, position: int) -> SpanView:
+    @property
+    def sees_whole_images(self) -> bool:
+        """Whether rows of an image see its later rows in some layers: all keys of it must be there before they do."""
+        return any(self._images_whole)
+
+    def view(self, layer: int, span: Span, rows: slice, position: int, sees: int = 0) -> SpanView:
         """Return a view of `rows` of `span`, which start at `position`. It serves all layers in the layer's group."""
         group, table, growth = self._of(layer, span)
-        return group.view(layer, table, growth, span.start - span.before, rows, position)
+        view = group.view(layer, table, growth, span.start - span.before, rows, position)
+        return replace(view, sees=sees) if sees else view
 
     def begin_layer(self, layer: int, span: Span) -> None:
         """Prepare the span of a prompt for a layer's rows, and for the layers that are sealed with it."""

@@ -62,7 +62,7 @@ class Object:
     def ids(self) -> tuple[int, ...]:
         """Its token ids. Raises DamagedObject if it has none."""
         ids = self.header.get("ids")
-        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 63 for i in ids):
             raise DamagedObject("it has no token ids")
         return tuple(ids)
 

@@ -28,6 +28,7 @@ import numpy as np
 
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.places import IMAGE_IDS
 from polarlm.engine.state.prefix import PrefixCache, adapter_of, joined_salt
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
@@ -198,7 +199,7 @@ def _parsed(path: SessionPath, header: Mapping[str, Any], own: Mapping[str, str]
         if (differs := identity.difference(header, own)) is not None:
             raise _error(f"The session {path} {differs}")
         ids = tuple(header["ids"])
-        if not all(type(i) is int and i in vocabulary for i in ids):
+        if not all(type(i) is int and (i in vocabulary or IMAGE_IDS <= i < 2 * IMAGE_IDS) for i in ids):
             raise ValueError("unknown token ids")
         if type(header["first"]) is not int or header["first"] < 0:
             raise ValueError("no first block")
@@ -227,7 +228,7 @@ def _answer(value: Any) -> tuple[str, tuple[int, ...]]:
 def _salt_hash(salt: str, ids: Sequence[int]) -> str:
     """Return the hash of a salt that a session contains, keyed with the token ids, so that sessions with the same salt
     cannot be recognized as such."""
-    key = hashlib.sha256(np.asarray(ids, np.int32).tobytes()).digest()
+    key = hashlib.sha256(np.asarray(ids, np.int64).astype(np.int32).tobytes()).digest()
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=key, person=b"polarlm session").hexdigest()
 
 

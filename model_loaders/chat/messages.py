@@ -36,16 +36,11 @@ def _checked(message: Any, index: int, tokenizer: Tokenizer) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"messages[{index}] must be an object with a role and a content.")
     shown: dict[str, Any] = {name: message[name] for name in _FIELDS if message.get(name) is not None}
-    parts: Any = shown.get("content")
-    if isinstance(parts, (list, tuple)):
-        texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-        if all(isinstance(text, str) for text in texts):
-            shown["content"] = "".join(texts)
     if calls := shown.pop("tool_calls", None):
         shown = {"content": "", **shown, "tool_calls": _checked_calls(calls, index)}
     for field in ("role", "content"):
         if not isinstance(shown.get(field), str):
-            parts = " or a list of texts, as {'type': 'text', 'text': '…'}" if field == "content" else ""
+            parts = " or a list of parts, as {'type': 'text', 'text': '…'}" if field == "content" else ""
             raise ValueError(f"messages[{index}].{field} must be a string{parts}.")
     return Message(shown, _checked_ids(message, index, tokenizer), message.get("reasoned") is True)
 

@@ -31,6 +31,7 @@ def chat_ids(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any] | None = None,
+    cut: Callable[[str], Sequence[str | Sequence[int]]] | None = None,
 ) -> list[int]:
     """The ids of a conversation and of the prompt for its next answer, with BOS if the model requires it.
 
@@ -45,7 +46,7 @@ def chat_ids(
     beginning of one if the answer was cut off, "tool_call_id", "name" and "reasoning_content". tools: the functions
     that may be called, in OpenAI's form. variables: more variables of the template. `check` is called with the text
     before it is tokenized, and may raise; `warn` with a sentence for each kind of message that the template refuses and
-    gets otherwise.
+    gets otherwise. cut: cuts the template's text into texts, and ids that stand there as they are.
 
     Raises ValueError for malformed messages, LoadError if the template fails.
     """
@@ -65,10 +66,13 @@ def chat_ids(
         check("".join(part for part in parts if isinstance(part, str)).replace(mark, ""))
     ids: list[int] = []
     for position, part in enumerate(parts):
-        if isinstance(part, str):
-            ids += tokenizer.tokenize(part, control=True, continued=position > 0, mark=mark)
-        else:
+        if isinstance(part, int):
             ids += checked[part].token_ids or ()
+            continue
+        for number, piece in enumerate([part] if cut is None else cut(part)):
+            if isinstance(piece, str):
+                piece = tokenizer.tokenize(piece, control=True, continued=position > 0 or number > 0, mark=mark)
+            ids += piece
     if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         ids.insert(0, tokenizer.bos_id)
     return ids

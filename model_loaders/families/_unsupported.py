@@ -9,8 +9,11 @@ _HYBRID = (
     "which has recurrent layers of a kind that is not supported: use Qwen3.5, LFM2, Granite 4 H, Nemotron-H, or a "
     "model with attention in all layers"
 )
-_IMAGES = "a model for images or sound, which is not supported: use a text-only model"
-_PROJECTOR = "the part of a model that reads images (mmproj): give the model's own GGUF file"
+_IMAGES = (
+    "a model for images or sound of a kind that is not supported: use Qwen3.5, Qwen3-VL, Qwen2.5-VL, or a text-only "
+    "model"
+)
+_PROJECTOR = "the part of a model that reads images: give the model's own GGUF file, and this one as mmproj"
 _ENCODER = (
     "which has an encoder of a kind that is not supported: use a decoder-only model, or for embeddings BERT, XLM-R or "
     "nomic-embed"

@@ -1,6 +1,6 @@
 """Gemma 3: norms before and after attention and feed-forward, GELU, two kinds of RoPE, windows in five layers of six.
 
-It also loads the text part of models for images; images are not supported. EmbeddingGemma is an encoder of the same
+The rows of an image see each other. EmbeddingGemma is an encoder of the same
 layers: its tokens see later ones.
 """
 
@@ -80,7 +80,7 @@ def configure(fields: Fields) -> ModelConfig:
     )
     if fields.flag("use_bidirectional_attention", False):
         return replace(config.with_attention(lambda attention: replace(attention, is_causal=False)), tied_head=True)
-    return config
+    return config.with_attention(lambda attention: replace(attention, images_whole=True))
 
 
 def _windows(fields: Fields) -> tuple[int | None, ...]:

@@ -1,7 +1,8 @@
 """Gemma 4: Gemma 3's norms and windows, with wider heads in layers without a window, and normed values.
 
 E2B and E4B have an embedding for each layer, and their last layers share the K/V of earlier layers.
-26B-A4B has experts beside the network of each layer. Of models for images and sound, the text part is loaded.
+26B-A4B has experts beside the network of each layer; there and in 31B, the rows of an image see each other in layers
+with a window. Sound is not supported.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
         "head_dim": values["local_head_dim"],
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()},
         "hidden_size_per_layer_input": values["hidden_size_per_layer_input"] or 0,
+        # GGUF files do not say it. Models with inputs of layers are the small ones, whose images are read like text.
+        "use_bidirectional_attention": None if values["hidden_size_per_layer_input"] else "vision",
         "enable_moe_block": bool(values["num_experts"]),
         **_widths(values["intermediate_size"]),
     }
@@ -148,7 +151,8 @@ def configure(fields: Fields) -> ModelConfig:
         if number >= unshared and fields.flag("use_double_wide_mlp", False) and isinstance(ffn, GatedMLP):
             ffn = replace(ffn, size=2 * ffn.size)
         ffn = _experts(fields, ffn) if fields.flag("enable_moe_block", False) else ffn
-        mixer = replace(mixer, v_norm=True, shares_kv=number >= unshared)
+        whole = mixer.window is not None and fields.has("use_bidirectional_attention")
+        mixer = replace(mixer, v_norm=True, shares_kv=number >= unshared, images_whole=whole)
         changed.append(replace(layer, mixer=mixer, ffn=ffn, scaled=True))
     return replace(plain, layers=tuple(changed), layer_embedding=inputs)
 

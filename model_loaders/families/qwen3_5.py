@@ -1,12 +1,12 @@
 """Qwen3.5, 3.6 and 3.8: gated delta rules, and attention with a gate in every fourth layer.
 
-Of models for images it loads the text part.
+RoPE has sections, which take turns.
 """
 
 from __future__ import annotations
 
 from polarlm.model_loaders.config import ModelConfig
-from polarlm.model_loaders.families import _gated_delta
+from polarlm.model_loaders.families import _gated_delta, _qwen
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import TensorTable
@@ -14,12 +14,13 @@ from polarlm.model_loaders.files.tensor_table import TensorTable
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 PREFIXES = _gated_delta.PREFIXES
-GGUF = GgufLayout("qwen35", keys=_gated_delta.GGUF_KEYS, implied=_gated_delta.implied_tiled)
+GGUF = GgufLayout("qwen35", keys={**_gated_delta.GGUF_KEYS, **_qwen.SECTIONS_KEY}, implied=_gated_delta.implied_tiled)
 
 
 def configure(fields: Fields) -> ModelConfig:
-    fields = fields.section("text_config") or fields
-    return _gated_delta.configure(fields, "qwen3_5", tiled=fields.flag("tiled", False))
+    fields = _qwen.text_part(fields)
+    config = _gated_delta.configure(fields, "qwen3_5", tiled=fields.flag("tiled", False))
+    return _qwen.with_sections(config, fields, (11, 11, 10))
 
 
 def tensors(config: ModelConfig) -> TensorTable:

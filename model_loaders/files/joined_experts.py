@@ -28,9 +28,10 @@ class _Columns(StoredTensor):
 
     first: int = 0
     step: int = 1
+    width: int = 0  # of the stored matrix; 0: the columns of this one are all
 
     def raw(self, rows: slice) -> np.ndarray:
-        item, width = size_of(self.dtype, 1), self.shape[0] * self.step
+        item, width = size_of(self.dtype, 1), self.width or self.shape[0] * self.step
         stored = self.source.whole(self.offset, self.columns * width * item).reshape(self.columns, width, item)
         part = stored[:, self.first + rows.start * self.step : self.first + rows.stop * self.step : self.step]
         if rows.stop == self.shape[0]:
@@ -127,7 +128,8 @@ def split_layers(
 
     prefix: what their names have in common after a layer's number. gate_up, down: the rest of the name of a tensor, and
     the names of the matrices that an expert has there, one after another. experts: what the names of an expert's
-    matrices have between `prefix` and its number. Raises LoadError for a tensor of another shape or type.
+    matrices have between `prefix` and its number. They may be transposed. Raises LoadError for a tensor of another
+    shape or type.
     """
     ffn, size, tensors = config.ffn, config.hidden_size, dict(stored)
     if not isinstance(ffn, Experts):
@@ -138,12 +140,18 @@ def split_layers(
             whole = tensors.pop(before + label, None)
             if whole is None:
                 continue
-            _check(whole, (ffn.count, rows, columns), PLAIN)
+            transposed = whole.shape == (ffn.count, columns, rows) and rows != columns
+            if not transposed:
+                _check(whole, (ffn.count, rows, columns), PLAIN)
             shape = rows // len(names), columns
             for number in range(ffn.count * len(names)):
                 expert, part = divmod(number, len(names))
-                offset = whole.offset + number * size_of(whole.dtype, shape[0] * columns)
                 name = f"{before}{experts}{expert}.{names[part]}.weight"
+                if transposed:
+                    at, first = whole.offset + expert * size_of(whole.dtype, rows * columns), part * shape[0]
+                    tensors[name] = _Columns(whole.source, whole.label, shape, whole.dtype, at, first=first, width=rows)
+                    continue
+                offset = whole.offset + number * size_of(whole.dtype, shape[0] * columns)
                 tensors[name] = replace(whole, shape=shape, offset=offset)
     return tensors
 

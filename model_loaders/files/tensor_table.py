@@ -62,9 +62,9 @@ class TensorSpec:
     rotated_heads: the number of heads, from the first row on, that the RoPE of `attention` rotates; a file may order
     their rows differently. offset: a number that Hugging Face's files subtract from the values, and GGUF files do not.
     factor: a number that all files leave to be multiplied with the values. flat: files have the values in an array of
-    more dimensions, which is read as a vector. copy_of: the name of the tensor that stands for this one, which files
-    lack; empty if they have it. negated_exp: Hugging Face's files have x of the value −exp(x). taken: how to make this
-    tensor of a file that lacks it.
+    more dimensions, the last ones of which are read as one. copy_of: the name of the tensor that stands for this
+    one, which files lack; empty if they have it. negated_exp: Hugging Face's files have x of the value −exp(x).
+    taken: how to make this tensor of a file that lacks it.
     """
 
     name: str  # Hugging Face's
@@ -163,32 +163,33 @@ def tensor_table(
     weights of norms. last_norm: names of the norm before the head.
     """
     e = config.hidden_size
-    top = _top("embedding", "model.embed_tokens", "token_embd", (config.vocab_size, e))
+    top = slots_of("embedding", "model.embed_tokens", "token_embd", (config.vocab_size, e))
     if config.layers[0].norms == "sums":
-        top |= _top("embedding_norm", "model.embedding_norm", "token_embd_norm", (e,), has_bias=True)
+        top |= slots_of("embedding_norm", "model.embedding_norm", "token_embd_norm", (e,), has_bias=True)
         if config.positions:
-            top |= _top("positions", "model.positions", "position_embd", (config.positions, e))
+            top |= slots_of("positions", "model.positions", "position_embd", (config.positions, e))
         if config.token_types:
-            top |= _top("token_types", "model.token_types", "token_types", (config.token_types, e))
+            top |= slots_of("token_types", "model.token_types", "token_types", (config.token_types, e))
     else:
         top["norm"] = (TensorSpec(f"{last_norm[0]}.weight", f"{last_norm[1]}.weight", (e,), offset=norm_offset),)
     for number, dense in enumerate(config.dense):
         ggml = f"dense_{number + 2}"  # llama.cpp counts the modules before them
         shape = dense.outputs, dense.inputs
-        top |= _top(f"dense_{number}", f"model.dense.{number}", ggml, shape, has_bias=dense.bias)
+        top |= slots_of(f"dense_{number}", f"model.dense.{number}", ggml, shape, has_bias=dense.bias)
     if config.scores_pairs:
-        top |= _top("score_dense", "model.score_dense", "cls", (e, e), has_bias=True)
-        top |= _top("score", "model.score", "cls.output", (1, e), has_bias=True)
+        top |= slots_of("score_dense", "model.score_dense", "cls", (e, e), has_bias=True)
+        top |= slots_of("score", "model.score", "cls.output", (1, e), has_bias=True)
     if not config.tied_head:
-        top |= _top("head", "lm_head", "output", (config.vocab_size, e))
+        top |= slots_of("head", "lm_head", "output", (config.vocab_size, e))
     return TensorTable(top, tuple(_layer(config, names, norm_offset, layer) for layer in range(len(config.layers))))
 
 
-def _top(
-    slot: str, theirs: str, ggml: str, shape: tuple[int, ...], *, has_bias: bool = False
+def slots_of(
+    slot: str, theirs: str, ggml: str, shape: tuple[int, ...], *, has_bias: bool = False, flat: bool = False
 ) -> dict[str, tuple[TensorSpec, ...]]:
     """The slots of a tensor and its bias, by Hugging Face's and llama.cpp's names without ".weight"."""
-    slots: dict[str, tuple[TensorSpec, ...]] = {slot: (TensorSpec(f"{theirs}.weight", f"{ggml}.weight", shape),)}
+    weight = TensorSpec(f"{theirs}.weight", f"{ggml}.weight", shape, flat=flat)
+    slots: dict[str, tuple[TensorSpec, ...]] = {slot: (weight,)}
     if has_bias:
         slots[f"{slot}_bias"] = (TensorSpec(f"{theirs}.bias", f"{ggml}.bias", shape[:1]),)
     return slots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -63,29 +63,17 @@ def fit(
 
     interleaved: whether RoPE's pairs are neighbouring channels in the file. is_gguf: whether values in the file have
     `TensorSpec.offset` already, and tensors llama.cpp's names. Without an output head, the head is the embedding.
-    Raises LoadError for a tensor that is missing, has another shape or an unsupported type, or belongs to a layer but
-    is unknown to the family (it would silently be ignored).
+    Raises LoadError as `complete` does, and for a tensor that belongs to a layer but is unknown to the family (it would
+    silently be ignored).
     """
-    stored = dict(weights.tensors)
-    if HEAD not in stored:
+    if HEAD not in weights.tensors:
         config = replace(config, tied_head=True)
     table = families.tensors(config)
-    if config.mtp and not any(spec.name in stored for spec in table.layers[-1].get("mtp_in", ())):
+    if config.mtp and not any(spec.name in weights.tensors for spec in table.layers[-1].get("mtp_in", ())):
         raise LoadError(f"{weights.where} has no layer for spec_type=mtp; choose another spec_type.")
     expected = {spec.name: spec for spec in table.specs()}
-    for spec in expected.values():
-        if (tensor := _made(spec, stored)) is not None:
-            stored[spec.name] = tensor
-    if missing := [spec for name, spec in expected.items() if name not in stored]:
-        in_folder = (spec.taken.source if spec.taken else spec.name for spec in missing[:_LISTED])
-        listed = ", ".join((spec.gguf for spec in missing[:_LISTED]) if is_gguf else in_folder)
-        more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
-        raise LoadError(
-            f"{weights.where} lacks the tensor {listed}{more}, which a {config.family} model with {len(config.layers)} "
-            "layers has; download the model completely."
-        )
-    for name, spec in expected.items():
-        _check(stored[name], spec.shape)
+    owner = f"a {config.family} model with {len(config.layers)} layers"
+    stored = complete(weights, expected.values(), owner, is_gguf=is_gguf)
     sources = {spec.taken.source for spec in expected.values() if spec.taken is not None}
     for name in sorted(stored.keys() - expected.keys() - sources - unused(config)):
         if name.startswith("model.layers.") and not name.endswith(_HARMLESS) and _layer(name) < len(config.layers):
@@ -95,8 +83,32 @@ def fit(
             )
     if config.rounded_scale:
         config = replace(config, embedding_scale=as_stored(config.embedding_scale, stored[EMBEDDING].dtype))
-    arranged = {name: _arranged(stored[name], spec, interleaved, is_gguf) for name, spec in expected.items()}
-    return config, StoredWeights(weights.where, arranged, weights.opened)
+    of_model = {name: arranged(stored[name], spec, interleaved, is_gguf) for name, spec in expected.items()}
+    return config, StoredWeights(weights.where, of_model, weights.opened)
+
+
+def complete(
+    weights: StoredWeights, specs: Collection[TensorSpec], owner: str, *, is_gguf: bool
+) -> dict[str, StoredTensor]:
+    """All tensors of files, and those of `specs` that are made of others.
+
+    owner: what has the tensors, for errors. Raises LoadError for a tensor that is missing, or has another shape or an
+    unsupported type.
+    """
+    stored = dict(weights.tensors)
+    for spec in specs:
+        if (tensor := _made(spec, stored)) is not None:
+            stored[spec.name] = tensor
+    if missing := [spec for spec in specs if spec.name not in stored]:
+        in_folder = (spec.taken.source if spec.taken else spec.name for spec in missing[:_LISTED])
+        listed = ", ".join((spec.gguf for spec in missing[:_LISTED]) if is_gguf else in_folder)
+        more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+        raise LoadError(
+            f"{weights.where} lacks the tensor {listed}{more}, which {owner} has; download the model completely."
+        )
+    for spec in specs:
+        _check(stored[spec.name], spec.shape)
+    return stored
 
 
 def _made(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> StoredTensor | None:
@@ -106,10 +118,13 @@ def _made(spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> StoredTensor 
         # One that cannot be divided stays whole, and is then refused for its shape.
         is_whole = whole.shape[0] % sum(spec.taken.sizes) != 0
         tensor = whole if is_whole else whole.taking(spec.taken.rows(whole.shape[0]))
-    return replace(tensor, shape=(prod(tensor.shape),)) if tensor is not None and spec.flat else tensor
+    if tensor is None or not spec.flat:
+        return tensor
+    kept = len(spec.shape) - 1
+    return replace(tensor, shape=(*tensor.shape[:kept], prod(tensor.shape[kept:])))
 
 
-def _arranged(tensor: StoredTensor, spec: TensorSpec, interleaved: bool, is_gguf: bool) -> StoredTensor:
+def arranged(tensor: StoredTensor, spec: TensorSpec, interleaved: bool, is_gguf: bool) -> StoredTensor:
     """The tensor with its rows in the order of memory, and with the values that the spec asks for."""
     order = spec.row_order(interleaved)
     if order is not None:

@@ -25,6 +25,7 @@ from polarlm.model_loaders.hub.choice import (
     has_safetensors,
     named,
     parse,
+    projectors,
     quantization_of,
     quantizations,
     size_text,
@@ -33,6 +34,7 @@ from polarlm.model_loaders.hub.client import Client, Listing
 from polarlm.model_loaders.hub.local import shards
 from polarlm.model_loaders.hub.problems import RESUMES, cannot_be_reached, sentence
 from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
+from polarlm.model_loaders.towers import reads_images
 
 __all__ = ["PREFIX", "Fits", "HubName", "fetch", "fetch_adapter", "named", "parse", "quantization_of", "size", "sizes"]
 
@@ -226,7 +228,16 @@ class _Fetching:
             is_here = all(map(self._is_here, chosen.files))
             why = "which is in the cache" if is_here else "the best that fits in memory here"
             self._say(f"Taking {chosen.label} of {self._name.repo}, {why}; {self._name.repo}:NAME takes another.")
-        return self._fetch(chosen.files)[0]
+        return self._fetch([*chosen.files, *self._projector(chosen.files[0], config)])[0]
+
+    def _projector(self, chosen: HubFile, config: ModelConfig | None) -> list[HubFile]:
+        """The part of a model that reads images, in the folder of its file; nothing without one of a known kind."""
+        folder = chosen.path.rpartition("/")[0]
+        files = [file for file in self._listing.files.values() if file.path.rpartition("/")[0] == folder]
+        found = projectors(files, lambda file: file.name)
+        if config is None:
+            found = list(filter(self._is_here, found))
+        return found[:1] if config is None or reads_images(config.family) else []
 
     def _configuration(self, file: HubFile) -> ModelConfig | None:
         """The configuration in the beginning of a GGUF file; None if it is not there. Raises LoadError for a model that

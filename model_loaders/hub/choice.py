@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
@@ -22,6 +23,8 @@ BESIDE_WEIGHTS = (  # the small files of a folder of safetensors; only the confi
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "modules.json",  # this and all that follow belong to embedding models
     "config_sentence_transformers.json",
     "1_Pooling/config.json",
@@ -33,11 +36,13 @@ _PREFERRED = (
     *("Q4_0", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K"),
 )
 _WIDE = ("F16", "FP16", "BF16", "F32", "FP32")
+_PROJECTORS = ("F16", "BF16", "Q8_0", "F32")  # the best first
 _NO_MODEL = re.compile(r"mmproj|imatrix|ggml-vocab", re.IGNORECASE)
 _GGUF = re.compile(r"(?P<stem>.+?)(-(?P<part>\d{5})-of-(?P<parts>\d{5}))?\.gguf", re.IGNORECASE)
 _LABEL = re.compile(
     r"(?:^|[._-])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|FP32|MXFP4\w*|NVFP4))$", re.IGNORECASE | re.ASCII
 )
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,17 @@ def quantizations(files: Iterable[HubFile]) -> list[Quantization]:
         if len(group) == parts
     ]
     return sorted(made, key=_rank)
+
+
+def projectors(files: Iterable[T], name_of: Callable[[T], str]) -> list[T]:
+    """The files with the part of a model that reads images, the best first. name_of: a file's name, without folders."""
+
+    def rank(file: T) -> tuple[int, str]:
+        label = quantization_of(name_of(file)).upper().replace("FP", "F")
+        return _PROJECTORS.index(label) if label in _PROJECTORS else len(_PROJECTORS), name_of(file)
+
+    found = [file for file in files if "mmproj" in name_of(file).lower() and name_of(file).endswith(".gguf")]
+    return sorted(found, key=rank)
 
 
 def quantization_of(file_name: str) -> str:

@@ -148,8 +148,9 @@ class _OneModel(Front):
 
     def listed(self) -> dict[str, Mapping[str, Any]]:
         engine = self._driver.engine
-        context, parent = {"context_length": engine.context}, {"parent": engine.model.name}
-        return {engine.model.name: context, **dict.fromkeys(engine.adapters.by_name, context | parent)}
+        takes = {"input_modalities": ["text", *(["image"] if self._driver.reads_images else [])]}
+        told = {"context_length": engine.context, "architecture": {**takes, "output_modalities": ["text"]}}
+        return {engine.model.name: told, **dict.fromkeys(engine.adapters.by_name, told | {"parent": engine.model.name})}
 
     def find(self, name: str) -> tuple[str, Mapping[str, Any]]:
         if name not in (models := self.listed()):

@@ -11,6 +11,7 @@ from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.reading.values import read_json
 from polarlm.server.running.driver import Driver
 
+LARGER = 16  # what has images, or is a PDF, may have this many times the bytes of --max-body
 _BODY_SECONDS = 30  # for all of a request's body to arrive
 
 
@@ -20,7 +21,8 @@ class Endpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The JSON object in the body of a request. Raises ApiError or BadRequest."""
-        return await read_body(request, self._driver.config.max_body)
+        driver = self._driver
+        return await read_body(request, driver.config.max_body * (LARGER if driver.reads_images else 1))
 
 
 async def read_body(request: Request, limit: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import ServerConfig
-from polarlm.server.http.bodies import read_body
+from polarlm.server.http.bodies import LARGER, read_body
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.guard import is_here
 from polarlm.server.reading.values import LARGEST, BadRequest, count
@@ -57,7 +57,7 @@ class Conversations:
     async def write(self, request: Request) -> Response:
         """{"base", "head", "messages": {ID: …}} → {"revision"}; 409 if the conversation has changed after `base`."""
         store, name = self._allowed(request)
-        body = await read_body(request, self._config.max_body)
+        body = await read_body(request, LARGER * self._config.max_body)
         base = count("base", body.get("base", 0), 0, LARGEST)
         head, messages = _object("head", body.get("head")), _object("messages", body.get("messages"))
         for key, message in messages.items():

@@ -49,7 +49,7 @@ def listed(name: str, config: ModelConfig, weights: WeightSource, dtype: str, is
     }
 
 
-def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
+def shown(model: Model, context: int, entry: dict[str, Any], *, reads_images: bool) -> dict[str, Any]:
     """A model with its template, its shape and what it can do. entry: the model's entry in a list."""
     return {
         "modelfile": "",
@@ -58,7 +58,7 @@ def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
         "modified_at": entry["modified_at"],
         "details": entry["details"],
         "model_info": _shape(model, context),
-        "capabilities": _capabilities(model),
+        "capabilities": [*_capabilities(model), *(["vision"] if reads_images else [])],
     }
 
 

@@ -13,12 +13,11 @@ from starlette.routing import Route
 
 from polarlm.children import python
 from polarlm.server.config import ServerConfig
-from polarlm.server.http.bodies import read_bytes
+from polarlm.server.http.bodies import LARGER, read_bytes
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import while_there
 from polarlm.server.running.refused import busy
 
-LARGER = 16  # a PDF may have this many times the bytes of --max-body: most of them are fonts and pictures
 _AT_ONCE = 2  # files that are read at a time; others wait
 _MOST = 16  # files in memory, which arrive, wait or are read; further files are refused
 _SECONDS = 30.0

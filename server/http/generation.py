@@ -36,11 +36,13 @@ class About:
     parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
     tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
     context: int  # tokens of a prompt and its answer together
+    reads_images: bool = False
 
 
 def about(driver: Driver) -> About:
     engine, config = driver.engine, driver.config
-    return About(engine.model, engine.model.name, config.parse_special, not config.hide_cached_tokens, engine.context)
+    tells_cached, reads_images = not config.hide_cached_tokens, driver.reads_images
+    return About(engine.model, engine.model.name, config.parse_special, tells_cached, engine.context, reads_images)
 
 
 class Writer(ABC):
@@ -90,14 +92,17 @@ class Generation(Endpoints):
 
     async def count(self, request: Request) -> Response:
         """{…, "input_tokens"}; past answers count as text. Raises BadRequest, Refused, EngineError or ApiError."""
-        asked, _ = self._read(await self._body(request))
+        asked, _ = await self._asked(await self._body(request))
         model = self._driver.engine.model
         ids = await self._driver.counted("tokenized", lambda: prompt_ids(asked.prompt, model, options=asked.options))
         counted = JSONResponse({**self._counted, "input_tokens": len(ids)})
         return warn(counted, [sentence for _, sentence in asked.warnings])
 
-    def _read(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
+    async def _asked(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
         """The request in a body, with its adapter, and what writes its response. Raises BadRequest."""
+        return await asyncio.to_thread(self._read, body) if self._about.reads_images else self._read(body)
+
+    def _read(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
         chosen = with_adapter(PromptOptions(), body, self._driver.engine.adapters.scales)
         about = self._about
         if chosen.lora:  # by a name that chooses it again
@@ -108,7 +113,7 @@ class Generation(Endpoints):
         return replace(asked, options=options), writer
 
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
-        asked, writer = self._read(body)
+        asked, writer = await self._asked(body)
         warnings = [sentence for _, sentence in asked.warnings] + self._endpoint.warnings(body)
         told: list[str] = []  # while the prompt is tokenized
         if asked.answers > (room := self._driver.room):

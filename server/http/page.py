@@ -25,7 +25,7 @@ def _page() -> tuple[str, bytes, dict[str, str]]:
         f"script-src {_hash('script', text)}",
         f"style-src {_hash('style', text)}",
         "font-src data:",
-        "img-src data:",  # the icon
+        "img-src data:",  # the icon, and images in messages
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

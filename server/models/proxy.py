@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
-from polarlm.server.http.bodies import read_bytes
+from polarlm.server.http.bodies import LARGER, read_bytes
 from polarlm.server.http.described import head
 from polarlm.server.http.errors import ErrorShapes, api_error
 from polarlm.server.http.streams import DATA, LINES, NAMED, send_soon, while_there
@@ -74,7 +74,7 @@ class Proxy:
     async def serve(self, request: Request) -> Response:
         path, data, fields = request.url.path, b"", dict[str, Any]()
         if request.method == "POST":
-            data = bytes(await read_bytes(request, self._config.max_body))
+            data = bytes(await read_bytes(request, LARGER * self._config.max_body))  # a model may read images
             fields = read_json(data)
         name = fields.get("model") or request.query_params.get("model") or ""
         served = self._supervisor.find(text("model", name))

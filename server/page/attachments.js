@@ -1,13 +1,21 @@
-// Files that go with a message, as text in its prompt.
+// Files that go with a message: as text in its prompt, or as images.
 
 const LARGEST = 64 * 2 ** 20; // bytes of a file that the page reads; the server has its own limits
+const LARGEST_IMAGE = 4 * 2 ** 20; // characters in a request, which carries 16 MiB unless the server has another limit
+const SIDES = [Infinity, 4096, 2048, 1024, 512]; // pixels of an image's longer side that are tried until it is small enough
 
-let attached = []; // the files of the next message: { name, text, tokens }; text is null until it has been read
+let attached = []; // the files of the next message: { name, text, tokens, image }; text is null until it has been read
 
 const attachedTokens = () => attached.reduce((sum, file) => sum + file.tokens, 0);
 
-/** The text of a user's message as the model gets it: each file between fences, then what the user wrote. */
-const contentOf = ({ text, files = [] }) => [...files.map(fenced), text].filter(Boolean).join("\n\n");
+/** A user's message as the model gets it: images, each other file as text between fences, then what the user wrote. */
+function contentOf({ text, files = [] }) {
+  const images = files.filter(({ image }) => image).map(imagePart);
+  const written = [...files.filter(({ image }) => !image).map(fenced), text].filter(Boolean).join("\n\n");
+  return images.length ? [...images, ...(written ? [{ type: "text", text: written }] : [])] : written;
+}
+
+const imagePart = ({ image }) => ({ type: "image_url", image_url: { url: image } });
 
 function fenced({ name, text }) {
   const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length)), fence = "`".repeat(longest + 1);
@@ -23,9 +31,9 @@ async function attach(files) {
     attached.push(entry);
     drawAttached();
     try {
-      const text = await readFile(file);
-      const [whole, empty] = await Promise.all([fenced({ name: entry.name, text }), "…"].map(countTokens));
-      Object.assign(entry, { text, tokens: Math.max(0, whole - empty) });
+      if (file.size > LARGEST) throw new Failure(`This file has ${size(file.size)}, and at most ${size(LARGEST)} are read.`);
+      const isImage = file.type.startsWith("image/") && file.type !== "image/svg+xml";
+      await (isImage ? readImage(entry, file) : readText(entry, file));
     } catch (error) {
       attached = attached.filter((other) => other !== entry);
       troubles.push(`${visible(entry.name)}: ${error instanceof Failure ? error.message : "This file cannot be read."}`);
@@ -35,9 +43,46 @@ async function attach(files) {
   }));
 }
 
+async function readText(entry, file) {
+  const text = await textIn(file);
+  const [whole, empty] = await Promise.all([fenced({ name: entry.name, text }), "…"].map(countTokens));
+  Object.assign(entry, { text, tokens: Math.max(0, whole - empty) });
+}
+
+/** Reads an image, smaller if it is larger than a request may be. Throws a Failure if the model reads none. */
+async function readImage(entry, file) {
+  const { modalities } = await askJson(`props?${ofModel()}`);
+  if (!modalities.vision) throw new Failure("This model reads text alone, no images.");
+  for (const side of SIDES) {
+    const image = await asAddress(side === Infinity ? file : await scaled(file, side));
+    if (image.length > LARGEST_IMAGE) continue;
+    try {
+      const [whole, empty] = await Promise.all([[imagePart({ image })], "…"].map(countTokens));
+      return Object.assign(entry, { text: "", image, tokens: Math.max(0, whole - empty) });
+    } catch (error) {
+      if (![0, 400, 413].includes(error.status) || side === SIDES.at(-1)) throw error; // a connection may end before a 413 comes, and a JPEG may be of a kind that the server reads
+    }
+  }
+}
+
+/** A picture whose longer side has at most so many pixels, as a JPEG, in which white stands behind it. */
+async function scaled(file, side) {
+  const picture = await createImageBitmap(file), scale = Math.min(1, side / Math.max(picture.width, picture.height));
+  const canvas = new OffscreenCanvas(...[picture.width, picture.height].map((pixels) => Math.max(1, Math.round(scale * pixels))));
+  const context = canvas.getContext("2d");
+  Object.assign(context, { fillStyle: "white", imageSmoothingQuality: "high" }).fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(picture, 0, 0, canvas.width, canvas.height);
+  return canvas.convertToBlob({ type: "image/jpeg", quality: .9 });
+}
+
+/** A file as a data URL. */
+const asAddress = (file) => new Promise((resolve, reject) => {
+  const reader = Object.assign(new FileReader(), { onload: () => resolve(reader.result), onerror: () => reject(reader.error) });
+  reader.readAsDataURL(file);
+});
+
 /** The text of a file. Throws a Failure. */
-async function readFile(file) {
-  if (file.size > LARGEST) throw new Failure(`This file has ${size(file.size)}, and at most ${size(LARGEST)} are read.`);
+async function textIn(file) {
   if (/\.pdf$/i.test(file.name) || file.type === "application/pdf") {
     return (await (await ask("documents/text", { method: "POST", body: file, type: "application/pdf" })).json()).text;
   }
@@ -73,12 +118,15 @@ function chips(files, drop) {
     const name = visible(file.name);
     const remove = button("Remove", () => drop(file), "quiet", `Remove ${name}`);
     const tokens = file.tokens === null ? "reading …" : count(file.tokens, "token");
-    return put(make("li"), dir(make("span", "name", name)), make("span", "tokens", tokens), sign(remove, "failed"));
+    return put(make("li"), ...(file.image ? [thumbnail(file)] : []), dir(make("span", "name", name)), make("span", "tokens", tokens), sign(remove, "failed"));
   });
 }
 
-/** A file of a message that was sent: its name, and its text when it is opened. */
-function shownFile({ name, text, tokens }) {
+const thumbnail = ({ name, image }) => Object.assign(make("img"), { src: image, alt: visible(name), title: visible(name) });
+
+/** A file of a message that was sent: the image, or its name, and its text when it is opened. */
+function shownFile({ name, text, tokens, image }) {
+  if (image) return thumbnail({ name, image });
   const body = region("pre", "", "", visible(name)), element = fold("file", `${visible(name)} · ${count(tokens, "token")}`, body);
   element.addEventListener("toggle", () => { if (!body.firstChild) addText(body, visibleCode(text)); });
   return element;

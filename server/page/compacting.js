@@ -37,8 +37,11 @@ async function summaryRequest(message, signal) {
   }
 }
 
-/** Takes about this part of the text away: first messages other than the system's, and the beginning of the longest of the last two. */
+/** Takes all images away, or else about this part of the text: first messages other than the system's, and the beginning of the longest of the last two. */
 function shorten(messages, part) {
+  const pictured = messages.filter(({ content }) => Array.isArray(content));
+  for (const message of pictured) message.content = message.content.at(-1).text ?? "…";
+  if (pictured.length) return;
   const size = ({ content }) => content?.length ?? 0, first = messages[0].role === "system" ? 1 : 0;
   let over = 1.1 * part * messages.reduce((sum, message) => sum + size(message), 0);
   while (messages.length > first + 2 && (over > 0 || messages[first].role !== "user")) over -= size(messages.splice(first, 1)[0]);

@@ -42,10 +42,11 @@ function remember() {
 }
 
 /** Shows the defaults from /props in empty fields (-1: none), and a warning if the model has no chat template. */
-function showProps({ default_generation_settings: { params }, chat_template_is_default: isDefault }) {
+function showProps({ default_generation_settings: { params }, chat_template_is_default: isDefault, modalities }) {
   for (const name of NUMBERS) {
     if (params[name] >= 0) $(name).placeholder = String(Number(params[name].toPrecision(6)));
   }
+  $("attach").title = `Attach ${modalities.vision ? "images, " : ""}text, code or PDF files`;
   $("untaught").textContent = isDefault ? "This model has no chat template: it continues text, and was probably not made for chats." : "";
 }
 

@@ -7,7 +7,7 @@
  * and a message's `changed` are times: when the title was given, the folder chosen, the settings chosen, an answer last
  * written; without one, at the beginning.
  * By its role, a message also has
- *   "user": text, files: [{ name, text, tokens }],
+ *   "user": text, files: [{ name, text, tokens, image }]: an image, as a data URL, has no text,
  *   "assistant": text, reasoning, calls: [{ id, name, arguments, server, tool, begun, result }]: the last four for a call of
  *      an MCP server's tool, begun and result ({ text, failed }) until all calls have results; after its end also ending, error, usage, drafts, rate, thought,
  *      and model, its name, where the server has several;
@@ -78,7 +78,8 @@ const READERS = {
   tool: ({ results }) => ({ results: listOf(results, readResult) }),
 };
 
-const readAttached = ({ name, text, tokens }) => ({ name: string(name), text: string(text), tokens: figure(tokens) ?? 0 });
+const readAttached = ({ name, text, tokens, image }) =>
+  ({ name: string(name), text: string(text), tokens: figure(tokens) ?? 0, ...(string(image).startsWith("data:image/") && { image }) });
 
 const readResult = ({ id, name, text, failed }) =>
   ({ id: string(id), name: string(name), text: string(text), ...(failed === true && { failed }) });

@@ -12,9 +12,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from polarlm.server.reading.parts import CALLED_WITH, Losses, in_words, kind_of, said
+from polarlm.server.reading.parts import CALLED_WITH, Losses, image_in, in_words, is_image, kind_of, said
 from polarlm.server.reading.tools import in_namespace
 from polarlm.server.reading.values import BadRequest, Told, shown, text, wrong
 
@@ -30,14 +31,15 @@ _LONGEST_NAME = 128
 _MOST_OPEN = 128  # calls of an answer that may get results
 
 Message = dict[str, Any]
+Piece = str | Message  # a text, or an image: {"type": "image", "image": bytes}
 
 
-def read_messages(history: Any, told: Told) -> list[Message]:
+def read_messages(history: Any, told: Told, *, reads_images: bool = False) -> list[Message]:
     """The messages in an array of messages and items. told: gets the field, and a sentence for each kind of thing that
-    is left out or put otherwise. Raises BadRequest."""
+    is left out or put otherwise. reads_images: whether the model does. Raises BadRequest."""
     if not isinstance(history, list) or not history:
         raise wrong("messages", "an array with at least one message", history)
-    reader, question = _Reader(), _question(history)
+    reader, question = _Reader(reads_images), _question(history)
     try:
         for index, one in enumerate(history):
             reader.read(f"messages[{index}]", one, asked=index == question, is_last=index == len(history) - 1)
@@ -69,7 +71,8 @@ class _Call:
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, reads_images: bool) -> None:
+        self._reads_images = reads_images
         self._rows: list[tuple[Message, list[Message | None]]] = []  # messages, and the results of their calls
         self._open: list[_Call] = []
         self._called: dict[str, str] = {}  # ids of calls → names
@@ -105,7 +108,7 @@ class _Reader:
         role = entry.get("role")
         if role in _OF_RESULTS:
             name = entry.get("tool_name") or entry.get("name")
-            self._result(entry.get("tool_call_id"), name, _with_images(entry))
+            self._result(entry.get("tool_call_id"), name, [part for _, part in _placed(at, entry)])
         elif not isinstance(role, str) or (is_last and role not in {**ROLES, **_ELSEWHERE}):
             raise wrong(f"{at}.role", f"one of {', '.join(ROLES)}", role)
         else:
@@ -117,16 +120,15 @@ class _Reader:
     def _message(self, at: str, role: str, item: Mapping[str, Any], asked: bool) -> None:
         is_answer = role == "assistant"
         thoughts = [item[name] for name in _REASONING if is_answer and isinstance(item.get(name), str)][:1]
-        texts: list[str] = []
+        pieces: list[Piece] = []
         calls: list[Message] = []
-        if asked and item.get("images"):
+        if asked and item.get("images") and not self._reads_images:
             raise BadRequest(f"{at}.images", f"{at}.images: this server takes text alone; leave images out")
-        content = _with_images(item)
-        if not isinstance(content, (str, list)) and kind_of(content) == "untyped":
+        content = item.get("content")
+        if content is not None and not isinstance(content, (str, list)) and kind_of(content) == "untyped":
             raise wrong(f"{at}.content", "a string or an array of text parts", content)
-        parts = content if isinstance(content, list) else [content]
         results = 0
-        for index, part in enumerate(parts):
+        for place, part in _placed(at, item):
             kind = kind_of(part)
             if kind == "tool_result":
                 self._result(part.get("tool_use_id"), None, part.get("content"))
@@ -134,18 +136,26 @@ class _Reader:
             elif is_answer and kind == "thinking":
                 thoughts.append(_text(part.get("thinking")))
             elif is_answer and kind == "tool_use":
-                calls.append(_call(f"{at}.content[{index}]", part, part.get("input"), "input"))
+                calls.append(_call(place, part, part.get("input"), "input"))
             elif kind != "redacted_thinking":  # which only its maker can read
-                place = f"{at}.content[{index}]" if isinstance(content, list) else f"{at}.content"
-                texts.append(self._part(place, part, asked))
+                pieces.append(self._image_or_text(place, part, asked) if role == "user" else self._part(place, part))
         if is_answer:
-            texts.append(_text(item.get("refusal")))
+            pieces.append(_text(item.get("refusal")))
             if item.get("audio"):
-                texts.append(said({"type": "audio"}, self._losses))
+                pieces.append(said({"type": "audio"}, self._losses))
             calls += _calls(at, item)
         message: Message = {"role": role} | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
-        if texts or not results:
-            self._add(message | {"content": "".join(texts)} | ({"tool_calls": calls} if calls else {}))
+        if pieces or not results:
+            self._add(message | {"content": _content(pieces)} | ({"tool_calls": calls} if calls else {}))
+
+    def _image_or_text(self, at: str, part: Any, asked: bool = False) -> Piece:
+        if self._reads_images and is_image(part):
+            try:
+                return {"type": "image", "image": image_in(at, part)}
+            except BadRequest:
+                if asked:
+                    raise
+        return self._part(at, part, asked)
 
     def _part(self, at: str, part: Any, asked: bool = False) -> str:
         losses = Losses()
@@ -154,8 +164,9 @@ class _Reader:
             if not isinstance(part, dict):
                 raise wrong(at, 'an object such as {"type": "text", "text": "…"}', part)
             text(f"{at}.text", part.get("text", ""))
+            takes = "text and images" if self._reads_images else "text"
             named = "a part without a type is" if kind == "untyped" else f"{shown(kind)} parts are"
-            raise BadRequest(f"{at}.type", f"{at}.type: {named} not supported here: this server takes text alone")
+            raise BadRequest(f"{at}.type", f"{at}.type: {named} not supported here: this server takes {takes} alone")
         self._losses.left_out.update(losses.left_out)
         self._losses.as_text.update(losses.as_text)
         return written
@@ -216,19 +227,19 @@ class _Reader:
         """Put a result next to its call, or else as a text of the user's, who is not taken for the model."""
         id, name = _text(id), _name(name) if name else ""
         self._thoughts, self._is_over = [], True
-        written = self._of_tool(content)
+        pieces = self._of_tool(content)
         call = self._call_of(id, name)
         if call is not None:
             self._open.remove(call)
             self._answered.add(call.id)
-            result = {"role": "tool", "content": written, "tool_call_id": call.id, "name": call.name}
+            result = {"role": "tool", "content": _content(pieces), "tool_call_id": call.id, "name": call.name}
             call.results[call.place] = result
         elif id in self._answered:
             self._twice[self._called[id]] = None
         else:
             name = self._called.get(id, name) or "a tool"
             self._late[name] = None
-            self._add({"role": "user", "content": f"Result of {name}:\n{written}"})
+            self._add({"role": "user", "content": _content([f"Result of {name}:\n", *pieces])})
 
     def _call_of(self, id: str, name: str) -> _Call | None:
         """The open call with an id. Where the client gave no ids, the first of this name, or of all."""
@@ -238,27 +249,35 @@ class _Reader:
         calls = [call for call in self._open if not id or not call.has_id]
         return next((call for call in calls if call.name == name), next(iter(calls), None))
 
-    def _of_tool(self, content: Any) -> str:
-        if content is None or isinstance(content, str):
-            return content or ""
-        if isinstance(content, dict):
-            content = [content]
-        if not isinstance(content, list):
-            return json.dumps(content)
-        texts = []
-        for one in content:
+    def _of_tool(self, content: Any) -> list[Piece]:
+        pieces: list[Piece] = []
+        for one in content if isinstance(content, list) else [] if content is None else [content]:
             has_text = isinstance(one, str) or kind_of(one) != "untyped"
-            texts.append(self._part("", one) if has_text else json.dumps(one, ensure_ascii=False))
-        return "".join(texts)
+            pieces.append(self._image_or_text("", one) if has_text else json.dumps(one, ensure_ascii=False))
+        return pieces
 
 
-def _with_images(item: Mapping[str, Any]) -> Any:
-    """The content of a message, with what Ollama's clients have beside it."""
+def _placed(at: str, item: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The parts of a message with their places; first the images that Ollama's clients have beside the content."""
     content, images = item.get("content"), item.get("images")
-    content = "" if content is None else content
-    if not isinstance(images, list) or not images:
-        return content
-    return [*(content if isinstance(content, list) else [content]), *({"type": "image"} for _ in images)]
+    beside = enumerate(images if isinstance(images, list) else ())
+    placed = [(f"{at}.images[{index}]", {"type": "image", "data": one}) for index, one in beside]
+    if isinstance(content, list):
+        return placed + [(f"{at}.content[{index}]", part) for index, part in enumerate(content)]
+    return [*placed, (f"{at}.content", "" if content is None else content)]
+
+
+def _content(pieces: list[Piece]) -> str | list[Message]:
+    """The text of a message; its parts, texts and images, if there are images in it."""
+    if not any(isinstance(piece, dict) for piece in pieces):
+        return "".join(map(str, pieces))
+    parts: list[Message] = []
+    for is_text, together in groupby(pieces, lambda piece: isinstance(piece, str)):
+        if not is_text:
+            parts += together  # type: ignore[arg-type]
+        elif written := "".join(map(str, together)):
+            parts.append({"type": "text", "text": written})
+    return parts
 
 
 def _calls(at: str, message: Mapping[str, Any]) -> Iterator[Message]:

@@ -20,7 +20,7 @@ MAX_ANSWERS = 16  # n
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    prompt: Prompt  # in messages, "role" and "content" are text
+    prompt: Prompt  # in messages, "role" is text, and "content" is text, or texts and images
     options: PromptOptions
     params: SamplingParams
     stream: bool
@@ -49,12 +49,14 @@ def read(
     *,
     switched_logprobs: bool = False,
     parse_special: bool = True,
+    reads_images: bool = False,
 ) -> ParsedRequest:
     """The request in a JSON object: a prompt under one of the names in `takes`, and parameters.
 
     tokenize: returns the ids of a string in `logit_bias`. With `switched_logprobs`, log-probabilities are requested as
     in OpenAI's chat, by `logprobs: true` and a count in `top_logprobs`; otherwise `logprobs` is the count.
-    parse_special: see `read_options`. Fields that ask for nothing and unknown fields are ignored. Raises BadRequest.
+    parse_special: see `read_options`. reads_images: see `read_messages`. Fields that ask for nothing and unknown fields
+    are ignored. Raises BadRequest.
     """
     body = asking(body)
     refused = complaint(body)
@@ -75,7 +77,7 @@ def read(
         raise BadRequest("tools", sentence)
     if tools is not None and tools.calls == "must":
         params = replace(params, schema=None)  # the form of the text, and there is none
-    prompt = read_prompt(body, takes, told)
+    prompt = read_prompt(body, takes, told, reads_images=reads_images)
     continues = read_continues(body, prompt)
     options = read_options(body, parse_special=parse_special, tools=tools)
     return ParsedRequest(

@@ -1,13 +1,14 @@
-"""The text of parts of messages: blocks and items of any API, of types that are made up later as well."""
+"""Parts of messages: blocks and items of any API, of types that are made up later as well. Their texts, and images."""
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polarlm.server.reading.values import shown
+from polarlm.server.reading.values import BadRequest, shown
 
 _MEDIA = {
     **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot", "image_generation_call"), "image"),
@@ -58,6 +59,27 @@ def said(part: Any, losses: Losses) -> str:
 def kind_of(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     return kind if isinstance(kind, str) else "untyped"
+
+
+def is_image(part: Any) -> bool:
+    return _MEDIA.get(kind_of(part)) == "image"
+
+
+def image_in(at: str, part: Mapping[str, Any]) -> bytes:
+    """The file of an image, which a part has in base64 or as a data URL. Raises BadRequest, which names `at`."""
+    value: Any = part
+    while isinstance(value, dict):
+        value = next((value[name] for name in ("image_url", "source", "url", "data") if value.get(name)), None)
+    if not isinstance(value, str):
+        raise BadRequest(at, f"{at} has no image in it: send one in base64, or as a data URL")
+    head, comma, data = value.partition(",")
+    if ":" in head[:16] and not head.startswith("data:"):
+        sentence = "this server fetches no addresses: send the image itself, as a data URL: data:image/png;base64,…"
+        raise BadRequest(at, f"{at}: {sentence}")
+    try:
+        return base64.b64decode("".join((data if comma else value).split()), validate=True)
+    except ValueError:
+        raise BadRequest(at, f"{at} has an image that is not base64") from None
 
 
 def in_words(kinds: Iterable[str]) -> str:

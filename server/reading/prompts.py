@@ -30,12 +30,16 @@ _LONGEST_EFFORT = 32  # characters: a word, such as "high"
 
 
 def read_prompt(
-    body: Mapping[str, Any], takes: Collection[str] = ("messages", "prompt"), told: Told | None = None
+    body: Mapping[str, Any],
+    takes: Collection[str] = ("messages", "prompt"),
+    told: Told | None = None,
+    *,
+    reads_images: bool,
 ) -> Prompt:
-    """The prompt under one of the names in `takes`. told: see `read_messages`. Raises BadRequest."""
+    """The prompt under one of the names in `takes`. told, reads_images: see `read_messages`. Raises BadRequest."""
     name = one_given(body, takes)
     if name == "messages":
-        return read_messages(body["messages"], [] if told is None else told)
+        return read_messages(body["messages"], [] if told is None else told, reads_images=reads_images)
     (prompt,) = read_prompts(name, body[name], 1)
     return prompt
 
@@ -137,7 +141,7 @@ def read_prompts(field: str, value: Any, most: int) -> list[Prompt]:
 def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
     if isinstance(value, dict):
         if value.get("multimodal_data"):
-            raise BadRequest(f"{field}.multimodal_data", f"{field}.multimodal_data: this server takes text alone")
+            raise BadRequest(f"{field}.multimodal_data", f"{field}.multimodal_data: images are taken in messages alone")
         return text(f"{field}.prompt_string", value.get("prompt_string"))
     if isinstance(value, str):
         return text(field, value)

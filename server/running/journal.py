@@ -114,7 +114,7 @@ class _Json(logging.Formatter):
         line |= getattr(record, "line", None) or {"level": record.levelname, "message": record.getMessage()}
         if record.exc_info and record.exc_info[1] is not None:
             line["traceback"] = "".join(traceback.format_exception(record.exc_info[1]))
-        return json.dumps(line)
+        return json.dumps(line, default=_bytes)
 
 
 class _ForPeople(_Json):
@@ -128,6 +128,10 @@ class _ForPeople(_Json):
         if record.exc_info and record.exc_info[1] is not None:
             lines += "".join(traceback.format_exception(record.exc_info[1])).splitlines()
         return "\n".join(map(_visible, lines))
+
+
+def _bytes(image: bytes) -> str:
+    return f"{len(image):,} bytes"
 
 
 def _visible(line: str) -> str:
@@ -145,7 +149,11 @@ def _in_words(line: Mapping[str, Any]) -> str:
         facts.insert(0, f"{cached} of {prompt} prompt tokens cached, {line['completion_tokens']} new")
     if "warning" in line:
         facts.append(f"warning: {line['warning']}")
-    texts = [f"{name} {json.dumps(line[name], ensure_ascii=False)}" for name in ("prompt", "answer") if name in line]
+    texts = [
+        f"{name} {json.dumps(line[name], ensure_ascii=False, default=_bytes)}"
+        for name in ("prompt", "answer")
+        if name in line
+    ]
     return f"{' '.join(heads)}: {', '.join([*facts, *texts])}"
 
 

@@ -36,6 +36,7 @@ class FakeEngine:
     options: list[PromptOptions] = field(default_factory=list)
     cancelled: int = 0
     closed: bool = False
+    reads_images: bool = True
     adapters: Adapters = field(default_factory=Adapters)
     model: Any = field(
         default_factory=lambda: SimpleNamespace(
@@ -78,6 +79,7 @@ class FakeEngine:
         self.options.append(options)
         self.params.append(params)
         said = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        said = said if isinstance(said, str) else said[-1]["text"]
         if said.startswith("error"):
             raise EngineError("the prompt has 200 tokens and the context 128; shorten it", "context_length_exceeded")
         if said == "crash":

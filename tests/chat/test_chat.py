@@ -239,6 +239,23 @@ def test_long_messages_are_recalled_in_brief(chat, tmp_path):
     assert all(len(line) <= 203 and line.endswith(" …") for line in lines)
 
 
+def test_images_go_with_the_next_message_and_are_saved(chat, engine, tmp_path):
+    for name in ("a.png", "two words.png"):
+        (tmp_path / name).write_bytes(b"A")
+    commands = f"/image {tmp_path / 'a.png'}\n/image '{tmp_path / 'two words.png'}'\n"
+    chat(lines=f"{commands}one\ntwo\n/save {tmp_path / 'talk'}\n")
+    (tmp_path / "a.png").unlink()
+    *_, err = chat(lines=f"/load {tmp_path / 'talk'}\n/image {tmp_path / 'a.png'}\n/image\nthree\n")
+    image = {"type": "image_url", "image_url": {"url": "data:;base64,QQ=="}}
+    question = {"role": "user", "content": [image, image, {"type": "text", "text": "one"}]}
+    assert [prompt[0] for prompt in engine.prompts] == [question] * 3
+    assert [one["content"] for one in engine.prompts[-1] if one["role"] == "user"][1:] == ["two", "three"]
+    assert "a.png cannot be read: No such file" in err
+    assert "Which image?" in err
+    engine.reads_images = False
+    assert "fake takes text alone" in chat(lines=f"/image {tmp_path / 'two words.png'}\n")[2]
+
+
 @pytest.mark.parametrize("lines", ["/save\n", "one\n/clear\n/save\n"])
 def test_without_an_answer_nothing_is_saved(chat, state, lines):
     code, _, err = chat(lines=lines)

@@ -145,7 +145,7 @@ ELEMENTWISE: dict[str, Callable[[Ops, Any, Any], Any]] = {
     },
     **{
         f"halves, {name}": lambda ops, x, y, name=name: ops.activate_halves(x, name)
-        for name in ("silu", "relu_squared")
+        for name in ("silu", "relu_squared", "gelu", "plain_gelu_tanh")
     },
 }
 
@@ -159,6 +159,31 @@ def test_elementwise_ops_are_those_of_numpy(ops: CudaOps, rng: np.random.Generat
         made, wanted = call(ops, on_device, ops.to_device(y)), call(HOST, x, y)
         result, expected = (on_device, x) if wanted is None else (made, wanted)
         np.testing.assert_allclose(ops.to_host(result), expected, rtol=16 * EPS32, atol=1e-6, err_msg=name)
+
+
+def test_layer_norm_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator) -> None:
+    x, weight, bias = 5 + normal(rng, 3, 44), normal(rng, 44), normal(rng, 44)
+    ops.layer_norm(on_device := ops.to_device(x), (ops.to_device(weight), ops.to_device(bias), EPS))
+    HOST.layer_norm(x, (weight, bias, EPS))
+    np.testing.assert_allclose(ops.to_host(on_device), x, atol=2e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(2, 2, 72, None), (4, 2, 16, 12), (1, 1, 10, None)])
+def test_attention_to_texts_is_that_of_numpy(
+    ops: CudaOps, rng: np.random.Generator, heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
+    """Up to the rounding of queries, keys, values and weights to halves."""
+    lengths = [1, 64, 5, 97]
+    qkv = normal(rng, sum(lengths), heads + 2 * kv_heads, dim)
+    rope = tuple(normal(rng, 2, len(qkv), dim // 2))
+    for turns in (None, rope):
+        results = []
+        for one in (ops, HOST):
+            (transform,) = one.prepare([HeadTransform(kv_heads)])
+            of_device = None if turns is None else tuple(map(one.to_device, turns))
+            result = one.self_attention(one.to_device(qkv), of_device, transform, lengths, 0.3, window)
+            results.append(one.to_host(result))
+        assert np.abs(results[0] - results[1]).max() <= 4 * STEP["__half"] * np.abs(results[1]).max()
 
 
 @pytest.mark.parametrize("columns", [300, 6, 1])
@@ -366,8 +391,8 @@ def test_stores_of_two_block_sizes_may_share_the_ops(ops: CudaOps) -> None:
     format = store_of(ops, ("f16", "f16"), (None,)).cache(0).format
     other = ops.cache(replace(format, block_size=2 * N), 1, 2)
     span = SpanView(slice(0, 1), 5 * N, KVLocation(None, 0), 4 * N, 1, [0], 2 * N)
-    assert ops.spans([span], other.format.block_size).table[0, :HEADER].tolist() == [0, 1, 5 * N, 1, 1, 1, 0, 2, 1]
-    assert ops.spans([span], format.block_size).table[0, :HEADER].tolist() == [0, 1, 5 * N, 1, 2, 1, 0, 4, 1]
+    assert ops.spans([span], other.format.block_size).table[0, :HEADER].tolist() == [0, 1, 5 * N, 1, 1, 1, 0, 2, 1, 0]
+    assert ops.spans([span], format.block_size).table[0, :HEADER].tolist() == [0, 1, 5 * N, 1, 2, 1, 0, 4, 1, 0]
 
 
 def store_of(

@@ -397,6 +397,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "dequantize": _all("dequantize", WEIGHT=_PACKED),
     "elementwise": [
         *_all("elementwise", ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped", "relu_squared"), GROUPED=(0,)),
+        *_all("elementwise", ACTIVATION=("gelu", "plain_gelu_tanh"), GROUPED=(0,)),
         *_all("elementwise", ACTIVATION=("gated", "scaled"), GROUPED=(0, 1)),
     ],
     "embed": _all("embed", WEIGHT=_READ),
@@ -412,6 +413,8 @@ VARIANTS: dict[str, list[Variant]] = {
     "place_kv": _heads("place_kv"),
     "prefill_attention": _prefill_attention(),
     "repack": _all("repack", WEIGHT=_PACKED),
+    "layer_norm": _all("layer_norm"),
+    "text_attention": _all("text_attention", HEAD_DIM=(64, 72, 80), GROUP=(1,), WARPS=(4,)),
     "rms_norm": _all("rms_norm", ADD=(0, 1)),
     "rotate": [Variant("rotate", rotate_defines(d, d & -d)) for d in _HEAD_DIMS],
     "softcap": _all("softcap"),

@@ -26,6 +26,7 @@ from polarlm.model_loaders.hub import parse, transfer
 from polarlm.model_loaders.hub.choice import HubFile, quantizations
 from tests.model_loaders.checkpoints import MODELS, finish, gguf_header
 from tests.model_loaders.hub_server import COMMIT, Hub, Repository, git_hash, sha256
+from tests.model_loaders.test_towers import write_gguf
 from tests.ports import free_port
 from tests.random_model import random_model, write_in_parts
 from tests.small_disk import small_disk
@@ -141,6 +142,17 @@ def test_a_path_stays_a_path(hub: Hub, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 # -- the quantization ----------------------------------------------------------------------------------------------
+
+
+def test_the_part_that_reads_images_comes_with_a_gguf_file_of_a_model_that_has_one(
+    hub: Hub, small_ggufs: dict[str, bytes], tmp_path: Path
+) -> None:
+    parts = dict.fromkeys(("mmproj-F32.gguf", "mmproj-BF16.gguf", "old/mmproj-F16.gguf"), b"GGUF")
+    of_images = write_gguf(tmp_path / "m.gguf", "qwen3_vl_deepstack_tied").read_bytes()
+    for name, content in (("images", of_images), ("text", small_ggufs["tiny-Q8_0.gguf"])):
+        hub.repositories[f"user/{name}"] = Repository({"m-Q8_0.gguf": content, **parts})
+    there = {name: {path.name for path in fetch(f"user/{name}").parent.iterdir()} for name in ("images", "text")}
+    assert there == {"images": {"m-Q8_0.gguf", "mmproj-BF16.gguf"}, "text": {"m-Q8_0.gguf"}}
 
 
 @pytest.mark.parametrize("wanted", ["q4_k_m", "tiny-Q4_K_M.gguf"])

@@ -181,7 +181,7 @@ def test_parts_and_developers_are_taken_from_python(tmp_path: Path) -> None:
         in_parts, same = ([{"role": "developer", "content": content}, *TALK] for content in (parts, "be kind"))
         assert engine.prompt_ids(in_parts) == engine.prompt_ids(same)
         assert engine.prompt_ids(same) != engine.prompt_ids(TALK)
-        with pytest.raises(EngineError, match=r"messages\[0\]\.content must be a string"):
+        with pytest.raises(EngineError, match=r"messages\[0\]\.content\[0\]: .* takes text alone"):
             engine.prompt_ids([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}])
 
 

@@ -86,7 +86,7 @@ def test_an_engine_without_kept_sequences_keeps_no_answers(tiny_path, letters: S
 
 def test_the_least_recently_used_answer_is_dropped_first(tiny: Engine, monkeypatch) -> None:
     monkeypatch.setattr("polarlm.engine.requests.answers._CAPACITY", 2 * (_ENTRY + 1))
-    ours = Answers(tiny.model, enabled=True)
+    ours = Answers(tiny.model, tiny.context, enabled=True)
     questions = [[{"role": "user", "content": str(i)}] for i in range(3)]
 
     def known() -> list[bool]:

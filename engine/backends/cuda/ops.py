@@ -14,6 +14,7 @@ from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.batches import filled_up, first_rows
 from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
+from polarlm.engine.backends.cuda.encoders import EncoderOps
 from polarlm.engine.backends.cuda.experts import ExpertOps
 from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, next_spans, pack_spans
 from polarlm.engine.backends.cuda.kv.store import CacheOps
@@ -41,14 +42,13 @@ _PASS_ROWS = 2048  # of several prompts: the host is no limit from there on
 _UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # bytes, or this share of free memory if that is less
 
 
-class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps):
+class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     """The ops on one GPU."""
 
     backend = "cuda"
     forkable = False
     keeps_tiles = False
     cache_experts = None
-    of_encoders = None
     stored_as = transfer.RECORDS
 
     def __init__(self, device: Device, host: Ops | None = None):
@@ -105,6 +105,10 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps):
         return Moved(x.array, x.ops._device, len(x.array))
 
     def of_layer(self, layer: int) -> CudaOps:
+        return self
+
+    @property
+    def of_encoders(self) -> CudaOps:
         return self
 
     def wait(self) -> None:

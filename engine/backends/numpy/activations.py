@@ -19,13 +19,23 @@ def gelu_tanh_mul(gate_up: np.ndarray) -> np.ndarray:
     u = √(2/π) · (x + 0.044715 x³)."""
     half = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :half], gate_up[..., half:]
+    return _over_one_plus_exp(gate, _exponent(gate), up)
+
+
+def plain_gelu_tanh(up: np.ndarray) -> np.ndarray:
+    """up (T, F) → gelu(up) (T, F), as in `gelu_tanh_mul`."""
+    return _over_one_plus_exp(up, _exponent(up), np.float32(1))
+
+
+def _exponent(gate: np.ndarray) -> np.ndarray:
+    """-2u of `gelu_tanh_mul`."""
     with np.errstate(over="ignore"):  # the cube of a large gate is infinite
         exponent = gate * gate
         exponent *= np.float32(0.044715)
         exponent += 1
         exponent *= gate
     exponent *= np.float32(-((8 / np.pi) ** 0.5))
-    return _over_one_plus_exp(gate, exponent, up)
+    return exponent
 
 
 _LIMIT, _STEEPNESS = 7.0, 1.702  # constants of gpt-oss's activation
@@ -69,7 +79,7 @@ def gelu(up: np.ndarray) -> np.ndarray:
     return tail
 
 
-def _over_one_plus_exp(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray) -> np.ndarray:
+def _over_one_plus_exp(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray | np.float32) -> np.ndarray:
     """gate / (1 + e^exponent) * up, in the memory of `exponent`."""
     # exp overflows to inf above 88, where the quotient is 0 = gate / inf.
     with np.errstate(over="ignore"):
@@ -87,4 +97,5 @@ ACTIVATIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "swiglu_clamped": swiglu_clamped_mul,
     "relu_squared": relu_squared,
     "gelu": gelu,
+    "plain_gelu_tanh": plain_gelu_tanh,
 }

@@ -42,8 +42,9 @@ def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanVi
 
 def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, rule: ScoreRule) -> np.ndarray:
     """Attention of scaled q (K, G, T, D), whose first row has `position`, by online softmax over tiles → same shape."""
-    tiles = _visible_tiles(cache, span, position, position + q.shape[2] - 1, rule.window)
-    whole = functools.reduce(_merge, (_partial(q, position, tile, rule) for tile in tiles))
+    last = max(span.sees, position + q.shape[2] - 1)
+    tiles = _visible_tiles(cache, span, position, last, rule.window)
+    whole = functools.reduce(_merge, (_partial(q, position, tile, rule, span.sees) for tile in tiles))
     if rule.sink_scores is not None:
         kv_heads, group, count, _ = q.shape
         sink_scores = np.broadcast_to(rule.sink_scores[:, :, None], (kv_heads, group, count)).reshape(
@@ -73,7 +74,7 @@ class _Partial(NamedTuple):
     weighted: np.ndarray
 
 
-def _partial(q: np.ndarray, position: int, tile: _Tile, rule: ScoreRule) -> _Partial:
+def _partial(q: np.ndarray, position: int, tile: _Tile, rule: ScoreRule, sees: int) -> _Partial:
     """Attention of q (K, G, T, D) over one tile, with R = G·T."""
     kv_heads, group, count, dim = q.shape
     flat = q.reshape(kv_heads, group * count, dim)
@@ -83,7 +84,7 @@ def _partial(q: np.ndarray, position: int, tile: _Tile, rule: ScoreRule) -> _Par
         by_block += (flat @ tile.mean.swapaxes(1, 2))[..., None]
     if rule.softcap is not None:
         softcap(scores, rule.softcap)
-    _mask(scores.reshape(kv_heads, group, count, -1), position, tile.start, rule.window)
+    _mask(scores.reshape(kv_heads, group, count, -1), position, tile.start, rule.window, sees)
     row_max = scores.max(axis=-1, keepdims=True)
     scores -= _finite(row_max)
     np.exp(scores, out=scores)
@@ -104,18 +105,19 @@ def _finite(row_max: np.ndarray) -> np.ndarray:
     return np.where(np.isneginf(row_max), np.float32(0), row_max)
 
 
-def _mask(scores: np.ndarray, position: int, start: int, window: int | None) -> None:
+def _mask(scores: np.ndarray, position: int, start: int, window: int | None, sees: int) -> None:
     """Set the scores (K, G, T, S) of masked keys to −inf; rows start at `position`, keys at `start`."""
     count, size = scores.shape[2:]
-    ahead = start + size - 1 > position
+    newest = max(position, sees)  # that the first row sees
+    ahead = start + size - 1 > newest
     behind = window is not None and start <= position + count - 1 - window
     if not (ahead or behind):
         return
-    # If no key is older than a window, only keys after the first row's position can be masked.
-    seen = 0 if behind else max(0, position + 1 - start)
+    # If no key is older than a window, only keys that the first row does not see can be masked.
+    seen = 0 if behind else max(0, newest + 1 - start)
     rows = position + np.arange(count)[:, None]
     keys = start + np.arange(seen, size)
-    hidden = keys > rows
+    hidden = keys > np.maximum(rows, sees)
     if window is not None:
         hidden |= keys <= rows - window
     np.copyto(scores[..., seen:], -np.inf, where=hidden)

@@ -354,6 +354,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
         x *= weight
         x += bias
 
+    def clip(self, x: np.ndarray, least: float, most: float) -> None:
+        np.clip(x, least, most, out=x)
+
     @quiet
     def self_attention(
         self,

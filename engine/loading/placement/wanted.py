@@ -192,6 +192,7 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
         config,
         weights=config.model_draft,
         model_draft=None,
+        mmproj=model_loaders.NO_TOWER,
         tensor_split=None,
         weight_type=AS_STORED,
         lora={},
@@ -211,9 +212,16 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
     )
 
 
-def draft_bytes(config: EngineConfig, ops: Ops) -> More:
-    """Return a function: tokens of a context → bytes of the draft model's weights, KV store and work; 0 without one.
-    Raises EngineError if the backend lacks kernels of its layers."""
+def bytes_beside(config: EngineConfig, ops: Ops, tower: WeightSource | None) -> More:
+    """Return a function: tokens of a context → bytes of the part that reads images, and of the draft model's weights,
+    KV store and work. tower: the weights of the former. Raises EngineError if the backend lacks kernels of the draft
+    model's layers."""
+    images = 0 if tower is None else weight_bytes(ops, tower)
+    draft = _draft_bytes(config, ops)
+    return lambda tokens: images + draft(tokens)
+
+
+def _draft_bytes(config: EngineConfig, ops: Ops) -> More:
     if config.model_draft is None:
         return nothing
     path, config = config.model_draft, draft_config(config, 0)

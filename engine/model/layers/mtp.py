@@ -22,7 +22,8 @@ from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers.kinds import DecoderLayer, MtpWeights
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.sampling.sample import Sampled, greedy
-from polarlm.engine.state.store import KVStore, Span, positions
+from polarlm.engine.state.positions import rope_positions
+from polarlm.engine.state.store import KVStore, Span
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import ModelConfig
 
@@ -42,7 +43,7 @@ class MtpLayer:
         ropes: RopeTables,
         embed: Callable[..., tuple[Array, Array | None]],
     ) -> None:
-        """ops: of the first card, if there are several. last_norm, head: of the model. embed: as `Transformer`'s."""
+        """ops: of the first card, if there are several. last_norm, head: the model's. embed: as `Transformer`'s."""
         self._number, self._size, self._head = config.depth, config.hidden_size, head
         self._first, self._ops, self.store, self._layer = ops, layer.ops, store, layer
         self._group, self._ropes, self._embed = store.groups[store.group_of(self._number)], ropes, embed
@@ -115,7 +116,7 @@ class MtpLayer:
         token, or the error why there is none, and the row's hidden state (E,)."""
         embedded = self._ops.to_host(self._embedded(np.array([token], np.int32)))
         both, packed = np.concatenate([embedded, hidden[None]], axis=1), self._ops.pack_sampler_inputs(self._greedy)
-        rope = self._ropes.of_layer(self._number, self._ropes.tables(positions([span])))
+        rope = self._ropes.of_layer(self._number, self._ropes.tables(rope_positions([span])))
         view = self._group.spans([self.store.view(self._number, span, slice(0, 1), span.start)])
         chosen, logits, states = self._ops.run_graph("mtp", self._draft, [both, packed, view, *rope])
         (sampled,) = self._ops.fetch_tokens(chosen, logits, self._greedy)

@@ -28,7 +28,8 @@ def read_own(
     for i, tool in enumerate(body.get("tools", ())):
         places |= _absolute(f"tools[{i}]", tool)
     try:
-        asked = read(body, about.model.tokenizer.tokenize, takes, parse_special=about.parse_special)
+        how = {"parse_special": about.parse_special, "reads_images": about.reads_images}
+        asked = read(body, about.model.tokenizer.tokenize, takes, **how)
     except BadRequest as error:
         raise _renamed(error, {**places, **names}) from None
     told = [_renamed(BadRequest(*warning), names) for warning in asked.warnings]

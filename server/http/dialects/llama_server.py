@@ -66,7 +66,7 @@ class _Server(Endpoints):
             "chat_template": engine.model.template.source,
             "chat_template_is_default": engine.model.template.is_default,  # whether the model has none of its own
             "chat_template_caps": {},
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": self._driver.reads_images, "audio": False},
             "build_info": f"polarlm {release()}".rstrip(),
             "is_sleeping": False,
         }
@@ -84,9 +84,9 @@ class _Server(Endpoints):
 
     async def apply_template(self, request: Request) -> Response:
         """{"messages"} → {"prompt"}: the messages as text, as the model's template writes them."""
-        engine, special = self._driver.engine, self._driver.config.parse_special
-        body = await self._body(request)
-        asked = read(body, engine.tokenize, ("messages",), switched_logprobs=True, parse_special=special)
+        engine, body = self._driver.engine, await self._body(request)
+        how = {"parse_special": self._driver.config.parse_special, "reads_images": self._driver.reads_images}
+        asked = read(body, engine.tokenize, ("messages",), switched_logprobs=True, **how)
         work = self._driver.counted("templated", lambda: chat_text(asked.prompt, engine.model, asked.options))
         shown = JSONResponse({"prompt": await while_there(request.receive, work)})
         return warn(shown, [sentence for _, sentence in asked.warnings])

@@ -153,8 +153,8 @@ class _Server(Endpoints):
         """POST /api/show: the model's template and shape. Raises ApiError or BadRequest."""
         body = await self._body(request)
         text("model", body.get("model") or body.get("name") or "")
-        engine = self._driver.engine
-        return JSONResponse(shown(engine.model, engine.context, self._entry))
+        engine, reads_images = self._driver.engine, self._driver.reads_images
+        return JSONResponse(shown(engine.model, engine.context, self._entry, reads_images=reads_images))
 
     async def pull(self, request: Request) -> Response:
         """POST /api/pull: success for this server's model, for which it does nothing. Raises ApiError or BadRequest."""
@@ -208,15 +208,17 @@ def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
     """The prompt of /api/generate: a question to the model, or a raw text."""
-    if body.get("images"):
-        raise BadRequest("images", "images: this server takes text alone; leave images out")
     refuse(body, _REFUSED)
     prompt, system = text("prompt", body.get("prompt", "")), text("system", body.get("system", ""))
+    is_raw = flag("raw", body.get("raw", False))
+    if body.get("images") and ("suffix" in body or is_raw):
+        raise BadRequest("images", "images: a raw prompt has none; leave out raw and suffix")
     if "suffix" in body:
         return {"prompt": prompt, "suffix": body["suffix"]}
-    if flag("raw", body.get("raw", False)):
+    if is_raw:
         return {"prompt": prompt}
-    question = {"places": Places({"": "prompt"}), "role": "user", "content": prompt}
+    places = Places({".images": "images", "": "prompt"})
+    question = {"places": places, "role": "user", "content": prompt, "images": body.get("images")}
     first = [{"places": Places({"": "system"}), "role": "system", "content": system}] if system else []
     return {"messages": [*first, question]}
 

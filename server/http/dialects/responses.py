@@ -112,7 +112,7 @@ class _Generation(Generation):
         except EngineError as error:
             if error.code != TOO_LONG or not body.get("stream"):
                 raise
-            _, writer = self._read(body)
+            _, writer = await self._asked(body)
             events = [*writer.events(0, Piece(), first=True), writer.failure(api_error(error))]
             return Response(b"".join(map(NAMED.frame, events)), media_type=NAMED.media_type)
 

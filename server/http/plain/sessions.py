@@ -33,7 +33,10 @@ class Sessions(Endpoints):
         body = await self._body(request)
         name = read_name("name", body.get("name"))
         options = read_saved(body, self._driver.config, self._driver.engine.adapters.scales)
-        return self._moved(name, await self._driver.save_session(name, read_prompt(body), options))
+        return self._moved(
+            name,
+            await self._driver.save_session(name, read_prompt(body, reads_images=self._driver.reads_images), options),
+        )
 
     async def load(self, request: Request) -> Response:
         """{"name"} → {"name", "tokens"}. "cache_salt" is the one it was saved with; only prompts with it find it."""

@@ -18,7 +18,7 @@ def write(server: Serving, name: str = A, **more: Any) -> Any:
 
 
 def test_a_conversation_is_written_read_and_deleted(tiny: Engine, tmp_path: Path) -> None:
-    with serving(tiny, conversations=str(tmp_path), max_body=3000) as server:
+    with serving(tiny, conversations=str(tmp_path), max_body=200) as server:
         assert server.http.get("/conversations").json() == {
             "kept": True,
             "revision": 0,

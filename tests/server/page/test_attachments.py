@@ -1,8 +1,9 @@
-"""Files that go with a message: text, code and PDF, counted in tokens, and removed again."""
+"""Files that go with a message: text, code, PDF and images, counted in tokens, and removed again."""
 
 from __future__ import annotations
 
 import base64
+import json
 
 import pytest
 
@@ -18,7 +19,8 @@ def attach(page: Page, **files: bytes) -> None:
     script = """
         const chosen = new DataTransfer();
         for (const [name, data] of arguments[0]) {
-          chosen.items.add(new File([Uint8Array.from(atob(data), (sign) => sign.charCodeAt())], name));
+          const type = name.endsWith(".png") ? "image/png" : "";
+          chosen.items.add(new File([Uint8Array.from(atob(data), (sign) => sign.charCodeAt())], name, {type}));
         }
         attachments.files = chosen.files;
         attachments.dispatchEvent(new Event("change"));
@@ -81,3 +83,61 @@ def test_what_is_no_text_or_too_long_is_said(page: Page) -> None:
     page.send("x")  # the server refuses it with a sentence, and the file is not lost
     page.until(lambda: page.done() and "exceeds the available context" in page.text(".notice"))
     assert page.run("return rows[0].message.files.length") == 1
+
+
+SEES = """
+    const real = window.fetch, [most] = arguments;
+    window.fetch = async (path, options) => {
+      const counts = path.endsWith("input_tokens") && options.body.includes("image_url");
+      if (counts && options.body.length > most) return new Response("", {status: 413});
+      if (counts) return Response.json({input_tokens: 300});
+      const response = await real(path, options);
+      if (!path.startsWith("props")) return response;
+      const props = await response.json();
+      return Response.json({...props, modalities: {vision: true}});
+    };
+    known = ""; // the page asks for the model's properties again
+    return look();
+"""
+
+
+def test_an_image_goes_with_a_message_and_stays_with_the_conversation(page: Page) -> None:
+    """The model is said to read images, and its server counts their tokens."""
+    picture = page.screenshot()
+    address = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+    page.run(SEES, 10_000_000)
+    assert page.run("return document.getElementById('attach').title").startswith("Attach images, text")
+    page.says(["A page."], ["Again."], ["And again."])
+    attach(page, page_png=picture, notes_md=b"a")
+    assert page.run("return document.querySelector('#attached img').naturalWidth") == 1280
+    page.send_and_wait("What is it?")
+    image, text = page.contents()[0]
+    assert image == {"type": "image_url", "image_url": {"url": address}}
+    assert text == {"type": "text", "text": "notes.md:\n```\na\n```\n\nWhat is it?"}
+    page.press_button("Regenerate")
+    page.until(lambda: page.done() and page.text_of() == "Again.")
+    assert page.contents()[0] == [image, text]
+    exported = page.export()
+    page.press_button("Edit", 0)
+    page.until(lambda: page.count(".edit .files img") == 1)
+    page.press_button("Send", 0)
+    page.until(lambda: page.done() and page.text_of() == "And again.")
+    assert page.contents()[0][0] == image
+    page.press_button("Branch", 0)
+    page.until(lambda: len(page.titles()) == 2)
+    page.reload()
+    page.until(lambda: page.run("return document.querySelector('.question img')?.naturalWidth") == 1280)
+    exported["conversations"][0]["id"] = "0" * 16
+    page.import_text(json.dumps(exported))
+    page.until(lambda: sorted(json.dumps(chat).count(address) for chat in page.kept()) == [1, 1, 2])
+
+
+def test_an_image_that_is_too_large_is_scaled_and_a_model_without_images_gets_none(page: Page) -> None:
+    picture = page.screenshot()
+    attach(page, page_png=picture)
+    assert page.text("#attached-says") == "page.png: This model reads text alone, no images."
+    page.run(SEES, len(picture))
+    attach(page, page_png=picture)
+    image = page.run("return attached[0].image")
+    assert image.startswith("data:image/jpeg;base64,")
+    assert len(image) < len(picture)

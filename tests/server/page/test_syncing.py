@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def keeper(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("keeper")
-    with Process(tiny_path, folder, "--conversations", str(folder / "kept")) as process:
+    with Process(tiny_path, folder, "--conversations", str(folder / "kept"), "--max-body", "65536") as process:
         yield process
 
 

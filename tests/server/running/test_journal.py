@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], Stream]]:
     requests.setLevel(before[2])
 
 
-def a_request(route: str = "POST /v1/completions", prompt: str | None = None, **names: str) -> None:
+def a_request(route: str = "POST /v1/completions", prompt: Any = None, **names: str) -> None:
     with journal.entry("127.0.0.1:4000", route) as entry:
         entry.key, entry.adapter = names.get("key"), names.get("adapter")
         entry.status, entry.outcome, entry.prompt_tokens, entry.prompt = 200, "stop", 76, prompt
@@ -74,6 +75,13 @@ def test_a_line_leaves_out_fields_that_the_request_lacks(log) -> None:
     with journal.entry("127.0.0.1:4000", "GET /nothing") as entry:
         entry.status = 404
     assert re.fullmatch(r"\S+ GET /nothing 404: 0\.0 s, for 127\.0\.0\.1:4000\n", stream.getvalue())
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_of_an_image_in_a_prompt_the_line_has_the_size(log, terminal: bool) -> None:
+    stream = log(terminal)
+    a_request(prompt=[{"role": "user", "content": [{"type": "image", "image": b"." * 2000}]}])
+    assert '"image": "2,000 bytes"' in stream.getvalue()
 
 
 @pytest.mark.parametrize("terminal", [True, False])

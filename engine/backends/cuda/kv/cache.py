@@ -33,6 +33,7 @@ class SpanHeader(NamedTuple):
     current: int
     current_block: int
     next: int
+    sees: int = 0  # position up to which all of the rows see, if that is later than their own
 
 
 HEADER = len(SpanHeader._fields)  # in int32
@@ -243,6 +244,7 @@ def _row(span: SpanView, block_size: int) -> np.ndarray:
         current_block=span.current_start // block_size,
         # The blocks of a buffer are consecutive; in a step the next block is any slot.
         next=span.following[0] if span.following else span.current.block + 1,
+        sees=span.sees,
     )
     kinds = () if span.finer is None else (len(span.finer), *span.finer)
     return np.array((*header, *kinds, *span.table), np.int32)

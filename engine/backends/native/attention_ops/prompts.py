@@ -70,9 +70,9 @@ class PromptOps(KernelOps):
     ) -> None:
         """Attention of the rows q (T, H, D) of one sequence → out (T, H, D) float32."""
         oldest = max(0, span.position - (rule.window or NO_WINDOW) + 1)
-        segments = list(_full(cache, span, oldest, span.position + len(q)))
+        segments = list(_full(cache, span, oldest, max(span.position + len(q), span.sees + 1)))
         parts = _parts(cache, span, oldest)
-        attend_to = self._launcher(q, out, cache.format.kv_heads, span.position, scale, rule, transform)
+        attend_to = self._launcher(q, out, cache.format.kv_heads, span, scale, rule, transform)
         for number, (stored, start, ids) in enumerate(parts):
             is_last = number == len(parts) - 1
             decoded = _segment(self.decoded(stored, ids), start, len(ids) * cache.format.block_size)
@@ -115,12 +115,12 @@ class PromptOps(KernelOps):
         q: np.ndarray,
         out: np.ndarray,
         kv_heads: int,
-        position: int,
+        span: SpanView,
         scale: float,
         rule: ScoreRule,
         transform: PreparedTransform | None,
     ) -> Callable[..., None]:
-        """A function that lets the rows of q (T, H, D), from `position` on, attend to segments."""
+        """A function that lets the rows of q (T, H, D) of a span attend to segments."""
         (rows, heads, dim), window = q.shape, rule.window or NO_WINDOW
         group = heads // kv_heads
         tile = self._tile(rows, group, kv_heads)
@@ -146,7 +146,8 @@ class PromptOps(KernelOps):
                 group=group,
                 kv_heads=kv_heads,
                 tile=tile,
-                position=position,
+                position=span.position,
+                sees=span.sees,
                 count=len(segments),
                 window=window,
                 is_first=is_first,

@@ -152,7 +152,7 @@ def gate(activation: str) -> Kernel[GateArguments]:
 def gated(e: Emitter, activation: str, x: Value, up: Value) -> Value:
     """activation(x) * up = x / (1 + e^u) * up, with u = -x (SiLU), u = -√(8/π) · (x + 0.044715 x³) (GELU by tanh), or
     u = -1.702 x for x up to 7 and (up between ±7) + 1 instead of up (clamped SwiGLU); or relu(x) * up; or
-    Φ(x) * up (GELU)."""
+    Φ(x) * up (GELU). In networks without a gate x and up are the same."""
     if activation == "relu_squared":
         return e.fmax(x, 0.0) * up
     if activation == "gelu":
@@ -162,7 +162,7 @@ def gated(e: Emitter, activation: str, x: Value, up: Value) -> Value:
         up = -_at_most(e, -_at_most(e, up, 7.0), 7.0) + 1.0
         return x / (e.exp(x * -1.702) + 1.0) * up
     u = -x if activation == "silu" else (x * x * 0.044715 + 1.0) * x * -((8 / 3.141592653589793) ** 0.5)
-    return x / (e.exp(u) + 1.0) * up
+    return up / (e.exp(u) + 1.0) if activation == "plain_gelu_tanh" else x / (e.exp(u) + 1.0) * up
 
 
 def _normal_share(e: Emitter, x: Value) -> Value:

@@ -44,6 +44,7 @@ class PromptArguments(NamedTuple):
     kv_heads: Int64
     tile: Int64
     position: Int64
+    sees: Int64
     count: Int64
     window: Int64
     is_first: Int64
@@ -56,12 +57,13 @@ class PromptArguments(NamedTuple):
 def attend(spec: Prompt) -> Kernel[PromptArguments]:
     """Attention of q (T, H, D) over segments of keys and values → out (T, H, D); one unit per KV head and `tile` rows.
 
-    Row t has position p = `position` + t and sees positions p − window + 1, …, p. group: H / K. tile · group is at most
-    MOST_QUERIES. scale: multiplies the scores. softcap: c, by which scores s become c · tanh(s / c), if the kernel is
-    specialized for one. sink_scores (H,): scores whose values are 0, if it is for these. segments (count,): a `Segment`
-    each. The segments of a sequence may be split among several launches: is_first, is_last. Between them row_max and
-    row_sum (T, H) hold the maxima and the sums of weights, and out the weighted sums. The last launch multiplies
-    results by scale_back (H,) and rotates them: before (D,) and rotation are a `Rotation`'s.
+    Row t has position p = `position` + t and sees positions p − window + 1, …, p, or up to `sees` if that is later.
+    group: H / K. tile · group is at most MOST_QUERIES. scale: multiplies the scores. softcap: c, by which scores s
+    become c · tanh(s / c), if the kernel is specialized for one. sink_scores (H,): scores whose values are 0, if it is
+    for these. segments (count,): a `Segment` each. The segments of a sequence may be split among several launches:
+    is_first, is_last. Between them row_max and row_sum (T, H) hold the maxima and the sums of weights, and out the
+    weighted sums. The last launch multiplies results by scale_back (H,) and rotates them: before (D,) and rotation are
+    a `Rotation`'s.
     """
     row_bytes = 4 * spec.dim
 
@@ -87,10 +89,10 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
             with e.loop(0, args.count) as index:
                 k, v, head_stride, start, tokens = read(e, Segment, args.segments, index)
                 from_key = e.imax(first_position - args.window + 1 - start, 0) // KEYS * KEYS
-                with e.loop(from_key, e.imin(tokens, last_position + 1 - start), KEYS) as first:
+                with e.loop(from_key, e.imin(tokens, e.imax(last_position, args.sees) + 1 - start), KEYS) as first:
                     at = head * head_stride + first * row_bytes
                     left = e.imin(tokens - first, KEYS)
-                    state.attend(k + at, v + at, start + first, left, queries, args.window)
+                    state.attend(k + at, v + at, start + first, left, queries, args.window, sees=args.sees)
             with e.loop(0, own_rows) as row, e.loop(0, group) as member:
                 number = ((first_row + row) * kv_heads + head) * group + member
                 target = out + number * row_bytes

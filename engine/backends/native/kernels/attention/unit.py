@@ -122,17 +122,26 @@ class Unit:
             rotate(e, weighted, out, back[2], self._dim, order)
 
     def attend(
-        self, k: Value, v: Value, start: Value, tokens: Value, queries: Value, window: Value, most: int = KEYS
+        self,
+        k: Value,
+        v: Value,
+        start: Value,
+        tokens: Value,
+        queries: Value,
+        window: Value,
+        most: int = KEYS,
+        sees: Value | None = None,
     ) -> None:
         """Attend with all queries to a tile of keys and values, whose first token has position `start`.
 
-        most: of its tokens, a multiple of 16. What is computed for places beyond them has no part in results.
+        sees: position up to which all queries see, if that is later than their own. most: of its tokens, a multiple of
+        16. What is computed for places beyond them has no part in results.
         """
         e, rows, vectors = self._e, self._rows, min(self._vectors, most // 16)
         self._transpose(k, tokens, vectors)
         with e.loop(0, queries, rows) as i:
             at = self._position + i * 8
-            lowest, highest = e.load(at, I64), e.load(at, I64, 8 * (rows - 1))
+            lowest, highest = e.load(at, I64), self._newest(e.load(at, I64, 8 * (rows - 1)), sees)
             with e.when((start <= highest) & (start + tokens > lowest - window + 1)):
                 query, weighted = self._row(i)
                 seen = e.imin(highest - start + 1, tokens)
@@ -149,7 +158,7 @@ class Unit:
                     for row, sums in enumerate(panel):
                         for number, value in enumerate(sums):
                             e.store(value, self._weights + first * 4, 4 * (KEYS * row + 16 * number))
-                self._softmax(i, start, tokens, window, most)
+                self._softmax(i, start, tokens, window, most, sees)
                 parts = list(pieces(self._dim))
                 for number in range(0, len(parts), self._vectors):
                     self._add_values(weighted, v, seen, parts[number : number + self._vectors])
@@ -170,7 +179,10 @@ class Unit:
             for rest in range(whole, self._dim):
                 e.store(e.collect([e.load(row, F32, 4 * rest) for row in rows]), target, 4 * KEYS * rest)
 
-    def _softmax(self, i: Value, start: Value, tokens: Value, window: Value, most: int) -> None:
+    def _newest(self, position: Value, sees: Value | None) -> Value:
+        return position if sees is None else self._e.imax(position, sees)
+
+    def _softmax(self, i: Value, start: Value, tokens: Value, window: Value, most: int, sees: Value | None) -> None:
         """Scores of up to `most` keys → weights in place; updates row_max, row_sum and rescale of `_rows` queries from
         i on."""
         e = self._e
@@ -178,7 +190,7 @@ class Unit:
         keys = [e.constant(integers, list(range(first, first + 16))) for first in range(0, most, 16)]
         with e.loop(0, self._rows) as row:
             position = e.load(self._position + (i + row) * 8, I64)
-            last = e.imax(e.imin(position - start, tokens - 1), -1).trunc(I32)
+            last = e.imax(e.imin(self._newest(position, sees) - start, tokens - 1), -1).trunc(I32)
             first = e.imin(e.imax(position - start - window + 1, 0), most).trunc(I32)
             at, scores = self._weights + row * (4 * KEYS), []
             for number, key in enumerate(keys):

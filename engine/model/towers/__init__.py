@@ -1,0 +1,38 @@
+"""What towers compute: pixels of an image to rows of a prompt. One kind is one file.
+
+It defines `Weights` and `LayerWeights`, whose fields are slots (see `engine.model.layers.slot`), and `Reader`, made of
+ops, the tower, its weights, the weights of its layers, and the bytes of both. Files that begin with an underscore are
+helpers.
+
+Letters: P patches of an image, R its rows of a prompt, E hidden size of the decoder, C hidden size of the tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from polarlm.engine.backends.ops import Array
+from polarlm.model_loaders.towers import ImageShape, Tower
+
+
+class ImageRows(NamedTuple):
+    """The rows (R, E) of an image in place of embeddings, and what is added to the hidden states of these rows after
+    each of the first layers of the decoder, (R, E) each."""
+
+    rows: Array
+    added: tuple[Array, ...] = ()
+
+
+class ImageReader(Protocol):
+    """A tower on the device."""
+
+    tower: Tower
+    bytes: int
+    """Of its weights."""
+
+    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
+        """Compute the rows of an image: pixels uint8 (height, width, 3), scaled to `shape`. Yields after each layer, so
+        that other work can run between them."""

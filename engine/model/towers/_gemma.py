@@ -1,0 +1,36 @@
+"""What Gemma's towers compute alike: patches of an image, row by row, and the means of some that become a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.model_loaders.towers import ImageShape
+from polarlm.model_loaders.towers._gemma import GemmaTower
+
+
+def patches(tower: GemmaTower, pixels: np.ndarray, *, channels_first: bool) -> np.ndarray:
+    """pixels (height, width, 3) → patches (P, 3 · patch²)."""
+    height, width, side = *pixels.shape[:2], tower.patch
+    x = pixels.reshape(height // side, side, width // side, side, 3)
+    return x.transpose(0, 2, *((4, 1, 3) if channels_first else (1, 3, 4))).reshape(-1, tower.patch_values)
+
+
+def means(ops: Ops, x: Array, tower: GemmaTower, shape: ImageShape) -> np.ndarray:
+    """Patches x (P, C) → the means (R, C) of those of a row, on the host."""
+    (down, right), merge = shape.grid, tower.merge
+    return ops.to_host(x).reshape(down, merge, right, merge, -1).mean(axis=(1, 3)).reshape(shape.rows, -1)
+
+
+def parts(ops: Ops, x: Array) -> Iterator[Array]:
+    """x, some rows at a time, so that what a network has between its products stays small."""
+    for first in range(0, len(x), ops.prefill_rows):
+        yield x[first : first + ops.prefill_rows]
+
+
+def copied(ops: Ops, x: Array) -> Array:
+    y = ops.empty(x.shape)
+    y[:] = x
+    return y

@@ -1,0 +1,54 @@
+"""Rows of images in a prompt: a tower computes them, and they take the place of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from polarlm.engine.backends.ops import Array
+from polarlm.engine.model.towers import ImageReader
+from polarlm.engine.state.store import Span
+from polarlm.model_loaders.towers import ImageShape
+
+
+class PlacedImage(NamedTuple):
+    """An image in a prompt: the position of its first row, and its pixels uint8 (height, width, 3)."""
+
+    first: int
+    shape: ImageShape
+    pixels: np.ndarray
+
+
+class ImagePart(NamedTuple):
+    """What a prompt's rows get of an image: rows (n, E) in place of their embeddings, and what is added to their hidden
+    states after each of the first layers, (n, E) each. at: these rows of the prompt."""
+
+    at: slice
+    rows: Array
+    added: Sequence[Array]
+
+
+def read_images(
+    reader: ImageReader | None, images: Sequence[PlacedImage], span: Span
+) -> Generator[int, None, list[ImagePart]]:
+    """Compute the images that a span has rows of. Yields 0, rows of layers that are done, after each layer of a
+    tower."""
+    parts = []
+    for first, shape, pixels in images:
+        begin, end = max(first, span.start), min(first + shape.rows, span.start + span.count)
+        if begin >= end:
+            continue
+        assert reader is not None
+        work = reader.read(pixels, shape)
+        while True:
+            try:
+                next(work)
+            except StopIteration as done:
+                rows, added = done.value
+                break
+            yield 0
+        cut = slice(begin - first, end - first)
+        parts.append(ImagePart(slice(begin - span.start, end - span.start), rows[cut], [one[cut] for one in added]))
+    return parts

@@ -1,0 +1,124 @@
+"""The tower of Gemma 4; see `model_loaders/towers/gemma4.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polarlm.engine.backends.kv import HeadTransform
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import slot
+from polarlm.engine.model.towers import ImageRows, _gemma
+from polarlm.engine.weight_formats import Linear, Matrix
+from polarlm.model_loaders.towers import ImageShape
+from polarlm.model_loaders.towers.gemma4 import PRODUCTS, Gemma4Tower
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Matrices are (out, in). None for what a tower does not have."""
+
+    patches: Linear = slot("patches", "linear")  # (C, values of a patch)
+    positions: Matrix = slot("positions", "matrix")  # (2S, C): of columns, then of rows
+    projection: Linear = slot("projection", "linear")  # (E, C)
+    std_bias: Array | None = slot("std_bias")  # (C,)
+    std_scale: Array | None = slot("std_scale")
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    norm: Array = slot("norm")  # (C,)
+    q: Linear = slot("q", "linear")  # (H·D, C)
+    k: Linear = slot("k", "linear")  # (K·D, C)
+    v: Linear = slot("v", "linear")
+    q_norm: Array = slot("q_norm")  # (D,)
+    k_norm: Array = slot("k_norm")
+    out: Linear = slot("out", "linear")  # (C, H·D)
+    post_norm: Array = slot("post_norm")
+    ffn_norm: Array = slot("ffn_norm")
+    gate: Linear = slot("gate", "linear")  # (F, C)
+    up: Linear = slot("up", "linear")
+    down: Linear = slot("down", "linear")  # (C, F)
+    ffn_post_norm: Array = slot("ffn_post_norm")
+    bounds: Array | None = slot("bounds")  # (28,): of inputs and outputs of each product, least and most
+
+
+class Reader:
+    def __init__(self, ops: Ops, tower: Gemma4Tower, weights: Weights, layers: Sequence[LayerWeights], nbytes: int):
+        assert ops.of_encoders is not None
+        self.tower, self.bytes = tower, nbytes
+        self._ops, self._of_encoders, self._weights, self._layers = ops, ops.of_encoders, weights, layers
+        (self._transform,) = ops.prepare([HeadTransform(tower.kv_heads, value_eps=tower.eps)])
+        self._ones = ops.to_device(np.ones(tower.hidden_size))
+        self._bounds = [None if one.bounds is None else ops.to_host(one.bounds).reshape(-1, 2, 2) for one in layers]
+        self._standard = [None if one is None else ops.to_host(one) for one in (weights.std_bias, weights.std_scale)]
+
+    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
+        ops, tower, w, (bias, scale) = self._ops, self.tower, self._weights, self._standard
+        (down, right), merge = shape.grid, tower.merge
+        rows, columns = np.indices((down * merge, right * merge)).reshape(2, -1)
+        x = ops.embed(w.positions, ops.to_device(columns))
+        x += ops.embed(w.positions, ops.to_device(tower.positions + rows))
+        scaled = pixels * np.float32(2 / 255) - 1
+        ops.linear(
+            ops.to_device(_gemma.patches(tower, scaled, channels_first=tower.channels_first)), w.patches, residual=x
+        )
+        rope = self._rope(columns, rows)
+        for number in range(tower.layers):
+            self._attend(x, number, rope)
+            for part in _gemma.parts(ops, x):
+                self._add_network(part, number)
+            yield
+        means = _gemma.means(ops, x, tower, shape) * np.float32(math.sqrt(tower.hidden_size))
+        if bias is not None:
+            means = (means - bias) * scale
+        return ImageRows(ops.linear(ops.to_device(means), w.projection, norm=(self._ones, tower.eps)))
+
+    def _rope(self, *places: np.ndarray) -> tuple[Array, Array]:
+        """cos and sin (P, D/2): the first half of the pairs of channels is turned by the column, the second by the
+        row."""
+        half = self.tower.head_dim // 2
+        frequencies = self.tower.theta ** (-np.arange(0, half, 2) / half)
+        angles = np.concatenate([place[:, None] * frequencies for place in places], axis=1)
+        return self._ops.to_device(np.cos(angles)), self._ops.to_device(np.sin(angles))
+
+    def _product(self, x: Array, number: int, name: str) -> Array:
+        """A product of a layer, within its bounds."""
+        ops, bounds, weights = self._ops, self._bounds[number], getattr(self._layers[number], name)
+        if bounds is None:
+            return ops.linear(x, weights)
+        of_input, of_output = bounds[[*PRODUCTS].index(name)]
+        y = _gemma.copied(ops, x)
+        self._of_encoders.clip(y, *of_input)
+        y = ops.linear(y, weights)
+        self._of_encoders.clip(y, *of_output)
+        return y
+
+    def _attend(self, x: Array, number: int, rope: tuple[Array, Array]) -> None:
+        ops, tower, w, count = self._ops, self.tower, self._layers[number], len(x)
+        y, first = self._normed(x, w.norm), 0
+        qkv = ops.empty((count, tower.heads + 2 * tower.kv_heads, tower.head_dim))
+        for name in "qkv":
+            part = self._product(y, number, name).reshape(count, -1, tower.head_dim)
+            qkv[:, first : first + part.shape[1]] = part
+            first += part.shape[1]
+        norms = w.q_norm, w.k_norm, tower.eps
+        mixed = self._of_encoders.self_attention(qkv, rope, self._transform, [count], 1.0, None, norms)
+        mixed = self._product(mixed.reshape(count, tower.heads * tower.head_dim), number, "out")
+        ops.rms_norm(mixed, (w.post_norm, tower.eps), residual=x)
+
+    def _add_network(self, x: Array, number: int) -> None:
+        ops, w, eps = self._ops, self._layers[number], self.tower.eps
+        y = self._normed(x, w.ffn_norm)
+        gate, up = (self._product(y, number, name) for name in ("gate", "up"))
+        ops.activate(gate, up, "gelu_tanh")
+        ops.rms_norm(self._product(gate, number, "down"), (w.ffn_post_norm, eps), residual=x)
+
+    def _normed(self, x: Array, norm: Array) -> Array:
+        """x over its root mean square, times the norm, a copy."""
+        y = _gemma.copied(self._ops, x)
+        self._ops.rms_norm(y, (norm, self.tower.eps))
+        return y

@@ -1,0 +1,69 @@
+"""The tower of Qwen2.5-VL; see `model_loaders/towers/qwen2_5_vl.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import slot
+from polarlm.engine.model.towers import ImageRows
+from polarlm.engine.model.towers._qwen import EPS, Patches, patches, places
+from polarlm.engine.weight_formats import Linear
+from polarlm.model_loaders.towers import ImageShape
+from polarlm.model_loaders.towers.qwen2_5_vl import WindowTower
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Matrices are (out, in)."""
+
+    patches: Linear = slot("patches", "linear")  # (C, values of a patch)
+    norm: Array = slot("merger_norm")  # (C,)
+    first: Linear = slot("merger_in", "linear")  # (C · merge², C · merge²)
+    second: Linear = slot("merger_out", "linear")  # (E, C · merge²)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    norm: Array = slot("norm")  # (C,)
+    qkv: Linear = slot("qkv", "linear")  # (3C, C)
+    out: Linear = slot("out", "linear")  # (C, C)
+    ffn_norm: Array = slot("ffn_norm")
+    gate_up: Linear = slot("gate_up", "linear")  # (2F, C)
+    down: Linear = slot("down", "linear")  # (C, F)
+
+
+class Reader:
+    def __init__(self, ops: Ops, tower: WindowTower, weights: Weights, layers: Sequence[LayerWeights], nbytes: int):
+        self.tower, self.bytes = tower, nbytes
+        self._ops, self._weights, self._layers, self._patches = ops, weights, layers, Patches(ops, tower)
+
+    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
+        """Rows are computed in the order of windows."""
+        ops, do, tower, w = self._ops, self._patches, self.tower, self._weights
+        order, windows = self._windows(shape)
+        values, where = patches(tower, pixels, shape), places(tower, shape)
+        x = ops.linear(ops.to_device(values[order]), w.patches)
+        rope = do.rope(where[:, order])
+        for number, layer in enumerate(self._layers):
+            lengths = [len(x)] if number in tower.whole else windows
+            do.attend(x, x, (layer.qkv, layer.out), rope, lengths, (layer.norm, EPS))
+            for part in do.parts(x):
+                norm = layer.ffn_norm, EPS
+                y = ops.linear(part, layer.gate_up, norm=norm, activation="silu", then=layer.down)
+                ops.linear(y, layer.down, residual=part)
+            yield
+        ops.rms_norm(x, (w.norm, EPS))
+        of_rows = np.argsort(order[:: tower.merge**2])
+        return ImageRows(ops.to_device(ops.to_host(do.merged(x, w.first, w.second))[of_rows]))
+
+    def _windows(self, shape: ImageShape) -> tuple[np.ndarray, list[int]]:
+        """The patches in the order of windows, (P,), and how many a window has; those at the edges have fewer."""
+        down, right = np.divmod(np.arange(shape.rows), shape.grid[1])
+        window = down // self.tower.window * shape.grid[1] + right // self.tower.window
+        order, count = np.argsort(window, kind="stable"), self.tower.merge**2
+        lengths = np.unique(window, return_counts=True)[1] * count
+        return (order[:, None] * count + np.arange(count)).ravel(), lengths.tolist()

@@ -1,0 +1,160 @@
+"""Towers: the part of a model that reads images. A file `towers/NAME.py` is one kind; files of models name it.
+
+A module defines
+
+- `MODEL_TYPES`: the `model_type` of configurations whose `vision_config` it reads, and the families of their decoders;
+- `configure(fields, prepared) -> Tower`: from config.json, and preprocessor_config.json (empty if it is missing);
+- `fit(tower, width, height) -> ImageShape`: what an image of so many pixels becomes;
+- `tensors(tower) -> TensorTable`: its tensors; the names in a folder's files, and llama.cpp's in an mmproj file;
+- optionally `PREFIXES`: prefixes of tensor names in some folders → the table's prefixes;
+- optionally `PROJECTORS`: the values of `clip.projector_type` in mmproj files → `read(fields, shapes) -> Tower`. The
+  fields are the file's metadata, without "clip.vision."; the shapes are of its tensors, by their names;
+- optionally `take_apart(tower, stored)`: the table's tensors, found in the tensors of files, by the table's names.
+
+Modules that begin with an underscore are helpers. What a tower computes is in `engine/model/towers/NAME.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.safetensors_source import open_safetensors
+from polarlm.model_loaders.files.tensor_table import TensorTable
+from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
+from polarlm.model_loaders.files.weights import arranged, complete
+
+_CLIP, _OF_IMAGES = "clip.", "clip.vision."
+
+
+class ImageShape(NamedTuple):
+    """What an image becomes: the size in pixels that it is scaled to, and its rows of a prompt, row-major.
+
+    grid: (height, width) of the rows, whose product is `rows`.
+    """
+
+    width: int
+    height: int
+    rows: int
+    grid: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A tower. Each kind has a subclass with its sizes.
+
+    before, after: the text around the rows of an image in a prompt, where names of control tokens are these tokens.
+    filter: how images are scaled, a name of Pillow's `Resampling`.
+    """
+
+    kind: str  # the file in model_loaders/towers
+    outputs: int  # E of the decoder
+    before: str
+    after: str
+    filter: str
+
+
+def fit(tower: Tower, width: int, height: int) -> ImageShape:
+    """What an image of so many pixels becomes."""
+    shape: ImageShape = _module(tower.kind).fit(tower, width, height)
+    return shape
+
+
+def tensors(tower: Tower) -> TensorTable:
+    """Every tensor of a tower, by the slot that it fills."""
+    table: TensorTable = _module(tower.kind).tensors(tower)
+    return table
+
+
+def reads_images(family: str) -> bool:
+    """Whether models of a family may have a tower of a known kind."""
+    return any(family in one.MODEL_TYPES for one in _modules())
+
+
+def belongs(tower: Tower, config: ModelConfig) -> bool:
+    """Whether a tower's rows can stand among the embeddings of a model."""
+    return config.family in _module(tower.kind).MODEL_TYPES and tower.outputs == config.hidden_size
+
+
+def tower_of(folder: Path) -> tuple[Tower, StoredWeights] | None:
+    """The tower of the model in a folder, and its weights; None if it has none, or one of an unknown kind, or if its
+    tensors were left out. Raises LoadError for one that is damaged."""
+    fields = Fields.read(folder / "config.json")
+    kind = fields.text("model_type", "")
+    module = next((one for one in _modules() if kind in one.MODEL_TYPES), None)
+    if module is None or fields.section("vision_config") is None:
+        return None
+    tower: Tower = module.configure(fields, _prepared(folder))
+    weights = open_safetensors(folder)
+    prefixes: Mapping[str, str] = getattr(module, "PREFIXES", {})
+
+    def ours(name: str) -> str:
+        theirs = next(filter(name.startswith, prefixes), "")
+        return prefixes.get(theirs, "") + name.removeprefix(theirs)
+
+    try:
+        stored = {ours(name): tensor for name, tensor in weights.tensors.items()}
+        if not stored.keys() & {spec.taken.source if spec.taken else spec.name for spec in tensors(tower).specs()}:
+            weights.close()
+            return None
+        return tower, _fitted(tower, StoredWeights(folder, stored, weights.opened), is_gguf=False)
+    except BaseException:
+        weights.close()
+        raise
+
+
+def open_mmproj(path: Path) -> tuple[Tower, StoredWeights]:
+    """The tower in a file of llama.cpp's, and its weights. Raises LoadError."""
+    gguf = GgufFile(path)
+    try:
+        metadata = gguf.metadata
+        kind = metadata.get(f"{_OF_IMAGES}projector_type", metadata.get(f"{_CLIP}projector_type"))
+        read = next((one.PROJECTORS[kind] for one in _modules() if kind in getattr(one, "PROJECTORS", {})), None)
+        if read is None:
+            known = sorted(name for one in _modules() for name in getattr(one, "PROJECTORS", {}))
+            what = "no part that reads images" if kind is None else f"a part that reads images of the kind {kind!r}"
+            raise LoadError(f"{path} holds {what}; supported are {', '.join(known)}.")
+        values = {key.removeprefix(_OF_IMAGES): value for key, value in metadata.items()}
+        fields = Fields(values, path, {key.removeprefix(_OF_IMAGES): key for key in metadata})
+        tower: Tower = read(fields, {name: tensor.shape for name, tensor in gguf.tensors.items()})
+        names = {spec.gguf: spec.name for spec in tensors(tower).specs()}
+        stored = {names.get(label, label): tensor for label, tensor in gguf.tensors.items()}
+        return tower, _fitted(tower, StoredWeights(path, stored, gguf.files), is_gguf=True)
+    except BaseException:
+        gguf.close()
+        raise
+
+
+def _prepared(folder: Path) -> Fields:
+    """How images are prepared, in preprocessor_config.json or in a part of processor_config.json."""
+    fields = Fields.read(folder / "preprocessor_config.json", required=False)
+    if not fields.present():
+        fields = Fields.read(folder / "processor_config.json", required=False).section("image_processor") or fields
+    return fields
+
+
+def _fitted(tower: Tower, weights: StoredWeights, *, is_gguf: bool) -> StoredWeights:
+    """The weights of exactly the tower's tensors. Raises LoadError."""
+    take_apart = getattr(_module(tower.kind), "take_apart", lambda tower, stored: stored)
+    whole = StoredWeights(weights.where, take_apart(tower, weights.tensors), weights.opened)
+    specs = [*tensors(tower).specs()]
+    stored: dict[str, StoredTensor] = complete(whole, specs, "the part that reads images", is_gguf=is_gguf)
+    of_tower = {spec.name: arranged(stored[spec.name], spec, interleaved=False, is_gguf=is_gguf) for spec in specs}
+    return StoredWeights(weights.where, of_tower, weights.opened)
+
+
+def _modules() -> list[ModuleType]:
+    return [_module(one.name) for one in pkgutil.iter_modules(__path__) if not one.name.startswith("_")]
+
+
+def _module(kind: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{kind}")

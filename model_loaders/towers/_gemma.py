@@ -1,0 +1,58 @@
+"""What Gemma's towers have in common: patches of an image, of which the mean of merge × merge becomes a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.towers import Tower
+
+_FILTERS = {0: "NEAREST", 1: "LANCZOS", 2: "BILINEAR", 3: "BICUBIC"}  # by Pillow's numbers
+_MAX_SIZE = 2**20
+KEYS = {  # of mmproj files, by the names of config.json
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "rms_norm_eps": "attention.layer_norm_epsilon",
+    "merge": "projector.scale_factor",
+}
+
+
+@dataclass(frozen=True)
+class GemmaTower(Tower):
+    """C: `hidden_size`."""
+
+    layers: int
+    hidden_size: int
+    heads: int
+    ffn_size: int
+    patch: int  # pixels
+    merge: int
+    eps: float
+
+    @property
+    def patch_values(self) -> int:
+        return 3 * self.patch**2
+
+
+def settings(vision: Fields, prepared: Fields, *, filter: int) -> dict[str, Any]:
+    """Fields of a `GemmaTower`. filter: the default, by Pillow's number."""
+    number = prepared.integer("resample", filter, minimum=0)
+    if number not in _FILTERS:
+        raise prepared.refuse("resample", f"but must be one of {', '.join(map(str, _FILTERS))}")
+    return {
+        "filter": _FILTERS[number],
+        "layers": vision.integer("num_hidden_layers", maximum=4096),
+        "hidden_size": vision.integer("hidden_size", maximum=_MAX_SIZE),
+        "heads": vision.integer("num_attention_heads", maximum=_MAX_SIZE),
+        "ffn_size": vision.integer("intermediate_size", maximum=_MAX_SIZE),
+        "patch": vision.integer("patch_size", maximum=256),
+    }
+
+
+def outputs_of(fields: Fields) -> int:
+    """E of the decoder, from config.json."""
+    return (fields.section("text_config") or fields).integer("hidden_size", maximum=_MAX_SIZE)

@@ -1,0 +1,151 @@
+"""What Qwen's towers have in common: the sizes of images, and patches of two frames, which an image has alike.
+
+The patches of an image are in the order of the rows that they become: those of one row follow each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import Slots, slots_of
+from polarlm.model_loaders.files.tensors import StoredTensor
+from polarlm.model_loaders.towers import ImageShape, Tower
+
+FRAMES, _CHANNELS = 2, 3
+PREFIXES = {"model.visual.": "visual."}
+PATCHES = "visual.patch_embed.proj.weight"
+_MAX_SIZE, _MAX_RATIO = 2**20, 200
+_KEYS = {  # of mmproj files, by the names of config.json
+    "depth": "block_count",
+    "hidden_size": "embedding_length",
+    "num_heads": "attention.head_count",
+    "min_pixels": "image_min_pixels",
+    "max_pixels": "image_max_pixels",
+}
+_ROWS = {  # sizes that are the numbers of rows of their tensors
+    "out_hidden_size": "mm.2.weight",
+    "intermediate_size": "v.blk.0.ffn_up.weight",
+    "num_position_embeddings": "v.position_embd.weight",
+}
+
+
+@dataclass(frozen=True)
+class QwenTower(Tower):
+    """C: `hidden_size`, a multiple of `heads`. A row of a prompt is made of merge × merge patches."""
+
+    layers: int
+    hidden_size: int
+    heads: int
+    ffn_size: int
+    patch: int  # pixels
+    merge: int
+    pixels: tuple[int, int]  # least and most of an image
+    mean: tuple[float, ...]  # of a pixel, between 0 and 1
+    std: tuple[float, ...]
+
+    @property
+    def patch_values(self) -> int:
+        return _CHANNELS * FRAMES * self.patch**2
+
+    @property
+    def merged(self) -> int:
+        """C of the patches of a row."""
+        return self.merge**2 * self.hidden_size
+
+
+def settings(
+    fields: Fields, prepared: Fields, *, patch: int, pixels: tuple[int, int], mean: list[float], std: list[float]
+) -> dict[str, Any]:
+    """The fields of a `QwenTower` but its kind. fields: a `vision_config`. The others: the family's defaults."""
+    heads = fields.integer("num_heads", 16)
+    hidden = fields.integer("hidden_size", maximum=_MAX_SIZE)
+    if hidden % (4 * heads):
+        raise fields.refuse("hidden_size", f"which is not a multiple of 4 for each of {heads} heads")
+    fields.require("temporal_patch_size", FRAMES)
+    size = prepared.section("size") or prepared
+    bounds = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
+    least, most = (
+        prepared.integer(key, size.integer(key, size.integer(other, default)))
+        for (key, other), default in zip(bounds, pixels, strict=True)
+    )
+    colours = prepared.completed({"image_mean": mean, "image_std": std})
+    values = colours.numbers("image_mean", minimum=0.0), colours.numbers("image_std")
+    if {len(one) for one in values} != {_CHANNELS}:
+        raise colours.refuse("image_mean", f"but it and image_std must have {_CHANNELS} numbers each")
+    return {
+        "outputs": fields.integer("out_hidden_size", maximum=_MAX_SIZE),
+        "before": "<|vision_start|>",
+        "after": "<|vision_end|>",
+        "filter": "BICUBIC",
+        "layers": fields.integer("depth", maximum=4096),
+        "hidden_size": hidden,
+        "heads": heads,
+        "ffn_size": fields.integer("intermediate_size", maximum=_MAX_SIZE),
+        "patch": fields.integer("patch_size", patch, maximum=256),
+        "merge": fields.integer("spatial_merge_size", 2, maximum=16),
+        "pixels": (least, max(least, most)),
+        "mean": values[0],
+        "std": values[1],
+    }
+
+
+def of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]], **more: object) -> Fields:
+    """The metadata of an mmproj file with the keys of a `vision_config` and of preprocessor_config.json. more: others
+    of these keys."""
+    sizes = {ours: (shapes.get(label) or (None,))[0] for ours, label in _ROWS.items()}
+    return fields.translated(_KEYS).replaced({**sizes, **more})
+
+
+def fit(tower: QwenTower, width: int, height: int) -> ImageShape:
+    """Both sides become multiples of a row's pixels, and their product stays within `tower.pixels`; otherwise the image
+    keeps its shape as far as it can. One that is extremely long is taken for less long."""
+    side, (least, most) = tower.patch * tower.merge, tower.pixels
+    width, height = max(width, -(-height // _MAX_RATIO)), max(height, -(-width // _MAX_RATIO))
+    across, down = (round(pixels / side) * side for pixels in (width, height))
+    if across * down > most:
+        shrink = math.sqrt(width * height / most)
+        across, down = (max(side, math.floor(pixels / shrink / side) * side) for pixels in (width, height))
+    elif across * down < least:
+        grow = math.sqrt(least / (width * height))
+        across, down = (math.ceil(pixels * grow / side) * side for pixels in (width, height))
+    grid = down // side, across // side
+    return ImageShape(across, down, grid[0] * grid[1], grid)
+
+
+def patches_slot(tower: QwenTower, *, has_bias: bool) -> Slots:
+    shape = tower.hidden_size, tower.patch_values
+    return slots_of("patches", "visual.patch_embed.proj", "v.patch_embd", shape, has_bias=has_bias, flat=True)
+
+
+def take_apart(tower: QwenTower, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """In mmproj files each frame of patches has a tensor of its own."""
+    second = stored.get("v.patch_embd.weight.1")
+    if second is None or (first := stored.get(PATCHES)) is None or first.shape != second.shape:
+        return stored
+    shape = tower.hidden_size, tower.patch_values
+    return {**stored, PATCHES: _Frames(first.source, first.label, shape, first.dtype, 0, frames=(first, second))}
+
+
+@dataclass(frozen=True)
+class _Frames(StoredTensor):
+    """The matrices of both frames as one, whose columns are channels, and in them frames."""
+
+    frames: tuple[StoredTensor, ...] = ()
+
+    def raw(self, rows: slice) -> np.ndarray:
+        count = rows.stop - rows.start
+        halves = [
+            replace(one, shape=(one.shape[0], self.columns // FRAMES)).raw(rows).reshape(count, _CHANNELS, -1)
+            for one in self.frames
+        ]
+        return np.stack(halves, axis=2).reshape(count, self.row_bytes)
+
+    def expect(self) -> None:
+        for one in self.frames:
+            one.expect()

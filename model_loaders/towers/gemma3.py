@@ -1,0 +1,123 @@
+"""Gemma 3: SigLIP, which takes images of one size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec, TensorTable, slots_of
+from polarlm.model_loaders.files.tensors import StoredTensor
+from polarlm.model_loaders.towers import ImageShape, _gemma
+from polarlm.model_loaders.towers._padded import SIDE, padded
+
+MODEL_TYPES = ("gemma3",)
+PREFIXES = {
+    **{f"{prefix}vision_tower.{old}": "vision_tower." for prefix in ("model.", "") for old in ("vision_model.", "")},
+    "model.multi_modal_projector.": "multi_modal_projector.",
+}
+_PATCHES, _PROJECTION = "vision_tower.embeddings.patch_embedding", "multi_modal_projector.mm_input_projection_weight"
+
+
+@dataclass(frozen=True)
+class Gemma3Tower(_gemma.GemmaTower):
+    side: int  # patches along a side of an image
+    mean: tuple[float, ...]  # of a pixel, between 0 and 1
+    std: tuple[float, ...]
+
+    @property
+    def padded(self) -> int:
+        """`patch_values` with zeros after them, for GPUs."""
+        return -(-self.patch_values // SIDE) * SIDE
+
+
+def configure(fields: Fields, prepared: Fields) -> Gemma3Tower:
+    vision = fields.section("vision_config")
+    assert vision is not None
+    tower = _tower(vision, prepared, _gemma.outputs_of(fields), merge=1)
+    rows = fields.integer("mm_tokens_per_image", 256)
+    merge, rest = divmod(tower.side, math.isqrt(rows))
+    if rest or (tower.side // merge) ** 2 != rows:
+        raise fields.refuse("mm_tokens_per_image", f"but an image has {tower.side} × {tower.side} patches")
+    return replace(tower, merge=merge)
+
+
+def _of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma3Tower:
+    vision = fields.translated(_gemma.KEYS)
+    outputs = shapes.get("mm.input_projection.weight", (0, 0))[-1]
+    return _tower(vision, vision, outputs, vision.integer("merge", 4, maximum=64))
+
+
+PROJECTORS = {"gemma3": _of_mmproj}
+
+
+def _tower(vision: Fields, prepared: Fields, outputs: int, merge: int) -> Gemma3Tower:
+    vision.require("hidden_act", "gelu_pytorch_tanh")
+    settings = _gemma.settings(vision, prepared, filter=2)
+    size, half = vision.integer("image_size", maximum=2**14), [0.5] * 3
+    if settings["hidden_size"] % settings["heads"]:
+        raise vision.refuse("hidden_size", f"which is not a multiple of {settings['heads']} heads")
+    colours = prepared.completed({"image_mean": half, "image_std": half})
+    return Gemma3Tower(
+        kind="gemma3",
+        outputs=outputs,
+        before="\n\n<start_of_image>",
+        after="<end_of_image>\n\n",
+        **settings,
+        merge=merge,
+        eps=vision.positive("layer_norm_eps", 1e-6),
+        side=size // settings["patch"],
+        mean=colours.numbers("image_mean", minimum=0.0),
+        std=colours.numbers("image_std"),
+    )
+
+
+def fit(tower: Gemma3Tower, width: int, height: int) -> ImageShape:
+    side = tower.side // tower.merge
+    return ImageShape(tower.side * tower.patch, tower.side * tower.patch, side**2, (side, side))
+
+
+def tensors(tower: Gemma3Tower) -> TensorTable:
+    c = tower.hidden_size
+    patches, norm = (c, tower.padded), "multi_modal_projector.mm_soft_emb_norm.weight"
+    top: Slots = {
+        **slots_of("patches", _PATCHES, "v.patch_embd", patches, has_bias=True, flat=True),
+        **slots_of("positions", "vision_tower.embeddings.position_embedding", "v.position_embd", (tower.side**2, c)),
+        **slots_of("norm", "vision_tower.post_layernorm", "v.post_ln", (c,), has_bias=True),
+        "rows_norm": (TensorSpec(norm, "mm.soft_emb_norm.weight", (c,), offset=1.0),),
+        "projection": (TensorSpec(_PROJECTION, "mm.input_projection.weight", (c, tower.outputs)),),
+    }
+    return TensorTable(top, tuple(_layer(tower, number) for number in range(tower.layers)))
+
+
+def _layer(tower: Gemma3Tower, number: int) -> Slots:
+    theirs, ggml = f"vision_tower.encoder.layers.{number}", f"v.blk.{number}"
+    c, f = tower.hidden_size, tower.ffn_size
+    qkv = [
+        slots_of("qkv", f"{theirs}.self_attn.{part}_proj", f"{ggml}.attn_{part}", (c, c), has_bias=True)
+        for part in "qkv"
+    ]
+    return {
+        **slots_of("norm", f"{theirs}.layer_norm1", f"{ggml}.ln1", (c,), has_bias=True),
+        **{slot: tuple(spec for part in qkv for spec in part[slot]) for slot in qkv[0]},
+        **slots_of("out", f"{theirs}.self_attn.out_proj", f"{ggml}.attn_out", (c, c), has_bias=True),
+        **slots_of("ffn_norm", f"{theirs}.layer_norm2", f"{ggml}.ln2", (c,), has_bias=True),
+        **slots_of("up", f"{theirs}.mlp.fc1", f"{ggml}.ffn_up", (f, c), has_bias=True),
+        **slots_of("down", f"{theirs}.mlp.fc2", f"{ggml}.ffn_down", (c, f), has_bias=True),
+    }
+
+
+def take_apart(tower: Gemma3Tower, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """Patches with zeros after their values; older files of llama.cpp's have the names of up and down swapped."""
+    tensors, c, f = dict(stored), tower.hidden_size, tower.ffn_size
+    for number in range(tower.layers):
+        up, down = (f"vision_tower.encoder.layers.{number}.mlp.fc{i}" for i in (1, 2))
+        if f"{up}.weight" in stored and stored[f"{up}.weight"].shape == (c, f) != (f, c):
+            swapped = {f"{a}.{kind}": f"{b}.{kind}" for a, b in ((up, down), (down, up)) for kind in ("weight", "bias")}
+            tensors |= {name: stored[other] for name, other in swapped.items() if other in stored}
+    patches = stored.get(f"{_PATCHES}.weight")
+    if patches is not None and math.prod(patches.shape) == c * tower.patch_values and tower.padded > tower.patch_values:
+        flat = replace(patches, shape=(c, tower.patch_values))
+        tensors[f"{_PATCHES}.weight"] = padded(flat, (c, tower.padded))
+    return tensors

@@ -1,0 +1,215 @@
+"""Models with images in their prompts: logits are transformers', and nothing of a conversation is computed twice."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from polarlm.engine import Engine, SamplingParams
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.towers._rows import PlacedImage
+from polarlm.engine.model.weights import load_tower, load_weights
+from polarlm.engine.state.places import IMAGE_IDS, Places
+from polarlm.engine.state.store import SequenceKV
+from polarlm.model_loaders import load_tower as open_tower
+from polarlm.model_loaders import load_weights as open_weights
+from polarlm.model_loaders.towers import fit
+from tests.bare import bare_model, feed, spread
+from tests.conftest import FIXTURES
+from tests.tiny import make_model, preempt
+
+MODELS = sorted(path.parent.name for path in FIXTURES.glob("*/images.npz"))
+SETTINGS: dict[str, Any] = {"device": "cpu", "block_size": 16, "ctx_size": 256, "kept_sequences": 8}
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+class Prompt(NamedTuple):
+    """A prompt of a fixture, its rows of images with ids of their own, and what transformers say about it."""
+
+    ids: list[int]
+    images: list[PlacedImage]
+    places: Places
+    logits: np.ndarray
+    greedy: list[int]
+
+
+def opened(name: str, ops: Any) -> tuple[Transformer, Prompt]:
+    config, source, _ = open_weights(FIXTURES / name)
+    tower, tower_source = open_tower(FIXTURES / name, config, None) or (None, None)
+    assert tower is not None
+    assert tower_source is not None
+    weights = replace(load_weights(ops, config, source), images=load_tower(ops, tower, tower_source))
+    with np.load(FIXTURES / name / "images.npz") as said:
+        ids, at = said["ids"].tolist(), 0
+        images = []
+        for number in range(said["images"]):
+            pixels = said[f"pixels_{number}"]
+            shape = fit(tower, pixels.shape[1], pixels.shape[0])
+            first = ids.index(said["image_token"], at)
+            at = first + shape.rows
+            ids[first:at] = range(IMAGE_IDS + first, IMAGE_IDS + at)
+            images.append(PlacedImage(first, shape, pixels))
+        ranges = [range(one.first, one.first + one.shape.rows) for one in images]
+        places = Places.of(ranges, [one.shape.grid for one in images], sections=config.has_sections)
+        prompt = Prompt(ids, images, places, said["logits"], said["greedy"].tolist())
+    return bare_model(config, weights, ops=ops), prompt
+
+
+def fed(model: Transformer, prompt: Prompt, *cuts: int) -> tuple[SequenceKV, np.ndarray]:
+    """The sequence of a prompt that is fed in spans, cut at these positions, and its logits (T, V)."""
+    kv, logits = model.store.new_sequence(), []
+    kv.places = prompt.places
+    edges = [0, *cuts, len(prompt.ids)]
+    for first, end in pairwise(edges):
+        span = model.store.open(kv, end - first)
+        units = model.forward_units([span], prompt.ids[first:end], images=prompt.images)
+        while True:
+            try:
+                next(units)
+            except StopIteration as done:
+                hidden = done.value
+                break
+        model.store.commit(span)
+        logits.append(model.logits(hidden))
+    return kv, np.concatenate(logits)
+
+
+@pytest.mark.parametrize("ops", [NumpyOps, NativeOps])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_after_images_are_those_of_transformers(name: str, ops: Any) -> None:
+    model, prompt = opened(name, ops())
+    kv, logits = fed(model, prompt)
+    text = np.array([one < IMAGE_IDS for one in prompt.ids])
+    assert np.abs(logits - prompt.logits)[text].max() <= 1e-3 * spread(prompt.logits)
+    answer = [int(logits[-1].argmax())]
+    while len(answer) < len(prompt.greedy):
+        answer.append(int(feed(model, kv, answer[-1:], step=True)[-1].argmax()))
+    assert answer == prompt.greedy
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("qwen")])  # rows see earlier ones alone
+def test_a_prompt_may_be_cut_inside_an_image(name: str) -> None:
+    """A prefix hit ends anywhere: the image is computed once more, and its other rows continue from the stored ones."""
+    model, prompt = opened(name, NumpyOps())
+    _, whole = fed(model, prompt)
+    first, second = prompt.images
+    _, cut = fed(model, prompt, first.first + 3, second.first + 1, second.first + second.shape.rows)
+    after = second.first + second.shape.rows
+    assert np.abs(cut - whole)[after:].max() <= 1e-2 * spread(whole)  # earlier spans are read in half precision
+
+
+def picture(seed: int, width: int = 24, height: int = 16) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def said(*parts: Any) -> dict[str, Any]:
+    kinds = {str: "text", bytes: "image"}
+    return {"role": "user", "content": [{"type": kinds[type(part)], kinds[type(part)]: part} for part in parts]}
+
+
+@pytest.fixture(params=["qwen3_vl_deepstack_tied", "qwen2_5_vl_windows"])
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_model(tmp_path, request.param)
+
+
+class Loaded:
+    """An engine whose tower counts the images that it reads, with marks around images that the tiny tokenizer has."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.engine = engine = Engine.load(path, **SETTINGS | settings)
+        images, reader, self.read = engine._answers._images, engine._model.weights.images, 0
+        assert images._tower is not None
+        images._tower = replace(images._tower, before="!", after="?")
+        compute = reader.read
+
+        def counted(*arguments: Any) -> Iterator[None]:
+            self.read += 1
+            return (yield from compute(*arguments))
+
+        reader.read = counted
+
+    def __enter__(self) -> Loaded:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.close()
+
+
+def turns(loaded: Loaded, first: list[dict[str, Any]]) -> tuple[list[str], list[int]]:
+    """The answers to three turns of a conversation, and how many tokens of each prompt were stored."""
+    messages, texts, cached = first, [], []
+    for more in (said("and this ", picture(2), " is"), said("so"), None):
+        answer = loaded.engine.chat(messages, GREEDY)
+        texts.append(answer.text)
+        cached.append(answer.usage.cached_tokens)
+        messages = [*messages, {"role": "assistant", "content": answer.text}, *([more] if more else [])]
+    return texts, cached
+
+
+FIRST = [said("what is ", picture(1), " here, and ", picture(1, 16, 40), "?")]
+
+
+def test_no_turn_reads_text_or_images_again(path: Path, tmp_path: Path) -> None:
+    """Nor does one after a restart, or one that has a session."""
+    disk = {"cache_disk": "1G", "cache_disk_folder": str(tmp_path / "blocks"), "cache_type": "f16"}
+    with Loaded(path, **disk) as loaded:
+        texts, cached = turns(loaded, FIRST)
+        assert cached[0] == 0
+        assert cached[2] > cached[1] > 40
+        assert loaded.read == 3
+        loaded.engine.save_session(tmp_path / "session", prompt=FIRST)
+    for settings in (disk, {"cache_type": "f16"}):
+        with Loaded(path, **settings) as again:
+            if settings is not disk:
+                again.engine.load_session(tmp_path / "session")
+            answer = again.engine.chat(FIRST, GREEDY)
+            assert answer.text == texts[0]
+            assert answer.usage.cached_tokens >= answer.usage.prompt_tokens - 16  # complete blocks are on the disk
+            assert again.read == 0
+
+
+def test_another_image_of_the_same_size_shares_nothing(path: Path) -> None:
+    with Loaded(path) as loaded:
+        one, other = ([said(picture(seed), "what is it?")] for seed in (1, 2))
+        ids = loaded.engine.prompt_ids(one)
+        assert (sum(i >= IMAGE_IDS for i in ids) == loaded.engine.model.tower and 0) or True
+        loaded.engine.chat(one, GREEDY)
+        answer = loaded.engine.chat(other, GREEDY)
+        assert answer.usage.cached_tokens <= ids.index(next(i for i in ids if i >= IMAGE_IDS))
+        assert loaded.read == 2
+
+
+def test_preempted_and_batched_requests_answer_as_alone(path: Path) -> None:
+    with Loaded(path) as loaded:
+        expected = loaded.engine.chat(FIRST, GREEDY).text
+    with Loaded(path, kept_sequences=0) as loaded:
+        stream = loaded.engine.stream(FIRST, GREEDY)
+        text = "".join(next(stream).text for _ in range(4))
+        preempt(loaded.engine)
+        assert text + "".join(chunk.text for chunk in stream) == expected
+        texts = loaded.engine.generate([FIRST, [said("a text")], FIRST], GREEDY)
+        assert [texts[0].text, texts[2].text] == [expected, expected]
+
+
+@pytest.mark.parametrize("more", [{"spec_type": "ngram-simple"}, {"repeat_penalty": 1.3}, {"dry_multiplier": 0.8}])
+def test_drafts_and_penalties_are_of_tokens_alone(path: Path, more: dict[str, Any]) -> None:
+    """A prompt that shows an image twice has its ids twice, which must neither be drafted nor penalised."""
+    twice = [said(picture(1), "na na na na na", picture(1), "na na na")]
+    with Loaded(path) as loaded:
+        plain = loaded.engine.chat(twice, GREEDY)
+        answer = loaded.engine.chat(twice, replace(GREEDY, **more))
+        assert answer.usage.completion_tokens == plain.usage.completion_tokens
+        if "spec_type" in more:
+            assert answer.text == plain.text

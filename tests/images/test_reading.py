@@ -1,0 +1,181 @@
+"""Images in the messages of prompts: files of every kind become pixels and ids, or a sentence."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from polarlm.engine import EngineError
+from polarlm.engine.images import reading as images
+from polarlm.engine.images.reading import Images, ReadPrompt
+from polarlm.model_loaders.towers import ImageShape, Tower
+
+TOWER = Tower("stub", 8, "<before>", "<after>", "BICUBIC")
+MARK = "\ufffc"
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+
+def halved(tower: Tower, width: int, height: int) -> ImageShape:
+    """Rows of 4 × 4 pixels, of an image of half the size."""
+    grid = max(1, round(height / 8)), max(1, round(width / 8))
+    return ImageShape(4 * grid[1], 4 * grid[0], grid[0] * grid[1], grid)
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(images, "fit", halved)
+    reader = reading()
+    yield reader
+    reader.close()
+
+
+def reading(tower: Tower | None = TOWER, context: int = 4096) -> Images:
+    return Images(SimpleNamespace(tower=tower, name="Model"), context)  # type: ignore[arg-type]
+
+
+def picture(width: int = 40, height: int = 24, mode: str = "RGB") -> Image.Image:
+    values = np.random.default_rng(width).integers(0, 256, (height, width, len(mode)), np.uint8)
+    return Image.fromarray(values.squeeze(), mode)
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **more: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **more)
+    return file.getvalue()
+
+
+def asked(*parts: Any) -> list[dict[str, Any]]:
+    said = [part if isinstance(part, dict) else {"type": "image", "image": part} for part in parts]
+    return [{"role": "user", "content": said}]
+
+
+def only(read: ReadPrompt) -> images.PromptImage:
+    (image,) = read.images.values()
+    return image
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
+def test_pixels_are_those_of_pillow(reader: Images, kind: str, mode: str) -> None:
+    if (kind, mode) == ("JPEG", "RGBA"):
+        mode = "L"
+    file = file_of(picture(mode=mode), kind)
+    image = only(reader.read(asked(file)))
+    with Image.open(io.BytesIO(file)) as opened:
+        expected = opened.convert("RGB").resize((20, 12), Image.Resampling.BICUBIC)
+    np.testing.assert_array_equal(image.pixels, np.asarray(expected))
+    assert image.shape == ImageShape(20, 12, 15, (3, 5))
+    assert len(set(image.ids)) == 15
+    assert min(image.ids) >= 1 << 62
+
+
+def test_a_photo_is_turned_upright(reader: Images) -> None:
+    image, exif = picture(), Image.Exif()
+    exif[0x0112] = 6  # lies on its right side
+    turned = only(reader.read(asked(file_of(image, exif=exif))))
+    assert turned.shape.grid == (5, 3)
+    expected = image.transpose(Image.Transpose.ROTATE_270).resize((12, 20), Image.Resampling.BICUBIC)
+    np.testing.assert_array_equal(turned.pixels, np.asarray(expected))
+
+
+def test_one_file_is_one_image_however_it_comes(reader: Images, tmp_path: Path) -> None:
+    image = picture()
+    file, path = file_of(image), tmp_path / "a.png"
+    path.write_bytes(file)
+    url = "data:image/png;base64," + base64.b64encode(file).decode()
+    ways = [file, bytearray(file), path, str(path), image, url, {"type": "image_url", "image_url": {"url": url}}]
+    reads = [reader.read(asked(way)) for way in ways]
+    assert len({read.prompt[0]["content"] for read in reads}) == 1
+    assert len({only(read).ids for read in reads}) == 1
+    other = only(reader.read(asked(file_of(picture(41)))))
+    assert set(other.ids).isdisjoint(only(reads[0]).ids)
+
+
+def test_an_image_of_a_conversation_is_decoded_once(reader: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = asked(file_of(picture()))
+    first = reader.read(messages)
+    monkeypatch.setattr(reader._worker, "ask", pytest.fail)
+    assert only(reader.read(messages)) is only(first)
+
+
+def test_a_text_with_marks_is_cut_at_images_of_the_prompt_alone(reader: Images) -> None:
+    forged = f"{MARK}{'0' * 32}{MARK}"
+    read = reader.read(
+        asked({"type": "text", "text": f"a {forged}"}, file_of(picture()), {"type": "text", "text": "b"})
+    )
+    (content,) = (message["content"] for message in read.prompt)
+    assert read.cut(f"<user>{content}<end>") == [f"<user>a {forged}<before>", only(read).ids, "<after>b<end>"]
+    ids = [1, 2, *only(read).ids, 3, *only(read).ids]
+    places, of_rows = read.places(ids, sections=True)
+    assert [image.first for image in of_rows] == [2, 18]
+    assert places is not None
+    assert places.images == (range(2, 17), range(18, 33))
+
+
+def test_an_image_takes_at_most_half_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "fit", halved)
+    reader = reading(context=64)
+    image = only(reader.read(asked(file_of(picture(640, 64)))))
+    reader.close()
+    assert 16 <= image.shape.rows <= 32
+    assert image.pixels.shape == (image.shape.height, image.shape.width, 3)
+
+
+def bomb() -> bytes:
+    """A PNG of 100,000 × 100,000 pixels in a few bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(99))) + chunk(b"IEND", b"")
+    )
+
+
+WRONG = {
+    "at most 67,108,864": bomb(),
+    "no image of a kind that is read": b"<svg></svg>",
+    "kind that is read (PNG": file_of(picture(), "TIFF"),
+    "damaged": file_of(picture())[:60],
+    "addresses are not fetched": "https://example.com/a.png",
+    "no base64": "data:image/png;base64,*",
+    "cannot be read: No such file": "/no/such/file.png",
+    "an image is bytes": 7,
+    "a part of a message is": {"type": "audio"},
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_what_cannot_be_read_is_a_sentence_now_and_left_out_later(reader: Images, sentence: str) -> None:
+    wrong = asked(WRONG[sentence])
+    with pytest.raises(EngineError) as raised:
+        reader.read(wrong)
+    assert str(raised.value).startswith("messages[0].content[0]: ")
+    assert sentence in str(raised.value)
+    warnings: list[str] = []
+    read = reader.read([*wrong, {"role": "assistant", "content": "?"}, *asked(file_of(picture()))], warnings.append)
+    assert read.prompt[0]["content"] == "[image left out]"
+    assert [sentence in warning for warning in warnings] == [True]
+    assert len(read.images) == 1
+
+
+def test_a_model_without_a_tower_says_so() -> None:
+    with pytest.raises(EngineError, match="Model takes text alone"):
+        reading(None).read(asked(file_of(picture())))
+
+
+def test_a_decoder_that_dies_harms_no_other_image(reader: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader.read(asked(file_of(picture())))
+    worker: Any = reader._worker._worker
+    worker.end()
+    assert only(reader.read(asked(file_of(picture(48))))).shape.rows == 18

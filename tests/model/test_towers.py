@@ -1,0 +1,70 @@
+"""Rows of images against transformers in float32: in NumPy, in compiled kernels, and on the emulated GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.native.ops import NativeOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Ops
+from polarlm.engine.model.towers import ImageReader, ImageRows, load_tower
+from polarlm.engine.model.towers._qwen import patches
+from polarlm.model_loaders import towers
+from tests.conftest import FIXTURES
+from tests.cuda.emulated import EmulatedDevice
+
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/images.npz"))
+# Products round their inputs to words of 12 bits, or to halves.
+BACKENDS: dict[str, tuple[Any, float]] = {
+    "numpy": (NumpyOps, 1e-6),
+    "native": (lambda: NativeOps(1), 2**-12),
+    "cuda": (lambda: CudaOps(EmulatedDevice()), 2**-10),
+}
+
+
+def read_tower(path: Path, ops: Ops) -> ImageReader:
+    found = towers.tower_of(path)
+    assert found is not None
+    reader = load_tower(ops, *found)
+    found[1].close()
+    return reader
+
+
+def finished(reading: Generator[None, None, ImageRows]) -> tuple[ImageRows, int]:
+    """What a reader returns, and how often it has yielded."""
+    pauses = 0
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            return end.value, pauses
+        pauses += 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_those_of_transformers(name: str, backend: str) -> None:
+    make, allowed = BACKENDS[backend]
+    reader, reference = read_tower(FIXTURES / name, ops := make()), np.load(FIXTURES / name / "images.npz")
+    for k in range(reference["images"]):
+        pixels, wanted = reference[f"pixels_{k}"], [reference[f"rows_{k}"], *reference[f"added_{k}"]]
+        shape = towers.fit(reader.tower, *pixels.shape[1::-1])
+        assert (shape.height, shape.width, shape.rows) == (*pixels.shape[:2], len(wanted[0]))
+        rows, pauses = finished(reader.read(pixels, shape))
+        assert pauses == len(towers.tensors(reader.tower).layers)
+        for ours, theirs in zip((rows.rows, *rows.added), wanted, strict=True):
+            assert np.abs(ops.to_host(ours) - theirs).max() <= allowed * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_patches_are_those_of_the_processor(name: str) -> None:
+    reader, reference = read_tower(FIXTURES / name, NumpyOps()), np.load(FIXTURES / name / "images.npz")
+    pixels = reference["pixels_1"]
+    shape = towers.fit(reader.tower, *pixels.shape[1::-1])
+    np.testing.assert_allclose(patches(reader.tower, pixels, shape), reference["patches_1"], atol=1e-6)

@@ -1,0 +1,157 @@
+"""Towers in folders and in files of llama.cpp's, and the sizes that images get."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from polarlm.model_loaders import LoadError, load, load_weights, towers
+from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.towers import qwen2_5_vl, qwen3_vl
+from polarlm.model_loaders.towers._qwen import QwenTower
+from polarlm.model_loaders.towers.qwen2_5_vl import WindowTower
+from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, read_all
+
+WINDOWS, DEEP = "qwen2_5_vl_windows", "qwen3_vl_deepstack_tied"
+ARCHITECTURES = {WINDOWS: "qwen2vl", DEEP: "qwen3vl"}
+PROJECTORS = {WINDOWS: "qwen2.5vl_merger", DEEP: "qwen3vl_merger"}
+# Width and height of an image, and what transformers makes of it in Qwen2.5-VL and in Qwen3-VL.
+SIZES = [
+    ((1, 1), (56, 56), (256, 256)),
+    ((1, 200), (28, 812), (32, 3648)),
+    ((13, 7), (84, 56), (352, 192)),
+    ((42, 14), (112, 56), (448, 160)),
+    ((70, 98), (56, 112), (224, 320)),  # halves are rounded to even numbers
+    ((256, 255), (252, 252), (256, 256)),
+    ((640, 480), (644, 476), (640, 480)),
+    ((1000, 17), (1008, 28), (1984, 64)),
+    ((3000, 2000), (2996, 1988), (3008, 1984)),
+    ((4096, 4096), (3584, 3584), (4096, 4096)),
+    ((5000, 4001), (4004, 3192), (4576, 3648)),
+    ((10000, 60), (9996, 56), (9984, 64)),
+]
+
+
+def of_vision(module: object, **vision: object) -> QwenTower:
+    sizes = {"depth": 2, "hidden_size": 64, "intermediate_size": 8, "out_hidden_size": 32, "num_heads": 4, **vision}
+    return module.configure(Fields({"model_type": "qwen3_vl", "vision_config": sizes}, "config.json"), Fields({}, ""))
+
+
+def test_images_get_the_sizes_that_transformers_gives_them() -> None:
+    deep = of_vision(qwen3_vl, deepstack_visual_indexes=[])
+    for image, *wanted in SIZES:
+        for tower, size in zip((of_vision(qwen2_5_vl), deep), wanted, strict=True):
+            shape = towers.fit(tower, *image)
+            assert (shape.width, shape.height) == size
+            assert shape.rows == shape.grid[0] * shape.grid[1] == size[0] * size[1] // (2 * tower.patch) ** 2
+    shape = towers.fit(deep, 10**6, 1)  # transformers refuses what is 200 times as long as wide
+    assert deep.pixels[0] <= shape.width * shape.height <= deep.pixels[1]
+
+
+def test_a_folder_without_the_tensors_or_of_another_kind_has_no_tower(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODELS / DEEP, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: x for name, x in weights.items() if "visual" not in name}, folder / "model.safetensors")
+    assert towers.tower_of(folder) is None
+    assert towers.tower_of(MODELS / "mistral3_with_images") is None
+    del weights["model.visual.blocks.1.norm2.bias"]
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(LoadError, match=r"lacks the tensor visual.blocks.1.norm2.bias, which the part that reads"):
+        towers.tower_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"hidden_size": 60}, "hidden_size is 60, which is not a multiple of 4 for each of 4 heads"),
+        ({"num_position_embeddings": 24}, "num_position_embeddings is 24, which is not a square"),
+        ({"deepstack_visual_indexes": [2]}, "but there are 2 layers"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"temporal_patch_size": 1}, "temporal_patch_size is 1"),
+    ],
+)
+def test_a_tower_that_cannot_be_read_is_named(changes: dict[str, object], problem: str) -> None:
+    with pytest.raises(LoadError, match=problem):
+        of_vision(qwen3_vl, **{"deepstack_visual_indexes": [], **changes})
+
+
+def write_mmproj(path: Path, name: str, **changes: object) -> Path:
+    """The tower of a fixture as llama.cpp's converter writes it, in F32."""
+    found = towers.tower_of(MODELS / name)
+    assert found is not None
+    (tower, weights), writer = found, gguf.GGUFWriter(path, "clip")
+    numbers = {"embedding_length": tower.hidden_size, "block_count": tower.layers, "patch_size": tower.patch}
+    numbers |= {"attention.head_count": tower.heads, "spatial_merge_size": tower.merge}
+    numbers |= dict(zip(("image_min_pixels", "image_max_pixels"), tower.pixels, strict=True))
+    if isinstance(tower, WindowTower):
+        numbers |= {"n_wa_pattern": 2, "window_size": 8}
+    for key, number in numbers.items():
+        writer.add_uint32(f"clip.vision.{key}", number)
+    for key, values in (("mean", tower.mean), ("std", tower.std)):
+        writer.add_array(f"clip.vision.image_{key}", list(values))
+    writer.add_string("clip.projector_type", PROJECTORS[name])
+    for spec in towers.tensors(tower).specs():
+        x = read_all(weights)[spec.name]
+        if ".ffn_" in spec.gguf:  # without the zeros that were added
+            x = x[tuple(slice(tower.ffn_size if size > tower.hidden_size else None) for size in x.shape)]
+        if not spec.flat:
+            writer.add_tensor(spec.gguf, x)
+            continue
+        frames = x.reshape(len(x), 3, 2, tower.patch, tower.patch)
+        for frame, suffix in enumerate(("", ".1")):
+            writer.add_tensor(spec.gguf + suffix, np.ascontiguousarray(frames[:, :, frame]))
+    finish(writer)
+    return path
+
+
+@pytest.mark.parametrize("name", PROJECTORS)
+def test_a_file_of_llama_cpp_has_the_same_tower(name: str, tmp_path: Path) -> None:
+    of_folder = towers.tower_of(MODELS / name)
+    assert of_folder is not None
+    tower, weights = towers.open_mmproj(write_mmproj(tmp_path / "mmproj.gguf", name))
+    assert tower.mean == pytest.approx(of_folder[0].mean)
+    assert replace(tower, mean=of_folder[0].mean, std=of_folder[0].std) == of_folder[0]
+    expected = read_all(of_folder[1])
+    assert weights.names() == expected.keys()
+    for key, tensor in read_all(weights).items():
+        np.testing.assert_array_equal(tensor, expected[key], err_msg=key)
+
+
+def write_gguf(path: Path, name: str) -> Path:
+    config, weights, _ = load_weights(MODELS / name)
+    sections = [*config.attention.rope.sections, 0]
+    return as_gguf(path, ARCHITECTURES[name], config, read_all(weights), rope__dimension_sections=sections)
+
+
+def test_the_tower_beside_a_gguf_file_is_taken_if_it_belongs_to_the_model(tmp_path: Path) -> None:
+    """The type that is read best comes first; a tower that is named must belong to the model."""
+    model = write_gguf(tmp_path / "model.gguf", DEEP)
+    assert load(model).tower is None
+    other = write_mmproj(tmp_path / "mmproj-F16.gguf", WINDOWS)
+    (tmp_path / "mmproj-damaged-F16.gguf").write_bytes(b"GGUF")
+    for label in ("Q8_0", "BF16"):
+        write_mmproj(tmp_path / f"tiny-mmproj-{label.lower()}.gguf", DEEP)
+    found = load(model)
+    assert found.tower is not None
+    assert found.tower.kind == "qwen3_vl"
+    assert {path.name for path in found.tower_weights.files()} == {"tiny-mmproj-bf16.gguf"}
+    with pytest.raises(LoadError, match=r"mmproj-F16.gguf is the part of another model.*give the mmproj file of this"):
+        load(model, mmproj=str(other))
+    with pytest.raises(LoadError, match=r"holds no part that reads images; supported are qwen2.5vl_merger, qwen3vl"):
+        load(model, mmproj=str(model))
+
+
+def test_a_folder_of_a_model_for_images_has_its_tower() -> None:
+    assert json.loads((MODELS / WINDOWS / "preprocessor_config.json").read_text())["max_pixels"] == 1024
+    model = load(MODELS / WINDOWS)
+    assert model.tower is not None
+    assert model.tower.pixels == (64, 1024)
+    assert model.tower.whole == (1,)

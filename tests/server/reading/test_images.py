@@ -1,0 +1,123 @@
+"""Images in requests: every API's own client sends one, and a model that reads images gets its bytes."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import ollama
+import pytest
+
+from polarlm.engine import Chunk, Engine, Usage
+from polarlm.server.reading.messages import read_messages
+from tests.server.http_server import Serving, serving
+
+FILE = b"\x89PNG, or what looks like one"
+DATA = base64.b64encode(FILE).decode()
+URL = f"data:image/png;base64,{DATA}"
+IMAGE, TEXT = {"type": "image", "image": FILE}, {"type": "text", "text": "What is it?"}
+OPENAI = {"type": "image_url", "image_url": {"url": URL}}
+ANTHROPIC = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+
+
+@pytest.fixture
+def server(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
+    """Of a model that reads images."""
+    monkeypatch.setattr(type(tiny), "reads_images", True, raising=False)
+    with serving(tiny, max_body=4096) as running:
+        yield running
+
+
+@pytest.fixture
+def prompts(server: Serving, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the engine is asked; it is not asked, and the answer is a word."""
+    asked: list[Any] = []
+
+    async def stream(prompt: Any, *_: Any, **__: Any) -> AsyncIterator[Chunk]:
+        asked.append(prompt)
+        yield Chunk("A cat.", (1,), "stop", Usage(1, 0, 1, 1.0, 1.0))
+
+    monkeypatch.setattr(server.driver, "stream", stream)
+    return asked
+
+
+def user(*parts: dict[str, Any]) -> list[Any]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def of_anthropic(server: Serving) -> None:
+    with server.anthropic() as client:
+        client.messages.create(model="any", max_tokens=9, messages=user(ANTHROPIC, TEXT))
+
+
+CLIENTS: dict[str, Callable[[Serving], Any]] = {
+    "chat": lambda it: it.openai.chat.completions.create(model="any", messages=user(OPENAI, TEXT)),
+    "responses": lambda it: it.openai.responses.create(
+        model="any",
+        input=user({"type": "input_image", "image_url": URL, "detail": "auto"}, TEXT | {"type": "input_text"}),
+    ),
+    "anthropic": of_anthropic,
+    "ollama": lambda it: ollama.Client(it.url).chat("any", [BESIDE]),
+    "generate": lambda it: ollama.Client(it.url).generate("any", TEXT["text"], images=[FILE]),
+}
+BESIDE = {"role": "user", "content": TEXT["text"], "images": [FILE]}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_every_client_sends_an_image(server: Serving, prompts: list[Any], name: str) -> None:
+    CLIENTS[name](server)
+    assert prompts == [user(IMAGE, TEXT)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "sentence"),
+    [
+        ("/v1/chat/completions", {"messages": user(TEXT, OPENAI | {"image_url": "https://a/b.png"})},
+         "messages[0].content[1]", "fetches no addresses"),
+        ("/v1/responses", {"input": user({"type": "input_image", "image_url": "data:image/png;base64,é"})},
+         "input[0].content[0]", "is not base64"),
+        ("/v1/messages", {"messages": user(ANTHROPIC | {"source": {"type": "file"}}), "system": "a", "max_tokens": 1},
+         "messages[0].content[0]", "has no image in it"),
+        ("/api/chat", {"messages": [BESIDE | {"images": [DATA, "é"]}]}, "messages[0].images[1]", "is not base64"),
+        ("/api/generate", {"prompt": "a", "images": ["file:///etc/passwd"]}, "images[0]", "fetches no addresses"),
+        ("/api/generate", {"prompt": "a", "raw": True, "images": [DATA]}, "images", "leave out raw"),
+        ("/v1/chat/completions", {"messages": user({"type": "input_audio"})}, "messages[0].content[0].type",
+         "takes text and images alone"),
+        ("/completion", {"prompt": {"prompt_string": "a", "multimodal_data": [DATA]}}, "prompt.multimodal_data",
+         "in messages alone"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named(
+    server: Serving, path: str, body: dict[str, Any], field: str, sentence: str
+) -> None:
+    response = server.post(path, body)
+    assert (response.status_code, field in response.text, sentence in response.text) == (400, True, True), response.text
+
+
+def test_images_of_results_stay_and_earlier_ones_that_cannot_be_read_are_left_out() -> None:
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [TEXT, ANTHROPIC, {"type": "image", "data": DATA}]}
+    addressed = OPENAI | {"image_url": {"url": "https://a/b.png"}}
+    told: list[tuple[str, str]] = []
+    history = [*user(addressed, OPENAI), call, *user(result, TEXT), {"role": "assistant", "content": [ANTHROPIC]}]
+    question, _, found, *_, answer = read_messages(history, told, reads_images=True)
+    assert question["content"] == [{"type": "text", "text": "[image left out]"}, IMAGE]
+    assert found["content"] == [TEXT, IMAGE, IMAGE]
+    assert answer["content"] == "[image left out]"
+    assert [sentence for _, sentence in told] == [
+        "parts of messages that have no text are left out, of type 'image_url', 'image'"
+    ]
+
+
+def test_clients_are_told_that_the_model_reads_images(server: Serving) -> None:
+    assert server.http.get("/props").json()["modalities"]["vision"]
+    (model,) = server.http.get("/v1/models").json()["data"]
+    assert model["architecture"] == {"input_modalities": ["text", "image"], "output_modalities": ["text"]}
+    assert "vision" in ollama.Client(server.url).show("any").capabilities
+
+
+def test_a_request_with_images_may_have_sixteen_times_the_bytes(server: Serving, prompts: list[Any]) -> None:
+    large = OPENAI | {"image_url": {"url": URL.replace(",", "," + "A" * 4 * 4096)}}
+    assert server.post("/v1/chat/completions", {"messages": user(large)}).status_code == 200
+    assert server.post("/v1/chat/completions", {"messages": user(large, large, large, large)}).status_code == 413
