@@ -17,7 +17,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.need import need
 from polarlm.engine.outputs import Chunk, fold
-from polarlm.engine.requests.draft_model import MtpDrafter
+from polarlm.engine.requests.drafts import MtpDrafter
 from polarlm.engine.sampling.sample import greedy
 from scripts.make_random_model import write
 from tests.conftest import TRAINED_HYBRID
@@ -119,26 +119,27 @@ def test_answers_are_those_of_steps_of_one_token(
 
 @BACKENDS
 def test_its_keys_and_values_are_of_the_states_of_the_model(tmp_path: Path, backend: Callable[[], Any]) -> None:
-    """Whatever has been drafted or rejected, and however many rows a step has had."""
+    """Whatever has been drafted or rejected, and however many rows a step has had, beside another sequence's."""
     ids = prompts(1)[0][:30]
     with load_tiny(make_mtp(tmp_path, "glm4_moe_qk_norm"), ops=backend(), **SETTINGS, cache_type="f16") as engine:
         model, store, found = engine._model, engine._store, []
         for counts in ([1] * 11, [4, 1, 7, 3]):
-            kv = store.new_sequence()
+            other, kv = store.new_sequence(), store.new_sequence()
             span = store.open(kv, 16)
             model.forward([span], ids[:16], outputs=1)
             store.commit(span)
             for count in counts:
                 start = kv.length
                 MtpDrafter(model.mtp, lambda kv=kv: kv).draft(ids[: start + 1], count)
-                span = store.open_step(kv, count)
-                rows = [*ids[start : start + count - 1], 9][-count:] if count > 1 else ids[start : start + 1]
-                model.step([span], rows, [greedy(VOCABULARY)] * count)
-                store.commit(span, max(1, count - 1))
+                spans = [store.open_step(other, 1), store.open_step(kv, count)]
+                rows = [*ids[start : start + count - 1], 9] if count > 1 else ids[start : start + 1]
+                model.step(spans, [7, *rows], [greedy(VOCABULARY)] * (1 + count))
+                store.commit_steps(spans, [1, max(1, count - 1)])
             assert kv.length >= 27
             arrays = store.groups[0].read_full(kv.tables[0].current, 11)
             found.append([arrays[3, side].astype(np.float32) for side in "kv"])
-            store.release(kv)
+            for one in (other, kv):
+                store.release(one)
         np.testing.assert_allclose(found[0], found[1], atol=2e-3)
 
 
