@@ -180,7 +180,8 @@ class KVOps(Protocol):
         float16 with `as_slots`. layers: so many layers with K/V, one after another, have memory of their own."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
-        """`spans` as the argument of the ops below: one span of a prompt, or the spans of a step, by rows.
+        """`spans` as the argument of the ops below: one span of a prompt, maybe cut at images, or the spans of a step,
+        by rows.
 
         block_size: N. The rows of consecutive spans are contiguous.
         """

@@ -44,7 +44,6 @@ def configure(fields: Fields, prepared: Fields) -> Gemma4Tower:
     vision = fields.section("vision_config")
     assert vision is not None
     rope = vision.section("rope_parameters") or Fields({}, vision.where)
-    rope.require("rope_type", "axial")
     heads = vision.integer("num_attention_heads")
     return _tower(
         vision.completed({"num_key_value_heads": heads, "patch_size": 16}),

@@ -33,7 +33,7 @@ SIZES = [
 
 def configured(module: Any, prepared: dict[str, object], more: dict[str, object], **vision: object) -> Any:
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 2, **vision}
-    fields = {"text_config": {"hidden_size": 16}, "vision_config": {**sizes, "head_dim": 16, "image_size": 896}, **more}
+    fields = {"text_config": {"hidden_size": 16}, "vision_config": {"head_dim": 16, "image_size": 896, **sizes}, **more}
     return module.configure(Fields(fields, "config.json"), Fields(prepared, "preprocessor_config.json"))
 
 
@@ -55,7 +55,7 @@ def test_images_get_the_sizes_that_transformers_gives_them() -> None:
         (gemma3, {}, {"mm_tokens_per_image": 200}, {}, "mm_tokens_per_image is 200, but an image has 64 × 64 patches"),
         (gemma3, {"resample": 9}, {}, {}, "resample is 9"),
         (gemma3, {}, {}, {"hidden_size": 33}, "hidden_size is 33, which is not a multiple of 2 heads"),
-        (gemma4, {}, {}, {"rope_parameters": {"rope_type": "default"}}, "only 'axial' is supported"),
+        (gemma4, {}, {}, {"head_dim": 18}, "head_dim is 18, but must be a multiple of 4"),
     ],
 )
 def test_a_tower_that_cannot_be_read_is_named(
