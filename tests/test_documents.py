@@ -65,7 +65,11 @@ def test_every_endpoint_is_explained():
     told = {shared(*pair) for row in rows(SERVER, "Endpoint") for pair in re.findall(r"`(\w+) (\S+)`", row[0])}
     shape = CacheShape(8, (LayerShape(codecs.get("f16"), codecs.get("f16"), 1, 8),))
     engine = SimpleNamespace(
-        model=SimpleNamespace(tokenizer=None, name=""), context=0, kept_blocks=object(), cache_shape=shape
+        model=SimpleNamespace(tokenizer=None, name=""),
+        context=0,
+        kept_blocks=object(),
+        cache_shape=shape,
+        reads_images=False,
     )
     config = ServerConfig(share_blocks=True)
     driver = cast(Any, SimpleNamespace(engine=engine, config=config))

@@ -77,9 +77,9 @@ class ChatSession:
     def attach(self, path: str) -> str:
         """Adds the image in a file, whose path may be in quotes, to the next message; returns a sentence. Raises
         EngineError."""
-        if not getattr(self.engine, "reads_images", False):
+        if not self.engine.reads_images:
             raise EngineError(
-                f"{self.engine.model.name} takes text alone: load a model that reads images", "not_supported"
+                f"{self.engine.model.name} takes text alone: load a model that reads images"
             )
         try:
             path = re.sub(r"""^(['"])(.*)\1$""", r"\2", path.replace("\\ ", " "))

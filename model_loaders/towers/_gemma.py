@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.towers import Tower
+from polarlm.model_loaders.towers._padded import SIDE, padded
 
 _FILTERS = {0: "NEAREST", 1: "LANCZOS", 2: "BILINEAR", 3: "BICUBIC"}  # by Pillow's numbers
 _MAX_SIZE = 2**20
@@ -37,6 +41,11 @@ class GemmaTower(Tower):
     def patch_values(self) -> int:
         return 3 * self.patch**2
 
+    @property
+    def padded(self) -> int:
+        """`patch_values` with zeros after them, for GPUs."""
+        return -(-self.patch_values // SIDE) * SIDE
+
 
 def settings(vision: Fields, prepared: Fields, *, filter: int) -> dict[str, Any]:
     """Fields of a `GemmaTower`. filter: the default, by Pillow's number."""
@@ -56,3 +65,12 @@ def settings(vision: Fields, prepared: Fields, *, filter: int) -> dict[str, Any]
 def outputs_of(fields: Fields) -> int:
     """E of the decoder, from config.json."""
     return (fields.section("text_config") or fields).integer("hidden_size", maximum=_MAX_SIZE)
+
+
+def with_padded_patches(tower: GemmaTower, stored: Mapping[str, StoredTensor], name: str) -> dict[str, StoredTensor]:
+    """`stored`, in which the matrix of patches has zeros after its rows."""
+    patches = stored.get(name)
+    if patches is None or math.prod(patches.shape) != tower.hidden_size * tower.patch_values:
+        return dict(stored)
+    flat = replace(patches, shape=(tower.hidden_size, tower.patch_values))
+    return {**stored, name: padded(flat, (tower.hidden_size, tower.padded)) if tower.padded > flat.columns else flat}

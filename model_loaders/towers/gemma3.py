@@ -10,7 +10,6 @@ from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensor_table import Slots, TensorSpec, TensorTable, slots_of
 from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.towers import ImageShape, _gemma
-from polarlm.model_loaders.towers._padded import SIDE, padded
 
 MODEL_TYPES = ("gemma3",)
 PREFIXES = {
@@ -25,11 +24,6 @@ class Gemma3Tower(_gemma.GemmaTower):
     side: int  # patches along a side of an image
     mean: tuple[float, ...]  # of a pixel, between 0 and 1
     std: tuple[float, ...]
-
-    @property
-    def padded(self) -> int:
-        """`patch_values` with zeros after them, for GPUs."""
-        return -(-self.patch_values // SIDE) * SIDE
 
 
 def configure(fields: Fields, prepared: Fields) -> Gemma3Tower:
@@ -82,7 +76,7 @@ def tensors(tower: Gemma3Tower) -> TensorTable:
     c = tower.hidden_size
     patches, norm = (c, tower.padded), "multi_modal_projector.mm_soft_emb_norm.weight"
     top: Slots = {
-        **slots_of("patches", _PATCHES, "v.patch_embd", patches, has_bias=True, flat=True),
+        **slots_of("patches", _PATCHES, "v.patch_embd", patches, has_bias=True),
         **slots_of("positions", "vision_tower.embeddings.position_embedding", "v.position_embd", (tower.side**2, c)),
         **slots_of("norm", "vision_tower.post_layernorm", "v.post_ln", (c,), has_bias=True),
         "rows_norm": (TensorSpec(norm, "mm.soft_emb_norm.weight", (c,), offset=1.0),),
@@ -110,14 +104,13 @@ def _layer(tower: Gemma3Tower, number: int) -> Slots:
 
 def take_apart(tower: Gemma3Tower, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """Patches with zeros after their values; older files of llama.cpp's have the names of up and down swapped."""
-    tensors, c, f = dict(stored), tower.hidden_size, tower.ffn_size
+    tensors, (c, f) = (
+        _gemma.with_padded_patches(tower, stored, f"{_PATCHES}.weight"),
+        (tower.hidden_size, tower.ffn_size),
+    )
     for number in range(tower.layers):
         up, down = (f"vision_tower.encoder.layers.{number}.mlp.fc{i}" for i in (1, 2))
         if f"{up}.weight" in stored and stored[f"{up}.weight"].shape == (c, f) != (f, c):
             swapped = {f"{a}.{kind}": f"{b}.{kind}" for a, b in ((up, down), (down, up)) for kind in ("weight", "bias")}
             tensors |= {name: stored[other] for name, other in swapped.items() if other in stored}
-    patches = stored.get(f"{_PATCHES}.weight")
-    if patches is not None and math.prod(patches.shape) == c * tower.patch_values and tower.padded > tower.patch_values:
-        flat = replace(patches, shape=(c, tower.patch_values))
-        tensors[f"{_PATCHES}.weight"] = padded(flat, (c, tower.padded))
     return tensors

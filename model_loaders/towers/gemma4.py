@@ -24,6 +24,7 @@ PRODUCTS = {  # of a layer, by slot: names in config.json's files and in llama.c
     **{part: (f"mlp.{part}_proj", f"ffn_{part}") for part in ("gate", "up", "down")},
 }
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+_PATCHES = "vision_tower.patch_embedder.input_proj"
 _POSITIONS, _THETA = "vision_tower.patch_embedder.position_embedding_table", 100.0
 
 
@@ -128,9 +129,7 @@ def fit(tower: Gemma4Tower, width: int, height: int) -> ImageShape:
 def tensors(tower: Gemma4Tower) -> TensorTable:
     c = tower.hidden_size
     top: Slots = {
-        **slots_of(
-            *("patches", "vision_tower.patch_embedder.input_proj", "v.patch_embd", (c, tower.patch_values)), flat=True
-        ),
+        **slots_of("patches", _PATCHES, "v.patch_embd", (c, tower.padded)),
         "positions": (TensorSpec(_POSITIONS, "v.position_embd.weight", (2 * tower.positions, c)),),
         **slots_of("projection", "embed_vision.embedding_projection", "mm.input_projection", (tower.outputs, c)),
     }
@@ -174,7 +173,7 @@ def _layer(tower: Gemma4Tower, number: int) -> Slots:
 
 def take_apart(tower: Gemma4Tower, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """The positions of columns and of rows are one matrix."""
-    positions = stored.get(_POSITIONS)
-    if positions is None or positions.shape != (2, tower.positions, tower.hidden_size):
-        return stored
-    return {**stored, _POSITIONS: replace(positions, shape=(2 * tower.positions, tower.hidden_size))}
+    tensors, positions = _gemma.with_padded_patches(tower, stored, f"{_PATCHES}.weight"), stored.get(_POSITIONS)
+    if positions is not None and positions.shape == (2, tower.positions, tower.hidden_size):
+        tensors[_POSITIONS] = replace(positions, shape=(2 * tower.positions, tower.hidden_size))
+    return tensors

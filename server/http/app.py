@@ -148,7 +148,7 @@ class _OneModel(Front):
 
     def listed(self) -> dict[str, Mapping[str, Any]]:
         engine = self._driver.engine
-        takes = {"input_modalities": ["text", *(["image"] if self._driver.reads_images else [])]}
+        takes = {"input_modalities": ["text", *(["image"] if self._driver.engine.reads_images else [])]}
         told = {"context_length": engine.context, "architecture": {**takes, "output_modalities": ["text"]}}
         return {engine.model.name: told, **dict.fromkeys(engine.adapters.by_name, told | {"parent": engine.model.name})}
 

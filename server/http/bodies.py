@@ -21,8 +21,8 @@ class Endpoints:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The JSON object in the body of a request. Raises ApiError or BadRequest."""
-        driver = self._driver
-        return await read_body(request, driver.config.max_body * (LARGER if driver.reads_images else 1))
+        larger = LARGER if self._driver.engine.reads_images else 1
+        return await read_body(request, larger * self._driver.config.max_body)
 
 
 async def read_body(request: Request, limit: int) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def listed(name: str, config: ModelConfig, weights: WeightSource, dtype: str, is
     }
 
 
-def shown(model: Model, context: int, entry: dict[str, Any], *, reads_images: bool) -> dict[str, Any]:
+def shown(model: Model, context: int, entry: dict[str, Any]) -> dict[str, Any]:
     """A model with its template, its shape and what it can do. entry: the model's entry in a list."""
     return {
         "modelfile": "",
@@ -58,7 +58,7 @@ def shown(model: Model, context: int, entry: dict[str, Any], *, reads_images: bo
         "modified_at": entry["modified_at"],
         "details": entry["details"],
         "model_info": _shape(model, context),
-        "capabilities": [*_capabilities(model), *(["vision"] if reads_images else [])],
+        "capabilities": _capabilities(model),
     }
 
 
@@ -75,8 +75,8 @@ def _capabilities(model: Model) -> list[str]:
     """What a model can do; "insert" is writing text before a suffix."""
     if model.config.is_encoder:
         return [] if model.config.scores_pairs else ["embedding"]
-    inserts = infill_of(model.tokenizer) is not None
-    return ["completion", "tools", "embedding", *(["insert"] if inserts else [])]
+    also = {"insert": infill_of(model.tokenizer) is not None, "vision": model.tower is not None}
+    return ["completion", "tools", "embedding", *(name for name, can in also.items() if can)]
 
 
 def _parameters(weights: WeightSource) -> int:

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from polarlm.engine import PromptOptions, Usage
-from polarlm.engine.requests.prompts import prompt_ids
 from polarlm.model_loaders import Model
 from polarlm.server.answers.answering import answer
 from polarlm.server.answers.pieces import Answer, Piece, fold
@@ -41,7 +40,7 @@ class About:
 
 def about(driver: Driver) -> About:
     engine, config = driver.engine, driver.config
-    tells_cached, reads_images = not config.hide_cached_tokens, driver.reads_images
+    tells_cached, reads_images = not config.hide_cached_tokens, driver.engine.reads_images
     return About(engine.model, engine.model.name, config.parse_special, tells_cached, engine.context, reads_images)
 
 
@@ -91,10 +90,10 @@ class Generation(Endpoints):
         return await self.respond(request, await self._body(request))
 
     async def count(self, request: Request) -> Response:
-        """{…, "input_tokens"}; past answers count as text. Raises BadRequest, Refused, EngineError or ApiError."""
+        """{…, "input_tokens"}. Raises BadRequest, Refused, EngineError or ApiError."""
         asked, _ = await self._asked(await self._body(request))
-        model = self._driver.engine.model
-        ids = await self._driver.counted("tokenized", lambda: prompt_ids(asked.prompt, model, options=asked.options))
+        engine = self._driver.engine
+        ids = await self._driver.counted("tokenized", lambda: engine.prompt_ids(asked.prompt, asked.options))
         counted = JSONResponse({**self._counted, "input_tokens": len(ids)})
         return warn(counted, [sentence for _, sentence in asked.warnings])
 

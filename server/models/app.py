@@ -300,8 +300,7 @@ class Lists:
         read = model_loaders.load(model.path)
         try:
             context = model.config.ctx_size or read.config.max_context
-            reads_images = getattr(read, "tower", None) is not None
-            return shown(read, context, self.ollama(model), reads_images=reads_images)
+            return shown(read, context, self.ollama(model))
         finally:
             read.weights.close()
 

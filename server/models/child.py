@@ -7,7 +7,7 @@ It speaks JSON lines with its parent, over standard input and output:
     parent → child  {"load": false, "reserved": {device: bytes}, "most"}, any number of times
     child → parent  {"fit": a Need, as an object}, for each of these
     parent → child  {"load": true}
-    child → parent  {"loaded": {"port"}}
+    child → parent  {"loaded": {"port", "reads_images"}}
     child → parent  {"failed": {"message", "code"}}, and the process ends
 
 Without settings of a server, the process only fetches the model. Otherwise it then is the HTTP server of this model, on
@@ -120,7 +120,7 @@ def _run(parent: _Server) -> None:
         note(engine.fit_line())
         engine.model = replace(engine.model, name=first["name"])  # what answers and lists call it
         journal.set_up(first["name"])
-        loaded = {"port": http.getsockname()[1]}
+        loaded = {"port": http.getsockname()[1], "reads_images": engine.reads_images}
         driver = Driver(engine, config, sessions)
         # Nobody else knows the port until the parent hears it.
         asyncio.run(serve_engine(driver, http, None, None, lambda: parent.tell(loaded=loaded), _FromParent))

@@ -43,7 +43,7 @@ class ModelProcess:
         """config: of the parent; with None, the process only fetches the model. ended: called with the exit code."""
         self.name = model.name
         self.key = secrets.token_urlsafe()  # that its HTTP server asks for
-        self.port = 0
+        self.port, self.reads_images = 0, False
         self.fetching: tuple[int, int] | None = None  # bytes that have arrived from the hub, and all
         self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -73,7 +73,8 @@ class ModelProcess:
     async def load(self) -> None:
         """Load the model; return when it takes requests. Raises as `fetched` does."""
         self._child.tell({"load": True})
-        self.port = (await self._answer())["loaded"]["port"]
+        loaded = (await self._answer())["loaded"]
+        self.port, self.reads_images = loaded["port"], loaded["reads_images"]
 
     async def end(self) -> None:
         """End the process in order; after 40 seconds, at once."""

@@ -16,9 +16,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
-from polarlm.server.http.bodies import LARGER, read_bytes
+from polarlm.server.http.bodies import LARGER, read_bytes, too_large
 from polarlm.server.http.described import head
-from polarlm.server.http.errors import ErrorShapes, api_error
+from polarlm.server.http.errors import ApiError, ErrorShapes, api_error
 from polarlm.server.http.streams import DATA, LINES, NAMED, send_soon, while_there
 from polarlm.server.models.child import CLIENT, KEY_NAME
 from polarlm.server.models.process import READY, ModelProcess, Served
@@ -115,7 +115,7 @@ class _Passed(Response):
             with suppress(ClientDisconnect):
                 await while_there(receive, self._answer(send))
         except Exception as error:  # EngineError, Refused: as the API writes errors
-            shown = api_error(for_clients(error))
+            shown = error if isinstance(error, ApiError) else api_error(for_clients(error))
             if not self._began:
                 await self._proxy._errors.response(self._path, shown)(scope, receive, send)
             elif self._type.startswith((b"text/event-stream", b"application/x-ndjson")):
@@ -127,6 +127,9 @@ class _Passed(Response):
         await self._load(send)
         served = self._served
         with self._proxy._supervisor.using(served, self._keep) as process:
+            most = self._proxy._config.max_body
+            if len(self._body) > most and not process.reads_images:
+                raise too_large(most)
             entry = journal.current()
             try:
                 if entry:

@@ -55,7 +55,6 @@ class Driver:
     def __init__(self, engine: Engine, config: ServerConfig, sessions: SessionFolder | None = None) -> None:
         self.engine = engine
         self.config = config
-        self.reads_images: bool = getattr(engine, "reads_images", False)
         self._sessions = sessions
         self._totals = Totals()
         self.room = engine.config.parallel + config.max_queue  # answers that may wait or be computed at the same time

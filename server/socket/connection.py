@@ -175,7 +175,7 @@ class Connection(asyncio.Protocol):
             raise BadRequest("load", "give either save or load, not both")
         if message.get("save"):
             saved = read_name("save", message["save"])
-            prompt = read_prompt(message, reads_images=self._driver.reads_images)
+            prompt = read_prompt(message, reads_images=self._driver.engine.reads_images)
             options = read_saved(message, self._config, self._driver.engine.adapters.scales)
             return lambda: self._transferred(self._driver.save_session(saved, prompt, options))
         if message.get("load"):
@@ -183,7 +183,7 @@ class Connection(asyncio.Protocol):
             salt = read_salt(message.get("cache_salt"))
             return lambda: self._transferred(self._driver.load_session(loaded, salt))
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
-        special, reads_images = self._config.parse_special, self._driver.reads_images
+        special, reads_images = self._config.parse_special, self._driver.engine.reads_images
         asked = read(body, self._driver.engine.tokenize, parse_special=special, reads_images=reads_images)
         asked = replace(asked, options=with_adapter(asked.options, body, self._driver.engine.adapters.scales))
         if asked.tools is not None:

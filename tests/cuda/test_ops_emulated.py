@@ -137,6 +137,7 @@ def test_rms_norm_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, rows:
 # Calls of ops with x (3, 320) and y (3, 960), in place or with a result.
 ELEMENTWISE: dict[str, Callable[[Ops, Any, Any], Any]] = {
     "softcap": lambda ops, x, y: ops.softcap(x[:, 2:290], 30.0),
+    "clip": lambda ops, x, y: ops.clip(x[:, 2:290], -0.7, 0.4),
     "scale": lambda ops, x, y: ops.scale(x[:, 2:290], ops.to_device(np.float32([-1.7]))),
     "scale rows": lambda ops, x, y: ops.scale(x[:, 2:290], y[:, 300:301]),
     **{

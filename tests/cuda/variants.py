@@ -414,6 +414,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "prefill_attention": _prefill_attention(),
     "repack": _all("repack", WEIGHT=_PACKED),
     "layer_norm": _all("layer_norm"),
+    "clip": _all("clip"),
     "text_attention": _all("text_attention", HEAD_DIM=(64, 72, 80), GROUP=(1,), WARPS=(4,)),
     "rms_norm": _all("rms_norm", ADD=(0, 1)),
     "rotate": [Variant("rotate", rotate_defines(d, d & -d)) for d in _HEAD_DIMS],

@@ -12,7 +12,7 @@ import pytest
 from polarlm import Engine, EngineError, SamplingParams
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.loading.placement.wanted import Sizes, Wanted, draft_bytes
+from polarlm.engine.loading.placement.wanted import Sizes, Wanted, bytes_beside
 from polarlm.engine.outputs import Chunk, fold
 from polarlm.engine.requests.draft_model import ModelDrafter
 from tests.random_model import random_model
@@ -134,7 +134,7 @@ def test_the_plan_leaves_room_for_the_draft_model(tiny_path: Path, other: Path) 
     ops = NumpyOps()
     with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine:
         model = engine.model.config
-    wanted, more = Wanted(config, model, Sizes(0)), draft_bytes(config, ops)
+    wanted, more = Wanted(config, model, Sizes(0)), bytes_beside(config, ops, None)
     shape = wanted.shape(ops)
     assert more(1000) > more(0) > 100_000  # its weights
     alone = wanted.plan(ops, shape, 1 << 40)

@@ -47,7 +47,7 @@ class Ahead(NumpyOps):
         result = super().run_graph(key, work, inputs)
         if key[0] == "rows":
             self.events.append("rows")
-        self._last = result if key[0] == "rows" else result[1]
+        self._last = result[0 if key[0] == "rows" else 1]
         return result
 
     def sample(

@@ -23,6 +23,11 @@ class EncoderOps(HeadOps):
         config = LaunchConfig({}, threads_for(n))
         self._launch("layer_norm", (rows,), config, x, weight, bias, n, row_stride(x), float(eps))
 
+    def clip(self, x: Array, least: float, most: float) -> None:
+        (rows, n), threads = x.shape, threads_for(x.shape[1])
+        bounds = float(least), float(most)
+        self._launch("clip", (-(-n // threads), rows), LaunchConfig({}, threads), x, n, row_stride(x), *bounds)
+
     def self_attention(
         self,
         qkv: Array,

@@ -12,10 +12,11 @@ from polarlm.model_loaders.towers._gemma import GemmaTower
 
 
 def patches(tower: GemmaTower, pixels: np.ndarray, *, channels_first: bool) -> np.ndarray:
-    """pixels (height, width, 3) → patches (P, 3 · patch²)."""
+    """pixels (height, width, 3) → patches (P, 3 · patch²), with zeros after their values."""
     height, width, side = *pixels.shape[:2], tower.patch
     x = pixels.reshape(height // side, side, width // side, side, 3)
-    return x.transpose(0, 2, *((4, 1, 3) if channels_first else (1, 3, 4))).reshape(-1, tower.patch_values)
+    x = x.transpose(0, 2, *((4, 1, 3) if channels_first else (1, 3, 4))).reshape(-1, tower.patch_values)
+    return np.pad(x, ((0, 0), (0, tower.padded - x.shape[1])))
 
 
 def means(ops: Ops, x: Array, tower: GemmaTower, shape: ImageShape) -> np.ndarray:

@@ -51,8 +51,10 @@ class Reader:
 
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
         ops, tower, w = self._ops, self.tower, self._weights
-        x = ops.embed(w.positions, ops.to_device(np.arange(tower.side**2)))
-        ops.linear(ops.to_device(self.patches(pixels)), w.patches, residual=x)
+        mean, std = (255 * np.array(one, np.float32) for one in (tower.mean, tower.std))
+        patches = _gemma.patches(tower, (pixels - mean) / std, channels_first=True)
+        x = ops.embed(w.positions, ops.to_device(np.arange(len(patches))))
+        ops.linear(ops.to_device(patches), w.patches, residual=x)
         for layer in self._layers:
             self._attend(x, layer)
             for part in _gemma.parts(ops, x):
@@ -63,12 +65,6 @@ class Reader:
         means = _gemma.means(ops, self._normed(x, w.norm, w.norm_bias), tower, shape)
         means /= np.sqrt(np.square(means).mean(axis=-1, keepdims=True) + np.float32(tower.eps))
         return ImageRows(ops.to_device((means * self._rows_norm) @ self._projection))
-
-    def patches(self, pixels: np.ndarray) -> np.ndarray:
-        """pixels uint8 (height, width, 3) → patches (P, values of a patch) float32, with zeros after the values."""
-        mean, std = (255 * np.array(one, np.float32) for one in (self.tower.mean, self.tower.std))
-        x = _gemma.patches(self.tower, (pixels - mean) / std, channels_first=True)
-        return np.pad(x, ((0, 0), (0, self.tower.padded - x.shape[1])))
 
     def _attend(self, x: Array, layer: LayerWeights) -> None:
         ops, heads = self._ops, self.tower.heads

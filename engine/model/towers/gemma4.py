@@ -60,12 +60,10 @@ class Reader:
         ops, tower, w, (bias, scale) = self._ops, self.tower, self._weights, self._standard
         (down, right), merge = shape.grid, tower.merge
         rows, columns = np.indices((down * merge, right * merge)).reshape(2, -1)
-        x = ops.embed(w.positions, ops.to_device(columns))
-        x += ops.embed(w.positions, ops.to_device(tower.positions + rows))
-        scaled = pixels * np.float32(2 / 255) - 1
-        ops.linear(
-            ops.to_device(_gemma.patches(tower, scaled, channels_first=tower.channels_first)), w.patches, residual=x
-        )
+        both = (ops.embed(w.positions, ops.to_device(numbers)) for numbers in (columns, tower.positions + rows))
+        x = ops.to_device(sum(map(ops.to_host, both)))
+        patches = _gemma.patches(tower, pixels * np.float32(2 / 255) - 1, channels_first=tower.channels_first)
+        ops.linear(ops.to_device(patches), w.patches, residual=x)
         rope = self._rope(columns, rows)
         for number in range(tower.layers):
             self._attend(x, number, rope)

@@ -66,7 +66,7 @@ class _Server(Endpoints):
             "chat_template": engine.model.template.source,
             "chat_template_is_default": engine.model.template.is_default,  # whether the model has none of its own
             "chat_template_caps": {},
-            "modalities": {"vision": self._driver.reads_images, "audio": False},
+            "modalities": {"vision": engine.reads_images, "audio": False},
             "build_info": f"polarlm {release()}".rstrip(),
             "is_sleeping": False,
         }
@@ -83,11 +83,11 @@ class _Server(Endpoints):
         return JSONResponse([{"id": number, **slot, "is_processing": number < busy} for number in numbers])
 
     async def apply_template(self, request: Request) -> Response:
-        """{"messages"} → {"prompt"}: the messages as text, as the model's template writes them."""
+        """{"messages"} → {"prompt"}: the messages as the model's template writes them, with marks of images."""
         engine, body = self._driver.engine, await self._body(request)
-        how = {"parse_special": self._driver.config.parse_special, "reads_images": self._driver.reads_images}
+        how = {"parse_special": self._driver.config.parse_special, "reads_images": engine.reads_images}
         asked = read(body, engine.tokenize, ("messages",), switched_logprobs=True, **how)
-        work = self._driver.counted("templated", lambda: chat_text(asked.prompt, engine.model, asked.options))
+        work = self._driver.counted("templated", lambda: chat_text(_marked(asked.prompt), engine.model, asked.options))
         shown = JSONResponse({"prompt": await while_there(request.receive, work)})
         return warn(shown, [sentence for _, sentence in asked.warnings])
 
@@ -95,6 +95,15 @@ class _Server(Endpoints):
         """The adapters (LoRA), with the numbers that `lora` gives. Their scales are 0: a request chooses its own."""
         names = enumerate(self._driver.engine.adapters.by_name)
         return JSONResponse([{"id": number, "path": name, "scale": 0.0} for number, name in names])
+
+
+def _marked(prompt: Any) -> list[dict[str, Any]]:
+    """Messages with llama-server's mark in place of each image."""
+
+    def written(content: Any) -> str:
+        return content if isinstance(content, str) else "".join(part.get("text", "<__media__>") for part in content)
+
+    return [message | {"content": written(message["content"])} for message in prompt]
 
 
 def _not_here(path: str, why: str) -> Route:

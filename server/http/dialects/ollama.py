@@ -153,8 +153,8 @@ class _Server(Endpoints):
         """POST /api/show: the model's template and shape. Raises ApiError or BadRequest."""
         body = await self._body(request)
         text("model", body.get("model") or body.get("name") or "")
-        engine, reads_images = self._driver.engine, self._driver.reads_images
-        return JSONResponse(shown(engine.model, engine.context, self._entry, reads_images=reads_images))
+        engine = self._driver.engine
+        return JSONResponse(shown(engine.model, engine.context, self._entry))
 
     async def pull(self, request: Request) -> Response:
         """POST /api/pull: success for this server's model, for which it does nothing. Raises ApiError or BadRequest."""

@@ -33,10 +33,8 @@ class Sessions(Endpoints):
         body = await self._body(request)
         name = read_name("name", body.get("name"))
         options = read_saved(body, self._driver.config, self._driver.engine.adapters.scales)
-        return self._moved(
-            name,
-            await self._driver.save_session(name, read_prompt(body, reads_images=self._driver.reads_images), options),
-        )
+        prompt = read_prompt(body, reads_images=self._driver.engine.reads_images)
+        return self._moved(name, await self._driver.save_session(name, prompt, options))
 
     async def load(self, request: Request) -> Response:
         """{"name"} → {"name", "tokens"}. "cache_salt" is the one it was saved with; only prompts with it find it."""

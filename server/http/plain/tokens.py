@@ -54,7 +54,7 @@ class Tokens(Endpoints):
         "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs"."""
         named = flag("return_token_strs", body.get("return_token_strs", False))
         special = flag("add_special_tokens", body.get("add_special_tokens", True))
-        prompt = read_prompt(body, reads_images=self._driver.reads_images)
+        prompt = read_prompt(body, reads_images=self._driver.engine.reads_images)
         options = read_options(body, parse_special=self._driver.config.parse_special)
         options = replace(options, continue_final_message=read_continues(body, prompt))
 

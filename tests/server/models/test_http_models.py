@@ -106,6 +106,12 @@ def test_the_name_decides_which_model_answers(running: Front) -> None:
         assert [model.id for model in other.models.list()] == ["big", "small"]
 
 
+@pytest.mark.parametrize("megabytes", [12, 20])
+def test_a_request_that_is_too_large_for_its_model_is_told_so(running: Front, megabytes: int) -> None:
+    """A model that reads images would take the smaller one."""
+    assert running.ask("small", prompt="a" * (megabytes << 20)).status_code == 413
+
+
 def test_lists_tell_what_is_loaded(running: Front) -> None:
     for name in ("big", "small"):
         assert said(running.ask(name))

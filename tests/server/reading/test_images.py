@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ollama
 import pytest
 
-from polarlm.engine import Chunk, Engine, Usage
+from polarlm.engine.requests.request import Ticket
 from polarlm.server.reading.messages import read_messages
+from tests.images.test_models import Loaded, picture
 from tests.server.http_server import Serving, serving
+from tests.tiny import make_model
 
-FILE = b"\x89PNG, or what looks like one"
+FILE = picture(1)
 DATA = base64.b64encode(FILE).decode()
 URL = f"data:image/png;base64,{DATA}"
 IMAGE, TEXT = {"type": "image", "image": FILE}, {"type": "text", "text": "What is it?"}
@@ -21,24 +23,24 @@ OPENAI = {"type": "image_url", "image_url": {"url": URL}}
 ANTHROPIC = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
 
 
-@pytest.fixture
-def server(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """Of a model that reads images."""
-    monkeypatch.setattr(type(tiny), "reads_images", True, raising=False)
-    with serving(tiny, max_body=4096) as running:
+    path = make_model(tmp_path_factory.mktemp("model"), "qwen3_vl_deepstack_tied")
+    with Loaded(path) as loaded, serving(loaded.engine, max_body=4096, max_tokens=2) as running:
         yield running
 
 
 @pytest.fixture
 def prompts(server: Serving, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the engine is asked; it is not asked, and the answer is a word."""
-    asked: list[Any] = []
+    """What the engine is asked."""
+    asked, submit = list[Any](), server.engine.submit
 
-    async def stream(prompt: Any, *_: Any, **__: Any) -> AsyncIterator[Chunk]:
+    def noting(prompt: Any, *arguments: Any, **more: Any) -> Ticket:
         asked.append(prompt)
-        yield Chunk("A cat.", (1,), "stop", Usage(1, 0, 1, 1.0, 1.0))
+        return submit(prompt, *arguments, **more)
 
-    monkeypatch.setattr(server.driver, "stream", stream)
+    monkeypatch.setattr(server.engine, "submit", noting)
     return asked
 
 
@@ -110,6 +112,14 @@ def test_images_of_results_stay_and_earlier_ones_that_cannot_be_read_are_left_ou
     ]
 
 
+def test_prompts_with_images_are_counted_and_shown(server: Serving) -> None:
+    chat, message = {"messages": user(OPENAI, TEXT)}, {"messages": user(ANTHROPIC, TEXT), "max_tokens": 1}
+    read = server.post("/v1/chat/completions", chat).json()["usage"]["prompt_tokens"]
+    assert server.post("/v1/chat/completions/input_tokens", chat).json()["input_tokens"] == read
+    assert server.post("/v1/messages/count_tokens", message).json()["input_tokens"] == read
+    assert "<__media__>What is it?" in server.post("/apply-template", chat).json()["prompt"]
+
+
 def test_clients_are_told_that_the_model_reads_images(server: Serving) -> None:
     assert server.http.get("/props").json()["modalities"]["vision"]
     (model,) = server.http.get("/v1/models").json()["data"]
@@ -118,6 +128,7 @@ def test_clients_are_told_that_the_model_reads_images(server: Serving) -> None:
 
 
 def test_a_request_with_images_may_have_sixteen_times_the_bytes(server: Serving, prompts: list[Any]) -> None:
-    large = OPENAI | {"image_url": {"url": URL.replace(",", "," + "A" * 4 * 4096)}}
+    large = OPENAI | {"image_url": {"url": "data:image/png;base64," + base64.b64encode(picture(1, 80, 60)).decode()}}
+    assert len(str(large)) > 4096
     assert server.post("/v1/chat/completions", {"messages": user(large)}).status_code == 200
     assert server.post("/v1/chat/completions", {"messages": user(large, large, large, large)}).status_code == 413

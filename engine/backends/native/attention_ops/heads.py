@@ -69,7 +69,7 @@ class HeadOps(KernelOps):
         if isinstance(spans, StepTable):
             full = cache.full_k, cache.full_v
             return self.transform_into(qkv, rope, transform, norms, full, spans.arrays.places)
-        (span,) = spans
+        span, *_ = spans  # of one prompt: others are the parts of it behind ends of images
         first = span.position - span.current_start
         k, v = cache.full(span.current)
         if k.dtype == np.float16:  # tokens that are recomputed exactly as steps have computed them
