@@ -1,7 +1,7 @@
 // The op `clip`: values below `least` become it, and those above `most`; NaN stays NaN.
 //
 // x: rows of n numbers, `stride` numbers apart.
-// Grid (ceil(n / block), rows), block any.
+// Grid (ceil(n / block), rows), block any. DEFINES: none.
 // PRECOND: none.
 
 extern "C" __global__ void __launch_bounds__(1024)

@@ -78,9 +78,7 @@ class ChatSession:
         """Adds the image in a file, whose path may be in quotes, to the next message; returns a sentence. Raises
         EngineError."""
         if not self.engine.reads_images:
-            raise EngineError(
-                f"{self.engine.model.name} takes text alone: load a model that reads images"
-            )
+            raise EngineError(f"{self.engine.model.name} takes text alone: load a model that reads images")
         try:
             path = re.sub(r"""^(['"])(.*)\1$""", r"\2", path.replace("\\ ", " "))
             data = Path(path).expanduser().read_bytes()

@@ -88,9 +88,11 @@ class Transformer:
             for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]
         self._passes = Passes(self.ops, self.store, self._layers, self._ropes, self.config.hidden_size, self._embed)
-        if (own := weights.layers[-1].mtp) is not None:
-            first, last, ropes, embed = self._stages[0].ops, self._layers[-1], self._ropes, self._embed
-            self.mtp = MtpLayer(first, self.config, own, weights.norm, weights.head, self.store, last, ropes, embed)
+        if self.config.mtp:
+            own = weights.layers[-1].mtp
+            assert own is not None
+            more = self.store, self._layers[-1], self._ropes, self._embed
+            self.mtp = MtpLayer(self._stages[0].ops, self.config, own, weights.norm, weights.head, *more)
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone

@@ -95,11 +95,10 @@ def settings(
     }
 
 
-def of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]], **more: object) -> Fields:
-    """The metadata of an mmproj file with the keys of a `vision_config` and of preprocessor_config.json. more: others
-    of these keys."""
+def of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
+    """The metadata of an mmproj file with the keys of a `vision_config` and of preprocessor_config.json."""
     sizes = {ours: (shapes.get(label) or (None,))[0] for ours, label in _ROWS.items()}
-    return fields.translated(_KEYS).replaced({**sizes, **more})
+    return fields.translated(_KEYS).replaced(sizes)
 
 
 def fit(tower: QwenTower, width: int, height: int) -> ImageShape:

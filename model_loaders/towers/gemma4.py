@@ -95,6 +95,7 @@ def _tower(
     settings, head_dim = _gemma.settings(vision, prepared, filter=3), vision.integer("head_dim", maximum=4096)
     if head_dim % 4:
         raise vision.refuse("head_dim", "but must be a multiple of 4, for RoPE in two dimensions")
+    positions = vision.integer("position_embedding_size", 10 * 1024)
     return Gemma4Tower(
         kind="gemma4",
         outputs=outputs,
@@ -106,8 +107,8 @@ def _tower(
         kv_heads=vision.integer("num_key_value_heads", maximum=settings["heads"]),
         head_dim=head_dim,
         theta=theta,
-        positions=vision.integer("position_embedding_size", 10 * 1024),
-        rows=prepared.integer("max_soft_tokens", 280, maximum=2**14),
+        positions=positions,
+        rows=min(prepared.integer("max_soft_tokens", 280), positions // merge),  # all may be along one side
         is_standardized=is_standardized,
         is_bounded=is_bounded,
         channels_first=channels_first,

@@ -13,8 +13,9 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.model.weights import ImageReader, ImageRows, load_tower
+from polarlm.engine.model.towers import ImageReader, ImageRows
 from polarlm.engine.model.towers._qwen import patches
+from polarlm.engine.model.weights import load_tower
 from polarlm.model_loaders import towers
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice
@@ -53,7 +54,7 @@ def finished(reading: Generator[None, None, ImageRows]) -> tuple[ImageRows, int]
 def test_rows_are_those_of_transformers(name: str, backend: str) -> None:
     make, allowed = BACKENDS[backend]
     reader, reference = read_tower(FIXTURES / name, ops := make()), np.load(FIXTURES / name / "images.npz")
-    for k in range(reference["images"]):
+    for k in range(reference["images"] if backend != "cuda" else 1):
         pixels, wanted = reference[f"pixels_{k}"], [reference[f"rows_{k}"], *reference[f"added_{k}"]]
         shape = towers.fit(reader.tower, *pixels.shape[1::-1])
         assert (shape.height, shape.width, shape.rows) == (*pixels.shape[:2], len(wanted[0]))

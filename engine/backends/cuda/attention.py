@@ -8,11 +8,10 @@ import numpy as np
 
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Array, row_stride
-from polarlm.engine.backends.cuda.heads import HeadOps
+from polarlm.engine.backends.cuda.heads import NO_ROTATION, DeviceRotation, DeviceTransform, HeadOps
 from polarlm.engine.backends.cuda.kv.cache import LayerCache, PassTables, SpanTable
 from polarlm.engine.backends.cuda.launch import LaunchConfig, result_type
 from polarlm.engine.backends.cuda.linear import input_type
-from polarlm.engine.backends.cuda.rotation import NO_ROTATION, DeviceRotation, DeviceTransform
 from polarlm.engine.backends.kv import RecordedSpans
 from polarlm.engine.weight_formats import Linear
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Array, row_stride
-from polarlm.engine.backends.cuda.heads import HeadOps
+from polarlm.engine.backends.cuda.heads import DeviceTransform, HeadOps
 from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, threads_for
-from polarlm.engine.backends.cuda.rotation import DeviceTransform
 from polarlm.engine.backends.kv import Norms, Rope
 
 _WARPS, _WARP_ROWS = 4, 16

@@ -16,12 +16,12 @@ from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.encoders import EncoderOps
 from polarlm.engine.backends.cuda.experts import ExpertOps
+from polarlm.engine.backends.cuda.heads import prepare
 from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, next_spans, pack_spans
 from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.recurrent.ops import RecurrentOps
-from polarlm.engine.backends.cuda.rotation import prepare
 from polarlm.engine.backends.cuda.sampling import sampler
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow

@@ -43,7 +43,7 @@ class MtpLayer:
         ropes: RopeTables,
         embed: Callable[..., tuple[Array, Array | None]],
     ) -> None:
-        """ops: of the first card, if there are several. last_norm, head: of the model. embed: as `Transformer`'s."""
+        """ops: of the first card, if there are several. last_norm, head: the model's. embed: as `Transformer`'s."""
         self._number, self._size, self._head = config.depth, config.hidden_size, head
         self._first, self._ops, self.store, self._layer = ops, layer.ops, store, layer
         self._group, self._ropes, self._embed = store.groups[store.group_of(self._number)], ropes, embed

@@ -72,14 +72,15 @@ class Reader:
         return ImageRows(do.merged(do.normed(x, w.norm, w.norm_bias), w.first, w.second), tuple(added))
 
     def _positions_of(self, where: np.ndarray, shape: ImageShape) -> np.ndarray:
-        """The sum of the four positions around the place of each patch, weighted by their distances, (P, C)."""
-        side, merge = self.tower.side, self.tower.merge
-        down, right = (_hats(size * merge, side) for size in shape.grid)
-        rows = (down @ self._positions.reshape(side, -1)).reshape(len(down), side, -1)
-        return (right @ rows)[where[0], where[1]]
+        """The positions (P, C) of patches, between the nearest four of the table."""
+        (down, right), side = shape.grid, self.tower.side
+        rows = _stretched(self._positions.reshape(side, side, -1), down * self.tower.merge)
+        return _stretched(rows.swapaxes(0, 1), right * self.tower.merge)[where[1], where[0]]
 
 
-def _hats(count: int, side: int) -> np.ndarray:
-    """The weights (count, side) of `side` numbers in `count`, the first and last of which are the same."""
-    at = np.arange(count, dtype=np.float32)[:, None] * np.float32((side - 1) / max(1, count - 1))
-    return np.maximum(0, 1 - np.abs(at - np.arange(side, dtype=np.float32)))
+def _stretched(x: np.ndarray, count: int) -> np.ndarray:
+    """x (n, …) → (count, …): the first and the last are the same, the others lie between neighbours."""
+    at = np.arange(count, dtype=np.float32) * np.float32((len(x) - 1) / max(1, count - 1))
+    before = np.minimum(at.astype(np.int64), len(x) - 1)
+    beyond = (at - before)[:, None, None]
+    return x[before] * (1 - beyond) + x[np.minimum(before + 1, len(x) - 1)] * beyond

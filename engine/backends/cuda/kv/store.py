@@ -12,11 +12,10 @@ from polarlm.engine import codecs, records
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses, Array, row_stride
-from polarlm.engine.backends.cuda.heads import HeadOps
+from polarlm.engine.backends.cuda.heads import DeviceTransform, HeadOps
 from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, PassTables, PromptBuffer, SideArrays, SpanTable
 from polarlm.engine.backends.cuda.kv.candidates import candidates, path_candidates
 from polarlm.engine.backends.cuda.launch import LaunchConfig, threads_for
-from polarlm.engine.backends.cuda.rotation import DeviceTransform
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move, Norms, RecordedSpans, Rope
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
