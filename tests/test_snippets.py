@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from polarlm.model_loaders import demo
 from tests.compiled import share_kernels
@@ -90,7 +91,7 @@ def talks_to_one(page: Path) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_ggufs: dict[str, bytes]) -> Path:
-    """A checkout that is set up, as far as the commands see it, with a model at ./smollm2, and a hub."""
+    """A checkout that is set up, as far as the commands see it, with models at ./smollm2 and ./qwen3-vl, and a hub."""
     for page in PAGES:
         for name in re.findall(
             r"(?:\bhf:|-hf |polarlm pull |polarlm chat )(\w[\w.-]*/\w[\w.-]*)", page.read_text(encoding="utf-8")
@@ -98,9 +99,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub, small_gguf
             hub.repositories[name] = Repository(small_ggufs)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / "notes.txt").write_text("Rome is the capital of Italy.")
-    make_model_at = tmp_path / "smollm2"
-    make_model_at.mkdir()
-    make_model(make_model_at)
+    Image.new("RGB", (40, 30), "teal").save(tmp_path / "photo.jpg")
+    make_model_at, of_images = tmp_path / "smollm2", tmp_path / "qwen3-vl"
+    for at, fixture in ((make_model_at, "llama_gqa_linear"), (of_images, "qwen3_vl_deepstack_tied")):
+        at.mkdir()
+        make_model(at, fixture)
     for name in ("pyproject.toml", "Makefile"):
         shutil.copy(ROOT / name, tmp_path)
     for name in (".installed", ".installed-dev", ".installed-serve"):
