@@ -143,7 +143,7 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
     feedback = None if metric is None else metric.token_feedback
     rounds = 0 if not isinstance(rounding, TrellisTable) else 1 if feedback is None else feedback.shape[1]
     encoding = Encoding(
-        bits=rounding.bits,
+        bits=rounding.code_bits,
         width=rounding.width,
         tokens=format.block_size,
         tilted=metric is not None and metric.tilt_mean is not None,
