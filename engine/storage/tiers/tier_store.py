@@ -175,7 +175,11 @@ class Folder:
         return os.path.join(self._folder, name.hex())
 
     def has(self, name: bytes) -> bool:
-        return _size_of(self._file(name)) is not None
+        return self.size(name) is not None
+
+    def size(self, name: bytes) -> int | None:
+        """Return the size of the object of this name in bytes; None if there is none."""
+        return _size_of(self._file(name))
 
     def read(self, name: bytes) -> memoryview | None:
         try:

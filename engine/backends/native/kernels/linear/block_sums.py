@@ -190,9 +190,9 @@ def _split_dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int,
         own_codes = [[codes.quad(address, quad + i, outputs) for i in (0, 1)] for address in at]
         for row in range(len(sums[0])):
             words = e.load(inputs, vector(I8, 16), 2 * GROUP * row + 8 * quad)
-            for dots, both in zip(sums, own_codes, strict=True):
-                dots[row] = e.level.split_add(e, dots[row], both, words)
-    ends = [[e.level.split_end(e, both) for both in dots] for dots in sums]
+            for dots, codes_of_two in zip(sums, own_codes, strict=True):
+                dots[row] = e.level.split_add(e, dots[row], codes_of_two, words)
+    ends = [[e.level.split_end(e, one) for one in dots] for dots in sums]
     return [[*chain(*dots)] if are_pairs else [(high << 8) + low for high, low in dots] for dots in ends]
 
 
