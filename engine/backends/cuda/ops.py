@@ -42,8 +42,6 @@ _UNCOUNTED_BYTES, _UNCOUNTED_SHARE = 512 << 20, 0.1  # bytes, or this share of f
 
 
 class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps):
-    """The ops on one GPU."""
-
     backend = "cuda"
     forkable = False
     keeps_tiles = False

@@ -26,8 +26,6 @@ from polarlm.model_loaders.config import is_gated
 
 
 class LinearOps(LoadOps):
-    """The ops on matrices and on rows of activations."""
-
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         parts = matrix.parts if isinstance(matrix, Linear) else (matrix,)
         first, out = 0, []

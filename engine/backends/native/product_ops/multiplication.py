@@ -96,7 +96,6 @@ class Multiplication:
         self._launch.run(again.prepared)
 
     def kernels(self, sizes: Tiling) -> list[Kernel]:
-        """All kernels for a tiling."""
         panels = [self._panel_kernel(sizes, kind) for kind in dict.fromkeys(self.inputs)]
         parts = zip(self._w.parts, self.inputs, strict=True)
         return [*panels, *(product(self._spec(part, sizes, kind)) for part, kind in parts)]

@@ -122,7 +122,6 @@ class PackedTiles(Protocol):
 
 
 def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
-    """Bytes of scratch that a unit needs."""
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     nbytes = (2 * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
     if encoding.rounds:
