@@ -87,7 +87,12 @@ struct KeyRounder {
           four(lane - t), row(threadIdx.x / 32 * 32 + t * 8 + lane / 4) {}
 
     __device__ __forceinline__ void encode() {
-        prepare();
+        measure_block<L, Codec, TOKENS>(arrays, block);
+        constexpr float factors[] = {0.0f, NORM_FACTORS};
+#pragma unroll
+        for (int i = 0; i < NUMBERS; ++i)
+            if (threadIdx.x == 0) arrays.factors[i] = factors[i];
+        __syncthreads();
 #pragma unroll 1
         for (first = 0; first < L::N; first += TOKENS) {
             const bool is_zero = arrays.sizes[first + row % TOKENS] == 0.0f;
@@ -100,26 +105,6 @@ struct KeyRounder {
             __syncthreads();
         }
         Codec::pack(block.record(), arrays.codes, arrays.norms, block.side->tables, threadIdx.x, THREADS);
-    }
-
-    // The mean of the block, the rms of its tokens, points.
-    __device__ __forceinline__ void prepare() {
-        if constexpr (L::MEAN_BITS != 0) mean_of_block<L, Arrays::STRIDE>(arrays.mean, arrays.x, block, TOKENS);
-        for (int token = 0; token < L::N; token += TOKENS) {
-            load_tokens<L, 1, Arrays::STRIDE>(arrays.x, block.full(), token, TOKENS);
-            __syncthreads();
-            measure<L, Arrays::STRIDE>(arrays.sizes + token, arrays.x, arrays.mean, TOKENS, 1.0f, true);
-            __syncthreads();
-        }
-        const float *table = reinterpret_cast<const float *>(block.side->tables + Codec::POINTS_F32);
-        for (int i = threadIdx.x; i < Codec::POINTS * W; i += THREADS) arrays.points[i] = table[i];
-        for (int i = threadIdx.x; i < L::N; i += THREADS)
-            arrays.inverses[i] = arrays.sizes[i] > 0.0f ? 1.0f / arrays.sizes[i] : 0.0f;
-        constexpr float factors[] = {0.0f, NORM_FACTORS};
-#pragma unroll
-        for (int i = 0; i < NUMBERS; ++i)
-            if (threadIdx.x == 0) arrays.factors[i] = factors[i];
-        __syncthreads();
     }
 
     __device__ __forceinline__ uint2 tile(int from, int to) const {

@@ -101,7 +101,8 @@ struct TileRounder {
           warp(threadIdx.x / 32) {}
 
     __device__ __forceinline__ void encode() {
-        prepare();
+        measure_block<L, Codec, 16>(arrays, block);
+        __syncthreads();
         is_fed_back = __float_as_uint(cost_at(0).w) >> 31 == 0;
 #pragma unroll 1
         for (int pass = 0; pass < L::N; pass += Arrays::PASS) {
@@ -117,23 +118,6 @@ struct TileRounder {
         }
         __syncthreads();
         Codec::pack(block.record(), arrays.codes, arrays.norms, block.side->tables, threadIdx.x, THREADS);
-    }
-
-    // The mean of the block, the rms of its tokens, points.
-    __device__ __forceinline__ void prepare() {
-        if constexpr (L::MEAN_BITS != 0) mean_of_block<L, Arrays::STRIDE>(arrays.mean, arrays.x, block, 16);
-#pragma unroll 1
-        for (int token = 0; token < L::N; token += 16) {
-            load_tokens<L, 1, Arrays::STRIDE>(arrays.x, block.full(), token, 16);
-            __syncthreads();
-            measure<L, Arrays::STRIDE>(arrays.sizes + token, arrays.x, arrays.mean, 16, 1.0f, true);
-            __syncthreads();
-        }
-        const float *table = reinterpret_cast<const float *>(block.side->tables + Codec::POINTS_F32);
-        for (int i = threadIdx.x; i < Codec::POINTS * W; i += THREADS) arrays.points[i] = table[i];
-        for (int i = threadIdx.x; i < L::N; i += THREADS)
-            arrays.inverses[i] = arrays.sizes[i] > 0.0f ? 1.0f / arrays.sizes[i] : 0.0f;
-        __syncthreads();
     }
 
     // Units of the warp's tokens, and the weights within its tiles. Two lanes share a token.

@@ -155,3 +155,20 @@ __device__ void measure(float *sizes, float *x, const float *mean, int count, fl
         if (threadIdx.x % 8 == 0) sizes[t] = __fmul_rn(__fsqrt_rn(__fdiv_rn(sum, float(L::D))), factor);
     }
 }
+
+// The mean of a block, the rms of its tokens, their inverses, and the codec's points. COUNT: tokens in x.
+template <class L, class Codec, int COUNT, class Arrays, class Block>
+__device__ __forceinline__ void measure_block(Arrays &arrays, const Block &block) {
+    if constexpr (L::MEAN_BITS != 0) mean_of_block<L, Arrays::STRIDE>(arrays.mean, arrays.x, block, COUNT);
+#pragma unroll 1
+    for (int token = 0; token < L::N; token += COUNT) {
+        load_tokens<L, 1, Arrays::STRIDE>(arrays.x, block.full(), token, COUNT);
+        __syncthreads();
+        measure<L, Arrays::STRIDE>(arrays.sizes + token, arrays.x, arrays.mean, COUNT, 1.0f, true);
+        __syncthreads();
+    }
+    const float *table = reinterpret_cast<const float *>(block.side->tables + Codec::POINTS_F32);
+    for (int i = threadIdx.x; i < Codec::POINTS * Codec::WIDTH; i += THREADS) arrays.points[i] = table[i];
+    for (int i = threadIdx.x; i < L::N; i += THREADS)
+        arrays.inverses[i] = arrays.sizes[i] > 0.0f ? 1.0f / arrays.sizes[i] : 0.0f;
+}

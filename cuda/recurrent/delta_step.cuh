@@ -1,5 +1,5 @@
-// What a block of threads does first in a step, for a value head of a span: rows are convolved, and multiplied with
-// keys.
+// What a block of threads does in a step, for a value head of a span: rows are convolved, and multiplied with keys and
+// the matrix.
 
 constexpr int TOKENS = BLOCK / 4;  // threads of a row of keys
 constexpr int KEY_GROUPS = THREADS / TOKENS < KEY_DIM ? THREADS / TOKENS : KEY_DIM;
@@ -78,4 +78,43 @@ __device__ __forceinline__ void multiply_keys(float *sums, const StepRows &of, c
 #pragma unroll
     for (int which = 0; which < COUNT; ++which)
         store_floats(sums + (COUNT * group + which) * BLOCK + first, products[which]);
+}
+
+// Adds the products of row r's query, with COUNT 2 of its key and its query, with a thread's part of the matrix to its
+// sums of 4 columns. held: the thread's first rows of the matrix, for row 0.
+template <int COUNT>
+__device__ __forceinline__ void multiply_matrix(float (&sums)[COUNT][4], float (&held)[HELD][4], const StepRows &of,
+                                                const float *matrix, int r, int group, int column) {
+#pragma unroll 1
+    for (int start = 0; start < OWN; start += HELD) {
+        if (OWN > HELD && (r > 0 || start > 0)) load_rows(held, matrix, group, start, column);
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            const int channel = (start + i) * GROUPS + group;
+            if (KEY_DIM % (GROUPS * HELD) && channel >= KEY_DIM) break;
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+#pragma unroll
+                for (int which = 0; which < COUNT; ++which)
+                    sums[which][e] += of.pairs[r][2 - COUNT + which][channel] * held[i][e];
+        }
+    }
+}
+
+// Adds to these sums the updates of the block's tokens before `end`, times weights (COUNT, N): `place` updates are in
+// the slot, the others are among the rows.
+template <int COUNT>
+__device__ __forceinline__ void add_updates(float (&sums)[COUNT][4], const float *weights, const StepRows &of,
+                                            const float *updates, int end, int place, int group, int column) {
+#pragma unroll 1
+    for (int other = group; other < end; other += GROUPS) {
+        float own[COUNT], update[4];
+#pragma unroll
+        for (int which = 0; which < COUNT; ++which) own[which] = weights[which * BLOCK + other];
+        load_floats(update, other < place ? updates + other * VALUE_DIM + column : of.values[other - place] + column);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+#pragma unroll
+            for (int which = 0; which < COUNT; ++which) sums[which][e] += own[which] * update[e];
+    }
 }

@@ -105,32 +105,13 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
         __syncthreads();
         const float beta = memory.betas[r], since = expf(memory.decays[token]);
         if (group < GROUPS) {
-            float update[4] = {}, result[4] = {};
-#pragma unroll 1
-            for (int start = 0; start < OWN; start += HELD) {
-                if (OWN > HELD && (r > 0 || start > 0)) load_rows(held, matrix, group, start, column);
+            float sums[2][4] = {};  // of the update, and of the result
+            multiply_matrix(sums, held, memory.rows, matrix, r, group, column);
 #pragma unroll
-                for (int i = 0; i < HELD; ++i) {
-                    const int channel = (start + i) * GROUPS + group;
-                    if (KEY_DIM % (GROUPS * HELD) && channel >= KEY_DIM) break;
-                    const float key = memory.rows.pairs[r][0][channel], query = memory.rows.pairs[r][1][channel];
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) update[e] += key * held[i][e], result[e] += query * held[i][e];
-                }
-            }
-#pragma unroll
-            for (int e = 0; e < 4; ++e) update[e] *= -beta * since, result[e] *= since;
-#pragma unroll 1
-            for (int other = group; other < token; other += GROUPS) {
-                const float known = memory.weights[0][other], queried = memory.weights[1][other];
-                float earlier[4];
-                load_floats(earlier, other < place ? updates + other * VALUE_DIM + column
-                                                   : memory.rows.values[other - place] + column);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) update[e] += known * earlier[e], result[e] += queried * earlier[e];
-            }
-            store_floats(memory.sums + 2 * group * VALUE_DIM + column, update);
-            store_floats(memory.sums + (2 * group + 1) * VALUE_DIM + column, result);
+            for (int e = 0; e < 4; ++e) sums[0][e] *= -beta * since, sums[1][e] *= since;
+            add_updates(sums, memory.weights[0], memory.rows, updates, token, place, group, column);
+            store_floats(memory.sums + 2 * group * VALUE_DIM + column, sums[0]);
+            store_floats(memory.sums + (2 * group + 1) * VALUE_DIM + column, sums[1]);
         }
         __syncthreads();
         for (int i = thread; i < VALUE_DIM; i += THREADS) {

@@ -89,31 +89,13 @@ mamba2_kernel(float *y, float *keys, float *updates, float *decays, float *input
         }
         __syncthreads();
         if (group < GROUPS) {
-            float result[4] = {};
-#pragma unroll 1
-            for (int start = 0; start < OWN; start += HELD) {
-                if (OWN > HELD && (r > 0 || start > 0)) load_rows(held, matrix, group, start, column);
-#pragma unroll
-                for (int i = 0; i < HELD; ++i) {
-                    const int channel = (start + i) * GROUPS + group;
-                    if (KEY_DIM % (GROUPS * HELD) && channel >= KEY_DIM) break;
-                    const float query = memory.rows.pairs[r][1][channel];
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) result[e] += query * held[i][e];
-                }
-            }
+            float sums[1][4] = {};
+            multiply_matrix(sums, held, memory.rows, matrix, r, group, column);
             const float since = expf(memory.decays[token]);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) result[e] *= since;
-#pragma unroll 1
-            for (int other = group; other <= token; other += GROUPS) {
-                float update[4];
-                load_floats(update, other < place ? updates + other * VALUE_DIM + column
-                                                  : memory.rows.values[other - place] + column);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) result[e] += memory.weights[other] * update[e];
-            }
-            store_floats(memory.sums + group * VALUE_DIM + column, result);
+            for (int e = 0; e < 4; ++e) sums[0][e] *= since;
+            add_updates(sums, memory.weights, memory.rows, updates, token + 1, place, group, column);
+            store_floats(memory.sums + group * VALUE_DIM + column, sums[0]);
         }
         __syncthreads();
         for (int i = thread; i < VALUE_DIM; i += THREADS) {

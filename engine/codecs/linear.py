@@ -30,10 +30,8 @@ from functools import cache
 import numpy as np
 
 from polarlm.engine.codecs.parts.checks import check_no_options
-from polarlm.engine.codecs.parts.norms import ByteNorm
 from polarlm.engine.codecs.parts.pair_codec import PairStore, RotatedPairs
 from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS
-from polarlm.engine.codecs.schema.joined import join
 
 NAMES = ("linear8",)
 
@@ -50,35 +48,20 @@ def levels() -> np.ndarray:
     return levels
 
 
-@dataclass(frozen=True)
-class LinearTable:
+class LinearTable(PairStore):
     """The levels of `linear8`: values of unit variance are rounded to the nearest one."""
 
-    bits = BITS
     width = 1
-    store = PairStore(2 * BITS, half_norms=False, reach=4.0)
-
-    @property
-    def norms(self) -> ByteNorm:
-        return ByteNorm()
 
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (R, 1) float32 → codes (R,) uint8, levels (R, 1) float32. A value in the middle takes the upper level."""
         codes = np.clip(x[:, 0] * np.float32(STEPS) + np.float32(MIDDLE + 0.5), 0, 255).astype(np.uint8)
         return codes, levels()[codes][:, None]
 
-    def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
-        """codes (..., N, D) uint8, norms (..., N) float32 → the fields."""
-        return self.store.assemble(join(codes, BITS), norms)
-
 
 @dataclass(frozen=True)
 class Linear(RotatedPairs):
     takes_metric = False  # errors are small, and a block that is coded again soon is coded fast
-
-    @property
-    def rounding(self) -> LinearTable:
-        return LinearTable()
 
     @property
     def points(self) -> np.ndarray:
@@ -92,4 +75,4 @@ class Linear(RotatedPairs):
 
 def create(name: str, options: tuple[str, ...]) -> Linear:
     check_no_options(name, options)
-    return Linear(name, LinearTable.store, PRECONDITIONINGS[0])
+    return Linear(name, LinearTable(2 * BITS, half_norms=False, reach=4.0), PRECONDITIONINGS[0])

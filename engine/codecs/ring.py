@@ -117,10 +117,7 @@ def _nearest(bits: int) -> NearestPoint:
     return NearestPoint(points_of(bits))
 
 
-@dataclass(frozen=True)
 class RingTable(PairStore):
-    width = 2
-
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (R, 2) float32, magnitudes under 1e37 → codes (R,) uint8, or uint16 for ten bits, points (R, 2) float32."""
         return _nearest(self.bits)(x)
@@ -128,12 +125,6 @@ class RingTable(PairStore):
 
 @dataclass(frozen=True)
 class Ring(RotatedPairs):
-    store: RingTable
-
-    @property
-    def rounding(self) -> RingTable:
-        return self.store
-
     @property
     def points(self) -> np.ndarray:
         return points_of(self.store.bits)

@@ -68,10 +68,7 @@ def _table(bits: int, pairs: int) -> np.ndarray:
     return np.concatenate(values, axis=1)
 
 
-@dataclass(frozen=True)
 class TrellisTable(PairStore):
-    width = 2
-
     def best_path(
         self, unit: np.ndarray, feedback: np.ndarray | None = None, weights: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -82,10 +79,6 @@ class TrellisTable(PairStore):
 @dataclass(frozen=True)
 class Trellis(RotatedPairs):
     store: TrellisTable
-
-    @property
-    def rounding(self) -> TrellisTable:
-        return self.store
 
     @property
     def points(self) -> np.ndarray:

@@ -32,10 +32,8 @@ from functools import cache
 import numpy as np
 
 from polarlm.engine.codecs.parts.checks import check_head_dim, check_no_options
-from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm
 from polarlm.engine.codecs.parts.pair_codec import PairCodec, PairStore
 from polarlm.engine.codecs.parts.rotation import twice_signed_hadamard
-from polarlm.engine.codecs.schema.joined import join
 
 NAMES = ("turbo2", "turbo3", "turbo4")
 
@@ -70,46 +68,22 @@ def thresholds_of(bits: int) -> np.ndarray:
     return (levels[1:] + levels[:-1]) / 2
 
 
-@dataclass(frozen=True)
-class TurboTable:
-    """The table of `turbo`: values of unit variance are rounded to the nearest level. bits: bits per value."""
-
-    bits: int
+class TurboTable(PairStore):
+    """The table of `turbo`: values of unit variance are rounded to the nearest level."""
 
     width = 1
-
-    @property
-    def store(self) -> PairStore:
-        return PairStore(2 * self.bits, half_norms=True, reach=LEVELS[self.bits][-1])
-
-    @property
-    def norms(self) -> ByteNorm | HalfNorm:
-        return self.store.norms
 
     def nearest(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x (R, 1) float32 → codes (R,) uint8, levels (R, 1) float32."""
         codes = np.zeros(len(x), np.uint8)
-        for threshold in thresholds_of(self.bits):  # so few vectorized comparisons beat a search
+        for threshold in thresholds_of(self.code_bits):  # so few vectorized comparisons beat a search
             codes += x[:, 0] > threshold
-        return codes, levels_of(self.bits)[codes][:, None]
-
-    def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
-        """codes (..., N, D) uint8, norms (..., N) float32 → the fields."""
-        return self.store.assemble(join(codes, self.bits), norms)
+        return codes, levels_of(self.code_bits)[codes][:, None]
 
 
 @dataclass(frozen=True)
 class Turbo(PairCodec):
     largest = np.float32(np.inf)  # so vectors whose norm overflows get the codes next to 0
-
-    @property
-    def bits(self) -> int:
-        """Bits per value."""
-        return self.store.bits // 2
-
-    @property
-    def rounding(self) -> TurboTable:
-        return TurboTable(self.bits)
 
     def check(self, head_dim: int, block_size: int) -> None:
         check_head_dim(self.name, head_dim, 8)
@@ -119,9 +93,10 @@ class Turbo(PairCodec):
 
     @property
     def points(self) -> np.ndarray:
-        return levels_of(self.bits)[:, None]
+        return levels_of(self.store.code_bits)[:, None]
 
 
 def create(name: str, options: tuple[str, ...]) -> Turbo:
     check_no_options(name, options)
-    return Turbo(name, TurboTable(int(name.removeprefix("turbo"))).store)
+    bits = int(name.removeprefix("turbo"))
+    return Turbo(name, TurboTable(2 * bits, half_norms=True, reach=LEVELS[bits][-1]))

@@ -52,7 +52,6 @@ class StopFilter:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
         return self.stopped_by is not None
 
     def push(self, text: str) -> str:

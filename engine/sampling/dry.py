@@ -31,7 +31,8 @@ class Dry:
         self._allowed = sampling.dry_allowed_length
         self._repeats = Repeats(None if last_n < 0 else max(last_n - 1, 0))
         self._breakers = [breaker.encode() for breaker in sampling.dry_sequence_breakers]
-        self._text_of, self._is_breaker = cache(text_of), cache(self._has_breaker)
+        self._text_of = text_of = cache(text_of)
+        self._is_breaker = cache(lambda token: any(breaker in text_of(token) for breaker in self._breakers))
         self._longest = max(map(len, self._breakers), default=1)
         self._end = b""  # the end of the text, a byte shorter than the longest breaker
         self._since = 0  # tokens since the one in which the last breaker ends
@@ -67,6 +68,3 @@ class Dry:
         is_broken = any(text.find(breaker, max(before + 1 - len(breaker), 0)) >= 0 for breaker in self._breakers)
         self._since = 0 if is_broken else self._since + 1
         self._end = text[max(len(text) + 1 - self._longest, 0) :]
-
-    def _has_breaker(self, token: int) -> bool:
-        return any(breaker in self._text_of(token) for breaker in self._breakers)

@@ -72,7 +72,6 @@ class Grammars:
             worker.close()
 
     def counts(self) -> CompilationCounts:
-        """Counts of compiled, refused and waiting constraints."""
         return self._compilations.counts()
 
     def constraint(

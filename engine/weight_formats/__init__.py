@@ -6,7 +6,8 @@ consist of whole blocks.
 
 A format of codes and scales also defines `BITS` of a code, `GROUP`, the number of inputs that share a scale, `ZERO` or
 `TABLE`, and `unpack(raw)`; see `Grouped`. A format of indices of points has a `GRID` instead; see `Lattice`. One of
-digits has `RUNS` instead of bits and zero point; see `Trits`. A format that can be written defines `quantize(x)`.
+digits has `RUNS` instead of bits and zero point; see `Trits`. A format that can be written defines `quantize(x)`, or
+`IS_WRITTEN`, if the package gguf does that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf
+from polarlm.engine.weight_formats._grouped import Grouped, dequantize_gguf, quantize_gguf
 from polarlm.engine.weight_formats._lattice import Grid, Lattice
 from polarlm.engine.weight_formats._trits import Trits
 
@@ -97,7 +98,8 @@ def _format(name: str, module: Any) -> WeightFormat:
         if hasattr(module, key.upper())
     }
     dequantize = getattr(module, "dequantize", None) or partial(dequantize_gguf, name.upper())
-    others = getattr(module, "quantize", None), getattr(module, "unpack", None)
+    written = partial(quantize_gguf, name.upper()) if hasattr(module, "IS_WRITTEN") else None
+    others = getattr(module, "quantize", written), getattr(module, "unpack", None)
     return WeightFormat(name, module.VALUES, module.NBYTES, dequantize, *others, **optional)
 
 

@@ -1,15 +1,11 @@
 """Blocks of 32: w = d * q + m."""
 
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, quantize_gguf, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, unpack_bits
 
-VALUES, NBYTES = 32, 20
+VALUES, NBYTES, IS_WRITTEN = 32, 20, True
 BITS, GROUP, ZERO = 4, 32, 0
-
-quantize = functools.partial(quantize_gguf, "Q4_1")
 
 
 def unpack(raw: np.ndarray) -> Grouped:

@@ -1,15 +1,11 @@
 """Blocks of 32: w = d * (q - 16). The fifth bits are a word of their own."""
 
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, quantize_gguf, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, unpack_bits
 
-VALUES, NBYTES = 32, 22
+VALUES, NBYTES, IS_WRITTEN = 32, 22, True
 BITS, GROUP, ZERO = 5, 32, 16
-
-quantize = functools.partial(quantize_gguf, "Q5_0")
 
 
 def unpack(raw: np.ndarray) -> Grouped:

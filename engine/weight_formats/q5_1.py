@@ -1,15 +1,11 @@
 """Blocks of 32: w = d * q + m. The fifth bits are a word of their own."""
 
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, quantize_gguf, unpack_bits
+from polarlm.engine.weight_formats._grouped import Grouped, fields, halves, unpack_bits
 
-VALUES, NBYTES = 32, 24
+VALUES, NBYTES, IS_WRITTEN = 32, 24, True
 BITS, GROUP, ZERO = 5, 32, 0
-
-quantize = functools.partial(quantize_gguf, "Q5_1")
 
 
 def unpack(raw: np.ndarray) -> Grouped:

@@ -1,15 +1,11 @@
 """Blocks of 32: w = d * q. q are bytes with a sign, which are codes after adding 128."""
 
-import functools
-
 import numpy as np
 
-from polarlm.engine.weight_formats._grouped import Grouped, fields, flat, halves, quantize_gguf
+from polarlm.engine.weight_formats._grouped import Grouped, fields, flat, halves
 
-VALUES, NBYTES = 32, 34
+VALUES, NBYTES, IS_WRITTEN = 32, 34, True
 BITS, GROUP, ZERO = 8, 32, 128
-
-quantize = functools.partial(quantize_gguf, "Q8_0")
 
 
 def unpack(raw: np.ndarray) -> Grouped:

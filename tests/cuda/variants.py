@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from polarlm.engine import codecs, records, weight_formats
 from polarlm.engine.backends.cuda import launch_configs, packed, wide
 from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read, source
-from polarlm.engine.backends.cuda.heads import rotate_defines
+from polarlm.engine.backends.cuda.heads import rotate_config
 from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
 from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes, state_codes
@@ -417,7 +417,7 @@ VARIANTS: dict[str, list[Variant]] = {
     "clip": _all("clip"),
     "text_attention": _all("text_attention", HEAD_DIM=(64, 72, 80), GROUP=(1,), WARPS=(4,)),
     "rms_norm": _all("rms_norm", ADD=(0, 1)),
-    "rotate": [Variant("rotate", rotate_defines(d, d & -d)) for d in _HEAD_DIMS],
+    "rotate": [Variant("rotate", rotate_config(d, d & -d, 32).defines) for d in _HEAD_DIMS],
     "softcap": _all("softcap"),
     "mamba2_results": _all("mamba2_results"),
     "short_conv": _all("short_conv", WIDTH=(3, 4)),

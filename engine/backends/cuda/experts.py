@@ -39,8 +39,6 @@ class _Groups(NamedTuple):
 
 
 class ExpertOps(LinearOps):
-    """The ops `load_experts`, `route` and `experts`."""
-
     def __init__(self, device: Device, host: Ops | None = None) -> None:
         """host: computes those whose weights are in the computer's memory."""
         super().__init__(device)

@@ -123,7 +123,7 @@ class HeadOps(DeviceOps):
         if rotation.matrix is not None or rotation.order == 1:
             return self.rotate_dense(x, rotation)
         dim = x.shape[-1]
-        vectors, config = x.size // dim, _rotate_config(dim, rotation.order, WARP * _WARPS)
+        vectors, config = x.size // dim, rotate_config(dim, rotation.order, WARP * _WARPS)
         self._launch("rotate", (-(-vectors // _WARPS),), config, x, x, rotation.before, rotation.after, vectors)
         return x
 
@@ -132,7 +132,7 @@ class HeadOps(DeviceOps):
         if rotation.matrix is None:
             return x
         dim, vectors, y = x.shape[-1], x.size // x.shape[-1], self._device.empty(x.shape, np.float32)
-        config = _rotate_config(dim, 1, threads_for(dim))
+        config = rotate_config(dim, 1, threads_for(dim))
         self._launch("rotate_dense", (-(-vectors // _VECTORS),), config, y, x, rotation.matrix, vectors, file="rotate")
         return y
 
@@ -148,10 +148,6 @@ def _heads_config(
 
 
 @cache
-def _rotate_config(head_dim: int, order: int, threads: int) -> LaunchConfig:
-    return LaunchConfig(rotate_defines(head_dim, order), threads)
-
-
-def rotate_defines(head_dim: int, order: int) -> dict[str, int | float | str]:
-    """The DEFINES of `cuda/heads/rotate.cu`."""
-    return {"D": head_dim, "ORDER": order, "VECTORS": _VECTORS}
+def rotate_config(head_dim: int, order: int, threads: int) -> LaunchConfig:
+    """The launch of a kernel of `cuda/heads/rotate.cu`."""
+    return LaunchConfig({"D": head_dim, "ORDER": order, "VECTORS": _VECTORS}, threads)

@@ -82,8 +82,6 @@ class Launcher:
 
 
 class DeviceOps:
-    """Ops that launch kernels on a device."""
-
     def __init__(self, device: Device) -> None:
         self._device, self._launch = device, Launcher(device)
 

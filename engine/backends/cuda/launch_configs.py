@@ -142,7 +142,6 @@ def prefill_blocks(warps: int, rows: int, keys: Layout, values: Layout, group: i
 
 @cache
 def decode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
-    """The launch of the kernel decode_blocks."""
     shared = table_bytes(keys, values)
     return LaunchConfig({"WARPS": _DECODE_WARPS, "SHARED": shared}, WARP * _DECODE_WARPS, shared)
 

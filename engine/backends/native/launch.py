@@ -238,7 +238,6 @@ class Launcher:
         return True
 
     def has_loaded(self, kernels: Sequence[Kernel]) -> bool:
-        """Whether all kernels are compiled already."""
         return all(map(self.library.has, kernels))
 
     def in_numpy(self, op: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

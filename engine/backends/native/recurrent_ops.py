@@ -9,9 +9,9 @@ import numpy as np
 
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, Mamba2Weights
 from polarlm.engine.backends.native.kernels.recurrent import mamba2
-from polarlm.engine.backends.native.kernels.recurrent.common import AdvanceArguments, advance
-from polarlm.engine.backends.native.kernels.recurrent.gated_delta import Delta, DeltaArguments, gated_delta, supports
-from polarlm.engine.backends.native.kernels.recurrent.mamba2 import Mamba2, Mamba2Arguments, PartArguments
+from polarlm.engine.backends.native.kernels.recurrent.common import AdvanceArguments, RecurrentArguments, advance
+from polarlm.engine.backends.native.kernels.recurrent.gated_delta import Delta, gated_delta, supports
+from polarlm.engine.backends.native.kernels.recurrent.mamba2 import Mamba2, PartArguments
 from polarlm.engine.backends.native.kernels.recurrent.short_conv import ConvArguments, short_conv
 from polarlm.engine.backends.native.launch import KernelOps
 
@@ -48,7 +48,7 @@ class RecurrentOps(KernelOps):
         if not supports(spec):
             return self._launch.in_numpy(super().gated_delta, projected, w, slots, spans, ends)
         y = self._launch.empty((len(projected), spec.value_heads * spec.value_dim))
-        arguments = DeltaArguments(
+        arguments = RecurrentArguments(
             projected=projected,
             out=y,
             conv=w.conv,
@@ -77,7 +77,7 @@ class RecurrentOps(KernelOps):
         launch, rows = self._launch, len(projected)
         y, kept = launch.empty((rows, spec.inner)), _kept(ends, spans, spec.block)
         blocks = 0 if ends is None else kept["blocks"] + 1
-        arguments = Mamba2Arguments(
+        arguments = RecurrentArguments(
             projected=projected,
             convolved=launch.empty((rows, spec.channels)),
             block_keys=launch.empty((blocks, spec.groups, spec.size, spec.block)),

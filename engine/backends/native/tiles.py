@@ -62,7 +62,7 @@ class Subs:
 
 @dataclass(frozen=True)
 class TileLayout:
-    """Offsets in bytes of the fields of a block of 16 rows; None for fields that the format does not have.
+    """Offsets in bytes of the fields of a block of 16 rows after its scales; None for fields that the format lacks.
 
     sub_scale, sub_offset: of bytes, (values / group, 16) int8 and uint8. With `subs` they are offsets in the memory
     where these become bytes, else in the block.
@@ -70,7 +70,6 @@ class TileLayout:
 
     format: WeightFormat
     planes: tuple[int, ...]
-    scale: int
     offset: int | None
     sub_scale: int | None
     sub_offset: int | None
@@ -107,7 +106,7 @@ def layout(format: WeightFormat) -> TileLayout:
         end += ROWS * count * bits // 8
     nbytes = end + format.values // 32 * 64 * sum(planes)
     is_power = one.scale.dtype == np.float32
-    return TileLayout(format, planes, 0, offset, sub_scale, sub_offset, subs, end, nbytes, is_power)
+    return TileLayout(format, planes, offset, sub_scale, sub_offset, subs, end, nbytes, is_power)
 
 
 def _sub_bits(format: WeightFormat) -> int:

@@ -1,4 +1,4 @@
-"""What codecs of pairs with a norm for each vector share: everything but the table."""
+"""What codecs of pairs with a norm for each vector share: everything but the points of the table."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import numpy as np
 
-from polarlm.engine.codecs import Codec, Rounding
+from polarlm.engine.codecs import Codec, PathRounding, Rounding
 from polarlm.engine.codecs.parts.checks import check_block_size, check_head_dim
 from polarlm.engine.codecs.parts.norms import ByteNorm, HalfNorm
 from polarlm.engine.codecs.parts.rotation import PRECONDITIONINGS, preconditioning
@@ -33,11 +34,21 @@ def parse_options(name: str, options: tuple[str, ...]) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class PairStore:
-    """The formats of norms and codes. bits: bits per pair; reach: the largest factor of a norm."""
+    """The formats of norms and codes, and with `nearest` or `best_path` a table (`Codec.rounding`).
+
+    bits: bits per pair; reach: the largest factor of a norm; width: values per code of the table.
+    """
 
     bits: int
     half_norms: bool
     reach: float
+
+    width: ClassVar[int] = 2
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code of the table."""
+        return self.bits * self.width // 2
 
     @property
     def norms(self) -> ByteNorm | HalfNorm:
@@ -47,7 +58,8 @@ class PairStore:
         return {"norm": numbers(self.norms.dtype, block_size), "codes": codes(self.bits, block_size, head_dim // 2)}
 
     def assemble(self, codes: np.ndarray, norms: np.ndarray) -> dict[str, np.ndarray]:
-        """codes (..., N, D/2), norms (..., N) float32 → the fields."""
+        """codes (..., N, D / width), norms (..., N) float32 → the fields."""
+        codes = codes if self.width == 2 else join(codes, self.code_bits)
         *_, block_size, pairs = codes.shape
         return pack(self.schema(block_size, 2 * pairs), {"norm": self.norms.pack(norms), "codes": codes})
 
@@ -59,6 +71,10 @@ class PairCodec(Codec):
 
     name: str
     store: PairStore
+
+    @property
+    def rounding(self) -> Rounding | PathRounding | None:
+        return self.store if isinstance(self.store, Rounding | PathRounding) else None
 
     @property
     def largest(self) -> np.float32:
@@ -82,7 +98,7 @@ class PairCodec(Codec):
         rounding = self.rounding
         assert isinstance(rounding, Rounding)
         codes = rounding.nearest(unit.reshape(-1, rounding.width))[0].reshape(len(unit), -1)
-        return codes if rounding.width == 2 else join(codes, self.store.bits // 2)
+        return codes if rounding.width == 2 else join(codes, self.store.code_bits)
 
     def lookup(self, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """codes (M, N, D/2), C-contiguous → row indices (M, N, U) into a table, and the table (rows, D/U) float32."""

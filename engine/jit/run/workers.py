@@ -141,12 +141,9 @@ class _State:
     def store(self, value: Value, field: int) -> None:
         self._e.store(value, self.pointer, field)
 
-    def load_shared(self, field: int) -> Value:
-        """The value of a field that other threads change."""
-        return self._e.load_atomic(self.pointer + field)
-
-    def store_shared(self, value: Value, field: int) -> None:
-        self._e.store_atomic(value, self.pointer + field)
+    def run(self) -> Value:
+        """The number of the newest run, which another thread may begin at any time."""
+        return self._e.load_atomic(self.pointer + _RUN)
 
     def slot(self, entry: Value) -> Value:
         return self.pointer + entry * _SLOT + _HEAD
@@ -186,7 +183,7 @@ def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -
             e.store_atomic((run << 32) + left, slot + number * 8 + _LEFT, "release")
     for field, value in ((_TABLE, args.table), (_COUNT, args.count), (_THREADS, args.threads), (_RANGES, ranges)):
         state.store(value, field)
-    state.store_shared(run, _RUN)
+    e.store_atomic(run, state.pointer + _RUN)
     asleep = e.variable(e.i64(0))
     with e.loop(1, e.imin(args.threads, MOST_THREADS)) as number:
         asleep.add(e.load_atomic(state.asleep(number)))
@@ -213,7 +210,7 @@ def _emit_serve(e: Emitter, args: Serve, begin: Value, end: Value, scratch: Valu
     state, number = _State(e, args.state), args.number
     served, polls = e.variable(e.i64(0)), e.variable(e.i64(0))
     with e.repeat_while() as again:
-        run = state.load_shared(_RUN)
+        run = state.run()
         with e.when(~run.equals(served.get())):
             served.set(run)
             with e.when(number < state.load(_THREADS)):
@@ -232,7 +229,7 @@ def _sleep(e: Emitter, state: _State, number: Value, served: Variable) -> None:
         e.store_atomic(e.i64(1), state.asleep(number))
         # Either a run that starts now is seen here, or its caller sees that this thread sleeps and wakes it.
         with e.repeat_while() as again:
-            run = state.load_shared(_RUN)
+            run = state.run()
             none = run.equals(served.get()) | (number >= state.load(_THREADS))
             with e.when(none):
                 served.set(run)
@@ -261,7 +258,7 @@ def _emit_take_part(e: Emitter, state: _State, run: Value, number: Value, scratc
         polls = e.variable(e.i64(0))
         with e.repeat_while() as again:
             waits = e.load_atomic(slot + _COMPLETED) < e.load_atomic(slot + _AWAITED)
-            waits = waits & state.load_shared(_RUN).equals(run)
+            waits = waits & state.run().equals(run)
             again.append(waits)
             with e.when(waits):
                 state.wait_a_little(polls)

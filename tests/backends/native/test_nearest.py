@@ -54,7 +54,7 @@ def test_codes_and_points_are_those_of_numpy(name: str, level: Level) -> None:
     expected, expected_points = rounding.nearest(x)
     by_lane = np.ascontiguousarray(x.reshape(-1, 16, rounding.width).swapaxes(1, 2))
     codes, points = np.zeros(len(x), np.int32), np.zeros_like(by_lane)
-    run(kernel(rounding.bits, rounding.width), level, len(by_lane), (by_lane, codes, points))
+    run(kernel(rounding.code_bits, rounding.width), level, len(by_lane), (by_lane, codes, points))
     np.testing.assert_array_equal(codes, expected)
     np.testing.assert_array_equal(points.swapaxes(1, 2).reshape(x.shape), expected_points)
 

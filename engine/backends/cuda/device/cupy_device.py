@@ -102,7 +102,6 @@ def can_overlap() -> bool:
 
 
 def _capability() -> tuple[int, int]:
-    """The compute capability of the current GPU."""
     major, minor = (int(_runtime.deviceGetAttribute(code, _runtime.getDevice())) for code in (_MAJOR, _MINOR))
     return major, minor
 

@@ -87,12 +87,10 @@ class DeltaSizes:
         return LaunchConfig({**self.defines, "MOST_ROWS": rows, "THREADS": threads, "SHARED": shared}, threads, shared)
 
     def advance(self) -> LaunchConfig:
-        """The launch of advance_delta."""
         threads = self._matrix_threads()
         return LaunchConfig({**self.defines, "THREADS": threads}, threads)
 
     def blocks(self) -> LaunchConfig:
-        """The launch of delta_blocks."""
         threads = threads_for((self.block // 4) ** 2)
         rows = max(2 * (self.key_dim + 4), threads)
         shared = _FLOAT * self.block * (rows + self.block + 3)
@@ -131,13 +129,10 @@ class DeltaSizes:
 
 
 class Mamba2Sizes(DeltaSizes):
-    """The sizes of Mamba 2's kernels."""
-
     name = "Mamba 2"
     reads = False
 
     def blocks(self) -> LaunchConfig:
-        """The launch of mamba2_blocks."""
         threads = threads_for((self.block // 4) ** 2)
         channels = min(self.key_dim, _CHANNELS)
         shared = _FLOAT * (self.block * (2 * (channels + 4) + 3 * _MEMBERS) + 2 * threads // WARP)

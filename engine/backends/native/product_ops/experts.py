@@ -25,12 +25,7 @@ from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, expert_
 from polarlm.engine.backends.native.kernels.rows import RowGateArguments, gate_rows
 from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
-from polarlm.engine.backends.native.product_ops.multiplication import (
-    Multiplication,
-    activate_halves,
-    compiled_tiling,
-    experts_of,
-)
+from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, compiled_tiling, experts_of
 from polarlm.engine.backends.ops import Routing
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.weight_formats import ExpertLinear
@@ -101,7 +96,7 @@ class ExpertOps(KernelOps):
         y = self._launch.empty((len(order.sources), up.width))
         up.launch(x, y, order.tiling, order.chosen, order.sources)
         if activation is not None and up.activation is None:
-            y = activate_halves(self._launch, y, activation)
+            y = self.activate_halves(y, activation)
         results = self._launch.empty((len(order.panel_places), back.width))
         back.launch(y, results, order.tiling, order.chosen, order.panel_places)
         out = self._launch.empty((len(x), results.shape[1])) if residual is None else residual

@@ -20,13 +20,12 @@ from polarlm.engine.backends.native.kernels.rows import (
 )
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
 from polarlm.engine.backends.native.product_ops.loading import LoadOps
-from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, activate_halves, compiled_tiling
+from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, compiled_tiling
 from polarlm.engine.weight_formats import Linear, Matrix
+from polarlm.model_loaders.config import is_gated
 
 
 class LinearOps(LoadOps):
-    """The ops on matrices and on rows of activations."""
-
     def rows(self, matrix: Matrix | Linear, rows: slice = slice(None)) -> np.ndarray:
         parts = matrix.parts if isinstance(matrix, Linear) else (matrix,)
         first, out = 0, []
@@ -126,4 +125,10 @@ class LinearOps(LoadOps):
         return y if activation is None or product.activation else self.activate_halves(y, activation)
 
     def activate_halves(self, x: np.ndarray, activation: str) -> np.ndarray:
-        return activate_halves(self._launch, x, activation)
+        if not is_gated(activation):
+            self.activate(x, x, activation)
+            return x
+        half = x.shape[1] // 2
+        out = self._launch.empty((len(x), half))
+        self._launch(gate(activation), len(x), gate_arguments(x[:, :half], x[:, half:], out))
+        return out

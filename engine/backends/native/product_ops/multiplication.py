@@ -25,7 +25,6 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import together
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product, ProductArguments, product, units
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, are_unsigned
-from polarlm.engine.backends.native.kernels.rows import gate, gate_arguments
 from polarlm.engine.backends.native.launch import Launcher, Launching, Prepared
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
 from polarlm.engine.jit.lang import Kernel
@@ -97,7 +96,6 @@ class Multiplication:
         self._launch.run(again.prepared)
 
     def kernels(self, sizes: Tiling) -> list[Kernel]:
-        """All kernels for a tiling."""
         panels = [self._panel_kernel(sizes, kind) for kind in dict.fromkeys(self.inputs)]
         parts = zip(self._w.parts, self.inputs, strict=True)
         return [*panels, *(product(self._spec(part, sizes, kind)) for part, kind in parts)]
@@ -240,17 +238,6 @@ def compiled_tiling(
         launch.library.expect(kernels(sizes))
         sizes = most
     return sizes if sizes == SINGLE or launch.can_run(kernels(sizes)) else SINGLE
-
-
-def activate_halves(launch: Launcher, x: np.ndarray, activation: str) -> np.ndarray:
-    """See `Ops.activate_halves`."""
-    if not is_gated(activation):
-        launch(gate(activation), len(x), gate_arguments(x, x, x))
-        return x
-    rows, half = len(x), x.shape[1] // 2
-    out = launch.empty((rows, half))
-    launch(gate(activation), rows, gate_arguments(x[:, :half], x[:, half:], out))
-    return out
 
 
 def with_rows(chosen: np.ndarray) -> np.ndarray:

@@ -67,7 +67,7 @@ class _TableTiles(Tiles):
     def __init__(self, codec: PairCodec, points: np.ndarray, block_size: int, head_dim: int) -> None:
         """points (2^bits, 2 or 1): of pairs, or of single values, two of whose codes form one of the codec's codes."""
         norms, width = codec.store.norms, points.shape[1]
-        self._table = CodeTable(codec.store.bits * width // 2, points, codec.flips)
+        self._table = CodeTable(codec.store.code_bits, points, codec.flips)
         self._norm, self._largest = norms.dtype, float(norms.largest)
         self._tokens, self._head_dim = block_size, head_dim
         self._codes = head_dim // width

@@ -122,7 +122,6 @@ class PackedTiles(Protocol):
 
 
 def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
-    """Bytes of scratch that a unit needs."""
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     nbytes = (2 * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
     if encoding.rounds:
@@ -143,7 +142,7 @@ def by_rounding(format: CacheFormat, side: int) -> Encoding | None:
     feedback = None if metric is None else metric.token_feedback
     rounds = 0 if not isinstance(rounding, TrellisTable) else 1 if feedback is None else feedback.shape[1]
     encoding = Encoding(
-        bits=rounding.bits,
+        bits=rounding.code_bits,
         width=rounding.width,
         tokens=format.block_size,
         tilted=metric is not None and metric.tilt_mean is not None,

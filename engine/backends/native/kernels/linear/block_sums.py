@@ -89,7 +89,7 @@ class Block:
     @property
     def scale(self) -> Value:
         """The scales of the outputs, float32: read each time, which is once where LLVM may keep them."""
-        scale = read_scale(self._e, self._halves, self._place.scale, self._place.is_power, self.outputs)
+        scale = read_scale(self._e, self._halves, 0, self._place.is_power, self.outputs)
         return scale if self._factor == 1 else scale * float(self._factor)
 
     @property
@@ -140,8 +140,8 @@ def add_block(
 def _multiplier(level: Level, codes: Codes, row_tile: int) -> Callable[..., list[list[Value]]]:
     """The function that multiplies a group, of those below."""
     if codes.inputs is Inputs.BYTES:
-        return _dots_of_pairs if are_paired(level, row_tile, codes.inputs) else _dots_of_int8
-    return _dots_of_unsigned if codes.are_unsigned else _dots_of_bytes if level.splits_words else _dots
+        return _split_dots if are_paired(level, row_tile, codes.inputs) else _dots_of_int8
+    return _dots_of_unsigned if codes.are_unsigned else _split_dots if level.splits_words else _dots
 
 
 def _less(e: Emitter, numbers: Values, place: int, outputs: int) -> list[Value]:
@@ -177,36 +177,23 @@ def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less:
     return [[dot[0] + dot[1] if chains == 2 else dot[0] for dot in dots] for dots in sums]
 
 
-def _dots_of_bytes(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
-    """The same with inputs that are split into bytes."""
-    zero = e.zero(less[0].type)
-    starts = [(zero, x_less * codes.zero) for x_less in less]
-    dots = _split_dots(e, codes, at, inputs, group, starts)
-    return [[(high << 8) + low for high, low in of_tile] for of_tile in dots]
-
-
-def _dots_of_pairs(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
-    """The same with inputs of 8 bits, of two rows at a time."""
+def _split_dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
+    """The same with two rows of bytes at a time: the high and low bytes of inputs, or two rows' inputs of 8 bits."""
+    count, outputs = codes.place.format.group // 4, less[0].lanes
+    are_pairs, zero = codes.inputs is Inputs.BYTES, e.zero(less[0].type)
     starts = [x_less * codes.zero for x_less in less]
-    dots = _split_dots(e, codes, at, inputs, group, list(zip(starts[::2], starts[1::2], strict=True)))
-    return [[*chain(*of_tile)] for of_tile in dots]
-
-
-def _split_dots(
-    e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, starts: Sequence[tuple[Value, Value]]
-) -> list[list[list[Value]]]:
-    """For each tile, and for both of each two rows of bytes, a start plus the dot products with a group's codes."""
-    count, outputs = codes.place.format.group // 4, starts[0][0].lanes
-    sums = [[e.level.split_start(e, *start) for start in starts] for _ in at]
+    both = zip(starts[::2], starts[1::2], strict=True) if are_pairs else ((zero, start) for start in starts)
+    sums = [[e.level.split_start(e, *start) for start in both_starts] for both_starts in [[*both]] * len(at)]
     # Quads that share vectors of codes are multiplied in succession, as pairs above.
     for quad in sorted(range(group * count, (group + 1) * count, 2), key=codes.vector_of_quad):
         e.keep_order()
         own_codes = [[codes.quad(address, quad + i, outputs) for i in (0, 1)] for address in at]
-        for row in range(len(starts)):
+        for row in range(len(sums[0])):
             words = e.load(inputs, vector(I8, 16), 2 * GROUP * row + 8 * quad)
-            for dots, both in zip(sums, own_codes, strict=True):
-                dots[row] = e.level.split_add(e, dots[row], both, words)
-    return [[e.level.split_end(e, both) for both in dots] for dots in sums]
+            for dots, codes_of_two in zip(sums, own_codes, strict=True):
+                dots[row] = e.level.split_add(e, dots[row], codes_of_two, words)
+    ends = [[e.level.split_end(e, one) for one in dots] for dots in sums]
+    return [[*chain(*dots)] if are_pairs else [(high << 8) + low for high, low in dots] for dots in ends]
 
 
 def _dots_of_int8(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:

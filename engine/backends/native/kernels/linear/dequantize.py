@@ -61,7 +61,7 @@ def _dequantize_lane(
         if expand is not None:
             at = expand(at)
         numbers = at + lane * 2
-        scale = read_scale(e, numbers, place.scale, place.is_power, 0)
+        scale = read_scale(e, numbers, 0, place.is_power, 0)
         if expand is not None:
             scale = scale * float(expand.factor)
         offset = None if place.offset is None else read_scale(e, numbers, place.offset, False, 0)

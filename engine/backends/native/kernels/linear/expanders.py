@@ -40,7 +40,7 @@ class LatticeExpander:
         codes = 2 * ROWS + ROWS * groups
         size = codes + ROWS * format.values
         self.factor = format.grid.factor
-        self.layout = TileLayout(format, (8,), 0, None, 2 * ROWS, None, None, codes, size, is_power=False)
+        self.layout = TileLayout(format, (8,), None, 2 * ROWS, None, None, codes, size, is_power=False)
         self._out = e.stack(size)
         self._indices = e.stack(2 * ROWS * self._cells * parts) if format.bits > 8 else None
         points = format.grid.points().reshape(1 << format.bits, -1, 4)
@@ -49,7 +49,7 @@ class LatticeExpander:
     def __call__(self, at: Value) -> Value:
         e, out, format = self._e, self._out, self._format
         e.prefetch(at + AHEAD, block_bytes(format))
-        e.store(e.load(at, vector(I16, ROWS), self._fields["scale"].start), out, self.layout.scale)
+        e.store(e.load(at, vector(I16, ROWS), self._fields["scale"].start), out)
         parts = format.values // 32
         if self._indices is not None:
             with e.loop(0, parts) as part:
@@ -140,13 +140,13 @@ class TritExpander:
         self._e, self._format, self._runs = e, format, format.runs
         codes = 2 * ROWS
         size = codes + ROWS * format.values
-        self.layout = TileLayout(format, (8,), 0, None, None, None, None, codes, size, is_power=False)
+        self.layout = TileLayout(format, (8,), None, None, None, None, codes, size, is_power=False)
         self._out = e.stack(size)
 
     def __call__(self, at: Value) -> Value:
         e, out = self._e, self._out
         e.prefetch(at + AHEAD, block_bytes(self._format))
-        e.store(e.load(at, vector(I16, ROWS)), out, self.layout.scale)
+        e.store(e.load(at, vector(I16, ROWS)), out)
         packed, codes = at + 2 * ROWS, out + self.layout.codes
         for count, digits in self._runs:
             with e.loop(0, count // 4) as number:  # four inputs of all rows

@@ -140,9 +140,8 @@ def _emit_blocks(e: Emitter, format: WeightFormat, source: Value, target: Value,
         at, out = source + row * args.row_bytes + block * format.nbytes, target + block * place.nbytes
         if powers is not None and table is not None:
             exponent = e.load(at, I8, powers[0]).zext(I64)
-            e.store(e.load(table + exponent * 2, I16), out + row * 2, place.scale)
-        for name in ("scale", "offset"):
-            start: int | None = getattr(place, name)
+            e.store(e.load(table + exponent * 2, I16), out + row * 2)
+        for name, start in (("scale", 0), ("offset", place.offset)):
             if start is not None and name in fields:
                 e.store(_emit_bytes(e, at, fields[name]).bits(I16), out + row * 2, start)
         if subs := [_emit_bytes(e, at, fields[name]) for name in ("sub_scale", "sub_offset") if name in fields]:

@@ -10,9 +10,41 @@ from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import Left, pieces, product
 from polarlm.engine.backends.native.kernels.rows import over_columns
-from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Int64, Kernel, Pointer, Type, Value, vector
+from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
 
 _LOG_TERMS = 9  # terms of atanh(z) / z for z up to 1/3
+
+
+class RecurrentArguments(NamedTuple):
+    """Arguments of the kernels that add rows; see `DeltaWeights`, `Mamba2Weights` and `DeltaSlots`.
+
+    kept (blocks,) int32: for the end of each block, its row of `end_matrices` and `end_inputs`, or −1; for a prompt
+    alone. Of Mamba 2, with T rows and Q groups: convolved (T, C): x, B and C after the convolution. block_keys: the
+    keys of each block of a prompt, (blocks, Q, A, N). scores (T, Q, N): products of queries with the keys of the block.
+    """
+
+    projected: Pointer
+    out: Pointer
+    conv: Pointer
+    decay: Pointer
+    dt_bias: Pointer
+    matrices: Pointer
+    keys: Pointer
+    updates: Pointer
+    decays: Pointer
+    inputs: Pointer
+    spans: Pointer
+    kept: Pointer
+    end_matrices: Pointer
+    end_inputs: Pointer
+    blocks: Int64
+    norm: Pointer = None
+    eps: Float32 = 0.0
+    bias: Pointer = None
+    skip: Pointer = None
+    convolved: Pointer = None
+    block_keys: Pointer = None
+    scores: Pointer = None
 
 
 class Span(NamedTuple):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
 from polarlm.engine.backends.native.kernels.recurrent import common
-from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Value, vector
+from polarlm.engine.backends.native.kernels.recurrent.common import RecurrentArguments
+from polarlm.engine.jit.lang import F32, I32, Emitter, Kernel, Value, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
 _PREFETCHED = 256  # bytes at a time
@@ -70,34 +70,11 @@ def supports(spec: Delta) -> bool:
     return _arrays(spec)[-1] <= SCRATCH
 
 
-class DeltaArguments(NamedTuple):
-    """Arguments of `gated_delta`. kept (blocks,) int32: for the end of each block, its row of `end_matrices` and
-    `end_inputs`, or −1; for a prompt alone."""
-
-    projected: Pointer
-    out: Pointer
-    conv: Pointer
-    decay: Pointer
-    dt_bias: Pointer
-    norm: Pointer
-    matrices: Pointer
-    keys: Pointer
-    updates: Pointer
-    decays: Pointer
-    inputs: Pointer
-    spans: Pointer
-    kept: Pointer
-    end_matrices: Pointer
-    end_inputs: Pointer
-    eps: Float32
-    blocks: Int64
-
-
 @cache
-def gated_delta(spec: Delta) -> Kernel[DeltaArguments]:
+def gated_delta(spec: Delta) -> Kernel[RecurrentArguments]:
     """See `Ops.gated_delta`; one unit per span and key head."""
 
-    def emit(e: Emitter, args: DeltaArguments, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: RecurrentArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             head, span = unit % spec.key_heads, common.span_of(e, args.spans, unit // spec.key_heads)
             arguments = e, spec, args, scratch, span.slot, head
@@ -110,13 +87,15 @@ def gated_delta(spec: Delta) -> Kernel[DeltaArguments]:
 
             common.by_blocks(e, spec.block, span, add)
 
-    return Kernel(spec.name, emit, DeltaArguments, scratch=_arrays(spec)[-1])
+    return Kernel(spec.name, emit, RecurrentArguments, scratch=_arrays(spec)[-1])
 
 
 class _Unit:
     """Emits the work on one key head in one slot."""
 
-    def __init__(self, e: Emitter, spec: Delta, args: DeltaArguments, scratch: Value, slot: Value, head: Value) -> None:
+    def __init__(
+        self, e: Emitter, spec: Delta, args: RecurrentArguments, scratch: Value, slot: Value, head: Value
+    ) -> None:
         self.e, self.spec, self.args, self.slot, self.head = e, spec, args, slot, head
         self.rows, self.scores, self.weights, self.read, self.scaled, self.beta, self.since = (
             scratch + at for at in _arrays(spec)[:-1]

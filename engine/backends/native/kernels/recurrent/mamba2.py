@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
 from polarlm.engine.backends.native.kernels.recurrent import common
+from polarlm.engine.backends.native.kernels.recurrent.common import RecurrentArguments
 from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
 from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
 from polarlm.engine.jit.run.workers import SCRATCH
@@ -55,43 +56,13 @@ class Mamba2:
         return f"mamba2_{kernel}_{sizes}{'_bias' * self.has_bias}{'_prompt' * self.is_prompt}"
 
 
-class Mamba2Arguments(NamedTuple):
-    """Arguments of all kernels but `norm_parts`. T: rows; Q: groups.
-
-    convolved (T, C): x, B and C after the convolution. block_keys: the keys of each block of a prompt, (blocks, Q, A,
-    N). scores (T, Q, N): products of queries with the keys of the block. kept (blocks,) int32: for the end of each
-    block, its row of `end_matrices` and `end_inputs`, or −1. Steps have neither block_keys nor kept.
-    """
-
-    projected: Pointer
-    convolved: Pointer
-    block_keys: Pointer
-    scores: Pointer
-    out: Pointer
-    conv: Pointer
-    bias: Pointer
-    decay: Pointer
-    dt_bias: Pointer
-    skip: Pointer
-    matrices: Pointer
-    keys: Pointer
-    updates: Pointer
-    decays: Pointer
-    inputs: Pointer
-    spans: Pointer
-    kept: Pointer
-    end_matrices: Pointer
-    end_inputs: Pointer
-    blocks: Int64
-
-
 @cache
-def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
+def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
     """silu of the convolution of x, B and C; one unit per span and `PART` channels."""
     row_bytes, before = 4 * spec.channels, spec.width - 1
     parts = -(-spec.channels // PART)
 
-    def emit(e: Emitter, args: Mamba2Arguments, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: RecurrentArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             span, channel = common.span_of(e, args.spans, unit // parts), unit % parts * PART
             inputs = args.inputs + span.slot * (row_bytes * (before + spec.block)) + channel * 4
@@ -133,15 +104,15 @@ def convolve(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
             common.by_blocks(e, spec.block, span, add)
 
-    return Kernel(spec.name("convolve"), emit, Mamba2Arguments)
+    return Kernel(spec.name("convolve"), emit, RecurrentArguments)
 
 
 @cache
-def multiply_keys(spec: Mamba2) -> Kernel[Mamba2Arguments]:
+def multiply_keys(spec: Mamba2) -> Kernel[RecurrentArguments]:
     """Keys are added to their blocks, and multiplied with queries; one unit per span and group."""
     key_bytes = 4 * spec.size * spec.block  # a group's in a block
 
-    def emit(e: Emitter, args: Mamba2Arguments, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: RecurrentArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             span, group = common.span_of(e, args.spans, unit // spec.groups), unit % spec.groups
             of_slot = args.keys + (span.slot * spec.groups + group) * key_bytes
@@ -178,7 +149,7 @@ def multiply_keys(spec: Mamba2) -> Kernel[Mamba2Arguments]:
 
             common.by_blocks(e, spec.block, span, add)
 
-    return Kernel(spec.name("multiply_keys"), emit, Mamba2Arguments)
+    return Kernel(spec.name("multiply_keys"), emit, RecurrentArguments)
 
 
 def _arrays(spec: Mamba2) -> list[int]:
@@ -197,20 +168,20 @@ def supports(spec: Mamba2) -> bool:
 
 
 @cache
-def add_rows(spec: Mamba2) -> Kernel[Mamba2Arguments]:
+def add_rows(spec: Mamba2) -> Kernel[RecurrentArguments]:
     """Rows are added to the states of heads, and their results computed, before norms; one unit per span and head."""
 
-    def emit(e: Emitter, args: Mamba2Arguments, begin: Value, end: Value, scratch: Value) -> None:
+    def emit(e: Emitter, args: RecurrentArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             head = _Head(e, spec, args, scratch, common.span_of(e, args.spans, unit // spec.heads), unit % spec.heads)
             common.by_blocks(e, spec.block, head.span, head.add)
 
-    return Kernel(spec.name("add_rows"), emit, Mamba2Arguments, scratch=_arrays(spec)[-1])
+    return Kernel(spec.name("add_rows"), emit, RecurrentArguments, scratch=_arrays(spec)[-1])
 
 
 class _Head:
     def __init__(
-        self, e: Emitter, spec: Mamba2, args: Mamba2Arguments, scratch: Value, span: common.Span, head: Value
+        self, e: Emitter, spec: Mamba2, args: RecurrentArguments, scratch: Value, span: common.Span, head: Value
     ) -> None:
         self.e, self.spec, self.args, self.span, self.head = e, spec, args, span, head
         self.weights, self.read, self.scaled, self.since, self.step = (scratch + at for at in _arrays(spec)[:-1])
