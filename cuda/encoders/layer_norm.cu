@@ -1,7 +1,8 @@
 // The op `layer_norm`: (x − mean) / √(variance + eps) · weight + bias of every row, in place.
 //
 // x: rows of n numbers, `stride` numbers apart. weight, bias (n).
-// Grid (rows), block any. Cost: reads x three times, twice from the cache.
+// Grid (rows), block any. DEFINES: none.
+// Cost: reads x three times, twice from the cache.
 // PRECOND: none.
 
 extern "C" __global__ void __launch_bounds__(1024)

@@ -7,7 +7,7 @@
 // Grid (tiles, H), block WARPS · 32. DEFINES: HEAD_DIM (D), GROUP, WARPS.
 // PRECOND: D and strides even; out, q, k aligned to 8 bytes.
 //
-// Rows g and g + 8 of a warp's 16 are those of lane 4 · g + tg, which has columns 2 · tg and 2 · tg + 1 of every tile of 8.
+// Lane 4 · g + tg of a warp has its rows g and g + 8, and columns 2 · tg and 2 · tg + 1 of every tile of 8.
 
 constexpr int D = HEAD_DIM, DP = (D + 15) / 16 * 16, STEPS = DP / 16, ROWS = WARPS * 16, KEYS = 32;
 constexpr int KEY_PITCH = DP + 8, VALUE_PITCH = KEYS + 8;  // halves, so that lanes read different banks

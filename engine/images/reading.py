@@ -131,7 +131,7 @@ class Images:
                     try:
                         texts.append(self._text_of(part, images))
                     except EngineError as error:
-                        if at >= asked:
+                        if at == asked:
                             error.args = (f"{place}: {error}",)
                             raise
                         warn(f"{place} is left out: {error}")
