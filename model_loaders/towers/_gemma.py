@@ -12,7 +12,6 @@ from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.towers import Tower
 from polarlm.model_loaders.towers._padded import SIDE, padded
 
-_FILTERS = {0: "NEAREST", 1: "LANCZOS", 2: "BILINEAR", 3: "BICUBIC"}  # by Pillow's numbers
 _MAX_SIZE = 2**20
 KEYS = {  # of mmproj files, by the names of config.json
     "num_hidden_layers": "block_count",
@@ -21,7 +20,7 @@ KEYS = {  # of mmproj files, by the names of config.json
     "num_attention_heads": "attention.head_count",
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "rms_norm_eps": "attention.layer_norm_epsilon",
-    "merge": "projector.scale_factor",
+    "pooling_kernel_size": "projector.scale_factor",
 }
 
 
@@ -47,24 +46,24 @@ class GemmaTower(Tower):
         return -(-self.patch_values // SIDE) * SIDE
 
 
-def settings(vision: Fields, prepared: Fields, *, filter: int) -> dict[str, Any]:
-    """Fields of a `GemmaTower`. filter: the default, by Pillow's number."""
-    number = prepared.integer("resample", filter, minimum=0)
-    if number not in _FILTERS:
-        raise prepared.refuse("resample", f"but must be one of {', '.join(map(str, _FILTERS))}")
+def settings(vision: Fields, *, merge: int, eps: str) -> dict[str, Any]:
+    """Fields of a `GemmaTower`. merge: the default. eps: its key."""
     return {
-        "filter": _FILTERS[number],
         "layers": vision.integer("num_hidden_layers", maximum=4096),
         "hidden_size": vision.integer("hidden_size", maximum=_MAX_SIZE),
         "heads": vision.integer("num_attention_heads", maximum=_MAX_SIZE),
         "ffn_size": vision.integer("intermediate_size", maximum=_MAX_SIZE),
-        "patch": vision.integer("patch_size", maximum=256),
+        "patch": vision.integer("patch_size", 16, maximum=256),
+        "merge": vision.integer("pooling_kernel_size", merge, maximum=64),
+        "eps": vision.positive(eps, 1e-6),
     }
 
 
-def outputs_of(fields: Fields) -> int:
-    """E of the decoder, from config.json."""
-    return (fields.section("text_config") or fields).integer("hidden_size", maximum=_MAX_SIZE)
+def parts_of(fields: Fields) -> tuple[Fields, int]:
+    """What config.json says of the tower, and E of the decoder."""
+    vision = fields.section("vision_config")
+    assert vision is not None
+    return vision, (fields.section("text_config") or fields).integer("hidden_size", maximum=_MAX_SIZE)
 
 
 def with_padded_patches(tower: GemmaTower, stored: Mapping[str, StoredTensor], name: str) -> dict[str, StoredTensor]:

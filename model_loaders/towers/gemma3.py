@@ -22,48 +22,40 @@ _PATCHES, _PROJECTION = "vision_tower.embeddings.patch_embedding", "multi_modal_
 @dataclass(frozen=True)
 class Gemma3Tower(_gemma.GemmaTower):
     side: int  # patches along a side of an image
-    mean: tuple[float, ...]  # of a pixel, between 0 and 1
-    std: tuple[float, ...]
 
 
 def configure(fields: Fields, prepared: Fields) -> Gemma3Tower:
-    vision = fields.section("vision_config")
-    assert vision is not None
-    tower = _tower(vision, prepared, _gemma.outputs_of(fields), merge=1)
-    rows = fields.integer("mm_tokens_per_image", 256)
-    merge, rest = divmod(tower.side, math.isqrt(rows))
-    if rest or (tower.side // merge) ** 2 != rows:
+    vision, outputs = _gemma.parts_of(fields)
+    tower, rows = _tower(vision, prepared, outputs), fields.integer("mm_tokens_per_image", 256)
+    merge = tower.side // math.isqrt(rows)
+    if not merge or tower.side**2 != rows * merge**2:
         raise fields.refuse("mm_tokens_per_image", f"but an image has {tower.side} × {tower.side} patches")
     return replace(tower, merge=merge)
 
 
 def _of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma3Tower:
     vision = fields.translated(_gemma.KEYS)
-    outputs = shapes.get("mm.input_projection.weight", (0, 0))[-1]
-    return _tower(vision, vision, outputs, vision.integer("merge", 4, maximum=64))
+    return _tower(vision, vision, shapes.get("mm.input_projection.weight", (0,))[-1])
 
 
 PROJECTORS = {"gemma3": _of_mmproj}
 
 
-def _tower(vision: Fields, prepared: Fields, outputs: int, merge: int) -> Gemma3Tower:
+def _tower(vision: Fields, prepared: Fields, outputs: int) -> Gemma3Tower:
     vision.require("hidden_act", "gelu_pytorch_tanh")
-    settings = _gemma.settings(vision, prepared, filter=2)
-    size, half = vision.integer("image_size", maximum=2**14), [0.5] * 3
+    for key in ("image_mean", "image_std"):
+        prepared.require(key, [0.5] * 3)
+    settings = _gemma.settings(vision, merge=4, eps="layer_norm_eps")
     if settings["hidden_size"] % settings["heads"]:
         raise vision.refuse("hidden_size", f"which is not a multiple of {settings['heads']} heads")
-    colours = prepared.completed({"image_mean": half, "image_std": half})
     return Gemma3Tower(
         kind="gemma3",
         outputs=outputs,
         before="\n\n<start_of_image>",
         after="<end_of_image>\n\n",
+        filter="BILINEAR",
         **settings,
-        merge=merge,
-        eps=vision.positive("layer_norm_eps", 1e-6),
-        side=size // settings["patch"],
-        mean=colours.numbers("image_mean", minimum=0.0),
-        std=colours.numbers("image_std"),
+        side=vision.integer("image_size", maximum=2**14) // settings["patch"],
     )
 
 

@@ -25,91 +25,58 @@ PRODUCTS = {  # of a layer, by slot: names in config.json's files and in llama.c
 }
 _BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 _PATCHES = "vision_tower.patch_embedder.input_proj"
-_POSITIONS, _THETA = "vision_tower.patch_embedder.position_embedding_table", 100.0
+_POSITIONS = "vision_tower.patch_embedder.position_embedding_table"
 
 
 @dataclass(frozen=True)
 class Gemma4Tower(_gemma.GemmaTower):
-    kv_heads: int
     head_dim: int  # D
     theta: float
     positions: int  # along a side
     rows: int  # at most, of an image
     is_standardized: bool  # whether a row has a mean and a scale
     is_bounded: bool
-    channels_first: bool = False  # of the values of a patch
+    channels_first: bool  # of the values of a patch
 
 
 def configure(fields: Fields, prepared: Fields) -> Gemma4Tower:
-    vision = fields.section("vision_config")
-    assert vision is not None
-    rope = vision.section("rope_parameters") or Fields({}, vision.where)
-    heads = vision.integer("num_attention_heads")
-    return _tower(
-        vision.completed({"num_key_value_heads": heads, "patch_size": 16}),
-        prepared,
-        outputs=_gemma.outputs_of(fields),
-        merge=vision.integer("pooling_kernel_size", 3, maximum=64),
-        theta=rope.positive("rope_theta", _THETA),
-        is_standardized=vision.flag("standardize", False),
-        is_bounded=vision.flag("use_clipped_linears", False),
-    )
+    return _tower(*_gemma.parts_of(fields), prepared, channels_first=False)
 
 
 def _of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma4Tower:
-    vision = fields.translated(_gemma.KEYS)
-    dim = shapes.get("v.blk.0.attn_q_norm.weight", (1,))[0]
     of_tensors = {
-        "head_dim": dim,
-        "num_key_value_heads": shapes.get("v.blk.0.attn_k.weight", (0,))[0] // dim,
+        "head_dim": shapes.get("v.blk.0.attn_q_norm.weight", (0,))[0],
         "position_embedding_size": shapes.get("v.position_embd.weight", (0, 0))[-2],
+        "standardize": "v.std_bias" in shapes,
+        "use_clipped_linears": "v.blk.0.attn_q.input_min" in shapes,
     }
-    return _tower(
-        vision.replaced(of_tensors),
-        vision,
-        outputs=shapes.get("mm.input_projection.weight", (0,))[0],
-        merge=vision.integer("merge", 3, maximum=64),
-        theta=_THETA,
-        is_standardized="v.std_bias" in shapes,
-        is_bounded="v.blk.0.attn_q.input_min" in shapes,
-        channels_first=True,
-    )
+    vision = fields.translated(_gemma.KEYS).replaced(of_tensors)
+    return _tower(vision, shapes.get("mm.input_projection.weight", (0,))[0], vision, channels_first=True)
 
 
 PROJECTORS = {"gemma4v": _of_mmproj}
 
 
-def _tower(
-    vision: Fields,
-    prepared: Fields,
-    *,
-    outputs: int,
-    merge: int,
-    theta: float,
-    is_standardized: bool,
-    is_bounded: bool,
-    channels_first: bool = False,
-) -> Gemma4Tower:
+def _tower(vision: Fields, outputs: int, prepared: Fields, *, channels_first: bool) -> Gemma4Tower:
     vision.require("hidden_activation", "gelu_pytorch_tanh")
-    settings, head_dim = _gemma.settings(vision, prepared, filter=3), vision.integer("head_dim", maximum=4096)
+    settings = _gemma.settings(vision, merge=3, eps="rms_norm_eps")
+    vision.require("num_key_value_heads", settings["heads"])
+    head_dim, positions = vision.integer("head_dim"), vision.integer("position_embedding_size", 10 * 1024)
     if head_dim % 4:
         raise vision.refuse("head_dim", "but must be a multiple of 4, for RoPE in two dimensions")
-    positions = vision.integer("position_embedding_size", 10 * 1024)
     return Gemma4Tower(
         kind="gemma4",
         outputs=outputs,
         before="<|image>",
         after="<image|>",
+        filter="BICUBIC",
         **settings,
-        merge=merge,
-        eps=vision.positive("rms_norm_eps", 1e-6),
-        kv_heads=vision.integer("num_key_value_heads", maximum=settings["heads"]),
         head_dim=head_dim,
-        theta=theta,
+        theta=(vision.section("rope_parameters") or vision).positive("rope_theta", 100.0),
         positions=positions,
-        rows=min(prepared.integer("max_soft_tokens", 280), positions // merge),  # all may be along one side
-        is_standardized=is_standardized,
-        is_bounded=is_bounded,
+        rows=min(prepared.integer("max_soft_tokens", 280), positions // settings["merge"]),  # maybe all along a side
+        is_standardized=vision.flag("standardize", False),
+        is_bounded=vision.flag("use_clipped_linears", False),
         channels_first=channels_first,
     )
 
@@ -140,19 +107,15 @@ def tensors(tower: Gemma4Tower) -> TensorTable:
 
 def _layer(tower: Gemma4Tower, number: int) -> Slots:
     theirs, ggml = f"vision_tower.encoder.layers.{number}", f"v.blk.{number}"
-    c, f, heads, kv_heads, dim = tower.hidden_size, tower.ffn_size, tower.heads, tower.kv_heads, tower.head_dim
-    shapes = {
-        **{"q": (heads * dim, c), "k": (kv_heads * dim, c), "v": (kv_heads * dim, c), "out": (c, heads * dim)},
-        **{"gate": (f, c), "up": (f, c), "down": (c, f)},
-    }
+    c, f, heads, dim = tower.hidden_size, tower.ffn_size, tower.heads, tower.head_dim
+    shapes = dict.fromkeys("qkv", (heads * dim, c)) | {"out": (c, heads * dim), "down": (c, f)}
     # Each half of a head is rotated by itself.
-    rotated = partial(replace, attention=Attention(heads, kv_heads, dim, None, rotary_dim=dim // 2))
-    slots = {
-        slot: slots_of(slot, f"{theirs}.{name}.linear", f"{ggml}.{label}", shapes[slot])[slot]
-        for slot, (name, label) in PRODUCTS.items()
-    }
-    for slot, count in (("q", heads), ("k", kv_heads)):
-        slots[slot] = (rotated(slots[slot][0], rotated_heads=count),)
+    rotated = partial(replace, attention=Attention(heads, heads, dim, None, rotary_dim=dim // 2))
+    slots: dict[str, tuple[TensorSpec, ...]] = {}
+    for slot, (name, label) in PRODUCTS.items():
+        slots |= slots_of(slot, f"{theirs}.{name}.linear", f"{ggml}.{label}", shapes.get(slot, (f, c)))
+    for slot in "qk":
+        slots[slot] = (rotated(slots[slot][0], rotated_heads=heads),)
         norm = TensorSpec(f"{theirs}.self_attn.{slot}_norm.weight", f"{ggml}.attn_{slot}_norm.weight", (dim,))
         slots[f"{slot}_norm"] = (rotated(norm, rotated_heads=1),)
     for slot, name, label in (

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.weights import load_tower
-from polarlm.model_loaders import LoadError, load_weights, towers
+from polarlm.model_loaders import LoadError, towers
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.towers import gemma3, gemma4
 from tests.model.test_towers import finished, read_tower
@@ -39,8 +39,7 @@ def configured(module: Any, prepared: dict[str, object], more: dict[str, object]
 
 def test_images_get_the_sizes_that_transformers_gives_them() -> None:
     small, large = (configured(gemma4, {"max_soft_tokens": rows}, {}) for rows in (70, 280))
-    square = configured(gemma3, {"resample": 3}, {}, patch_size=14)
-    assert (square.merge, square.filter, large.filter) == (4, "BICUBIC", "BICUBIC")
+    square = configured(gemma3, {}, {}, patch_size=14)
     for image, *wanted in SIZES:
         for tower, size in zip((large, small), wanted, strict=True):
             shape = towers.fit(tower, *image)
@@ -53,7 +52,7 @@ def test_images_get_the_sizes_that_transformers_gives_them() -> None:
     ("module", "prepared", "more", "vision", "problem"),
     [
         (gemma3, {}, {"mm_tokens_per_image": 200}, {}, "mm_tokens_per_image is 200, but an image has 64 × 64 patches"),
-        (gemma3, {"resample": 9}, {}, {}, "resample is 9"),
+        (gemma3, {"image_mean": [0.4] * 3}, {}, {}, "image_mean is"),
         (gemma3, {}, {}, {"hidden_size": 33}, "hidden_size is 33, which is not a multiple of 2 heads"),
         (gemma4, {}, {}, {"head_dim": 18}, "head_dim is 18, but must be a multiple of 4"),
     ],
@@ -63,18 +62,6 @@ def test_a_tower_that_cannot_be_read_is_named(
 ) -> None:
     with pytest.raises(LoadError, match=problem):
         configured(module, prepared, more, **{"patch_size": 14 if module is gemma3 else 16, **vision})
-
-
-def test_which_layers_see_images_as_a_whole() -> None:
-    whole = {
-        name: [one.images_whole for one in load_weights(MODELS / name)[0].attentions.values()]
-        for name in ("gemma3_with_images", "gemma4_images_whole", "gemma4_images_clipped")
-    }
-    assert whole == {
-        "gemma3_with_images": [True] * 3,
-        "gemma4_images_whole": [True, False, False],
-        "gemma4_images_clipped": [False] * 4,
-    }
 
 
 def write_mmproj(path: Path, name: str, *, is_swapped: bool) -> Path:

@@ -12,9 +12,9 @@ from polarlm.model_loaders.towers._gemma import GemmaTower
 
 
 def patches(tower: GemmaTower, pixels: np.ndarray, *, channels_first: bool) -> np.ndarray:
-    """pixels (height, width, 3) → patches (P, 3 · patch²), with zeros after their values."""
+    """pixels uint8 (height, width, 3) → patches (P, 3 · patch²) from −1 to 1, with zeros after their values."""
     height, width, side = *pixels.shape[:2], tower.patch
-    x = pixels.reshape(height // side, side, width // side, side, 3)
+    x = (pixels * np.float32(2 / 255) - 1).reshape(height // side, side, width // side, side, 3)
     x = x.transpose(0, 2, *((4, 1, 3) if channels_first else (1, 3, 4))).reshape(-1, tower.patch_values)
     return np.pad(x, ((0, 0), (0, tower.padded - x.shape[1])))
 

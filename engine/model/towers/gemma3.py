@@ -51,8 +51,7 @@ class Reader:
 
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
         ops, tower, w = self._ops, self.tower, self._weights
-        mean, std = (255 * np.array(one, np.float32) for one in (tower.mean, tower.std))
-        patches = _gemma.patches(tower, (pixels - mean) / std, channels_first=True)
+        patches = _gemma.patches(tower, pixels, channels_first=True)
         x = ops.embed(w.positions, ops.to_device(np.arange(len(patches))))
         ops.linear(ops.to_device(patches), w.patches, residual=x)
         for layer in self._layers:

@@ -51,7 +51,7 @@ class Reader:
         assert ops.of_encoders is not None
         self.tower, self.bytes = tower, nbytes
         self._ops, self._of_encoders, self._weights, self._layers = ops, ops.of_encoders, weights, layers
-        (self._transform,) = ops.prepare([HeadTransform(tower.kv_heads, value_eps=tower.eps)])
+        (self._transform,) = ops.prepare([HeadTransform(tower.heads, value_eps=tower.eps)])
         self._ones = ops.to_device(np.ones(tower.hidden_size))
         self._bounds = [None if one.bounds is None else ops.to_host(one.bounds).reshape(-1, 2, 2) for one in layers]
         self._standard = [None if one is None else ops.to_host(one) for one in (weights.std_bias, weights.std_scale)]
@@ -62,7 +62,7 @@ class Reader:
         rows, columns = np.indices((down * merge, right * merge)).reshape(2, -1)
         both = (ops.embed(w.positions, ops.to_device(numbers)) for numbers in (columns, tower.positions + rows))
         x = ops.to_device(sum(map(ops.to_host, both)))
-        patches = _gemma.patches(tower, pixels * np.float32(2 / 255) - 1, channels_first=tower.channels_first)
+        patches = _gemma.patches(tower, pixels, channels_first=tower.channels_first)
         ops.linear(ops.to_device(patches), w.patches, residual=x)
         rope = self._rope(columns, rows)
         for number in range(tower.layers):
@@ -97,12 +97,10 @@ class Reader:
 
     def _attend(self, x: Array, number: int, rope: tuple[Array, Array]) -> None:
         ops, tower, w, count = self._ops, self.tower, self._layers[number], len(x)
-        y, first = self._normed(x, w.norm), 0
-        qkv = ops.empty((count, tower.heads + 2 * tower.kv_heads, tower.head_dim))
-        for name in "qkv":
-            part = self._product(y, number, name).reshape(count, -1, tower.head_dim)
-            qkv[:, first : first + part.shape[1]] = part
-            first += part.shape[1]
+        y, shape = self._normed(x, w.norm), (count, tower.heads, tower.head_dim)
+        qkv = ops.empty((count, 3 * tower.heads, tower.head_dim))
+        for place, name in enumerate("qkv"):
+            qkv[:, place * tower.heads : (place + 1) * tower.heads] = self._product(y, number, name).reshape(shape)
         norms = w.q_norm, w.k_norm, tower.eps
         mixed = self._of_encoders.self_attention(qkv, rope, self._transform, [count], 1.0, None, norms)
         mixed = self._product(mixed.reshape(count, tower.heads * tower.head_dim), number, "out")
