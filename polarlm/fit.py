@@ -35,6 +35,7 @@ from polarlm.engine.loading.fit import (
     fit_files,
     steps_to,
 )
+from polarlm.engine.loading.placement.wanted import bytes_beside
 from polarlm.engine.model.weights import in_words
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import ModelConfig, hub
@@ -109,10 +110,10 @@ def _report(argv: Sequence[str]) -> str:
         model, source, dtype = model_loaders.load_weights(path, mtp=config.mtp)
         try:
             asked = numbers or steps_to(model.max_context)
-            fits = [
-                fit_device(config, device, ops, model, source, contexts=asked)
-                for device, ops in devices(options.device)
-            ]
+            fits = []
+            for device, ops in devices(options.device):
+                more = bytes_beside(config, ops, model, Path(path))
+                fits.append(fit_device(config, device, ops, model, source, contexts=asked, more=more))
         finally:
             source.close()
     advice = advise(fits, config, model)

@@ -34,9 +34,16 @@ def main(argv: Sequence[str]) -> None:
     try:
         rows = _rows(model)
     finally:
-        model.weights.close()
+        model.close()
     width = max(len(name) for name, _ in rows) + 2
     print("\n".join([model.name, *(f"  {name:{width}}{value}" for name, value in rows)]))
+
+
+def _of_images(model: Model) -> list[tuple[str, str]]:
+    if model.tower_weights is None:
+        return []
+    parameters = sum(math.prod(model.tower_weights.shape(name)) for name in model.tower_weights.names())
+    return [("images", f"read, by {parameters:,} parameters more")]
 
 
 def _rows(model: Model) -> list[tuple[str, str]]:
@@ -51,6 +58,7 @@ def _rows(model: Model) -> list[tuple[str, str]]:
         ("context", f"{config.max_context:,} tokens"),
         ("layers", f"{len(config.layers)}, {len(config.kv_attentions)} with keys and values"),
         ("heads", f"{attention.heads} for queries, {attention.kv_heads} for keys and values, of {attention.head_dim}"),
+        *_of_images(model),
         ("vocabulary", f"{config.vocab_size:,} tokens"),
         ("template", "none: it gives texts vectors" if config.is_encoder else chat),
         ("path", str(model.path)),

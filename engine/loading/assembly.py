@@ -221,7 +221,7 @@ class _Loading:
     def _placed(self) -> Placement:
         config, source = self._config, self._source
         wanted = wanted_of_source(config, self._ops, source.config, source.weights, self._adapters.all)
-        more = bytes_beside(config, self._ops, source.tower_weights)
+        more = bytes_beside(config, self._ops, source.config, source.path)
         return place(replace(wanted, more=more, is_mapped=self._mapped is not None), self._ops, self._say)
 
     def _warn(self, placement: Placement) -> None:

@@ -20,7 +20,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.placement.cards import CardFit
 from polarlm.engine.loading.placement.experts import LEAST_CONTEXT, CpuExperts, ExpertPlan
 from polarlm.engine.loading.placement.place import Placement, place
-from polarlm.engine.loading.placement.wanted import Wanted, wanted_of_bytes, wanted_of_source
+from polarlm.engine.loading.placement.wanted import More, Wanted, nothing, wanted_of_bytes, wanted_of_source
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import read_adapters
 from polarlm.engine.model.weights import Kept, kept
@@ -103,13 +103,14 @@ def fit_device(
     source: WeightSource,
     cache_types: Sequence[str] = CACHE_TYPES,
     contexts: Sequence[int] = (),
+    more: More = nothing,
 ) -> DeviceFit:
     """Return what fits on a device with `config`: first with its weight type, then with every other one. contexts:
-    lengths in tokens; sequences of these lengths are counted with the first weight type."""
+    lengths in tokens; sequences of these lengths are counted with the first weight type. more: as in `Wanted`."""
     rows, adapters = [], read_adapters(config, model, source).all
     for number, weight_type in enumerate(weight_types(config)):
         settings = replace(config, weight_type=weight_type)
-        wanted = wanted_of_source(settings, ops, model, source, adapters)
+        wanted = replace(wanted_of_source(settings, ops, model, source, adapters), more=more)
         row = fit_weights(wanted, ops, cache_types, () if number else contexts)
         rows.append(replace(row, kept=kept(ops, source, weight_format(settings))))
     return DeviceFit(device, ops.name, ops.free_memory(), tuple(rows))

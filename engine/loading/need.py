@@ -80,12 +80,7 @@ def _placed(config: EngineConfig, ops: Ops, reserved: int, most: int | None) -> 
     try:
         model = model.for_context(config.ctx_size)
         wanted = wanted_of_source(config, ops, model, source, read_adapters(config, model, source).all)
-        _, tower = model_loaders.load_tower(Path(str(config.weights)), model, config.mmproj) or (None, None)
-        try:
-            more = bytes_beside(config, ops, tower)
-        finally:
-            if tower is not None:
-                tower.close()
+        more = bytes_beside(config, ops, model, Path(str(config.weights)))
         return place(replace(wanted, more=more, reserved=reserved, most=most, caches_experts=False), ops)
     finally:
         source.close()

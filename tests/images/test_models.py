@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from polarlm.engine import Engine, SamplingParams
+from polarlm.command import main
+from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.loading.placement.wanted import bytes_beside
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.towers._rows import PlacedImage
 from polarlm.engine.model.weights import load_tower, load_weights
@@ -178,6 +180,18 @@ def test_no_turn_reads_text_or_images_again(path: Path, tmp_path: Path) -> None:
             assert answer.text == texts[0]
             assert answer.usage.cached_tokens >= answer.usage.prompt_tokens - 16  # complete blocks are on the disk
             assert again.read == 0
+
+
+def test_memory_counts_the_tower_unless_it_is_left_out(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, model = EngineConfig(weights=str(path)), open_weights(path)[0]
+    assert bytes_beside(config, NumpyOps(), model, path)(64) > 10_000
+    assert bytes_beside(replace(config, mmproj="none"), NumpyOps(), model, path)(64) == 0
+    with Engine.load(path, mmproj="none", **SETTINGS) as engine:
+        assert not engine.reads_images
+        with pytest.raises(EngineError, match="takes text alone"):
+            engine.chat(FIRST)
+    main(["show", str(path)])
+    assert "images      read, by " in capsys.readouterr().out
 
 
 def test_another_image_of_the_same_size_shares_nothing(path: Path) -> None:

@@ -134,7 +134,7 @@ def test_the_plan_leaves_room_for_the_draft_model(tiny_path: Path, other: Path) 
     ops = NumpyOps()
     with Engine.load(tiny_path, device="cpu", **SETTINGS) as engine:
         model = engine.model.config
-    wanted, more = Wanted(config, model, Sizes(0)), bytes_beside(config, ops, None)
+    wanted, more = Wanted(config, model, Sizes(0)), bytes_beside(config, ops, model, tiny_path)
     shape = wanted.shape(ops)
     assert more(1000) > more(0) > 100_000  # its weights
     alone = wanted.plan(ops, shape, 1 << 40)

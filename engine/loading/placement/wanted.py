@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from polarlm import model_loaders
@@ -212,12 +213,14 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
     )
 
 
-def bytes_beside(config: EngineConfig, ops: Ops, tower: WeightSource | None) -> More:
-    """Return a function: tokens of a context → bytes of the part that reads images, and of the draft model's weights,
-    KV store and work. tower: the weights of the former. Raises EngineError if the backend lacks kernels of the draft
-    model's layers."""
-    images = 0 if tower is None else weight_bytes(ops, tower)
-    draft = _draft_bytes(config, ops)
+def bytes_beside(config: EngineConfig, ops: Ops, model: ModelConfig, where: Path) -> More:
+    """Return a function: tokens of a context → bytes of the part that reads images of the model at `where`, and of the
+    draft model's weights, KV store and work. Raises LoadError, and EngineError if the backend lacks kernels of the
+    draft model's layers."""
+    images, draft = 0, _draft_bytes(config, ops)
+    if (found := model_loaders.load_tower(where, model, config.mmproj)) is not None:
+        images = weight_bytes(ops, found[1])
+        found[1].close()
     return lambda tokens: images + draft(tokens)
 
 
