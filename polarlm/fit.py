@@ -111,9 +111,9 @@ def _report(argv: Sequence[str]) -> str:
         try:
             asked = numbers or steps_to(model.max_context)
             fits = []
-            for device, ops in devices(options.device):
+            for name, ops in devices(options.device):
                 more = bytes_beside(config, ops, model, Path(path))
-                fits.append(fit_device(config, device, ops, model, source, contexts=asked, more=more))
+                fits.append(fit_device(config, name, ops, model, source, contexts=asked, more=more))
         finally:
             source.close()
     advice = advise(fits, config, model)
