@@ -236,7 +236,10 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def nothing_else_holds_blocks(self) -> None:
         if hasattr(self, "cached"):
-            assert_held_by(self.cached.store, [sequence.kv for sequence in self.live])
+            store = self.cached.store
+            assert_held_by(store, [sequence.kv for sequence in self.live])
+            for sequence in self.live:
+                assert store.bytes_held(sequence.kv) == store.shape.sequence_bytes(sequence.kv.length)
 
 
 def test_schedules() -> None:
