@@ -212,13 +212,14 @@ class Schedules(RuleBasedStateMachine):
         try:
             how()
         except OutOfBlocks:
-            self.live.remove(sequence)
-            sequence.end()
+            self._end(sequence)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def end(self, data) -> None:
-        sequence = data.draw(st.sampled_from(self.live))
+        self._end(data.draw(st.sampled_from(self.live)))
+
+    def _end(self, sequence: CachedSequence) -> None:
         self.live.remove(sequence)
         sequence.end()
 
@@ -243,4 +244,4 @@ class Schedules(RuleBasedStateMachine):
 
 
 def test_schedules() -> None:
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=15))
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=30))
