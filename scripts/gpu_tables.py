@@ -11,12 +11,6 @@ from polarlm.bench.gpu.tables import Measured, best_half, prompts_table, rates_t
 from scripts.quality_tables import RESULTS
 
 _PLACES = [(context, batch) for batch in (1, 16) for context in (2048, 32_768, 131_072)]
-_LAUNCHES = {
-    "plain": "",
-    "rest": " more",
-    "overlapped": " with overlapped launches",
-    "in turn": " with launches in turn",
-}
 
 
 def gpu() -> str:

@@ -212,13 +212,14 @@ class Schedules(RuleBasedStateMachine):
         try:
             how()
         except OutOfBlocks:
-            self.live.remove(sequence)
-            sequence.end()
+            self._end(sequence)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def end(self, data) -> None:
-        sequence = data.draw(st.sampled_from(self.live))
+        self._end(data.draw(st.sampled_from(self.live)))
+
+    def _end(self, sequence: CachedSequence) -> None:
         self.live.remove(sequence)
         sequence.end()
 
@@ -236,8 +237,11 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def nothing_else_holds_blocks(self) -> None:
         if hasattr(self, "cached"):
-            assert_held_by(self.cached.store, [sequence.kv for sequence in self.live])
+            store = self.cached.store
+            assert_held_by(store, [sequence.kv for sequence in self.live])
+            for sequence in self.live:
+                assert store.bytes_held(sequence.kv) == store.shape.sequence_bytes(sequence.kv.length)
 
 
 def test_schedules() -> None:
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=15))
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=30))

@@ -6,14 +6,10 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.store import SequenceKV, Span
+from polarlm.engine.state.store import Span
 from tests.state.fed import Fed, N, assert_held_by, held, make_store
 
 
@@ -117,65 +113,3 @@ def test_steps_can_be_aborted_after_an_interrupted_encoder(monkeypatch: pytest.M
     assert (held(store), done.kv.length, sequence.kv.length) == (taken, 2 * N, 2 * N - 1)
     assert_held_by(store, [done.kv, sequence.kv])
     sequence.feed(2, step=True)
-
-
-class Schedules(RuleBasedStateMachine):
-    """Sequences grow, fail and end in any order; the allocators always agree with the block tables."""
-
-    @initialize()
-    def start(self) -> None:
-        self.store = make_store(windows=(None, 12), tokens=120, sequences=3)
-        self.sequences: list[SequenceKV] = []
-
-    @rule()
-    def begin(self) -> None:
-        self.sequences.append(self.store.new_sequence())
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), count=st.integers(1, 30), commit=st.booleans())
-    def grow(self, data, count: int, commit: bool) -> None:
-        kv = data.draw(st.sampled_from(self.sequences))
-        try:
-            span = self.store.open(kv, count)
-        except OutOfBlocks:
-            return
-        if commit:
-            self.store.commit(span)
-        else:
-            self.store.abort(span)
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), count=st.integers(1, STEP_ROWS), commit=st.booleans())
-    def step(self, data, count: int, commit: bool) -> None:
-        kv = data.draw(st.sampled_from(self.sequences))
-        try:
-            span = self.store.open_step(kv, count)
-        except OutOfBlocks:
-            return
-        if commit:
-            kept = data.draw(st.integers(0, count))
-            start = kv.length
-            self.store.commit(span, kept)
-            assert kv.length == start + kept
-        else:
-            self.store.abort(span)
-
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def end(self, data) -> None:
-        kv = data.draw(st.sampled_from(self.sequences))
-        self.sequences.remove(kv)
-        self.store.release(kv)
-
-    @invariant()
-    def they_take_what_their_lengths_say(self) -> None:
-        for kv in getattr(self, "sequences", ()):
-            assert self.store.bytes_held(kv) == self.store.shape.sequence_bytes(kv.length)
-
-    @invariant()
-    def references_are_those_of_the_tables(self) -> None:
-        assert_held_by(self.store, self.sequences)
-
-
-Schedules.TestCase.settings = settings(max_examples=20)
-TestSchedules = Schedules.TestCase

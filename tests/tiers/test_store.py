@@ -9,16 +9,8 @@ from contextlib import nullcontext
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
-from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker, Trip
 from polarlm.engine.storage.tiers.names import Names
@@ -27,7 +19,8 @@ from polarlm.engine.storage.tiers.tier_hit import Budget, Stored, TierHit
 from polarlm.engine.storage.tiers.tier_store import Memory
 from polarlm.engine.storage.tiers.writing import Writer
 from polarlm.engine.storage.waiting import WaitingBlocks
-from tests.state.fed import N, assert_held_by, overwrite
+from tests.state import test_prefix
+from tests.state.fed import N, overwrite
 from tests.state.test_prefix import CachedSequence, CachedStore, words
 
 
@@ -127,8 +120,8 @@ def test_blocks_are_read_while_the_block_after_them_is(monkeypatch: pytest.Monke
     assert kept.begin([*STEM, 0]).found == len(STEM)
 
 
-class Schedules(RuleBasedStateMachine):
-    """Sequences of few different tokens begin, grow and end in a small store, whose blocks are kept in a place.
+class Schedules(test_prefix.Schedules):
+    """As those of a store alone, whose blocks are kept in a place.
 
     The model is the prefixes that have been kept, and the last tokens after them.
     """
@@ -139,7 +132,7 @@ class Schedules(RuleBasedStateMachine):
         codec=st.sampled_from(["polarquant", "f16"]),
     )
     def start(self, windows, size: int, codec: str) -> None:
-        self.kept = Kept(codec, windows, size=size, tokens=64, sequences=3)
+        self.cached = Kept(codec, windows, size=size, tokens=64, sequences=3, step_rows=N)
         self.is_exact = windows == (None,) and size > 1 << 20
         self.blocks: set[tuple[int, ...]] = set()
         self.tails: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -148,7 +141,7 @@ class Schedules(RuleBasedStateMachine):
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=4), count=st.integers(2, 40))
     def begin(self, ids: list[int], count: int) -> None:
         prompt = [i for i in ids for _ in range(9)][:count]
-        sequence = self.kept.begin(prompt)
+        sequence = self.cached.begin(prompt)
         self.live.append(sequence)
         if self.is_exact and len(self.live) == 1:
             assert sequence.found >= self._kept_of(tuple(prompt[:-1]))
@@ -165,41 +158,19 @@ class Schedules(RuleBasedStateMachine):
             common += 1
         return count + common
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), ids=st.lists(st.integers(0, 1), min_size=1, max_size=12))
-    def step(self, data, ids: list[int]) -> None:
-        sequence = data.draw(st.sampled_from(self.live))
-        self._grow(sequence, lambda: sequence.step(*ids))
-
-    def _grow(self, sequence: CachedSequence, how) -> None:
-        try:
-            how()
-        except OutOfBlocks:
-            self._end(sequence)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def end(self, data) -> None:
-        self._end(data.draw(st.sampled_from(self.live)))
-
     def _end(self, sequence: CachedSequence) -> None:
         self.live.remove(sequence)
         ids = tuple(sequence.ids[: sequence.kv.length])
-        self.kept.end(sequence)
+        self.cached.end(sequence)
         self.blocks |= {ids[:stop] for stop in range(N, len(ids) + 1, N)}
         complete = len(ids) - len(ids) % N
         if complete and complete < len(ids):
             self.tails[ids[:complete]] = ids[complete:]
 
-    @rule()
-    def overwrite(self) -> None:
-        overwrite(self.kept.store)
-
     @invariant()
-    def nothing_else_holds_blocks(self) -> None:
-        if hasattr(self, "kept"):
-            assert_held_by(self.kept.store, [sequence.kv for sequence in self.live])
-            assert self.kept.place._held <= self.kept.place._size
+    def a_place_keeps_to_its_size(self) -> None:
+        if hasattr(self, "cached"):
+            assert self.cached.place._held <= self.cached.place._size
 
 
 def test_schedules() -> None:

@@ -109,6 +109,7 @@ def test_an_answer_may_end_anywhere() -> None:
     for end in range(len(text)):
         parts = dict(parsed(parser(FORMS["HERMES"], THINK), text[:end]))
         assert "a b</think>".startswith(parts.get("reasoning", ""))
+        assert not parts.get("text", "").startswith("<") or parts["text"] == text[:end]
         assert '{"a": 1}'.startswith(parts.get("arguments", ""))
 
 
