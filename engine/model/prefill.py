@@ -107,7 +107,7 @@ class Prefill:
             for layer in layers:
                 for part in self.images:
                     if 0 < layer <= len(part.added):
-                        x[part.at] += part.added[layer - 1]
+                        ops.linear(*part.added[layer - 1], residual=x[part.at])
                 for span in spans:
                     self.store.begin_layer(layer, span)
                 rope = self.ropes.of_layer(layer, tables)

@@ -15,15 +15,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from polarlm.engine.backends.ops import Array
+from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.towers import ImageShape, Tower
 
 
 class ImageRows(NamedTuple):
-    """The rows (R, E) of an image in place of embeddings, and what is added to the hidden states of these rows after
-    each of the first layers of the decoder, (R, E) each."""
+    """The rows (R, E) of an image in place of embeddings, and products that are added to the hidden states of these
+    rows after each of the first layers of the decoder: inputs (R, n), and the matrix (E, n)."""
 
     rows: Array
-    added: tuple[Array, ...] = ()
+    added: tuple[tuple[Array, Linear], ...] = ()
 
 
 class ImageReader(Protocol):

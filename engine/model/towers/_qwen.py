@@ -70,10 +70,9 @@ class Patches:
         self.of_encoders.layer_norm(y, (norm, bias, EPS))
         return y
 
-    def merged(self, x: Array, first: Linear, second: Linear) -> Array:
-        """x, with the patches of a row beside each other → rows of a prompt (R, E)."""
-        x = x.reshape(-1, self.tower.merged)
-        return self.ops.linear(self.ops.linear(x, first, activation="gelu"), second)
+    def merged(self, x: Array, first: Linear) -> Array:
+        """x, with the patches of a row beside each other → (R, n), whose product with another matrix is (R, E)."""
+        return self.ops.linear(x.reshape(-1, self.tower.merged), first, activation="gelu")
 
     def parts(self, x: Array) -> Iterator[Array]:
         """x, some rows at a time, so that what a network has between its products stays small."""

@@ -10,6 +10,7 @@ import numpy as np
 from polarlm.engine.backends.ops import Array
 from polarlm.engine.model.towers import ImageReader
 from polarlm.engine.state.store import Span
+from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.towers import ImageShape
 
 
@@ -22,12 +23,12 @@ class PlacedImage(NamedTuple):
 
 
 class ImagePart(NamedTuple):
-    """What a prompt's rows get of an image: rows (n, E) in place of their embeddings, and what is added to their hidden
-    states after each of the first layers, (n, E) each. at: these rows of the prompt."""
+    """What a prompt's rows get of an image: rows (n, E) in place of their embeddings, and products that are added to
+    their hidden states after each of the first layers. at: these rows of the prompt."""
 
     at: slice
     rows: Array
-    added: Sequence[Array]
+    added: Sequence[tuple[Array, Linear]]
 
 
 def read_images(
@@ -50,5 +51,5 @@ def read_images(
                 break
             yield 0
         cut = slice(begin - first, end - first)
-        parts.append(ImagePart(slice(begin - span.start, end - span.start), rows[cut], [one[cut] for one in added]))
+        parts.append(ImagePart(slice(begin - span.start, end - span.start), rows[cut], [(x[cut], w) for x, w in added]))
     return parts

@@ -58,7 +58,7 @@ class Reader:
             yield
         ops.rms_norm(x, (w.norm, EPS))
         of_rows = np.argsort(order[:: tower.merge**2])
-        return ImageRows(ops.to_device(ops.to_host(do.merged(x, w.first, w.second))[of_rows]))
+        return ImageRows(ops.to_device(ops.to_host(ops.linear(do.merged(x, w.first), w.second))[of_rows]))
 
     def _windows(self, shape: ImageShape) -> tuple[np.ndarray, list[int]]:
         """The patches in the order of windows, (P,), and how many a window has; those at the edges have fewer."""

@@ -67,9 +67,10 @@ class Reader:
                 ops.linear(y, layer.down, residual=part)
             if layer.deep_in is not None and layer.deep_out is not None:
                 y = do.normed(x.reshape(-1, tower.merged), layer.deep_norm, layer.deep_norm_bias)
-                added.append(do.merged(y, layer.deep_in, layer.deep_out))
+                added.append((do.merged(y, layer.deep_in), layer.deep_out))
             yield
-        return ImageRows(do.merged(do.normed(x, w.norm, w.norm_bias), w.first, w.second), tuple(added))
+        merged = do.merged(do.normed(x, w.norm, w.norm_bias), w.first)
+        return ImageRows(ops.linear(merged, w.second), tuple(added))
 
     def _positions_of(self, where: np.ndarray, shape: ImageShape) -> np.ndarray:
         """The positions (P, C) of patches, between the nearest four of the table."""
