@@ -31,7 +31,7 @@ from polarlm.engine.state.places import IMAGE_IDS, Places
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.forks import renew_in_children
 from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed
-from polarlm.model_loaders.towers import ImageShape, Tower, fit
+from polarlm.model_loaders.towers import MOST_ROWS, ImageShape, Tower, fit
 
 _WORKER = Path(__file__).with_name("worker.py")
 _MOST_PIXELS = 1 << 26  # of a file: 192 MB decoded
@@ -102,7 +102,7 @@ class Images:
     def __init__(self, model: Model, context: int) -> None:
         """context: the most tokens of a prompt."""
         self._tower, self._name = model.tower, model.name
-        self._most_rows = max(1, context // 2)  # of an image
+        self._most_rows = max(1, min(context // 2, MOST_ROWS))  # of an image: half of the context is for text
         self._worker = LimitedProcess(_WORKER, _MOST_PIXELS)
         self._recent: OrderedDict[str, PromptImage] = OrderedDict()
         self._lock = Lock()
@@ -172,7 +172,7 @@ class Images:
         file = {"data": base64.b64encode(data).decode()}
         width, height = self._ask(file)["size"]
         shape = fit(self._tower, width, height)
-        while shape.rows > self._most_rows and min(width, height) > 1:  # half of the context is for text
+        while shape.rows > self._most_rows and min(width, height) > 1:
             shrunk = 0.98 * math.sqrt(self._most_rows / shape.rows)
             width, height = max(1, int(width * shrunk)), max(1, int(height * shrunk))
             smaller = fit(self._tower, width, height)

@@ -33,6 +33,7 @@ from polarlm.model_loaders.files.tensor_table import TensorTable
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 from polarlm.model_loaders.files.weights import arranged, complete
 
+MOST_ROWS = 4096  # of an image; of a larger one towers would compute attention for minutes
 _CLIP, _OF_IMAGES = "clip.", "clip.vision."
 
 
@@ -53,7 +54,8 @@ class Tower:
     """A tower. Each kind has a subclass with its sizes.
 
     before, after: the text around the rows of an image in a prompt, where names of control tokens are these tokens.
-    filter: how images are scaled, a name of Pillow's `Resampling`.
+    filter: how images are scaled, a name of Pillow's `Resampling`. A row is made of merge × merge patches of
+    patch × patch pixels.
     """
 
     kind: str  # the file in model_loaders/towers
@@ -61,6 +63,17 @@ class Tower:
     before: str
     after: str
     filter: str
+    layers: int
+    hidden_size: int  # C
+    heads: int
+    ffn_size: int
+    patch: int
+    merge: int
+
+    @property
+    def merged(self) -> int:
+        """C of the patches of a row."""
+        return self.merge**2 * self.hidden_size
 
 
 def fit(tower: Tower, width: int, height: int) -> ImageShape:

@@ -26,14 +26,6 @@ KEYS = {  # of mmproj files, by the names of config.json
 
 @dataclass(frozen=True)
 class GemmaTower(Tower):
-    """C: `hidden_size`."""
-
-    layers: int
-    hidden_size: int
-    heads: int
-    ffn_size: int
-    patch: int  # pixels
-    merge: int
     eps: float
 
     @property

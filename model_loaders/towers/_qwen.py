@@ -37,14 +37,6 @@ _ROWS = {  # sizes that are the numbers of rows of their tensors
 
 @dataclass(frozen=True)
 class QwenTower(Tower):
-    """C: `hidden_size`, a multiple of `heads`. A row of a prompt is made of merge × merge patches."""
-
-    layers: int
-    hidden_size: int
-    heads: int
-    ffn_size: int
-    patch: int  # pixels
-    merge: int
     pixels: tuple[int, int]  # least and most of an image
     mean: tuple[float, ...]  # of a pixel, between 0 and 1
     std: tuple[float, ...]
@@ -52,11 +44,6 @@ class QwenTower(Tower):
     @property
     def patch_values(self) -> int:
         return _CHANNELS * FRAMES * self.patch**2
-
-    @property
-    def merged(self) -> int:
-        """C of the patches of a row."""
-        return self.merge**2 * self.hidden_size
 
 
 def settings(

@@ -19,7 +19,9 @@ from polarlm.engine.images import reading as images
 from polarlm.engine.images.reading import Images, ReadPrompt
 from polarlm.model_loaders.towers import ImageShape, Tower
 
-TOWER = Tower("stub", 8, "<before>", "<after>", "BICUBIC")
+TOWER = Tower(
+    "stub", 8, "<before>", "<after>", "BICUBIC", layers=1, hidden_size=8, heads=1, ffn_size=8, patch=4, merge=1
+)
 MARK = "\ufffc"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 

@@ -30,9 +30,11 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.weights import WeightSource
+from polarlm.model_loaders.towers import MOST_ROWS
 
 CONTEXT_TO_CHOOSE_BY = 16_384  # tokens that must fit if the model's own context is longer
 _TOKENS_OF_KEPT = 2048  # assumed length of a kept conversation, if memory exceeds one context
+_OF_PATCHES = 7  # arrays as large as the hidden states of an image's patches: with their queries, keys and values
 _SHARE_OF_KEPT = 8  # the part of a store that is added for conversations that are kept
 
 More = Callable[[int], int]  # tokens of a context → bytes
@@ -214,14 +216,15 @@ def draft_config(config: EngineConfig, tokens: int) -> EngineConfig:
 
 
 def bytes_beside(config: EngineConfig, ops: Ops, model: ModelConfig, where: Path) -> More:
-    """Return a function: tokens of a context → bytes of the part that reads images of the model at `where`, and of the
-    draft model's weights, KV store and work. Raises LoadError, and EngineError if the backend lacks kernels of the
-    draft model's layers."""
-    images, draft = 0, _draft_bytes(config, ops)
+    """Return a function: tokens of a context → bytes of the part that reads images of the model at `where` and of its
+    work, and of the draft model's weights, KV store and work. Raises LoadError, and EngineError if the backend lacks
+    kernels of the draft model's layers."""
+    weights, row, draft = 0, 0, _draft_bytes(config, ops)
     if (found := model_loaders.load_tower(where, model, config.mmproj)) is not None:
-        images = weight_bytes(ops, found[1])
-        found[1].close()
-    return lambda tokens: images + draft(tokens)
+        tower, source = found
+        weights, row = weight_bytes(ops, source), _OF_PATCHES * 4 * tower.merged
+        source.close()
+    return lambda tokens: weights + row * min(tokens // 2, MOST_ROWS) + draft(tokens)
 
 
 def _draft_bytes(config: EngineConfig, ops: Ops) -> More:

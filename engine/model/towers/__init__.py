@@ -9,12 +9,12 @@ Letters: P patches of an image, R its rows of a prompt, E hidden size of the dec
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from polarlm.engine.backends.ops import Array
+from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.towers import ImageShape, Tower
 
@@ -37,3 +37,9 @@ class ImageReader(Protocol):
     def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
         """Compute the rows of an image: pixels uint8 (height, width, 3), scaled to `shape`. Yields after each layer, so
         that other work can run between them."""
+
+
+def parts(ops: Ops, x: Array) -> Iterator[Array]:
+    """x, some rows at a time, so that what a network has between its products stays small."""
+    for first in range(0, len(x), ops.prefill_rows):
+        yield x[first : first + ops.prefill_rows]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
@@ -23,15 +21,3 @@ def means(ops: Ops, x: Array, tower: GemmaTower, shape: ImageShape) -> np.ndarra
     """Patches x (P, C) → the means (R, C) of those of a row, on the host."""
     (down, right), merge = shape.grid, tower.merge
     return ops.to_host(x).reshape(down, merge, right, merge, -1).mean(axis=(1, 3)).reshape(shape.rows, -1)
-
-
-def parts(ops: Ops, x: Array) -> Iterator[Array]:
-    """x, some rows at a time, so that what a network has between its products stays small."""
-    for first in range(0, len(x), ops.prefill_rows):
-        yield x[first : first + ops.prefill_rows]
-
-
-def copied(ops: Ops, x: Array) -> Array:
-    y = ops.empty(x.shape)
-    y[:] = x
-    return y

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -65,16 +65,10 @@ class Patches:
 
     def normed(self, x: Array, norm: Array, bias: Array) -> Array:
         """The LayerNorm of x, a copy."""
-        y = self.ops.empty(x.shape)
-        y[:] = x
+        y = x.copy()
         self.of_encoders.layer_norm(y, (norm, bias, EPS))
         return y
 
     def merged(self, x: Array, first: Linear) -> Array:
         """x, with the patches of a row beside each other → (R, n), whose product with another matrix is (R, E)."""
         return self.ops.linear(x.reshape(-1, self.tower.merged), first, activation="gelu")
-
-    def parts(self, x: Array) -> Iterator[Array]:
-        """x, some rows at a time, so that what a network has between its products stays small."""
-        for first in range(0, len(x), self.ops.prefill_rows):
-            yield x[first : first + self.ops.prefill_rows]

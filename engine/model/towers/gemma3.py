@@ -10,7 +10,7 @@ import numpy as np
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
-from polarlm.engine.model.towers import ImageRows, _gemma
+from polarlm.engine.model.towers import ImageRows, _gemma, parts
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.towers import ImageShape
 from polarlm.model_loaders.towers.gemma3 import Gemma3Tower
@@ -56,7 +56,7 @@ class Reader:
         ops.linear(ops.to_device(patches), w.patches, residual=x)
         for layer in self._layers:
             self._attend(x, layer)
-            for part in _gemma.parts(ops, x):
+            for part in parts(ops, x):
                 y = self._normed(part, layer.ffn_norm, layer.ffn_norm_bias)
                 y = ops.linear(y, layer.up, activation="plain_gelu_tanh", then=layer.down)
                 ops.linear(y, layer.down, residual=part)
@@ -74,6 +74,6 @@ class Reader:
 
     def _normed(self, x: Array, norm: Array, bias: Array) -> Array:
         """The LayerNorm of x, a copy."""
-        y = _gemma.copied(self._ops, x)
+        y = x.copy()
         self._of_encoders.layer_norm(y, (norm, bias, self.tower.eps))
         return y

@@ -11,7 +11,7 @@ import numpy as np
 from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
-from polarlm.engine.model.towers import ImageRows, _gemma
+from polarlm.engine.model.towers import ImageRows, _gemma, parts
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.towers import ImageShape
 from polarlm.model_loaders.towers.gemma4 import PRODUCTS, Gemma4Tower
@@ -67,7 +67,7 @@ class Reader:
         rope = self._rope(columns, rows)
         for number in range(tower.layers):
             self._attend(x, number, rope)
-            for part in _gemma.parts(ops, x):
+            for part in parts(ops, x):
                 self._add_network(part, number)
             yield
         means = _gemma.means(ops, x, tower, shape) * np.float32(math.sqrt(tower.hidden_size))
@@ -89,7 +89,7 @@ class Reader:
         if bounds is None:
             return ops.linear(x, weights)
         of_input, of_output = bounds[[*PRODUCTS].index(name)]
-        y = _gemma.copied(ops, x)
+        y = x.copy()
         self._of_encoders.clip(y, *of_input)
         y = ops.linear(y, weights)
         self._of_encoders.clip(y, *of_output)
@@ -115,6 +115,6 @@ class Reader:
 
     def _normed(self, x: Array, norm: Array) -> Array:
         """x over its root mean square, times the norm, a copy."""
-        y = _gemma.copied(self._ops, x)
+        y = x.copy()
         self._ops.rms_norm(y, (norm, self.tower.eps))
         return y

@@ -9,7 +9,7 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
-from polarlm.engine.model.towers import ImageRows
+from polarlm.engine.model.towers import ImageRows, parts
 from polarlm.engine.model.towers._qwen import EPS, Patches, patches, places
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.towers import ImageShape
@@ -51,7 +51,7 @@ class Reader:
         for number, layer in enumerate(self._layers):
             lengths = [len(x)] if number in tower.whole else windows
             do.attend(x, x, (layer.qkv, layer.out), rope, lengths, (layer.norm, EPS))
-            for part in do.parts(x):
+            for part in parts(ops, x):
                 norm = layer.ffn_norm, EPS
                 y = ops.linear(part, layer.gate_up, norm=norm, activation="silu", then=layer.down)
                 ops.linear(y, layer.down, residual=part)

@@ -9,7 +9,7 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
-from polarlm.engine.model.towers import ImageRows
+from polarlm.engine.model.towers import ImageRows, parts
 from polarlm.engine.model.towers._qwen import Patches, patches, places
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.towers import ImageShape
@@ -61,7 +61,7 @@ class Reader:
         for layer in self._layers:
             y = do.normed(x, layer.norm, layer.norm_bias)
             do.attend(x, y, (layer.qkv, layer.out), rope, lengths)
-            for part in do.parts(x):
+            for part in parts(ops, x):
                 y = do.normed(part, layer.ffn_norm, layer.ffn_norm_bias)
                 y = ops.linear(y, layer.up, activation="plain_gelu_tanh", then=layer.down)
                 ops.linear(y, layer.down, residual=part)
