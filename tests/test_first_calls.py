@@ -79,7 +79,7 @@ CALLS: list[tuple[Callable[[Engine], Any], str]] = [
     (lambda engine: engine.embed(["the", "end"]), "2 prompts, which embed_each takes"),
     (lambda engine: engine.chat(["the", "end"]), "chat takes a text or a list of messages"),
     (lambda engine: engine.chat([5, 6]), "chat takes a text or a list of messages"),
-    (lambda engine: engine.chat([{"role": "user", "content": [{"type": "image_url"}]}]), "or a list of texts"),
+    (lambda engine: engine.chat([{"role": "user", "content": [{"type": "image_url"}]}]), "takes text alone"),
     (lambda engine: engine.generate("the", max_new_tokens=3), "did you mean max_tokens?"),
     (lambda engine: AsyncEngine("./model"), "AsyncEngine.load"),
     (lambda engine: Engine("./no-such-model"), "./no-such-model does not exist"),

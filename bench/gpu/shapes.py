@@ -67,7 +67,7 @@ GPT_OSS_20B = ModelConfig("gpt_oss", _GPT_OSS_LAYERS, 2880, 201_088, 131_072, 1e
 
 def qwen3_5(layers: int, hidden_size: int, ffn_size: int, heads: int, kv_heads: int, value_heads: int) -> ModelConfig:
     """A Qwen3.5 of these sizes: three layers of four have a gated delta rule."""
-    rope = RopeConfig(theta=1e7)
+    rope = RopeConfig(theta=1e7, sections=(11, 11, 10), sections_take_turns=True)
     attention = Attention(heads, kv_heads, 256, rope, qk_norm="head", output_gate=True, rotary_dim=64)
     rule, network = GatedDelta(16, value_heads, 128, 128, 4), GatedMLP(ffn_size)
     kinds = (*(Layer(rule, network),) * 3, Layer(attention, network)) * (layers // 4)
