@@ -129,7 +129,7 @@ def said(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": kinds[type(part)], kinds[type(part)]: part} for part in parts]}
 
 
-@pytest.fixture(params=["qwen3_vl_deepstack_tied", "qwen2_5_vl_windows"])
+@pytest.fixture(params=["qwen3_vl_deepstack_tied", "qwen3_5_moe_with_images", "gemma3_with_images"])
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_model(tmp_path, request.param)
 
