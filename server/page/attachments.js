@@ -52,7 +52,7 @@ async function readText(entry, file) {
 /** Reads an image, smaller if it is larger than a request may be. Throws a Failure if the model reads none. */
 async function readImage(entry, file) {
   const { modalities } = await askJson(`props?${ofModel()}`);
-  if (!modalities.vision) throw new Failure("This model reads text alone, no images.");
+  if (!modalities?.vision) throw new Failure("This model reads text alone, no images.");
   for (const side of SIDES) {
     const image = await asAddress(side === Infinity ? file : await scaled(file, side));
     if (image.length > LARGEST_IMAGE) continue;

@@ -46,7 +46,7 @@ function showProps({ default_generation_settings: { params }, chat_template_is_d
   for (const name of NUMBERS) {
     if (params[name] >= 0) $(name).placeholder = String(Number(params[name].toPrecision(6)));
   }
-  $("attach").title = `Attach ${modalities.vision ? "images, " : ""}text, code or PDF files`;
+  $("attach").title = `Attach ${modalities?.vision ? "images, " : ""}text, code or PDF files`;
   $("untaught").textContent = isDefault ? "This model has no chat template: it continues text, and was probably not made for chats." : "";
 }
 
