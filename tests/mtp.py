@@ -13,7 +13,7 @@ from polarlm.engine.requests.drafts import MtpDrafter
 from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.folder import open_folder
 from tests.requests.drafters import Known, Unpaced
-from tests.tiny import make_model
+from tests.tiny import VOCABULARY, make_model
 
 
 def make_mtp(folder: Path, fixture: str) -> Path:
@@ -60,7 +60,7 @@ class Beside:
             return ()
         of_this = (one for one in self._engine._runner.requests.values() if isinstance(one.drafts, Unpaced))
         kv = next(one.kv for one in of_this if one.drafts._given is self)
-        self.drafted += len(MtpDrafter(self._engine._model.mtp, lambda: kv).draft(ids, most))
+        self.drafted += len(MtpDrafter(self._engine._model.mtp, VOCABULARY, lambda: kv).draft(ids, most))
         return self._known.draft(ids, most)
 
     def is_ready(self, ids: Sequence[int]) -> bool:

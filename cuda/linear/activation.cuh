@@ -29,4 +29,4 @@ __device__ __forceinline__ float swiglu_clamped(float gate, float up) {
 
 // For elementwise.cu alone.
 __device__ __forceinline__ float gated(float x, float logit) { return x / (1.0f + __expf(-logit)); }
-__device__ __forceinline__ float scaled(float x, float factor) { return x * factor; }
+__device__ __forceinline__ float scaled(float x, float factor) { return factor == 0.0f ? 0.0f : x * factor; }

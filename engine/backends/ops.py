@@ -253,8 +253,8 @@ class Ops(KVOps, RecurrentOps, Protocol):
         activation(x), of its shape. x may be overwritten."""
 
     def scale(self, x: Array, factor: Array) -> None:
-        """x (T, n) times the number in factor (1,), or the number of each row in factor (T, 1), in place. x may be a
-        slice of columns of a wider array."""
+        """x (T, n) times the number in factor (1,), or the number of each row in factor (T, 1), in place; 0 times NaN
+        is 0. x may be a slice of columns of a wider array."""
 
     def linear(
         self,

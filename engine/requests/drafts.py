@@ -97,9 +97,9 @@ class MtpDrafter:
     Its rows are in a span that is aborted: the step that verifies them opens another one, at the same place.
     """
 
-    def __init__(self, layer: MtpLayer, kv: Callable[[], SequenceKV | None]) -> None:
-        """kv: returns the request's sequence in the engine's store, if it has one."""
-        self._layer, self._kv = layer, kv
+    def __init__(self, layer: MtpLayer, vocabulary: int, kv: Callable[[], SequenceKV | None]) -> None:
+        """vocabulary: the number of ids. kv: returns the request's sequence in the engine's store, if it has one."""
+        self._layer, self._vocabulary, self._kv = layer, vocabulary, kv
 
     def is_ready(self, ids: Sequence[int]) -> bool:
         return True
@@ -118,6 +118,8 @@ class MtpDrafter:
                 row = span.part(len(guesses), 1)
                 token, hidden = self._layer.draft(row, guesses[-1] if guesses else ids[-1], hidden)
                 if not isinstance(token, int):  # it is an error, which the model's own row has too if it is the model's
+                    break
+                if token >= self._vocabulary:  # the head may have rows that are no tokens
                     break
                 guesses.append(token)
         finally:
@@ -278,7 +280,7 @@ class Drafting:
             if self._mtp is None:
                 sentence = f"spec_type={MTP} needs a layer that is not loaded: load the engine with spec_type={MTP}"
                 raise EngineError(sentence, settings=("spec_type",))
-            return MtpDrafter(self._mtp, kv)
+            return MtpDrafter(self._mtp, self._vocabulary, kv)
         if kind != DRAFT_MODEL:
             return PromptLookup(NGRAM, self._vocabulary, ids)
         if self.model is None:

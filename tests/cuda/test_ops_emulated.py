@@ -139,6 +139,7 @@ ELEMENTWISE: dict[str, Callable[[Ops, Any, Any], Any]] = {
     "softcap": lambda ops, x, y: ops.softcap(x[:, 2:290], 30.0),
     "clip": lambda ops, x, y: ops.clip(x[:, 2:290], -0.7, 0.4),
     "scale": lambda ops, x, y: ops.scale(x[:, 2:290], ops.to_device(np.float32([-1.7]))),
+    "scale by zero": lambda ops, x, y: ops.scale(x[:, 2:290], ops.to_device(np.float32([[0], [2], [0]]))),
     "scale rows": lambda ops, x, y: ops.scale(x[:, 2:290], y[:, 300:301]),
     **{
         f"activate, {name}": lambda ops, x, y, name=name: ops.activate(x, y[:, 320:640], name)
@@ -155,7 +156,7 @@ def test_elementwise_ops_are_those_of_numpy(ops: CudaOps, rng: np.random.Generat
     """In columns of each row, with columns of a wider array; NaN stays, and a cap makes infinity NaN."""
     for name, call in ELEMENTWISE.items():
         x, y = 4 * normal(rng, 3, 320), normal(rng, 3, 960)
-        x[0, 3:6] = (np.nan, np.inf, -np.inf) if name == "softcap" else (0, 1e-6, -1)
+        x[0, 3:6] = (np.nan, np.inf, -np.inf) if name in ("softcap", "scale by zero") else (0, 1e-6, -1)
         on_device = ops.to_device(x)
         made, wanted = call(ops, on_device, ops.to_device(y)), call(HOST, x, y)
         result, expected = (on_device, x) if wanted is None else (made, wanted)

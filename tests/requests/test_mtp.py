@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from polarlm import Engine, EngineError, SamplingParams
 from polarlm.bench.gpu.shapes import qwen3_5
@@ -32,7 +33,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 BACKENDS = pytest.mark.parametrize("backend", [NumpyOps, lambda: None], ids=["numpy", "default"])
 
 
-def guesses(engine: Engine, ids: list[int], begun: int, most: int) -> list[int]:
+def guesses(engine: Engine, ids: list[int], begun: int, most: int, vocabulary: int | None = None) -> list[int]:
     """What is drafted after `ids`, with a prompt of the first `begun`, and a step for each but the newest one."""
     model, store = engine._model, engine._store
     kv = store.new_sequence()
@@ -43,7 +44,9 @@ def guesses(engine: Engine, ids: list[int], begun: int, most: int) -> list[int]:
         span = store.open_step(kv)
         model.step([span], [ids[at]], [greedy(model.config.vocab_size)])
         store.commit(span)
-    drafted = MtpDrafter(model.mtp, lambda: kv).draft(ids, min(most, store.rows_of_block(kv)))
+    drafted = MtpDrafter(model.mtp, vocabulary or model.config.vocab_size, lambda: kv).draft(
+        ids, min(most, store.rows_of_block(kv))
+    )
     store.release(kv)
     return [*drafted]
 
@@ -130,7 +133,7 @@ def test_its_keys_and_values_are_of_the_states_of_the_model(tmp_path: Path, back
             store.commit(span)
             for count in counts:
                 start = kv.length
-                MtpDrafter(model.mtp, lambda kv=kv: kv).draft(ids[: start + 1], count)
+                MtpDrafter(model.mtp, VOCABULARY, lambda kv=kv: kv).draft(ids[: start + 1], count)
                 spans = [store.open_step(other, 1), store.open_step(kv, count)]
                 rows = [*ids[start : start + count - 1], 9] if count > 1 else ids[start : start + 1]
                 model.step(spans, [7, *rows], [greedy(VOCABULARY)] * (1 + count))
@@ -141,6 +144,35 @@ def test_its_keys_and_values_are_of_the_states_of_the_model(tmp_path: Path, back
             for one in (other, kv):
                 store.release(one)
         np.testing.assert_allclose(found[0], found[1], atol=2e-3)
+
+
+@BACKENDS
+def test_states_that_are_not_finite_harm_no_other_sequence_of_a_step(
+    tmp_path: Path, backend: Callable[[], Any]
+) -> None:
+    """The row after them is another sequence's first one, whose keys and values the next row drafts with."""
+    bad, file = 40, make_mtp(tmp_path, "qwen3_5_moe_with_images") / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.language_model.embed_tokens.weight"][bad] = np.nan
+    save_file(tensors, file)
+    with load_tiny(tmp_path, ops=backend(), **SETTINGS) as engine:
+        model, store = engine._model, engine._store
+        damaged, kv = store.new_sequence(), store.new_sequence()
+        spans = [store.open_step(damaged), store.open_step(kv)]
+        model.step(spans, [bad, 5], [greedy(VOCABULARY)] * 2)
+        store.commit_steps(spans)
+        assert len(MtpDrafter(model.mtp, VOCABULARY, lambda: kv).draft([5, 6], 3)) == 3
+        assert not MtpDrafter(model.mtp, VOCABULARY, lambda: damaged).draft([bad, 6], 3)
+        for one in (damaged, kv):
+            store.release(one)
+
+
+def test_rows_of_the_head_that_are_no_tokens_are_not_drafted(tmp_path: Path) -> None:
+    """Penalties on them would fail the step: of a request beside it, too."""
+    with load_tiny(make_mtp(tmp_path, "glm4_moe_qk_norm"), **SETTINGS) as engine:
+        ids = prompts(1)[0][:10]
+        found = guesses(engine, ids, 5, 3)
+        assert guesses(engine, ids, 5, 3, found[0]) == []
 
 
 def test_what_is_not_there_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path) -> None:

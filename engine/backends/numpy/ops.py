@@ -168,6 +168,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     @quiet
     def scale(self, x: np.ndarray, factor: np.ndarray) -> None:
         x *= factor
+        np.copyto(x, 0, where=factor == 0)
 
     @quiet
     def linear(

@@ -260,7 +260,8 @@ def scale_rows() -> Kernel[ScaleArguments]:
 
     def emit(e: Emitter, args: ScaleArguments, begin: Value, end: Value, scratch: Value) -> None:
         def change(x: Value, row: Value) -> Value:
-            return x * e.like(e.load(args.factor + row * args.step, F32), x)
+            factor = e.like(e.load(args.factor + row * args.step, F32), x)
+            return e.select((factor <= 0.0) & (factor >= 0.0), e.like(0.0, x), x * factor)
 
         _change_pieces(e, args, begin, end, change)
 
