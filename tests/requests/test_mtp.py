@@ -183,6 +183,19 @@ def test_what_is_not_there_is_told_in_a_sentence(tiny_path: Path, tmp_path: Path
         engine.generate([5, 6], replace(PARAMS, spec_type="mtp"))
 
 
+def test_a_session_with_its_keys_and_values_is_not_loaded_without_it(tmp_path: Path) -> None:
+    path = make_mtp(tmp_path, "qwen3_5_tied")
+    for kind, other in (("mtp", "none"), ("none", "mtp")):
+        with load_tiny(path, **SETTINGS | {"spec_type": kind}) as engine:
+            engine.generate([5, 6, 7], PARAMS)
+            engine.save_session(tmp_path / kind)
+        with (
+            load_tiny(path, **SETTINGS | {"spec_type": other}) as engine,
+            pytest.raises(EngineError, match=r"or with or without spec_type=mtp: load it where it was saved"),
+        ):
+            engine.load_session(tmp_path / kind)
+
+
 def test_files_of_llama_cpp_have_it_too_and_it_takes_memory_only_if_asked_for(tmp_path: Path) -> None:
     config = qwen3_5(4, 64, 128, 2, 1, 16).with_mtp()
     path = tmp_path / "random.gguf"
