@@ -122,7 +122,11 @@ class Steps:
         batch = Batch(len(requests))
         try:
             for request in requests:
-                guesses = () if request.drafts is None else self._draft(request, batch)
+                try:
+                    guesses = () if request.drafts is None else self._draft(request, batch)
+                except Exception as error:  # the other requests of the step continue
+                    request.fail(error)
+                    continue
                 span = self._open(request, len(guesses))
                 if span is None:
                     continue

@@ -109,6 +109,25 @@ def test_log_probabilities_are_those_of_plain_steps(engine: Engine) -> None:
         assert abs(one.logprob - other.logprob) < rounding
 
 
+def test_an_error_in_a_draft_fails_its_own_request_alone(engine: Engine) -> None:
+    class Broken(Known):
+        def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
+            if len(ids) > len(PROMPT) + 5:
+                raise MemoryError
+            return super().draft(ids, most)
+
+    wanted, trays = plain(engine, PROMPT), [list[Any](), list[Any]()]
+    made = iter([Unpaced(Broken(PROMPT, 1.0, VOCABULARY)), None])
+    drafting(engine, lambda ids: next(made))
+    for tray in trays:
+        engine.submit(PROMPT, PARAMS, ANEW, into=tray)
+    while engine.work():
+        pass
+    assert isinstance(trays[0][-1], EngineError)
+    assert "not enough memory" in str(trays[0][-1])
+    assert summary(fold(trays[1])) == summary(wanted)
+
+
 def test_requests_with_a_constraint_or_dry_are_not_drafted(engine: Engine) -> None:
     """Which tokens may come, and which would repeat, is known of the next token alone."""
     made: list[Any] = []
