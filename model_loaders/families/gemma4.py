@@ -182,8 +182,7 @@ def _shared_layers(fields: Fields, windows: Sequence[int | None]) -> int:
 def _experts(fields: Fields, dense: Ffn | None) -> Experts:
     assert isinstance(dense, GatedMLP)
     fields = fields.translated({"num_experts_per_tok": "top_k_experts"}).replaced({"hidden_act": None})
-    given = {"activation": dense.activation, "factors": True, "own_norms": True}
-    return experts(fields, renormalize=True, shared=dense, **given)
+    return experts(fields, activation=dense.activation, renormalize=True, shared=dense, factors=True, own_norms=True)
 
 
 def _without_window(fields: Fields, number: int, mixer: Attention) -> Attention:
