@@ -124,11 +124,8 @@ def configure(fields: Fields) -> ModelConfig:
         raise fields.refuse("use_bidirectional_attention", "but tokens of text attend to earlier ones alone")
     layers = layer_count(fields)
     windows = (*typed_windows(fields, ((i + 1) % PATTERN > 0 for i in range(layers)))[:-1], None)
-    unshared, inputs = (
-        layers - _shared_layers(fields, windows),
-        fields.integer("hidden_size_per_layer_input", minimum=0),
-    )
-    vocab_size = fields.integer("vocab_size")
+    unshared, vocab_size = layers - _shared_layers(fields, windows), fields.integer("vocab_size")
+    inputs = fields.integer("hidden_size_per_layer_input", minimum=0)
     if inputs and fields.integer("vocab_size_per_layer_input", vocab_size) != vocab_size:
         raise fields.refuse("vocab_size_per_layer_input", "but must be the vocab_size")
     plain = gemma(

@@ -35,14 +35,14 @@ class Reader(PatchReader[Gemma3Tower, Weights, LayerWeights]):
         # Few rows: their product is computed on the host, where the means of patches are.
         self._rows_norm, self._projection = ops.to_host(weights.rows_norm), ops.rows(weights.projection)
 
-    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
+    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, tower, w = self._ops, self.tower, self._weights
         patches = _gemma.patches(tower, pixels, channels_first=True)
         x = ops.embed(w.positions, ops.to_device(np.arange(len(patches))))
         ops.linear(ops.to_device(patches), w.patches, residual=x)
         for layer in self._layers:
             self._add_layer(x, layer, None)
-            yield
+            yield 0
         means = _gemma.means(ops, self._layer_norm(x, w.norm, w.norm_bias), tower, shape)
         means /= np.sqrt(np.square(means).mean(axis=-1, keepdims=True) + np.float32(tower.eps))
         return ImageRows(ops.to_device((means * self._rows_norm) @ self._projection))

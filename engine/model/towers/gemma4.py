@@ -55,7 +55,7 @@ class Reader(PatchReader[Gemma4Tower, Weights, LayerWeights]):
         self._bounds = [None if one.bounds is None else ops.to_host(one.bounds).reshape(-1, 2, 2) for one in layers]
         self._standard = [None if one is None else ops.to_host(one) for one in (weights.std_bias, weights.std_scale)]
 
-    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
+    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, tower, w, (bias, scale) = self._ops, self.tower, self._weights, self._standard
         (down, right), merge = shape.grid, tower.merge
         rows, columns = np.indices((down * merge, right * merge)).reshape(2, -1)
@@ -68,7 +68,7 @@ class Reader(PatchReader[Gemma4Tower, Weights, LayerWeights]):
             self._add_attention(x, number, rope)
             for part in parts(ops, x):
                 self._add_network(part, number)
-            yield
+            yield 0
         means = _gemma.means(ops, x, tower, shape) * np.float32(math.sqrt(tower.hidden_size))
         if bias is not None:
             means = (means - bias) * scale

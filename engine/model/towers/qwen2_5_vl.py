@@ -38,7 +38,7 @@ class LayerWeights:
 
 
 class Reader(PatchReader[WindowTower, Weights, LayerWeights]):
-    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
+    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         """Rows are computed in the order of windows."""
         ops, tower, w = self._ops, self.tower, self._weights
         order, windows = self._windows(shape)
@@ -52,7 +52,7 @@ class Reader(PatchReader[WindowTower, Weights, LayerWeights]):
                 norm = layer.ffn_norm, tower.eps
                 y = ops.linear(part, layer.gate_up, norm=norm, activation="silu", then=layer.down)
                 ops.linear(y, layer.down, residual=part)
-            yield
+            yield 0
         ops.rms_norm(x, (w.norm, tower.eps))
         merged = ops.linear(x.reshape(-1, tower.merged), w.first, activation="gelu")
         of_rows = np.argsort(order[:: tower.merge**2])

@@ -44,7 +44,7 @@ class Reader(PatchReader[DeepTower, Weights, LayerWeights]):
         super().__init__(ops, tower, weights, layers, nbytes)
         self._positions = ops.rows(weights.positions)
 
-    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
+    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, tower, w = self._ops, self.tower, self._weights
         where, added = places(tower, shape), []
         x = ops.to_device(self._positions_of(where, shape))
@@ -55,7 +55,7 @@ class Reader(PatchReader[DeepTower, Weights, LayerWeights]):
             if layer.deep_in is not None and layer.deep_out is not None:
                 y = self._layer_norm(x.reshape(-1, tower.merged), layer.deep_norm, layer.deep_norm_bias)
                 added.append((ops.linear(y, layer.deep_in, activation="gelu"), layer.deep_out))
-            yield
+            yield 0
         y = self._layer_norm(x, w.norm, w.norm_bias).reshape(-1, tower.merged)
         return ImageRows(ops.linear(ops.linear(y, w.first, activation="gelu"), w.second), tuple(added))
 
