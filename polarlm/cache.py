@@ -42,7 +42,6 @@ def main(argv: Sequence[str]) -> None:
         GROUPS,
         prog="polarlm cache",
         description="Show what this program keeps in its cache folder. Models are shown by polarlm list.",
-        checks={},
     )
     folder = cache_folder()
     kinds = [] if options.prune is None else [kind.strip() for kind in options.prune.split(",")]

@@ -42,7 +42,6 @@ def main(argv: Sequence[str]) -> None:
             "completion bash > ~/.local/share/bash-completion/completions/polarlm; docs/flags.md has the lines for "
             "zsh and fish."
         ),
-        checks={},
     )
     print(script(options.shell))
 
@@ -54,7 +53,7 @@ def script(shell: str) -> str:
     commands = whole.add_subparsers()
     for name, (module, meaning) in COMMANDS.items():
         groups = importlib.import_module(module).GROUPS
-        made = parser(groups, prog=f"polarlm {name}", description=meaning, checks={})
+        made = parser(groups, prog=f"polarlm {name}", description=meaning)
         for action in made._actions:
             if action.metavar in _PLACES:
                 action.complete = _PLACES[action.metavar]  # type: ignore[attr-defined]

@@ -30,9 +30,7 @@ GROUPS: Mapping[str, type] = {"List": ListConfig}
 
 @command
 def main(argv: Sequence[str]) -> None:
-    (options,) = parse(
-        argv, GROUPS, prog="polarlm list", description="List the models on this machine, by name.", checks={}
-    )
+    (options,) = parse(argv, GROUPS, prog="polarlm list", description="List the models on this machine, by name.")
     models = listed()
     if options.json:
         print(json.dumps([{"name": name, "bytes": size, "path": str(path)} for name, size, path in models], indent=1))

@@ -36,7 +36,7 @@ GROUPS: Mapping[str, type] = {"Processes": NoFlags}
 
 @command
 def main(argv: Sequence[str]) -> None:
-    parse(argv, GROUPS, prog="polarlm ps", description="Show the chats and servers that run here.", checks={})
+    parse(argv, GROUPS, prog="polarlm ps", description="Show the chats and servers that run here.")
     rows = list(_rows())
     if rows:
         print("\n".join(columns([["command", "pid", "memory", "since", "address", "models"], *rows])))

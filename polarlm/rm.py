@@ -31,7 +31,7 @@ GROUPS: Mapping[str, type] = {"Remove": RemoveConfig}
 
 @command
 def main(argv: Sequence[str]) -> None:
-    (options,) = parse(argv, GROUPS, prog="polarlm rm", description="Remove models from this machine.", checks={})
+    (options,) = parse(argv, GROUPS, prog="polarlm rm", description="Remove models from this machine.")
     for name in options.names:
         try:
             size = _removed(name)

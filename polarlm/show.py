@@ -26,9 +26,7 @@ GROUPS: Mapping[str, type] = {"Model": ShowConfig}
 
 @command
 def main(argv: Sequence[str]) -> None:
-    (options,) = parse(
-        argv, GROUPS, prog="polarlm show", description="Show what a model's files say about it.", checks={}
-    )
+    (options,) = parse(argv, GROUPS, prog="polarlm show", description="Show what a model's files say about it.")
     path = settle(None, EngineConfig(weights=options.weights, hf_repo=options.hf_repo), {}).weights
     model = model_loaders.load(path, verbose=note)
     try:

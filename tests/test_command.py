@@ -55,7 +55,7 @@ def test_every_command_takes_a_model_the_same_way() -> None:
         taking.add(name)
         before = ["text.txt"] if name == "quality" else []
         for field, words in (("weights", ["a/b"]), ("weights", ["-m", "a/b"]), ("hf_repo", ["-hf", "a/b"])):
-            parsed = parse([*before, *words], groups, prog=name, description="", checks={})
+            parsed = parse([*before, *words], groups, prog=name, description="")
             assert [getattr(one, field) for one in parsed if hasattr(one, field)] == ["a/b"], (name, words)
     assert taking == {"chat", "serve", "pull", "show", "fit", "quality", "speed"}
 

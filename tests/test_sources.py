@@ -105,8 +105,8 @@ def test_a_misspelt_variable_gets_a_note_and_no_other(capsys: pytest.CaptureFixt
     used = {name for file in files for name in re.findall("POLARLM_[A-Z_]+", file.read_text(encoding="utf-8"))}
     used -= {"POLARLM_CTX_SIZ"}
     for one, other in ((chat, server), (server, chat)):
-        flags = parser(other.GROUPS, prog="", description="", checks={})._option_string_actions
-        own = parser(one.GROUPS, prog="", description="", checks={})._option_string_actions
+        flags = parser(other.GROUPS, prog="", description="")._option_string_actions
+        own = parser(one.GROUPS, prog="", description="")._option_string_actions
         names = used | {f"POLARLM_{flag[2:].upper().replace('-', '_')}" for flag in flags}
         strange = {name for name in names if f"--{name[8:].lower().replace('_', '-')}" not in own}
         one.read_command_line([], dict.fromkeys(strange, "x"))

@@ -86,6 +86,20 @@ class HeadTransform:
     value_eps: float | None = None
 
 
+class ScoreRule(NamedTuple):
+    """How the scores of attention become weights.
+
+    scale: multiplies the scores. With a window, position p sees only positions > p − window. softcap: c, by which
+    scores s become c · tanh(s / c) before they are masked. sink_scores (H,): a score of each query head that takes part
+    in the softmax of every row, and whose value is 0.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sink_scores: Array | None = None
+
+
 @dataclass(frozen=True)
 class SpanView:
     """One sequence's new rows, for the layers with the same window: where their K/V go, and what they attend to.
@@ -207,22 +221,16 @@ class KVOps(Protocol):
         q: Array,
         cache: Cache,
         spans: Spans,
-        scale: float,
-        window: int | None,
+        rule: ScoreRule,
         transform: PreparedTransform | None = None,
         then: Linear | None = None,
-        *,
-        softcap: float | None = None,
-        sink_scores: Array | None = None,
     ) -> Array:
         """Causal attention of q (T, H, D), contiguous, from `transform_heads`, over each span's whole sequence
         → (T, H, D).
 
-        scale: multiplies the scores. Query head h reads KV head h // (H // K). With a window, position p sees only
-        positions > p − window. Up to a span's `sees` all K/V are there. transform: its scale_back and inverse value
-        rotation are applied to the result; None leaves the result in the space of the stored values. then: as in
-        `linear`. softcap: c, by which scores s become c · tanh(s / c) before they are masked. sink_scores (H,): a score
-        of each query head that takes part in the softmax of every row, and whose value is 0.
+        Query head h reads KV head h // (H // K). Up to a span's `sees` all K/V are there. transform: its scale_back and
+        inverse value rotation are applied to the result; None leaves the result in the space of the stored values.
+        then: as in `linear`.
         CUDA: decode_attention in a step, prefill_attention and rotate in a prompt; rotate_dense where the
         rotation is dense.
         """

@@ -82,7 +82,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def parser(
-    groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check]
+    groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check] = {}
 ) -> argparse.ArgumentParser:
     """The parser of the flags and positional arguments of `groups` (title: class). Its result has only given fields,
     its errors are FlagErrors. checks: field name → check."""
@@ -126,7 +126,7 @@ class _Ignore(argparse.Action):
 
 
 def parse(
-    argv: Sequence[str], groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check]
+    argv: Sequence[str], groups: Mapping[str, type], *, prog: str, description: str, checks: Mapping[str, Check] = {}
 ) -> list[Any]:
     """One instance per dataclass of `groups` (title: class), with the values in `argv`, else the fields' defaults.
     Writes a note to standard error about each flag of `IGNORED`. Raises FlagError; `--help` and `--version` print and

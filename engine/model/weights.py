@@ -165,23 +165,15 @@ def load_weights(
     head = Linear((embedding,))
     if "head" in top or of_last is not read:  # a card that lacks the embedding has a copy of it
         head = of_last.linear(top.get("head", top["embedding"]))
-    inputs = None
-    if "layer_embedding" in top:
-        (own_table,), projection = read.matrices(top["layer_embedding"]), read.linear(top["layer_projection"])
-        inputs = TokenInputs(own_table, projection, read.vector(top["layer_projection_norm"]))
+    of_top = LayerReader(read, read, table.top, 0)
+    inputs = of_top.weights(TokenInputs) if "layer_embedding" in top else None
     host_bytes = 0 if of_host is None else of_host.bytes
-    of_encoder = None
-    if "embedding_norm" in top:
-        norms = (read.vector(top[slot]) for slot in ("embedding_norm", "embedding_norm_bias"))
-        tables = [read.matrices(top[slot])[0] if slot in top else None for slot in ("positions", "token_types")]
-        of_encoder = EncoderInputs(*norms, *tables)
+    of_encoder = of_top.weights(EncoderInputs) if "embedding_norm" in top else None
     dense = [of_last.linear(top[f"dense_{i}"], top.get(f"dense_{i}_bias", ())) for i in range(len(config.dense))]
     pair_head = None
     if config.scores_pairs:
-        pair_head = (
-            read.linear(top["score_dense"], top["score_dense_bias"]),
-            read.linear(top["score"], top["score_bias"]),
-        )
+        before, score = (read.linear(top[slot], top[f"{slot}_bias"]) for slot in ("score_dense", "score"))
+        pair_head = before, score
     ops.wait()  # on a GPU a step's launch may overlap the one before and read weights before it waits for it
     nbytes = sum(one.bytes for one in readers.values())
     return ModelWeights(embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, of_encoder, dense, pair_head)
@@ -322,9 +314,8 @@ class LayerReader:
     def linear(self, slot: str) -> Linear | None:
         return self.read.linear(self._names(slot), self._names(f"{slot}_bias")) if slot in self.slots else None
 
-    def matrix(self, slot: str) -> Matrix:
-        (matrix,) = self.read.matrices(self._names(slot))
-        return matrix
+    def matrix(self, slot: str) -> Matrix | None:
+        return self.read.matrices(self._names(slot))[0] if slot in self.slots else None
 
     def experts(self, slot: str) -> ExpertLinear:
         experts = self.of_experts.experts(self.count, self._names(slot), self._names(f"{slot}_bias"))

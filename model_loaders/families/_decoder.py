@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -142,11 +142,9 @@ def dense_first(fields: Fields, dense: int, of_experts: Ffn) -> Sequence[Ffn]:
     return [gated_mlp(fields)] * min(dense, count) + [of_experts] * max(0, count - dense)
 
 
-def with_mixer(config: ModelConfig, mixer: Mixer, has_it: Sequence[bool]) -> ModelConfig:
-    """The configuration with `mixer` instead of attention in the layers that have it."""
-    layers = (
-        replace(layer, mixer=mixer) if other else layer for layer, other in zip(config.layers, has_it, strict=True)
-    )
+def with_mixer(config: ModelConfig, mixer: Mixer, attends: Sequence[bool]) -> ModelConfig:
+    """The configuration with `mixer` in the layers that have no attention."""
+    layers = (layer if one else replace(layer, mixer=mixer) for layer, one in zip(config.layers, attends, strict=True))
     return replace(config, layers=tuple(layers))
 
 
@@ -184,15 +182,16 @@ def qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     if not fields.flag("use_sliding_window", False) or not fields.has("sliding_window"):
         return ()
     layers, window = layer_count(fields), fields.integer("sliding_window")
-    kinds = fields.texts("layer_types")
-    if not kinds:
+    if not fields.texts("layer_types"):
         first = fields.integer("max_window_layers", minimum=0)
         return tuple(window if layer >= first else None for layer in range(layers))
-    return typed_windows(fields, kinds)
+    return typed_windows(fields, ())
 
 
-def typed_windows(fields: Fields, kinds: Sequence[str]) -> tuple[int | None, ...]:
-    """The window of each layer: `sliding_window` where `kinds` says sliding_attention."""
+def typed_windows(fields: Fields, usual: Iterable[bool]) -> tuple[int | None, ...]:
+    """The window of each layer: `sliding_window` where `layer_types` says sliding_attention. usual: which layers have
+    one where the key is absent."""
+    kinds = fields.texts("layer_types") or ["sliding_attention" if one else "full_attention" for one in usual]
     window = fields.integer("sliding_window")
     attending(fields, kinds, ("sliding_attention", "full_attention"), ())
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -9,6 +9,7 @@ from typing import Any
 from polarlm.model_loaders.config import Experts, Ffn
 from polarlm.model_loaders.families._decoder import PRE_NORMS, PROJECTIONS, QK_NORMS, gated_mlp, layer_count
 from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.files.joined_experts import DOWN, GATE, UP, split_layers
 from polarlm.model_loaders.files.tensor_table import Names, tensor_table
 
 GGUF_KEYS = {  # for `GgufLayout`
@@ -30,6 +31,10 @@ SHARED: Names = {  # Qwen's shared network
     "shared_down": (("mlp.shared_expert.down_proj", "ffn_down_shexp"),),
 }
 SHARED_GGUF_KEYS = {**GGUF_KEYS, "shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+take_apart_joined = partial(
+    split_layers, prefix="mlp.experts.", gate_up=("gate_up_proj", (GATE, UP)), down=(DOWN, (DOWN,))
+)
+"""`take_apart` of files that have the matrices of all experts in two tensors, and the gate before the up projection."""
 expert_tensors = partial(tensor_table, names={**PRE_NORMS, **QK_NORMS, **PROJECTIONS, **EXPERTS})
 """The tensors of a decoder with Llama's names, and Qwen's names for experts."""
 _COUNT_KEYS = "num_experts", "num_local_experts", "n_routed_experts"  # which of them depends on who wrote the file

@@ -82,7 +82,7 @@ def configure(fields: Fields, family: str, ffns: Sequence[Ffn] = (), *, tiled: b
     config = decoder(fields, family, partial_rope=True, bias=None, qk_norm="head", output_gate=True, ffns=ffns)
     count, every = layer_count(fields), fields.integer("full_attention_interval", 4)
     kinds = fields.texts("layer_types") or [_DELTA if (layer + 1) % every else _ATTENTION for layer in range(count)]
-    return with_mixer(config, _delta(fields, tiled), [not one for one in attending(fields, kinds, [_DELTA])])
+    return with_mixer(config, _delta(fields, tiled), attending(fields, kinds, [_DELTA]))
 
 
 def _delta(fields: Fields, tiled: bool) -> GatedDelta:

@@ -35,13 +35,12 @@ def configure(fields: Fields) -> ModelConfig:
     fields = fields.completed(_DEFAULTS)
     if fields.flag("use_bidirectional_attention", False):
         raise fields.refuse("use_bidirectional_attention", "but only causal attention is supported")
-    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layer_count(fields))]
     return gemma(
         fields,
         "gemma2",
         head_dim=256,
         scale=fields.positive("query_pre_attn_scalar") ** -0.5,
-        windows=typed_windows(fields, fields.texts("layer_types") or kinds),
+        windows=typed_windows(fields, (layer % 2 == 0 for layer in range(layer_count(fields)))),
         softcap=of_scores,
         logit_softcap=of_logits,
     )

@@ -68,7 +68,8 @@ def configure(fields: Fields) -> ModelConfig:
         if fields.number(key, 0.0):
             raise fields.refuse(key, "but soft caps are supported for Gemma 2 alone: no released Gemma 3 has them")
     rope, local = _ropes(fields)
-    windows = _windows(fields)
+    pattern = fields.integer("sliding_window_pattern", PATTERN)
+    windows = typed_windows(fields, ((layer + 1) % pattern > 0 for layer in range(layer_count(fields))))
     config = gemma(
         fields,
         "gemma3",
@@ -81,12 +82,6 @@ def configure(fields: Fields) -> ModelConfig:
     if fields.flag("use_bidirectional_attention", False):
         return replace(config.with_attention(lambda attention: replace(attention, is_causal=False)), tied_head=True)
     return config.with_attention(lambda attention: replace(attention, images_whole=True))
-
-
-def _windows(fields: Fields) -> tuple[int | None, ...]:
-    pattern, layers = fields.integer("sliding_window_pattern", PATTERN), layer_count(fields)
-    kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
-    return typed_windows(fields, fields.texts("layer_types") or kinds)
 
 
 def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:

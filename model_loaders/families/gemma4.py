@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from polarlm.model_loaders.config import Attention, Experts, Ffn, GatedMLP, Layer, ModelConfig, RopeConfig
 from polarlm.model_loaders.families._decoder import (
@@ -20,7 +21,7 @@ from polarlm.model_loaders.families._decoder import (
     layer_count,
     typed_windows,
 )
-from polarlm.model_loaders.families._experts import MOST_EXPERTS
+from polarlm.model_loaders.families._experts import GGUF_KEYS, experts
 from polarlm.model_loaders.families._gemma import (
     DEFAULTS,
     LOCAL_THETA,
@@ -33,7 +34,6 @@ from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import DOWN, split_layers
 from polarlm.model_loaders.files.tensor_table import Names, TensorSpec, TensorTable, tensor_table
-from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.rope import proportional
 
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
@@ -41,6 +41,7 @@ ARCHITECTURES = tuple(
     f"Gemma4{kind}For{task}" for kind in ("", "Unified") for task in ("CausalLM", "ConditionalGeneration")
 )
 PREFIXES = IMAGE_PREFIXES
+take_apart = partial(split_layers, prefix="experts.", gate_up=("gate_up_proj", ("gate_up_proj",)), down=(DOWN, (DOWN,)))
 _DEFAULTS = {
     **DEFAULTS,
     "vocab_size": 262_144,
@@ -111,9 +112,7 @@ GGUF = GgufLayout(
         "num_kv_shared_layers": "attention.shared_kv_layers",
         "hidden_size_per_layer_input": "embedding_length_per_layer_input",
         "final_logit_softcapping": "final_logit_softcapping",
-        "num_experts": "expert_count",
-        "top_k_experts": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
+        **GGUF_KEYS,
     },
     implied=_implied,
 )
@@ -124,13 +123,9 @@ def configure(fields: Fields) -> ModelConfig:
     if fields.has("use_bidirectional_attention") and fields.text("use_bidirectional_attention") != "vision":
         raise fields.refuse("use_bidirectional_attention", "but tokens of text attend to earlier ones alone")
     layers = layer_count(fields)
-    kinds = fields.texts("layer_types") or [_FULL if (i + 1) % PATTERN == 0 else _LOCAL for i in range(layers)]
-    windows = typed_windows(fields, [*kinds[:-1], _FULL])
-    unshared, inputs = (
-        layers - _shared_layers(fields, windows),
-        fields.integer("hidden_size_per_layer_input", minimum=0),
-    )
-    vocab_size = fields.integer("vocab_size")
+    windows = (*typed_windows(fields, ((i + 1) % PATTERN > 0 for i in range(layers)))[:-1], None)
+    unshared, vocab_size = layers - _shared_layers(fields, windows), fields.integer("vocab_size")
+    inputs = fields.integer("hidden_size_per_layer_input", minimum=0)
     if inputs and fields.integer("vocab_size_per_layer_input", vocab_size) != vocab_size:
         raise fields.refuse("vocab_size_per_layer_input", "but must be the vocab_size")
     plain = gemma(
@@ -181,27 +176,10 @@ def _shared_layers(fields: Fields, windows: Sequence[int | None]) -> int:
     return shared
 
 
-def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """Files have the matrices of all experts in two tensors."""
-    return split_layers(config, stored, "experts.", ("gate_up_proj", ("gate_up_proj",)), (DOWN, (DOWN,)))
-
-
 def _experts(fields: Fields, dense: Ffn | None) -> Experts:
     assert isinstance(dense, GatedMLP)
-    count = fields.integer("num_experts", maximum=MOST_EXPERTS)
-    top_k = fields.integer("top_k_experts")
-    if top_k > count:
-        raise fields.refuse("top_k_experts", f"but each layer has only {count} experts")
-    return Experts(
-        count,
-        top_k,
-        fields.integer("moe_intermediate_size", maximum=MAX_SIZE),
-        dense.activation,
-        renormalize=True,
-        shared=dense,
-        factors=True,
-        own_norms=True,
-    )
+    fields = fields.translated({"num_experts_per_tok": "top_k_experts"}).replaced({"hidden_act": None})
+    return experts(fields, activation=dense.activation, renormalize=True, shared=dense, factors=True, own_norms=True)
 
 
 def _without_window(fields: Fields, number: int, mixer: Attention) -> Attention:

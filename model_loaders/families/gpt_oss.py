@@ -54,10 +54,9 @@ def configure(fields: Fields) -> ModelConfig:
         if fields.number(key, value) != value:
             raise fields.refuse(key, f"but only {value:g} is supported")
     count, bias = layer_count(fields), fields.flag("attention_bias", True)
-    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(count)]
     settings = {"activation": "swiglu_clamped", "bias": True, "router_bias": True, "renormalize": True}
     ffns = [experts(fields, size_key="intermediate_size", **settings)] * count
-    windows = typed_windows(fields, fields.texts("layer_types") or kinds)
+    windows = typed_windows(fields, (layer % 2 == 0 for layer in range(count)))
     return decoder(fields, "gpt_oss", head_dim=64, bias=bias, windows=windows, ffns=ffns, sink_scores=True)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from polarlm.model_loaders.config import Ffn, ModelConfig
 from polarlm.model_loaders.families import _granite
@@ -18,7 +19,6 @@ from polarlm.model_loaders.families._mamba2 import implied, mamba2, names
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.joined_experts import DOWN, GATE, UP, split_layers
 from polarlm.model_loaders.files.tensor_table import TensorSpec, TensorTable, tensor_table
-from polarlm.model_loaders.files.tensors import StoredTensor
 
 MODEL_TYPES = ("granitemoehybrid", "granitemoe", "granitemoeshared")
 ARCHITECTURES = ("GraniteMoeHybridForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM")
@@ -43,6 +43,13 @@ _NAMES = {
     "shared_gate_up": tuple((theirs, f"{ggml}_shexp") for theirs, ggml in _SHARED),
     "shared_down": (("shared_mlp.output_linear", "ffn_down_shexp"),),
 }
+take_apart = partial(  # files have the up projection of an expert after its gate
+    split_layers,
+    prefix="block_sparse_moe.",
+    gate_up=("input_linear.weight", (GATE, UP)),
+    down=("output_linear.weight", (DOWN,)),
+    experts="experts.",
+)
 
 
 def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
@@ -82,8 +89,7 @@ def configure(fields: Fields) -> ModelConfig:
     config = _granite.granite(fields, "granitemoehybrid", ffns=[_network(fields)] * count)
     if all(attends):
         return config
-    mixer = mamba2(_with_head_dim(fields), fields.positive("rms_norm_eps"))
-    return with_mixer(config, mixer, [not attended for attended in attends])
+    return with_mixer(config, mamba2(_with_head_dim(fields), fields.positive("rms_norm_eps")), attends)
 
 
 def _with_head_dim(fields: Fields) -> Fields:
@@ -116,9 +122,3 @@ def _halved(slot: str, specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         return specs
     sizes = tuple(spec.shape[0] for spec in specs)
     return tuple(spec.as_parts(sizes, half) for half, spec in enumerate(specs))
-
-
-def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """Files have the matrices of all experts in two tensors, and the up projection of an expert after its gate."""
-    gate_up, down = ("input_linear.weight", (GATE, UP)), ("output_linear.weight", (DOWN,))
-    return split_layers(config, stored, "block_sparse_moe.", gate_up, down, "experts.")

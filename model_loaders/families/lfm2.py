@@ -63,8 +63,7 @@ def with_convolutions(fields: Fields, config: ModelConfig) -> ModelConfig:
     if not kinds:
         indices = set(fields.integers("full_attn_idxs")) if fields.has("full_attn_idxs") else set(range(count))
         kinds = [_ATTENTION if layer in indices else _CONV for layer in range(count)]
-    attends = attending(fields, kinds, [_CONV])
-    return with_mixer(config, short_conv(fields), [not one for one in attends])
+    return with_mixer(config, short_conv(fields), attending(fields, kinds, [_CONV]))
 
 
 def short_conv(fields: Fields) -> ShortConv:

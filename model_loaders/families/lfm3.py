@@ -58,7 +58,7 @@ def configure(fields: Fields) -> ModelConfig:
         output_gate=fields.flag("use_attention_gate", True),
         gate_by_head=True,
     )
-    return with_mixer(config, short_conv(fields), [not one for one in attends])
+    return with_mixer(config, short_conv(fields), attends)
 
 
 def _default_kind(layer: int) -> str:

@@ -44,7 +44,6 @@ def configure(fields: Fields) -> ModelConfig:
     fields = fields.completed(_DEFAULTS)
     count = layer_count(fields)
     whole = [(count - 1 - layer) % _PATTERN == 0 for layer in range(count)]
-    kinds = fields.texts("layer_types") or ["full_attention" if one else "sliding_attention" for one in whole]
     rope = rope_config(fields, fields.integer("max_position_embeddings"))
     thetas = tuple(0.0 if one else rope.theta for one in whole)
     if fields.has("layer_rope_theta"):
@@ -60,7 +59,7 @@ def configure(fields: Fields) -> ModelConfig:
         qk_norm="unweighted",
         norms="both",
         scale=fields.positive("qk_scale_factor") * fields.integer("head_dim") ** -0.5,
-        windows=typed_windows(fields, kinds),
+        windows=typed_windows(fields, (not one for one in whole)),
         ropes=[rope if theta else None for theta in thetas],
         logit_softcap=fields.positive("final_logit_softcapping"),
         output_gate=True,

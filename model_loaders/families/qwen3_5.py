@@ -3,25 +3,21 @@
 RoPE has sections, which take turns.
 """
 
-from __future__ import annotations
+from functools import partial
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import _gated_delta, _qwen
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.tensor_table import TensorTable
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 PREFIXES = _gated_delta.PREFIXES
 GGUF = GgufLayout("qwen35", keys={**_gated_delta.GGUF_KEYS, **_qwen.SECTIONS_KEY}, implied=_gated_delta.implied_tiled)
+tensors = partial(_gated_delta.tensors, names=_gated_delta.NAMES)
 
 
 def configure(fields: Fields) -> ModelConfig:
     fields = _qwen.text_part(fields)
     config = _gated_delta.configure(fields, "qwen3_5", tiled=fields.flag("tiled", False))
     return _qwen.with_sections(config, fields, (11, 11, 10))
-
-
-def tensors(config: ModelConfig) -> TensorTable:
-    return _gated_delta.tensors(config, _gated_delta.NAMES)

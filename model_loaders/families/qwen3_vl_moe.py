@@ -1,23 +1,18 @@
 """Qwen3-VL with a mixture of experts: 30B-A3B, 235B-A22B."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.families import _qwen
 from polarlm.model_loaders.families._decoder import IMAGE_PREFIXES, decoder
-from polarlm.model_loaders.families._experts import GGUF_KEYS, expert_tensors, experts, qwen_layers
+from polarlm.model_loaders.families._experts import GGUF_KEYS, expert_tensors, experts, qwen_layers, take_apart_joined
 from polarlm.model_loaders.families._gguf import GgufLayout
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.joined_experts import DOWN, GATE, UP, split_layers
-from polarlm.model_loaders.files.tensors import StoredTensor
 
 MODEL_TYPES = ("qwen3_vl_moe", "qwen3_vl_moe_text")
 ARCHITECTURES = ("Qwen3VLMoeForConditionalGeneration",)
 PREFIXES = IMAGE_PREFIXES
 GGUF = GgufLayout("qwen3vlmoe", keys={**GGUF_KEYS, **_qwen.SECTIONS_KEY})
 tensors = expert_tensors
+take_apart = take_apart_joined
 
 
 def configure(fields: Fields) -> ModelConfig:
@@ -25,8 +20,3 @@ def configure(fields: Fields) -> ModelConfig:
     ffns = qwen_layers(fields, experts(fields, renormalize=True))
     config = decoder(fields, "qwen3_vl_moe", head_dim=128, bias=None, qk_norm="head", ffns=ffns)
     return _qwen.with_sections(config, fields, (24, 20, 20))
-
-
-def take_apart(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """Files have the matrices of all experts in two tensors, transposed, and the gate before the up projection."""
-    return split_layers(config, stored, "mlp.experts.", ("gate_up_proj", (GATE, UP)), (DOWN, (DOWN,)))

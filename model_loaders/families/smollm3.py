@@ -22,8 +22,7 @@ def configure(fields: Fields) -> ModelConfig:
         raise fields.refuse("no_rope_layers", f"but must say for each of {count} layers whether it has RoPE")
     windows: tuple[int | None, ...] = ()
     if fields.flag("use_sliding_window", False) and fields.has("sliding_window"):
-        kinds = ["full_attention" if rope else "sliding_attention" for rope in has_rope[:count]]
-        windows = typed_windows(fields, fields.texts("layer_types") or kinds)
+        windows = typed_windows(fields, (not rope for rope in has_rope[:count]))
     rope = rope_config(fields, fields.integer("max_position_embeddings"))
     return decoder(
         fields,

@@ -69,6 +69,7 @@ class Tower:
     ffn_size: int
     patch: int
     merge: int
+    eps: float  # of norms
 
     @property
     def merged(self) -> int:

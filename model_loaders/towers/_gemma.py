@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from polarlm.model_loaders.fields import Fields
@@ -24,10 +24,7 @@ KEYS = {  # of mmproj files, by the names of config.json
 }
 
 
-@dataclass(frozen=True)
 class GemmaTower(Tower):
-    eps: float
-
     @property
     def patch_values(self) -> int:
         return 3 * self.patch**2

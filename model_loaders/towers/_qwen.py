@@ -76,6 +76,7 @@ def settings(
         "ffn_size": fields.integer("intermediate_size", maximum=_MAX_SIZE),
         "patch": fields.integer("patch_size", patch, maximum=256),
         "merge": fields.integer("spatial_merge_size", 2, maximum=16),
+        "eps": 1e-6,
         "pixels": (least, max(least, most)),
         "mean": values[0],
         "std": values[1],

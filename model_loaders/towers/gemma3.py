@@ -96,10 +96,8 @@ def _layer(tower: Gemma3Tower, number: int) -> Slots:
 
 def take_apart(tower: Gemma3Tower, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """Patches with zeros after their values; older files of llama.cpp's have the names of up and down swapped."""
-    tensors, (c, f) = (
-        _gemma.with_padded_patches(tower, stored, f"{_PATCHES}.weight"),
-        (tower.hidden_size, tower.ffn_size),
-    )
+    tensors = _gemma.with_padded_patches(tower, stored, f"{_PATCHES}.weight")
+    c, f = tower.hidden_size, tower.ffn_size
     for number in range(tower.layers):
         up, down = (f"vision_tower.encoder.layers.{number}.mlp.fc{i}" for i in (1, 2))
         if f"{up}.weight" in stored and stored[f"{up}.weight"].shape == (c, f) != (f, c):

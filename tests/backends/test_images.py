@@ -9,6 +9,7 @@ pytest.importorskip("llvmlite")
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.kv import ScoreRule
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy import attention as numpy_attention
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -74,7 +75,8 @@ def test_rows_of_an_image_see_all_of_it(
                     slice(first + unit.start, first + unit.stop),
                 )
                 ops.append_kv(store.cache(layer), table, ops.to_device(k[at]), ops.to_device(v[at]))
-                out = ops.to_host(ops.attention(ops.to_device(q[at]), store.cache(layer), table, SCALE, window))
+                rule = ScoreRule(SCALE, window)
+                out = ops.to_host(ops.attention(ops.to_device(q[at]), store.cache(layer), table, rule))
                 if first == known:
                     wanted = plain(q[at], k, v, at.start, window, whole=whole)
                     assert np.abs(out - wanted).max() <= allowed * np.abs(wanted).max()

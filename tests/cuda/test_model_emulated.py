@@ -67,8 +67,8 @@ class Rounded(SameWeights):
     def append_kv(self, cache, spans, k, v) -> None:
         super().append_kv(cache, spans, _half(k), _half(v))
 
-    def attention(self, q, cache, spans, scale, window, transform=None, then=None, **rule) -> np.ndarray:
-        return super().attention(_half(q), cache, spans, scale, window, transform, **rule)
+    def attention(self, q, cache, spans, rule, transform=None, then=None) -> np.ndarray:
+        return super().attention(_half(q), cache, spans, rule, transform)
 
     def linear(self, x, w, *, norm=None, residual=None, activation=None, then=None, recorded=False) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)

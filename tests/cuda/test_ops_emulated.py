@@ -15,7 +15,7 @@ from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.kv.cache import HEADER
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, SpanView
+from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, ScoreRule, SpanView
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.numpy.rows import rms_norm
 from polarlm.engine.backends.ops import Ops
@@ -442,7 +442,7 @@ def feed(
             store.seal(layer, span)
             if span.round_trip:
                 store.round_trip(layer, span)
-        out = ops.attention(ops.to_device(q), cache, table, D**-0.5, of.window)
+        out = ops.attention(ops.to_device(q), cache, table, ScoreRule(D**-0.5, of.window))
         seen.append(np.array(ops.to_host(out)))
     store.commit_steps(spans, [kept] * len(spans))
     return seen
@@ -519,7 +519,7 @@ def test_attention_rotates_back_what_place_kv_has_rotated(
             table, on_device = described(store, spans, count), tuple(map(ops.to_device, rope))
             norms = (*map(ops.to_device, gains), EPS) if keys == "signs" else None
             q = ops.place_kv(ops.to_device(qkv), on_device, transform, store.cache(0), table, norms)
-            mixed = ops.attention(q, store.cache(0), table, D**-0.5, None, transform)
+            mixed = ops.attention(q, store.cache(0), table, ScoreRule(D**-0.5), transform)
             seen.append(np.array(ops.to_host(mixed)))
             for span in spans:
                 store.seal(0, span)
@@ -537,7 +537,7 @@ def test_values_beyond_half_precision_saturate_and_nan_stays(ops: CudaOps, rng: 
     (transform,) = ops.prepare([HeadTransform(KV_HEADS, None, None, None)])
     table = described(store, [span], 1)
     q = ops.place_kv(ops.to_device(qkv), tuple(map(ops.to_device, rope)), transform, store.cache(0), table)
-    out = ops.to_host(ops.attention(q, store.cache(0), table, D**-0.5, None))
+    out = ops.to_host(ops.attention(q, store.cache(0), table, ScoreRule(D**-0.5)))
     wanted = np.resize([65504, -65504, 65504, -65504, 0, 1, 65504, np.nan], D)
     np.testing.assert_array_equal(out[0], np.tile(wanted, (HEADS, 1)))
 
@@ -553,7 +553,7 @@ def test_attention_with_a_soft_cap_and_sink_scores_is_that_of_numpy(rng: np.rand
             table, cache = described(store, [span], count), store.cache(0)
             q, k, v = (ops.to_device(2 * halves(made, count, heads, D)) for heads in (HEADS, KV_HEADS, KV_HEADS))
             ops.append_kv(cache, table, k, v)
-            out = ops.attention(q, cache, table, D**-0.5, None, softcap=3.0, sink_scores=ops.to_device(sink_scores))
+            out = ops.attention(q, cache, table, ScoreRule(D**-0.5, None, 3.0, ops.to_device(sink_scores)))
             seen.append(np.array(ops.to_host(out)))
             store.seal(0, span)
             store.commit(span)
@@ -585,7 +585,7 @@ def test_attention_of_3_rows_comes_in_the_type_of_the_next_product(
     table, cache = described(store, spans, rows), store.cache(0)
     q, k, v = (ops.to_device(normal(rng, 2 * rows, heads, D)) for heads in (HEADS, KV_HEADS, KV_HEADS))
     ops.append_kv(cache, table, k, v)
-    args = q, cache, table, D**-0.5, None, transform
+    args = q, cache, table, ScoreRule(D**-0.5), transform
     exact, seen = ops.attention(*args), ops.attention(*args, out)
     assert (exact.dtype, seen.dtype) == (np.float32, dtype)
     launches = getattr(ops._device, "launches", [])  # a GPU does not say

@@ -11,6 +11,7 @@ import pytest
 
 from polarlm.engine import SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.kv import ScoreRule
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.transfer import FIELDS, converted
@@ -85,7 +86,7 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
         table, queries = table.filled_up(len(kept) + 1), np.concatenate([q, q[:1]])
     for seed in (0, 1, 2):
         device.seed = seed
-        results.append(ops.to_host(ops.attention(ops.to_device(queries), store.cache(0), table, 0.3, None)))
+        results.append(ops.to_host(ops.attention(ops.to_device(queries), store.cache(0), table, ScoreRule(0.3))))
         np.testing.assert_array_equal(results[-1], results[0])
     for number, fed in enumerate(kept):
         mine = slice(rows * number, rows * (number + 1))

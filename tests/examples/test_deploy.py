@@ -23,7 +23,7 @@ from polarlm.server.config import GROUPS, read_command_line
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE, UNIT = (ROOT / "examples" / "deploy" / name for name in ("Dockerfile", "polarlm.service"))
 PROJECT = read_toml("", ROOT / "pyproject.toml")
-FLAGS = parser(GROUPS, prog="", description="", checks={})._option_string_actions
+FLAGS = parser(GROUPS, prog="", description="")._option_string_actions
 
 
 def of(name: str) -> list[str]:

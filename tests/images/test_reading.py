@@ -20,7 +20,18 @@ from polarlm.engine.images.reading import Images, ReadPrompt
 from polarlm.model_loaders.towers import ImageShape, Tower
 
 TOWER = Tower(
-    "stub", 8, "<before>", "<after>", "BICUBIC", layers=1, hidden_size=8, heads=1, ffn_size=8, patch=4, merge=1
+    "stub",
+    8,
+    "<before>",
+    "<after>",
+    "BICUBIC",
+    layers=1,
+    hidden_size=8,
+    heads=1,
+    ffn_size=8,
+    patch=4,
+    merge=1,
+    eps=1e-6,
 )
 MARK = "\ufffc"
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

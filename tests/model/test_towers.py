@@ -39,7 +39,7 @@ def read_tower(path: Path, ops: Ops) -> ImageReader:
     return reader
 
 
-def finished(reading: Generator[None, None, ImageRows]) -> tuple[ImageRows, int]:
+def finished(reading: Generator[int, None, ImageRows]) -> tuple[ImageRows, int]:
     """What a reader returns, and how often it has yielded."""
     pauses = 0
     while True:

@@ -12,7 +12,7 @@ from polarlm.engine.backends.cuda.heads import NO_ROTATION, DeviceRotation, Devi
 from polarlm.engine.backends.cuda.kv.cache import LayerCache, PassTables, SpanTable
 from polarlm.engine.backends.cuda.launch import LaunchConfig, result_type
 from polarlm.engine.backends.cuda.linear import input_type
-from polarlm.engine.backends.kv import RecordedSpans
+from polarlm.engine.backends.kv import RecordedSpans, ScoreRule
 from polarlm.engine.weight_formats import Linear
 
 
@@ -40,16 +40,12 @@ class AttentionOps(HeadOps):
         q: Array,
         cache: LayerCache,
         spans: SpanTable | PassTables | RecordedSpans,
-        scale: float,
-        window: int | None,
+        rule: ScoreRule,
         transform: DeviceTransform | None = None,
         then: Linear | None = None,
-        *,
-        softcap: float | None = None,
-        sink_scores: Array | None = None,
     ) -> Array:
         back, scale_back = (NO_ROTATION, None) if transform is None else (transform.back, transform.scale_back)
-        parameters = _Parameters(float(scale), window or 0, scale_back, softcap, sink_scores)
+        parameters = _Parameters(float(rule.scale), rule.window or 0, scale_back, rule.softcap, rule.sink_scores)
         if isinstance(spans, RecordedSpans):
             out = self._device.zeros(q.shape, np.float32)  # rows that are no span's must be numbers
             append, arrays = spans.between()

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from polarlm.engine.backends.kv import KVLocation, SpanView
+from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Cached, LayerCache
 from polarlm.engine.backends.numpy.rows import softcap
 from polarlm.engine.quantization.conditioning import read_mean
@@ -21,16 +21,8 @@ _KEY_TILE = 1024
 _BLOCK_TILE = 64
 
 
-class ScoreRule(NamedTuple):
-    """How scores become weights: see `Ops.attention`. sink_scores (K, G), G = H / K; None: there are none."""
-
-    window: int | None = None
-    softcap: float | None = None
-    sink_scores: np.ndarray | None = None
-
-
 def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, rule: ScoreRule) -> None:
-    """Attention of scaled q (T, K, G, D), the rows of one sequence, in tiles of queries → out (T, H, D)."""
+    """Attention of scaled q (T, K, G, D), G = H / K, the rows of one sequence, in tiles of queries → out (T, H, D)."""
     tile = max(1, _QUERY_TILE // q.shape[2])
     for first in range(0, len(q), tile):
         # (T, K, G, D) → (K, G, T, D): the group of query heads of a KV head shares one pass over its keys.
@@ -46,10 +38,8 @@ def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, rule
     tiles = _visible_tiles(cache, span, position, last, rule.window)
     whole = functools.reduce(_merge, (_partial(q, position, tile, rule, span.sees) for tile in tiles))
     if rule.sink_scores is not None:
-        kv_heads, group, count, _ = q.shape
-        sink_scores = np.broadcast_to(rule.sink_scores[:, :, None], (kv_heads, group, count)).reshape(
-            whole.row_max.shape
-        )
+        sink_scores = np.broadcast_to(rule.sink_scores.reshape(*q.shape[:2], 1), q.shape[:3])
+        sink_scores = sink_scores.reshape(whole.row_max.shape)
         whole = _merge(whole, _Partial(sink_scores, np.ones_like(whole.row_sum), np.zeros_like(whole.weighted)))
     return (whole.weighted / whole.row_sum).reshape(q.shape)
 

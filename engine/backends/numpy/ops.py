@@ -22,12 +22,13 @@ from polarlm.engine.backends.kv import (
     Norms,
     PreparedTransform,
     Rope,
+    ScoreRule,
     Spans,
     SpanView,
 )
 from polarlm.engine.backends.numpy import blas, host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.backends.numpy.attention import ScoreRule, attend_alone, read_blocks
+from polarlm.engine.backends.numpy.attention import attend_alone, read_blocks
 from polarlm.engine.backends.numpy.encoders import attend_to_texts, parts_of
 from polarlm.engine.backends.numpy.experts import ExpertOps
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, rounded
@@ -279,21 +280,14 @@ class NumpyOps(ExpertOps, RecurrentOps):
         q: np.ndarray,
         cache: LayerCache,
         spans: Spans,
-        scale: float,
-        window: int | None,
+        rule: ScoreRule,
         transform: PreparedTransform | None = None,
         then: Linear | None = None,
-        *,
-        softcap: float | None = None,
-        sink_scores: np.ndarray | None = None,
     ) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
         kv_heads = cache.format.kv_heads
         heads, dim = q.shape[1:]
-        q = q.reshape(-1, kv_heads, heads // kv_heads, dim) * np.float32(scale)
-        rule = ScoreRule(
-            window, softcap, None if sink_scores is None else sink_scores.reshape(kv_heads, heads // kv_heads)
-        )
+        q = q.reshape(-1, kv_heads, heads // kv_heads, dim) * np.float32(rule.scale)
         for span in spans:
             attend_alone(q[span.rows], out[span.rows], cache, span, rule)
         if transform is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, PreparedTransform, Spans
+from polarlm.engine.backends.kv import Cache, PreparedTransform, ScoreRule, Spans
 from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.layers import Eps, Tap, add_projected, norm_of, projected, slot
 from polarlm.engine.weight_formats import Linear
@@ -47,6 +47,7 @@ class Attention:
         self._ops, self._weights, self._cache, self._transform = ops, weights, cache, transform
         self._norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
         self._eps = eps.before
+        self._rule = ScoreRule(shape.score_scale, shape.window, shape.softcap, weights.sink_scores)
         q_norm, k_norm = weights.q_norm, weights.q_norm if shape.shares_kv else weights.k_norm
         self._qk_norms = None if q_norm is None else (q_norm, k_norm, eps.before)
         if shape.qk_norm == "unweighted":
@@ -91,17 +92,8 @@ class Attention:
     def mix(self, x: Array, q: Array, spans: Spans, *, adapters: Routing | None, recorded: bool) -> None:
         """Add the projected attention of queries q (T, H, D) to x (T, E), in place."""
         w, shape = self._weights, self.shape
-        mixed = self._ops.attention(
-            q,
-            self._cache,
-            spans,
-            shape.score_scale,
-            shape.window,
-            self._transform,
-            w.out if w.output_gate is None and adapters is None else None,
-            softcap=shape.softcap,
-            sink_scores=w.sink_scores,
-        )
+        then = w.out if w.output_gate is None and adapters is None else None
+        mixed = self._ops.attention(q, self._cache, spans, self._rule, self._transform, then)
         mixed = mixed.reshape(-1, shape.heads * shape.head_dim)
         if w.output_gate is not None:
             gate = projected(self._ops, x, w.output_gate, adapters, norm=self._norm, recorded=recorded)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from polarlm.engine.backends.kv import PreparedTransform
 from polarlm.engine.backends.ops import Array, EncoderOps, Ops
-from polarlm.engine.model.layers import Eps, add_projected, norm_of
+from polarlm.engine.model.layers import Eps, add_projected, norm_of, slot
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.weight_formats import Matrix
@@ -21,10 +21,10 @@ from polarlm.model_loaders import config
 class EncoderInputs:
     """What is added to the embeddings of tokens, and the norm of the sum. None for what the family does not have."""
 
-    norm: Array  # (E,)
-    norm_bias: Array  # (E,)
-    positions: Matrix | None  # a row for each position
-    token_types: Matrix | None  # the first row is added everywhere
+    norm: Array = slot("embedding_norm")  # (E,)
+    norm_bias: Array = slot("embedding_norm_bias")  # (E,)
+    positions: Matrix | None = slot("positions", "matrix")  # a row for each position
+    token_types: Matrix | None = slot("token_types", "matrix")  # the first row is added everywhere
 
 
 class EncoderLayer:

@@ -15,9 +15,9 @@ from polarlm.model_loaders.config import Activation
 class TokenInputs:
     """What makes the inputs of all layers of a token: weights on the device."""
 
-    table: Matrix  # (V, L·P)
-    projection: Linear  # (L·P, E)
-    norm: Array  # (P,)
+    table: Matrix = slot("layer_embedding", "matrix")  # (V, L·P)
+    projection: Linear = slot("layer_projection", "linear")  # (L·P, E)
+    norm: Array = slot("layer_projection_norm")  # (P,)
 
     def of(self, ops: Ops, ids: Array, x: Array, scale: float, eps: float, *, recorded: bool) -> Array:
         """Return the inputs (T, L·P) of tokens ids (T,) with embeddings x (T, E): those in the table, times `scale`,

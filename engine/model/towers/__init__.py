@@ -34,9 +34,9 @@ class ImageReader(Protocol):
     bytes: int
     """Of its weights."""
 
-    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
-        """Compute the rows of an image: pixels uint8 (height, width, 3), scaled to `shape`. Yields after each layer, so
-        that other work can run between them."""
+    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
+        """Compute the rows of an image: pixels uint8 (height, width, 3), scaled to `shape`. Yields 0 after each layer,
+        so that other work can run between them."""
 
 
 def parts(ops: Ops, x: Array) -> Iterator[Array]:

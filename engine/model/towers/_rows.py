@@ -42,14 +42,7 @@ def read_images(
         if begin >= end:
             continue
         assert reader is not None
-        work = reader.read(pixels, shape)
-        while True:
-            try:
-                next(work)
-            except StopIteration as done:
-                rows, added = done.value
-                break
-            yield 0
+        rows, added = yield from reader.read(pixels, shape)
         cut = slice(begin - first, end - first)
         parts.append(ImagePart(slice(begin - span.start, end - span.start), rows[cut], [(x[cut], w) for x, w in added]))
     return parts

@@ -12,6 +12,7 @@ from polarlm.engine.backends.kv import HeadTransform
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.towers import ImageRows, _gemma, parts
+from polarlm.engine.model.towers._patches import PatchReader
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.towers import ImageShape
 from polarlm.model_loaders.towers.gemma4 import PRODUCTS, Gemma4Tower
@@ -46,17 +47,15 @@ class LayerWeights:
     bounds: Array | None = slot("bounds")  # (28,): of inputs and outputs of each product, least and most
 
 
-class Reader:
+class Reader(PatchReader[Gemma4Tower, Weights, LayerWeights]):
     def __init__(self, ops: Ops, tower: Gemma4Tower, weights: Weights, layers: Sequence[LayerWeights], nbytes: int):
-        assert ops.of_encoders is not None
-        self.tower, self.bytes = tower, nbytes
-        self._ops, self._of_encoders, self._weights, self._layers = ops, ops.of_encoders, weights, layers
+        super().__init__(ops, tower, weights, layers, nbytes)
         (self._transform,) = ops.prepare([HeadTransform(tower.heads, value_eps=tower.eps)])
         self._ones = ops.to_device(np.ones(tower.hidden_size))
         self._bounds = [None if one.bounds is None else ops.to_host(one.bounds).reshape(-1, 2, 2) for one in layers]
         self._standard = [None if one is None else ops.to_host(one) for one in (weights.std_bias, weights.std_scale)]
 
-    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
+    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         ops, tower, w, (bias, scale) = self._ops, self.tower, self._weights, self._standard
         (down, right), merge = shape.grid, tower.merge
         rows, columns = np.indices((down * merge, right * merge)).reshape(2, -1)
@@ -64,24 +63,16 @@ class Reader:
         x = ops.to_device(sum(map(ops.to_host, both)))
         patches = _gemma.patches(tower, pixels, channels_first=tower.channels_first)
         ops.linear(ops.to_device(patches), w.patches, residual=x)
-        rope = self._rope(columns, rows)
+        rope = self._rope(columns, rows, dim=tower.head_dim, theta=tower.theta)
         for number in range(tower.layers):
-            self._attend(x, number, rope)
+            self._add_attention(x, number, rope)
             for part in parts(ops, x):
                 self._add_network(part, number)
-            yield
+            yield 0
         means = _gemma.means(ops, x, tower, shape) * np.float32(math.sqrt(tower.hidden_size))
         if bias is not None:
             means = (means - bias) * scale
         return ImageRows(ops.linear(ops.to_device(means), w.projection, norm=(self._ones, tower.eps)))
-
-    def _rope(self, *places: np.ndarray) -> tuple[Array, Array]:
-        """cos and sin (P, D/2): the first half of the pairs of channels is turned by the column, the second by the
-        row."""
-        half = self.tower.head_dim // 2
-        frequencies = self.tower.theta ** (-np.arange(0, half, 2) / half)
-        angles = np.concatenate([place[:, None] * frequencies for place in places], axis=1)
-        return self._ops.to_device(np.cos(angles)), self._ops.to_device(np.sin(angles))
 
     def _product(self, x: Array, number: int, name: str) -> Array:
         """A product of a layer, within its bounds."""
@@ -95,7 +86,7 @@ class Reader:
         self._of_encoders.clip(y, *of_output)
         return y
 
-    def _attend(self, x: Array, number: int, rope: tuple[Array, Array]) -> None:
+    def _add_attention(self, x: Array, number: int, rope: tuple[Array, Array]) -> None:
         ops, tower, w, count = self._ops, self.tower, self._layers[number], len(x)
         y, shape = self._normed(x, w.norm), (count, tower.heads, tower.head_dim)
         qkv = ops.empty((count, 3 * tower.heads, tower.head_dim))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.backends.ops import Array
 from polarlm.engine.model.layers import slot
 from polarlm.engine.model.towers import ImageRows, parts
-from polarlm.engine.model.towers._qwen import EPS, Patches, patches, places
+from polarlm.engine.model.towers._patches import PatchReader
+from polarlm.engine.model.towers._qwen import patches, places
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.towers import ImageShape
 from polarlm.model_loaders.towers.qwen2_5_vl import WindowTower
@@ -36,29 +37,26 @@ class LayerWeights:
     down: Linear = slot("down", "linear")  # (C, F)
 
 
-class Reader:
-    def __init__(self, ops: Ops, tower: WindowTower, weights: Weights, layers: Sequence[LayerWeights], nbytes: int):
-        self.tower, self.bytes = tower, nbytes
-        self._ops, self._weights, self._layers, self._patches = ops, weights, layers, Patches(ops, tower)
-
-    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
+class Reader(PatchReader[WindowTower, Weights, LayerWeights]):
+    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
         """Rows are computed in the order of windows."""
-        ops, do, tower, w = self._ops, self._patches, self.tower, self._weights
+        ops, tower, w = self._ops, self.tower, self._weights
         order, windows = self._windows(shape)
         values, where = patches(tower, pixels, shape), places(tower, shape)
         x = ops.linear(ops.to_device(values[order]), w.patches)
-        rope = do.rope(where[:, order])
+        rope = self._rope(*where[:, order], dim=tower.hidden_size // tower.heads)
         for number, layer in enumerate(self._layers):
             lengths = [len(x)] if number in tower.whole else windows
-            do.attend(x, x, (layer.qkv, layer.out), rope, lengths, (layer.norm, EPS))
+            self._attend(x, x, (layer.qkv, layer.out), rope, lengths, (layer.norm, tower.eps))
             for part in parts(ops, x):
-                norm = layer.ffn_norm, EPS
+                norm = layer.ffn_norm, tower.eps
                 y = ops.linear(part, layer.gate_up, norm=norm, activation="silu", then=layer.down)
                 ops.linear(y, layer.down, residual=part)
-            yield
-        ops.rms_norm(x, (w.norm, EPS))
+            yield 0
+        ops.rms_norm(x, (w.norm, tower.eps))
+        merged = ops.linear(x.reshape(-1, tower.merged), w.first, activation="gelu")
         of_rows = np.argsort(order[:: tower.merge**2])
-        return ImageRows(ops.to_device(ops.to_host(ops.linear(do.merged(x, w.first), w.second))[of_rows]))
+        return ImageRows(ops.to_device(ops.to_host(ops.linear(merged, w.second))[of_rows]))
 
     def _windows(self, shape: ImageShape) -> tuple[np.ndarray, list[int]]:
         """The patches in the order of windows, (P,), and how many a window has; those at the edges have fewer."""

@@ -9,8 +9,9 @@ import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import slot
-from polarlm.engine.model.towers import ImageRows, parts
-from polarlm.engine.model.towers._qwen import Patches, patches, places
+from polarlm.engine.model.towers import ImageRows
+from polarlm.engine.model.towers._patches import PatchReader, PlainLayer
+from polarlm.engine.model.towers._qwen import patches, places
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.towers import ImageShape
 from polarlm.model_loaders.towers.qwen3_vl import DeepTower
@@ -29,48 +30,34 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class LayerWeights:
+class LayerWeights(PlainLayer):
     """None in layers after which no rows are made."""
 
-    norm: Array = slot("norm")  # (C,)
-    norm_bias: Array = slot("norm_bias")
-    qkv: Linear = slot("qkv", "linear")  # (3C, C)
-    out: Linear = slot("out", "linear")  # (C, C)
-    ffn_norm: Array = slot("ffn_norm")
-    ffn_norm_bias: Array = slot("ffn_norm_bias")
-    up: Linear = slot("up", "linear")  # (F, C)
-    down: Linear = slot("down", "linear")  # (C, F)
     deep_norm: Array | None = slot("deep_norm")  # (C · merge²,)
     deep_norm_bias: Array | None = slot("deep_norm_bias")
     deep_in: Linear | None = slot("deep_in", "linear")  # (C · merge², C · merge²)
     deep_out: Linear | None = slot("deep_out", "linear")  # (E, C · merge²)
 
 
-class Reader:
+class Reader(PatchReader[DeepTower, Weights, LayerWeights]):
     def __init__(self, ops: Ops, tower: DeepTower, weights: Weights, layers: Sequence[LayerWeights], nbytes: int):
-        self.tower, self.bytes = tower, nbytes
-        self._ops, self._weights, self._layers, self._patches = ops, weights, layers, Patches(ops, tower)
+        super().__init__(ops, tower, weights, layers, nbytes)
         self._positions = ops.rows(weights.positions)
 
-    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[None, None, ImageRows]:
-        ops, do, tower, w = self._ops, self._patches, self.tower, self._weights
+    def read(self, pixels: np.ndarray, shape: ImageShape) -> Generator[int, None, ImageRows]:
+        ops, tower, w = self._ops, self.tower, self._weights
         where, added = places(tower, shape), []
         x = ops.to_device(self._positions_of(where, shape))
         ops.linear(ops.to_device(patches(tower, pixels, shape)), w.patches, residual=x)
-        rope, lengths = do.rope(where), [len(x)]
+        rope = self._rope(*where, dim=tower.hidden_size // tower.heads)
         for layer in self._layers:
-            y = do.normed(x, layer.norm, layer.norm_bias)
-            do.attend(x, y, (layer.qkv, layer.out), rope, lengths)
-            for part in parts(ops, x):
-                y = do.normed(part, layer.ffn_norm, layer.ffn_norm_bias)
-                y = ops.linear(y, layer.up, activation="plain_gelu_tanh", then=layer.down)
-                ops.linear(y, layer.down, residual=part)
+            self._add_layer(x, layer, rope)
             if layer.deep_in is not None and layer.deep_out is not None:
-                y = do.normed(x.reshape(-1, tower.merged), layer.deep_norm, layer.deep_norm_bias)
-                added.append((do.merged(y, layer.deep_in), layer.deep_out))
-            yield
-        merged = do.merged(do.normed(x, w.norm, w.norm_bias), w.first)
-        return ImageRows(ops.linear(merged, w.second), tuple(added))
+                y = self._layer_norm(x.reshape(-1, tower.merged), layer.deep_norm, layer.deep_norm_bias)
+                added.append((ops.linear(y, layer.deep_in, activation="gelu"), layer.deep_out))
+            yield 0
+        y = self._layer_norm(x, w.norm, w.norm_bias).reshape(-1, tower.merged)
+        return ImageRows(ops.linear(ops.linear(y, w.first, activation="gelu"), w.second), tuple(added))
 
     def _positions_of(self, where: np.ndarray, shape: ImageShape) -> np.ndarray:
         """The positions (P, C) of patches, between the nearest four of the table."""

@@ -21,7 +21,7 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import TOO_LONG, ApiError
-from polarlm.server.http.generation import About, Endpoint, Generation, Writer
+from polarlm.server.http.generation import About, Endpoint, Generation, Writer, about
 from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import read_raw, text_of
 from polarlm.server.http.openai.shapes import prompt_progress
@@ -29,7 +29,7 @@ from polarlm.server.http.streams import Event, while_there
 from polarlm.server.http.warnings import warn
 from polarlm.server.reading.fields import FIELDS, asking
 from polarlm.server.reading.infill import infill_of, infilled
-from polarlm.server.reading.parameters import ParsedRequest, read
+from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import flag, text, wrong
 from polarlm.server.running.driver import Driver
@@ -85,8 +85,7 @@ class _Server(Endpoints):
     async def apply_template(self, request: Request) -> Response:
         """{"messages"} → {"prompt"}: the messages as the model's template writes them, with marks of images."""
         engine, body = self._driver.engine, await self._body(request)
-        how = {"parse_special": self._driver.config.parse_special, "reads_images": engine.reads_images}
-        asked = read(body, engine.tokenize, ("messages",), switched_logprobs=True, **how)
+        asked, _ = ChatCompletions().read(body, about(self._driver))
         work = self._driver.counted("templated", lambda: chat_text(_marked(asked.prompt), engine.model, asked.options))
         shown = JSONResponse({"prompt": await while_there(request.receive, work)})
         return warn(shown, [sentence for _, sentence in asked.warnings])

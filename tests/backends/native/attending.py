@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from polarlm.engine import codecs
-from polarlm.engine.backends.kv import CacheFormat, KVLocation, SpanView
+from polarlm.engine.backends.kv import CacheFormat, KVLocation, ScoreRule, SpanView
 from polarlm.engine.backends.numpy.attention import read_blocks
 from polarlm.engine.backends.numpy.kv.cache import LayerCache, Sides
 from polarlm.engine.quantization.conditioning import centre
@@ -157,4 +157,4 @@ def attended(
 ) -> np.ndarray:
     ops = AttentionOps(launcher(level, threads))
     table = ops.spans(case.views, case.cache.format.block_size)
-    return ops.attention(case.q, case.cache, table, SCALE, window, transform, softcap=softcap, sink_scores=sink_scores)
+    return ops.attention(case.q, case.cache, table, ScoreRule(SCALE, window, softcap, sink_scores), transform)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polarlm.engine.backends.kv import HeadTransform
+from polarlm.engine.backends.kv import HeadTransform, ScoreRule
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step
@@ -112,7 +112,7 @@ def test_a_recording_follows_the_tables(threads: int) -> None:
 
     def work(q: np.ndarray, table: StepTable) -> np.ndarray:
         calls.append(table)
-        return ops.attention(q, case.cache, table, SCALE, None)
+        return ops.attention(q, case.cache, table, ScoreRule(SCALE))
 
     for number in range(4):
         own = alone(case, number)
@@ -197,7 +197,7 @@ def test_a_layer_without_tiles_attends_in_numpy(monkeypatch: pytest.MonkeyPatch)
     launch = launcher(best())
     ops = AttentionOps(launch)
     with pytest.raises(CannotRecord), launch.record():
-        ops.attention(case.q, case.cache, ops.spans(case.views, 16), SCALE, None)
+        ops.attention(case.q, case.cache, ops.spans(case.views, 16), ScoreRule(SCALE))
 
 
 @some_levels

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
-from polarlm.engine.backends.kv import KVLocation, SpanView
+from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
 from polarlm.engine.backends.native import self_test
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.ops import NativeOps
@@ -223,8 +223,8 @@ def test_kernels_work_at_a_level_that_they_do_not_know(types: tuple[str, str], m
         side[:, :64] = x[:64].swapaxes(0, 1)
     span = SpanView(slice(0, 50), 0, KVLocation(buffer, 0), 0, None, [], 0)
     q = np.random.default_rng(1).standard_normal((50, *case.q.shape[1:])).astype(np.float32)
-    wanted = plain.attention(q, case.cache, plain.spans([span], 16), SCALE, None)
-    np.testing.assert_allclose(prompts.attention(q, case.cache, [span], SCALE, None), wanted, rtol=1e-4, atol=1e-5)
+    wanted = plain.attention(q, case.cache, plain.spans([span], 16), ScoreRule(SCALE))
+    np.testing.assert_allclose(prompts.attention(q, case.cache, [span], ScoreRule(SCALE)), wanted, rtol=1e-4, atol=1e-5)
     assert level.dots > 0
 
 

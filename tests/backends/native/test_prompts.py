@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, SpanView
-from polarlm.engine.backends.numpy.attention import ScoreRule, attend
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, ScoreRule, SpanView
+from polarlm.engine.backends.numpy.attention import attend
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import get
@@ -60,16 +60,11 @@ def exact(
     q: np.ndarray,
     cache: LayerCache,
     span: SpanView,
-    scale: float,
-    window: int | None,
+    rule: ScoreRule,
     transform: HeadTransform,
-    *,
-    softcap: float | None = None,
-    sink_scores: np.ndarray | None = None,
 ) -> np.ndarray:
     rows, _, dim = q.shape
-    rule = ScoreRule(window, softcap, None if sink_scores is None else sink_scores.reshape(cache.format.kv_heads, -1))
-    grouped = (q.astype(np.float64) * scale).reshape(rows, cache.format.kv_heads, -1, dim).transpose(1, 2, 0, 3)
+    grouped = (q.astype(np.float64) * rule.scale).reshape(rows, cache.format.kv_heads, -1, dim).transpose(1, 2, 0, 3)
     out = attend(grouped, span.position, cache, span, rule).transpose(2, 0, 1, 3).reshape(q.shape)
     assert out.dtype == np.float64
     out = out if transform.scale_back is None else out * transform.scale_back[:, None]
@@ -102,8 +97,8 @@ def test_prompts_attend(
     stored = transform(rng, 2 * group, 2, signed_hadamard(dim), is_scaled=True)
     (prepared,) = HeadOps(launcher(level)).prepare([stored])
     q = rng.standard_normal((rows, 2 * group, dim)).astype(np.float32)
-    found = PromptOps(launcher(level)).attention(q, cache, [span], 0.3, window, prepared)
-    check(found, exact(q, cache, span, 0.3, window, stored))
+    found = PromptOps(launcher(level)).attention(q, cache, [span], ScoreRule(0.3, window), prepared)
+    check(found, exact(q, cache, span, ScoreRule(0.3, window), stored))
 
 
 @some_levels
@@ -116,11 +111,9 @@ def test_scores_with_a_cap_and_heads_with_a_sink(level: Level, softcap: float | 
     sink_scores = np.linspace(-20, 12, 6).astype(np.float32) if has_sink_scores else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompts, "_DECODED", 4 * N)
-        found = PromptOps(launcher(level)).attention(
-            q, cache, [span], 0.3, 200, softcap=softcap, sink_scores=sink_scores
-        )
+        found = PromptOps(launcher(level)).attention(q, cache, [span], ScoreRule(0.3, 200, softcap, sink_scores))
     plain = transform(rng, 6, 2, None, is_scaled=False)
-    check(found, exact(q, cache, span, 0.3, 200, plain, softcap=softcap, sink_scores=sink_scores))
+    check(found, exact(q, cache, span, ScoreRule(0.3, 200, softcap, sink_scores), plain))
 
 
 @pytest.mark.slow
@@ -161,25 +154,27 @@ def test_prompts_attend_to_all_that_is_before_them(
     q = rng.standard_normal((rows, kv_heads * group, dim)).astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompts, "_DECODED", 5 * N)
-        found = PromptOps(launcher(best(), threads)).attention(q, cache, [span], 0.25, window, prepared)
-    check(found, exact(q, cache, span, 0.25, window, stored))
+        found = PromptOps(launcher(best(), threads)).attention(q, cache, [span], ScoreRule(0.25, window), prepared)
+    check(found, exact(q, cache, span, ScoreRule(0.25, window), stored))
 
 
 def test_results_are_the_same_for_any_number_of_threads_and_any_parts() -> None:
     rng = np.random.default_rng(0)
     cache, span = sequence(rng, 64, 2, "ring4", 9, 200, 30)
     q = rng.standard_normal((200, 6, 64)).astype(np.float32)
-    wanted = PromptOps(launcher(best())).attention(q, cache, [span], 0.1, 90)
+    wanted = PromptOps(launcher(best())).attention(q, cache, [span], ScoreRule(0.1, 90))
     for threads in (2, 3, 8):
-        found = PromptOps(launcher(best(), threads)).attention(q, cache, [span], 0.1, 90)
+        found = PromptOps(launcher(best(), threads)).attention(q, cache, [span], ScoreRule(0.1, 90))
         np.testing.assert_array_equal(found, wanted)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompts, "_DECODED", 4 * N)
-        np.testing.assert_array_equal(PromptOps(launcher(best())).attention(q, cache, [span], 0.1, 90), wanted)
+        np.testing.assert_array_equal(
+            PromptOps(launcher(best())).attention(q, cache, [span], ScoreRule(0.1, 90)), wanted
+        )
     parts = []
     for rows in (slice(0, 77), slice(77, 78), slice(78, 200)):
         own = replace(span, rows=slice(0, rows.stop - rows.start), position=span.position + rows.start)
-        parts.append(PromptOps(launcher(best())).attention(q[rows], cache, [own], 0.1, 90))
+        parts.append(PromptOps(launcher(best())).attention(q[rows], cache, [own], ScoreRule(0.1, 90)))
     np.testing.assert_array_equal(np.concatenate(parts), wanted)
 
 
@@ -190,7 +185,7 @@ def test_queries_that_are_not_finite_give_results_that_are_not(broken: float) ->
     cache, span = sequence(rng, 64, 1, "f16", 0, 4, 0)
     q = rng.standard_normal((4, 1, 64)).astype(np.float32)
     q[2, 0, 5] = broken
-    found = PromptOps(launcher(best())).attention(q, cache, [span], 0.1, None)
+    found = PromptOps(launcher(best())).attention(q, cache, [span], ScoreRule(0.1))
     assert np.isnan(found[2]).all()
     assert np.isfinite(found[[0, 1, 3]]).all()
 
@@ -201,12 +196,12 @@ def test_layers_without_kernels_attend_in_numpy(codec: str, dim: int) -> None:
     ops = NativeOps(1)
     cache, span = sequence(rng, dim, 1, codec, 2, 40, 0)
     q = rng.standard_normal((40, 2, dim)).astype(np.float32)
-    found = ops.attention(q, cache, ops.spans([span], N), 0.1, None)
-    np.testing.assert_array_equal(found, PLAIN.attention(q, cache, [span], 0.1, None))
+    found = ops.attention(q, cache, ops.spans([span], N), ScoreRule(0.1))
+    np.testing.assert_array_equal(found, PLAIN.attention(q, cache, [span], ScoreRule(0.1)))
 
 
 def test_too_many_queries_for_a_head_are_refused() -> None:
     rng = np.random.default_rng(0)
     cache, span = sequence(rng, 8, 1, "f16", 0, 1, 0)
     with pytest.raises(KernelError, match="193 query heads"):
-        PromptOps(launcher(best())).attention(np.zeros((1, 193, 8), np.float32), cache, [span], 0.1, None)
+        PromptOps(launcher(best())).attention(np.zeros((1, 193, 8), np.float32), cache, [span], ScoreRule(0.1))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.kv import SpanView
+from polarlm.engine.backends.kv import ScoreRule, SpanView
 from polarlm.engine.state.store import KVStore, SequenceKV, Span
 from tests.state.fed import HEADS, KV_HEADS, D, N, make_store
 
@@ -51,7 +51,9 @@ def alone(store: KVStore, layer: int, spans: list[Span], q: np.ndarray, window: 
     rows = [(span, row) for span in spans for row in range(span.count)]
     return np.concatenate(
         [
-            ops.attention(q[i : i + 1], cache, [store.view(layer, span, slice(0, 1), span.start + row)], 0.3, window)
+            ops.attention(
+                q[i : i + 1], cache, [store.view(layer, span, slice(0, 1), span.start + row)], ScoreRule(0.3, window)
+            )
             for i, (span, row) in enumerate(rows)
         ]
     )
@@ -68,5 +70,5 @@ def test_rows_of_many_sequences_get_what_each_gets_alone(types: tuple[str, str],
         store.cache(layer).full_k[:], store.cache(layer).full_v[:] = np.nan, np.inf
     spans, q = begun(store, rng, [1, 3, 2, 16, N, 9, 6, 7])
     for layer, window in enumerate(windows):
-        out = store.ops.attention(q, store.cache(layer), views(store, layer, spans), 0.3, window)
+        out = store.ops.attention(q, store.cache(layer), views(store, layer, spans), ScoreRule(0.3, window))
         np.testing.assert_allclose(out, alone(store, layer, spans, q, window), atol=2e-6)

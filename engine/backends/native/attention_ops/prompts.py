@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.kv import KVLocation, SpanView
+from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
 from polarlm.engine.backends.native.kernels.attention.prompts import (
@@ -19,7 +19,7 @@ from polarlm.engine.backends.native.kernels.attention.prompts import (
 from polarlm.engine.backends.native.kernels.attention.unit import MOST_QUERIES, Prompt
 from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.launch import KernelOps
-from polarlm.engine.backends.numpy.attention import ScoreRule, blocks_of
+from polarlm.engine.backends.numpy.attention import blocks_of
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.lang.records import words
@@ -39,23 +39,18 @@ class PromptOps(KernelOps):
         q: np.ndarray,
         cache: LayerCache,
         spans: StepTable | Sequence[SpanView],
-        scale: float,
-        window: int | None,
+        rule: ScoreRule,
         transform: PreparedTransform | None = None,
         then: Linear | None = None,
-        *,
-        softcap: float | None = None,
-        sink_scores: np.ndarray | None = None,
     ) -> np.ndarray:
         """Raises KernelError if a group of query heads is larger than a unit has room for."""
         if not isinstance(cache, TileCache):
-            rule = {"softcap": softcap, "sink_scores": sink_scores}
-            return self._launch.in_numpy(super().attention, q, cache, spans, scale, window, transform, **rule)
+            return self._launch.in_numpy(super().attention, q, cache, spans, rule, transform)
         if (group := q.shape[1] // cache.format.kv_heads) > MOST_QUERIES:
             raise KernelError(f"No kernel attends with {group} query heads for each KV head")
-        out, score_rule = np.empty(q.shape, np.float32), ScoreRule(window, softcap, sink_scores)
+        out = np.empty(q.shape, np.float32)
         for span in spans:
-            self._attend(q[span.rows], out[span.rows], cache, span, scale, score_rule, transform)
+            self._attend(q[span.rows], out[span.rows], cache, span, rule, transform)
         return out
 
     def _attend(
@@ -64,7 +59,6 @@ class PromptOps(KernelOps):
         out: np.ndarray,
         cache: TileCache,
         span: SpanView,
-        scale: float,
         rule: ScoreRule,
         transform: PreparedTransform | None,
     ) -> None:
@@ -72,7 +66,7 @@ class PromptOps(KernelOps):
         oldest = max(0, span.position - (rule.window or NO_WINDOW) + 1)
         segments = list(_full(cache, span, oldest, max(span.position + len(q), span.sees + 1)))
         parts = _parts(cache, span, oldest)
-        attend_to = self._launcher(q, out, cache.format.kv_heads, span, scale, rule, transform)
+        attend_to = self._launcher(q, out, cache.format.kv_heads, span, rule, transform)
         for number, (stored, start, ids) in enumerate(parts):
             is_last = number == len(parts) - 1
             decoded = _segment(self.decoded(stored, ids), start, len(ids) * cache.format.block_size)
@@ -116,7 +110,6 @@ class PromptOps(KernelOps):
         out: np.ndarray,
         kv_heads: int,
         span: SpanView,
-        scale: float,
         rule: ScoreRule,
         transform: PreparedTransform | None,
     ) -> Callable[..., None]:
@@ -152,7 +145,7 @@ class PromptOps(KernelOps):
                 window=window,
                 is_first=is_first,
                 is_last=is_last,
-                scale=scale,
+                scale=rule.scale,
                 softcap=rule.softcap or 0.0,
             )
             self._launch(kernel, -(-rows // tile) * kv_heads, arguments, grain=1)

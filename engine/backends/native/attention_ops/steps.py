@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from polarlm.engine.backends.kv import SpanView
+from polarlm.engine.backends.kv import ScoreRule, SpanView
 from polarlm.engine.backends.native.attention_ops.heads import NO_ROTATION, PreparedTransform
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.attention_ops.step_table import NO_WINDOW, StepTable
@@ -15,7 +15,6 @@ from polarlm.engine.backends.native.kernels.attention.partials import MergeArgum
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments
 from polarlm.engine.backends.native.kernels.attention.steps import AttendArguments, Attention, attend, query_tile_of
 from polarlm.engine.backends.native.kv.cache import TileCache
-from polarlm.engine.backends.numpy.attention import ScoreRule
 from polarlm.engine.backends.numpy.kv.cache import Buffer, LayerCache
 from polarlm.engine.jit.lang.records import address
 from polarlm.engine.weight_formats import Linear
@@ -51,24 +50,19 @@ class AttentionOps(PromptOps):
         q: np.ndarray,
         cache: LayerCache,
         spans: StepTable | Sequence[SpanView],
-        scale: float,
-        window: int | None,
+        rule: ScoreRule,
         transform: PreparedTransform | None = None,
         then: Linear | None = None,
-        *,
-        softcap: float | None = None,
-        sink_scores: np.ndarray | None = None,
     ) -> np.ndarray:
         if isinstance(spans, StepTable) and isinstance(cache, TileCache):
-            return self._step(q, cache, spans, scale, ScoreRule(window, softcap, sink_scores), transform)
-        return super().attention(q, cache, spans, scale, window, transform, softcap=softcap, sink_scores=sink_scores)
+            return self._step(q, cache, spans, rule, transform)
+        return super().attention(q, cache, spans, rule, transform)
 
     def _step(
         self,
         q: np.ndarray,
         cache: TileCache,
         table: StepTable,
-        scale: float,
         rule: ScoreRule,
         transform: PreparedTransform | None,
     ) -> np.ndarray:
@@ -99,7 +93,7 @@ class AttentionOps(PromptOps):
                 most_full=arrays.full.shape[1],
                 most_chunks=arrays.most_chunks,
                 window=rule.window or NO_WINDOW,
-                scale=scale,
+                scale=rule.scale,
                 softcap=rule.softcap or 0.0,
                 **stored.strides,
             )
