@@ -30,7 +30,7 @@ def _answer(request: dict[str, Any], most: int) -> dict[str, Any]:
         with Image.open(io.BytesIO(base64.b64decode(request["data"])), formats=FORMATS) as image:
             width, height = image.size
             if width * height > most:
-                return {"error": f"this image has {width:,} × {height:,} pixels, and at most {most:,} are read"}
+                return {"error": f"this image has {width:,} by {height:,} pixels, and at most {most:,} are read"}
             try:
                 orientation = image.getexif().get(_ORIENTATION)
             except Exception:  # the image itself may be whole
