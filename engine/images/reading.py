@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.errors import EngineError, shown
+from polarlm.engine.errors import EngineError, counted, shown
 from polarlm.engine.model.towers._rows import PlacedImage
 from polarlm.engine.state.places import IMAGE_IDS, Places
 from polarlm.model_loaders import Model
@@ -102,6 +102,7 @@ class Images:
     def __init__(self, model: Model, context: int) -> None:
         """context: the most tokens of a prompt."""
         self._tower, self._name = model.tower, model.name
+        self._context = context
         self._most_rows = max(1, min(context // 2, MOST_ROWS))  # of an image: half of the context is for text
         self._worker = LimitedProcess(_WORKER, _MOST_PIXELS)
         self._recent: OrderedDict[str, PromptImage] = OrderedDict()
@@ -117,25 +118,28 @@ class Images:
 
     def read(self, prompt: Any, warn: Callable[[str], None] = lambda sentence: None) -> ReadPrompt:
         """Read the images of messages; a prompt of another kind has none. What cannot be read in an earlier turn is
-        left out, and `warn` called. Raises EngineError."""
+        left out, and `warn` called; the user's message is what is asked now until an answer follows. Raises
+        EngineError."""
         if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not any(map(_has_parts, prompt)):
             return ReadPrompt(prompt, {}, self._tower)
         images: dict[str, PromptImage] = {}
-        asked = max((at for at, message in enumerate(prompt) if _role(message) == "user"), default=0)
+        asked = max((at for at, message in enumerate(prompt) if _role(message) != "system"), default=0)
         messages = []
         for at, message in enumerate(prompt):
             if _has_parts(message):
                 texts = []
                 for number, part in enumerate(message["content"]):
-                    place = f"messages[{at}].content[{number}]"
+                    place, known = f"messages[{at}].content[{number}]", len(images)
                     try:
                         texts.append(self._text_of(part, images))
                     except EngineError as error:
-                        if at == asked:
+                        if at == asked and _role(message) not in ("assistant", "tool"):
                             error.args = (f"{place}: {error}",)
                             raise
                         warn(f"{place} is left out: {error}")
                         texts.append(_LEFT_OUT)
+                    if len(images) > known:
+                        self._check_fit(images)
                 message = {**message, "content": "".join(texts)}
             messages.append(message)
         return ReadPrompt(messages, images, self._tower)
@@ -151,6 +155,14 @@ class Images:
         name, image = self._image(_bytes_of(part))
         images[name] = image
         return f"{_MARK}{name}{_MARK}"
+
+    def _check_fit(self, images: Mapping[str, PromptImage]) -> None:
+        """Raises EngineError for more rows than the context takes: small files may be many, and their pixels large."""
+        rows = sum(image.shape.rows for image in images.values())
+        if rows > self._context:
+            size = f"the available context size of {counted(self._context, 'token')}"
+            problem = f"The prompt's images alone exceed {size}: leave some out"
+            raise EngineError(problem, "context_length_exceeded", n_prompt_tokens=rows, n_ctx=self._context)
 
     def _image(self, data: bytes) -> tuple[str, PromptImage]:
         name = hashlib.blake2b(data, digest_size=16).hexdigest()
@@ -172,13 +184,14 @@ class Images:
         file = {"data": base64.b64encode(data).decode()}
         width, height = self._ask(file)["size"]
         shape = fit(self._tower, width, height)
-        while shape.rows > self._most_rows and min(width, height) > 1:
+        while shape.rows > self._most_rows and max(width, height) > 1:
             shrunk = 0.98 * math.sqrt(self._most_rows / shape.rows)
             width, height = max(1, int(width * shrunk)), max(1, int(height * shrunk))
             smaller = fit(self._tower, width, height)
-            if smaller.rows >= shape.rows:  # the least that the tower takes
+            if smaller.rows < shape.rows:
+                shape = smaller
+            elif width <= shape.width and height <= shape.height:  # the least that the tower takes
                 break
-            shape = smaller
         to = {"to": [shape.width, shape.height], "filter": self._tower.filter}
         pixels = np.frombuffer(base64.b64decode(self._ask(file | to)["pixels"]), np.uint8)
         described = repr((name, shape, self._tower)).encode()
@@ -226,6 +239,9 @@ def _bytes_of(part: Mapping[str, Any]) -> bytes:
             raise EngineError(f"{shown(os.fspath(image))} cannot be read: {reason}") from None
     if hasattr(image, "save"):  # Pillow's
         file = io.BytesIO()
-        image.save(file, "PNG")
+        try:
+            image.convert("RGB").save(file, "PNG")
+        except Exception as error:  # Pillow reads the file only now, and its decoders raise whatever they stumble over
+            raise EngineError(f"this Pillow image cannot be read: {error}") from None
         return file.getvalue()
     raise EngineError("an image is bytes, a path, a data URL or a Pillow image")

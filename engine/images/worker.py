@@ -30,11 +30,14 @@ def _answer(request: dict[str, Any], most: int) -> dict[str, Any]:
         with Image.open(io.BytesIO(base64.b64decode(request["data"])), formats=FORMATS) as image:
             width, height = image.size
             if width * height > most:
-                return {"error": f"this image has {width:,} × {height:,} pixels, and at most {most:,} are read"}
+                return {"error": f"this image has {width:,} by {height:,} pixels, and at most {most:,} are read"}
+            try:
+                orientation = image.getexif().get(_ORIENTATION)
+            except Exception:  # the image itself may be whole
+                orientation = None
             if "to" not in request:
-                turned = image.getexif().get(_ORIENTATION) in _TURNED
-                return {"size": [height, width] if turned else [width, height]}
-            pixels = ImageOps.exif_transpose(image).convert("RGB")
+                return {"size": [height, width] if orientation in _TURNED else [width, height]}
+            pixels = (image if orientation is None else ImageOps.exif_transpose(image)).convert("RGB")
             if pixels.size != tuple(request["to"]):
                 pixels = pixels.resize(request["to"], Image.Resampling[request["filter"]])
             return {"pixels": base64.b64encode(pixels.tobytes()).decode()}

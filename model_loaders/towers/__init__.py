@@ -16,10 +16,11 @@ Modules that begin with an underscore are helpers. What a tower computes is in `
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from polarlm.model_loaders.files.tensor_table import TensorTable
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 from polarlm.model_loaders.files.weights import arranged, complete
 
+_SAMPLE = 1024  # bytes of a tensor that its digest covers
 MOST_ROWS = 4096  # of an image; of a larger one towers would compute attention for minutes
 _CLIP, _OF_IMAGES = "clip.", "clip.vision."
 
@@ -55,7 +57,7 @@ class Tower:
 
     before, after: the text around the rows of an image in a prompt, where names of control tokens are these tokens.
     filter: how images are scaled, a name of Pillow's `Resampling`. A row is made of merge × merge patches of
-    patch × patch pixels.
+    patch × patch pixels. weights: a digest of samples of its weights, by which images are told apart, too.
     """
 
     kind: str  # the file in model_loaders/towers
@@ -70,6 +72,7 @@ class Tower:
     patch: int
     merge: int
     eps: float  # of norms
+    weights: str = field(default="", compare=False, kw_only=True)
 
     @property
     def merged(self) -> int:
@@ -120,7 +123,7 @@ def tower_of(folder: Path) -> tuple[Tower, StoredWeights] | None:
         if not stored.keys() & {spec.taken.source if spec.taken else spec.name for spec in tensors(tower).specs()}:
             weights.close()
             return None
-        return tower, _fitted(tower, StoredWeights(folder, stored, weights.opened), is_gguf=False)
+        return _fitted(tower, StoredWeights(folder, stored, weights.opened), is_gguf=False)
     except BaseException:
         weights.close()
         raise
@@ -142,7 +145,7 @@ def open_mmproj(path: Path) -> tuple[Tower, StoredWeights]:
         tower: Tower = read(fields, {name: tensor.shape for name, tensor in gguf.tensors.items()})
         names = {spec.gguf: spec.name for spec in tensors(tower).specs()}
         stored = {names.get(label, label): tensor for label, tensor in gguf.tensors.items()}
-        return tower, _fitted(tower, StoredWeights(path, stored, gguf.files), is_gguf=True)
+        return _fitted(tower, StoredWeights(path, stored, gguf.files), is_gguf=True)
     except BaseException:
         gguf.close()
         raise
@@ -156,14 +159,18 @@ def _prepared(folder: Path) -> Fields:
     return fields
 
 
-def _fitted(tower: Tower, weights: StoredWeights, *, is_gguf: bool) -> StoredWeights:
-    """The weights of exactly the tower's tensors. Raises LoadError."""
+def _fitted(tower: Tower, weights: StoredWeights, *, is_gguf: bool) -> tuple[Tower, StoredWeights]:
+    """The tower with its digest, and the weights of exactly its tensors. Raises LoadError."""
     take_apart = getattr(_module(tower.kind), "take_apart", lambda tower, stored: stored)
     whole = StoredWeights(weights.where, take_apart(tower, weights.tensors), weights.opened)
     specs = [*tensors(tower).specs()]
     stored: dict[str, StoredTensor] = complete(whole, specs, "the part that reads images", is_gguf=is_gguf)
     of_tower = {spec.name: arranged(stored[spec.name], spec, interleaved=False, is_gguf=is_gguf) for spec in specs}
-    return StoredWeights(weights.where, of_tower, weights.opened)
+    digest = hashlib.sha256()
+    for name, tensor in of_tower.items():
+        rows = min(tensor.shape[0], -(-_SAMPLE // tensor.row_bytes))
+        digest.update(repr((name, tensor.dtype)).encode() + tensor.raw(slice(0, rows)).tobytes())
+    return replace(tower, weights=digest.hexdigest()), StoredWeights(weights.where, of_tower, weights.opened)
 
 
 def _modules() -> list[ModuleType]:

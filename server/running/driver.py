@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.async_engine import EngineThread
 from polarlm.engine.outputs import Outbox, Status, embedding
-from polarlm.engine.requests.prompts import Prompt
+from polarlm.engine.requests.prompts import Prompt, is_chat
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal, refused
@@ -65,8 +65,8 @@ class Driver:
         self.closing = False  # whether new requests are refused because the server is closing
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
         self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # apart: texts delay no prompt
-        # A request whose constraint is being compiled waits in a thread, so each request may need one.
-        self._grammar_pool = ThreadPoolExecutor(self.room, thread_name_prefix="grammars")
+        # A request whose constraint is compiled or whose images are decoded waits in a thread: each may need one.
+        self._waiting_pool = ThreadPoolExecutor(self.room, thread_name_prefix="waiting")
         self._disk = Worker("sessions")
 
     async def start(self) -> None:
@@ -88,7 +88,7 @@ class Driver:
         self.closing = True
         self._end_all(refused.closing())
         await self._loop.run_in_executor(None, self._thread.stop)
-        for pool in (self._pool, self._text_pool, self._grammar_pool):
+        for pool in (self._pool, self._text_pool, self._waiting_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         if not await self._loop.run_in_executor(None, self._disk.stop, _LAST_SECONDS):
             _LOG.warning(
@@ -233,7 +233,7 @@ class Driver:
 
         job.entry.prompt = prompt if self.config.log_prompts else None
         try:
-            ticket = await self._aside(submit, self._grammar_pool if compiles else self._pool)
+            ticket = await self._aside(submit, self._waiting_pool if compiles or _has_images(prompt) else self._pool)
         except EngineError:
             if job.closed:  # ended while its constraint was compiled: raises the reason for that
                 await self._next(job)
@@ -309,3 +309,7 @@ class Driver:
             return await self._loop.run_in_executor(pool, function)
         except Exception as error:
             raise for_clients(error) from None
+
+
+def _has_images(prompt: Prompt) -> bool:
+    return is_chat(prompt) and any(isinstance(message.get("content"), list) for message in prompt)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 
 from polarlm.command import main
 from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams
@@ -211,6 +212,20 @@ def test_another_image_of_the_same_size_shares_nothing(path: Path) -> None:
         answer = loaded.engine.chat(other, GREEDY)
         assert answer.usage.cached_tokens <= ids.index(next(i for i in ids if i >= IMAGE_IDS))
         assert loaded.read == 2
+
+
+def test_another_tower_of_the_same_sizes_shares_nothing(path: Path, tmp_path: Path) -> None:
+    with Loaded(path) as loaded:
+        loaded.engine.chat(FIRST, GREEDY)
+        loaded.engine.save_session(tmp_path / "session", prompt=FIRST)
+    weights = load_file(path / "model.safetensors")
+    changed = {name: -values if "patch_embed" in name else values for name, values in weights.items()}
+    save_file(changed, path / "model.safetensors")
+    with Loaded(path) as loaded:
+        loaded.engine.load_session(tmp_path / "session")
+        ids = loaded.engine.prompt_ids(FIRST)
+        answer = loaded.engine.chat(FIRST, GREEDY)
+        assert answer.usage.cached_tokens <= ids.index(next(i for i in ids if i >= IMAGE_IDS))
 
 
 def test_preempted_and_batched_requests_answer_as_alone(path: Path) -> None:

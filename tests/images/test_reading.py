@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import struct
 import zlib
 from pathlib import Path
@@ -143,6 +144,41 @@ def test_an_image_takes_at_most_half_of_the_context(monkeypatch: pytest.MonkeyPa
     assert image.pixels.shape == (image.shape.height, image.shape.width, 3)
 
 
+@pytest.mark.parametrize("size", [(1, 400_000), (400_000, 2)])
+def test_so_does_one_that_is_extremely_long(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
+    def widened(tower: Tower, width: int, height: int) -> ImageShape:
+        """As Qwen's: no side is 200 times as long as the other, and there are at most 16,384 rows of 32 × 32 pixels."""
+        width, height = max(width, height // 200), max(height, width // 200)
+        shrunk = max(1, math.sqrt(width * height / (16384 * 32**2)))
+        grid = max(1, int(height / shrunk / 32)), max(1, int(width / shrunk / 32))
+        return ImageShape(32 * grid[1], 32 * grid[0], grid[0] * grid[1], grid)
+
+    monkeypatch.setattr(images, "fit", widened)
+    reader = reading()
+    image = only(reader.read(asked(file_of(picture(*size, mode="L")))))
+    reader.close()
+    assert 1024 <= image.shape.rows <= 2048
+
+
+def test_images_beyond_the_context_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "fit", halved)
+    reader = reading(context=32)
+    with pytest.raises(EngineError, match="images alone exceed the available context size of 32 tokens") as raised:
+        reader.read(asked(*(file_of(picture(width)) for width in (40, 41, 42)), "https://example.com/a.png"))
+    reader.close()
+    assert raised.value.code == "context_length_exceeded"
+
+
+def test_a_pillow_image_of_any_mode_is_read(reader: Images) -> None:
+    image = picture(mode="CMYK")
+    expected = image.convert("RGB").resize((20, 12), Image.Resampling.BICUBIC)
+    np.testing.assert_array_equal(only(reader.read(asked(image))).pixels, np.asarray(expected))
+
+
+def test_damaged_metadata_harms_no_image(reader: Images) -> None:
+    assert only(reader.read(asked(file_of(picture(), "WEBP", exif=b"?")))).shape.rows == 15
+
+
 def bomb() -> bytes:
     """A PNG of 100,000 × 100,000 pixels in a few bytes."""
 
@@ -156,13 +192,14 @@ def bomb() -> bytes:
 
 
 WRONG = {
-    "at most 67,108,864": bomb(),
+    "has 100,000 by 100,000 pixels, and at most 67,108,864 are read": bomb(),
     "no image of a kind that is read": b"<svg></svg>",
     "kind that is read (PNG": file_of(picture(), "TIFF"),
     "damaged": file_of(picture())[:60],
     "addresses are not fetched": "https://example.com/a.png",
     "no base64": "data:image/png;base64,*",
     "cannot be read: No such file": "/no/such/file.png",
+    "Pillow image cannot be read": Image.open(io.BytesIO(file_of(picture())[:60])),
     "an image is bytes": 7,
     "a part of a message is": {"type": "audio"},
 }
@@ -180,6 +217,7 @@ def test_what_cannot_be_read_is_a_sentence_now_and_left_out_later(reader: Images
     assert read.prompt[0]["content"] == "[image left out]"
     assert [sentence in warning for warning in warnings] == [True]
     assert len(read.images) == 1
+    reader.read([*wrong, {"role": "assistant", "content": "?"}, {"role": "tool", "content": "!"}])  # an answer follows
 
 
 def test_a_model_without_a_tower_says_so() -> None:

@@ -125,6 +125,32 @@ def test_the_status_waits_for_no_slow_prompt(tiny: Engine) -> None:
     run(test, tiny)
 
 
+def test_a_text_waits_for_no_images(tiny: Engine) -> None:
+    async def test(driver: Driver) -> None:
+        released, waiting = threading.Event(), threading.Semaphore(0)
+
+        def slow(prompt: Any, *arguments: Any, **more: Any) -> Any:
+            waiting.release()
+            assert released.wait(PATIENCE)
+            return tiny.submit(PROMPT, *arguments, **more)
+
+        async def answer() -> Completion:
+            shown: Any = [{"role": "user", "content": [{"type": "image", "image": b""}]}]
+            async with aclosing(driver.stream(shown, greedy(), submit=slow)) as chunks:
+                return fold([chunk async for chunk in chunks])
+
+        answers = [asyncio.create_task(answer()) for _ in range(_TOKENIZERS)]
+        for _ in answers:
+            await asyncio.to_thread(waiting.acquire)
+        try:
+            await asyncio.wait_for(whole(driver, PROMPT, greedy()), PATIENCE / 2)
+        finally:
+            released.set()
+            await asyncio.gather(*answers)
+
+    run(test, tiny)
+
+
 def test_the_journal_says_what_a_cancelled_request_found_in_the_cache(tiny: Engine) -> None:
     async def test(driver: Driver) -> None:
         prompt = [*range(5, 40)]
