@@ -46,10 +46,10 @@ def captured(config: ModelConfig, weights: ModelWeights, ids: list[int]) -> list
     model = bare_model(config, weights, block_size=len(ids) + 3)
     attention, calls = model.ops.attention, []
 
-    def attend_and_capture(q, cache, spans, scale, window, *back, softcap, sink_scores):
+    def attend_and_capture(q, cache, spans, rule, *back):
         keys = cache.full(spans[0].current)[0][:, : len(ids)].copy()
-        calls.append((q.copy(), keys, scale, window, softcap, sink_scores))
-        return attention(q, cache, spans, scale, window, *back, softcap=softcap, sink_scores=sink_scores)
+        calls.append((q.copy(), keys, *rule))
+        return attention(q, cache, spans, rule, *back)
 
     model.ops.attention = attend_and_capture
     feed(model, model.store.new_sequence(), ids)
