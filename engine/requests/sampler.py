@@ -49,8 +49,8 @@ class Sampler:
             def text_of(token: int) -> bytes:
                 return tokenizer.token_bytes(token) or tokenizer.token_name(token).encode()
 
-            self._dry = Dry(sampling, text_of, len(sequence.prompt) - sequence.text_from)
-            self._dry.read(sequence.ids[sequence.text_from :])  # here, outside the engine's lock
+            self._dry = Dry(sampling, text_of, len(sequence.prompt), sequence.text_from)
+            self._dry.read(sequence.ids)  # here, outside the engine's lock
         self.none = greedy(self._vocabulary)
         """The sampler input of a row whose next token is known: the result only says if the row's logits are finite."""
         self.reach_ahead = constraint is None and self._dry is None and not sampling.banned_sequences
@@ -70,7 +70,7 @@ class Sampler:
         if window := self._window:
             recent = self._sequence.ids[max(self._sequence.text_from, len(self._sequence.ids) + beyond - window) :]
             recent += after[max(0, beyond - window) :]
-        dry = None if self._dry is None else self._dry.penalties(self._sequence.ids[self._sequence.text_from :])
+        dry = None if self._dry is None else self._dry.penalties(self._sequence.ids)
         while len(self._numbers) <= beyond:
             self._numbers += self._rng.random(_AT_ONCE).tolist()
         sampling = self._sampling if self._is_constant else self._sampling_after(after)

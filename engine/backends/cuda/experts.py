@@ -87,9 +87,10 @@ class ExpertOps(LinearOps):
         residual: Array | None = None,
         recorded: bool = False,
     ) -> Array:
-        if gate_up.on_host:
-            return self._on_host(x, routing, gate_up, down, activation, norm, residual)
         y = self._device.empty((len(x), down.shape[0]), np.float32) if residual is None else residual
+        if gate_up.on_host:
+            self._on_host(y, x, routing, gate_up, down, activation, norm, residual)
+            return y
         chosen, n = routing.ids.shape[1], y.shape[1]
         config = LaunchConfig({"ADD": int(residual is not None)}, threads_for(n))
         for first in range(0, len(x), EXPERT_ROWS):
@@ -102,6 +103,7 @@ class ExpertOps(LinearOps):
 
     def _on_host(
         self,
+        y: Array,
         x: Array,
         routing: Routing,
         gate_up: ExpertLinear,
@@ -109,11 +111,10 @@ class ExpertOps(LinearOps):
         activation: str | None,
         norm: Norm,
         residual: Array | None,
-    ) -> Array:
-        """`experts` on rows that are copied to the host, and back."""
+    ) -> None:
+        """`experts` on rows that are copied to the host, and back to y."""
         host = self.host
         assert host is not None
-        y = self._device.empty((len(x), down.shape[0]), np.float32) if residual is None else residual
         copied = {"x": x, "ids": routing.ids, "weights": routing.weights}
         if norm is not None:
             copied["norm"] = norm[0]
@@ -137,7 +138,6 @@ class ExpertOps(LinearOps):
             return result
 
         self._device.call_host(compute, y, list(copied.values()))
-        return y
 
     def _of_pairs(
         self,

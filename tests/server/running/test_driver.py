@@ -100,53 +100,43 @@ def test_a_snapshot_stays_as_it_is(tiny: Engine) -> None:
     run(test, tiny)
 
 
+@asynccontextmanager
+async def slow_prompts(driver: Driver, tiny: Engine, prompt: Any) -> AsyncIterator[None]:
+    """Meanwhile as many requests with this prompt as there are tokenizers wait to be read."""
+    released, waiting = threading.Event(), threading.Semaphore(0)
+
+    def slow(_: Any, *arguments: Any, **more: Any) -> Any:
+        waiting.release()
+        assert released.wait(PATIENCE)
+        return tiny.submit(PROMPT, *arguments, **more)
+
+    async def answer() -> Completion:
+        async with aclosing(driver.stream(prompt, greedy(), submit=slow)) as chunks:
+            return fold([chunk async for chunk in chunks])
+
+    answers = [asyncio.create_task(answer()) for _ in range(_TOKENIZERS)]
+    for _ in answers:
+        await asyncio.to_thread(waiting.acquire)
+    try:
+        yield
+    finally:
+        released.set()
+        await asyncio.gather(*answers)
+
+
 def test_the_status_waits_for_no_slow_prompt(tiny: Engine) -> None:
     async def test(driver: Driver) -> None:
-        released, waiting = threading.Event(), threading.Semaphore(0)
-
-        def slow(*request: Any, **more: Any) -> Any:
-            waiting.release()
-            assert released.wait(PATIENCE)
-            return tiny.submit(*request, **more)
-
-        async def answer() -> Completion:
-            async with aclosing(driver.stream(PROMPT, greedy(), submit=slow)) as chunks:
-                return fold([chunk async for chunk in chunks])
-
-        answers = [asyncio.create_task(answer()) for _ in range(_TOKENIZERS)]
-        for _ in answers:
-            await asyncio.to_thread(waiting.acquire)
-        try:
+        async with slow_prompts(driver, tiny, PROMPT):
             assert (await asyncio.wait_for(driver.status(), PATIENCE / 2)).running == 0
-        finally:
-            released.set()
-            await asyncio.gather(*answers)
 
     run(test, tiny)
 
 
 def test_a_text_waits_for_no_images(tiny: Engine) -> None:
     async def test(driver: Driver) -> None:
-        released, waiting = threading.Event(), threading.Semaphore(0)
-
-        def slow(prompt: Any, *arguments: Any, **more: Any) -> Any:
-            waiting.release()
-            assert released.wait(PATIENCE)
-            return tiny.submit(PROMPT, *arguments, **more)
-
-        async def answer() -> Completion:
-            shown: Any = [{"role": "user", "content": [{"type": "image", "image": b""}]}]
-            async with aclosing(driver.stream(shown, greedy(), submit=slow)) as chunks:
-                return fold([chunk async for chunk in chunks])
-
-        answers = [asyncio.create_task(answer()) for _ in range(_TOKENIZERS)]
-        for _ in answers:
-            await asyncio.to_thread(waiting.acquire)
-        try:
+        shown = [{"role": "user", "content": [{"type": "image", "image": b""}]}]
+        async with slow_prompts(driver, tiny, shown):
             await asyncio.wait_for(whole(driver, PROMPT, greedy()), PATIENCE / 2)
-        finally:
-            released.set()
-            await asyncio.gather(*answers)
 
     run(test, tiny)
 
