@@ -40,7 +40,7 @@ _OTHER_KINDS = {
 _OF_VOCABULARY = "and adapters of embeddings and of the output head are not supported"
 _OF_EXPERTS = "which is of an expert, and adapters of experts are not supported"
 _REFUSED = {  # slots whose tensors cannot be changed
-    **dict.fromkeys(("experts_gate_up", "experts_down"), _OF_EXPERTS),
+    **dict.fromkeys(("experts_gate_up", "experts_down", "latent_in", "latent_out"), _OF_EXPERTS),
     "router": "which is a router of experts, and adapters of these are not supported",
 }
 _FFN_SLOTS = ("gate_up", "down", "shared_gate_up", "shared_down", "shared_gate")

@@ -176,6 +176,7 @@ class Experts:
     shared_gate: bool = False  # the shared network's result is multiplied by σ of a product with the input
     factors: bool = False  # the weight of each expert is multiplied by a number of its own
     own_norms: bool = False  # router, experts and shared network have norms of their own, and so have their results
+    latent: int = 0  # size of the experts' inputs and results, with a product before and one after them; 0: E
 
 
 Ffn = GatedMLP | Experts
@@ -280,8 +281,9 @@ class ModelConfig:
         return replace(self, layers=tuple(layers))
 
     def with_mtp(self) -> ModelConfig:
-        """The configuration with the layer that guesses the token after the next one: as the last with attention."""
-        last = max(self.attentions)
+        """The configuration with the layer that guesses the token after the next one: as the last with attention, of
+        those with a network if there are any."""
+        last = max(self.attentions, key=lambda number: (self.layers[number].ffn is not None, number))
         return replace(self, layers=(*self.layers, self.layers[last]), mtp=True)
 
     def for_context(self, tokens: int) -> ModelConfig:

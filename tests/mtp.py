@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,12 +22,17 @@ def make_mtp(folder: Path, fixture: str) -> Path:
     path = make_model(folder, fixture)
     config, weights = open_folder(path)
     weights.close()
-    file, last, depth = path / "model.safetensors", max(config.attentions), config.depth
+    file, depth = path / "model.safetensors", config.depth
     content = file.read_bytes()
     data = 8 + int.from_bytes(content[:8], "little")
     header, parts = json.loads(content[8:data]), [content[data:]]
 
-    of_layer, own = ("mtp.layers.0.", "mtp.") if config.family.startswith("qwen") else (f"model.layers.{depth}.",) * 2
+    last = int(tensors(config).layers[max(config.attentions)]["attention_norm"][0].name.split(".")[2])
+    is_mtp = config.family.startswith(("qwen", "nemotron"))
+    of_layers = {last: "mtp.layers.0." if is_mtp else f"model.layers.{depth}."}
+    if config.family.startswith("nemotron"):
+        of_layers[last + 1] = "mtp.layers.1."
+    own = "mtp." if config.family.startswith("qwen") else f"model.layers.{depth}."
 
     def add(name: str, dtype: str, shape: Sequence[int], raw: bytes) -> None:
         end = sum(map(len, parts))
@@ -34,15 +40,16 @@ def make_mtp(folder: Path, fixture: str) -> Path:
         parts.append(raw)
 
     for name, one in [*header.items()]:
-        if f".layers.{last}." in name:
+        number = re.search(r"\.layers\.(\d+)\.", name)
+        if number is not None and int(number[1]) in of_layers:
             start, end = one["data_offsets"]
-            new = of_layer + name.partition(f".layers.{last}.")[2]
+            new = of_layers[int(number[1])] + name[number.end() :]
             add(new, one["dtype"], one["shape"], content[data + start : data + end])
     rng = np.random.default_rng(0)
     for slot, (spec, *_) in tensors(config.with_mtp()).layers[-1].items():
         if slot.startswith("mtp_"):
             value = rng.normal(0, 0.3, spec.shape) + (1 - spec.offset) * (len(spec.shape) == 1)
-            name = own + spec.name.removeprefix(f"model.layers.{depth}.")
+            name = spec.name.replace(f"model.layers.{depth}.", own)
             add(name, "F32", spec.shape, value.astype("<f4").tobytes())
     written = json.dumps(header).encode()
     file.write_bytes(len(written).to_bytes(8, "little") + written + b"".join(parts))

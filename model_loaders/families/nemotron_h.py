@@ -1,7 +1,6 @@
-"""Nemotron-H and Nemotron 3: Mamba 2, attention without RoPE, and networks without a gate, dense or of experts.
+"""Nemotron-H, Nemotron 3 and 3.5: Mamba 2, attention without RoPE, and networks without a gate, dense or of experts.
 
 Files number mixers and networks alike. Here a mixer and the network that follows it are a layer; some have no network.
-Layers that predict several tokens are not loaded.
 """
 
 from __future__ import annotations
@@ -39,6 +38,9 @@ _NAMES = {
     **names("mixer.", _NORM),
     "qkv": tuple((theirs.replace("self_attn.", "mixer."), ggml) for theirs, ggml in PROJECTIONS["qkv"]),
     "out": (("mixer.o_proj", "attn_output"),),
+    "mtp_embedding_norm": (("enorm", "nextn.enorm"),),
+    "mtp_hidden_norm": (("hnorm", "nextn.hnorm"),),
+    "mtp_in": (("eh_proj", "nextn.eh_proj"),),
     "ffn_norm": (_NORM,),
     "gate_up": (("mixer.up_proj", "ffn_up"),),
     "down": (("mixer.down_proj", "ffn_down"),),
@@ -46,12 +48,15 @@ _NAMES = {
     "choice_bias": (("mixer.gate.e_score_correction_bias", "exp_probs_b.bias"),),
     "experts_gate_up": (("mixer.experts.{}.up_proj", "ffn_up_exps"),),
     "experts_down": (("mixer.experts.{}.down_proj", "ffn_down_exps"),),
+    "latent_in": (("mixer.fc1_latent_proj", "ffn_latent_down"),),
+    "latent_out": (("mixer.fc2_latent_proj", "ffn_latent_up"),),
     "shared_gate_up": (("mixer.shared_experts.up_proj", "ffn_up_shexp"),),
     "shared_down": (("mixer.shared_experts.down_proj", "ffn_down_shexp"),),
+    "mtp_norm": (("final_layernorm", "nextn.shared_head_norm"),),
 }
 _OF_NETWORK = tuple(list(_NAMES)[list(_NAMES).index("ffn_norm") :])
 _ACTIVATION: Activation = "relu_squared"
-_NUMBER = re.compile(r"(?<=^model\.layers\.)\d+|(?<=^blk\.)\d+")
+_NUMBERED = re.compile(r"^(model\.layers|blk)\.\d+\.")
 
 
 def _implied(values: Mapping[str, object]) -> Mapping[str, object]:
@@ -138,25 +143,29 @@ def _network(fields: Fields, kind: str) -> Ffn:
         return replace(gated_mlp(fields), activation=_ACTIVATION)
     if fields.integer("n_group", 1) != 1:
         raise fields.refuse("n_group", "but experts that are chosen by groups are not supported")
-    if fields.has("moe_latent_size"):
-        raise fields.refuse("moe_latent_size", "but experts of another size than the layer's are not supported")
     shared = None
     if fields.integer("n_shared_experts", 1, minimum=0):
         shared = replace(gated_mlp(fields, size_key=_SHARED_SIZE), activation=_ACTIVATION)
-    return sigmoid_experts(fields, activation=_ACTIVATION, choice_bias=True, shared=shared)
+    latent = fields.integer("moe_latent_size", 0, minimum=0)
+    return sigmoid_experts(fields, activation=_ACTIVATION, choice_bias=True, shared=shared, latent=latent)
 
 
 def tensors(config: ModelConfig) -> TensorTable:
+    """In GGUF files, attention and network of the layer that predicts several tokens have one number, not two."""
     table, number, layers = tensor_table(config, _NAMES), 0, []
     for layer, slots in zip(config.layers, table.layers, strict=True):
-        layers.append({slot: _numbered(specs, number + (slot in _OF_NETWORK)) for slot, specs in slots.items()})
+        mixer, network = ((f"model.layers.{one}.", f"blk.{one}.") for one in (number, number + 1))
+        if "mtp_in" in slots:
+            mixer, network = ("mtp.layers.0.", mixer[1]), ("mtp.layers.1.", mixer[1])
+            name = f"blk.{number}.post_attention_norm.weight"
+            slots = {**slots, "ffn_norm": tuple(replace(norm, gguf=name) for norm in slots.get("ffn_norm", ()))}
+        layers.append({key: _renamed(of, *(network if key in _OF_NETWORK else mixer)) for key, of in slots.items()})
         number += 1 + (layer.ffn is not None)
     return replace(table, layers=tuple(layers))
 
 
-def _numbered(specs: tuple[TensorSpec, ...], number: int) -> tuple[TensorSpec, ...]:
-    """The specs with the number that a file gives their mixer or network."""
+def _renamed(specs: tuple[TensorSpec, ...], theirs: str, ggml: str) -> tuple[TensorSpec, ...]:
+    """The specs with these beginnings of names, Hugging Face's and llama.cpp's, in place of the layer's number."""
     return tuple(
-        replace(spec, name=_NUMBER.sub(str(number), spec.name), gguf=_NUMBER.sub(str(number), spec.gguf))
-        for spec in specs
+        replace(spec, name=_NUMBERED.sub(theirs, spec.name), gguf=_NUMBERED.sub(ggml, spec.gguf)) for spec in specs
     )

@@ -133,12 +133,12 @@ class TensorTable:
     mamba_decay, mamba_dt_bias, mamba_skip, mamba_out_norm, mamba_out. With a network it has ffn_norm, gate_up (up alone
     if there is no gate), down, ffn_post_norm. A mixture of experts has, instead of gate_up and down, router,
     choice_bias, experts_gate_up and experts_down (all tensors of the first expert, then all tensors of the next),
-    expert_factors, shared_gate, shared_gate_up, shared_down; and with norms of their own router_norm, experts_norm,
-    experts_post_norm, shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate,
-    layer_out, layer_post_norm. The layer of `ModelConfig.mtp` has mtp_embedding_norm, mtp_hidden_norm, mtp_in (for an
-    embedding and a hidden state, side by side) and mtp_norm.
-    Biases are in slots with names
-    that end with "_bias", such as qkv_bias. A slot that a model lacks is absent.
+    expert_factors, shared_gate, shared_gate_up, shared_down, and latent_in and latent_out around the experts if they
+    have inputs of another size; and with norms of their own router_norm, experts_norm, experts_post_norm,
+    shared_post_norm. A scaled layer has layer_scale, and one with an embedding layer_gate, layer_out, layer_post_norm.
+    The layer of `ModelConfig.mtp` has mtp_embedding_norm, mtp_hidden_norm, mtp_in (for an embedding and a hidden state,
+    side by side) and mtp_norm. Biases are in slots with names that end with "_bias", such as qkv_bias. A slot that a
+    model lacks is absent.
     """
 
     top: Slots
@@ -322,15 +322,18 @@ def _attention_shapes(e: int, mixer: Attention) -> tuple[_Shapes, set[str]]:
 
 
 def _ffn_shapes(e: int, ffn: Ffn) -> tuple[_Shapes, set[str]]:
-    up = _one(ffn.size, e) * (2 if is_gated(ffn.activation) else 1)  # after the gate
+    inputs = ffn.latent or e if isinstance(ffn, Experts) else e
+    up = _one(ffn.size, inputs) * (2 if is_gated(ffn.activation) else 1)  # after the gate
     if isinstance(ffn, GatedMLP):
         return {"gate_up": up, "down": _one(e, ffn.size)}, {"gate_up", "down"} if ffn.bias else set()
-    shapes: _Shapes = {"router": _one(ffn.count, e), "experts_gate_up": up, "experts_down": _one(e, ffn.size)}
+    shapes: _Shapes = {"router": _one(ffn.count, e), "experts_gate_up": up, "experts_down": _one(inputs, ffn.size)}
     biased = {"experts_gate_up", "experts_down"} if ffn.bias else set()
     if ffn.router_bias:
         biased.add("router")
     if ffn.choice_bias:
         shapes["choice_bias"] = _one(ffn.count)
+    if ffn.latent:
+        shapes |= {"latent_in": _one(inputs, e), "latent_out": _one(e, inputs)}
     if ffn.factors:
         shapes["expert_factors"] = _one(ffn.count)
     if ffn.own_norms:

@@ -179,6 +179,14 @@ MAMBA2 = replace(
         NO_NETWORK,
     ),
 )
+LATENT = replace(
+    MAMBA2,
+    hidden_size=4096,
+    layers=(
+        replace(MAMBA2.layers[0], ffn=replace(MAMBA2.ffn, count=512, top_k=22, size=2688, latent=1024)),
+        NO_NETWORK,
+    ),
+)
 NO_GATES = replace(
     LLAMA, family="nemotron_h", layers=(Layer(Attention(32, 8, 128, None), GatedMLP(21504, "relu_squared")), NO_NETWORK)
 )
@@ -199,6 +207,7 @@ CONFIGS = {
     "short convolutions": CONVOLUTIONS,
     "gated delta rules": DELTA_RULES,
     "Mamba 2, experts without gates": MAMBA2,
+    "Mamba 2, experts of a latent size": LATENT,
     "Mamba 2, a wide network without a gate": NO_GATES,
 }
 TYPES = [("ring4", "ring3.5"), ("f16", "f16"), ("polarquant+dense", "polarquant+dense")]

@@ -298,6 +298,7 @@ def test_a_store_that_one_card_has_no_room_for_names_it(tmp_path: Path) -> None:
     [
         ("glm4_moe_qk_norm", lambda: cards(3, 1)),
         ("qwen3_next_shared_keys", lambda: CudaOps(Card(0))),
+        ("nemotron_h_latent", lambda: CudaOps(Card(0))),
     ],
 )
 def test_a_layer_of_the_model_drafts_as_on_the_cpu(tmp_path: Path, fixture: str, ops: Callable[[], Ops]) -> None:

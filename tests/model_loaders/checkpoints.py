@@ -90,6 +90,7 @@ def gguf_header(path: Path, arch: str, config: ModelConfig, **changes: object) -
     values |= {key.replace("__", "."): value for key, value in changes.items()}
     for ffn in (layer.ffn for layer in config.layers if isinstance(layer.ffn, Experts)):
         values |= {"expert_weights_scale": ffn.scale, "expert_weights_norm": ffn.renormalize}
+        values |= {"moe_latent_size": ffn.latent} if ffn.latent else {}
         if ffn.shared is not None:
             values |= {
                 "expert_shared_feed_forward_length": ffn.shared.size,

@@ -368,6 +368,7 @@ WITHOUT_GGUF = (
     "granite_hybrid_tied",
     "nemotron_h_dense",
     "nemotron_h_experts",
+    "nemotron_h_latent",
     "olmoe_normed_gqa",
     "qwen2_moe_mixed_normed",
     "qwen3_moe_mixed_tied",

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from polarlm.model_loaders import LoadError, load_weights
+from polarlm.model_loaders import LoadError, families, load_weights
 from polarlm.model_loaders.config import Experts, GatedDelta, Mamba2, ModelConfig, Recurrent
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from tests.bare import bare_model, prefill_logits, read_model
@@ -34,6 +35,7 @@ ARCHITECTURES = {
     "granite_hybrid_tied": "granitehybrid",
     "nemotron_h_dense": "nemotron_h",
     "nemotron_h_experts": "nemotron_h_moe",
+    "nemotron_h_latent": "nemotron_h_moe",
 }
 Tensors = Iterator[tuple[str, np.ndarray]]
 
@@ -131,7 +133,7 @@ def mamba_metadata(name: str, predicting: int) -> dict[str, Any]:
         + [2] * predicting,
     }
     if name.startswith("nemotron"):
-        size = settings["moe_intermediate_size" if "experts" in name else "intermediate_size"]
+        size = settings["intermediate_size" if "dense" in name else "moe_intermediate_size"]
         sizes = [size * (kind in ("mlp", "moe")) for kind in kinds] + [size] * predicting
         return {**changes, "feed_forward_length": sizes, "nextn_predict_layers": predicting}
     return {
@@ -181,6 +183,19 @@ def test_layers_that_predict_several_tokens_are_left_out(name: str, tmp_path: Pa
     """GGUF files count them as layers, Nemotron 3's as layers that have both attention and a network."""
     files = [as_gguf(tmp_path / f"{count}.gguf", name, predicting=count) for count in (0, 1)]
     assert len({load_weights(file)[0] for file in files}) == 1
+
+
+def test_the_layer_of_nemotron_that_predicts_has_one_number_in_gguf_files() -> None:
+    """As llama.cpp's class NemotronHModel names its tensors: the norm of its experts as others' after attention."""
+    of_attention = "ATTN_NORM ATTN_Q ATTN_K ATTN_V ATTN_OUT ATTN_POST_NORM"
+    of_experts = "FFN_GATE_INP FFN_UP_EXP FFN_DOWN_EXP MOE_LATENT_DOWN MOE_LATENT_UP FFN_UP_SHEXP FFN_DOWN_SHEXP"
+    own = "NEXTN_EH_PROJ NEXTN_ENORM NEXTN_HNORM NEXTN_SHARED_HEAD_NORM"
+    theirs = [gguf.MODEL_TENSOR[part] for part in f"{of_attention} {of_experts} {own}".split()]
+    table = families.tensors(load_weights(FIXTURES / "nemotron_h_latent")[0].with_mtp())
+    found = {spec.gguf.partition("[")[0] for specs in table.layers[-1].values() for spec in specs}
+    kinds = len(settings_of("nemotron_h_latent")["layers_block_type"])
+    named = {f"{gguf.TENSOR_NAMES[tensor].format(bid=kinds)}.weight" for tensor in theirs}
+    assert found == named | {f"blk.{kinds}.exp_probs_b.bias"}
 
 
 def copied(name: str, folder: Path, tensors: dict[str, np.ndarray], **settings: object) -> Path:
@@ -250,7 +265,7 @@ UNFIT: list[tuple[str, dict[str, object], str]] = [
     ("nemotron_h_dense", {"layers_block_type": ["mamba", "attention"]}, "a model without networks"),
     ("nemotron_h_dense", {"layers_block_type": ["mamba", "rwkv"]}, "must name linear_attention"),
     ("nemotron_h_dense", {"mlp_hidden_act": "silu"}, "only relu2 is supported"),
-    ("nemotron_h_experts", {"moe_latent_size": 8}, "experts of another size"),
+    ("nemotron_h_latent", {"moe_latent_size": 8}, "has the shape"),
     ("nemotron_h_experts", {"n_group": 2}, "chosen by groups"),
 ]
 

@@ -96,6 +96,7 @@ def test_a_trained_layer_is_right_and_changes_no_answer(cache_type: str, tempera
         ("qwen3_next_shared_keys", {"cache_type": "ring4"}),
         ("qwen3_5_moe_with_images", {"cache_type": "f16"}),
         ("glm4_moe_qk_norm", {"cache_type": "polarquant"}),
+        ("nemotron_h_latent", {"cache_type": "balanced"}),
     ],
 )
 def test_answers_are_those_of_steps_of_one_token(

@@ -115,7 +115,8 @@ def _experts_bytes(model: ModelConfig, rows: int) -> int:
     most = 0
     for ffn in {layer.ffn for layer in model.layers if isinstance(layer.ffn, Experts)}:
         chosen = ffn.count + 2 * ffn.top_k + _ffn_size(ffn)  # logits, experts and weights, the shared network's result
-        most = max(most, rows * _FLOAT * chosen + _pairs_bytes(ffn, model.hidden_size, rows))
+        size = ffn.latent or model.hidden_size
+        most = max(most, rows * _FLOAT * (chosen + 2 * ffn.latent) + _pairs_bytes(ffn, size, rows))
     return most
 
 

@@ -17,8 +17,10 @@ class ExpertsWeights:
     norm: Array | None = slot("ffn_norm")  # (E,)
     router: Linear = slot("router", "linear")  # (count, E)
     choice_bias: Array | None = slot("choice_bias")  # (count,)
-    gate_up: ExpertLinear = slot("experts_gate_up", "experts")  # (2F, E) of each expert
-    down: ExpertLinear = slot("experts_down", "experts")  # (E, F) of each expert
+    gate_up: ExpertLinear = slot("experts_gate_up", "experts")  # (2F, E) of each expert, or (2F, latent)
+    down: ExpertLinear = slot("experts_down", "experts")  # (E, F) of each expert, or (latent, F)
+    latent_in: Linear | None = slot("latent_in", "linear")  # (latent, E)
+    latent_out: Linear | None = slot("latent_out", "linear")  # (E, latent)
     shared_gate: Linear | None = slot("shared_gate", "linear")  # (1, E)
     shared_gate_up: Linear | None = slot("shared_gate_up", "linear")  # (2S, E), S: the shared network's size
     shared_down: Linear | None = slot("shared_down", "linear")  # (E, S)
@@ -51,9 +53,14 @@ class Experts:
         routing = ops.route(logits, shape, w.choice_bias, w.factors)
         shared = self._shared(x, adapters, recorded=recorded)  # before x changes
         into = x if self._post_norm is None else None
+        inputs, norm, residual = x, self._experts_norm, into
+        if w.latent_in is not None:
+            inputs, norm, residual = ops.linear(x, w.latent_in, norm=norm, recorded=recorded), None, None
         y = ops.experts(
-            x, routing, w.gate_up, w.down, shape.activation, norm=self._experts_norm, residual=into, recorded=recorded
+            inputs, routing, w.gate_up, w.down, shape.activation, norm=norm, residual=residual, recorded=recorded
         )
+        if w.latent_out is not None:
+            y = ops.linear(y, w.latent_out, residual=into, recorded=recorded)
         if self._experts_post_norm is not None:
             ops.rms_norm(y, self._experts_post_norm)
         if shared is not None:
