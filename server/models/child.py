@@ -2,7 +2,7 @@
 
 It speaks JSON lines with its parent, over standard input and output:
 
-    parent → child  {"name", "engine": settings, "server": settings}
+    parent → child  {"engine": settings, "server": settings}
     child → parent  {"fetching": {"done", "total"}}, any number of times; then {"fetched": {"path"}}
     parent → child  {"load": false, "reserved": {device: bytes}, "most"}, any number of times
     child → parent  {"fit": a Need, as an object}, for each of these
@@ -29,19 +29,15 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from polarlm.children import Parent
-from polarlm.engine import Engine, EngineError
-from polarlm.engine.cli.commands import note_in_flags
+from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.need import fetched, need
-from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
-from polarlm.server.running.driver import Driver
 from polarlm.server.running.journal import note
 from polarlm.server.running.listening import ListenError, tcp_socket
-from polarlm.server.running.sessions import SessionFolder
-from polarlm.server.serving import serve_engine
+from polarlm.server.serving import driven, serve_engine
 
 CLIENT = "x-polarlm-client"  # the header with the address of the client that the parent has
 KEY_NAME = "x-polarlm-key"  # the header with the name of the key that it has sent
@@ -111,17 +107,8 @@ def _run(parent: _Server) -> None:
         return
     config = ServerConfig(**first["server"])
     model = _asked(parent, model)
-    place, most = config.sessions, parse_size(config.max_sessions_size)
-    sessions = None if place is None else SessionFolder(place, most)
-    with (
-        tcp_socket(config.host, 0) as http,
-        Engine.load(model.weights, config=model, verbose=lambda told: note(note_in_flags(told))) as engine,
-    ):
-        note(engine.fit_line())
-        engine.model = replace(engine.model, name=first["name"])  # what answers and lists call it
-        journal.set_up(first["name"])
-        loaded = {"port": http.getsockname()[1], "reads_images": engine.reads_images}
-        driver = Driver(engine, config, sessions)
+    with tcp_socket(config.host, 0) as http, driven(model, config, config.alias) as driver:
+        loaded = {"port": http.getsockname()[1], "reads_images": driver.engine.reads_images}
         # Nobody else knows the port until the parent hears it.
         asyncio.run(serve_engine(driver, http, None, None, lambda: parent.tell(loaded=loaded), _FromParent))
 

@@ -55,7 +55,7 @@ class ModelProcess:
             lambda code: loop.call_soon_threadsafe(self._end, code),
         )
         server = None if config is None else asdict(_of_child(config, model.name, self.key))
-        self._child.tell({"name": model.name, "engine": asdict(model.config), "server": server})
+        self._child.tell({"engine": asdict(model.config), "server": server})
 
     @property
     def pid(self) -> int:
@@ -141,10 +141,10 @@ class ModelProcess:
 
 
 def _of_child(config: ServerConfig, name: str, key: str) -> ServerConfig:
-    """The settings of a child's server: the parent's limits of requests, and an address and a key of its own."""
+    """The settings of a child's server: the parent's limits of requests, and its own address, key and name."""
     folder = None if config.sessions is None else str(_sessions_of(Path(config.sessions).expanduser(), name))
     passed_on = {name: getattr(config, name) for name in _PASSED_ON}
-    return replace(ServerConfig(), api_key=key, sessions=folder, **passed_on)
+    return replace(ServerConfig(), api_key=key, alias=name, sessions=folder, **passed_on)
 
 
 def _sessions_of(folder: Path, name: str) -> Path:

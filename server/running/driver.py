@@ -267,13 +267,7 @@ class Driver:
         return await self._on_disk("listed", self._folder.all)
 
     async def remove_session(self, name: str) -> None:
-        folder = self._folder
-
-        def remove() -> None:
-            if not folder.remove(name):
-                raise refused.unknown_session(name)
-
-        await self._on_disk("removed", remove)
+        await self._on_disk("removed", partial(self._folder.remove, name))
 
     async def _on_disk(self, outcome: str, work: Callable[[], T]) -> T:
         """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits."""

@@ -16,6 +16,7 @@ from polarlm.engine.storage.sessions import is_session
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.prompts import read_options, with_adapter
 from polarlm.server.reading.values import BadRequest
+from polarlm.server.running.refused import unknown_session
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SUFFIX = ".session"
@@ -87,8 +88,8 @@ class SessionFolder:
 
         return check
 
-    def remove(self, name: str) -> bool:
-        """Remove a session; return whether it existed. Raises EngineError if it cannot be, and for other files."""
+    def remove(self, name: str) -> None:
+        """Remove a session. Raises Refused if there is none, and EngineError if it cannot be, and for other files."""
         file = self.file(name)
         try:
             if os.path.lexists(file) and not is_session(file):
@@ -99,10 +100,9 @@ class SessionFolder:
                 )
             os.unlink(file)
         except FileNotFoundError:
-            return False
+            raise unknown_session(name) from None
         except OSError as error:
             raise EngineError(f"The session {name} cannot be removed: {error.strerror}", "storage") from None
-        return True
 
 
 def read_saved(body: Mapping[str, Any], config: ServerConfig, adapters: Mapping[str, float]) -> PromptOptions:

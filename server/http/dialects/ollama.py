@@ -249,19 +249,11 @@ class LinesWriter(Writer):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        content: dict[str, Any] = {"content": answer.text}
-        if answer.reasoning:
-            content["thinking"] = answer.reasoning
-        if calls := [written for call in answer.calls for written in self._written(call)]:
-            content["tool_calls"] = calls
-        piece = Piece(logprobs=answer.logprobs, finish_reason=answer.finish_reason, usage=answer.usage)
-        return self._object(content, piece) | self._end(piece)
+        calls = [written for call in answer.calls for written in self._written(call)]
+        return self._object(answer, calls) | self._end(answer)
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
         """The lines of a piece; one without text for a piece that is still waited for."""
-        content: dict[str, Any] = {"content": piece.text}
-        if piece.reasoning:
-            content["thinking"] = piece.reasoning
         calls: list[dict[str, Any]] = []
         if piece.call is not None:
             calls += self._written(self._call)
@@ -270,12 +262,10 @@ class LinesWriter(Writer):
             self._call = Call(self._call.id, self._call.name, self._call.arguments + piece.arguments)
         if piece.finish_reason is not None:
             calls += self._written(self._call)
-        if calls:
-            content["tool_calls"] = calls
         if piece.text or piece.reasoning or calls or piece.logprobs or piece.is_waiting:
-            yield self._object(content, piece) | {"done": False}
+            yield self._object(piece, calls) | {"done": False}
         if piece.finish_reason is not None:
-            yield self._object({"content": ""}, Piece()) | self._end(piece)
+            yield self._object(Piece(), []) | self._end(piece)
 
     def failure(self, error: ApiError) -> Event:
         return error_body(error)
@@ -288,18 +278,20 @@ class LinesWriter(Writer):
         function = {"index": self._calls - 1, "name": call.name, "arguments": arguments}
         return [{"id": call.id, "function": function}]
 
-    def _object(self, content: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def _object(self, said: Piece | Answer, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        more = {"thinking": said.reasoning, "tool_calls": calls}
+        content = {"content": said.text, **{name: part for name, part in more.items() if part}}
         written = head(self.model) | self.content(content)
-        if self.logprobs is not None and piece.logprobs:
-            written["logprobs"] = self.logprobs.write(piece.logprobs)["content"]
+        if self.logprobs is not None and said.logprobs:
+            written["logprobs"] = self.logprobs.write(said.logprobs)["content"]
         return written
 
-    def _end(self, piece: Piece) -> dict[str, Any]:
-        usage = piece.usage
+    def _end(self, last: Piece | Answer) -> dict[str, Any]:
+        usage = last.usage
         assert usage is not None
         return {
             "done": True,
-            "done_reason": "length" if piece.finish_reason == "length" else "stop",
+            "done_reason": "length" if last.finish_reason == "length" else "stop",
             "total_duration": nanoseconds(time.monotonic() - self._since),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,

@@ -165,12 +165,7 @@ def _text_settings(value: Any) -> dict[str, Any]:
     ours = {"verbosity": settings["verbosity"]} if "verbosity" in settings else {}
     if settings.get("format"):
         format = members("text.format", settings["format"])
-        kind = format.get("type")
-        if kind not in ("text", "json_object", "json_schema"):
-            raise wrong("text.format.type", "text, json_object or json_schema", kind)
-        ours["response_format"] = {"type": kind}
-        if kind == "json_schema":
-            ours["response_format"]["json_schema"] = {"schema": format.get("schema"), "strict": format.get("strict")}
+        ours["response_format"] = {"type": format.get("type"), "json_schema": {"schema": None, **format}}
     return ours
 
 

@@ -43,10 +43,8 @@ class Tokens(Endpoints):
         if is_empty(body.get("content")) and any(sent.get(name) is not None for name in ("prompt", "messages")):
             return await self._tokenize_as_vllm(body)
         content = text("content", body.get("content"))
-        options = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
-        for name in options:
-            if name in body:
-                options[name] = flag(name, body[name])
+        usual = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
+        options = {name: flag(name, body.get(name, value)) for name, value in usual.items()}
         return JSONResponse({"tokens": await self._driver.counted("tokenized", lambda: self._ids(content, **options))})
 
     async def _tokenize_as_vllm(self, body: dict[str, Any]) -> Response:
