@@ -69,8 +69,9 @@ def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None 
 class Front(ABC):
     """What an application of one model and one of several have in common: lists of models, monitors, the chat page."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._config = config
+    def __init__(self, config: ServerConfig, closing: Callable[[], bool]) -> None:
+        """closing: whether new requests are refused because the server is closing."""
+        self._config, self._closing = config, closing
         self._since = int(time.time())
 
     def application(self, routes: Sequence[Route], servers: McpServers | None) -> Starlette:
@@ -94,11 +95,6 @@ class Front(ABC):
             middleware=[*_cors(config), Middleware(Guard, config=config, errors=shapes)],
             exception_handlers={**dict.fromkeys(errors, shapes.handle), ClientDisconnect: _no_response},
         )
-
-    @property
-    @abstractmethod
-    def closing(self) -> bool:
-        """Whether new requests are refused because the server is closing."""
 
     @abstractmethod
     def listed(self) -> dict[str, Mapping[str, Any]]:
@@ -131,7 +127,8 @@ class Front(ABC):
 
     async def health(self, _request: Request) -> Response:
         """200 while the server accepts requests, 503 while it closes."""
-        return JSONResponse({"status": "closing" if self.closing else "ok"}, 503 if self.closing else 200)
+        status, code = ("closing", 503) if self._closing() else ("ok", 200)
+        return JSONResponse({"status": status}, code)
 
     async def version(self, _request: Request) -> Response:
         return JSONResponse({"version": release() or "0.0.0"})
@@ -139,12 +136,8 @@ class Front(ABC):
 
 class _OneModel(Front):
     def __init__(self, driver: Driver, config: ServerConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, lambda: driver.closing)
         self._driver = driver
-
-    @property
-    def closing(self) -> bool:
-        return self._driver.closing
 
     def listed(self) -> dict[str, Mapping[str, Any]]:
         engine = self._driver.engine

@@ -97,14 +97,10 @@ async def serve(registry: Registry, config: ServerConfig, http: socket.socket, r
 
 class _SeveralModels(Front):
     def __init__(self, supervisor: Supervisor, proxy: Proxy, config: ServerConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, lambda: supervisor.closing)
         self._supervisor, self._proxy = supervisor, proxy
         self._read: dict[tuple[str, float], dict[str, Any]] = {}  # entries of `_entry_of_ollama`
         self._pulls = asyncio.Semaphore(_PULLS_AT_ONCE)
-
-    @property
-    def closing(self) -> bool:
-        return self._supervisor.closing
 
     def listed(self) -> dict[str, Mapping[str, Any]]:
         return {one.model.name: _described(one) for one in self._supervisor.all()}

@@ -71,20 +71,19 @@ def _end() -> None:
     os._exit(1)
 
 
-class _FromParent:
+def _from_parent(app: ASGIApp) -> ASGIApp:
     """ASGI middleware that replaces the client, which is the parent, with the client of the parent, and its key."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope.get("headers", ()):
             if name == CLIENT.encode():
                 host, _, port = value.decode("latin-1").rpartition(":")
                 scope["client"] = (host, int(port) if port.isdecimal() else 0)
             elif name == KEY_NAME.encode():
                 scope[journal.KEY] = value.decode("latin-1")
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return wrapped
 
 
 def main() -> int:
@@ -110,7 +109,7 @@ def _run(parent: _Server) -> None:
     with tcp_socket(config.host, 0) as http, driven(model, config, config.alias) as driver:
         loaded = {"port": http.getsockname()[1], "reads_images": driver.engine.reads_images}
         # Nobody else knows the port until the parent hears it.
-        asyncio.run(serve_engine(driver, http, None, None, lambda: parent.tell(loaded=loaded), _FromParent))
+        asyncio.run(serve_engine(driver, http, None, None, lambda: parent.tell(loaded=loaded), _from_parent))
 
 
 def _asked(parent: _Server, model: EngineConfig) -> EngineConfig:

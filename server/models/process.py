@@ -102,22 +102,13 @@ class ModelProcess:
         self._code.set_result(code)
 
     async def _answer(self) -> dict[str, Any]:
-        """What the process says next but its progress. Raises EngineError if it failed, or Refused."""
-        said = await self._said_next()
-        if said is None:
-            raise Refused("model_ended", f"The process of {self.name} {how_ended(await self.ended())} while it loaded")
-        if "failed" in said:
-            raise EngineError(said["failed"]["message"], said["failed"]["code"])
-        return said
-
-    async def _said_next(self) -> dict[str, Any] | None:
-        """What the process says next; None when it has ended. Raises Refused if it shows no work: a slow disk or line
-        shows in what it has read, a long computation in its time."""
-        said = asyncio.ensure_future(self._said.get())
+        """What the process says next but its progress. Raises EngineError if it failed, or Refused, also if it shows no
+        work: a slow disk or line shows in what it has read, a long computation in its time."""
+        hearing = asyncio.ensure_future(self._said.get())
         signs, since = self._signs(), time.monotonic()
         try:
-            while not said.done():
-                await asyncio.wait([said], timeout=_LOOK_SECONDS)
+            while not hearing.done():
+                await asyncio.wait([hearing], timeout=_LOOK_SECONDS)
                 if (now := self._signs()) != signs:
                     signs, since = now, time.monotonic()
                 elif time.monotonic() - since > _STILL_SECONDS:
@@ -126,9 +117,14 @@ class ModelProcess:
                         "seconds, as where a disk hangs; the next request tries again"
                     )
                     raise Refused("timeout", sentence)
-            return said.result()
+            said = hearing.result()
         finally:
-            said.cancel()
+            hearing.cancel()
+        if said is None:
+            raise Refused("model_ended", f"The process of {self.name} {how_ended(await self.ended())} while it loaded")
+        if "failed" in said:
+            raise EngineError(said["failed"]["message"], said["failed"]["code"])
+        return said
 
     def _signs(self) -> Any:
         """Numbers that change while the process reads or computes."""

@@ -13,7 +13,7 @@ from polarlm.server.reading.fields import asking, complaint, warnings
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
 from polarlm.server.reading.sampling import Tokenize, read_sampling
 from polarlm.server.reading.tools import Tools, read_tools
-from polarlm.server.reading.values import BadRequest, Told, count, flag, number, text, wrong
+from polarlm.server.reading.values import BadRequest, Told, count, flag, mapping, number, one_of, text
 
 MAX_ANSWERS = 16  # n
 
@@ -62,10 +62,7 @@ def read(
     refused = complaint(body)
     if refused is not None:
         raise BadRequest(*refused)
-    streaming = body.get("stream_options", {})
-    if not isinstance(streaming, dict):
-        raise wrong("stream_options", "an object", streaming)
-    usage = streaming.get("include_usage")
+    usage = mapping("stream_options", body.get("stream_options", {})).get("include_usage")
     if "model" in body:
         text("model", body["model"])  # any name is accepted
     answers = "n" if "n" in body else "n_cmpl"
@@ -109,7 +106,5 @@ def _sign_seconds(body: Mapping[str, Any]) -> float | None:
 def _reasoning(body: Mapping[str, Any]) -> Literal["apart", "inline", "dropped"]:
     if not flag("include_reasoning", body.get("include_reasoning", True)):
         return "dropped"
-    format = body.get("reasoning_format", "auto")
-    if format not in ("none", "auto", "deepseek"):
-        raise wrong("reasoning_format", "none, auto or deepseek", format)
+    format = one_of("reasoning_format", body.get("reasoning_format", "auto"), ("none", "auto", "deepseek"))
     return "inline" if format == "none" else "apart"

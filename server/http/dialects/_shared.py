@@ -10,7 +10,7 @@ from typing import Any
 
 from polarlm.server.http.generation import About
 from polarlm.server.reading.parameters import ParsedRequest, read
-from polarlm.server.reading.values import BadRequest, wrong
+from polarlm.server.reading.values import BadRequest, array, mapping
 
 
 class Places(dict[str, str]):
@@ -63,20 +63,12 @@ def refuse(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
 
 def members(field: str, value: Any) -> dict[str, Any]:
     """The members of a JSON object that are not null. Raises BadRequest."""
-    if not isinstance(value, dict):
-        raise wrong(field, "an object", value)
-    return {name: member for name, member in value.items() if member is not None}
-
-
-def items(field: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise wrong(field, "an array", value)
-    return value
+    return {name: member for name, member in mapping(field, value).items() if member is not None}
 
 
 def located(field: str, value: Any) -> list[dict[str, Any]]:
     """The objects in a JSON array, with their places. Raises BadRequest."""
-    places = ((f"{field}[{index}]", one) for index, one in enumerate(items(field, value)))
+    places = ((f"{field}[{index}]", one) for index, one in enumerate(array(field, value)))
     return [{**members(at, one), "places": Places({"": at})} for at, one in places]
 
 

@@ -12,14 +12,14 @@ from starlette.routing import Route
 
 from polarlm.engine import Usage
 from polarlm.server.answers.pieces import Answer, Piece
-from polarlm.server.http.dialects._shared import Places, arguments_of, items, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, arguments_of, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.streams import NAMED, Event
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import BadRequest, flag, text, wrong
+from polarlm.server.reading.values import BadRequest, array, flag, one_of, text, wrong
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/messages",)
@@ -72,10 +72,11 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
     body = asking(body)
     refuse(body, _REFUSED)
     ours = {name: body[name] for name in _SAME_NAMES if name in body}
-    ours["messages"] = [*_system(body.get("system", "")), *_messages(body.get("messages"))]
+    messages = array("messages", body.get("messages"), "an array with at least one message", 1)
+    ours["messages"] = [*_system(body.get("system", "")), *located("messages", messages)]
     if "stop_sequences" in body:
-        ours["stop"] = items("stop_sequences", body["stop_sequences"])
-    if tools := [_tool(f"tools[{i}]", tool) for i, tool in enumerate(items("tools", body.get("tools", [])))]:
+        ours["stop"] = array("stop_sequences", body["stop_sequences"])
+    if tools := [_tool(f"tools[{i}]", tool) for i, tool in enumerate(array("tools", body.get("tools", [])))]:
         ours["tools"] = tools
     _check_edits(body.get("context_management", {}))
     return ours | _tool_choice(body.get("tool_choice")) | _reasoning(body) | _format(body)
@@ -89,12 +90,6 @@ def _system(value: Any) -> list[dict[str, Any]]:
         texts = (block.get("text") if isinstance(block, dict) else None for block in value)
         prompt = [one for one, text in zip(value, texts, strict=True) if not str(text).startswith(_BILLING)]
     return [{"places": Places({"": "system"}), "role": "system", "content": prompt}] if prompt else []
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise wrong("messages", "an array with at least one message", value)
-    return located("messages", value)
 
 
 def _tool(place: str, value: Any) -> dict[str, Any]:
@@ -128,7 +123,7 @@ def _tool_choice(value: Any) -> dict[str, Any]:
 
 def _check_edits(value: Any) -> None:
     """Raises BadRequest for an edit that removes a part of the conversation."""
-    edits = items("context_management.edits", members("context_management", value).get("edits", []))
+    edits = array("context_management.edits", members("context_management", value).get("edits", []))
     for index, edit in enumerate(edits):
         place = f"context_management.edits[{index}]"
         if members(place, edit).get("keep") != "all":
@@ -140,8 +135,7 @@ def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
     variables: dict[str, Any] = {}
     if "thinking" in body:
         kind = members("thinking", body["thinking"]).get("type")
-        if kind not in ("enabled", "adaptive", "disabled"):
-            raise wrong("thinking.type", "enabled, adaptive or disabled", kind)
+        one_of("thinking.type", kind, ("enabled", "adaptive", "disabled"))
         if kind != "adaptive":
             variables["enable_thinking"] = kind == "enabled"
     effort = members("output_config", body.get("output_config", {})).get("effort")
@@ -155,8 +149,7 @@ def _format(body: Mapping[str, Any]) -> dict[str, Any]:
     if not wanted:
         return {}
     format = members("output_config.format", wanted)
-    if format.get("type") != "json_schema":
-        raise wrong("output_config.format.type", "json_schema", format.get("type"))
+    one_of("output_config.format.type", format.get("type"), ("json_schema",))
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}}
 
 

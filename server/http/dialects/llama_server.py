@@ -31,7 +31,7 @@ from polarlm.server.reading.fields import FIELDS, asking
 from polarlm.server.reading.infill import infilled
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import flag, text, wrong
+from polarlm.server.reading.values import array, at_most, flag, mapping, text
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-template", "/lora-adapters")
@@ -156,13 +156,11 @@ class Infilling(Endpoint):
 
 def _files(value: Any) -> list[tuple[str, str]]:
     """(name, text) of each file in `input_extra`. Raises BadRequest."""
-    if not isinstance(value, list) or len(value) > _MOST_FILES:
-        raise wrong("input_extra", f"an array of at most {_MOST_FILES} files", value)
     files = []
+    at_most(_MOST_FILES, "input_extra", len(array("input_extra", value, "an array of files")), "files")
     for index, file in enumerate(value):
         at = f"input_extra[{index}]"
-        if not isinstance(file, dict):
-            raise wrong(at, "an object with a filename and a text", file)
+        file = mapping(at, file, "an object with a filename and a text")
         name = "tmp" if file.get("filename") is None else text(f"{at}.filename", file["filename"])
         files.append((name, text(f"{at}.text", file.get("text"))))
     return files

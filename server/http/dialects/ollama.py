@@ -18,7 +18,7 @@ from polarlm.model_loaders.forks import cached_property
 from polarlm.server.answers.pieces import Answer, Call, Piece
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.described import NEVER, head, listed, ollama_version, shown
-from polarlm.server.http.dialects._shared import Places, arguments_of, items, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, arguments_of, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
@@ -29,7 +29,7 @@ from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import BadRequest, flag, is_empty, text, wrong
+from polarlm.server.reading.values import BadRequest, array, flag, is_empty, text, wrong
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/api",)
@@ -134,7 +134,7 @@ class _Server(Endpoints):
         self, request: Request, body: Mapping[str, Any], prompts: Sequence[Prompt]
     ) -> tuple[list[str], int]:
         text("model", body.get("model") or "")
-        isolated = {name: body.get(name) for name in _SAME_NAMES}
+        isolated = {name: body[name] for name in _SAME_NAMES if body.get(name) is not None}
         options = read_options(isolated, parse_special=self._driver.config.parse_special)
         options = self._driver.engine.embedding_options(None, options)
         options = replace(options, **read_vector_options(asking(body), truncates=True))
@@ -202,7 +202,7 @@ def _thinking(value: Any) -> dict[str, Any]:
 
 
 def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
-    tools = items("tools", body.get("tools", []))
+    tools = array("tools", body.get("tools", []))
     return {"messages": located("messages", body.get("messages"))} | ({"tools": tools} if tools else {})
 
 

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from polarlm.engine import EngineError
 from polarlm.server.answers.pieces import Piece
 from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter, read_choice, tools_of
-from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, located, members, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import About, Endpoint, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -20,7 +20,7 @@ from polarlm.server.http.streams import NAMED
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import BadRequest, flag, text, wrong
+from polarlm.server.reading.values import BadRequest, array, at_most, flag, one_of, text
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/responses", "/responses")
@@ -55,7 +55,6 @@ _KNOWN = {
     *("prompt_cache_retention", "stream_options", "max_tool_calls", "moderation", "client_metadata", "image"),
     *("background_options", "access_programs"),
 }
-_TRUNCATIONS = ("auto", "disabled")
 _LOGPROBS = "message.output_text.logprobs"
 _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
@@ -119,8 +118,7 @@ class _Generation(Generation):
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
     refuse(body, _REFUSED)
-    if body.get("truncation", "auto") not in _TRUNCATIONS:
-        raise wrong("truncation", " or ".join(_TRUNCATIONS), body["truncation"])
+    one_of("truncation", body.get("truncation", "auto"), ("auto", "disabled"))
     ours = {name: body[name] for name in _SAME_NAMES if name in body}
     if "max_output_tokens" in body:
         ours["max_tokens"] = body["max_output_tokens"]
@@ -133,7 +131,7 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _included(value: Any) -> list[Any]:
     """The names of what a response should contain besides its text; unknown names have no effect."""
-    return [text(f"include[{index}]", name) for index, name in enumerate(items("include", value))]
+    return [text(f"include[{index}]", name) for index, name in enumerate(array("include", value))]
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -143,9 +141,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     asked = body.get("input")
     if isinstance(asked, str):
         return [*first, {"places": Places({"": "input"}), "role": "user", "content": asked}]
-    if not isinstance(asked, list) or not asked:
-        raise wrong("input", "a string, or an array with at least one item", asked)
-    return first + located("input", asked)
+    return first + located("input", array("input", asked, "a string, or an array with at least one item", 1))
 
 
 def _choice(choice: Any, tools: ResponseTools) -> Any:
@@ -183,8 +179,7 @@ def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
 def _metadata(value: Any) -> dict[str, str]:
     """The request's metadata, pairs of strings, which a response repeats. Raises BadRequest."""
     pairs = members("metadata", value)
-    if len(pairs) > _MOST_PAIRS:
-        raise BadRequest("metadata", f"metadata has {len(pairs)} pairs, but at most {_MOST_PAIRS} are taken")
+    at_most(_MOST_PAIRS, "metadata", len(pairs), "pairs")
     for name, one in pairs.items():
         if len(text("metadata", name)) + len(text(f"metadata.{name}", one)) > _LONGEST:
             raise BadRequest("metadata", f"metadata has a pair of more than {_LONGEST} characters")
