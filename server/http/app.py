@@ -45,7 +45,6 @@ from polarlm.server.running.driver import Driver
 from polarlm.server.running.refused import Refused
 
 _ANTHROPIC = "anthropic-version"  # the header of Anthropic's clients
-_NO_ENDS = {"first_id": None, "last_id": None}
 
 
 def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None = None) -> Starlette:
@@ -112,8 +111,8 @@ class Front(ABC):
         """The models, in OpenAI's shape, or in Anthropic's for its clients."""
         models = [self._entry(request, *model) for model in self.listed().items()]
         if _ANTHROPIC in request.headers:
-            ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else _NO_ENDS
-            return JSONResponse({"data": models, "has_more": False, **ends})
+            ids = [model["id"] for model in models] or [None]
+            return JSONResponse({"data": models, "has_more": False, "first_id": ids[0], "last_id": ids[-1]})
         return JSONResponse({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:

@@ -45,23 +45,20 @@ _TOLD_SECONDS = 0.2  # between two messages about a download
 _LAST_SECONDS = 10.0  # to end in order when the parent is gone
 
 
-class _Server:
+class _Server(Parent):
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._told = 0.0
-        self._parent = Parent(self._lines.put, _end)
+        super().__init__(self._lines.put, _end)
 
     def hear(self) -> dict[str, Any]:
         return self._lines.get()
-
-    def tell(self, **said: Any) -> None:
-        self._parent.tell(said)
 
     def fetching(self, done: int, total: int) -> None:
         """Tell how much of the model has arrived, now and then."""
         if time.monotonic() - self._told >= _TOLD_SECONDS:
             self._told = time.monotonic()
-            self.tell(fetching={"done": done, "total": total})
+            self.tell({"fetching": {"done": done, "total": total}})
 
 
 def _end() -> None:
@@ -92,16 +89,16 @@ def main() -> int:
         _run(parent)
         return 0
     except EngineError as error:
-        parent.tell(failed={"message": in_flags(error), "code": error.code})
+        parent.tell({"failed": {"message": in_flags(error), "code": error.code}})
     except ListenError as error:
-        parent.tell(failed={"message": str(error), "code": "internal"})
+        parent.tell({"failed": {"message": str(error), "code": "internal"}})
     return 2
 
 
 def _run(parent: _Server) -> None:
     first = parent.hear()
     model = fetched(EngineConfig(**first["engine"]), note, parent.fetching)
-    parent.tell(fetched={"path": model.weights})
+    parent.tell({"fetched": {"path": model.weights}})
     if first["server"] is None:
         return
     config = ServerConfig(**first["server"])
@@ -109,7 +106,7 @@ def _run(parent: _Server) -> None:
     with tcp_socket(config.host, 0) as http, driven(model, config, config.alias) as driver:
         loaded = {"port": http.getsockname()[1], "reads_images": driver.engine.reads_images}
         # Nobody else knows the port until the parent hears it.
-        asyncio.run(serve_engine(driver, http, None, None, lambda: parent.tell(loaded=loaded), _from_parent))
+        asyncio.run(serve_engine(driver, http, None, None, lambda: parent.tell({"loaded": loaded}), _from_parent))
 
 
 def _asked(parent: _Server, model: EngineConfig) -> EngineConfig:
@@ -121,7 +118,7 @@ def _asked(parent: _Server, model: EngineConfig) -> EngineConfig:
     settings = model
     while not (said := parent.hear())["load"]:
         needed = need(model, said["reserved"], said["most"])
-        parent.tell(fit=asdict(needed))
+        parent.tell({"fit": asdict(needed)})
         limited = needed.store and (needed.device == "cpu" or said["reserved"] or said["most"] is not None)
         settings = replace(model, kv_memory=str(needed.store)) if limited else model
     return settings

@@ -54,12 +54,9 @@ class ModelProcess:
             lambda said: loop.call_soon_threadsafe(self._hear, said),
             lambda code: loop.call_soon_threadsafe(self._end, code),
         )
+        self.pid = self._child.pid
         server = None if config is None else asdict(_of_child(config, model.name, self.key))
         self._child.tell({"engine": asdict(model.config), "server": server})
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
 
     async def fetched(self) -> Path:
         """The path of the model's files, once they are there. Raises EngineError if that fails, or Refused."""
@@ -199,6 +196,3 @@ class Served:
             return self.state
         done, total = self.process.fetching
         return f"downloading, {format_bytes(done)} of {format_bytes(total)}" if done < total else self.state
-
-    def touch(self) -> None:
-        self.used = time.monotonic()

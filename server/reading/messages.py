@@ -37,8 +37,8 @@ Piece = str | Message  # a text, or an image: {"type": "image", "image": bytes}
 def read_messages(history: Any, told: Told, *, reads_images: bool = False) -> list[Message]:
     """The messages in an array of messages and items. told: gets the field, and a sentence for each kind of thing that
     is left out or put otherwise. reads_images: whether the model does. Raises BadRequest."""
-    array("messages", history, "an array with at least one message", 1)
-    reader, question = _Reader(reads_images), _question(history)
+    question = _question(array("messages", history, "an array with at least one message", 1))
+    reader = _Reader(reads_images)
     try:
         for index, one in enumerate(history):
             reader.read(f"messages[{index}]", one, asked=index == question, is_last=index == len(history) - 1)

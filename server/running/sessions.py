@@ -44,6 +44,11 @@ class SessionFile(os.PathLike[str]):
         return self.name
 
 
+def unusable(flag: str, folder: str, error: Exception) -> EngineError:
+    reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+    return EngineError(f"{flag} {folder}: {reason}; name a folder that is there or can be made", "storage")
+
+
 class SessionFolder:
     """The sessions of a server. Its methods block on the disk."""
 
@@ -54,10 +59,7 @@ class SessionFolder:
             self._folder = Path(folder).expanduser()
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
-            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
-            raise EngineError(
-                f"--sessions {folder}: {reason}; name a folder that is there or can be made", "storage"
-            ) from None
+            raise unusable("--sessions", folder, error) from None
         files.remove_unfinished(self._folder)
 
     def file(self, name: str) -> SessionFile:

@@ -20,7 +20,7 @@ from polarlm.model_loaders import Model
 from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import TOO_LONG, ApiError
-from polarlm.server.http.generation import About, Endpoint, Generation, Writer, about
+from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import read_raw, text_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -85,7 +85,7 @@ class _Server(Endpoints):
     async def apply_template(self, request: Request) -> Response:
         """{"messages"} → {"prompt"}: the messages as the model's template writes them, with marks of images."""
         engine, body = self._driver.engine, await self._body(request)
-        asked, _ = ChatCompletions().read(body, about(self._driver))
+        asked, _ = ChatCompletions().read(body, self._driver.about)
         work = self._driver.counted("templated", lambda: chat_text(_marked(asked.prompt), engine.model, asked.options))
         shown = JSONResponse({"prompt": await while_there(request.receive, work)})
         return warn(shown, [sentence for _, sentence in asked.warnings])
@@ -173,6 +173,8 @@ def _own_fields(body: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CompletionWriter(Writer):
+    error_body = error_body
+
     about: About
     asked: ParsedRequest
     several: bool  # whether the body of a response that is not streamed is an array
@@ -220,9 +222,6 @@ class CompletionWriter(Writer):
             "id_slot": -1,
             "tokens_predicted": count,
         }
-
-    def failure(self, error: ApiError) -> Event:
-        return error_body(error)
 
     def _end(
         self, index: int, last: Answer | Piece, content: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]

@@ -18,7 +18,7 @@ from polarlm.model_loaders.forks import cached_property
 from polarlm.server.answers.pieces import Answer, Call, Piece
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.described import NEVER, head, listed, ollama_version, shown
-from polarlm.server.http.dialects._shared import Places, arguments_of, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, arguments_of, known, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
@@ -48,20 +48,10 @@ _NAMES = {
     "logprobs": "top_logprobs",
     "chat_template_kwargs": "think",
 }
-_REFUSED = {  # fields of /api/generate
-    "template": "this server uses the model's own chat template; send a raw prompt",
-    "context": "this server keeps no conversations: send messages to /api/chat",
-}
-_OF_THE_MACHINE = (  # options without an effect here
-    *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "low_vram", "f16_kv"),
-    *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "mirostat_tau", "mirostat_eta"),
-    *("num_gqa", "rope_frequency_base", "rope_frequency_scale", "draft_num_predict"),
+_OWN_NAMES = (
+    *("messages", "prompt", "system", "suffix", "raw", "images", "tools"),
+    *("stream", "options", "format", "think", "logprobs", "top_logprobs"),
 )
-_KNOWN = {
-    *(*_REFUSED, "messages", "prompt", "system", "suffix", "raw", "images", "tools"),
-    *("stream", "options", "format", "think", "logprobs", "top_logprobs", *_SAME_NAMES),
-    *("keep_alive", "truncate", "shift", "width", "height", "steps"),  # without an effect here
-}
 _EFFORTS = ("low", "medium", "high")
 
 
@@ -85,7 +75,7 @@ class Generating(Endpoint):
     prompt_of: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
     content: Callable[[dict[str, Any]], dict[str, Any]]  # wraps text, reasoning and calls in the fields of an answer
     framing = LINES
-    known = _KNOWN
+    known = known("ollama", *_SAME_NAMES, *_OWN_NAMES)
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, LinesWriter]:
         body = asking(body)
@@ -94,7 +84,7 @@ class Generating(Endpoint):
         return asked, LinesWriter(about.name, self.content, logprobs)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        options = unknown_fields(body.get("options") or {}, {*_OPTIONS, *_OF_THE_MACHINE}, "options.")
+        options = unknown_fields(body.get("options") or {}, known("ollama's options", *_OPTIONS), "options.")
         return super().warnings(body) + options
 
 
@@ -208,7 +198,7 @@ def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
     """The prompt of /api/generate: a question to the model, or a raw text."""
-    refuse(body, _REFUSED)
+    refuse(body, "ollama")  # of /api/generate
     prompt, system = text("prompt", body.get("prompt", "")), text("system", body.get("system", ""))
     is_raw = flag("raw", body.get("raw", False))
     if body.get("images") and ("suffix" in body or is_raw):
@@ -240,6 +230,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 @dataclass
 class LinesWriter(Writer):
+    error_body = error_body
+
     model: str
     content: Callable[[dict[str, Any]], dict[str, Any]]
     logprobs: ChatLogprobs | None
@@ -266,9 +258,6 @@ class LinesWriter(Writer):
             yield self._object(piece, calls) | {"done": False}
         if piece.finish_reason is not None:
             yield self._object(Piece(), []) | self._end(piece)
-
-    def failure(self, error: ApiError) -> Event:
-        return error_body(error)
 
     def _written(self, call: Call | None) -> list[dict[str, Any]]:
         """A list with a whole call; empty for one that was cut off."""

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from polarlm.engine import EngineError
 from polarlm.server.answers.pieces import Piece
 from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter, read_choice, tools_of
-from polarlm.server.http.dialects._shared import Places, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, known, located, members, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import About, Endpoint, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -39,22 +39,10 @@ _SAME_NAMES = (
     *("model", "temperature", "top_p", "parallel_tool_calls", "stream"),
     *(name for name in EXTENSIONS if name not in _NAMES),  # not in OpenAI's API
 )
-_KEEPS_NONE = "this server keeps no responses: send the earlier items in input"
-_REFUSED = {
-    "previous_response_id": _KEEPS_NONE,
-    "conversation": _KEEPS_NONE,
-    "background": "this server answers while the client waits; leave it out",
-    "prompt": "this server keeps no prompts: send instructions and input",
-    "context_management": "this server cuts no prompt; leave it out",
-}
-_KNOWN = {
-    *(*_SAME_NAMES, *_REFUSED, "input", "instructions", "max_output_tokens", "top_logprobs", "include", "text"),
+_OWN_NAMES = (
+    *("input", "instructions", "max_output_tokens", "top_logprobs", "include", "text"),
     *("tools", "tool_choice", "reasoning", "metadata", "truncation"),
-    # Fields without an effect here:
-    *("store", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
-    *("prompt_cache_retention", "stream_options", "max_tool_calls", "moderation", "client_metadata", "image"),
-    *("background_options", "access_programs"),
-}
+)
 _LOGPROBS = "message.output_text.logprobs"
 _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
@@ -67,13 +55,12 @@ def routes(driver: Driver) -> list[Route]:
     ]
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
-    return error.body()
+error_body = ApiError.body
 
 
 class Responses(Endpoint):
     framing = NAMED
-    known = _KNOWN
+    known = known("responses", *_SAME_NAMES, *_OWN_NAMES)
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ResponseWriter]:
         body = asking(body)
@@ -117,21 +104,16 @@ class _Generation(Generation):
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
-    refuse(body, _REFUSED)
+    refuse(body, "responses")
     one_of("truncation", body.get("truncation", "auto"), ("auto", "disabled"))
     ours = {name: body[name] for name in _SAME_NAMES if name in body}
     if "max_output_tokens" in body:
         ours["max_tokens"] = body["max_output_tokens"]
-    if "top_logprobs" in body or _LOGPROBS in _included(body.get("include", [])):
+    if "top_logprobs" in body or _LOGPROBS in array("include", body.get("include", [])):
         ours["logprobs"] = body.get("top_logprobs", 0)
     ours["messages"] = _messages(body)
     ours["continue_final_message"] = False  # an answer is an item of its own
     return ours | read_choice(body.get("tool_choice")) | _text_settings(body.get("text")) | _reasoning(body)
-
-
-def _included(value: Any) -> list[Any]:
-    """The names of what a response should contain besides its text; unknown names have no effect."""
-    return [text(f"include[{index}]", name) for index, name in enumerate(array("include", value))]
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ def read_raw(body: dict[str, Any], about: About) -> ParsedRequest:
     """The request in a body with one or several raw prompts. Raises BadRequest."""
     prompts = None if body.get("prompt") is None else read_prompts("prompt", body["prompt"], MOST_PROMPTS)
     body = body | {"prompt": ""} if prompts else body
-    asked = read(body, about.model.tokenizer.tokenize, ("prompt",), parse_special=about.parse_special)
+    asked = read(body, about, ("prompt",))
     assert prompts is not None  # otherwise `read` has raised an error
     return replace(asked, prompt=prompts[0], more_prompts=tuple(prompts[1:]))
 

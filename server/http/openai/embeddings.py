@@ -57,13 +57,11 @@ class Embeddings(Endpoints):
             raise BadRequest("truncate_prompt_tokens", f"truncate_prompt_tokens: {sentence}")
         if body.get("embd_normalize") not in (None, 2):
             raise BadRequest("embd_normalize", "embd_normalize: vectors have the Euclidean length 1 here; leave it out")
-        if body.get("model") is not None:
-            text("model", body["model"])
-        pooling = None if body.get("pooling") is None else one_of("pooling", body["pooling"], POOLINGS)
+        text("model", body.get("model", ""))
+        pooling = one_of("pooling", body["pooling"], POOLINGS) if "pooling" in body else None
         options = read_options(body, parse_special=self._driver.config.parse_special)
         options = self._driver.engine.embedding_options(pooling, options)
-        truncates = body.get("truncate_prompt_tokens") == -1
-        options = replace(options, **read_vector_options(body, truncates=truncates))
+        options = replace(options, **read_vector_options(body, truncates="truncate_prompt_tokens" in body))
         encoding = one_of("encoding_format", body.get("encoding_format", "float"), ("float", "base64"))
         vectors, tokens = await vectors_of(request, self._driver, prompts, options, as_base64=encoding == "base64")
         return vectors, tokens, options
