@@ -18,8 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from polarlm.engine import Engine, EngineError
-from polarlm.engine.cli.commands import note_in_flags, use_utf8
+from polarlm.engine import EngineError
+from polarlm.engine.cli.commands import use_utf8
 from polarlm.engine.cli.flags import FlagError, in_flags
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import parse_size
@@ -28,9 +28,7 @@ from polarlm.server.config import GROUPS, HUB, KEY_VARIABLE, ServerConfig, read_
 from polarlm.server.mcp.session import read_mcp_file
 from polarlm.server.running import journal, listening
 from polarlm.server.running.conversations import ConversationStore
-from polarlm.server.running.driver import Driver
 from polarlm.server.running.journal import note
-from polarlm.server.running.sessions import SessionFolder
 
 __all__ = ["GROUPS", "main"]
 
@@ -91,20 +89,10 @@ def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
             lines = bound.enter_context(listening.tcp_socket(config.host, config.socket_port, "--socket-port"))
         listeners = 1 if lines is None else 2
         _warn(config, http, listeners * (config.max_connections + listening.BACKLOG))
-        place, most = config.sessions, parse_size(config.max_sessions_size)
-        sessions = None if place is None else SessionFolder(place, most)
         if config.conversations is not None:  # here already, before a model is downloaded and read
             ConversationStore(config.conversations, parse_size(config.max_conversations_size)).close()
         early = bound.enter_context(listening.EarlyClients(http))
-        with Engine.load(model.weights, config=model, verbose=lambda told: note(note_in_flags(told))) as engine:
-            if config.alias is not None:
-                engine.model = replace(engine.model, name=config.alias)
-            missing = engine.model.template.missing(engine.model.name)
-            if missing and not engine.model.config.is_encoder:
-                note(missing)
-            note(engine.fit_line())
-            journal.set_up()
-            driver = Driver(engine, config, sessions)
+        with serving.driven(model, config) as driver:
             asyncio.run(serving.serve_engine(driver, http, lines, early, lambda: _tell(http, lines)))
 
 

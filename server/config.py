@@ -258,21 +258,15 @@ _OF_ONE_MODEL = ("alias", "unix", "socket_port", "share_blocks")
 _OF_MODELS = ("models_memory", "idle_unload", "pin", "allow_pull")
 
 _CHECKS: Mapping[str, Check] = {
+    **dict.fromkeys(("port", "socket_port"), _PORT),
+    **dict.fromkeys(("max_body", "max_connections", "max_tokens", "request_seconds"), _POSITIVE),
+    **dict.fromkeys(("unix", "sessions", "conversations", "api_key_file"), _PATH),
+    **dict.fromkeys(("mcp_config", "config_file"), _FILE),
+    **dict.fromkeys(("max_sessions_size", "max_conversations_size", "models_memory"), _size),
     "host": that(lambda text: text.strip() == text != "", "this needs an address or a host name"),
-    "port": _PORT,
-    "socket_port": _PORT,
-    "unix": _PATH,
-    "sessions": _PATH,
-    "conversations": _PATH,
-    "mcp_config": _FILE,
-    "config_file": _FILE,
-    "max_sessions_size": _size,
-    "max_conversations_size": _size,
     "models": that(lambda text: text == HUB or Path(text).expanduser().exists(), "there is no such folder or file"),
-    "models_memory": _size,
     "idle_unload": that(lambda minutes: 0 < minutes < math.inf, "this has to be a number of minutes above 0"),
     "pin": that(lambda text: text != "", "this needs a model's name"),
-    "api_key_file": _PATH,
     "api_key": that(is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),
     "allowed_host": that(_is_name, "this needs a host name alone, as in chat.example.com"),
     "cors_origin": that(
@@ -280,9 +274,5 @@ _CHECKS: Mapping[str, Check] = {
         "an origin is * or a scheme and a host in lower case, without a path or a slash after them, as in "
         "https://chat.example.com:8443",
     ),
-    "max_body": _POSITIVE,
-    "max_connections": _POSITIVE,
     "max_queue": that(lambda count: count >= 0, "this has to be 0 or more"),
-    "max_tokens": _POSITIVE,
-    "request_seconds": _POSITIVE,
 }

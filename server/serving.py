@@ -8,20 +8,44 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 
 from starlette.types import ASGIApp
 
+from polarlm.engine import Engine
+from polarlm.engine.cli.commands import note_in_flags
+from polarlm.engine.config import EngineConfig
+from polarlm.engine.state.plan import parse_size
+from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.mcp.session import McpServers
 from polarlm.server.running import journal
 from polarlm.server.running.driver import Driver
+from polarlm.server.running.journal import note
 from polarlm.server.running.listening import EarlyClients, quiet_accept_errors
+from polarlm.server.running.sessions import SessionFolder
 from polarlm.server.socket.connection import SocketServer
 
 _DRAIN_SECONDS = 30.0
 SIGNALLED = 128  # and the signal's number: the exit code after a second signal
+
+
+@contextmanager
+def driven(model: EngineConfig, config: ServerConfig, logged: str | None = None) -> Iterator[Driver]:
+    """Load a model, set the log up, and yield the driver. logged: a name in lines of the log. Raises EngineError."""
+    place, most = config.sessions, parse_size(config.max_sessions_size)
+    sessions = None if place is None else SessionFolder(place, most)
+    with Engine.load(model.weights, config=model, verbose=lambda told: note(note_in_flags(told))) as engine:
+        if config.alias is not None:
+            engine.model = replace(engine.model, name=config.alias)
+        missing = engine.model.template.missing(engine.model.name)
+        if missing and not engine.model.config.is_encoder:
+            note(missing)
+        note(engine.fit_line())
+        journal.set_up(logged)
+        yield Driver(engine, config, sessions)
 
 
 async def serve_engine(

@@ -64,15 +64,9 @@ def test_every_endpoint_is_explained():
 
     told = {shared(*pair) for row in rows(SERVER, "Endpoint") for pair in re.findall(r"`(\w+) (\S+)`", row[0])}
     shape = CacheShape(8, (LayerShape(codecs.get("f16"), codecs.get("f16"), 1, 8),))
-    engine = SimpleNamespace(
-        model=SimpleNamespace(tokenizer=None, name=""),
-        context=0,
-        kept_blocks=object(),
-        cache_shape=shape,
-        reads_images=False,
-    )
+    engine = SimpleNamespace(kept_blocks=object(), cache_shape=shape)
     config = ServerConfig(share_blocks=True)
-    driver = cast(Any, SimpleNamespace(engine=engine, config=config))
+    driver = cast(Any, SimpleNamespace(engine=engine, config=config, about=None))
     routes = cast(list[Route], create_app(driver, config).routes)
     there = {shared(next(iter({*route.methods} - {"HEAD"})), re.sub(r"{.*?}", "NAME", route.path)) for route in routes}
     assert told == there

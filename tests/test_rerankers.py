@@ -171,7 +171,7 @@ WRONG = [
     ({"documents": ["a"], "texts": ["a"]}, "give either documents or texts"),
     ({"texts": ["rain " * 100]}, "exceeds the available context size of 64 tokens"),
     ({"documents": []}, "documents"),
-    ({"documents": ["a"] * 10_000}, "documents has 10000 texts, but at most 2048"),
+    ({"documents": ["a"] * 10_000}, "documents has 10,000 texts, but at most 2,048"),
     ({"documents": ["rain " * 100]}, "exceeds the available context size of 64 tokens"),
     ({"documents": ["a"], "query": "rain " * 100}, "exceeds the available context size of 64 tokens"),
     ({"documents": ["a", "rain " * 100_000]}, "exceeds the available context size of 64 tokens"),

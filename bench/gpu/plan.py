@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from polarlm.bench.command import CacheType
-from polarlm.bench.gpu import families
 from polarlm.bench.gpu.attention import measure_attention, measure_encoding
 from polarlm.bench.gpu.cache import Content
 from polarlm.bench.gpu.peer import half_attention
@@ -29,9 +26,8 @@ from polarlm.engine.errors import EngineError
 Work = Callable[[], Sequence[Row]]
 Task = tuple[str, Work]
 
-_PROCESSES = 8  # for families, whose time goes into compiling kernels
 # Section → its share of the budget; the most wanted comes first. What one leaves goes to the next.
-SHARES = {"prompts": 80, "rates": 90, "sequences": 90, "server": 60, "families": 60, "kernels": 160}
+SHARES = {"prompts": 80, "rates": 90, "sequences": 90, "server": 60, "kernels": 160}
 
 
 @dataclass
@@ -106,15 +102,7 @@ class Plan:
     def _left(self) -> float:
         return max(1.0, self.end - time.monotonic())
 
-    # -- families and kernels --------------------------------------------------------------------------------------
-
-    def _families(self) -> Iterator[Task]:
-        self.unload()
-        every, pool = families.every(), ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"))
-        running = [(one, pool.submit(families.measure_family, *one)) for one in every]
-        for (family, types), future in running:
-            yield f"{family}, {types}", partial(lambda one: [one.result(self._left())], future)
-        pool.shutdown(wait=False, cancel_futures=True)
+    # -- kernels ---------------------------------------------------------------------------------------------------
 
     def _kernels(self) -> Iterator[Task]:
         self.unload()

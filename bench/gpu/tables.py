@@ -10,7 +10,6 @@ from typing import Any
 from polarlm.bench import report
 from polarlm.bench.gpu.attention import AttentionTime, EncodeTime
 from polarlm.bench.gpu.cache import ALLOWED_ERROR
-from polarlm.bench.gpu.families import FamilyError
 from polarlm.bench.gpu.peer import PeerTime
 from polarlm.bench.gpu.products import MatrixTime
 from polarlm.bench.gpu.requests import GENERATION, PROMPT, PromptTime, Rate, SequencesTime, ServerTimes
@@ -30,7 +29,7 @@ class Limits:
     gemm: float
 
 
-_OfModel = PromptTime | Rate | SequencesTime | ServerTimes | FamilyError
+_OfModel = PromptTime | Rate | SequencesTime | ServerTimes
 Row = _OfModel | Limits | AttentionTime | PeerTime | MatrixTime | EncodeTime
 
 # Fields of a file of results and the rows that each of them lists.
@@ -39,7 +38,6 @@ _KINDS: Mapping[str, type[Row]] = {
     "rates": Rate,
     "sequences": SequencesTime,
     "server": ServerTimes,
-    "families": FamilyError,
     "limits": Limits,
     "attention": AttentionTime,
     "attention_peers": PeerTime,
@@ -69,7 +67,6 @@ def format_tables(measured: Measured) -> str:
         _titled("Prompts, ms to the first token; device: if all is launched before it begins", prompts_table(measured)),
         _titled("Sequences that are asked at the same time", sequences_table(measured)),
         *map(server_in_words, measured["server"]),
-        _titled("Log-probabilities: how far from NumPy's by the kernels' roundings, and here", _families(measured)),
         _titled("The device alone", _limits(measured)),
         _titled("Attention of one token per sequence; × fp16: the best fp16 kernel's over this", _attention(measured)),
         _titled("Products with weights, µs by rows", _matrices(measured)),
@@ -155,15 +152,6 @@ def server_in_words(row: Mapping[str, Any]) -> str:
         f"{row['tokens_per_second']:,.0f} tokens/s, {first[0]} ms to the first token ({first[1]} at 95 %), {gap[0]} ms "
         f"between two ({gap[1]} at 95 %)."
     )
-
-
-def _families(measured: Measured) -> str:
-    lines = []
-    for row in measured["families"]:
-        sides = [f"{part:.4f}" for side in ("rounded", "device") for part in row[side]]
-        lines.append([row["family"], row["cache_type"], *sides])
-    shares = "median", "at 95 %, with codes 90 %"
-    return _table(("model", "cache", *(f"{side}: {share}" for side in ("roundings", "GPU") for share in shares)), lines)
 
 
 def _limits(measured: Measured) -> str:

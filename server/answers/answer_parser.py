@@ -240,13 +240,10 @@ class JsonArguments:
 
     def push(self, text: str) -> tuple[str, str | None]:
         for at, character in enumerate(text):
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == '"':
-                    self._in_string = False
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped, self._in_string = character == "\\", character != '"'
             elif character == '"':
                 self._in_string = True
             elif character in "{[":

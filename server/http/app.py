@@ -45,7 +45,6 @@ from polarlm.server.running.driver import Driver
 from polarlm.server.running.refused import Refused
 
 _ANTHROPIC = "anthropic-version"  # the header of Anthropic's clients
-_NO_ENDS = {"first_id": None, "last_id": None}
 
 
 def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None = None) -> Starlette:
@@ -69,8 +68,9 @@ def create_app(driver: Driver, config: ServerConfig, servers: McpServers | None 
 class Front(ABC):
     """What an application of one model and one of several have in common: lists of models, monitors, the chat page."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._config = config
+    def __init__(self, config: ServerConfig, closing: Callable[[], bool]) -> None:
+        """closing: whether new requests are refused because the server is closing."""
+        self._config, self._closing = config, closing
         self._since = int(time.time())
 
     def application(self, routes: Sequence[Route], servers: McpServers | None) -> Starlette:
@@ -95,11 +95,6 @@ class Front(ABC):
             exception_handlers={**dict.fromkeys(errors, shapes.handle), ClientDisconnect: _no_response},
         )
 
-    @property
-    @abstractmethod
-    def closing(self) -> bool:
-        """Whether new requests are refused because the server is closing."""
-
     @abstractmethod
     def listed(self) -> dict[str, Mapping[str, Any]]:
         """The models that requests may name, with fields that OpenAI's lists do not have."""
@@ -116,8 +111,8 @@ class Front(ABC):
         """The models, in OpenAI's shape, or in Anthropic's for its clients."""
         models = [self._entry(request, *model) for model in self.listed().items()]
         if _ANTHROPIC in request.headers:
-            ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else _NO_ENDS
-            return JSONResponse({"data": models, "has_more": False, **ends})
+            ids = [model["id"] for model in models] or [None]
+            return JSONResponse({"data": models, "has_more": False, "first_id": ids[0], "last_id": ids[-1]})
         return JSONResponse({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
@@ -131,7 +126,8 @@ class Front(ABC):
 
     async def health(self, _request: Request) -> Response:
         """200 while the server accepts requests, 503 while it closes."""
-        return JSONResponse({"status": "closing" if self.closing else "ok"}, 503 if self.closing else 200)
+        status, code = ("closing", 503) if self._closing() else ("ok", 200)
+        return JSONResponse({"status": status}, code)
 
     async def version(self, _request: Request) -> Response:
         return JSONResponse({"version": release() or "0.0.0"})
@@ -139,12 +135,8 @@ class Front(ABC):
 
 class _OneModel(Front):
     def __init__(self, driver: Driver, config: ServerConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, lambda: driver.closing)
         self._driver = driver
-
-    @property
-    def closing(self) -> bool:
-        return self._driver.closing
 
     def listed(self) -> dict[str, Mapping[str, Any]]:
         engine = self._driver.engine

@@ -16,7 +16,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import LARGER, read_body
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.guard import is_here
-from polarlm.server.reading.values import LARGEST, BadRequest, count
+from polarlm.server.reading.values import LARGEST, BadRequest, count, mapping
 from polarlm.server.running.conversations import Change, ConversationStore
 
 _ID = re.compile(r"[0-9a-f]{16}")
@@ -59,11 +59,11 @@ class Conversations:
         store, name = self._allowed(request)
         body = await read_body(request, LARGER * self._config.max_body)
         base = count("base", body.get("base", 0), 0, LARGEST)
-        head, messages = _object("head", body.get("head")), _object("messages", body.get("messages"))
+        head, messages = mapping("head", body.get("head")), mapping("messages", body.get("messages"))
         for key, message in messages.items():
             if _ID.fullmatch(key) is None:
                 raise BadRequest("messages", "messages must have ids of 16 hexadecimal digits")
-            _object(f"messages.{key}", message)
+            mapping(f"messages.{key}", message)
         written = {key: _kept(f"messages.{key}", message) for key, message in messages.items()}
         revision = await asyncio.to_thread(store.write, name, base, _kept("head", head), written)
         if revision is None:
@@ -90,12 +90,6 @@ class Conversations:
 
     def _knows(self, request: Request) -> bool:
         return self._config.keys.needed or is_here(request.client)
-
-
-def _object(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise BadRequest(name, f"{name} must be a JSON object")
-    return value
 
 
 def _kept(name: str, value: dict[str, Any]) -> str:

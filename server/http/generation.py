@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from polarlm.engine import PromptOptions, Usage
-from polarlm.model_loaders import Model
 from polarlm.server.answers.answering import answer
 from polarlm.server.answers.pieces import Answer, Piece, fold
 from polarlm.server.http.bodies import Endpoints
@@ -22,30 +21,16 @@ from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import COMMENT, DATA, NOTHING, Event, EventStream, Framing, Pieces, merged, while_there
 from polarlm.server.http.warnings import unknown_fields, warn
 from polarlm.server.reading.fields import FIELDS
-from polarlm.server.reading.parameters import ParsedRequest
+from polarlm.server.reading.parameters import About, ParsedRequest
 from polarlm.server.reading.prompts import with_adapter
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
 
 
-@dataclass(frozen=True)
-class About:
-    model: Model
-    name: str  # what answers call the model, with the request's adapter, if it has one
-    parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
-    tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
-    context: int  # tokens of a prompt and its answer together
-    reads_images: bool = False
-
-
-def about(driver: Driver) -> About:
-    engine, config = driver.engine, driver.config
-    tells_cached, reads_images = not config.hide_cached_tokens, driver.engine.reads_images
-    return About(engine.model, engine.model.name, config.parse_special, tells_cached, engine.context, reads_images)
-
-
 class Writer(ABC):
     """Makes the JSON objects of one response. Errors have OpenAI's shape unless a writer has its own."""
+
+    error_body: ClassVar[Callable[[ApiError], dict[str, Any]]] = ApiError.body
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer]) -> Any:
@@ -61,7 +46,7 @@ class Writer(ABC):
 
     def failure(self, error: ApiError) -> Event:
         """The last event of a stream that an error ends."""
-        return error.body()
+        return type(self).error_body(error)
 
 
 class Endpoint(ABC):
@@ -82,7 +67,7 @@ class Generation(Endpoints):
         """counted: fields of a count of tokens besides it."""
         super().__init__(driver)
         self._endpoint = endpoint
-        self._about = about(driver)
+        self._about = driver.about
         self._counted = counted or {}
 
     async def serve(self, request: Request) -> Response:

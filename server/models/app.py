@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -96,21 +97,17 @@ async def serve(registry: Registry, config: ServerConfig, http: socket.socket, r
 
 class _SeveralModels(Front):
     def __init__(self, supervisor: Supervisor, proxy: Proxy, config: ServerConfig) -> None:
-        super().__init__(config)
+        super().__init__(config, lambda: supervisor.closing)
         self._supervisor, self._proxy = supervisor, proxy
-        self._lists = Lists(supervisor)
+        self._read: dict[tuple[str, float], dict[str, Any]] = {}  # entries of `_entry_of_ollama`
         self._pulls = asyncio.Semaphore(_PULLS_AT_ONCE)
 
-    @property
-    def closing(self) -> bool:
-        return self._supervisor.closing
-
     def listed(self) -> dict[str, Mapping[str, Any]]:
-        return {one.model.name: self._lists.openai(one) for one in self._supervisor.all()}
+        return {one.model.name: _described(one) for one in self._supervisor.all()}
 
     def find(self, name: str) -> tuple[str, Mapping[str, Any]]:
         served = self._supervisor.find(name)
-        return served.model.name, self._lists.openai(served)
+        return served.model.name, _described(served)
 
     async def load(self, request: Request) -> Response:
         """POST /models/load: begins to load a model; /models tells when it is. Raises ApiError or Refused."""
@@ -137,22 +134,54 @@ class _SeveralModels(Front):
 
     async def tags(self, _request: Request) -> Response:
         every = self._supervisor.all()
-        return JSONResponse({"models": [await asyncio.to_thread(self._lists.ollama, one.model) for one in every]})
+        return JSONResponse({"models": [await asyncio.to_thread(self._entry_of_ollama, one.model) for one in every]})
 
     async def running(self, _request: Request) -> Response:
-        return JSONResponse({"models": await self._lists.ollama_loaded()})
+        entries = []
+        for one in self._supervisor.all():
+            if one.state in (READY, STOPPING):
+                until, need = one.expires, one.need
+                size, device, tokens = (need.bytes, need.device, need.tokens) if need else (0, "cpu", 0)
+                more: dict[str, Any] = {"size": size, "size_vram": 0 if device == "cpu" else size}
+                more |= {"expires_at": NEVER if until is None else utc(until), "context_length": tokens}
+                entries.append(await asyncio.to_thread(self._entry_of_ollama, one.model) | more)
+        return JSONResponse({"models": entries})
 
     async def show(self, request: Request) -> Response:
         """POST /api/show: a model's template and shape, without loading it. Raises ApiError, BadRequest or Refused."""
-        served = await self._named(request)
+        model = (await self._named(request)).model
+        if model.path is None:
+            raise Refused("model_not_loaded", f"{model.name} has to be fetched first: pull it, or ask it something")
         try:
-            shown = await asyncio.to_thread(self._lists.ollama_shown, served.model)
+            return JSONResponse(await asyncio.to_thread(self._shown, model, model.path))
         except LoadError as error:
             raise ApiError(500, str(error), "model_unavailable") from None
-        if shown is None:
-            sentence = f"{served.model.name} has to be fetched first: pull it, or ask it something"
-            raise Refused("model_not_loaded", sentence)
-        return JSONResponse(shown)
+
+    def _shown(self, model: NamedModel, path: Path) -> dict[str, Any]:
+        """What Ollama's clients are told about a model, from its files. Raises LoadError."""
+        read = model_loaders.load(path)
+        try:
+            return shown(read, model.config.ctx_size or read.config.max_context, self._entry_of_ollama(model))
+        finally:
+            read.weights.close()
+
+    def _entry_of_ollama(self, model: NamedModel) -> dict[str, Any]:
+        """An entry of /api/tags, without details if the model has to be fetched yet or its files are wrong. What is
+        read from files is kept as long as these do not change."""
+        path, named = model.path, {"name": model.name, "model": model.name}
+        if path is None:
+            return _UNREAD | named
+        try:
+            key = (str(path), path.stat().st_mtime)
+            if key not in self._read:
+                config, weights, dtype = model_loaders.load_weights(path)
+                try:
+                    self._read[key] = listed(model.name, config, weights, dtype, path.is_dir())
+                finally:
+                    weights.close()
+            return self._read[key] | named
+        except (LoadError, OSError):
+            return _UNREAD | named
 
     async def pull(self, request: Request) -> Response:
         """POST /api/pull: downloads a model of the hub, and adds it. Raises ApiError or BadRequest."""
@@ -239,73 +268,24 @@ async def _downloaded(registry: Registry, name: hub.HubName) -> AsyncGenerator[d
         await asyncio.gather(fetching, process.end_at_once(), return_exceptions=True)
 
 
-_EPOCH = "1970-01-01T00:00:00Z"
+def _described(served: Served) -> dict[str, Any]:
+    """The fields of llama-server's router in OpenAI's lists: aliases, and "unloaded", "loading", "loaded"."""
+    value = {STOPPING: READY, WAITING: LOADING}.get(served.state, served.state)
+    status: dict[str, Any] = {"value": value, "args": []}
+    if served.state == FAILED:
+        status |= {"value": "unloaded", "failed": True, "error": str(served.error or "an unexpected error")}
+    described: dict[str, Any] = {
+        "aliases": list(served.model.aliases),
+        "status": status,
+        "pinned": served.model.pinned,
+    }
+    if served.need is not None and served.need.tokens:
+        described |= {"context_length": served.need.tokens, "memory": served.need.bytes}
+    return described
 
 
-class Lists:
-    """The models in the shapes of several APIs. What is read from files is kept as long as these do not change."""
-
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
-        self._read: dict[tuple[str, float], dict[str, Any]] = {}
-
-    def openai(self, served: Served) -> dict[str, Any]:
-        """The fields of llama-server's router in OpenAI's lists: aliases, and "unloaded", "loading", "loaded"."""
-        value = {STOPPING: READY, WAITING: LOADING}.get(served.state, served.state)
-        status: dict[str, Any] = {"value": value, "args": []}
-        if served.state == FAILED:
-            status |= {"value": "unloaded", "failed": True, "error": str(served.error or "an unexpected error")}
-        described: dict[str, Any] = {
-            "aliases": list(served.model.aliases),
-            "status": status,
-            "pinned": served.model.pinned,
-        }
-        if served.need is not None and served.need.tokens:
-            described |= {"context_length": served.need.tokens, "memory": served.need.bytes}
-        return described
-
-    async def ollama_loaded(self) -> list[dict[str, Any]]:
-        entries = []
-        for one in self._supervisor.all():
-            if one.state in (READY, STOPPING):
-                until, need = one.expires, one.need
-                size, device, tokens = (need.bytes, need.device, need.tokens) if need else (0, "cpu", 0)
-                more: dict[str, Any] = {"size": size, "size_vram": 0 if device == "cpu" else size}
-                more |= {"expires_at": NEVER if until is None else utc(until), "context_length": tokens}
-                entries.append(await asyncio.to_thread(self.ollama, one.model) | more)
-        return entries
-
-    def ollama(self, model: NamedModel) -> dict[str, Any]:
-        """An entry of /api/tags, without details if the model has to be fetched yet or its files are wrong."""
-        name, path = model.name, model.path
-        empty = {"name": name, "model": name, "modified_at": _EPOCH, "size": 0, "digest": "", "details": _NO_DETAILS}
-        if path is None:
-            return empty
-        try:
-            key = (str(path), path.stat().st_mtime)
-            if key not in self._read:
-                config, weights, dtype = model_loaders.load_weights(path)
-                try:
-                    self._read[key] = listed(name, config, weights, dtype, path.is_dir())
-                finally:
-                    weights.close()
-            return self._read[key] | {"name": name, "model": name}
-        except (model_loaders.LoadError, OSError):
-            return empty
-
-    def ollama_shown(self, model: NamedModel) -> dict[str, Any] | None:
-        """The answer of /api/show, from the model's files; None if they have to be fetched yet. Raises LoadError."""
-        if model.path is None:
-            return None
-        read = model_loaders.load(model.path)
-        try:
-            context = model.config.ctx_size or read.config.max_context
-            return shown(read, context, self.ollama(model))
-        finally:
-            read.weights.close()
-
-
-_NO_DETAILS = {
-    **dict.fromkeys(("parent_model", "format", "family", "parameter_size", "quantization_level"), ""),
-    "families": [],
+_TEXTS = dict.fromkeys(("parent_model", "format", "family", "parameter_size", "quantization_level"), "")
+_UNREAD = {
+    **{"modified_at": "1970-01-01T00:00:00Z", "size": 0, "digest": ""},
+    "details": _TEXTS | {"families": []},
 }

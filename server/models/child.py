@@ -2,7 +2,7 @@
 
 It speaks JSON lines with its parent, over standard input and output:
 
-    parent → child  {"name", "engine": settings, "server": settings}
+    parent → child  {"engine": settings, "server": settings}
     child → parent  {"fetching": {"done", "total"}}, any number of times; then {"fetched": {"path"}}
     parent → child  {"load": false, "reserved": {device: bytes}, "most"}, any number of times
     child → parent  {"fit": a Need, as an object}, for each of these
@@ -29,19 +29,15 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from polarlm.children import Parent
-from polarlm.engine import Engine, EngineError
-from polarlm.engine.cli.commands import note_in_flags
+from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.need import fetched, need
-from polarlm.engine.state.plan import parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
-from polarlm.server.running.driver import Driver
 from polarlm.server.running.journal import note
 from polarlm.server.running.listening import ListenError, tcp_socket
-from polarlm.server.running.sessions import SessionFolder
-from polarlm.server.serving import serve_engine
+from polarlm.server.serving import driven, serve_engine
 
 CLIENT = "x-polarlm-client"  # the header with the address of the client that the parent has
 KEY_NAME = "x-polarlm-key"  # the header with the name of the key that it has sent
@@ -49,23 +45,20 @@ _TOLD_SECONDS = 0.2  # between two messages about a download
 _LAST_SECONDS = 10.0  # to end in order when the parent is gone
 
 
-class _Server:
+class _Server(Parent):
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._told = 0.0
-        self._parent = Parent(self._lines.put, _end)
+        super().__init__(self._lines.put, _end)
 
     def hear(self) -> dict[str, Any]:
         return self._lines.get()
-
-    def tell(self, **said: Any) -> None:
-        self._parent.tell(said)
 
     def fetching(self, done: int, total: int) -> None:
         """Tell how much of the model has arrived, now and then."""
         if time.monotonic() - self._told >= _TOLD_SECONDS:
             self._told = time.monotonic()
-            self.tell(fetching={"done": done, "total": total})
+            self.tell({"fetching": {"done": done, "total": total}})
 
 
 def _end() -> None:
@@ -75,20 +68,19 @@ def _end() -> None:
     os._exit(1)
 
 
-class _FromParent:
+def _from_parent(app: ASGIApp) -> ASGIApp:
     """ASGI middleware that replaces the client, which is the parent, with the client of the parent, and its key."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope.get("headers", ()):
             if name == CLIENT.encode():
                 host, _, port = value.decode("latin-1").rpartition(":")
                 scope["client"] = (host, int(port) if port.isdecimal() else 0)
             elif name == KEY_NAME.encode():
                 scope[journal.KEY] = value.decode("latin-1")
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return wrapped
 
 
 def main() -> int:
@@ -97,33 +89,24 @@ def main() -> int:
         _run(parent)
         return 0
     except EngineError as error:
-        parent.tell(failed={"message": in_flags(error), "code": error.code})
+        parent.tell({"failed": {"message": in_flags(error), "code": error.code}})
     except ListenError as error:
-        parent.tell(failed={"message": str(error), "code": "internal"})
+        parent.tell({"failed": {"message": str(error), "code": "internal"}})
     return 2
 
 
 def _run(parent: _Server) -> None:
     first = parent.hear()
     model = fetched(EngineConfig(**first["engine"]), note, parent.fetching)
-    parent.tell(fetched={"path": model.weights})
+    parent.tell({"fetched": {"path": model.weights}})
     if first["server"] is None:
         return
     config = ServerConfig(**first["server"])
     model = _asked(parent, model)
-    place, most = config.sessions, parse_size(config.max_sessions_size)
-    sessions = None if place is None else SessionFolder(place, most)
-    with (
-        tcp_socket(config.host, 0) as http,
-        Engine.load(model.weights, config=model, verbose=lambda told: note(note_in_flags(told))) as engine,
-    ):
-        note(engine.fit_line())
-        engine.model = replace(engine.model, name=first["name"])  # what answers and lists call it
-        journal.set_up(first["name"])
-        loaded = {"port": http.getsockname()[1], "reads_images": engine.reads_images}
-        driver = Driver(engine, config, sessions)
+    with tcp_socket(config.host, 0) as http, driven(model, config, config.alias) as driver:
+        loaded = {"port": http.getsockname()[1], "reads_images": driver.engine.reads_images}
         # Nobody else knows the port until the parent hears it.
-        asyncio.run(serve_engine(driver, http, None, None, lambda: parent.tell(loaded=loaded), _FromParent))
+        asyncio.run(serve_engine(driver, http, None, None, lambda: parent.tell({"loaded": loaded}), _from_parent))
 
 
 def _asked(parent: _Server, model: EngineConfig) -> EngineConfig:
@@ -135,7 +118,7 @@ def _asked(parent: _Server, model: EngineConfig) -> EngineConfig:
     settings = model
     while not (said := parent.hear())["load"]:
         needed = need(model, said["reserved"], said["most"])
-        parent.tell(fit=asdict(needed))
+        parent.tell({"fit": asdict(needed)})
         limited = needed.store and (needed.device == "cpu" or said["reserved"] or said["most"] is not None)
         settings = replace(model, kv_memory=str(needed.store)) if limited else model
     return settings

@@ -54,12 +54,9 @@ class ModelProcess:
             lambda said: loop.call_soon_threadsafe(self._hear, said),
             lambda code: loop.call_soon_threadsafe(self._end, code),
         )
+        self.pid = self._child.pid
         server = None if config is None else asdict(_of_child(config, model.name, self.key))
-        self._child.tell({"name": model.name, "engine": asdict(model.config), "server": server})
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
+        self._child.tell({"engine": asdict(model.config), "server": server})
 
     async def fetched(self) -> Path:
         """The path of the model's files, once they are there. Raises EngineError if that fails, or Refused."""
@@ -102,22 +99,13 @@ class ModelProcess:
         self._code.set_result(code)
 
     async def _answer(self) -> dict[str, Any]:
-        """What the process says next but its progress. Raises EngineError if it failed, or Refused."""
-        said = await self._said_next()
-        if said is None:
-            raise Refused("model_ended", f"The process of {self.name} {how_ended(await self.ended())} while it loaded")
-        if "failed" in said:
-            raise EngineError(said["failed"]["message"], said["failed"]["code"])
-        return said
-
-    async def _said_next(self) -> dict[str, Any] | None:
-        """What the process says next; None when it has ended. Raises Refused if it shows no work: a slow disk or line
-        shows in what it has read, a long computation in its time."""
-        said = asyncio.ensure_future(self._said.get())
+        """What the process says next but its progress. Raises EngineError if it failed, or Refused, also if it shows no
+        work: a slow disk or line shows in what it has read, a long computation in its time."""
+        hearing = asyncio.ensure_future(self._said.get())
         signs, since = self._signs(), time.monotonic()
         try:
-            while not said.done():
-                await asyncio.wait([said], timeout=_LOOK_SECONDS)
+            while not hearing.done():
+                await asyncio.wait([hearing], timeout=_LOOK_SECONDS)
                 if (now := self._signs()) != signs:
                     signs, since = now, time.monotonic()
                 elif time.monotonic() - since > _STILL_SECONDS:
@@ -126,9 +114,14 @@ class ModelProcess:
                         "seconds, as where a disk hangs; the next request tries again"
                     )
                     raise Refused("timeout", sentence)
-            return said.result()
+            said = hearing.result()
         finally:
-            said.cancel()
+            hearing.cancel()
+        if said is None:
+            raise Refused("model_ended", f"The process of {self.name} {how_ended(await self.ended())} while it loaded")
+        if "failed" in said:
+            raise EngineError(said["failed"]["message"], said["failed"]["code"])
+        return said
 
     def _signs(self) -> Any:
         """Numbers that change while the process reads or computes."""
@@ -141,10 +134,10 @@ class ModelProcess:
 
 
 def _of_child(config: ServerConfig, name: str, key: str) -> ServerConfig:
-    """The settings of a child's server: the parent's limits of requests, and an address and a key of its own."""
+    """The settings of a child's server: the parent's limits of requests, and its own address, key and name."""
     folder = None if config.sessions is None else str(_sessions_of(Path(config.sessions).expanduser(), name))
     passed_on = {name: getattr(config, name) for name in _PASSED_ON}
-    return replace(ServerConfig(), api_key=key, sessions=folder, **passed_on)
+    return replace(ServerConfig(), api_key=key, alias=name, sessions=folder, **passed_on)
 
 
 def _sessions_of(folder: Path, name: str) -> Path:
@@ -203,6 +196,3 @@ class Served:
             return self.state
         done, total = self.process.fetching
         return f"downloading, {format_bytes(done)} of {format_bytes(total)}" if done < total else self.state
-
-    def touch(self) -> None:
-        self.used = time.monotonic()

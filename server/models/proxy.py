@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 import time
 from contextlib import suppress
@@ -217,8 +216,7 @@ def keep_alive(value: Any) -> float | None:
     >>> keep_alive("1h30m"), keep_alive(90), keep_alive("0"), keep_alive(-1), keep_alive(10**400)
     (5400.0, 90.0, 0.0, None, None)
     """
-    is_nan = isinstance(value, float) and math.isnan(value)
-    if is_number(value) and not is_nan:
+    if is_number(value) and value == value:  # which NaN is not
         return float(value) if 0 <= value < _LONGEST else None
     if not isinstance(value, str) or len(value) > _MOST_CHARACTERS:
         raise wrong("keep_alive", 'seconds, or a text such as "10m"', value)

@@ -92,7 +92,7 @@ class Supervisor:
             if served.process is None or served.state not in (READY, STOPPING):
                 sentence = f"The process of {served.model.name} has ended: send the request again, which starts it"
                 raise Refused("model_ended", sentence)
-            served.touch()
+            served.used = time.monotonic()
             served.keep = keep
             yield served.process
         finally:
@@ -102,7 +102,7 @@ class Supervisor:
 
     def release(self, served: Served) -> None:
         served.active -= 1
-        served.touch()
+        served.used = time.monotonic()
         served.free.set()
 
     def begin(self, served: Served) -> asyncio.Task[None]:
@@ -178,7 +178,7 @@ class Supervisor:
         served.active += len(served.waiting)
         served.waiting.clear()
         served.keep = self.usual_keep(served)
-        served.touch()
+        served.used = time.monotonic()
         self._memory.set_aside(served, served.need)  # from now on it can be unloaded
         note(f"{name} is loaded, after {time.monotonic() - since:.1f} s")
 

@@ -221,12 +221,10 @@ function finish(mine, pace, usage, trouble, before) {
   grow(row);
   row.text.end();
   complain(row, true);
-  used = usage && message.role !== "summary"
-    ? { tokens: usage.total_tokens, cached: message.usage.cached ?? 0, exact: true }
-    : { tokens: before + pace.pieces, cached: used.cached, exact: pace.pieces === 0 };
+  used = { tokens: before + pace.pieces, cached: used.cached, exact: pace.pieces === 0 };
   speed(tokens, timed);
   draw();
-  if (message.role === "summary") settle();
+  if (usage || message.role === "summary") settle();
   busy(false);
   if (trouble instanceof Failure) point(trouble);
   if (trouble?.status === 401) lock(message);

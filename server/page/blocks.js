@@ -2,7 +2,6 @@
 
 const SEGMENT = 2000; // characters after which the end of a mark, such as `**`, is no longer looked for
 const COLOURED = 50_000; // characters of code beyond which it gets no colours
-const SIGNS = { amp: "&", lt: "<", gt: ">", quot: '"', "#x27": "'" };
 const PIECE = new RegExp(`^[^]{1,${2 * SEGMENT}}`, "u"); // the most text that is read at a time; it cuts no character
 
 /** A paragraph, a heading or an item. When it grows, only text whose meaning may still change is read again. */
@@ -72,16 +71,14 @@ class Code {
     this.flush();
     const language = /^[\w+#.-]*/.exec(this.language)[0];
     if (this.text.length > COLOURED || !hljs.getLanguage(language)) return;
-    const code = make("code"), open = [code], { value } = hljs.highlight(visibleCode(this.text), { language, ignoreIllegals: true });
-    for (const [part, name, sign] of value.matchAll(/<span class="([^"]*)">|<\/span>|&([#\w]+);|[^<&]+/g)) { // it is HTML, and is read as text
-      if (name) open.push(open.at(-1).appendChild(make("span", name.startsWith("hljs-") ? name : "")));
-      else if (part === "</span>") open.pop();
-      else open.at(-1).append(SIGNS[sign] ?? part);
-    }
-    code.normalize();
-    this.pre.replaceChildren(code);
+    const { _emitter } = hljs.highlight(visibleCode(this.text), { language, ignoreIllegals: true });
+    this.pre.replaceChildren(put(make("code"), ..._emitter.rootNode.children.map(coloured)));
   }
 }
+
+/** A node of highlight.js's tree: a text, or an element around others. */
+const coloured = (node) => (typeof node === "string" ? node : put(make("span", colourOf(node)), ...node.children.map(coloured)));
+const colourOf = ({ scope }) => (!scope || scope.includes(":") ? "" : `hljs-${scope.split(".")[0]}`); // with a colon: a language in another
 
 /** A row of a table. */
 class Row {

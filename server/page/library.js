@@ -52,18 +52,13 @@ function insert(text) {
   $("message").focus();
 }
 
-$("save-prompt").addEventListener("click", () => {
+onSubmit($("naming"), () => {
   const name = $("prompt-name").value.trim(), text = $("system").value.trim() || $("message").value.trim();
   $("prompt-says").textContent = !text ? "Write the prompt first, as the system prompt or as a message." : name ? "" : "A prompt needs a name.";
   if (!text || !name) return;
   savePrompts([{ name, text }]);
   $("prompt-name").value = "";
   $("prompt-says").textContent = `Saved as “${visible(name)}”.`;
-});
-$("prompt-name").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.isComposing) return;
-  event.preventDefault();
-  $("save-prompt").click();
 });
 $("library").addEventListener("toggle", drawPrompts);
 window.addEventListener("storage", ({ key }) => { if (key === LIBRARY) drawPrompts(); });

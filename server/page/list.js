@@ -2,7 +2,6 @@
 
 let deleted = []; // the conversations that can be restored
 let renaming = false; // whether the current conversation is being renamed
-let listed = []; // what the list shows
 let pressed = false; // whether a pointer is down on the list
 
 /** Whether a conversation has these words in its title, its messages or its files. */
@@ -24,10 +23,7 @@ function drawList() {
   setText($("none"), none);
   $("export-all").disabled = $("select").disabled = !chats.size;
   if (picked) drawPicks();
-  const items = [picked, kept("localStorage", FOLDED), words, ...sorted.flatMap((chat) => [chat, titleOf(chat), folderOf(chat), chat === current])];
   const list = $("list");
-  if (items.length === listed.length && items.every((item, place) => item === listed[place])) return; // new items would lose a click
-  listed = items;
   redraw(list, inFolders(sorted, picked ? pickItem : listItem, picked || words), () => list.querySelector("[aria-current]"));
 }
 

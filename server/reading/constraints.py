@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from polarlm.engine.sampling.schemas import STRICT
-from polarlm.server.reading.values import BadRequest, flag, text, wrong
+from polarlm.server.reading.values import BadRequest, array, at_most, flag, mapping, text, wrong
 
 MAX_CHOICES = 1024
 
@@ -30,9 +30,7 @@ def read_constraint(body: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]
 
 
 def _response_format(field: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise wrong(field, _FORMATS, value)
-    kind = value.get("type")
+    kind = mapping(field, value, _FORMATS).get("type")
     if kind in ("text", ""):
         return {}
     if kind == "json_object":  # llama-server takes a schema here as well
@@ -43,8 +41,7 @@ def _response_format(field: str, value: Any) -> dict[str, Any]:
     wrapped = value.get("json_schema")
     if wrapped is None and value.get("schema") is not None:  # as llama-server's documentation has it
         return _schema(f"{field}.schema", value["schema"])
-    if not isinstance(wrapped, dict):
-        raise wrong(inside, "an object with a schema", wrapped)
+    wrapped = mapping(inside, wrapped, "an object with a schema")
     schema = _schema(f"{inside}.schema", wrapped.get("schema", _JSON_OBJECT))
     strict = wrapped.get("strict")
     return _strict(schema) if strict is not None and flag(f"{inside}.strict", strict) else schema
@@ -71,17 +68,14 @@ def _text_of(name: str) -> Callable[[str, Any], dict[str, Any]]:
 
 
 def _choice(field: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, list) or len(value) > MAX_CHOICES:
-        raise wrong(field, f"an array of at most {MAX_CHOICES} strings", value)
+    at_most(MAX_CHOICES, field, len(array(field, value, "an array of strings")), "strings")
     choices = [re.escape(text(f"{field}[{index}]", choice)) for index, choice in enumerate(value)]
     return {"regex": "|".join(choices)} if choices else {}
 
 
 def _structured(field: str, value: Any) -> dict[str, Any]:
     """The constraint in vLLM's object, which has one field."""
-    if not isinstance(value, dict):
-        raise wrong(field, "an object", value)
-    parts = {name: part for name, part in value.items() if part not in (None, False, "", [])}
+    parts = {name: part for name, part in mapping(field, value).items() if part not in (None, False, "", [])}
     if not parts:
         return {}
     name, *others = parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.reading.parameters import ParsedRequest
@@ -36,18 +37,16 @@ class Infill:
     file: int | None
     ends: tuple[int, ...]  # tokens that a model generates after a complete middle
 
-    def prompt(
-        self, prefix: str, suffix: str, begun: str = "", files: Iterable[tuple[str, str]] = (), name: str = "filename"
-    ) -> Mixed:
+    def prompt(self, prefix: str, suffix: str, begun: str = "", files: Iterable[tuple[str, str]] = ()) -> Mixed:
         """The prompt for the text between `prefix` and `suffix`, which begins with `begun`. files: names and texts of
-        other files. name: of this file."""
+        other files."""
         parts: Mixed = [] if self.bos is None else [self.bos]
         files = list(files)
         if self.repository is not None and self.file is not None and files:
             parts += [self.repository, "myproject\n"]
             for other, text in files:
                 parts += [self.file, f"{other}\n{text}\n"]
-            parts += [self.file, f"{name}\n"]
+            parts += [self.file, "filename\n"]
         else:
             parts += [text for _, text in files]
         parts += [self.prefix, prefix, self.suffix, suffix, self.middle, begun]
@@ -76,13 +75,14 @@ def infill_of(tokenizer: Tokenizer) -> Infill | None:
     return None
 
 
-def infilled(field: str, asked: ParsedRequest, infill: Infill | None, prompts: list[Mixed]) -> ParsedRequest:
-    """`asked` with these prompts; control tokens' names in the client's texts stay text. Raises BadRequest, which names
-    `field`, for a model without the tokens."""
-    if infill is None:
+def infilled(field: str, asked: ParsedRequest, tokenizer: Tokenizer, texts: Iterable[tuple[Any, ...]]) -> ParsedRequest:
+    """`asked` with a prompt for each of `texts`, the arguments of `Infill.prompt`; control tokens' names in them stay
+    text. Raises BadRequest, which names `field`, for a model without the tokens."""
+    if (infill := infill_of(tokenizer)) is None:
         sentence = "this model has no tokens for filling in the middle of a text; send the text before it as a prompt"
         raise BadRequest(field, f"{field}: {sentence}")
     ends = () if asked.params.ignore_eos else infill.ends
     params = replace(asked.params, stop_token_ids=(*asked.params.stop_token_ids, *ends))
     options = replace(asked.options, parse_special=False)
-    return replace(asked, prompt=prompts[0], more_prompts=tuple(prompts[1:]), params=params, options=options)
+    first, *more = (infill.prompt(*one) for one in texts)
+    return replace(asked, prompt=first, more_prompts=tuple(more), params=params, options=options)

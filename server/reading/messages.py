@@ -17,7 +17,7 @@ from typing import Any
 
 from polarlm.server.reading.parts import CALLED_WITH, Losses, image_in, in_words, is_image, kind_of, said
 from polarlm.server.reading.tools import in_namespace
-from polarlm.server.reading.values import BadRequest, Told, shown, text, wrong
+from polarlm.server.reading.values import BadRequest, Told, array, mapping, shown, text, wrong
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles that clients may use, and their names in templates."""
@@ -37,9 +37,8 @@ Piece = str | Message  # a text, or an image: {"type": "image", "image": bytes}
 def read_messages(history: Any, told: Told, *, reads_images: bool = False) -> list[Message]:
     """The messages in an array of messages and items. told: gets the field, and a sentence for each kind of thing that
     is left out or put otherwise. reads_images: whether the model does. Raises BadRequest."""
-    if not isinstance(history, list) or not history:
-        raise wrong("messages", "an array with at least one message", history)
-    reader, question = _Reader(reads_images), _question(history)
+    question = _question(array("messages", history, "an array with at least one message", 1))
+    reader = _Reader(reads_images)
     try:
         for index, one in enumerate(history):
             reader.read(f"messages[{index}]", one, asked=index == question, is_last=index == len(history) - 1)
@@ -99,9 +98,7 @@ class _Reader:
 
     def read(self, at: str, entry: Any, *, asked: bool, is_last: bool) -> None:
         """Read a message or an item. asked: whether it is what the user asks now. Raises BadRequest."""
-        if not isinstance(entry, dict):
-            raise wrong(at, "an object with a role and a content", entry)
-        kind = entry.get("type", "message")
+        kind = mapping(at, entry, "an object with a role and a content").get("type", "message")
         if entry.get("role") is None and isinstance(kind, str) and kind != "message":
             self._item(at, entry, kind)
             return
@@ -161,9 +158,8 @@ class _Reader:
         losses = Losses()
         written, kind = said(part, losses), kind_of(part)
         if losses.left_out and asked:
-            if not isinstance(part, dict):
-                raise wrong(at, 'an object such as {"type": "text", "text": "…"}', part)
-            text(f"{at}.text", part.get("text", ""))
+            inside = mapping(at, part, 'an object such as {"type": "text", "text": "…"}')
+            text(f"{at}.text", inside.get("text", ""))
             takes = "text and images" if self._reads_images else "text"
             named = "a part without a type is" if kind == "untyped" else f"{shown(kind)} parts are"
             raise BadRequest(f"{at}.type", f"{at}.type: {named} not supported here: this server takes {takes} alone")
@@ -284,9 +280,7 @@ def _calls(at: str, message: Mapping[str, Any]) -> Iterator[Message]:
     calls, call = message.get("tool_calls"), message.get("function_call")
     if call and isinstance(call, dict):  # OpenAI's, before there were tools
         yield _call(f"{at}.function_call", call, call.get("arguments"), "arguments")
-    if calls is not None and not isinstance(calls, list):
-        raise wrong(f"{at}.tool_calls", "an array of calls", calls)
-    for index, call in enumerate(calls or ()):
+    for index, call in enumerate(array(f"{at}.tool_calls", [] if calls is None else calls, "an array of calls")):
         place = f"{at}.tool_calls[{index}]"
         kind = "custom" if isinstance(call, dict) and isinstance(call.get("custom"), dict) else "function"
         function = call.get(kind) if isinstance(call, dict) else None

@@ -8,14 +8,25 @@ from typing import Any, Literal
 
 from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
+from polarlm.model_loaders import Model
 from polarlm.server.reading.constraints import read_constraint
 from polarlm.server.reading.fields import asking, complaint, warnings
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
-from polarlm.server.reading.sampling import Tokenize, read_sampling
+from polarlm.server.reading.sampling import read_sampling
 from polarlm.server.reading.tools import Tools, read_tools
-from polarlm.server.reading.values import BadRequest, Told, count, flag, number, text, wrong
+from polarlm.server.reading.values import BadRequest, Told, count, flag, mapping, number, one_of, text
 
 MAX_ANSWERS = 16  # n
+
+
+@dataclass(frozen=True)
+class About:
+    model: Model
+    name: str  # what answers call the model, with the request's adapter, if it has one
+    parse_special: bool  # whether names of control tokens in a raw prompt become these tokens
+    tells_cached: bool  # whether clients learn how many tokens of a prompt were cached
+    context: int  # tokens of a prompt and its answer together
+    reads_images: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,42 +55,34 @@ class ParsedRequest:
 
 def read(
     body: Mapping[str, Any],
-    tokenize: Tokenize,
+    about: About,
     takes: Collection[str] = ("messages", "prompt"),
     *,
     switched_logprobs: bool = False,
-    parse_special: bool = True,
-    reads_images: bool = False,
 ) -> ParsedRequest:
     """The request in a JSON object: a prompt under one of the names in `takes`, and parameters.
 
-    tokenize: returns the ids of a string in `logit_bias`. With `switched_logprobs`, log-probabilities are requested as
-    in OpenAI's chat, by `logprobs: true` and a count in `top_logprobs`; otherwise `logprobs` is the count.
-    parse_special: see `read_options`. reads_images: see `read_messages`. Fields that ask for nothing and unknown fields
-    are ignored. Raises BadRequest.
+    With `switched_logprobs`, log-probabilities are requested as in OpenAI's chat, by `logprobs: true` and a count in
+    `top_logprobs`; otherwise `logprobs` is the count. Fields that ask for nothing and unknown fields are ignored.
+    Raises BadRequest.
     """
     body = asking(body)
-    refused = complaint(body)
-    if refused is not None:
+    if refused := complaint(body):
         raise BadRequest(*refused)
-    streaming = body.get("stream_options", {})
-    if not isinstance(streaming, dict):
-        raise wrong("stream_options", "an object", streaming)
-    usage = streaming.get("include_usage")
-    if "model" in body:
-        text("model", body["model"])  # any name is accepted
+    usage = mapping("stream_options", body.get("stream_options", {})).get("include_usage")
+    text("model", body.get("model", ""))  # any name is accepted
     answers = "n" if "n" in body else "n_cmpl"
     told: Told = []
     tools = read_tools(body, told)
-    params = read_sampling(body, tokenize, switched_logprobs=switched_logprobs)
+    params = read_sampling(body, about.model.tokenizer.tokenize, switched_logprobs=switched_logprobs)
     if tools is not None and tools.calls != "none" and params.is_constrained and params.schema is None:
         sentence = "tools and a grammar, or a regular expression, exclude each other: leave one of them out"
         raise BadRequest("tools", sentence)
     if tools is not None and tools.calls == "must":
         params = replace(params, schema=None)  # the form of the text, and there is none
-    prompt = read_prompt(body, takes, told, reads_images=reads_images)
+    prompt = read_prompt(body, takes, told, reads_images=about.reads_images)
     continues = read_continues(body, prompt)
-    options = read_options(body, parse_special=parse_special, tools=tools)
+    options = read_options(body, parse_special=about.parse_special, tools=tools)
     return ParsedRequest(
         prompt=prompt,
         options=replace(options, continue_final_message=continues),
@@ -109,7 +112,5 @@ def _sign_seconds(body: Mapping[str, Any]) -> float | None:
 def _reasoning(body: Mapping[str, Any]) -> Literal["apart", "inline", "dropped"]:
     if not flag("include_reasoning", body.get("include_reasoning", True)):
         return "dropped"
-    format = body.get("reasoning_format", "auto")
-    if format not in ("none", "auto", "deepseek"):
-        raise wrong("reasoning_format", "none, auto or deepseek", format)
+    format = one_of("reasoning_format", body.get("reasoning_format", "auto"), ("none", "auto", "deepseek"))
     return "inline" if format == "none" else "apart"

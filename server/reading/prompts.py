@@ -15,10 +15,13 @@ from polarlm.server.reading.values import (
     LARGEST,
     BadRequest,
     Told,
+    array,
+    at_most,
     count,
     flag,
     is_empty,
     is_number,
+    mapping,
     number,
     text,
     wrong,
@@ -55,13 +58,12 @@ def one_given(body: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools | None = None) -> PromptOptions:
-    """parse_special: whether control tokens' names in a raw prompt become tokens by default."""
-    cache_prompt, salt = body.get("cache_prompt"), body.get("cache_salt")
-    special = body.get("parse_special")
+    """body: of fields that ask for something. parse_special: whether control tokens' names in a raw prompt become
+    tokens by default."""
     return PromptOptions(
-        parse_special=parse_special if special is None else flag("parse_special", special),
-        cache_prompt=True if cache_prompt is None else flag("cache_prompt", cache_prompt),
-        cache_salt=read_salt(salt),
+        parse_special=flag("parse_special", body.get("parse_special", parse_special)),
+        cache_prompt=flag("cache_prompt", body.get("cache_prompt", True)),
+        cache_salt=read_salt(body.get("cache_salt")),
         tools=() if tools is None else tools.every,
         template_variables=_template_variables(body.get("chat_template_kwargs"), body.get("reasoning_effort")),
     )
@@ -101,29 +103,21 @@ def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
     field = "chat_template_kwargs"
     asked: dict[str, Any] = {}
     if effort is not None:
-        if len(text("reasoning_effort", effort)) > _LONGEST_EFFORT:
-            raise BadRequest("reasoning_effort", f"reasoning_effort must have at most {_LONGEST_EFFORT} characters")
+        effort = text("reasoning_effort", effort, _LONGEST_EFFORT)
         asked = {"enable_thinking": effort != "none", "reasoning_effort": effort}
     if value is None:
         return asked
-    if not isinstance(value, dict):
-        raise wrong(field, 'an object such as {"enable_thinking": false}', value)
-    for name in value:
+    for name in mapping(field, value, 'an object such as {"enable_thinking": false}'):
         if name in _OWN_VARIABLES:
             raise BadRequest(f"{field}.{name}", f"{field}.{name} cannot be set: the server gives it its value")
     check_depth(field, value)
     written = json.dumps(value, ensure_ascii=False)
-    if len(written) > MOST_VARIABLES:
-        raise BadRequest(field, f"{field} has {len(written):,} characters, but at most {MOST_VARIABLES:,} are taken")
+    at_most(MOST_VARIABLES, field, len(written), "characters")
     return asked | value
 
 
 def read_salt(value: Any) -> str:
-    if value is None:
-        return ""
-    if len(text("cache_salt", value)) > MOST_SALT:
-        raise BadRequest("cache_salt", f"cache_salt must have at most {MOST_SALT} characters, not {len(value)}")
-    return str(value)
+    return "" if value is None else text("cache_salt", value, MOST_SALT)
 
 
 def read_prompts(field: str, value: Any, most: int) -> list[Prompt]:
@@ -133,8 +127,7 @@ def read_prompts(field: str, value: Any, most: int) -> list[Prompt]:
         return [_raw_prompt(field, value)]
     if not value:
         raise wrong(field, "a string, an array of token ids, or an array of several prompts", value)
-    if len(value) > most:
-        raise BadRequest(field, f"{field} has {len(value)} prompts, but at most {most} are taken here")
+    at_most(most, field, len(value), "prompts")
     return [_raw_prompt(field if len(value) == 1 else f"{field}[{index}]", one) for index, one in enumerate(value)]
 
 
@@ -145,9 +138,8 @@ def _raw_prompt(field: str, value: Any) -> str | list[int] | list[int | str]:
         return text(f"{field}.prompt_string", value.get("prompt_string"))
     if isinstance(value, str):
         return text(field, value)
-    if not isinstance(value, list) or not value:
-        raise wrong(field, "a string or an array of token ids", value)
-    places = ((f"{field}[{index}]", part) for index, part in enumerate(value))
+    parts = array(field, value, "a string or an array of token ids", 1)
+    places = ((f"{field}[{index}]", part) for index, part in enumerate(parts))
     return [text(at, part) if isinstance(part, str) else count(at, part, 0, LARGEST) for at, part in places]
 
 

@@ -12,7 +12,7 @@ from polarlm.engine.limits import MOST_LOGPROBS, Numbers, complaint
 from polarlm.engine.params import OPTIONS, SAMPLING
 from polarlm.server.reading.constraints import read_constraint
 from polarlm.server.reading.fields import capped
-from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, number, shown, text, wrong
+from polarlm.server.reading.values import LARGEST, BadRequest, array, at_most, count, flag, number, shown, text, wrong
 
 MAX_STOPS, MAX_STOP_LENGTH = 256, 1000
 MAX_STOP_TEXT = 16_000  # characters, of all stops together
@@ -58,10 +58,7 @@ def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
 
 
 def _ids(field: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise wrong(field, "an array of token ids", value)
-    if len(value) > MAX_BIASES:
-        raise BadRequest(field, f"{field} has {len(value)} tokens, but at most {MAX_BIASES} are taken")
+    at_most(MAX_BIASES, field, len(array(field, value, "an array of token ids")), "tokens")
     return tuple(count(f"{field}[{index}]", token, 0, LARGEST) for index, token in enumerate(value))
 
 
@@ -82,17 +79,11 @@ def _seed(field: str, value: Any) -> int:
 
 def _texts(field: str, value: Any) -> tuple[str, ...]:
     """The strings in a string or an array, but for empty ones."""
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list):
-        raise wrong(field, "a string or an array of strings", value)
-    if len(values) > MAX_STOPS:
-        raise BadRequest(field, f"{field} has {len(values)} strings, but at most {MAX_STOPS} are taken")
+    values = [value] if isinstance(value, str) else array(field, value, "a string or an array of strings")
+    at_most(MAX_STOPS, field, len(values), "strings")
     for index, one in enumerate(values):
-        place = field if values is not value else f"{field}[{index}]"
-        if len(text(place, one)) > MAX_STOP_LENGTH:
-            raise BadRequest(place, f"{place} must have at most {MAX_STOP_LENGTH} characters, not {len(one)}")
-    if (characters := sum(map(len, values))) > MAX_STOP_TEXT:
-        raise BadRequest(field, f"{field} has {characters} characters, but at most {MAX_STOP_TEXT} are taken")
+        text(field if values is not value else f"{field}[{index}]", one, MAX_STOP_LENGTH)
+    at_most(MAX_STOP_TEXT, field, sum(map(len, values)), "characters")
     return tuple(one for one in values if one)
 
 
@@ -135,8 +126,7 @@ def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
         pairs = (_pair(f"logit_bias[{index}]", pair) for index, pair in enumerate(value))
     else:
         raise wrong("logit_bias", "an object of token ids and numbers", value)
-    if len(value) > MAX_BIASES:
-        raise BadRequest("logit_bias", f"logit_bias has {len(value)} entries, but at most {MAX_BIASES} are taken")
+    at_most(MAX_BIASES, "logit_bias", len(value), "entries")
     biases: dict[int, float] = {}
     characters = 0
     for token, sent in pairs:
@@ -148,8 +138,7 @@ def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
         if characters > MAX_BIAS_TEXT:
             raise BadRequest("logit_bias", f"logit_bias has strings of more than {MAX_BIAS_TEXT} characters")
         biases |= dict.fromkeys(tokenize(token), bias)
-    if len(biases) > MAX_BIASES:
-        raise BadRequest("logit_bias", f"logit_bias has {len(biases)} tokens, but at most {MAX_BIASES} are taken")
+    at_most(MAX_BIASES, "logit_bias", len(biases), "tokens")
     return biases
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from polarlm.server.reading.parts import in_words
-from polarlm.server.reading.values import BadRequest, Told, flag, text, wrong
+from polarlm.server.reading.values import BadRequest, Told, array, at_most, flag, mapping, one_of, text, wrong
 
 MOST_TOOLS = 128
 MOST_TEXT = 1 << 17  # characters of all tools as JSON
@@ -33,12 +33,10 @@ def read_tools(body: Mapping[str, Any], told: Told | None = None) -> Tools | Non
     told = [] if told is None else told
     several = flag("parallel_tool_calls", body.get("parallel_tool_calls", True))
     value, choice = body.get("tools", []), body.get("tool_choice", "auto")
-    if not isinstance(value, list):
-        raise wrong("tools", "an array of functions", value)
+    array("tools", value, "an array of functions")
     kinds = [_kind(f"tools[{index}]", tool) for index, tool in enumerate(value)]
     others = [tool for kind, tool in zip(kinds, value, strict=True) if kind != "function"]
-    if len(value) - len(others) > MOST_TOOLS:
-        raise BadRequest("tools", f"tools has {len(value)} functions, but at most {MOST_TOOLS} are taken")
+    at_most(MOST_TOOLS, "tools", len(value) - len(others), "functions")
     if others:
         named_kinds = in_words(dict.fromkeys(kind for kind in kinds if kind != "function"))
         told.append(("tools", f"tools of type {named_kinds} are left out: only functions are called"))
@@ -50,17 +48,14 @@ def read_tools(body: Mapping[str, Any], told: Told | None = None) -> Tools | Non
     if body.get("messages") is None:
         raise BadRequest("tools", "tools need messages: a raw prompt has to name its functions itself")
     tools = tuple(_tool(f"tools[{index}]", value[index]) for index, kind in enumerate(kinds) if kind == "function")
-    size = sum(len(json.dumps(tool)) for tool in tools)
-    if size > MOST_TEXT:
-        raise BadRequest("tools", f"tools has {size:,} characters of JSON, but at most {MOST_TEXT:,} are taken")
+    at_most(MOST_TEXT, "tools", sum(len(json.dumps(tool)) for tool in tools), "characters of JSON")
     named = {tool["function"]["name"]: tool for tool in tools}
     if len(named) < len(tools):
         raise BadRequest("tools", "tools names a function twice: give each a name of its own")
     if isinstance(choice, str) and choice in _CHOICES:
         return Tools(tools, tools, _CHOICES[choice], several)
-    if not isinstance(choice, dict):
-        raise wrong("tool_choice", f"auto, none, required, or an object such as {_FUNCTION}", choice)
-    kind = choice.get("type")
+    wanted = f"auto, none, required, or an object such as {_FUNCTION}"
+    kind = mapping("tool_choice", choice, wanted).get("type")
     if kind == "allowed_tools":
         return _allowed(tools, named, choice.get("allowed_tools"), several)
     if kind != "function":
@@ -69,9 +64,7 @@ def read_tools(body: Mapping[str, Any], told: Told | None = None) -> Tools | Non
 
 
 def _kind(field: str, tool: Any) -> str:
-    if not isinstance(tool, dict):
-        raise wrong(field, f"an object such as {_FUNCTION}", tool)
-    kind = tool.get("type")
+    kind = mapping(field, tool, f"an object such as {_FUNCTION}").get("type")
     if kind is not None and not isinstance(kind, str):
         raise wrong(f"{field}.type", "function, or the name of another type", kind)
     return kind or "function"
@@ -109,24 +102,17 @@ def _allowed(
     tools: tuple[dict[str, Any], ...], named: Mapping[str, dict[str, Any]], allowed: Any, several: bool
 ) -> Tools:
     field = "tool_choice.allowed_tools"
-    if not isinstance(allowed, dict):
-        raise wrong(field, "an object with a mode and tools", allowed)
-    mode, some = allowed.get("mode"), allowed.get("tools")
-    if mode not in ("auto", "required"):
-        raise wrong(f"{field}.mode", "auto or required", mode)
-    if not isinstance(some, list) or not some:
-        raise wrong(f"{field}.tools", f"an array of objects such as {_FUNCTION}", some)
+    allowed = mapping(field, allowed, "an object with a mode and tools")
+    mode = one_of(f"{field}.mode", allowed.get("mode"), ("auto", "required"))
+    some = array(f"{field}.tools", allowed.get("tools"), f"an array of objects such as {_FUNCTION}", 1)
     names = dict.fromkeys(_name(f"{field}.tools[{index}]", one, named) for index, one in enumerate(some))
     return Tools(tools, tuple(named[name] for name in names), _CHOICES[mode], several)
 
 
 def _name(field: str, value: Any, named: Mapping[str, Any]) -> str:
     """The name of the function in an object such as _FUNCTION. Raises BadRequest unless it is one of `named`."""
-    function = value.get("function") if isinstance(value, dict) else None
-    if not isinstance(function, dict):
-        if isinstance(value, dict):
-            raise wrong(f"{field}.function", f"an object with a name, as in {_FUNCTION}", function)
-        raise wrong(field, f"an object such as {_FUNCTION}", value)
+    function = mapping(field, value, f"an object such as {_FUNCTION}").get("function")
+    function = mapping(f"{field}.function", function, f"an object with a name, as in {_FUNCTION}")
     name = text(f"{field}.function.name", function.get("name"))
     if name not in named:
         raise BadRequest(field, f"{field} names {name!r}, which is not one of the tools")
@@ -134,10 +120,8 @@ def _name(field: str, value: Any, named: Mapping[str, Any]) -> str:
 
 
 def _tool(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    function = value.get("function")
-    if not isinstance(function, dict):
-        raise wrong(f"{field}.function", "an object with a name", function)
     field = f"{field}.function"
+    function = mapping(field, value.get("function"), "an object with a name")
     check_depth(field, function)
     tool: dict[str, Any] = {"name": read_name(f"{field}.name", function.get("name"))}
     if function.get("description") is not None:
@@ -145,8 +129,7 @@ def _tool(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
-    if not isinstance(parameters, dict):
-        raise wrong(f"{field}.parameters", "a JSON schema, which is an object", parameters)
+    parameters = mapping(f"{field}.parameters", parameters, "a JSON schema, which is an object")
     if parameters.get("type", "object") != "object":
         raise wrong(f"{field}.parameters.type", "object: arguments have names", parameters["type"])
     tool["parameters"] = parameters

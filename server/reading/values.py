@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Body = Mapping[str, Any]
@@ -99,10 +99,37 @@ def unquoted(value: Any) -> Any:
     return number if is_number(number) else value
 
 
-def text(field: str, value: Any) -> str:
+def text(field: str, value: Any, most: float = math.inf) -> str:
+    """A string of at most `most` characters."""
     if not isinstance(value, str):
         raise wrong(field, "a string", value)
+    if len(value) > most:
+        raise BadRequest(field, f"{field} must have at most {most} characters, not {len(value)}")
     return value
+
+
+def one_of(field: str, value: Any, names: Sequence[str]) -> str:
+    if value not in names:
+        raise wrong(field, " or ".join(filter(None, (", ".join(names[:-1]), names[-1]))), value)
+    return str(value)
+
+
+def array(field: str, value: Any, wanted: str = "an array", least: int = 0) -> list[Any]:
+    """An array of at least `least` items."""
+    if not isinstance(value, list) or len(value) < least:
+        raise wrong(field, wanted, value)
+    return value
+
+
+def mapping(field: str, value: Any, wanted: str = "an object") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong(field, wanted, value)
+    return value
+
+
+def at_most(most: int, field: str, counted: int, what: str) -> None:
+    if counted > most:
+        raise BadRequest(field, f"{field} has {counted:,} {what}, but at most {most:,} are taken")
 
 
 def wrong(field: str, wanted: str, value: Any) -> BadRequest:

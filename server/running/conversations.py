@@ -12,6 +12,7 @@ from pathlib import Path
 
 from polarlm.engine import EngineError
 from polarlm.engine.state.plan import format_bytes
+from polarlm.server.running.sessions import unusable
 
 FILE = "conversations.sqlite3"
 _BUSY_SECONDS = 10.0  # for which another server with the same folder may write
@@ -59,10 +60,7 @@ class ConversationStore:
             (page,) = self._file.execute("PRAGMA page_size").fetchone()
             self._file.execute(f"PRAGMA max_page_count = {max(1, most // page)}")
         except (OSError, RuntimeError, sqlite3.Error) as error:  # RuntimeError: ~ without a home folder
-            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
-            raise EngineError(
-                f"--conversations {folder}: {reason}; name a folder that is there or can be made", "storage"
-            ) from None
+            raise unusable("--conversations", folder, error) from None
 
     def close(self) -> None:
         self._file.close()

@@ -19,6 +19,7 @@ from polarlm.engine.outputs import Outbox, Status, embedding
 from polarlm.engine.requests.prompts import Prompt, is_chat
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
+from polarlm.server.reading.parameters import About
 from polarlm.server.running import journal, refused
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job, Worker
@@ -55,6 +56,8 @@ class Driver:
     def __init__(self, engine: Engine, config: ServerConfig, sessions: SessionFolder | None = None) -> None:
         self.engine = engine
         self.config = config
+        model, special, tells_cached = engine.model, config.parse_special, not config.hide_cached_tokens
+        self.about = About(model, model.name, special, tells_cached, engine.context, engine.reads_images)
         self._sessions = sessions
         self._totals = Totals()
         self.room = engine.config.parallel + config.max_queue  # answers that may wait or be computed at the same time
@@ -267,13 +270,7 @@ class Driver:
         return await self._on_disk("listed", self._folder.all)
 
     async def remove_session(self, name: str) -> None:
-        folder = self._folder
-
-        def remove() -> None:
-            if not folder.remove(name):
-                raise refused.unknown_session(name)
-
-        await self._on_disk("removed", remove)
+        await self._on_disk("removed", partial(self._folder.remove, name))
 
     async def _on_disk(self, outcome: str, work: Callable[[], T]) -> T:
         """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits."""
@@ -286,8 +283,7 @@ class Driver:
         return self._sessions
 
     def snapshot(self) -> Totals:
-        active = sum(len(queue.jobs) for queue in self._queues)
-        return replace(deepcopy(self._totals), active=active)
+        return replace(deepcopy(self._totals), active=sum(len(queue.jobs) for queue in self._queues))
 
     async def status(self) -> Status:
         return await self._aside(self.engine.status, None)  # slow templates may hold all threads of a pool

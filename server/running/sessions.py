@@ -14,8 +14,10 @@ from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.storage import files
 from polarlm.engine.storage.sessions import is_session
 from polarlm.server.config import ServerConfig
+from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import read_options, with_adapter
 from polarlm.server.reading.values import BadRequest
+from polarlm.server.running.refused import unknown_session
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SUFFIX = ".session"
@@ -42,6 +44,11 @@ class SessionFile(os.PathLike[str]):
         return self.name
 
 
+def unusable(flag: str, folder: str, error: Exception) -> EngineError:
+    reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+    return EngineError(f"{flag} {folder}: {reason}; name a folder that is there or can be made", "storage")
+
+
 class SessionFolder:
     """The sessions of a server. Its methods block on the disk."""
 
@@ -52,10 +59,7 @@ class SessionFolder:
             self._folder = Path(folder).expanduser()
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (OSError, RuntimeError) as error:  # RuntimeError: ~ without a home folder
-            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
-            raise EngineError(
-                f"--sessions {folder}: {reason}; name a folder that is there or can be made", "storage"
-            ) from None
+            raise unusable("--sessions", folder, error) from None
         files.remove_unfinished(self._folder)
 
     def file(self, name: str) -> SessionFile:
@@ -87,8 +91,8 @@ class SessionFolder:
 
         return check
 
-    def remove(self, name: str) -> bool:
-        """Remove a session; return whether it existed. Raises EngineError if it cannot be, and for other files."""
+    def remove(self, name: str) -> None:
+        """Remove a session. Raises Refused if there is none, and EngineError if it cannot be, and for other files."""
         file = self.file(name)
         try:
             if os.path.lexists(file) and not is_session(file):
@@ -99,16 +103,15 @@ class SessionFolder:
                 )
             os.unlink(file)
         except FileNotFoundError:
-            return False
+            raise unknown_session(name) from None
         except OSError as error:
             raise EngineError(f"The session {name} cannot be removed: {error.strerror}", "storage") from None
-        return True
 
 
 def read_saved(body: Mapping[str, Any], config: ServerConfig, adapters: Mapping[str, float]) -> PromptOptions:
     """The options of a prompt to save. adapters: with their scales. Raises BadRequest. What is saved tells which part
     of a prompt was cached: with --hide-cached-tokens a client learns it only of prompts with a salt that it knows."""
-    options = with_adapter(read_options(body, parse_special=config.parse_special), body, adapters)
+    options = with_adapter(read_options(asking(body), parse_special=config.parse_special), body, adapters)
     if config.hide_cached_tokens and not options.cache_salt:
         raise BadRequest("cache_salt", "cache_salt is missing: this server saves sessions of prompts with a salt alone")
     return options

@@ -183,8 +183,7 @@ class Connection(asyncio.Protocol):
             salt = read_salt(message.get("cache_salt"))
             return lambda: self._transferred(self._driver.load_session(loaded, salt))
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
-        special, reads_images = self._config.parse_special, self._driver.engine.reads_images
-        asked = read(body, self._driver.engine.tokenize, parse_special=special, reads_images=reads_images)
+        asked = read(body, self._driver.about)
         asked = replace(asked, options=with_adapter(asked.options, body, self._driver.engine.adapters.scales))
         if asked.tools is not None:
             raise BadRequest("tools", "tools are taken over HTTP alone: this socket sends answers as text")

@@ -21,10 +21,9 @@ import pytest
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import __main__ as gpu_bench
-from polarlm.bench.gpu import families, plan, requests, setup
+from polarlm.bench.gpu import plan, requests, setup
 from polarlm.bench.gpu.attention import AttentionTime, EncodeTime, measure_attention
 from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content
-from polarlm.bench.gpu.families import FamilyError
 from polarlm.bench.gpu.peer import NAMES, PeerTime, half_attention
 from polarlm.bench.gpu.plan import Plan
 from polarlm.bench.gpu.products import MatrixTime
@@ -112,7 +111,7 @@ def commands() -> list[Any]:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, commands: list[Any]) -> Gpu:
-    """An emulated GPU for a model of the tests, one family of them; programs and loads of a server are noted."""
+    """An emulated GPU for a model of the tests; programs and loads of a server are noted."""
 
     def serving(options: Any, load: Any, model: str, destination: Any, argv: Sequence[str]) -> None:
         commands.append([model, load.clients, load.requests, load.prompt_tokens, options.max_tokens])
@@ -124,11 +123,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch, commands: list[Any]) -> Gpu:
     plain = {"calibration": False, "block_size": 16}
     monkeypatch.setattr(ours, "assemble", lambda config, say: assemble(replace(config, **plain), say, gpu.open()[0]))
     monkeypatch.setattr(plan, "MATRICES", ("out",))
-    text = {"texts": [[7, 9, 11, 8, 5, 6]]}
-    now = lambda work, *one: SimpleNamespace(result=lambda timeout: work(*one, ops=gpu.open()[0], **text))  # noqa: E731
-    monkeypatch.setattr(families, "every", lambda: [("llama_gqa_linear", "f16")])
-    pool = SimpleNamespace(submit=now, shutdown=lambda **_: None)
-    monkeypatch.setattr(plan, "ProcessPoolExecutor", lambda *_, **__: pool)
     programs = SimpleNamespace(
         run=lambda command, **_: commands.append(command) or SimpleNamespace(stdout=PRINTED[Path(command[0]).name]),
         PIPE=None,
@@ -150,7 +144,7 @@ def test_every_section_is_measured_in_the_order_of_its_importance(
     parts = [line.split("s  ", 1)[1].split(",")[0].split(" × ")[0] for line in printed.err.splitlines()[1:-1]]
     requested = ["prompt of 4", "generation at 8", "llama-bench", "1 sequences", "llama-batched-bench"]
     kernels = ["limits of the device", "fp16 kernels of PyTorch", "attention", *4 * ["out"], "encoding"]
-    assert parts == [*requested, "server of 32 clients", "llama_gqa_linear", *kernels]
+    assert parts == [*requested, "server of 32 clients", *kernels]
 
     (prompt,), (here, there) = results["prompts"], results["sequences"]
     assert (prompt["cache_type"], prompt["tokens"], prompt["device"]) == ("ring4/ring3.5", 4, 1e-3)
@@ -160,8 +154,6 @@ def test_every_section_is_measured_in_the_order_of_its_importance(
     assert (there["engine"], there["sequences"], there["seconds"], there["step"]) == ("llama.cpp", 2, 1.5, 0.25)
     (server,) = results["server"]
     assert (server["first_token"], server["between_tokens"]) == ([50, 95], [50, 95])
-    (family,) = results["families"]
-    assert all(0 < part < 0.1 for part in (*family["rounded"], *family["device"]))
     assert all(0 < row["error"] < 4e-3 for row in results["attention"])
     assert {row["rows"] for row in results["matrices"]} == {1, 65}
     assert [row["blocks"] for row in results["encoding"]] == [3, 1]
@@ -180,14 +172,14 @@ def test_every_section_is_measured_in_the_order_of_its_importance(
 def test_a_section_gets_what_earlier_ones_leave_and_what_lacks_time_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start, then two looks at the time for each task; the families have 60 of 220 seconds, and need two."""
+    """The start, then two looks at the time for each task; the server has 60 of 220 seconds, and need two."""
     now = itertools.chain([0, 1, 1, 2, 2, 219, 219], itertools.repeat(221))
     monkeypatch.setattr(gpu_bench, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    row = FamilyError("one", "f16", 0.95, (0.1, 0.2), (0.1, 0.2))
-    monkeypatch.setattr(Plan, "_families", lambda self: iter([("one", lambda: [row]), ("two", lambda: [row])]))
-    assert run(tmp_path / "out.json", "--only", "kernels,families", "--budget", "220", gpu=emulated()) == 0
+    row = ServerTimes(32, 512, 128, 1000.0, (1.7, 5.2), (5.7e-3, 0.034))
+    monkeypatch.setattr(Plan, "_server", lambda self: iter([("one", lambda: [row]), ("two", lambda: [row])]))
+    assert run(tmp_path / "out.json", "--only", "kernels,server", "--budget", "220", gpu=emulated()) == 0
     results = read(tmp_path / "out.json")
-    assert (len(results["families"]), len(results["limits"]), results["attention"]) == (2, 1, [])
+    assert (len(results["server"]), len(results["limits"]), results["attention"]) == (2, 1, [])
     cut = [one["what"] for one in results["not_measured"]]
     assert cut[0] == "fp16 kernels of PyTorch, 64 × 1"
     assert "encoding" in cut
@@ -258,7 +250,7 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--batches", "0"], "--batches takes numbers from 1 up, separated by commas, not '0'"),
         (
             ["--only", "steps"],
-            "--only steps: 'steps' is not among prompts, rates, sequences, server, families, kernels",
+            "--only steps: 'steps' is not among prompts, rates, sequences, server, kernels",
         ),
         (["--output", "{tmp}/none/out.json"], "--output {tmp}/none/out.json cannot be written"),
     ],
@@ -321,7 +313,6 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
             SequencesTime("polarlm", "balanced", 4, 128, 64, 0.256, 1.0, 8e-3),
             SequencesTime("polarlm", "balanced", 1, 128, 64, 0.5, 1.0, None),
             ServerTimes(32, 512, 128, 1000.0, (1.7, 5.2), (5.7e-3, 0.034)),
-            FamilyError("llama", "f16", 0.95, (0.001, 0.002), (0.0011, 0.0021)),
             Limits(copy=4e12, gemm=700e12),
             Limits(copy=3e12, gemm=800e12),
             PeerTime("torch", 1024, 1, 30e-6),
@@ -344,7 +335,6 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
     assert ["4", "here balanced", "2,000", "256", "500", "8.00"] in lines
     assert ["1", "here balanced", "256", "64", "—", "—"] in lines
     assert any("1,000 tokens/s, 1,700 ms to the first token (5,200 at 95 %)" in line[0] for line in lines)
-    assert ["llama", "f16", "0.0010", "0.0020", "0.0011", "0.0021"] in lines
     assert ["torch", "1,024", "1", "30.0", "—", "—", "0.67", ""] in lines
     assert ["f16", "1,024", "1", "20.0", "2,000", "50 %", "1.00", "1.0e-04"] in lines
     assert ["ring4", "1,024", "1", "10.0", "1,000", "25 %", "2.00", "2.0e-04"] in lines

@@ -7,7 +7,6 @@ expert is chosen, which all later tokens see. So of three texts the middle one c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,23 +27,23 @@ def share(types: str) -> float:
     return 0.95 if types == "f16" else 0.9
 
 
-def differences(path: Path, types: str, device: CudaOps, texts: Sequence[Sequence[int]] = TEXTS) -> np.ndarray:
+def differences(path: Path, types: str, device: CudaOps) -> np.ndarray:
     """How far NumPy with the kernels' roundings is off, and the device: the median and `share` of a text's tokens. In
     full precision, where steps read what scoring reads, also the median of answers: (2, 2) or (2, 3).
 
-    path: of a model of `tests.tiny.make_model`. texts: of equal length.
+    path: of a model of `tests.tiny.make_model`.
     """
     with load_tiny(path, ops=device, cache_type=types, ctx_size=256) as engine:
-        answers = [engine.generate(text, ANSWER) for text in texts]
+        answers = [engine.generate(text, ANSWER) for text in TEXTS]
         steps = [[token.logprob for token in answer.logprobs] for answer in answers]
-        device_scores = np.concatenate([[engine.score(text).logprobs for text in texts], steps], axis=1)
+        device_scores = np.concatenate([[engine.score(text).logprobs for text in TEXTS], steps], axis=1)
     scores = []
     for ops in (SameWeights(device), Rounded(device)):
         with load_tiny(path, ops=ops, cache_type=types, ctx_size=256) as engine:
-            wholes = ([*text, *answer.token_ids] for text, answer in zip(texts, answers, strict=True))
+            wholes = ([*text, *answer.token_ids] for text, answer in zip(TEXTS, answers, strict=True))
             scores.append([engine.score(whole).logprobs for whole in wholes])
     exact, rounded = np.array(scores)
     off = np.abs(np.array([rounded, device_scores]) - exact)
-    of_text, of_answers = off[..., : len(texts[0]) - 1], off[..., len(texts[0]) - 1 :]
+    of_text, of_answers = off[..., : len(TEXTS[0]) - 1], off[..., len(TEXTS[0]) - 1 :]
     parts = [np.median(np.quantile(of_text, part, axis=-1), axis=-1) for part in (0.5, share(types))]
     return np.stack([*parts, *([np.median(of_answers, axis=(1, 2))] if types == "f16" else [])], axis=-1)

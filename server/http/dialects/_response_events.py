@@ -10,13 +10,13 @@ from typing import Any
 
 from polarlm.engine import TokenLogprob, Usage
 from polarlm.server.answers.pieces import Answer, CallStart, Piece
-from polarlm.server.http.dialects._shared import Places, arguments_of, items, members
+from polarlm.server.http.dialects._shared import Places, arguments_of, members
 from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.generation import Writer
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import Event
 from polarlm.server.reading.tools import in_namespace
-from polarlm.server.reading.values import text
+from polarlm.server.reading.values import array, text
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # kind of item → prefix of its id
 
@@ -215,7 +215,7 @@ def tools_of(value: Any) -> ResponseTools:
 
 def _each(field: str, value: Any, namespace: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
     """(path of the field, tool, its namespace) of each tool."""
-    for index, one in enumerate(items(field, value)):
+    for index, one in enumerate(array(field, value)):
         at = f"{field}[{index}]"
         tool = members(at, one)
         if tool.get("type") == "namespace" and not namespace:

@@ -6,11 +6,12 @@ import json
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from polarlm.server.http.generation import About
 from polarlm.server.reading.parameters import ParsedRequest, read
-from polarlm.server.reading.values import BadRequest, wrong
+from polarlm.server.reading.values import BadRequest, array, mapping
 
 
 class Places(dict[str, str]):
@@ -28,8 +29,7 @@ def read_own(
     for i, tool in enumerate(body.get("tools", ())):
         places |= _absolute(f"tools[{i}]", tool)
     try:
-        how = {"parse_special": about.parse_special, "reads_images": about.reads_images}
-        asked = read(body, about.model.tokenizer.tokenize, takes, **how)
+        asked = read(body, about, takes)
     except BadRequest as error:
         raise _renamed(error, {**places, **names}) from None
     told = [_renamed(BadRequest(*warning), names) for warning in asked.warnings]
@@ -54,29 +54,29 @@ def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
     return error
 
 
-def refuse(body: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raises BadRequest for the first field of `reasons` (field → why it is refused) that is set in `body`."""
-    for name, reason in reasons.items():
+_FIELDS = json.loads(Path(__file__).with_name("fields.json").read_text(encoding="utf-8"))
+
+
+def known(api: str, *read: str) -> frozenset[str]:
+    """The fields of an API: these, which are read, the refused ones, and the ones that have no effect by intent."""
+    return frozenset((*read, *_FIELDS[api]["refused"], *_FIELDS[api]["harmless"]))
+
+
+def refuse(body: Mapping[str, Any], api: str) -> None:
+    """Raises BadRequest for the first field that is set in `body`, and that is refused."""
+    for name, reason in _FIELDS[api]["refused"].items():
         if body.get(name):
             raise BadRequest(name, f"{name}: {reason}")
 
 
 def members(field: str, value: Any) -> dict[str, Any]:
     """The members of a JSON object that are not null. Raises BadRequest."""
-    if not isinstance(value, dict):
-        raise wrong(field, "an object", value)
-    return {name: member for name, member in value.items() if member is not None}
-
-
-def items(field: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise wrong(field, "an array", value)
-    return value
+    return {name: member for name, member in mapping(field, value).items() if member is not None}
 
 
 def located(field: str, value: Any) -> list[dict[str, Any]]:
     """The objects in a JSON array, with their places. Raises BadRequest."""
-    places = ((f"{field}[{index}]", one) for index, one in enumerate(items(field, value)))
+    places = ((f"{field}[{index}]", one) for index, one in enumerate(array(field, value)))
     return [{**members(at, one), "places": Places({"": at})} for at, one in places]
 
 

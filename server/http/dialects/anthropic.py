@@ -12,14 +12,14 @@ from starlette.routing import Route
 
 from polarlm.engine import Usage
 from polarlm.server.answers.pieces import Answer, Piece
-from polarlm.server.http.dialects._shared import Places, arguments_of, items, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, arguments_of, known, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.streams import NAMED, Event
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import BadRequest, flag, text, wrong
+from polarlm.server.reading.values import BadRequest, array, flag, one_of, text, wrong
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/messages",)
@@ -35,18 +35,7 @@ _SAME_NAMES = (
     *("model", "max_tokens", "temperature", "top_p", "top_k", "stream"),
     *(name for name in EXTENSIONS if name not in _NAMES),  # not in Anthropic's API
 )
-_REFUSED = {
-    "container": "this server runs no containers; leave it out",
-    "mcp_servers": "this server connects to no MCP servers; leave it out",
-}
-_KNOWN = {
-    *(*_SAME_NAMES, *_REFUSED, "stop_sequences", "messages", "system", "tools", "tool_choice", "thinking"),
-    *("output_config", "context_management"),
-    # Fields without an effect here:
-    *("betas", "metadata", "service_tier", "cache_control", "inference_geo", "speed", "diagnostics", "compaction"),
-    *("user_profile_id", "workspace_id", "billing_policy", "fallbacks", "fallback_credit_token", "thread"),
-    *("anthropic_version", "anthropic_beta"),  # sent by clients that are made for other hosts of the API
-}
+_OWN_NAMES = ("stop_sequences", "messages", "system", "tools", "tool_choice", "thinking")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _BILLING = "x-anthropic-billing-header:"  # begins a block that is for Anthropic only and changes with every request
 
@@ -61,7 +50,7 @@ def routes(driver: Driver) -> list[Route]:
 
 class Messages(Endpoint):
     framing = NAMED
-    known = _KNOWN
+    known = known("anthropic", *_SAME_NAMES, *_OWN_NAMES, "output_config", "context_management")
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, MessageWriter]:
         asked = read_own(_own(body), _NAMES, about)
@@ -70,12 +59,13 @@ class Messages(Endpoint):
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
     body = asking(body)
-    refuse(body, _REFUSED)
+    refuse(body, "anthropic")
     ours = {name: body[name] for name in _SAME_NAMES if name in body}
-    ours["messages"] = [*_system(body.get("system", "")), *_messages(body.get("messages"))]
+    messages = array("messages", body.get("messages"), "an array with at least one message", 1)
+    ours["messages"] = [*_system(body.get("system", "")), *located("messages", messages)]
     if "stop_sequences" in body:
-        ours["stop"] = items("stop_sequences", body["stop_sequences"])
-    if tools := [_tool(f"tools[{i}]", tool) for i, tool in enumerate(items("tools", body.get("tools", [])))]:
+        ours["stop"] = array("stop_sequences", body["stop_sequences"])
+    if tools := [_tool(f"tools[{i}]", tool) for i, tool in enumerate(array("tools", body.get("tools", [])))]:
         ours["tools"] = tools
     _check_edits(body.get("context_management", {}))
     return ours | _tool_choice(body.get("tool_choice")) | _reasoning(body) | _format(body)
@@ -89,12 +79,6 @@ def _system(value: Any) -> list[dict[str, Any]]:
         texts = (block.get("text") if isinstance(block, dict) else None for block in value)
         prompt = [one for one, text in zip(value, texts, strict=True) if not str(text).startswith(_BILLING)]
     return [{"places": Places({"": "system"}), "role": "system", "content": prompt}] if prompt else []
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise wrong("messages", "an array with at least one message", value)
-    return located("messages", value)
 
 
 def _tool(place: str, value: Any) -> dict[str, Any]:
@@ -112,14 +96,10 @@ def _tool_choice(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     choice = members("tool_choice", value)
-    kind = choice.get("type")
-    ours: dict[str, Any] = {}
+    kind = one_of("tool_choice.type", choice.get("type"), ("tool", *_CHOICES))
+    ours: dict[str, Any] = {"tool_choice": _CHOICES.get(kind)}
     if kind == "tool":
         ours["tool_choice"] = {"type": "function", "function": {"name": text("tool_choice.name", choice.get("name"))}}
-    elif isinstance(kind, str) and kind in _CHOICES:
-        ours["tool_choice"] = _CHOICES[kind]
-    else:
-        raise wrong("tool_choice.type", f"tool, {', '.join(_CHOICES)}", kind)
     if "disable_parallel_tool_use" in choice:
         disabled = flag("tool_choice.disable_parallel_tool_use", choice["disable_parallel_tool_use"])
         ours["parallel_tool_calls"] = not disabled
@@ -128,7 +108,7 @@ def _tool_choice(value: Any) -> dict[str, Any]:
 
 def _check_edits(value: Any) -> None:
     """Raises BadRequest for an edit that removes a part of the conversation."""
-    edits = items("context_management.edits", members("context_management", value).get("edits", []))
+    edits = array("context_management.edits", members("context_management", value).get("edits", []))
     for index, edit in enumerate(edits):
         place = f"context_management.edits[{index}]"
         if members(place, edit).get("keep") != "all":
@@ -140,8 +120,7 @@ def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
     variables: dict[str, Any] = {}
     if "thinking" in body:
         kind = members("thinking", body["thinking"]).get("type")
-        if kind not in ("enabled", "adaptive", "disabled"):
-            raise wrong("thinking.type", "enabled, adaptive or disabled", kind)
+        one_of("thinking.type", kind, ("enabled", "adaptive", "disabled"))
         if kind != "adaptive":
             variables["enable_thinking"] = kind == "enabled"
     effort = members("output_config", body.get("output_config", {})).get("effort")
@@ -155,8 +134,7 @@ def _format(body: Mapping[str, Any]) -> dict[str, Any]:
     if not wanted:
         return {}
     format = members("output_config.format", wanted)
-    if format.get("type") != "json_schema":
-        raise wrong("output_config.format.type", "json_schema", format.get("type"))
+    one_of("output_config.format.type", format.get("type"), ("json_schema",))
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}}
 
 
@@ -178,6 +156,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 @dataclass
 class MessageWriter(Writer):
+    error_body = error_body
+
     model: str
     tells_cached: bool  # whether the usage has the number of cached tokens
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
@@ -222,9 +202,6 @@ class MessageWriter(Writer):
 
     def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
         yield {"type": "message_stop"}
-
-    def failure(self, error: ApiError) -> Event:
-        return error_body(error)
 
     def _begin(self, kind: str, empty: Mapping[str, Any]) -> Iterator[Event]:
         """The events up to the beginning of a block of type `kind`; none if that is the current block's type."""

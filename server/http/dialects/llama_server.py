@@ -17,21 +17,21 @@ from polarlm.engine.params import OPTIONS
 from polarlm.engine.requests.prompts import chat_text
 from polarlm.engine.sampling.sample import CHAIN, resolve
 from polarlm.model_loaders import Model
-from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import TOO_LONG, ApiError
-from polarlm.server.http.generation import About, Endpoint, Generation, Writer, about
+from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import read_raw, text_of
+from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.openai.shapes import prompt_progress
 from polarlm.server.http.streams import Event, while_there
 from polarlm.server.http.warnings import warn
 from polarlm.server.reading.fields import FIELDS, asking
-from polarlm.server.reading.infill import infill_of, infilled
+from polarlm.server.reading.infill import infilled
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import flag, text, wrong
+from polarlm.server.reading.values import array, at_most, flag, mapping, text
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/completion", "/infill", "/props", "/slots", "/apply-template", "/lora-adapters")
@@ -85,7 +85,7 @@ class _Server(Endpoints):
     async def apply_template(self, request: Request) -> Response:
         """{"messages"} → {"prompt"}: the messages as the model's template writes them, with marks of images."""
         engine, body = self._driver.engine, await self._body(request)
-        asked, _ = ChatCompletions().read(body, about(self._driver))
+        asked, _ = ChatCompletions().read(body, self._driver.about)
         work = self._driver.counted("templated", lambda: chat_text(_marked(asked.prompt), engine.model, asked.options))
         shown = JSONResponse({"prompt": await while_there(request.receive, work)})
         return warn(shown, [sentence for _, sentence in asked.warnings])
@@ -121,7 +121,7 @@ _ERROR_TYPES = {
     503: "unavailable_error",
 }
 _MOST_FILES = 256
-_INFILLED = ("input_prefix", "input_suffix", "prompt")
+_INFILLED = ("input_prefix", "input_suffix", "prompt")  # in the order of `Infill.prompt`
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
@@ -150,22 +150,17 @@ class Infilling(Endpoint):
         texts = {name: text(name, body.get(name, "")) for name in _INFILLED}
         files = _files(body.pop("input_extra", []))
         asked = read_raw({**body, "prompt": "-"}, about)
-        infill = infill_of(about.model.tokenizer)
-        parts = (texts["input_prefix"], texts["input_suffix"], texts["prompt"], files)
-        prompts = [] if infill is None else [infill.prompt(*parts)]
-        asked = infilled("input_suffix", asked, infill, prompts)
+        asked = infilled("input_suffix", asked, about.model.tokenizer, [(*texts.values(), files)])
         return asked, CompletionWriter(about, asked, asked.n > 1, **more)
 
 
 def _files(value: Any) -> list[tuple[str, str]]:
     """(name, text) of each file in `input_extra`. Raises BadRequest."""
-    if not isinstance(value, list) or len(value) > _MOST_FILES:
-        raise wrong("input_extra", f"an array of at most {_MOST_FILES} files", value)
     files = []
+    at_most(_MOST_FILES, "input_extra", len(array("input_extra", value, "an array of files")), "files")
     for index, file in enumerate(value):
         at = f"input_extra[{index}]"
-        if not isinstance(file, dict):
-            raise wrong(at, "an object with a filename and a text", file)
+        file = mapping(at, file, "an object with a filename and a text")
         name = "tmp" if file.get("filename") is None else text(f"{at}.filename", file["filename"])
         files.append((name, text(f"{at}.text", file.get("text"))))
     return files
@@ -178,6 +173,8 @@ def _own_fields(body: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CompletionWriter(Writer):
+    error_body = error_body
+
     about: About
     asked: ParsedRequest
     several: bool  # whether the body of a response that is not streamed is an array
@@ -206,7 +203,7 @@ class CompletionWriter(Writer):
         if piece.text or piece.token_ids:
             part = self._part(index, piece, count)
             if piece.logprobs:
-                part["completion_probabilities"] = _probabilities(self.about.model.tokenizer, piece.logprobs)
+                part["completion_probabilities"] = self._probabilities(piece.logprobs)
             if self.timings_per_token:
                 first_at = self._first.get(index, now)
                 rates = _rates("predicted", count, now - first_at)
@@ -225,9 +222,6 @@ class CompletionWriter(Writer):
             "id_slot": -1,
             "tokens_predicted": count,
         }
-
-    def failure(self, error: ApiError) -> Event:
-        return error_body(error)
 
     def _end(
         self, index: int, last: Answer | Piece, content: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
@@ -255,8 +249,11 @@ class CompletionWriter(Writer):
             "timings": _timings(usage, self.about.tells_cached),
         }
         if logprobs:
-            written["completion_probabilities"] = _probabilities(self.about.model.tokenizer, logprobs)
+            written["completion_probabilities"] = self._probabilities(logprobs)
         return written
+
+    def _probabilities(self, tokens: Sequence[TokenLogprob]) -> Any:
+        return ChatLogprobs(self.about.model.tokenizer, with_ids=True).write(tokens)["content"]
 
 
 def _timings(usage: Usage, tells_cached: bool) -> dict[str, Any]:
@@ -278,14 +275,6 @@ def _rates(name: str, count: int, seconds: float) -> dict[str, float]:
         f"{name}_per_token_ms": 1000 * seconds / max(count, 1),
         f"{name}_per_second": count / seconds if seconds else 0.0,
     }
-
-
-def _probabilities(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        data = tokenizer.token_bytes(token)
-        return {"id": token, "token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": logprob}
-
-    return [entry(token.id, token.logprob) | {"top_logprobs": [entry(*one) for one in token.top]} for token in tokens]
 
 
 def generation_settings(model: Model, params: SamplingParams, context: int) -> dict[str, Any]:

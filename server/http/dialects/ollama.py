@@ -18,7 +18,7 @@ from polarlm.model_loaders.forks import cached_property
 from polarlm.server.answers.pieces import Answer, Call, Piece
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.described import NEVER, head, listed, ollama_version, shown
-from polarlm.server.http.dialects._shared import Places, arguments_of, items, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, arguments_of, known, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
@@ -29,7 +29,7 @@ from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import BadRequest, flag, is_empty, text, wrong
+from polarlm.server.reading.values import BadRequest, array, flag, is_empty, text, wrong
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/api",)
@@ -48,20 +48,10 @@ _NAMES = {
     "logprobs": "top_logprobs",
     "chat_template_kwargs": "think",
 }
-_REFUSED = {  # fields of /api/generate
-    "template": "this server uses the model's own chat template; send a raw prompt",
-    "context": "this server keeps no conversations: send messages to /api/chat",
-}
-_OF_THE_MACHINE = (  # options without an effect here
-    *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "low_vram", "f16_kv"),
-    *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "mirostat_tau", "mirostat_eta"),
-    *("num_gqa", "rope_frequency_base", "rope_frequency_scale", "draft_num_predict"),
+_OWN_NAMES = (
+    *("messages", "prompt", "system", "suffix", "raw", "images", "tools"),
+    *("stream", "options", "format", "think", "logprobs", "top_logprobs"),
 )
-_KNOWN = {
-    *(*_REFUSED, "messages", "prompt", "system", "suffix", "raw", "images", "tools"),
-    *("stream", "options", "format", "think", "logprobs", "top_logprobs", *_SAME_NAMES),
-    *("keep_alive", "truncate", "shift", "width", "height", "steps"),  # without an effect here
-}
 _EFFORTS = ("low", "medium", "high")
 
 
@@ -85,7 +75,7 @@ class Generating(Endpoint):
     prompt_of: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
     content: Callable[[dict[str, Any]], dict[str, Any]]  # wraps text, reasoning and calls in the fields of an answer
     framing = LINES
-    known = _KNOWN
+    known = known("ollama", *_SAME_NAMES, *_OWN_NAMES)
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, LinesWriter]:
         body = asking(body)
@@ -94,7 +84,7 @@ class Generating(Endpoint):
         return asked, LinesWriter(about.name, self.content, logprobs)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
-        options = unknown_fields(body.get("options") or {}, {*_OPTIONS, *_OF_THE_MACHINE}, "options.")
+        options = unknown_fields(body.get("options") or {}, known("ollama's options", *_OPTIONS), "options.")
         return super().warnings(body) + options
 
 
@@ -134,7 +124,7 @@ class _Server(Endpoints):
         self, request: Request, body: Mapping[str, Any], prompts: Sequence[Prompt]
     ) -> tuple[list[str], int]:
         text("model", body.get("model") or "")
-        isolated = {name: body.get(name) for name in _SAME_NAMES}
+        isolated = {name: body[name] for name in _SAME_NAMES if body.get(name) is not None}
         options = read_options(isolated, parse_special=self._driver.config.parse_special)
         options = self._driver.engine.embedding_options(None, options)
         options = replace(options, **read_vector_options(asking(body), truncates=True))
@@ -202,13 +192,13 @@ def _thinking(value: Any) -> dict[str, Any]:
 
 
 def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
-    tools = items("tools", body.get("tools", []))
+    tools = array("tools", body.get("tools", []))
     return {"messages": located("messages", body.get("messages"))} | ({"tools": tools} if tools else {})
 
 
 def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
     """The prompt of /api/generate: a question to the model, or a raw text."""
-    refuse(body, _REFUSED)
+    refuse(body, "ollama")  # of /api/generate
     prompt, system = text("prompt", body.get("prompt", "")), text("system", body.get("system", ""))
     is_raw = flag("raw", body.get("raw", False))
     if body.get("images") and ("suffix" in body or is_raw):
@@ -240,6 +230,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 @dataclass
 class LinesWriter(Writer):
+    error_body = error_body
+
     model: str
     content: Callable[[dict[str, Any]], dict[str, Any]]
     logprobs: ChatLogprobs | None
@@ -249,19 +241,11 @@ class LinesWriter(Writer):
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        content: dict[str, Any] = {"content": answer.text}
-        if answer.reasoning:
-            content["thinking"] = answer.reasoning
-        if calls := [written for call in answer.calls for written in self._written(call)]:
-            content["tool_calls"] = calls
-        piece = Piece(logprobs=answer.logprobs, finish_reason=answer.finish_reason, usage=answer.usage)
-        return self._object(content, piece) | self._end(piece)
+        calls = [written for call in answer.calls for written in self._written(call)]
+        return self._object(answer, calls) | self._end(answer)
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
         """The lines of a piece; one without text for a piece that is still waited for."""
-        content: dict[str, Any] = {"content": piece.text}
-        if piece.reasoning:
-            content["thinking"] = piece.reasoning
         calls: list[dict[str, Any]] = []
         if piece.call is not None:
             calls += self._written(self._call)
@@ -270,15 +254,10 @@ class LinesWriter(Writer):
             self._call = Call(self._call.id, self._call.name, self._call.arguments + piece.arguments)
         if piece.finish_reason is not None:
             calls += self._written(self._call)
-        if calls:
-            content["tool_calls"] = calls
         if piece.text or piece.reasoning or calls or piece.logprobs or piece.is_waiting:
-            yield self._object(content, piece) | {"done": False}
+            yield self._object(piece, calls) | {"done": False}
         if piece.finish_reason is not None:
-            yield self._object({"content": ""}, Piece()) | self._end(piece)
-
-    def failure(self, error: ApiError) -> Event:
-        return error_body(error)
+            yield self._object(Piece(), []) | self._end(piece)
 
     def _written(self, call: Call | None) -> list[dict[str, Any]]:
         """A list with a whole call; empty for one that was cut off."""
@@ -288,18 +267,20 @@ class LinesWriter(Writer):
         function = {"index": self._calls - 1, "name": call.name, "arguments": arguments}
         return [{"id": call.id, "function": function}]
 
-    def _object(self, content: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def _object(self, said: Piece | Answer, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        more = {"thinking": said.reasoning, "tool_calls": calls}
+        content = {"content": said.text, **{name: part for name, part in more.items() if part}}
         written = head(self.model) | self.content(content)
-        if self.logprobs is not None and piece.logprobs:
-            written["logprobs"] = self.logprobs.write(piece.logprobs)["content"]
+        if self.logprobs is not None and said.logprobs:
+            written["logprobs"] = self.logprobs.write(said.logprobs)["content"]
         return written
 
-    def _end(self, piece: Piece) -> dict[str, Any]:
-        usage = piece.usage
+    def _end(self, last: Piece | Answer) -> dict[str, Any]:
+        usage = last.usage
         assert usage is not None
         return {
             "done": True,
-            "done_reason": "length" if piece.finish_reason == "length" else "stop",
+            "done_reason": "length" if last.finish_reason == "length" else "stop",
             "total_duration": nanoseconds(time.monotonic() - self._since),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,

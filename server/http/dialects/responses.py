@@ -12,7 +12,7 @@ from starlette.routing import Route
 from polarlm.engine import EngineError
 from polarlm.server.answers.pieces import Piece
 from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter, read_choice, tools_of
-from polarlm.server.http.dialects._shared import Places, items, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import Places, known, located, members, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import About, Endpoint, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -20,7 +20,7 @@ from polarlm.server.http.streams import NAMED
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
-from polarlm.server.reading.values import BadRequest, flag, text, wrong
+from polarlm.server.reading.values import BadRequest, array, at_most, flag, one_of, text
 from polarlm.server.running.driver import Driver
 
 PATHS = ("/v1/responses", "/responses")
@@ -39,23 +39,10 @@ _SAME_NAMES = (
     *("model", "temperature", "top_p", "parallel_tool_calls", "stream"),
     *(name for name in EXTENSIONS if name not in _NAMES),  # not in OpenAI's API
 )
-_KEEPS_NONE = "this server keeps no responses: send the earlier items in input"
-_REFUSED = {
-    "previous_response_id": _KEEPS_NONE,
-    "conversation": _KEEPS_NONE,
-    "background": "this server answers while the client waits; leave it out",
-    "prompt": "this server keeps no prompts: send instructions and input",
-    "context_management": "this server cuts no prompt; leave it out",
-}
-_KNOWN = {
-    *(*_SAME_NAMES, *_REFUSED, "input", "instructions", "max_output_tokens", "top_logprobs", "include", "text"),
+_OWN_NAMES = (
+    *("input", "instructions", "max_output_tokens", "top_logprobs", "include", "text"),
     *("tools", "tool_choice", "reasoning", "metadata", "truncation"),
-    # Fields without an effect here:
-    *("store", "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"),
-    *("prompt_cache_retention", "stream_options", "max_tool_calls", "moderation", "client_metadata", "image"),
-    *("background_options", "access_programs"),
-}
-_TRUNCATIONS = ("auto", "disabled")
+)
 _LOGPROBS = "message.output_text.logprobs"
 _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
@@ -68,13 +55,12 @@ def routes(driver: Driver) -> list[Route]:
     ]
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
-    return error.body()
+error_body = ApiError.body
 
 
 class Responses(Endpoint):
     framing = NAMED
-    known = _KNOWN
+    known = known("responses", *_SAME_NAMES, *_OWN_NAMES)
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ResponseWriter]:
         body = asking(body)
@@ -118,22 +104,16 @@ class _Generation(Generation):
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
-    refuse(body, _REFUSED)
-    if body.get("truncation", "auto") not in _TRUNCATIONS:
-        raise wrong("truncation", " or ".join(_TRUNCATIONS), body["truncation"])
+    refuse(body, "responses")
+    one_of("truncation", body.get("truncation", "auto"), ("auto", "disabled"))
     ours = {name: body[name] for name in _SAME_NAMES if name in body}
     if "max_output_tokens" in body:
         ours["max_tokens"] = body["max_output_tokens"]
-    if "top_logprobs" in body or _LOGPROBS in _included(body.get("include", [])):
+    if "top_logprobs" in body or _LOGPROBS in array("include", body.get("include", [])):
         ours["logprobs"] = body.get("top_logprobs", 0)
     ours["messages"] = _messages(body)
     ours["continue_final_message"] = False  # an answer is an item of its own
     return ours | read_choice(body.get("tool_choice")) | _text_settings(body.get("text")) | _reasoning(body)
-
-
-def _included(value: Any) -> list[Any]:
-    """The names of what a response should contain besides its text; unknown names have no effect."""
-    return [text(f"include[{index}]", name) for index, name in enumerate(items("include", value))]
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -143,9 +123,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     asked = body.get("input")
     if isinstance(asked, str):
         return [*first, {"places": Places({"": "input"}), "role": "user", "content": asked}]
-    if not isinstance(asked, list) or not asked:
-        raise wrong("input", "a string, or an array with at least one item", asked)
-    return first + located("input", asked)
+    return first + located("input", array("input", asked, "a string, or an array with at least one item", 1))
 
 
 def _choice(choice: Any, tools: ResponseTools) -> Any:
@@ -165,12 +143,7 @@ def _text_settings(value: Any) -> dict[str, Any]:
     ours = {"verbosity": settings["verbosity"]} if "verbosity" in settings else {}
     if settings.get("format"):
         format = members("text.format", settings["format"])
-        kind = format.get("type")
-        if kind not in ("text", "json_object", "json_schema"):
-            raise wrong("text.format.type", "text, json_object or json_schema", kind)
-        ours["response_format"] = {"type": kind}
-        if kind == "json_schema":
-            ours["response_format"]["json_schema"] = {"schema": format.get("schema"), "strict": format.get("strict")}
+        ours["response_format"] = {"type": format.get("type"), "json_schema": {"schema": None, **format}}
     return ours
 
 
@@ -188,8 +161,7 @@ def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
 def _metadata(value: Any) -> dict[str, str]:
     """The request's metadata, pairs of strings, which a response repeats. Raises BadRequest."""
     pairs = members("metadata", value)
-    if len(pairs) > _MOST_PAIRS:
-        raise BadRequest("metadata", f"metadata has {len(pairs)} pairs, but at most {_MOST_PAIRS} are taken")
+    at_most(_MOST_PAIRS, "metadata", len(pairs), "pairs")
     for name, one in pairs.items():
         if len(text("metadata", name)) + len(text(f"metadata.{name}", one)) > _LONGEST:
             raise BadRequest("metadata", f"metadata has a pair of more than {_LONGEST} characters")

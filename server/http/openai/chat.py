@@ -13,10 +13,8 @@ from polarlm.server.reading.parameters import ParsedRequest, read
 
 class ChatCompletions(Endpoint):
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ChatWriter]:
-        tokenizer, special = about.model.tokenizer, about.parse_special
-        how = {"parse_special": special, "reads_images": about.reads_images}
-        asked = read(body, tokenizer.tokenize, ("messages",), switched_logprobs=True, **how)
-        logprobs = [ChatLogprobs(tokenizer) for _ in range(0 if asked.params.logprobs is None else asked.n)]
+        asked = read(body, about, ("messages",), switched_logprobs=True)
+        logprobs = [ChatLogprobs(about.model.tokenizer) for _ in range(0 if asked.params.logprobs is None else asked.n)]
         return asked, ChatWriter(about.name, asked.include_usage, logprobs, about.tells_cached, asked.n)
 
 

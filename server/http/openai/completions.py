@@ -16,7 +16,7 @@ from polarlm.server.http.openai.logprobs import TextLogprobs
 from polarlm.server.http.openai.shapes import ChoicesWriter
 from polarlm.server.http.streams import Event
 from polarlm.server.reading.fields import asking
-from polarlm.server.reading.infill import Mixed, infill_of, infilled
+from polarlm.server.reading.infill import Mixed, infilled
 from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.prompts import read_prompts
 from polarlm.server.reading.values import BadRequest, flag, text
@@ -46,19 +46,16 @@ def read_raw(body: dict[str, Any], about: About) -> ParsedRequest:
     """The request in a body with one or several raw prompts. Raises BadRequest."""
     prompts = None if body.get("prompt") is None else read_prompts("prompt", body["prompt"], MOST_PROMPTS)
     body = body | {"prompt": ""} if prompts else body
-    asked = read(body, about.model.tokenizer.tokenize, ("prompt",), parse_special=about.parse_special)
+    asked = read(body, about, ("prompt",))
     assert prompts is not None  # otherwise `read` has raised an error
     return replace(asked, prompt=prompts[0], more_prompts=tuple(prompts[1:]))
 
 
 def _with_suffix(asked: ParsedRequest, suffix: str, tokenizer: Tokenizer) -> ParsedRequest:
-    infill = infill_of(tokenizer)
-    prompts = []
-    for one in asked.each():
-        if not isinstance(one.prompt, str):
-            raise BadRequest("prompt", "prompt must be a string where there is a suffix")
-        prompts += [infill.prompt(one.prompt, suffix)] if infill else []
-    return infilled("suffix", asked, infill, prompts)
+    prompts = [one.prompt for one in asked.each()]
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise BadRequest("prompt", "prompt must be a string where there is a suffix")
+    return infilled("suffix", asked, tokenizer, [(prompt, suffix) for prompt in prompts])
 
 
 def text_of(prompt: Prompt, tokenizer: Tokenizer) -> str:

@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,12 +18,10 @@ from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.streams import while_there
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import one_given, read_options, read_prompts, read_vector_options
-from polarlm.server.reading.values import BadRequest, text, wrong
+from polarlm.server.reading.values import BadRequest, one_of, text
 from polarlm.server.running.driver import Driver
 
 MOST_INPUTS = 2048  # as at OpenAI
-
-_ENCODINGS = ("float", "base64")
 
 
 class Embeddings(Endpoints):
@@ -60,14 +57,12 @@ class Embeddings(Endpoints):
             raise BadRequest("truncate_prompt_tokens", f"truncate_prompt_tokens: {sentence}")
         if body.get("embd_normalize") not in (None, 2):
             raise BadRequest("embd_normalize", "embd_normalize: vectors have the Euclidean length 1 here; leave it out")
-        if body.get("model") is not None:
-            text("model", body["model"])
-        pooling = None if body.get("pooling") is None else _one_of("pooling", body["pooling"], POOLINGS)
+        text("model", body.get("model", ""))
+        pooling = one_of("pooling", body["pooling"], POOLINGS) if "pooling" in body else None
         options = read_options(body, parse_special=self._driver.config.parse_special)
         options = self._driver.engine.embedding_options(pooling, options)
-        truncates = body.get("truncate_prompt_tokens") == -1
-        options = replace(options, **read_vector_options(body, truncates=truncates))
-        encoding = _one_of("encoding_format", body.get("encoding_format"), _ENCODINGS)
+        options = replace(options, **read_vector_options(body, truncates="truncate_prompt_tokens" in body))
+        encoding = one_of("encoding_format", body.get("encoding_format", "float"), ("float", "base64"))
         vectors, tokens = await vectors_of(request, self._driver, prompts, options, as_base64=encoding == "base64")
         return vectors, tokens, options
 
@@ -86,12 +81,3 @@ async def vectors_of(
     jobs = [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
     pairs = await while_there(request.receive, driver.each(jobs, written, "embedded"))
     return [vector for vector, _ in pairs], sum(tokens for _, tokens in pairs)
-
-
-def _one_of(field: str, value: Any, names: tuple[str, ...]) -> str:
-    """`value`, which must be one of `names`; the first of them for None. Raises BadRequest."""
-    if value is None:
-        return names[0]
-    if not isinstance(value, str) or value not in names:
-        raise wrong(field, " or ".join(names), value)
-    return value

@@ -13,8 +13,9 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 class ChatLogprobs:
     """/v1/chat/completions: a list of tokens. `bytes` is exact even if `token` has U+FFFD for a part of a character."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, with_ids: bool = False) -> None:
+        """with_ids: whether tokens have their ids, as at llama-server."""
+        self._tokenizer, self._with_ids = tokenizer, with_ids
 
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = [
@@ -25,7 +26,8 @@ class ChatLogprobs:
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+        known = {"id": token_id} if self._with_ids else {}
+        return {**known, "token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
 
 class TextLogprobs:

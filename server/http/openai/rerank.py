@@ -18,7 +18,7 @@ from polarlm.server.http.openai.embeddings import MOST_INPUTS
 from polarlm.server.http.streams import while_there
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import one_given, read_salt
-from polarlm.server.reading.values import LARGEST, BadRequest, count, flag, text, wrong
+from polarlm.server.reading.values import LARGEST, array, at_most, count, flag, text, wrong
 
 _PATHS = ("/v1/rerank", "/v2/rerank", "/v1/reranking", "/rerank", "/reranking")
 _RETURNS = {"documents": "return_documents", "texts": "return_text"}  # field of the texts → whether results have them
@@ -82,11 +82,9 @@ def _logit(score: float) -> float:
 
 def _documents(field: str, value: Any) -> list[str]:
     """1 to MOST_INPUTS strings, or objects with a text. Raises BadRequest."""
-    if not isinstance(value, list) or not value:
-        raise wrong(field, "an array of strings, or of objects with a text", value)
-    if len(value) > MOST_INPUTS:
-        raise BadRequest(field, f"{field} has {len(value)} texts, but at most {MOST_INPUTS} are taken here")
+    texts = array(field, value, "an array of strings, or of objects with a text", 1)
+    at_most(MOST_INPUTS, field, len(texts), "texts")
     return [
         text(f"{field}[{index}].text", one.get("text")) if isinstance(one, dict) else text(f"{field}[{index}]", one)
-        for index, one in enumerate(value)
+        for index, one in enumerate(texts)
     ]

@@ -67,13 +67,11 @@ class Blocks:
     async def get(self, request: Request) -> Response:
         """The bytes of a block; with "Range: bytes=N-", the bytes from N on, to resume an interrupted transfer."""
         name = _read_name(request)
-        if request.method == "HEAD":
-            if not await self._do(partial(self._place.has, name)):
-                raise _missing()
-            return Response(media_type=_TYPE)
         size = await self._do(partial(self._place.size, name))
         if size is None:
             raise _missing()
+        if request.method == "HEAD":
+            return Response(media_type=_TYPE)
         size = min(size, self._most)
         if not self._sending.take(size):
             raise _busy()

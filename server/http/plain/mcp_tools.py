@@ -16,7 +16,7 @@ from polarlm.server.http.errors import ApiError
 from polarlm.server.http.guard import is_here
 from polarlm.server.http.streams import while_there
 from polarlm.server.mcp.session import READY, McpError, McpServers, Session
-from polarlm.server.reading.values import BadRequest, text
+from polarlm.server.reading.values import BadRequest, mapping, text
 
 _FORWARDED = {"forwarded", "x-forwarded-for", "x-real-ip"}  # headers of proxies, whose clients may be anywhere
 _AT_ONCE = 16  # calls that run; further ones are refused
@@ -53,9 +53,7 @@ class McpTools:
         """{"server", "tool", "arguments"} → {"text", "is_error"}. A client that disconnects cancels it."""
         body = await self._body(request)
         session = self._session(body)
-        tool, arguments = text("tool", body.get("tool", "")), body.get("arguments", {})
-        if not isinstance(arguments, dict):
-            raise BadRequest("arguments", "arguments must be a JSON object")
+        tool, arguments = text("tool", body.get("tool", "")), mapping("arguments", body.get("arguments", {}))
         if session.state == READY and not any(tool == known.name for known in session.tools):
             raise BadRequest("tool", f"{session.name} has no tool called {tool[:100]}")
         if self._running == _AT_ONCE:

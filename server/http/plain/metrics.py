@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -33,9 +33,7 @@ class _Page(Collector):
 
 def page(*metrics: Iterable[Metric]) -> Response:
     """The page that Prometheus reads."""
-    registry = CollectorRegistry()
-    registry.register(_Page(chain(*metrics)))
-    return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return Response(generate_latest(_Page(chain(*metrics))), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 def exposition(engine: Engine, done: Totals, now: Status, *, without_cached: bool) -> Response:

@@ -13,6 +13,8 @@ from polarlm.engine.state.cache_types import in_words, stored
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.counters import Totals
 
+_OF_STATUS = ("blocks", "blocks_used", "blocks_kept", "blocks_free", "running", "waiting")
+
 
 def asked_tokens(query: Mapping[str, str]) -> int | None:
     """`tokens` of a query: the length of a sequence whose memory to report; None if absent. Raises BadRequest."""
@@ -47,19 +49,14 @@ def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict
         "bits_per_value": _mean_over_blocks(now, cache.finest.bits_per_value, cache.bits_per_value),
         "bytes_per_token": _mean_over_blocks(now, cache.finest.bytes_per_token, cache.bytes_per_token),
         "f16_bytes_per_token": cache.f16_bytes_per_token,
-        "blocks": now.blocks,
-        "blocks_used": now.blocks_used,
-        "blocks_kept": now.blocks_kept,
-        "blocks_free": now.blocks_free,
+        **{name: getattr(now, name) for name in _OF_STATUS},
         "blocks_by_type": now.types,
-        "snapshots": None if now.snapshots is None else asdict(now.snapshots),
-        "running": now.running,
-        "waiting": now.waiting,
         "drafted_tokens": done.drafted_tokens,
         "accepted_tokens": done.accepted_tokens,
-        "experts": None if now.experts is None else asdict(now.experts),
-        "threads": None if now.threads is None else asdict(now.threads),
     }
+    for name in ("snapshots", "experts", "threads"):
+        part = getattr(now, name)
+        numbers[name] = None if part is None else asdict(part)
     for name, length in {"whole_context": engine.context, "sequence": tokens}.items():
         if length is not None:
             sizes = {"bytes": cache.sequence_bytes(length), "f16_bytes": cache.f16_bytes(length)}

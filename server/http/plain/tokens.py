@@ -15,7 +15,7 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
-from polarlm.server.reading.values import LARGEST, count, flag, is_empty, text, wrong
+from polarlm.server.reading.values import LARGEST, array, count, flag, is_empty, text
 
 MOST_TOKENS = 1 << 18  # in a response; as JSON, a token takes several times its bytes
 MOST_PIECES = 1 << 15
@@ -43,10 +43,8 @@ class Tokens(Endpoints):
         if is_empty(body.get("content")) and any(sent.get(name) is not None for name in ("prompt", "messages")):
             return await self._tokenize_as_vllm(body)
         content = text("content", body.get("content"))
-        options = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
-        for name in options:
-            if name in body:
-                options[name] = flag(name, body[name])
+        usual = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
+        options = {name: flag(name, body.get(name, value)) for name, value in usual.items()}
         return JSONResponse({"tokens": await self._driver.counted("tokenized", lambda: self._ids(content, **options))})
 
     async def _tokenize_as_vllm(self, body: dict[str, Any]) -> Response:
@@ -82,9 +80,7 @@ class Tokens(Endpoints):
 
     async def detokenize(self, request: Request) -> Response:
         """{"tokens": [ids]} → {"content": text}, with names of control tokens, as at llama-server."""
-        tokens = (await self._body(request)).get("tokens")
-        if not isinstance(tokens, list):
-            raise wrong("tokens", "an array of token ids", tokens)
+        tokens = array("tokens", (await self._body(request)).get("tokens"), "an array of token ids")
         ids = [count(f"tokens[{index}]", token, 0, LARGEST) for index, token in enumerate(tokens)]
         return JSONResponse({"content": await self._driver.counted("detokenized", lambda: self._text(ids))})
 

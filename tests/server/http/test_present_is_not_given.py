@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from polarlm.engine import PromptOptions, SamplingParams
-from polarlm.server.http.dialects import anthropic, ollama, responses
+from polarlm.server.http.dialects import _shared, anthropic, ollama, responses
 from polarlm.server.http.warnings import HEADER
 from polarlm.server.reading.fields import _MEANT_EMPTY, FIELDS
 from tests.server.http_server import Serving, serving
 from tests.server.lines import Client
 
 TEXT = "then he ran on"
+OF_THE_MACHINE = _shared._FIELDS["ollama's options"]["harmless"]
 GREEDY = {"temperature": 0}
 MESSAGES = [{"role": "user", "content": TEXT}]
 CHAT: dict[str, Any] = {"messages": MESSAGES, **GREEDY}
@@ -57,8 +58,8 @@ NEUTRAL: dict[str, list[Any]] = {
     "output_config": [{"effort": "", "format": {}}],
     "thinking": [{"type": "adaptive", "budget_tokens": 0}],
     "options": [
-        {**GREEDY, **dict.fromkeys(ollama._OF_THE_MACHINE, -1)},
-        {**GREEDY, **dict.fromkeys(ollama._OF_THE_MACHINE, 1 << 40), "stop": [""], "seed": -1},
+        {**GREEDY, **dict.fromkeys(OF_THE_MACHINE, -1)},
+        {**GREEDY, **dict.fromkeys(OF_THE_MACHINE, 1 << 40), "stop": [""], "seed": -1},
         {**GREEDY, "num_predict": -2, "mirostat": 0, "tfs_z": 1, "typical_p": 0, "repeat_last_n": 64.0},
         {**GREEDY, **dict.fromkeys(ollama._OPTIONS.keys() - GREEDY.keys())},
     ],
@@ -70,16 +71,16 @@ EMBEDDED = {"dimensions", "encoding_format", "pooling", "prompt_name", "embd_nor
 APIS: dict[str, tuple[dict[str, Any], set[str], dict[str, list[Any]]]] = {
     "/v1/chat/completions": (CHAT, {*FIELDS}, OF_CHAT),
     "/v1/completions": (RAW, {*FIELDS}, NEUTRAL),
-    "/v1/messages": (CHAT, anthropic._KNOWN, OF_CHOICES),
-    "/v1/responses": ({"input": TEXT, **GREEDY}, responses._KNOWN, OF_CHAT),
+    "/v1/messages": (CHAT, {*anthropic.Messages.known}, OF_CHOICES),
+    "/v1/responses": ({"input": TEXT, **GREEDY}, {*responses.Responses.known}, OF_CHAT),
     "/completion": (RAW, {*FIELDS}, NEUTRAL),
     "/infill": ({"input_prefix": TEXT, "input_suffix": "on", **GREEDY}, {*FIELDS, "input_extra"}, NEUTRAL),
     "/apply-template": (CHAT, {*FIELDS}, OF_CHAT),
     "/tokenize": ({"content": TEXT}, {"add_special", "parse_special", "with_pieces", "prompt", "messages"}, NEUTRAL),
     "/v1/embeddings": ({"input": TEXT}, {*EMBEDDED, "content", "truncate_prompt_tokens"}, NEUTRAL),
     "/v1/rerank": ({"query": "a", "documents": [TEXT]}, {"top_n", "return_documents", "instruction", "model"}, NEUTRAL),
-    "/api/chat": ({"messages": MESSAGES, **OLLAMA}, ollama._KNOWN, NEUTRAL),
-    "/api/generate": ({"prompt": TEXT, **OLLAMA}, ollama._KNOWN, NEUTRAL),
+    "/api/chat": ({"messages": MESSAGES, **OLLAMA}, {*ollama.Generating.known}, NEUTRAL),
+    "/api/generate": ({"prompt": TEXT, **OLLAMA}, {*ollama.Generating.known}, NEUTRAL),
     "/api/embed": ({"input": TEXT}, {"truncate", "dimensions", "keep_alive", "options", "model"}, NEUTRAL),
     "/api/show": ({}, {"model", "name", "system", "template", "options", "verbose"}, NEUTRAL),
 }

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from packaging.version import Version
@@ -70,9 +71,11 @@ ELSEWHERE = {  # that have tests of their own
     *("tools", "tool_choice", "parallel_tool_calls", "model", "lora"),
 }
 
+ABOUT = parameters.About(mock.Mock(), "any", parse_special=True, tells_cached=True, context=64)
+
 
 def read(**body: Any) -> parameters.ParsedRequest:
-    return parameters.read({"prompt": "a", **body}, lambda text: [])
+    return parameters.read({"prompt": "a", **body}, ABOUT)
 
 
 def asking(field: Field) -> list[Any]:
@@ -143,9 +146,9 @@ def test_neutral_values_of_refused_fields_are_accepted() -> None:
 
 def test_add_special_tokens_is_refused_unless_it_is_the_default_of_the_prompt() -> None:
     chat = {"messages": MESSAGES, "add_special_tokens": False}
-    assert parameters.read(chat, lambda text: []).params == SamplingParams()
+    assert parameters.read(chat, ABOUT).params == SamplingParams()
     with pytest.raises(BadRequest, match="add_special_tokens"):
-        parameters.read({**chat, "add_special_tokens": True}, lambda text: [])
+        parameters.read({**chat, "add_special_tokens": True}, ABOUT)
 
 
 def test_harmless_fields_are_ignored() -> None:

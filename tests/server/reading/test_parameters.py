@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -22,11 +23,13 @@ from polarlm.server.reading.values import BadRequest, read_json
 from tests.pairs import in_turn
 
 USER = {"role": "user", "content": "Hi"}
+TOKENIZER = mock.Mock(tokenize=lambda text: [ord(letter) for letter in text])
+ABOUT = parameters.About(mock.Mock(tokenizer=TOKENIZER), "any", parse_special=True, tells_cached=True, context=64)
 
 
 def read(body: dict[str, Any], **how: Any) -> parameters.ParsedRequest:
     """A letter is a token."""
-    return parameters.read(body, lambda text: [ord(letter) for letter in text], **how)
+    return parameters.read(body, ABOUT, **how)
 
 
 def params(**fields: Any) -> SamplingParams:
