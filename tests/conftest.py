@@ -61,9 +61,7 @@ _NOT_SLOW = "not slow"  # what `make test` gives as -m
 FIXTURES = Path(__file__).parent / "fixtures" / "models"
 ENCODERS = FIXTURES.with_name("encoders")  # written by scripts/make_encoder_fixtures.py
 EMBEDDING_DECODERS = FIXTURES.with_name("embedding_decoders")
-# Three gated delta rules to one layer of attention, and a layer that drafts: trained once, on stories not kept here,
-# by scripts/train_hybrid.py of commit 5eb010c5, which would make another one.
-TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")
+TRAINED_HYBRID = FIXTURES.with_name("trained_hybrid")  # written by scripts/train_hybrid.py
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
