@@ -39,7 +39,7 @@ class TiktokenTokenizer(Tokenizer):
     """A byte-level BPE that is given by ranks alone."""
 
     def __init__(self, ranks: dict[bytes, int], control: Mapping[str, int], special: SpecialIds) -> None:
-        super().__init__(1 + max(max(ranks.values()), *control.values()), control, special, shrinks=1)
+        super().__init__(1 + max(max(ranks.values()), *control.values()), control, special)
         self._library = tiktoken.Encoding("llama3", pat_str=LLAMA3, mergeable_ranks=ranks, special_tokens={})
         self._bytes_of = {rank: token for token, rank in ranks.items()}
 
