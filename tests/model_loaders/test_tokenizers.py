@@ -195,12 +195,6 @@ def test_a_mark_hides_control_strings_and_leaves_no_trace() -> None:
     ]  # fmt: skip
 
 
-def test_long_runs_of_one_character_pass_through_tiktoken() -> None:
-    tokenizer = vocab.real("llama3-tiktoken")
-    text = " " * 1_000_000  # on which the library alone overflows its stack
-    assert text_of(tokenizer, tokenizer.tokenize(text)) == text
-
-
 @pytest.mark.parametrize("tiny", [vocab.tiny_bpe, vocab.tiny_spm])
 def test_a_ggufs_user_defined_tokens_are_text_and_control_tokens_are_not(tiny) -> None:
     gguf = tiny(("<think>", vocab.USER_DEFINED), ("<|im_end|>", vocab.CONTROL))
