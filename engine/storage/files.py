@@ -1,4 +1,4 @@
-"""Writes files atomically, to a temporary file, which is renamed at the end; locks of files."""
+"""Writes files atomically, to a temporary file, which is renamed at the end; removes old ones; locks of files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from polarlm.model_loaders.user_dirs import belongs_to_user
+from polarlm.model_loaders.user_dirs import belongs_to_user, last_used
 
 try:
     import fcntl
@@ -92,6 +92,26 @@ def remove_unfinished(folder: Path) -> None:
             if fcntl is None:
                 with suppress(OSError):
                     file.unlink()
+
+
+def remove_oldest(folder: Path, name: re.Pattern[str], limit: int, kept: Path) -> int:
+    """Remove the least recently used files with such names, that no process has mapped, until all but `kept` take
+    `limit` bytes; return what they take. Files of other users, and other names, stay and do not count."""
+    by_age = []
+    for file in folder.iterdir():
+        with suppress(OSError):
+            status = file.lstat()
+            if name.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status) and file != kept:
+                by_age.append((last_used(status), status.st_size, file))
+    total = sum(size for _, size, _ in by_age)
+    for _, size, file in sorted(by_age):
+        if total <= limit:
+            break
+        with suppress(OSError), file.open("rb") as opened:
+            lock(opened, waits=False)  # Windows does not remove files that are mapped
+            file.unlink()
+            total -= size
+    return total
 
 
 def _new_file(folder: Path) -> tuple[int, str]:
