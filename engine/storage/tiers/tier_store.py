@@ -12,7 +12,6 @@ import secrets
 import stat
 import struct
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 
 from polarlm.engine.storage import files
 from polarlm.model_loaders.forks import renew_in_children
+from polarlm.model_loaders.recent import Recent
 from polarlm.model_loaders.user_dirs import last_used
 
 _NAME = re.compile("[0-9a-f]{32}")
@@ -75,46 +75,28 @@ class Memory:
     label = place = "ram"
 
     def __init__(self, size: int):
-        self._size, self._held = size, 0  # bytes
-        self._objects: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
-        self._lock = Lock()
-        renew_in_children(self)
-
-    def renew(self) -> None:
-        self._lock = Lock()
+        self._size, self._objects = size, Recent[bytes, bytes](size, len)
 
     @property
     def held(self) -> Held:
-        return Held(self._held, len(self._objects))
+        return Held(self._objects.size, len(self._objects))
 
     def has(self, name: bytes) -> bool:
         return name in self._objects
 
     def read(self, name: bytes) -> bytes | None:
-        return self._objects.get(name)
+        return self._objects.peek(name)
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
-        size = len(header) + len(payload)
-        if size > self._size:
-            return
-        with self._lock:
-            self._held -= len(self._objects.pop(name, b""))
-            while self._held + size > self._size:
-                _, oldest = self._objects.popitem(last=False)
-                self._held -= len(oldest)
-            self._objects[name] = b"".join((header, payload))
-            self._held += size
+        if len(header) + len(payload) <= self._size:
+            self._objects.put(name, b"".join((header, payload)))
 
     def remove(self, name: bytes) -> None:
-        with self._lock:
-            if (removed := self._objects.pop(name, None)) is not None:
-                self._held -= len(removed)
+        self._objects.drop(name)
 
     def used(self, names: Sequence[bytes]) -> None:
-        with self._lock:
-            for name in reversed(names):
-                if name in self._objects:
-                    self._objects.move_to_end(name)
+        for name in reversed(names):
+            self._objects.get(name)
 
 
 class _Pieces:
