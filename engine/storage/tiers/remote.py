@@ -107,18 +107,13 @@ class Remote:
         is_fresh = connection is None
         connection = connection or self._connection()
         try:
-            try:
-                connection.request(method, f"{self._path}/blocks/{name.hex()}", body, headers)
-                response = connection.getresponse()
-            except (http.client.HTTPException, ConnectionError):
-                if is_fresh:
-                    raise
-                connection.close()  # the server has closed it, since it was idle for too long
-                connection.request(method, f"{self._path}/blocks/{name.hex()}", body, headers)
-                response = connection.getresponse()
+            connection.request(method, f"{self._path}/blocks/{name.hex()}", body, headers)
+            response = connection.getresponse()
             answer = self._answer(method, response, start)
-        except http.client.HTTPException as error:
+        except (http.client.HTTPException, ConnectionError) as error:
             connection.close()
+            if not is_fresh:  # the server has closed it, since it was idle for too long
+                return self._ask(method, name, body=body, start=start)
             raise ConnectionError(f"no answer in HTTP: {error!r}") from None
         except BaseException:
             connection.close()
