@@ -11,10 +11,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from polarlm.model_loaders.chat.templates import ChatTemplate
+from polarlm.model_loaders.chat.call_format import CallFormat
+from polarlm.model_loaders.chat.channels import Channels
+from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.recent import Recent
 
 Messages = list[dict[str, Any]]
 
@@ -22,6 +24,21 @@ _SYSTEM = ("system", "developer")
 _REPEATS = re.compile(r"(.{1,8}?)\1{3,}", re.DOTALL)
 MOST_SHAPES = 256  # conversation shapes whose changes are kept
 _LOST = "this model's chat template leaves out the text of a message"
+
+
+class Template(Protocol):
+    """What is used of a `ChatTemplate`."""
+
+    changes: Recent[str, tuple[int, bool]]
+    """By the shape of a conversation: the changes that it needs, and whether a text is lost even so."""
+
+    @property
+    def calls(self) -> CallFormat: ...
+    @property
+    def channels(self) -> Channels | None: ...
+    def render_each(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: object
+    ) -> list[str | LoadError]: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,7 @@ class Put:
 
 
 def put_otherwise(
-    template: ChatTemplate,
+    template: Template,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
@@ -77,7 +94,7 @@ def put_otherwise(
 
 
 def _needed(
-    template: ChatTemplate, put: Callable[[int], Messages], words: Sequence[str], variables: Mapping[str, Any]
+    template: Template, put: Callable[[int], Messages], words: Sequence[str], variables: Mapping[str, Any]
 ) -> tuple[int, bool]:
     """The least harmful choice of changes with which the fewest words are lost, and whether one is."""
     tried: list[Messages] = []

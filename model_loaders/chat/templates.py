@@ -49,8 +49,7 @@ class ChatTemplate:
         self._process = LimitedProcess(_WORKER, source)
         self._places: Recent[str, Place] = Recent(_MOST_VARIABLES)
         self._logged: set[str] = set()
-        # By the shape of a conversation: the changes that it needs, and whether a text is lost even so.
-        self.changes: Recent[str, tuple[int, bool]] = Recent(MOST_SHAPES)
+        self.changes: Recent[str, tuple[int, bool]] = Recent(MOST_SHAPES)  # see `put_otherwise`
 
     def with_text(self, old: str, new: str) -> ChatTemplate:
         """The template with `new` instead of the text `old`."""
