@@ -16,8 +16,7 @@ from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 
-_NAME = re.compile("[a-z]+-[0-9a-f]{32}")
-_MOST_BYTES = 2 << 30  # of all files; the most recently used ones stay
+_MOST_BYTES = 1 << 30  # of all files of a kind; the most recently used ones stay
 
 
 def key_of(*parts: object) -> str:
@@ -54,7 +53,8 @@ def write(kind: str, key: str, arrays: Mapping[str, np.ndarray], say: Callable[[
         file = _file(kind, key)
         file.parent.mkdir(parents=True, exist_ok=True)
         files.write(file, made.pack(bytes.fromhex(key)))
-        files.remove_oldest(file.parent, _NAME, _MOST_BYTES - file.stat().st_size, file)
+        names = re.compile(f"{kind}-[0-9a-f]{{32}}")
+        files.remove_oldest(file.parent, names, _MOST_BYTES - file.stat().st_size, file)
     except LoadError as error:
         say(f"What was computed for fitting the KV cache cannot be kept for the next time. {error}")
     except OSError as error:

@@ -114,6 +114,8 @@ class Remote:
             connection.close()
             if not is_fresh:  # the server has closed it, since it was idle for too long
                 return self._ask(method, name, body=body, start=start)
+            if not isinstance(error, http.client.HTTPException):
+                raise
             raise ConnectionError(f"no answer in HTTP: {error!r}") from None
         except BaseException:
             connection.close()
