@@ -17,13 +17,13 @@ _MAX_NUMBER = 1e12
 _SMALLEST_POSITIVE = 1e-15  # below the least epsilon of files, 1e-12, rounded to float32
 
 
-def read_json(path: Path, *, required: bool = True) -> dict[str, object]:
-    """The JSON object in `path`; an empty one if the file is absent and not required."""
+def read_json(path: Path, kind: type[Any] = dict, *, required: bool = True) -> Any:
+    """The JSON object in `path`, or the list; an empty one if the file is absent and not required."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
         if not required:
-            return {}
+            return kind()
         raise LoadError(f"{path} is missing; download the model's folder completely.") from None
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror or error}.") from error
@@ -31,8 +31,9 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, object]:
         content = json.loads(raw)
     except (ValueError, RecursionError):
         raise (stand_in(path, raw) or LoadError(f"{path} is not valid JSON; download it again.")) from None
-    if not isinstance(content, dict):
-        raise LoadError(f"{path} should hold a JSON object but holds a {type(content).__name__}; download it again.")
+    if not isinstance(content, kind):
+        wanted = "object" if kind is dict else "list"
+        raise LoadError(f"{path} should hold a JSON {wanted} but holds a {type(content).__name__}; download it again.")
     return content
 
 

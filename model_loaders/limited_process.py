@@ -1,7 +1,7 @@
 """Runs work on data that can be hostile, from a model or a client, in a process with limits of time and memory.
 
 The process runs one file, which reads lines of JSON and answers each except the first with one line. It limits its own
-memory, and its processor time for each line.
+memory, and its processor time for each line (`children.answer_lines`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from polarlm.children import Child, how_ended, python
+from polarlm.children import OUT_OF_MEMORY, Child, how_ended, python
 from polarlm.model_loaders.forks import renew_in_children
 
-OUT_OF_MEMORY = 3  # exit code of a worker
 TOO_LONG = -getattr(signal, "SIGPROF", 0)  # exit code of a process at the end of its processor time
 
 # The worker's own limit counts processor time. These count seconds, for systems without that limit; they are generous,

@@ -19,6 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
 
+OUT_OF_MEMORY = 3  # exit code of a worker
 _READ = 1 << 16  # bytes that are read at once
 _START = (
     "import runpy, sys; run, end = sys.argv[1], 3 + int(sys.argv[2]); "
@@ -208,6 +209,48 @@ class Parent:
         with suppress(RuntimeError):  # an event loop that has been closed hears nothing
             _hear(0, heard, Lines())  # not sys.stdin: the interpreter cannot end while a thread waits in it
             gone()
+
+
+def answer_lines(begin: Callable[[Any], Callable[[Any], Any]], memory: int, seconds: float = 0.0) -> None:
+    """Be a worker with limits, for a parent that does not trust what the worker reads: answer lines until it closes
+    the pipe. The system ends this process at a limit; on Windows the parent does.
+
+    begin: called with what the first line says, returns a function that answers each further line; None says nothing.
+    memory: bytes of address space. seconds: of processor time for a line; 0: no limit.
+    """
+    limit_memory(memory)
+    lines = sys.stdin.buffer
+    try:
+        for first in lines:
+            answer = begin(json.loads(first))
+            for line in lines:
+                limit_time(seconds)
+                if (said := answer(json.loads(line))) is not None:
+                    say(said)
+                limit_time(0.0)
+    except MemoryError:  # too little is left for an answer
+        os._exit(OUT_OF_MEMORY)
+
+
+def say(value: Any) -> None:
+    """Send a worker's parent a line."""
+    sys.stdout.buffer.write(_line(value))
+    sys.stdout.buffer.flush()
+
+
+def limit_memory(size: int) -> None:
+    """Have the system refuse this process more than `size` bytes of address space."""
+    with suppress(ImportError, ValueError, OSError):  # Windows has no limits, and macOS may refuse to set one
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def limit_time(seconds: float) -> None:
+    """Have the system end this process after `seconds` of processor time from now; 0 removes the limit."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _line(said: Any) -> bytes:

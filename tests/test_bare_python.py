@@ -55,7 +55,7 @@ from polarlm.model_loaders import load
 for path in sys.argv[1:]:
     print(load(path).tokenizer.tokenize("he"))
 """
-    missing = ["sentencepiece", "google", "tiktoken"]
+    missing = ["sentencepiece", "google"]
     assert len(run_without(missing, program, tiny_path, random_model(tmp_path)).splitlines()) == 2
 
 

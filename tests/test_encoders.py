@@ -185,7 +185,7 @@ def test_a_wrong_configuration_is_named(tmp_path: Path) -> None:
 
 MODULES = [
     (lambda folder: (folder / "modules.json").write_text("[1]"), "should hold a list of objects"),
-    (lambda folder: (folder / "modules.json").write_text("{"), "cannot be read"),
+    (lambda folder: (folder / "modules.json").write_text("{"), "is not valid JSON"),
     (lambda folder: (folder / "1_Pooling" / "config.json").unlink(), "config.json is missing"),
     (lambda folder: (folder / "1_Pooling" / "config.json").write_text("{}"), "asks for no pooling"),
     (

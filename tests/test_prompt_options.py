@@ -62,8 +62,16 @@ RAIN = "the rain " * 10_000
 
 @pytest.mark.parametrize("prompt", [RAIN, [{"role": "user", "content": RAIN}], MESSAGES * 4000])
 def test_a_text_that_cannot_fit_is_not_tokenized(tiny: Engine, monkeypatch: pytest.MonkeyPatch, prompt: Any) -> None:
-    monkeypatch.setattr(tiny.model.tokenizer, "tokenize", lambda *_, **__: pytest.fail("it was tokenized"))
+    """Only its beginning is."""
+    tokenize, sizes = tiny.model.tokenizer.tokenize, list[int]()
+
+    def tokenized(text: str, **options: Any) -> list[int]:
+        sizes.append(len(text))
+        return tokenize(text, **options)
+
+    monkeypatch.setattr(tiny.model.tokenizer, "tokenize", tokenized)
     error = refused(tiny, prompt, SPECIAL, str(CONTEXT), "or more")
+    assert max(sizes) <= 16 * CONTEXT
     assert error.code == "context_length_exceeded"
     assert CONTEXT < error.numbers["n_prompt_tokens"] < 250_000
 

@@ -14,13 +14,11 @@ import io
 import math
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -29,8 +27,8 @@ from polarlm.engine.errors import EngineError, counted, shown
 from polarlm.engine.model.towers._rows import PlacedImage
 from polarlm.engine.state.places import IMAGE_IDS, Places
 from polarlm.model_loaders import Model
-from polarlm.model_loaders.forks import renew_in_children
 from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed
+from polarlm.model_loaders.recent import Recent
 from polarlm.model_loaders.towers import MOST_ROWS, ImageShape, Tower, fit
 
 _WORKER = Path(__file__).with_name("worker.py")
@@ -105,13 +103,7 @@ class Images:
         self._context = context
         self._most_rows = max(1, min(context // 2, MOST_ROWS))  # of an image: half of the context is for text
         self._worker = LimitedProcess(_WORKER, _MOST_PIXELS)
-        self._recent: OrderedDict[str, PromptImage] = OrderedDict()
-        self._lock = Lock()
-        renew_in_children(self)
-
-    def renew(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may hold it."""
-        self._lock = Lock()
+        self._recent: Recent[str, PromptImage] = Recent(_KEPT_BYTES, lambda image: image.pixels.nbytes)
 
     def close(self) -> None:
         self._worker.close()
@@ -166,15 +158,9 @@ class Images:
 
     def _image(self, data: bytes) -> tuple[str, PromptImage]:
         name = hashlib.blake2b(data, digest_size=16).hexdigest()
-        with self._lock:
-            if (known := self._recent.get(name)) is not None:
-                self._recent.move_to_end(name)
-                return name, known
-        image = self._read(data, name)
-        with self._lock:
-            self._recent[name] = image
-            while len(self._recent) > 1 and sum(one.pixels.nbytes for one in self._recent.values()) > _KEPT_BYTES:
-                self._recent.popitem(last=False)
+        if (image := self._recent.get(name)) is None:
+            image = self._read(data, name)
+            self._recent.put(name, image)
         return name, image
 
     def _read(self, data: bytes, name: str) -> PromptImage:

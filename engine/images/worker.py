@@ -3,29 +3,29 @@
 A file can be made to take any time or memory, or to use a fault of a decoder, so it is decoded here, with limits of
 both. The first line has the most pixels of an image. Each further line is a request: {"data": the file in base64} is
 answered by {"size": [width, height]} of the upright image; with "to" ([width, height]) and "filter" by {"pixels": its
-pixels in base64, uint8 (height, width, 3), scaled}; and {"error": a sentence} by both. This file imports nothing of the
-package.
+pixels in base64, uint8 (height, width, 3), scaled}; and {"error": a sentence} by both. This file imports none of
+the rooms.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-import json
-import signal
-import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from polarlm.children import answer_lines
+
 MEMORY_BYTES = 2 << 30  # address space
 SECONDS = 20.0  # of processor time for a file
-OUT_OF_MEMORY = 3  # exit code
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for an image that lies on a side
 
 
-def _answer(request: dict[str, Any], most: int) -> dict[str, Any]:
+def _answer(most: int, request: dict[str, Any]) -> dict[str, Any]:
     try:
         with Image.open(io.BytesIO(base64.b64decode(request["data"])), formats=FORMATS) as image:
             width, height = image.size
@@ -49,29 +49,10 @@ def _answer(request: dict[str, Any], most: int) -> dict[str, Any]:
         return {"error": "this image is damaged"}
 
 
-def main() -> None:
-    most = json.loads(sys.stdin.readline())
+def _begin(most: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
     Image.MAX_IMAGE_PIXELS = None  # checked above
-    if sys.platform != "win32":
-        import resource
-
-        try:
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        except (ValueError, OSError):  # macOS has the limit but may refuse to set it
-            pass
-    for line in sys.stdin:
-        if sys.platform != "win32":
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        try:
-            answer = _answer(json.loads(line), most)
-        except MemoryError:
-            sys.exit(OUT_OF_MEMORY)
-        if sys.platform != "win32":
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    return partial(_answer, most)
 
 
 if __name__ == "__main__":
-    main()
+    answer_lines(_begin, MEMORY_BYTES, SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,15 +14,14 @@ import numpy as np
 from polarlm.engine.storage import files, objects
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder, last_used
+from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 
-_MOST_FILES = 32  # files of one kind; the most recently used ones stay
-_OBJECT = b"polarlm computed"  # the name of the object in a file
+_MOST_BYTES = 1 << 30  # of all files of a kind; the most recently used ones stay
 
 
 def key_of(*parts: object) -> str:
     """Return a digest of these values, by their `repr`."""
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    return hashlib.blake2b(repr(parts).encode(), digest_size=objects.NAME_BYTES).hexdigest()
 
 
 def read(kind: str, key: str) -> dict[str, np.ndarray] | None:
@@ -30,9 +30,7 @@ def read(kind: str, key: str) -> dict[str, np.ndarray] | None:
     try:
         file = _file(kind, key)
         with file.open("rb") as opened:
-            kept = objects.read(opened, _OBJECT)
-        if kept.header["kind"] != kind or kept.header["key"] != key:
-            return None
+            kept = objects.read(opened, bytes.fromhex(key))
     except (LoadError, OSError, DamagedObject):
         return None
     with suppress(OSError):
@@ -50,12 +48,13 @@ def write(kind: str, key: str, arrays: Mapping[str, np.ndarray], say: Callable[[
     """Keep arrays (float32), or say why that is not possible."""
     shapes = [(name, array.shape) for name, array in arrays.items()]
     payload = np.concatenate([array.reshape(-1) for array in arrays.values()] or [np.empty(0, np.float32)])
-    made = Object({"kind": kind, "key": key, "arrays": shapes}, payload)
+    made = Object({"kind": kind, "arrays": shapes}, payload)
     try:
         file = _file(kind, key)
         file.parent.mkdir(parents=True, exist_ok=True)
-        files.write(file, made.pack(_OBJECT))
-        _remove_oldest(file.parent, kind)
+        files.write(file, made.pack(bytes.fromhex(key)))
+        names = re.compile(f"{kind}-[0-9a-f]{{32}}")
+        files.remove_oldest(file.parent, names, _MOST_BYTES - file.stat().st_size, file)
     except LoadError as error:
         say(f"What was computed for fitting the KV cache cannot be kept for the next time. {error}")
     except OSError as error:
@@ -68,14 +67,4 @@ def write(kind: str, key: str, arrays: Mapping[str, np.ndarray], say: Callable[[
 
 def _file(kind: str, key: str) -> Path:
     """Return the file for arrays of this kind and key. Raises LoadError if the user has no cache folder."""
-    return cache_folder() / f"{kind}-{key[:32]}"
-
-
-def _remove_oldest(folder: Path, kind: str) -> None:
-    used = []
-    for file in folder.glob(f"{kind}-{'[0-9a-f]' * 32}"):
-        with suppress(OSError):
-            used.append((last_used(file.stat()), file))
-    for _, file in sorted(used, reverse=True)[_MOST_FILES:]:
-        with suppress(OSError):
-            file.unlink()
+    return cache_folder() / f"{kind}-{key}"

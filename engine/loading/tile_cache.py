@@ -16,7 +16,6 @@ import os
 import random
 import re
 import shutil
-import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -34,9 +33,8 @@ from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.tiers.names import digest
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.weights import WeightSource
-from polarlm.model_loaders.user_dirs import belongs_to_user, cache_folder, last_used, source_digest
+from polarlm.model_loaders.user_dirs import cache_folder, source_digest
 
-_OBJECT = b"polarlm tilefile"  # the name of the object at the start of a file
 _NAME = re.compile("[0-9a-f]{32}")
 _SUMS = b"polarlm tilesums"  # the name of the object at its end
 _PIECE = 1 << 20  # bytes of tiles that have a checksum
@@ -109,6 +107,11 @@ class TileCache:
     limit: int
     say: Callable[[str], None]
 
+    @property
+    def _name(self) -> bytes:
+        """The name of the object at the start of the file."""
+        return bytes.fromhex(self.file.name)
+
     def tiles(self, load: Callable[[KeptTiles], object]) -> MappedTiles | None:
         """Return the mapped tiles of the matrices that `load` loads, which are packed and written first if need be;
         None if they cannot be written. Raises LoadError."""
@@ -123,13 +126,13 @@ class TileCache:
         """Map the file; None if there is none, or if it is damaged."""
         with suppress(OSError, DamagedObject, LookupError, TypeError), self.file.open("rb") as opened:
             files.lock(opened, is_shared=True, waits=False)
-            head = objects.read(opened, _OBJECT)
+            head = objects.read(opened, self._name)
             sizes, first = head.header["sizes"], opened.tell()
             end = first + sum(map(_padded, sizes))
             opened.seek(end)
             sums = objects.read(opened, _SUMS).payload.view("<u4")
             size = opened.tell()
-            if head.header["key"] != self.file.name or os.fstat(opened.fileno()).st_size != size:
+            if os.fstat(opened.fileno()).st_size != size:
                 return None
             memory = np.frombuffer(mmap.mmap(opened.fileno(), end, access=mmap.ACCESS_READ), np.uint8)[first:]
             mapped = MappedTiles(self.file, memory, sizes, sums)
@@ -137,27 +140,29 @@ class TileCache:
                 self.say(f"{self.file} is damaged: weights are packed again.")
                 return None
             os.utime(self.file)  # marks it as recently used
-            _make_room(self.file.parent, self.file, self.limit - size)
+            self._make_room(size)
             return mapped
         return None
 
     def _write(self, listed: _Listed) -> bool:
-        header, _ = Object({"kind": "tiles", "key": self.file.name, "sizes": listed.sizes}).pack(_OBJECT)
+        header, _ = Object({"kind": "tiles", "sizes": listed.sizes}).pack(self._name)
         sums = _Sums(sum(map(_padded, listed.sizes)))
         folder, needed = self.file.parent, len(header) + sums.bytes_of_tiles + sum(map(len, sums.pack()))
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             files.remove_unfinished(folder)
-            left = self.limit - needed
-            if left < 0 or _make_room(folder, self.file, left) > left:
+            if needed > self.limit or self._make_room(needed) > self.limit - needed:
                 return self._refuse(f"they take {format_bytes(needed)}, more than tile_cache allows")
             if (free := shutil.disk_usage(folder).free) < needed:
                 return self._refuse(f"they take {format_bytes(needed)}, and {format_bytes(free)} of the disk are free")
             files.write(self.file, _parts(header, listed, sums))
-            _make_room(folder, self.file, left)  # other processes may have written files meanwhile
+            self._make_room(needed)  # other processes may have written files meanwhile
         except OSError as error:
             return self._refuse(error.strerror or str(error))
         return True
+
+    def _make_room(self, size: int) -> int:
+        return files.remove_oldest(self.file.parent, _NAME, self.limit - size, self.file)
 
     def _refuse(self, reason: str) -> bool:
         self.say(f"Packed weights are not kept in {self.file.parent} ({reason}): they are packed again at each start.")
@@ -180,7 +185,7 @@ def asked_tile_cache(
         say(f"Packed weights are not kept. {error}")
         return None
     key = key_of(source_digest(_SOURCES), weights, config.weight_type)
-    return TileCache(folder / "tiles" / key[:32], parse_size(config.tile_cache, "tile_cache"), say)
+    return TileCache(folder / "tiles" / key, parse_size(config.tile_cache, "tile_cache"), say)
 
 
 class _Sums:
@@ -215,23 +220,3 @@ def _parts(header: bytes, listed: _Listed, sums: _Sums) -> Iterator[bytes | memo
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
-
-
-def _make_room(folder: Path, kept: Path, limit: int) -> int:
-    """Remove the least recently used files that no process has mapped until all but `kept` take `limit` bytes, and
-    return what they take. Files of other users, or with other names, stay and do not count."""
-    files_by_age = []
-    for file in folder.iterdir():
-        with suppress(OSError):
-            status = file.lstat()
-            if _NAME.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status) and file != kept:
-                files_by_age.append((last_used(status), status.st_size, file))
-    total = sum(size for _, size, _ in files_by_age)
-    for _, size, file in sorted(files_by_age):
-        if total <= limit:
-            break
-        with suppress(OSError), file.open("rb") as opened:
-            files.lock(opened, waits=False)  # Windows does not remove files that are mapped
-            file.unlink()
-            total -= size
-    return total

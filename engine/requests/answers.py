@@ -10,11 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from threading import Lock
 from typing import Any
 
 from polarlm.engine.images.reading import Images, ReadPrompt
@@ -23,7 +21,7 @@ from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.storage.sessions import KEY_BYTES, Known
 from polarlm.engine.storage.tiers.tiers import Tiers
 from polarlm.model_loaders import Model
-from polarlm.model_loaders.forks import renew_in_children
+from polarlm.model_loaders.recent import Recent
 
 _CAPACITY = 1 << 20  # tokens, 4 bytes each
 _ENTRY = 64  # overhead of an entry, in tokens
@@ -39,16 +37,9 @@ class Answers:
         self._images = Images(model, context)
         self.tokenizer, self._vocabulary = model.tokenizer, model.vocabulary
         self.control = frozenset(model.tokenizer.control_tokens().values())
-        self._capacity = _CAPACITY if enabled else 0
+        self._enabled = enabled
         self._tiers = tiers
-        self._ids: OrderedDict[bytes, array[int]] = OrderedDict()
-        self._size = 0
-        self._lock = Lock()
-        renew_in_children(self)
-
-    def renew(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may hold it."""
-        self._lock = Lock()
+        self._ids: Recent[bytes, array[int]] = Recent(_CAPACITY, lambda ids: _ENTRY + len(ids))
 
     def close(self) -> None:
         """End the process that decodes images."""
@@ -61,12 +52,11 @@ class Answers:
         errors: see `Images.read`."""
         read = self._images.read(prompt, warn)
         prompt = read.prompt
-        if not self._capacity or not is_chat(prompt) or not all(_is_known_form(message) for message in prompt):
+        if not self._enabled or not is_chat(prompt) or not all(_is_known_form(message) for message in prompt):
             return Conversation(read, prompt, (), self)  # `prompt_ids` refuses malformed messages
         keys = tuple(_keys(prompt, salt))
         self._recall(prompt, keys)
-        with self._lock:
-            known = [self._with_known_ids(message, key) for message, key in zip(prompt, keys, strict=True)]
+        known = [self._with_known_ids(message, key) for message, key in zip(prompt, keys, strict=True)]
         return Conversation(read, known, keys, self)
 
     def _recall(self, messages: Sequence[Message], keys: Sequence[bytes]) -> None:
@@ -86,21 +76,19 @@ class Answers:
             return message
         for either, more in ((key, {}), (_reasoned(key), {"reasoned": True})):
             if (known := self._ids.get(either)) is not None:
-                self._ids.move_to_end(either)
                 return {**message, "token_ids": tuple(known), **more}
         return message
 
     def put(self, key: bytes, ids: Sequence[int]) -> None:
         """Keep the ids of the answer that ends the conversation with digest `key`."""
-        self._put(key, ids)
+        self._ids.put(key, array("i", ids))
         if self._tiers is not None:
             self._tiers.keep_answer(key, ids)
 
     def known(self, keys: Sequence[bytes]) -> Known:
         """Return the known answers of a conversation. keys: the digests of its messages."""
         each = [either for key in keys for either in (key, _reasoned(key))]
-        with self._lock:
-            return tuple((key.hex(), tuple(self._ids[key])) for key in each if key in self._ids)
+        return tuple((key.hex(), tuple(ids)) for key in each if (ids := self._ids.get(key)) is not None)
 
     def restore(self, known: Known) -> None:
         """Keep the answers of a session file, which is trusted, except answers with control tokens or unknown ids."""
@@ -109,17 +97,7 @@ class Answers:
     def _put_all(self, known: Iterable[tuple[bytes, Sequence[int]]]) -> None:
         for key, ids in known:
             if all(i in self._vocabulary for i in ids) and self.control.isdisjoint(ids):
-                self._put(key, ids)
-
-    def _put(self, key: bytes, ids: Sequence[int]) -> None:
-        with self._lock:
-            if key in self._ids:
-                self._size -= _ENTRY + len(self._ids.pop(key))
-            self._ids[key] = array("i", ids)
-            self._size += _ENTRY + len(ids)
-            while self._size > self._capacity:
-                _, oldest = self._ids.popitem(last=False)
-                self._size -= _ENTRY + len(oldest)
+                self._ids.put(key, array("i", ids))
 
 
 @dataclass(frozen=True)

@@ -69,11 +69,9 @@ class ModelDrafter:
         """Compute the rows of `ids`, which follow `kv`, and return the most likely next token. Raises OutOfBlocks."""
         if len(ids) > MOST_DRAFTED:
             span = self._store.open(kv, len(ids) - 1)
-            try:
+            with self._store.aborting([span]):
                 self._model.forward([span], ids[:-1], outputs=1)
                 self._store.commit(span)
-            finally:
-                self._store.abort(span)  # does nothing after a commit
             self._stored += ids[:-1]
             ids = ids[-1:]
         sampled: Sampled = -1
@@ -81,11 +79,9 @@ class ModelDrafter:
             room = min(len(ids), self._store.rows_of_block(kv))
             now = ids[: max(rows for rows in (1, *DRAFT_ROWS) if rows <= room)]  # those that have kernels
             span = self._store.open_step(kv, len(now))
-            try:
+            with self._store.aborting([span]):
                 *_, sampled = self._model.step([span], now, [self._sampler_input] * len(now))
                 self._store.commit(span)
-            finally:
-                self._store.abort(span)
             self._stored += now
             ids = ids[len(now) :]
         return sampled

@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -235,19 +236,14 @@ class Prefills:
     def _open_steps(self, running: Sequence[Request]) -> dict[Request, Span]:
         """Open the rows of a step, without drafts; none if there is no room for all."""
         steps: dict[Request, Span] = {}
-        try:
+        with suppress(OutOfBlocks), self._store.aborting(steps.values()):
             for request in running:
                 assert request.kv is not None
                 missing = len(request.sequence.ids) - request.kv.length
                 request.clock.begin(not request.sequence.generated)
                 steps[request] = self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
-        except BaseException as error:
-            for span in steps.values():
-                self._store.abort(span)
-            if not isinstance(error, OutOfBlocks):
-                raise
-            return {}
-        return steps
+            return steps
+        return {}
 
     def _compute(
         self, requests: Sequence[Request], spans: Sequence[Span], running: Sequence[Request]
@@ -256,17 +252,13 @@ class Prefills:
         steps. Returns the rows of the step, and the hidden states (B + S, E) of the prompts' last rows and of the S
         rows of the step. Leaves no span open if it raises."""
         every = [*spans]
-        try:
+        with self._store.aborting(every):
             steps = self._open_steps(running)
             every += steps.values()
             ids = [one.sequence.ids[span.start :] for one, span in zip(requests, spans, strict=True)]
             of_steps = [one.sequence.ids[span.start : span.start + span.count] for one, span in steps.items()]
             hidden = self._model.forward_pass(spans, ids, [*steps.values()], [*chain.from_iterable(of_steps)])
             self._store.commit_steps(every)
-        except BaseException:
-            for span in every:
-                self._store.abort(span)
-            raise
         for request, span in zip([*requests, *steps], every, strict=True):
             self._prefixes.insert(span.sequence, request.sequence.ids)
             request.report_progress(len(request.sequence.prompt))

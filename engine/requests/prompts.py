@@ -23,7 +23,7 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
 Messages = str | Sequence[Mapping[str, Any]]  # a text: of a user's only message
 Batch = list[str] | tuple[str, ...] | Sequence[Sequence[Mapping[str, Any]]] | Sequence[Sequence[int]]
 
-_MOST_CHARACTERS = 16  # per token of the context; of a longer text, a lower bound of its tokens is checked first
+_MOST_CHARACTERS = 16  # per token of the context; of a longer text, the beginning is tokenized first
 
 
 @contextmanager
@@ -191,13 +191,17 @@ def behind_reasoning(
 
 
 def _check_fits(model: model_loaders.Model, context: int | None, text: str) -> None:
-    """Raises EngineError for a long text that has more tokens than `context` in every tokenization."""
-    if context is None or len(text) <= _MOST_CHARACTERS * context:
+    """Raises EngineError for a long text whose beginning alone has twice as many tokens as `context`: how it ends may
+    change its last words, but not as much. So the time for a text that is too long depends on the context alone."""
+    if context is None:
         return
-    least = model.tokenizer.least_tokens(text)
-    if least > context:
-        problem = f"The prompt, of {least} tokens or more, exceeds the available context size of {context} tokens"
-        raise _too_long(problem, least, model, context)
+    size = _MOST_CHARACTERS * context
+    while size < len(text):
+        least = len(model.tokenizer.tokenize(text[:size], control=True))
+        if least > 2 * context:
+            problem = f"The prompt, of {least} tokens or more, exceeds the available context size of {context} tokens"
+            raise _too_long(problem, least, model, context)
+        size *= 4
 
 
 def _too_long(problem: str, tokens: int, model: model_loaders.Model, context: int) -> EngineError:

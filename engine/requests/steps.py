@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,15 +76,11 @@ class Steps:
         step, self._begun = self._begun or self._begin(requests), None
         if step is None:
             return
-        try:
+        with self._store.aborting(step.spans.values()):
             fetch, known = (step.fetch, step.known) if step.fetch is not None else self._sampler_input(step)
             kept = [self._take_verified(step, request) for request in step.spans] if step.drafted else None
             growing = [request for request, span in step.spans.items() if span.growth]
             damaged = self._store.commit_steps(list(step.spans.values()), kept)
-        except BaseException:
-            for span in step.spans.values():
-                self._store.abort(span)
-            raise
         errors = {request: damaged[number] for number, request in enumerate(step.spans) if number in damaged}
         for request in growing:
             self._prefixes.insert(step.spans[request].sequence, request.sequence.ids)
@@ -120,7 +117,7 @@ class Steps:
         known: set[Request] = set()
         drafted: dict[Request, Sequence[int]] = {}
         batch = Batch(len(requests))
-        try:
+        with self._store.aborting(spans.values()):
             for request in requests:
                 try:
                     guesses = () if request.drafts is None else self._draft(request, batch)
@@ -158,10 +155,6 @@ class Steps:
             tokens = [next((row for row in one if isinstance(row, EngineError)), one[-1]) for one in rows_of.values()]
             sampled = {request: rows_of[request][-1 - len(guesses) :] for request, guesses in drafted.items()}
             return _Step([*spans], spans, Fetch(None, lambda: tokens), known, drafted=drafted, sampled=sampled)
-        except BaseException:
-            for span in spans.values():
-                self._store.abort(span)
-            raise
 
     def _draft(self, request: Request, batch: Batch) -> Sequence[int]:
         """Return drafted tokens to verify after the newest one, at most as many as fit into the current block."""
@@ -195,7 +188,7 @@ class Steps:
         if [one for one in requests if not one.expects_more or (one.drafts is not None and one.may_draft)]:
             return None  # requests that have left the step expect nothing
         spans: dict[Request, Span] = {}
-        try:
+        with suppress(OutOfBlocks), self._store.aborting(spans.values()):  # `_begin` will preempt a request for it
             for request in requests:
                 assert request.kv is not None
                 spans[request] = self._store.open_step(request.kv)
@@ -203,12 +196,7 @@ class Steps:
                 return _Step(requests, spans, None, logits=self._model.rows_ahead(list(spans.values()), fetch))
             sampler_inputs = [request.sampler.next((NEWEST,)) for request in requests]
             return _Step(requests, spans, self._model.step_ahead(list(spans.values()), fetch, sampler_inputs))
-        except BaseException as error:
-            for span in spans.values():
-                self._store.abort(span)
-            if not isinstance(error, OutOfBlocks):  # `_begin` will preempt a request for it
-                raise
-            return None
+        return None
 
     def _open(self, request: Request, drafted: int) -> Span | None:
         """Open a span of the tokens that have no K/V yet, the newest one last, and of `drafted` ones after it; None if

@@ -9,9 +9,7 @@ import hashlib
 import json
 import logging
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,8 +24,9 @@ from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling import gbnf, schemas
 from polarlm.engine.sampling.compilations import TURNS, Compilations, Key, NeedsLonger
 from polarlm.engine.sampling.constraints import Constraint
-from polarlm.model_loaders.forks import cached_property, renew_in_children
+from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.limited_process import TOO_LONG, LimitedProcess, ProcessFailed, why_ended
+from polarlm.model_loaders.recent import Recent
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -55,15 +54,9 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         """size: the size of the vocabulary, including rows of the embedding that are padding."""
         self._tokenizer, self._size = tokenizer, size
-        self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # least recently used first
-        self._refused: OrderedDict[bytes, str] = OrderedDict()  # hash of the key → reason, least recently used first
+        self._compiled: Recent[Key, _Compiled] = Recent(1.0, lambda one: max(1 / _KEPT, one.seconds / _KEPT_SECONDS))
+        self._refused: Recent[bytes, str] = Recent(_KEPT_REFUSED)  # hash of the key → reason
         self._compilations: Compilations[_Compiled] = Compilations(self._known, self._compile)
-        self.renew()
-        renew_in_children(self)
-
-    def renew(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may hold it."""
-        self._lock = threading.Lock()  # guards `_compiled` and `_refused`
 
     def close(self) -> None:
         """End the workers, and fail requests that wait for a constraint with an EngineError."""
@@ -97,27 +90,13 @@ class Grammars:
 
     def _known(self, key: Key) -> _Compiled | None:
         """The kept constraint of a key, if there is one. Raises EngineError if the key was refused recently."""
-        with self._lock:
-            if (compiled := self._compiled.get(key)) is not None:
-                self._compiled.move_to_end(key)
-            reason = self._refused.get(name := _hash(key))
-            if reason is not None:
-                self._refused.move_to_end(name)
-                raise _unusable(key[0], reason)
-            return compiled
-
-    def _keep(self, key: Key, compiled: _Compiled) -> None:
-        with self._lock:
-            kept = self._compiled
-            kept[key] = compiled
-            while len(kept) > 1 and (len(kept) > _KEPT or sum(one.seconds for one in kept.values()) > _KEPT_SECONDS):
-                kept.popitem(last=False)
+        if (reason := self._refused.get(_hash(key))) is not None:
+            raise _unusable(key[0], reason)
+        return self._compiled.get(key)
 
     def _refuse(self, key: Key, reason: str) -> EngineError:
-        with self._lock:
-            self._refused[_hash(key)] = reason = _in_words(reason)
-            while len(self._refused) > _KEPT_REFUSED:
-                self._refused.popitem(last=False)
+        reason = _in_words(reason)
+        self._refused.put(_hash(key), reason)
         return _unusable(key[0], reason)
 
     def _compile(self, key: Key, seconds: float, gone: Callable[[], bool]) -> _Compiled:
@@ -145,7 +124,7 @@ class Grammars:
         for warning in matched.get_grammar_warnings():
             _LOG.warning("a constraint holds in part: %r", _in_words(warning))
         compiled = _Compiled(matched, time.perf_counter() - began)
-        self._keep(key, compiled)
+        self._compiled.put(key, compiled)
         return compiled
 
     @cached_property

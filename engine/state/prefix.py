@@ -259,9 +259,9 @@ class PrefixCache:
         entries = self._full.get(before, ()) if self._enabled else ()
         n = self._store.shape.block_size
         usable = [entry for entry in entries if None not in entry.slots]
-        best = max(usable, key=lambda entry: _common(entry.ids, ids), default=None)
+        best = max(usable, key=lambda entry: common(entry.ids, ids), default=None)
         # N tokens would be a complete block, which is shared or outside the window.
-        return best, 0 if best is None else min(_common(best.ids, ids), n - 1)
+        return best, 0 if best is None else min(common(best.ids, ids), n - 1)
 
     def _set_current(self, kv: SequenceKV, entry: _Full | None, count: int) -> bool:
         """Make the first `count` tokens of a full-precision block the current block of `kv`; False if no slot is
@@ -316,8 +316,6 @@ def _hash(before: bytes, ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(np.asarray(ids, np.int64).tobytes(), key=before, digest_size=16).digest()
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many ids both begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

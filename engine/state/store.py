@@ -21,7 +21,8 @@ Layers with the same window share block tables. Blocks that no later token of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -107,15 +108,18 @@ class KVStore:
         self.ops, self.plan, self.shape = ops, plan, plan.shape
         self._source = [plan.shape.source(layer) for layer in range(len(plan.shape.layers))]
         self.conditioning = [conditioning[source] for source in self._source]
-        self._group_of = {layer: index for index, (_, layers) in enumerate(plan.shape.groups) for layer in layers}
+        groups = {layer: index for index, (_, layers) in enumerate(plan.shape.groups) for layer in layers}
+        self.group_of = groups.__getitem__  # a layer → the number of its group, whose layers share block tables
         firsts = [plan.shape.layers[layers[0]] for _, layers in plan.shape.groups]
         slots = [first.slots(plan.full_slots, plan.more_slots) for first in firsts]
         sizes, caches = [*zip(plan.quantized_blocks, slots, strict=True)], dict[int, Cache]()
         for layer in plan.shape.kv_layers:
             format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
-            blocks = sizes[self._group_of[layer]]
+            blocks = sizes[self.group_of(layer)]
             caches[layer] = ops.of_layer(layer).cache(format, *blocks, [*caches.values()])
         self._images_whole = [first.images_whole for first in firsts]
+        # Whether rows of an image see its later rows in some layers: all keys of it must be there before they do.
+        self.sees_whole_images = any(self._images_whole)
         self.groups: list[LayerState] = []
         for (_, layers), shape, blocks in zip(plan.shape.groups, firsts, sizes, strict=True):
             layers = tuple(layer for layer in layers if self._source[layer] == layer)
@@ -130,7 +134,7 @@ class KVStore:
 
     def cache(self, layer: int) -> Cache:
         """Return the cache of one layer, for the ops."""
-        return self.groups[self._group_of[layer]].cache(self._source[layer])
+        return self.groups[self.group_of(layer)].cache(self._source[layer])
 
     def in_numpy(self) -> list[str]:
         """Return what NumPy computes where kernels are missing: a clause for each reason, with its layers."""
@@ -155,10 +159,6 @@ class KVStore:
         where `Ops.pass_rows` says so, and with recurrent layers."""
         has_kv_alone = all(isinstance(group, KVBlocks) for group in self.groups)
         return min(self.ops.pass_rows, self.plan.tokens) if has_kv_alone else 0
-
-    def group_of(self, layer: int) -> int:
-        """Return the number of a layer's group. The layers of a group share block tables."""
-        return self._group_of[layer]
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
@@ -187,16 +187,14 @@ class KVStore:
         """Open spans of prompts that are computed together, each as `open` does: of the first ones that there is room
         for. If it raises OutOfBlocks, there is none for the first one, and nothing has changed."""
         buffers, spans, unsealed = self._buffers(prompts), list[Span](), list[int]()
-        try:
+        with self.aborting(spans):
             for sequence, count in prompts:
-                spans.append(self._open(sequence, count, buffers, unsealed=unsealed))
-        except OutOfBlocks:
-            if not spans:
-                raise
-        except BaseException:
-            for span in spans:
-                self.abort(span)
-            raise
+                try:
+                    spans.append(self._open(sequence, count, buffers, unsealed=unsealed))
+                except OutOfBlocks:
+                    if not spans:
+                        raise
+                    break
         return spans
 
     def _buffers(self, prompts: Sequence[tuple[SequenceKV, int]], together: int | None = None) -> Buffers:
@@ -268,11 +266,6 @@ class KVStore:
             for group, whole in zip(self.groups, self._images_whole, strict=True)
         ]
 
-    @property
-    def sees_whole_images(self) -> bool:
-        """Whether rows of an image see its later rows in some layers: all keys of it must be there before they do."""
-        return any(self._images_whole)
-
     def view(self, layer: int, span: Span, rows: slice, position: int, sees: int = 0) -> SpanView:
         """Return a view of `rows` of `span`, which start at `position`. It serves all layers in the layer's group."""
         group, table, growth = self._of(layer, span)
@@ -321,7 +314,7 @@ class KVStore:
             group.round_trip(layer, growth, span.start, span.count)
 
     def _of(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Growth]:
-        index = self._group_of[layer]
+        index = self.group_of(layer)
         table, first = span.sequence.tables[index], span.start // self.shape.block_size
         slots = {} if table.current is None else {first: table.current}  # of a step that changes no table
         return self.groups[index], table, span.growth[index] if span.growth else Growth(slots, {}, [])
@@ -340,8 +333,6 @@ class KVStore:
         Codes are written before any table changes, so that all spans can be aborted after an exception."""
         both = [*zip(spans, kept or [None] * len(spans), strict=True)]
         lengths = [span.start + (span.count if count is None else count) for span, count in both]
-        for span, length in zip(spans, lengths, strict=True):
-            assert (0 if span.is_step else span.count) <= length - span.start <= span.count
         if unsealed := [span for span in spans if span.unsealed]:
             self._seal(unsealed, unsealed[0].unsealed)
         growing = [step for step in zip(range(len(spans)), spans, lengths, strict=True) if step[1].growth]
@@ -377,6 +368,16 @@ class KVStore:
         growth, span.growth = span.growth, []
         for group, grown in zip(self.groups, growth, strict=False):
             group.abort(grown)
+
+    @contextmanager
+    def aborting(self, spans: Iterable[Span]) -> Iterator[None]:
+        """A context in which an exception aborts `spans`, also those that are added to them inside it."""
+        try:
+            yield
+        except BaseException:
+            for span in spans:
+                self.abort(span)
+            raise
 
     def with_room(self, allocate: Callable[[], T]) -> T:
         """Return what `allocate` returns, and code blocks again as long as it raises CodeAgain."""

@@ -1,4 +1,4 @@
-"""Writes files atomically, to a temporary file, which is renamed at the end; locks of files."""
+"""Writes files atomically, to a temporary file, which is renamed at the end; removes old ones; locks of files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from polarlm.model_loaders.user_dirs import belongs_to_user
+from polarlm.model_loaders.user_dirs import belongs_to_user, last_used
 
 try:
     import fcntl
@@ -57,15 +57,21 @@ def unlock(file: BinaryIO) -> None:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def write(path: Path, parts: Iterable[bytes | memoryview], progress: Progress = lambda done: None) -> None:
+def write(
+    path: Path,
+    parts: Iterable[bytes | memoryview],
+    progress: Progress = lambda done: None,
+    *,
+    is_durable: bool = True,
+) -> None:
     """Write a file of these parts to `path`, replacing any other. Only its owner can read it. After an exception, such
-    as OSError, the file at `path` is unchanged."""
+    as OSError, the file at `path` is unchanged. is_durable: wait for the disk, so that a power failure cuts nothing."""
     number, name = _new_file(path.parent)
     try:
         with os.fdopen(number, "wb") as file:
             for part in parts:
-                _put(file, part, progress)
-            _flush(file)
+                _put(file, part, progress, is_durable)
+            _flush(file, is_durable)
             if fcntl is not None:
                 lock(file, is_shared=True)  # for `remove_unfinished` it is being written, and readers share it
                 os.replace(name, path)
@@ -81,10 +87,10 @@ def remove_unfinished(folder: Path) -> None:
     """Remove the unfinished files of killed processes from `folder`. Files that are being written or cannot be removed
     stay, and so does everything that is not a regular file of this user with a temporary name."""
     with suppress(OSError):
-        for file in sorted(folder.iterdir()):
+        for file in [file for file in folder.iterdir() if _TEMPORARY.fullmatch(file.name)]:
             with suppress(OSError):
                 status = file.lstat()
-                if not (_TEMPORARY.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status)):
+                if not (stat.S_ISREG(status.st_mode) and belongs_to_user(status)):
                     continue
             with suppress(OSError), file.open("r+b") as opened:
                 if lock(opened, waits=False):  # raises if the file is being written
@@ -92,6 +98,26 @@ def remove_unfinished(folder: Path) -> None:
             if fcntl is None:
                 with suppress(OSError):
                     file.unlink()
+
+
+def remove_oldest(folder: Path, name: re.Pattern[str], limit: int, kept: Path) -> int:
+    """Remove the least recently used files with such names, that no process has mapped, until all but `kept` take
+    `limit` bytes; return what they take. Files of other users, and other names, stay and do not count."""
+    by_age = []
+    for file in folder.iterdir():
+        with suppress(OSError):
+            status = file.lstat()
+            if name.fullmatch(file.name) and stat.S_ISREG(status.st_mode) and belongs_to_user(status) and file != kept:
+                by_age.append((last_used(status), status.st_size, file))
+    total = sum(size for _, size, _ in by_age)
+    for _, size, file in sorted(by_age):
+        if total <= limit:
+            break
+        with suppress(OSError), file.open("rb") as opened:
+            lock(opened, waits=False)  # Windows does not remove files that are mapped
+            file.unlink()
+            total -= size
+    return total
 
 
 def _new_file(folder: Path) -> tuple[int, str]:
@@ -104,17 +130,18 @@ def _new_file(folder: Path) -> tuple[int, str]:
         os.close(number)  # `remove_unfinished` removed it before it was locked
 
 
-def _put(file: BinaryIO, content: bytes | memoryview, progress: Progress) -> None:
+def _put(file: BinaryIO, content: bytes | memoryview, progress: Progress, is_durable: bool) -> None:
     view = memoryview(content)
     for first in range(0, len(view), _PIECE):
         piece = view[first : first + _PIECE]
         before = file.tell() // _PIECE
         file.write(piece)
         if file.tell() // _PIECE > before:
-            _flush(file)
+            _flush(file, is_durable)
         progress(len(piece))
 
 
-def _flush(file: BinaryIO) -> None:
+def _flush(file: BinaryIO, is_durable: bool) -> None:
     file.flush()
-    os.fsync(file.fileno())
+    if is_durable:
+        os.fsync(file.fileno())

@@ -16,19 +16,20 @@ from typing import Any, Protocol
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.recent import Recent
 
 Messages = list[dict[str, Any]]
 
 _SYSTEM = ("system", "developer")
 _REPEATS = re.compile(r"(.{1,8}?)\1{3,}", re.DOTALL)
-_MOST_SHAPES = 256  # conversation shapes whose changes are kept
+MOST_SHAPES = 256  # conversation shapes whose changes are kept
 _LOST = "this model's chat template leaves out the text of a message"
 
 
 class Template(Protocol):
     """What is used of a `ChatTemplate`."""
 
-    changes: dict[str, tuple[int, bool]]
+    changes: Recent[str, tuple[int, bool]]
     """By the shape of a conversation: the changes that it needs, and whether a text is lost even so."""
 
     @property
@@ -85,9 +86,7 @@ def put_otherwise(
     if needed is None:
         trial, words = _trial([messages[at] for at in kept], beside_calls=format is None or template.channels is None)
         needed = _needed(template, lambda choice: put(trial, choice), words, with_tools)
-        if len(template.changes) >= _MOST_SHAPES:
-            template.changes.clear()
-        template.changes[shape] = needed
+        template.changes.put(shape, needed)
     choice, is_lost = needed
     refused = [why for bit, (_, why) in enumerate(_CHANGES) if choice >> bit & 1] + [_CALLS] * (choice >= _AS_TEXT)
     warnings = [f"this model's chat template refuses {why}" for why in refused] + [_LOST] * is_lost

@@ -4,8 +4,8 @@ A template is a program that comes with a model. Jinja's sandbox keeps it from f
 but bounds neither its time nor its memory. Rendered in the engine's own process, with the limits below on text and on
 products, two nested loops over 100,000 numbers or a macro that calls itself twice do not end, and
 `'%1000000000d' % 1` takes all the memory there is (tests/model_loaders/test_templates.py has these attacks and more).
-Only the operating system can stop them, hence a process. This file runs by itself and imports nothing of the package,
-so that it starts in a tenth of a second.
+Only the operating system can stop them, hence a process. This file imports none of the rooms, so that it starts in a
+tenth of a second.
 
 The first line is the template's source. Each further line is a list of renderings, each an object of variables; the
 answer is a list of `{"text": ...}` or `{"error": ...}`. If a limit ends the process, the pipe closes instead, and the
@@ -15,9 +15,7 @@ exit code or signal says which limit.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -28,10 +26,11 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from polarlm.children import answer_lines
+
 MEMORY_BYTES = 512 << 20  # address space of this process; an idle one takes about a twentieth of it
 CPU_SECONDS = 2.0  # for one line
 TEXT_CHARACTERS = 8 << 20  # in one rendering
-OUT_OF_MEMORY = 3  # exit code
 _FACTOR_LIMIT = 1 << 24  # characters, elements or bits that one multiplication may produce
 
 
@@ -96,23 +95,6 @@ def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-def _limit_memory() -> None:
-    if sys.platform == "win32":
-        return
-    import resource
-
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    except (ValueError, OSError):  # macOS has the limit but may refuse to set it
-        return
-
-
-def _limit_time(seconds: float) -> None:
-    """Have the system end this process after `seconds` of processor time from now; 0 removes the limit."""
-    if sys.platform != "win32":
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-
-
 def _answer(source: str, variables: dict[str, Any]) -> dict[str, str]:
     try:
         return {"text": _rendered(compiled(source), variables)}
@@ -126,20 +108,9 @@ def _answer(source: str, variables: dict[str, Any]) -> dict[str, str]:
         return {"error": str(error) or type(error).__name__}
 
 
-def main() -> None:
-    """Answers requests until the parent closes the pipe."""
-    _limit_memory()
-    source = json.loads(sys.stdin.buffer.readline() or '""')
-    for line in sys.stdin.buffer:
-        _limit_time(CPU_SECONDS)
-        answers = [_answer(source, variables) for variables in json.loads(line)]
-        sys.stdout.buffer.write(json.dumps(answers).encode() + b"\n")
-        sys.stdout.buffer.flush()
-        _limit_time(0)
+def _begin(source: str) -> Callable[[list[dict[str, Any]]], list[dict[str, str]]]:
+    return lambda renderings: [_answer(source, variables) for variables in renderings]
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except MemoryError:  # too little is left for an answer
-        os._exit(OUT_OF_MEMORY)
+    answer_lines(_begin, MEMORY_BYTES, CPU_SECONDS)

@@ -11,13 +11,14 @@ from typing import Any
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels, find_channels
 from polarlm.model_loaders.chat.find_calls import find_call_format
-from polarlm.model_loaders.chat.otherwise import put_otherwise
+from polarlm.model_loaders.chat.otherwise import MOST_SHAPES, put_otherwise
 from polarlm.model_loaders.chat.reasoning import ASKED, CALLED, Place, Tags, find_tags, place_of_answer
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import read_json, usable
 from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed
+from polarlm.model_loaders.recent import Recent
 from polarlm.model_loaders.tokenizers._special import token_string
 
 _LOG = logging.getLogger(__name__)
@@ -46,9 +47,9 @@ class ChatTemplate:
         self.stops: tuple[str, ...] = ("\nUser:",) if source == _PLAIN else ()
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._process = LimitedProcess(_WORKER, source)
-        self._places: dict[str, Place] = {}
+        self._places: Recent[str, Place] = Recent(_MOST_VARIABLES)
         self._logged: set[str] = set()
-        self.changes: dict[str, tuple[int, bool]] = {}  # see `put_otherwise`
+        self.changes: Recent[str, tuple[int, bool]] = Recent(MOST_SHAPES)  # see `put_otherwise`
 
     def with_text(self, old: str, new: str) -> ChatTemplate:
         """The template with `new` instead of the text `old`."""
@@ -101,12 +102,11 @@ class ChatTemplate:
         if self.tags is None:
             return "after"
         key = json.dumps([variables, after_result], sort_keys=True)
-        if key not in self._places:
-            if len(self._places) >= _MOST_VARIABLES:
-                self._places.clear()
+        if (place := self._places.get(key)) is None:
             messages = put_otherwise(self, CALLED, (), variables).messages if after_result else ASKED
-            self._places[key] = place_of_answer(self.render_each, self.tags, variables, messages)
-        return self._places[key]
+            place = place_of_answer(self.render_each, self.tags, variables, messages)
+            self._places.put(key, place)
+        return place
 
     def render_each(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], **variables: object

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from polarlm.model_loaders.config import Dense
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.fields import Fields, read_json
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.safetensors_source import SINGLE
 
@@ -73,13 +72,8 @@ def dense_of_folder(folder: Path) -> tuple[tuple[Dense, ...], list[Path]]:
 def _modules(folder: Path, wanted: str) -> list[Path]:
     """The folders of the modules of a kind in modules.json, in order; none without that file. Raises LoadError."""
     path = folder / "modules.json"
-    try:
-        modules = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(f"{path} cannot be read ({error}); download it again.") from None
-    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+    modules = read_json(path, list, required=False)
+    if not all(isinstance(one, dict) for one in modules):
         raise LoadError(f"{path} should hold a list of objects; download it again.")
     folders = []
     for module in modules:

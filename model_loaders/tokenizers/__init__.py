@@ -8,7 +8,7 @@ from pathlib import Path
 from polarlm.model_loaders.errors import LoadError, panics_told, stand_in
 from polarlm.model_loaders.fields import read_json
 from polarlm.model_loaders.files.gguf_file import GgufFile
-from polarlm.model_loaders.tokenizers import gguf_vocab, hf_json
+from polarlm.model_loaders.tokenizers import gguf_vocab, hf_json, tiktoken_file
 from polarlm.model_loaders.tokenizers._base import Tokenizer
 from polarlm.model_loaders.tokenizers._special import FolderSettings
 
@@ -41,10 +41,11 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
     with panics_told(f"Reading {file}"):
         if file == whole:
             return hf_json.load(file, content, settings)
-        from polarlm.model_loaders.tokenizers import sentence_piece, tiktoken_file  # their libraries take memory
+        if tiktoken_file.recognises(content):
+            return tiktoken_file.load(file, content, settings)
+        from polarlm.model_loaders.tokenizers import sentence_piece  # its library takes memory
 
-        kind = tiktoken_file if tiktoken_file.recognises(content) else sentence_piece
-        return kind.load(file, content, settings)
+        return sentence_piece.load(file, content, settings)
 
 
 def load_for_gguf(gguf: GgufFile) -> Tokenizer:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from polarlm.model_loaders.errors import panics_told
-from polarlm.model_loaders.forks import cached_property
 
 # Unicode's white space; Python counts U+001C to U+001F as well.
 _SPACE = "\t\n\v\f\r \u0085\u00a0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
@@ -69,20 +68,14 @@ class Tokenizer(ABC):
         special: SpecialIds,
         space: tuple[bool, bool] = (False, False),
         *,
-        shrinks: int | None,
-        lacks: bytes = b"",
         takes: Mapping[str, Takes] = MappingProxyType({}),
     ) -> None:
-        """space: whether tokenizing adds a space at the start of a text, and after control tokens.
-
-        shrinks: the most bytes of text that normalization turns into one; None if it may drop text. lacks: bytes
-        without an id in the vocabulary. takes: the added tokens that remove white space.
-        """
+        """space: whether tokenizing adds a space at the start of a text, and after control tokens. takes: the added
+        tokens that remove white space."""
         self.vocab_size = vocab_size
         self.bos_id, self.eos_ids = special.bos_id, special.eos_ids
         self.closing_id, self.pair = special.closing_id, special.pair
         self.strips_leading_space, self.adds_space_after_control = space
-        self._shrinks, self._lacks = shrinks, lacks + _SPACE.encode() if takes else lacks
         self._takes = takes
         self.left_out: tuple[range, frozenset[int]] = range(0), frozenset()
         self._set_control(control)
@@ -137,18 +130,6 @@ class Tokenizer(ABC):
                 ids += [one for one in pieces if one < self.vocab_size] if self.left_out[0] else pieces
                 leading_space = False
         return ids
-
-    def least_tokens(self, text: str) -> int:
-        """A lower bound of the number of ids of `text`, found without tokenizing it."""
-        if self._shrinks is None:
-            return 0
-        size = len(_valid_unicode(text).encode().translate(None, self._lacks))
-        return -(-size // (self._shrinks * self._longest))
-
-    @cached_property
-    def _longest(self) -> int:
-        pieces = max(len(self._piece_bytes(token_id)) for token_id in range(self.vocab_size))
-        return max(pieces, *(len(string.encode()) for string in self._control), 1)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that an id contributes to text, b"" for a control token. Raises ValueError for an unknown id."""

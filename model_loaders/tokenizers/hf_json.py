@@ -13,7 +13,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import known_names
 from polarlm.model_loaders.tokenizers._base import Pair, SpecialIds, Takes, Tokenizer
-from polarlm.model_loaders.tokenizers._pieces import SPELLING, spelt_bytes, text_of
+from polarlm.model_loaders.tokenizers._pieces import spelt_bytes, text_of
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder, token_string
 
 
@@ -34,12 +34,9 @@ class LibraryTokenizer(Tokenizer):
         """takes: control tokens that remove white space, besides those that the library knows of."""
         if vocab_size is None:
             vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
-        spelling = SPELLING if byte_level else {byte: f"<0x{byte:02X}>" for byte in range(256)}
-        lacks = bytes(byte for byte in range(256) if library.token_to_id(spelling[byte]) is None)
         added = library.get_added_tokens_decoder().values()
         known = {token.content: Takes(token.lstrip, token.rstrip) for token in added if token.lstrip or token.rstrip}
-        shrinks = None if lacks and not byte_level else _shrinks(library, byte_level)
-        super().__init__(vocab_size, control, special, space, shrinks=shrinks, lacks=lacks, takes={**known, **takes})
+        super().__init__(vocab_size, control, special, space, takes={**known, **takes})
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # control strings are found by the base class alone
@@ -121,27 +118,6 @@ def _from(description: dict[str, object]) -> tokenizers.Tokenizer:
     library = tokenizers.Tokenizer.from_str(json.dumps(description))
     library.encode_special_tokens = True
     return library
-
-
-def _shrinks(library: tokenizers.Tokenizer, byte_level: bool) -> int | None:
-    """The most bytes of text that become one byte; three if characters are composed or "▁" replaces a space.
-
-    None if text may be dropped by a normalizer or a pre-tokenizer.
-    """
-    stages = {"normalizer": library.normalizer, "pre_tokenizer": library.pre_tokenizer}
-    steps = {stage: json.loads(step.__getstate__()) for stage, step in stages.items() if step is not None}
-    if not all(map(_keeps_text, _steps(steps))):
-        return None
-    return 1 if byte_level and "normalizer" not in steps else 3
-
-
-def _keeps_text(step: Mapping[str, object]) -> bool:
-    """Whether a normalizer or a pre-tokenizer is known to drop no text."""
-    if step["type"] == "Replace":
-        return step["pattern"] == {"String": " "} and step["content"] == "▁"
-    if step["type"] in ("Split", "Punctuation"):
-        return step["behavior"] != "Removed"
-    return step["type"] in ("NFC", "Prepend", "ByteLevel", "Digits", "Metaspace", "Sequence")
 
 
 def _steps(description: Mapping[str, object]) -> Iterator[dict]:

@@ -8,10 +8,10 @@ from tokenizers import Regex, pre_tokenizers
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3 = _WORDS.replace("DIGITS", r"\p{N}{1,3}")
-QWEN2 = _WORDS.replace("DIGITS", r"\p{N}")
+_LLAMA3 = _WORDS.replace("DIGITS", r"\p{N}{1,3}")
+_QWEN2 = _WORDS.replace("DIGITS", r"\p{N}")
 # Marks belong to the letters before them.
-QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 
 # Mistral's, as published: a new word begins where a capital follows a small letter. llama.cpp considers the case of
@@ -54,12 +54,12 @@ _EXPRESSIONS: dict[str, tuple[str, ...]] = {
             *("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral", "smaug-bpe", "dbrx"),
             *("lfm2", "glm4", "chatglm-bpe"),
         ),
-        (LLAMA3,),
+        (_LLAMA3,),
     ),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2"), (QWEN2,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2"), (_QWEN2,)),
     **dict.fromkeys(("gpt-2", "a.x-4.0", "gigachat", "mellum", "olmo", "phi-2", "trillion"), (_GPT2,)),
     **dict.fromkeys(("smollm", "codeshell", "minerva-7b", "refact", "starcoder"), (r"\p{N}", _GPT2)),
-    "qwen35": (QWEN35,),
+    "qwen35": (_QWEN35,),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
     "deepseek-llm": (r"[\r\n]", rf"\s?[{_CASED}]+", _MARKS, r"\s+$", _EAST_ASIAN, r"\p{N}+"),

@@ -34,7 +34,6 @@ class SentencePieceTokenizer(Tokenizer):
             control_pieces(model),
             special,
             (adds_space, adds_space and space_after_control),
-            shrinks=_shrinks(model),
             takes=takes,
         )
         self._serialized = model.SerializeToString()
@@ -54,13 +53,6 @@ class SentencePieceTokenizer(Tokenizer):
     def _piece_bytes(self, token_id: int) -> bytes:
         piece = self._library.id_to_piece(token_id)
         return text_of(piece) if self._library.is_byte(token_id) else piece.replace("▁", " ").encode()
-
-
-def _shrinks(model: Any) -> int | None:
-    """The most bytes of text that become one byte: three, as "▁" replaces a space. None if text may be dropped."""
-    normalizer = model.normalizer_spec
-    keeps_all = not normalizer.precompiled_charsmap and not normalizer.remove_extra_whitespaces
-    return 3 if keeps_all and model.trainer_spec.byte_fallback else None
 
 
 def control_pieces(model: Any) -> dict[str, int]:

@@ -1,19 +1,20 @@
-"""Llama 3's original `tokenizer.model`: lines of base64 and rank, which the `tiktoken` library runs."""
+"""Llama 3's original `tokenizer.model`: lines of base64 and rank, as `tiktoken` reads them."""
 
 from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 
-import tiktoken
+import tokenizers
+from tokenizers.models import BPE
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.tokenizers._base import SpecialIds, Tokenizer
+from polarlm.model_loaders.tokenizers import patterns
+from polarlm.model_loaders.tokenizers._pieces import SPELLING
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder
-from polarlm.model_loaders.tokenizers.patterns import LLAMA3
+from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer
 
 # The file holds no special tokens: Llama 3 numbers 256 of them after the ranks. Those not named here are reserved.
 _SPECIAL_COUNT = 256
@@ -29,33 +30,13 @@ _SPECIAL_NAMES = {
 }
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
-# On longer runs of white space, or of other characters, the library's regular expressions overflow the stack. Llama 3's
-# own code cuts at this length too, so the ids equal the reference's.
-_LONGEST_RUN = 25_000
-_RUN_TO_CUT = re.compile(rf"\s{{{_LONGEST_RUN}}}(?=\s)|\S{{{_LONGEST_RUN}}}(?=\S)")
-
-
-class TiktokenTokenizer(Tokenizer):
-    """A byte-level BPE that is given by ranks alone."""
-
-    def __init__(self, ranks: dict[bytes, int], control: Mapping[str, int], special: SpecialIds) -> None:
-        super().__init__(1 + max(max(ranks.values()), *control.values()), control, special, shrinks=1)
-        self._library = tiktoken.Encoding("llama3", pat_str=LLAMA3, mergeable_ranks=ranks, special_tokens={})
-        self._bytes_of = {rank: token for token, rank in ranks.items()}
-
-    def _tokenize_plain(self, text: str, leading_space: bool) -> list[int]:
-        return [token_id for part in _cut_long_runs(text) for token_id in self._library.encode_ordinary(part)]
-
-    def _piece_bytes(self, token_id: int) -> bytes:
-        return self._bytes_of.get(token_id, b"")
-
 
 def recognises(content: bytes) -> bool:
     """Whether a tokenizer.model is in this format."""
     return _LINE.match(content) is not None
 
 
-def load(file: Path, content: bytes, settings: FolderSettings) -> TiktokenTokenizer:
+def load(file: Path, content: bytes, settings: FolderSettings) -> LibraryTokenizer:
     """Reads a tiktoken vocabulary. Raises LoadError if a line is damaged."""
     try:
         pairs = [line.split() for line in content.splitlines() if line]
@@ -63,20 +44,26 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> TiktokenTokeni
         control = {string: token_id for string, (token_id, special) in settings.added_tokens().items() if special}
         control = control or _special_tokens(1 + max(ranks.values()))
         special = for_folder(settings, control, control.get, adds_bos=True, default_bos=control.get(_SPECIAL_NAMES[0]))
-        return TiktokenTokenizer(ranks, control, special)
+        size = 1 + max(*ranks.values(), *control.values())
+        return LibraryTokenizer(_library(ranks), control, special, byte_level=True, vocab_size=size)
     except ValueError as error:
         raise LoadError(f"{file} is a damaged tiktoken vocabulary ({error}): download it again.") from error
+
+
+def _library(ranks: dict[bytes, int]) -> tokenizers.Tokenizer:
+    """The library's object for a byte-level BPE that is given by ranks alone: any two tokens that make a third are
+    merged, in the order of the ranks of what they make."""
+    spelt = {token: "".join(map(SPELLING.__getitem__, token)) for token in ranks}
+    cuts = ((token[:at], token[at:], rank) for token, rank in ranks.items() for at in range(1, len(token)))
+    merges = [(rank, ranks[a], ranks[b], a, b) for a, b, rank in cuts if a in ranks and b in ranks]
+    ids = {spelt[token]: rank for token, rank in ranks.items()}
+    pairs = [(spelt[a], spelt[b]) for *_, a, b in sorted(merges)]
+    library = tokenizers.Tokenizer(BPE(ids, pairs, ignore_merges=True))
+    library.pre_tokenizer = patterns.pre_tokenizer("llama3")
+    return library
 
 
 def _special_tokens(first: int) -> dict[str, int]:
     reserved = count()
     names = (_SPECIAL_NAMES.get(i) or f"<|reserved_special_token_{next(reserved)}|>" for i in range(_SPECIAL_COUNT))
     return {name: first + i for i, name in enumerate(names)}
-
-
-def _cut_long_runs(text: str) -> Iterator[str]:
-    start = 0
-    for match in _RUN_TO_CUT.finditer(text):
-        yield text[start : match.end()]
-        start = match.end()
-    yield text[start:]

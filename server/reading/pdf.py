@@ -7,8 +7,9 @@ import io
 import json
 import logging
 import sys
-from contextlib import suppress
 from typing import Any
+
+from polarlm.children import limit_memory
 
 _MEMORY = 1 << 30  # bytes of address space
 
@@ -41,10 +42,7 @@ def read_pdf(data: bytes, most: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    with suppress(ImportError, ValueError, OSError):  # not on Windows; the time is limited on every system
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    limit_memory(_MEMORY)  # the parent limits the time
     logging.disable()  # pypdf warns of every oddity
     sys.stdout.write(json.dumps(read_pdf(sys.stdin.buffer.read(), int(sys.argv[1]))))
 

@@ -9,7 +9,6 @@ import tempfile
 import unicodedata
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
@@ -17,7 +16,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import decoders, normalizers, pre_tokenizers
+from tokenizers import pre_tokenizers
 from tokenizers.models import BPE
 
 from polarlm.engine.sampling import detokenizer
@@ -126,7 +125,6 @@ def test_control_tokens_take_white_space_as_the_library_has_it(kind: str, text: 
     tokenizer, library = spaced(kind)
     ids = library.encode(text, add_special_tokens=False).ids
     assert tokenizer.tokenize(text, control=True) == ids
-    assert tokenizer.least_tokens(text) <= len(ids)
 
 
 @pytest.mark.parametrize("names", [("llama3-json", "llama3-tiktoken", "llama3-gguf"), ("llama2-gguf", "llama2-model")])
@@ -187,7 +185,6 @@ def test_what_a_gguf_file_does_not_say_is_known_by_name(model: str, data: st.Dat
     text = data.draw(st.lists(parts).map("".join))
     ids = library.encode(text, add_special_tokens=False).ids
     assert tokenizer.tokenize(text, control=True) == ids
-    assert tokenizer.least_tokens(text) <= len(ids)
 
 
 def test_a_mark_hides_control_strings_and_leaves_no_trace() -> None:
@@ -196,12 +193,6 @@ def test_a_mark_hides_control_strings_and_leaves_no_trace() -> None:
     assert tokenizer.tokenize("he<|end|>he<#|end|>", control=True, mark="#") == [
         *tokenizer.tokenize("he"), 257, *tokenizer.tokenize("he<|end|>")
     ]  # fmt: skip
-
-
-def test_long_runs_of_one_character_pass_through_tiktoken() -> None:
-    tokenizer = vocab.real("llama3-tiktoken")
-    text = " " * 1_000_000  # on which the library alone overflows its stack
-    assert text_of(tokenizer, tokenizer.tokenize(text)) == text
 
 
 @pytest.mark.parametrize("tiny", [vocab.tiny_bpe, vocab.tiny_spm])
@@ -511,44 +502,3 @@ class TestErrors:
         tokenizer = load_for_gguf(vocab.tiny_spm(("", vocab.NORMAL), ("he", vocab.NORMAL)))
         assert tokenizer.vocab_size == 265
         assert text_of(tokenizer, tokenizer.tokenize("he")) == " he"
-
-
-@pytest.mark.parametrize("name", KINDS)
-@given(
-    text=TEXTS | st.text(st.sampled_from(" ▁\x00\x04\x13é\u0301\u1100\u1161\u11a8가\U0004ffff<|im_end|>"), max_size=60)
-)
-def test_no_text_has_fewer_tokens_than_the_least(name: str, text: str) -> None:
-    tokenizer = vocab.real(name)
-    for control in (False, True):
-        assert tokenizer.least_tokens(text) <= len(tokenizer.tokenize(text, control=control))
-    assert tokenizer.least_tokens("x" * 1_000_000) > 2000 or name == "stories260K-json"
-
-
-def test_least_tokens_ignores_bytes_that_the_vocabulary_lacks(tiny_path: Path) -> None:
-    tokenizer = load_for_folder(tiny_path, {}, {})
-    assert tokenizer.least_tokens("\x04\x05" * 1000) == 0
-    assert tokenizer.least_tokens("the" * 1000) > 0
-
-
-@pytest.mark.parametrize(
-    ("normalizer", "cutter"),
-    [
-        (normalizers.Replace(tokenizers.Regex(" +"), "▁"), None),  # many spaces become one
-        (normalizers.Strip(), None),
-        (None, pre_tokenizers.WhitespaceSplit()),
-        (None, pre_tokenizers.Punctuation("removed")),
-    ],
-)
-def test_least_tokens_is_zero_where_text_may_be_dropped(normalizer: Any, cutter: Any, tmp_path: Path) -> None:
-    pieces = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257}
-    library = tokenizers.Tokenizer(BPE(pieces, [], byte_fallback=True))
-    library.decoder = decoders.ByteFallback()
-    if normalizer is not None:
-        library.normalizer = normalizer
-    if cutter is not None:
-        library.pre_tokenizer = cutter
-    library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_for_folder(tmp_path, {}, {})
-    for text in (" " * 1000, "," * 1000):
-        assert tokenizer.least_tokens(text) <= len(tokenizer.tokenize(text))
-    assert min(len(tokenizer.tokenize(text)) for text in (" " * 1000, "," * 1000)) < 3

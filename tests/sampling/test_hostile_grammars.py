@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,8 +97,8 @@ def test_a_constraint_that_took_long_to_compile_is_not_kept_for_ever(grammars: G
     """Its memory is as large as its time was long."""
     long = SamplingParams(schema={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20)}})
     grammars.constraint(long)
-    for given in list(grammars._compiled):
-        grammars._compiled[given] = type(grammars._compiled[given])(grammars._compiled[given].matcher, 1.5)
+    for given, compiled in list(grammars._compiled._values.items()):
+        grammars._compiled.put(given, replace(compiled, seconds=1.5))
     grammars.constraint(SamplingParams(regex="short"))
     assert len(grammars._compiled) <= 2
 

@@ -1,4 +1,5 @@
-"""`python -m tests.tiers.killed_writer FOLDER` kills writers at every line of tier_store.py, each in its own folder.
+"""`python -m tests.tiers.killed_writer FOLDER` kills writers at every line of tier_store.py and files.py, each in its
+own folder.
 
 Each writer is a fork of this process, which is small: a fork takes as long as its parent's memory is large. Prints the
 number of writers that were killed.
@@ -14,6 +15,7 @@ from types import FrameType
 
 import numpy as np
 
+from polarlm.engine.storage import files
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.tiers import tier_store
 
@@ -30,7 +32,7 @@ def write(folder: Path, point: int) -> None:
     left = [point]
 
     def trace(frame: FrameType, event: str, _: object) -> object:
-        if frame.f_code.co_filename != tier_store.__file__:
+        if frame.f_code.co_filename not in (tier_store.__file__, files.__file__):
             return None
         if event == "line":
             if not left[0]:

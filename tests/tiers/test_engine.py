@@ -377,7 +377,7 @@ def test_no_descriptor_and_no_thread_is_left(plain_model: Path, tmp_path: Path) 
 def memory_of(engine: Engine) -> Callable[[], int]:
     place = engine._tiers._tiers[0]._tier
     assert isinstance(place, Memory)
-    return lambda: place._held
+    return lambda: place.held.bytes
 
 
 def test_host_memory_keeps_what_the_store_has_lost(plain_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ class Schedules(test_prefix.Schedules):
     @invariant()
     def a_place_keeps_to_its_size(self) -> None:
         if hasattr(self, "cached"):
-            assert self.cached.place._held <= self.cached.place._size
+            assert self.cached.place.held.bytes <= self.cached.place._size
 
 
 def test_schedules() -> None:

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from polarlm.engine.storage import files
 from polarlm.engine.storage.objects import unpack
 from polarlm.engine.storage.tiers.tier_store import Folder, Memory, TierStore
 from tests.small_disk import small_disk
@@ -80,28 +79,10 @@ def test_files_are_their_owners_only(tmp_path: Path) -> None:
 
 
 def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
-    (tmp_path / f".unfinished-{'0' * 16}").write_bytes(b"x" * 950)
-    (tmp_path / ".unfinished-symphony").write_bytes(b"x" * 950)  # a user's own
+    (tmp_path / ".unfinished-ab12_xyz").write_bytes(b"x" * 950)
+    (tmp_path / ".unfinished-symphony.txt").write_bytes(b"x" * 950)  # a user's own
     put(Folder(tmp_path, 1000), 1)
-    assert objects_in(tmp_path) == [".unfinished-symphony", name(1).hex()]
-
-
-def test_without_locks_unfinished_files_may_be_those_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On file systems that have none, they stay for an hour, and count."""
-
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(files.fcntl, "flock", no_locks)
-    for age in ("0", "1"):
-        (tmp_path / f".unfinished-{age * 16}").write_bytes(b"x" * 450)
-    os.utime(tmp_path / f".unfinished-{'0' * 16}", (1, 1))
-    folder = Folder(tmp_path, 1000)
-    for number in range(8):
-        put(folder, number)
-    assert f".unfinished-{'1' * 16}" in objects_in(tmp_path)
-    assert f".unfinished-{'0' * 16}" not in objects_in(tmp_path)
-    assert 800 < bytes_in(tmp_path) <= 1000
+    assert objects_in(tmp_path) == [".unfinished-symphony.txt", name(1).hex()]
 
 
 def test_folders_links_and_files_of_others_stay_and_do_not_count(tmp_path: Path) -> None:

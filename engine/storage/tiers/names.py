@@ -12,8 +12,8 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
+from polarlm.engine.storage import files
 from polarlm.engine.storage.objects import NAME_BYTES
 
 _PIECE = 1 << 22  # bytes of a weights file that are read at a time
@@ -46,16 +46,16 @@ class Names:
         return hashlib.blake2b(key, key=self._key, person=kind, digest_size=NAME_BYTES).digest()
 
 
-def known_digest(files: Sequence[Path], folder: Path | None) -> bytes | None:
+def known_digest(weights: Sequence[Path], folder: Path | None) -> bytes | None:
     """Return the digest of weights files that were all hashed before and are unchanged; None for others."""
-    known = [_remembered(file, folder) for file in files]
+    known = [_remembered(file, folder) for file in weights]
     return None if None in known else _together([digest for digest in known if digest is not None])
 
 
-def digest(files: Sequence[Path], folder: Path | None) -> bytes:
+def digest(weights: Sequence[Path], folder: Path | None) -> bytes:
     """Return the digest of weights files, and remember the digest of each in `folder` if possible. Raises OSError, also
     for a file that changes while it is read."""
-    return _together([_remembered(file, folder) or _hashed(file, folder) for file in files])
+    return _together([_remembered(file, folder) or _hashed(file, folder) for file in weights])
 
 
 def _together(digests: Sequence[bytes]) -> bytes:
@@ -93,7 +93,5 @@ def _hashed(file: Path, folder: Path | None) -> bytes:
         return hashed.digest()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=folder, delete=False) as note:
-            json.dump([state, hashed.hexdigest()], note)
-        os.replace(note.name, _note(file, folder))
+        files.write(_note(file, folder), [json.dumps([state, hashed.hexdigest()]).encode()])
     return hashed.digest()

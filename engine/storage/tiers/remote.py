@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from polarlm.model_loaders.recent import Recent
+
 _SECONDS = 2.0  # the timeout of a connection, and of each piece of a response
 _ATTEMPTS = 3  # to read an object: after a connection breaks, reading resumes where it broke
 _IDLE = 4  # most connections that are kept open
@@ -44,24 +46,23 @@ class Remote:
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self._wrong: set[bytes] = set()  # damaged there, so that the next write replaces them
-        self._seen: dict[bytes, float] = {}  # objects that were there, and when: a turn asks for all blocks before it
+        # Objects that were there, and when: a turn asks for all blocks before it.
+        self._seen: Recent[bytes, float] = Recent(_MOST_SEEN)
 
     def has(self, name: bytes) -> bool:
         if name in self._wrong:
             return False
-        if time.monotonic() - self._seen.get(name, -_SURE) < _SURE:
+        if time.monotonic() - (self._seen.get(name) or -_SURE) < _SURE:
             return True
         is_there = self._ask("HEAD", name)[0] == 200
         self._note(name, is_there)
         return is_there
 
     def _note(self, name: bytes, is_there: bool) -> None:
-        if len(self._seen) >= _MOST_SEEN:
-            self._seen.clear()
         if is_there:
-            self._seen[name] = time.monotonic()
+            self._seen.put(name, time.monotonic())
         else:
-            self._seen.pop(name, None)
+            self._seen.drop(name)
 
     def read(self, name: bytes) -> memoryview | None:
         content = np.empty(0, np.uint8)
@@ -106,18 +107,15 @@ class Remote:
         is_fresh = connection is None
         connection = connection or self._connection()
         try:
-            try:
-                connection.request(method, f"{self._path}/blocks/{name.hex()}", body, headers)
-                response = connection.getresponse()
-            except (http.client.HTTPException, ConnectionError):
-                if is_fresh:
-                    raise
-                connection.close()  # the server has closed it, since it was idle for too long
-                connection.request(method, f"{self._path}/blocks/{name.hex()}", body, headers)
-                response = connection.getresponse()
+            connection.request(method, f"{self._path}/blocks/{name.hex()}", body, headers)
+            response = connection.getresponse()
             answer = self._answer(method, response, start)
-        except http.client.HTTPException as error:
+        except (http.client.HTTPException, ConnectionError) as error:
             connection.close()
+            if not is_fresh:  # the server has closed it, since it was idle for too long
+                return self._ask(method, name, body=body, start=start)
+            if not isinstance(error, http.client.HTTPException):
+                raise
             raise ConnectionError(f"no answer in HTTP: {error!r}") from None
         except BaseException:
             connection.close()

@@ -10,6 +10,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from polarlm.engine.state.blocks import Blocks
+from polarlm.engine.state.prefix import common
 from polarlm.engine.storage.objects import DamagedObject, Object
 from polarlm.engine.storage.tiers.circuit_breaker import ReadObject, Trip
 from polarlm.engine.storage.tiers.names import Names
@@ -37,8 +38,8 @@ class Search:
         """Return how many tokens of the prompt are in no block that the store has."""
         stored = self._n * sum(self._has_dense(self._known(number)) for number in range(len(self._hashes)))
         rest = self._ids[len(self._hashes) * self._n :]
-        common = self._prefixes.common(self._hashes[-1], rest) if self._hashes and rest else 0
-        return len(self._ids) - stored - common
+        known = self._prefixes.common(self._hashes[-1], rest) if self._hashes and rest else 0
+        return len(self._ids) - stored - known
 
     def run(self, trip: Trip) -> TierHit | None:
         """Return the blocks of the longest prefix that tiers hold and the store lacks; None if none."""
@@ -84,9 +85,9 @@ class Search:
         for follow in (self._n - 1, 0):
             count = max((c for c, run in enumerate(runs) if run >= c - self._first(c * self._n + follow)), default=0)
             self._read_blocks(count, count * self._n + follow)
-            tail, common = self._tail(count)
-            length = count * self._n + common
-            if runs[count] >= count - self._first(length) and (common or self._has_state(count)):
+            tail, shared = self._tail(count)
+            length = count * self._n + shared
+            if runs[count] >= count - self._first(length) and (shared or self._has_state(count)):
                 return count, tail, length
         counts = (c for c in reversed(range(len(runs))) if runs[c] >= c - self._first(c * self._n))
         count = next((c for c in counts if self._has_state(c)), 0)
@@ -206,14 +207,13 @@ class Search:
         if not count or not rest:
             return None, 0
         before = self._hashes[count - 1]
-        if common := self._prefixes.common(before, rest):
-            return None, common
+        if known := self._prefixes.common(before, rest):
+            return None, known
         read = self._trip.read(self._names.tail(before), self._payloads.check_full)
         if read is None or read.block.groups != self._payloads.every_group:
             return None, 0
-        ids = read.block.ids
-        common = next((i for i, (a, b) in enumerate(zip(ids, rest, strict=False)) if a != b), min(len(ids), len(rest)))
-        return (read, common) if common else (None, 0)
+        shared = common(read.block.ids, rest)
+        return (read, shared) if shared else (None, 0)
 
     # -- parts -------------------------------------------------------------------------------------------------
 

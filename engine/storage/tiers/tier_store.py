@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import stat
 import struct
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Lock
 from typing import BinaryIO, NamedTuple, Protocol
 
@@ -23,12 +22,10 @@ import numpy as np
 
 from polarlm.engine.storage import files
 from polarlm.model_loaders.forks import renew_in_children
+from polarlm.model_loaders.recent import Recent
 from polarlm.model_loaders.user_dirs import last_used
 
 _NAME = re.compile("[0-9a-f]{32}")
-_UNFINISHED = ".unfinished-"  # prefix of temporary names
-_TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[0-9a-f]{16}")
-_ABANDONED = 3600 * 10**9  # nanoseconds after which, without locks, an unfinished file belongs to a killed process
 _COUNTS = ".held"  # the file of the counts, which say how much a folder holds
 _HELD = struct.Struct("<QQ")  # its contents: bytes and objects
 _BINARY = getattr(os, "O_BINARY", 0)
@@ -75,46 +72,28 @@ class Memory:
     label = place = "ram"
 
     def __init__(self, size: int):
-        self._size, self._held = size, 0  # bytes
-        self._objects: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
-        self._lock = Lock()
-        renew_in_children(self)
-
-    def renew(self) -> None:
-        self._lock = Lock()
+        self._size, self._objects = size, Recent[bytes, bytes](size, len)
 
     @property
     def held(self) -> Held:
-        return Held(self._held, len(self._objects))
+        return Held(self._objects.size, len(self._objects))
 
     def has(self, name: bytes) -> bool:
         return name in self._objects
 
     def read(self, name: bytes) -> bytes | None:
-        return self._objects.get(name)
+        return self._objects.peek(name)
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
-        size = len(header) + len(payload)
-        if size > self._size:
-            return
-        with self._lock:
-            self._held -= len(self._objects.pop(name, b""))
-            while self._held + size > self._size:
-                _, oldest = self._objects.popitem(last=False)
-                self._held -= len(oldest)
-            self._objects[name] = b"".join((header, payload))
-            self._held += size
+        if len(header) + len(payload) <= self._size:
+            self._objects.put(name, b"".join((header, payload)))
 
     def remove(self, name: bytes) -> None:
-        with self._lock:
-            if (removed := self._objects.pop(name, None)) is not None:
-                self._held -= len(removed)
+        self._objects.drop(name)
 
     def used(self, names: Sequence[bytes]) -> None:
-        with self._lock:
-            for name in reversed(names):
-                if name in self._objects:
-                    self._objects.move_to_end(name)
+        for name in reversed(names):
+            self._objects.get(name)
 
 
 class _Pieces:
@@ -153,12 +132,8 @@ class Folder:
         self.label, self.place = label, f"{label} ({folder})"
         self._folder, self._size = folder, size
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        while True:
-            probe = self._unfinished(b"")
-            with suppress(FileNotFoundError):  # another process has made room
-                self._owner = os.stat(probe).st_uid  # the owner of the files that this process writes there
-                os.unlink(probe)
-                break
+        with TemporaryFile(dir=folder) as probe:
+            self._owner = os.fstat(probe.fileno()).st_uid  # the owner of the files that this process writes there
         self._memory = _Pieces()
         self._has_looked = False  # whether all files have been scanned
         self.held: Held | None = None
@@ -193,45 +168,23 @@ class Folder:
 
     def write(self, name: bytes, header: bytes, payload: memoryview) -> None:
         size = len(header) + len(payload)
-        with self._locked() as (file, is_locked):
-            if not self._make_room(file, size, is_locked):
+        with self._locked() as file:
+            if not self._make_room(file, size):
                 return
             self._count(file, size, 0)
             try:
-                unfinished = self._unfinished(header, payload)
-                try:
-                    replaced = _size_of(self._file(name))
-                    os.replace(unfinished, self._file(name))
-                except BaseException:
-                    with suppress(OSError):
-                        os.unlink(unfinished)
-                    raise
+                replaced = _size_of(self._file(name))
+                # If a power failure cuts a file short, its checksum is wrong.
+                files.write(Path(self._file(name)), (header, payload), is_durable=False)
             except BaseException:
                 self._count(file, -size, 0)
                 raise
             self._count(file, -(replaced or 0), replaced is None)
 
-    def _unfinished(self, *parts: bytes | memoryview) -> str:
-        """Write `parts` to a new temporary file and return its path."""
-        # There is no flush to the disk: if a power failure cuts a file short, its checksum is wrong.
-        name = os.path.join(self._folder, _UNFINISHED + secrets.token_hex(8))
-        number = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
-        try:
-            with open(number, "wb", buffering=0) as file:
-                for part in parts:
-                    view = memoryview(part)
-                    while view:
-                        view = view[file.write(view) :]
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
-        return name
-
     def remove(self, name: bytes) -> None:
         if not self.has(name):
             return
-        with self._locked() as (file, _):
+        with self._locked() as file:
             size = _size_of(self._file(name))
             with suppress(FileNotFoundError):
                 os.unlink(self._file(name))
@@ -247,16 +200,15 @@ class Folder:
     # -- the limit, of all processes together ------------------------------------------------------------------
 
     @contextmanager
-    def _locked(self) -> Iterator[tuple[BinaryIO, bool]]:
-        """Yield the file of the counts, for one writer to a limited folder at a time, and whether it could be locked.
-        Tiers without a limit, which count nothing, share the lock, so that the files that they are writing are not
-        taken for abandoned ones. Without locks, as on Windows, processes may exceed the size by an object each."""
+    def _locked(self) -> Iterator[BinaryIO]:
+        """Yield the file of the counts, for one writer to a limited folder at a time. Tiers without a limit, which
+        count nothing, share the lock. Without locks, as on Windows, processes may exceed the size by an object each."""
         while True:
             with self._opened_counts() as file:
-                is_locked = files.lock(file, is_shared=self._size is None)
+                files.lock(file, is_shared=self._size is None)
                 try:
                     if os.fstat(file.fileno()).st_nlink:
-                        yield file, is_locked
+                        yield file
                         return
                     # The folder was deleted while this thread waited, and may have been created again.
                 finally:
@@ -281,7 +233,7 @@ class Folder:
         file.write(_HELD.pack(held, objects))
         self.held = Held(held, objects)
 
-    def _make_room(self, file: BinaryIO, wanted: int, is_locked: bool) -> bool:
+    def _make_room(self, file: BinaryIO, wanted: int) -> bool:
         """Remove least recently used files if fewer than `wanted` bytes are left, and return whether they are now."""
         if self._size is None:
             return True
@@ -289,7 +241,7 @@ class Folder:
         counts = _read_counts(file)
         if counts is not None and self._has_looked and counts.bytes <= most:
             return True
-        by_age, held = self._look(is_locked)
+        by_age, held = self._look()
         if held > most >= 0:
             by_age.sort(reverse=True)
             while by_age and held > int(_SHRUNK * self._size) - wanted:
@@ -301,21 +253,16 @@ class Folder:
         self._has_looked = True
         return held <= most
 
-    def _look(self, is_locked: bool) -> tuple[list[tuple[int, int, str]], int]:
-        """Return (time of last use, bytes, path) of all objects, and all files' bytes. Removes abandoned files."""
-        by_age, held, now = [], 0, time.time_ns()
+    def _look(self) -> tuple[list[tuple[int, int, str]], int]:
+        """Return (time of last use, bytes, path) of all objects, and their bytes. Removes abandoned files."""
+        files.remove_unfinished(self._folder)
+        by_age, held = [], 0
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
-                    if not stat.S_ISREG(status.st_mode) or status.st_uid != self._owner:
-                        continue  # not an object: it stays, and does not count
-                    if _TEMPORARY.fullmatch(entry.name):
-                        if is_locked or now - last_used(status) > _ABANDONED:
-                            os.unlink(entry.path)
-                        else:
-                            held += status.st_size
-                    elif _NAME.fullmatch(entry.name):
+                    is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == self._owner
+                    if is_ours and _NAME.fullmatch(entry.name):  # what is no object stays, and does not count
                         by_age.append((last_used(status), status.st_size, entry.path))
                         held += status.st_size
         return by_age, held
