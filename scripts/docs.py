@@ -23,7 +23,6 @@ from polarlm.engine.params import SamplingParams
 from polarlm.engine.records.fragments import Geometry
 from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.layer_shapes import LayerShape
-from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.families import families
 from polarlm.server.config import ServerConfig
@@ -100,18 +99,8 @@ def model_families() -> str:
     return table("Models | `model_type` | What its layers have", sorted(rows, key=str.lower))
 
 
-BLOCK, MEAN_BITS, CONTEXT = EngineConfig().block_size, 8, 32_768
+BLOCK, MEAN_BITS = EngineConfig().block_size, 8
 SIDES = {"k": "keys", "v": "values"}
-MODELS = {  # name → layers, KV heads, head dim
-    "SmolLM2 135M": (30, 3, 64),
-    "Llama 3.2 1B": (16, 8, 64),
-    "Llama 3.2 3B": (28, 8, 128),
-    "Qwen2.5 7B": (28, 4, 128),
-    "Llama 3.1 8B, Mistral 7B": (32, 8, 128),
-    "Qwen3 8B": (36, 8, 128),
-    "Llama 2 7B": (32, 32, 128),
-    "Llama 3.1 70B": (80, 8, 128),
-}
 
 
 def bits() -> str:
@@ -130,32 +119,13 @@ def presets() -> str:
     """A row for each preset: the types of its blocks, and its bits in texts of some lengths, with heads of 128."""
     rows = []
     for name, kinds in PRESETS.items():
-        shape = _of_types(name, 1, 1, 128)
+        keys, values = map(codecs.get, kinds.coarser)
+        shape = CacheShape(BLOCK, (LayerShape(keys, values, 1, 128, MEAN_BITS, finer=kinds.finer_kind),))
         bits = [f"{shape.bits_of_text(tokens):.2f}" for tokens in (2048, 8192)]
         newest, older, windows = ("/".join(dict.fromkeys(types)) for types in kinds[:3])
         cells = f"`{name}` | {kinds.newest * BLOCK} as `{newest}`", f"`{older}`", f"`{windows}`", *bits
         rows.append(f"{' | '.join(cells)} | {shape.bits_per_value:.2f}")
     return table("Preset | newest tokens | older | windows | bits/value of 2,048 tokens | 8,192 | longer", rows)
-
-
-def memory() -> str:
-    """A row for each model of MODELS: the memory of a long sequence on a CPU, and a token's share of it."""
-    types, rows = ("f16", *PRESETS), []
-    for model, sizes in MODELS.items():
-        whole = {name: _of_types(name, *sizes).sequence_bytes(CONTEXT) for name in types}
-        cells = [format_bytes(whole[name] / CONTEXT) for name in types]
-        cells += [format_bytes(whole[name]) for name in ("f16", "balanced")]
-        rows.append(f"{model} | {', '.join(map(str, sizes))} | {' | '.join(cells)}")
-    return table(f"Model | L, K, D | {' | '.join(types)} | {CONTEXT:,} tokens, f16 | balanced", rows)
-
-
-def _of_types(name: str, layers: int, kv_heads: int, head_dim: int) -> CacheShape:
-    """The shape of a store whose cache type is a preset or one type."""
-    kinds = PRESETS.get(name)
-    keys, values = map(codecs.get, (name, name) if kinds is None else kinds.coarser)
-    finer = None if kinds is None else kinds.finer_kind
-    layer = LayerShape(keys, values, kv_heads, head_dim, 0 if name == codecs.FULL else MEAN_BITS, finer=finer)
-    return CacheShape(BLOCK, (layer,) * layers)
 
 
 # -- the lines of a step ---------------------------------------------------------------------------------------------
@@ -211,7 +181,6 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "families": model_families,
     "bits": bits,
     "presets": presets,
-    "memory": memory,
     **quality_tables.PARTS,
     **speed_tables.PARTS,
     **gpu_tables.PARTS,

@@ -261,7 +261,6 @@ def add_mtp(folder: Path, seconds: float) -> None:
     """Train the layer for `seconds`, and add it to the files of the model in `folder`."""
     model = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     mtp = Mtp(model)
-    print(f"{sum(one.numel() for one in mtp.parameters()):,} parameters")
     fit(mtp, written(model), seconds, mtp_loss)
     mtp.bfloat16().float().eval()
     tensors = {
