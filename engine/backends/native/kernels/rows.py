@@ -48,22 +48,24 @@ class NormArguments(NamedTuple):
     x_stride: Int64
     stride: Int64
     eps: Float32
+    weights: Int64 = 1
 
 
 @cache
 def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
     """target = x / rms(x) * weight, or with `adds` target += that; one unit per row. target may be x.
 
-    x_stride, stride: bytes from row to row of x and of target.
+    weight (weights, columns): rows take them in turn. x_stride, stride: bytes from row to row of x and of target.
     """
 
     def emit(e: Emitter, args: NormArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
             source, into = args.x + row * args.x_stride, args.target + row * args.stride
+            weight = args.weight + row % args.weights * args.columns * 4
             factor = inverse_rms(e, source, args.columns, args.eps)
 
             def write(offset: Value, kind: Type) -> None:
-                value = e.load(source + offset, kind) * factor * e.load(args.weight + offset, kind)
+                value = e.load(source + offset, kind) * factor * e.load(weight + offset, kind)
                 e.store(e.load(into + offset, kind) + value if adds else value, into + offset)
 
             over_columns(e, args.columns, write)

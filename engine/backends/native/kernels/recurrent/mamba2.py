@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
 from polarlm.engine.backends.native.kernels.recurrent import common
 from polarlm.engine.backends.native.kernels.recurrent.common import RecurrentArguments
-from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
-from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
+from polarlm.engine.backends.native.kernels.rows import over_columns
+from polarlm.engine.jit.lang import F32, I32, Emitter, Kernel, Type, Value, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
 PART = 64  # channels of a unit of `convolve`
@@ -269,30 +268,3 @@ class _Head:
         keys = args.block_keys + (number * spec.groups + self.group) * (4 * spec.size * spec.block)
         state = common.Matrix(self.matrix, keys, self.updates, self.decays, spec.size, spec.dim, spec.block)
         state.advance(e, self.scaled, common.product_tile(e, spec.is_prompt), (kept >= 0, target))
-
-
-class PartArguments(NamedTuple):
-    x: Pointer
-    weight: Pointer
-    parts: Int64
-    columns: Int64  # a part's
-    eps: Float32
-
-
-@cache
-def norm_parts() -> Kernel[PartArguments]:
-    """x / rms(x) * weight of each part of a row, in place; one unit per row."""
-
-    def emit(e: Emitter, args: PartArguments, begin: Value, end: Value, scratch: Value) -> None:
-        with e.loop(begin, end) as row, e.loop(0, args.parts) as part:
-            at = part * args.columns * 4
-            x = args.x + row * args.parts * args.columns * 4 + at
-            factor = inverse_rms(e, x, args.columns, args.eps)
-
-            def write(offset: Value, kind: Type) -> None:
-                normed = e.load(x + offset, kind) * factor
-                e.store(normed * e.load(args.weight + (at + offset), kind), x + offset)
-
-            over_columns(e, args.columns, write)
-
-    return Kernel("norm_parts", emit, PartArguments)
