@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.compile import compiler
 from polarlm.engine.jit.compile import library as module

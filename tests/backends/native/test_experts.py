@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.backends.native.kernels.linear.product import Product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, expert_tiling
 from polarlm.engine.backends.native.launch import Launching

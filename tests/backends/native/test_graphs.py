@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.linear import LinearOps

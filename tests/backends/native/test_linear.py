@@ -7,8 +7,6 @@ import threading
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
