@@ -141,7 +141,7 @@ def bytes_of_codes(format: WeightFormat) -> list[int]:
 @in_turn("level", dict.fromkeys(level for level, _ in CASES))
 def test_threads_share_the_units(level: Level) -> None:
     rng = np.random.default_rng(2)
-    stored_ = weights.StoredBytes(weights.random_blocks(rng, "q5_k", 37 * 16, 256), "q5_k")
+    stored_ = weights.random_matrix(rng, "q5_k", 37 * 16, 256)
     x, found = rng.standard_normal((50, 256)).astype(np.float32), []
     for threads in (1, 2, 3):
         ops = LinearOps(launcher(level, threads))

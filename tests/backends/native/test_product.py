@@ -49,14 +49,8 @@ def stored(
     rng: np.random.Generator, name: str, rows: int, columns: int, level: Level | None = None
 ) -> tuple[WeightFormat, np.ndarray, np.ndarray]:
     """A random matrix: its format, its tiles, and its values, float32."""
-    format = get(name)
-    if format.unpack is None:
-        raw = weights.pack(rng.standard_normal((rows, columns)), name)
-    else:
-        raw = weights.random_blocks(rng, name, rows, columns)
-    values = np.empty((rows, columns), np.float32)
-    format.dequantize(raw, values)
-    return format, packed_tiles(raw, name, level), values
+    file = weights.random_matrix(rng, name, rows, columns)
+    return file.format, packed_tiles(file.raw, name, level), file.values
 
 
 def _rows(x: np.ndarray, out: np.ndarray, weight: np.ndarray | None = None) -> RowArguments:
