@@ -149,9 +149,7 @@ class Launcher:
         self.run(prepared := Prepared([self._packed(*launch) for launch in launches], []))
         return prepared if self.runs_now else None
 
-    def _packed(
-        self, kernel: Kernel[Any], units: Units, arguments: Any, grain: int, overlaps: bool = False
-    ) -> Packed:
+    def _packed(self, kernel: Kernel[Any], units: Units, arguments: Any, grain: int, overlaps: bool = False) -> Packed:
         count = units if isinstance(units, int) else units()
         return Packed(kernel, kernel.pack(arguments), units, grain or self.grain(count), overlaps)
 
