@@ -56,6 +56,9 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 settings.register_profile("tests", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("tests")
 
+if importlib.util.find_spec("llvmlite") is None:
+    collect_ignore_glob = ["backends/native/*", "jit/*"]  # whose kernels nothing compiles
+
 _NOT_SLOW = "not slow"  # what `make test` gives as -m
 
 FIXTURES = Path(__file__).parent / "fixtures" / "models"

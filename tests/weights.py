@@ -70,6 +70,13 @@ class StoredArray(StoredBytes):
         super().__init__(pack(x, name), name)
 
 
+def random_matrix(rng: np.random.Generator, name: str, rows: int, columns: int) -> StoredBytes:
+    """In a format without blocks, products with a row have about the size of its numbers."""
+    if name in BLOCKS:
+        return StoredBytes(random_blocks(rng, name, rows, columns), name)
+    return StoredArray(rng.standard_normal((rows, columns)) / columns**0.5, name)
+
+
 def load(ops: Ops, x: np.ndarray, name: str) -> Matrix:
     """x (rows, columns) in a format, on the device of `ops`."""
     (loaded,) = ops.load([StoredArray(x, name)])

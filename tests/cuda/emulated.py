@@ -17,7 +17,7 @@ _KINDS = {"float32": "float", "float16": "__half", "uint16": "__nv_bfloat16"}
 
 
 @cache
-def _program(text: str, checked: bool) -> Program:
+def program_of(text: str, checked: bool) -> Program:
     return Program(text, checked=checked)
 
 
@@ -133,7 +133,7 @@ class EmulatedDevice:
         return arg if arg is None else self.memory_of(arg)
 
     def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
-        _program(text, self._checked).launch(kernel, grid, block, *args, shared=shared)
+        program_of(text, self._checked).launch(kernel, grid, block, *args, shared=shared)
 
     def expect(self, text: str) -> None:
         """Texts are compiled when they are launched."""

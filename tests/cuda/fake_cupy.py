@@ -18,16 +18,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from tests.cuda.emulated import _KINDS
+from tests.cuda.emulated import _KINDS, program_of
 from tests.cuda.fake_memory import CUDARuntimeError, Memory, MemoryPointer, Pools, UnownedMemory
 from tests.cuda.formats import poisoned
-from tests.cuda_emulator import Program
 
 SHARED_WITHOUT_ASKING = 48 << 10  # static and dynamic together
 
@@ -196,11 +195,6 @@ class _Address:
         raw = np.frombuffer((ctypes.c_ubyte * self._size).from_address(self._start), np.uint8)
         shape, dtype, offset, strides = self._view
         return np.ndarray(shape, dtype, raw, offset, strides).view(self._machine.array)
-
-
-@cache
-def _program(text: str) -> Program:
-    return Program(text, checked=False)
 
 
 def _contiguous(x: Array) -> Array:
@@ -442,7 +436,7 @@ class Driver:
         if launch.count:  # one attribute: programmatic stream serialization is allowed
             assert (launch.count, struct.unpack("i4xi", ctypes.string_at(launch.attributes, 12))) == (1, (6, 1))
             machine.overlapped.append(kernel.name)
-        program, allowed = _program(kernel.text), kernel.max_dynamic_shared_size_bytes
+        program, allowed = program_of(kernel.text, False), kernel.max_dynamic_shared_size_bytes
         most = SHARED_WITHOUT_ASKING - program.static_shared if allowed is None else allowed
         assert launch.shared <= most, "more shared memory than is allowed"
         machine.largest_shared = max(machine.largest_shared, launch.shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
 _ON_GPU = bool(os.environ.get("POLARLM_TEST_GPU"))
 
@@ -20,4 +21,9 @@ def on_gpu(unless: tuple[int, int] | None = None) -> bool:
     return _ON_GPU and (unless is None or capability() != unless)
 
 
-__all__ = ["Program", "on_gpu"]
+@cache
+def program(text: str) -> Program:
+    return Program(text)
+
+
+__all__ = ["Program", "on_gpu", "program"]

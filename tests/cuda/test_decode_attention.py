@@ -6,7 +6,6 @@ The reference is attention over what the codecs' own fields decode to; `tests.cu
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache as cached
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,10 @@ from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.launch import result_type
 from tests.cuda.caches import PagedCache, random_cache, score_defines
 from tests.cuda.formats import poisoned
-from tests.cuda.programs import Program
+from tests.cuda.programs import program
 from tests.pairs import mostly_slow
 
 SEEDS = [0, 1, 2]
-
-
-@cached
-def compiled(text: str) -> Program:
-    return Program(text)
 
 
 def attend(
@@ -64,7 +58,7 @@ def attend(
     args = out, acc, ml, counts, q, *pools, cache.spans, *tables, factors, before, behind, *sizes
     scale = np.float32(1 / np.sqrt(dim))
     kernel, shared = "decode_attention_kernel", config.shared - launch_configs.SYSTEM_BYTES  # the emulator needs none
-    compiled(text).launch(kernel, (ctas,), (config.threads,), *args, scale, sink_scores, shared=shared, seed=seed)
+    program(text).launch(kernel, (ctas,), (config.threads,), *args, scale, sink_scores, shared=shared, seed=seed)
     assert not counts.any()
     return out
 

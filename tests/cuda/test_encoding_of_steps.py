@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +22,7 @@ from polarlm.engine.state.plan import plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from tests.cuda.emulated import open_device
+from tests.cuda.test_host_calls import calls_of
 
 N, KV_HEADS, D = 16, 2, 16
 TYPES = ("ring4", "ring3.5"), ("polarquant", "f16"), ("ring4", "ring3.5"), ("ring4", "ring3.5")  # a pair for each layer
@@ -51,7 +50,7 @@ class CountingDevice(TracingDevice):
 
 def work_of_a_step(sequences: int) -> tuple[list[str], int, int]:
     """A step in which every sequence fills a block → launches, uploads and calls of functions of its encoding."""
-    device, calls = CountingDevice(), 0
+    device, calls = CountingDevice(), list[int]()
     ops = CudaOps(device)
     store = store_of(ops, sequences)
     kept = [store.new_sequence() for _ in range(sequences)]
@@ -62,26 +61,12 @@ def work_of_a_step(sequences: int) -> tuple[list[str], int, int]:
         store.commit(span)
     spans = [store.open_step(kv) for kv in kept]
     encode = ops.encode_blocks
-
-    def count(frame: object, event: str, arg: object) -> None:
-        nonlocal calls
-        calls += event in {"call", "c_call"}
-
-    def watched(*args: Any) -> None:
-        gc.disable()  # what earlier tests have left would be collected, and its calls counted
-        sys.setprofile(count)
-        try:
-            encode(*args)
-        finally:
-            sys.setprofile(None)
-            gc.enable()
-
-    ops.encode_blocks = watched  # type: ignore[method-assign]
+    ops.encode_blocks = lambda *args: calls.append(calls_of(lambda: encode(*args)))  # type: ignore[method-assign]
     device.launches.clear()
     device.uploads = 0
     store.commit_steps(spans)
     assert all(len(table.quantized) == 1 for kv in kept for table in kv.tables)
-    return device.launches, device.uploads, calls
+    return device.launches, device.uploads, sum(calls)
 
 
 def test_a_step_encodes_with_the_same_work_for_any_number_of_sequences() -> None:

@@ -19,7 +19,7 @@ from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
 from tests.cuda.test_warm_up import Watched
 from tests.pairs import each, mostly_slow
-from tests.weights import StoredArray, StoredBytes, random_blocks
+from tests.weights import StoredArray, StoredBytes, random_matrix
 
 HOST = NumpyOps()
 EPS = 1e-5
@@ -102,13 +102,7 @@ COUNT, E, F = 5, 64, 32
 
 def stored_experts(rng: np.random.Generator, formats: Sequence[str], rows: int, width: int) -> list[list[StoredBytes]]:
     """For each expert a matrix (rows, width) of each format."""
-
-    def one(name: str) -> StoredBytes:
-        if get(name).unpack is None:
-            return StoredArray(normal(rng, rows, width) / np.sqrt(width), name)
-        return StoredBytes(random_blocks(rng, name, rows, width), name)
-
-    return [[one(name) for name in formats] for _ in range(COUNT)]
+    return [[random_matrix(rng, name, rows, width) for name in formats] for _ in range(COUNT)]
 
 
 def both(

@@ -11,7 +11,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.wide import WIDE_ROWS
 from polarlm.engine.weight_formats import Linear
 from tests.cuda.emulated import EmulatedDevice, open_device
-from tests.weights import StoredBytes, random_blocks
+from tests.weights import StoredBytes, random_matrix
 
 EPS = 1e-5
 
@@ -32,10 +32,6 @@ def launches(ops: CudaOps) -> list[str]:
 
 def products(ops: CudaOps) -> list[str]:
     return [kernel for kernel in launches(ops) if kernel.startswith(("gemv", "gemm"))]
-
-
-def stored(rng: np.random.Generator, rows: int, name: str, width: int) -> StoredBytes:
-    return StoredBytes(random_blocks(rng, name, rows, width), name)
 
 
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +66,7 @@ def test_formats_in_one_launch_give_the_results_of_single_launches(
     """With a norm before, and with a bias and a sum after it; matrices end within a tile unless they are gated."""
     monkeypatch.setattr(EmulatedDevice, "processors", processors)
     width, outputs = 3 * 256, (80, 48, 32) if gated else (70, 37, 21)
-    parts = ops.load([stored(rng, out, name, width) for out, name in zip(outputs, formats, strict=False)])
+    parts = ops.load([random_matrix(rng, name, out, width) for out, name in zip(outputs, formats, strict=False)])
     total = sum(outputs[: len(formats)])
     x, norm, before = (rng.standard_normal(shape).astype(np.float32) for shape in ((rows, width), width, (rows, total)))
     bias = ops.to_device(rng.standard_normal(total).astype(np.float32))
@@ -90,7 +86,7 @@ def test_formats_in_one_launch_give_the_results_of_single_launches(
 
 
 def test_parts_of_the_inputs_of_two_formats_are_added(ops: CudaOps, rng: np.random.Generator) -> None:
-    parts = ops.load([stored(rng, 70, "q4_k", 1024), stored(rng, 37, "q6_k", 1024)])
+    parts = ops.load([random_matrix(rng, "q4_k", 70, 1024), random_matrix(rng, "q6_k", 37, 1024)])
     x = rng.standard_normal((5, 1024)).astype(np.float32)
     together = ops.to_host(ops.linear(ops.to_device(x), Linear(parts)))
     assert products(ops) in ([], ["gemm_wide_kernel"])
@@ -100,7 +96,7 @@ def test_parts_of_the_inputs_of_two_formats_are_added(ops: CudaOps, rng: np.rand
 
 def test_matrices_that_are_not_packed_and_many_rows_take_a_launch_each(ops: CudaOps, rng: np.random.Generator) -> None:
     halves = StoredBytes(rng.standard_normal((32, 256)).astype(np.float16).view(np.uint8), "f16")
-    files = [halves, stored(rng, 32, "q6_k", 256), stored(rng, 32, "q4_k", 256)]
+    files = [halves, random_matrix(rng, "q6_k", 32, 256), random_matrix(rng, "q4_k", 32, 256)]
     plain, larger, smaller = ops.load(files)
     assert not packed.joins(plain, larger)
     assert not packed.joins(larger, plain)

@@ -16,7 +16,7 @@ from polarlm.engine.weight_formats import Linear, get
 from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.formats import EPS32
 from tests.pairs import mostly_slow
-from tests.weights import BLOCKS, StoredBytes, pack, random_blocks
+from tests.weights import BLOCKS, random_matrix
 
 HALF = float(np.finfo(np.float16).eps)
 EPS = 1e-5
@@ -69,7 +69,7 @@ def test_tiles_hold_the_file_s_values_exactly(
     them. Each format has code of its own."""
     monkeypatch.setattr("polarlm.engine.backends.cuda.linear._UPLOAD_BYTES", 3 * 4 * 256)
     width = width_of(name, 3)
-    files = [StoredBytes(random_blocks(rng, name, rows, width), name) for rows in (5, 23, 9)]
+    files = [random_matrix(rng, name, rows, width) for rows in (5, 23, 9)]
     values = np.concatenate([file.values for file in files])
     (held,) = ops.load(files)
     assert held.format is get(name)
@@ -109,7 +109,7 @@ def test_products_of_several_tiles_and_groups_of_rows(
 
 def check_product(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, out: int, width: int) -> None:
     """x @ weightᵀ + bias, added to what is there, against float64; x is rounded to half precision."""
-    file = StoredBytes(random_blocks(rng, name, out, width), name)
+    file = random_matrix(rng, name, out, width)
     x = (rng.standard_normal((rows, width)) * rng.uniform(0.1, 4, (rows, 1))).astype(np.float32)
     bias, before = (rng.standard_normal(size).astype(np.float32) for size in ((out,), (rows, out)))
     y = ops.linear(ops.to_device(x), Linear(ops.load([file]), ops.to_device(bias)), residual=ops.to_device(before))
@@ -152,7 +152,7 @@ def test_blocks_of_a_small_gpu_multiply_several_sets_of_tiles(
 def check_activation(ops: CudaOps, rng: np.random.Generator, name: str, rows: int, half: int) -> None:
     """activation(gate) * up, x normed, against float64."""
     width = width_of(name, 4)
-    file = StoredBytes(random_blocks(rng, name, 2 * half, width), name)
+    file = random_matrix(rng, name, 2 * half, width)
     x, norm = rng.standard_normal((rows, width)).astype(np.float32), rng.uniform(0.5, 2, width).astype(np.float32)
     w = Linear(ops.load([file]))
     y = ops.to_host(ops.linear(ops.to_device(x), w, norm=(ops.to_device(norm), EPS), activation="silu"))
@@ -182,7 +182,7 @@ def test_an_activation_comes_in_the_type_of_the_next_product(
     """To the bit as `narrow` would make it; infinities are clipped as well, and NaN stays."""
     half = -(-half // get(following).values) * get(following).values
     width = width_of(name, blocks)
-    files = [stored(rng, name, 2 * half, width), stored(rng, following, 40, half)]
+    files = [random_matrix(rng, name, 2 * half, width), random_matrix(rng, following, 40, half)]
     gate_up, down = (Linear(ops.load([file])) for file in files)
     x = rng.standard_normal((rows, width)).astype(np.float32)
     x[0], x[1, 3] = 3e4, np.nan
@@ -199,10 +199,3 @@ def test_an_activation_comes_in_the_type_of_the_next_product(
     np.testing.assert_array_equal(out, ops.to_host(ops.linear(plain, down)))
     assert np.isnan(out[1]).all()
     assert np.isfinite(out[2:]).all()
-
-
-def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> StoredBytes:
-    raw = (
-        random_blocks(rng, name, rows, columns) if name in BLOCKS else pack(rng.standard_normal((rows, columns)), name)
-    )
-    return StoredBytes(raw, name)

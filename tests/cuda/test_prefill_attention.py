@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,9 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.kv.cache import SpanTable
 from tests.cuda.caches import PagedCache, random_cache, score_defines
-from tests.cuda.programs import Program
+from tests.cuda.programs import program
 
 SEEDS = [0, 1, 2]
-
-
-@cache
-def _program(text: str) -> Program:
-    return Program(text)
 
 
 class OnHost:
@@ -58,7 +53,7 @@ def attend(
         tiles = spans.tiles(OnHost(), has_codes, group, block_rows)
         tables = (layout.record.tables if layout.record.tables.size else None for layout in (keys, values))
         defines = {**config.defines, **score_defines(softcap, sink_scores)}
-        _program(source("prefill_attention", keys, values, **defines)).launch(
+        program(source("prefill_attention", keys, values, **defines)).launch(
             "prefill_attention_kernel",
             (len(tiles), paged.kv_heads),
             (config.threads,),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,8 @@ from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.sampling.sampler import sample as sample_on
 from polarlm.engine.sampling.sample import NEWEST, SamplerInput, Sampling, sample
 from tests.cuda.emulated import EmulatedDevice
-from tests.cuda.programs import Program
+from tests.cuda.programs import program
+from tests.cuda.test_sampler_inputs import near
 from tests.sampling.constrained import mask_of
 
 PLAIN = Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})
@@ -39,11 +39,6 @@ class OrderedDevice(EmulatedDevice):
 
     def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
         program(text).launch(kernel, grid, block, *args, shared=shared, seed=self.seed)
-
-
-@cache
-def program(text: str) -> Program:
-    return Program(text)
 
 
 def launch(
@@ -81,11 +76,6 @@ def right_answers(logits: np.ndarray, chain: Sampling, drawn: float) -> set[int]
         for min_p in [chain.min_p * (1 + by) for by in (slack if chain.min_p else (0.0,))]
         for moved in slack
     }
-
-
-def near(value: float) -> float:
-    """As the kernel gets it."""
-    return float(np.float32(value))
 
 
 WIDE = [

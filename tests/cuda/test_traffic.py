@@ -12,7 +12,7 @@ import pytest
 from polarlm.bench.gpu.shapes import llama
 from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine.backends.cuda.ops import CudaOps
-from tests.cuda.emulated import EmulatedDevice, _program
+from tests.cuda.emulated import EmulatedDevice, program_of
 from tests.cuda.test_model_emulated import Talk, model_from
 
 CONFIG = llama(layers=1, hidden_size=256, ffn_size=512, heads=2, kv_heads=1, head_dim=128, vocab_size=512)
@@ -28,7 +28,7 @@ class CountingDevice(EmulatedDevice):
 
     def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
         total = self.totals[kernel.removesuffix("_kernel")]
-        for row in _program(text, True).traffic(kernel, grid, block, *args, shared=shared):
+        for row in program_of(text, True).traffic(kernel, grid, block, *args, shared=shared):
             total[:2] += np.array([row.used, row.least]) * row.is_shared
             total[2:] += np.array([row.used, row.least]) * (not row.is_shared)
 

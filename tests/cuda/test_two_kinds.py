@@ -20,7 +20,7 @@ from polarlm.engine.outputs import Completion
 from polarlm.engine.quantization.encode import encode_centred
 from polarlm.engine.state.cache_types import TWO_KINDS
 from polarlm.engine.state.store import KVStore
-from tests.cuda.emulated import EmulatedDevice, _program, open_device
+from tests.cuda.emulated import EmulatedDevice, open_device, program_of
 from tests.cuda.test_model_emulated import Rounded, SameWeights, Talk, close, model_of
 from tests.state.fed import HEADS, KV_HEADS, D, Fed
 from tests.state.reference import attention
@@ -38,7 +38,7 @@ class Shuffled(EmulatedDevice):
 
     def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
         of_both = kernel == "decode_two_kinds_kernel"
-        _program(text, of_both).launch(kernel, grid, block, *args, shared=shared, seed=self.seed if of_both else 0)
+        program_of(text, of_both).launch(kernel, grid, block, *args, shared=shared, seed=self.seed if of_both else 0)
 
 
 class Plain(Fed):

@@ -7,9 +7,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
-
-pytest.importorskip("llvmlite")
 
 from polarlm.engine.jit.compile import compiler
 from polarlm.engine.jit.compile.compiler import Loaded, compile_object, finished, load

@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.jit.compile import images
 from polarlm.engine.jit.compile.compiler import Loaded, compile_object
 from polarlm.engine.jit.compile.images import LoadedImage, link

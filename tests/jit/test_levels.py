@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polarlm.engine.jit import isa  # isort: skip
+from polarlm.engine.jit import isa
 from polarlm.engine.jit.compile import compiler
 from polarlm.engine.jit.isa.levels import LEVELS, all_levels
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import signal
@@ -19,8 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.errors import KernelError
 from polarlm.engine.jit.compile import compiler
 from polarlm.engine.jit.compile import library as module
@@ -31,10 +28,9 @@ from polarlm.engine.jit.compile.object_cache import ObjectCache, object_cache
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.lang import I64, Emitter, Kernel, Level, Value
 from polarlm.model_loaders.errors import LoadError
-from tests.jit.levels import declared
+from tests.jit.levels import Function, declared
+from tests.jit.test_workers import PATIENCE, until
 from tests.test_bare_python import ROOT
-
-PATIENCE = 120  # seconds until a test that hangs fails
 
 LEVEL = levels()[-1]
 needs_users = pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner of this kind here")
@@ -49,10 +45,9 @@ def number_kernel(number: int) -> Kernel:
 
 def stored_by(address: int) -> int:
     out = np.zeros(1, np.int64)
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)(address)
     kernel = number_kernel(0)
     arguments = kernel.pack(kernel.arguments(out=out))
-    function(arguments.ctypes.data, 0, 1, None)
+    Function(address)(arguments.ctypes.data, 0, 1, None)
     return int(out[0])
 
 
@@ -88,13 +83,6 @@ def end_of_thread() -> None:
         if thread.name == "compiler":
             thread.join(PATIENCE)
             assert not thread.is_alive()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def files(folder: Path) -> list[Path]:
@@ -373,10 +361,10 @@ def test_what_is_needed_at_once_comes_first(held: tuple[list[str], threading.Eve
     names, released = held
     library = Library(LEVEL, None)
     library.expect(map(number_kernel, (1, 2, 3)))
-    wait_until(lambda: names == ["test_1"])
+    until(lambda: names == ["test_1"])
     needed = threading.Thread(target=lambda: library.address(number_kernel(3)))
     needed.start()
-    wait_until(lambda: library._queue[0] == number_kernel(3))
+    until(lambda: library._queue[0] == number_kernel(3))
     released.set()
     needed.join(PATIENCE)
     library.wait(map(number_kernel, (1, 2, 3)))
@@ -431,7 +419,7 @@ def test_children_compile_by_themselves() -> None:
         return True
 
     for _ in range(2):
-        wait_until(llvm_is_at_work)
+        until(llvm_is_at_work)
         child = os.fork()
         if not child:
             try:
@@ -447,7 +435,7 @@ def test_children_compile_by_themselves() -> None:
             return bool(ended)
 
         try:
-            wait_until(has_ended)
+            until(has_ended)
         finally:
             if not ended:
                 os.kill(child, signal.SIGKILL)

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from tests.jit.levels import declared, every_level, run
-
-from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
+from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang import Emitter, Float32, Int64, Level, Pointer, Value, read
 from polarlm.engine.jit.lang.records import pack, words
+from tests.jit.levels import declared, every_level, run
 
 
 class Step(NamedTuple):

@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.jit.levels import declared, loaded
-from tests.requests.test_forks import begun_in_child
-
-from polarlm.engine.jit.run import workers as module  # isort: skip
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import I64, Emitter, Kernel, Value
+from polarlm.engine.jit.run import workers as module
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, Workers, workers
+from tests.jit.levels import declared, loaded
+from tests.requests.test_forks import begun_in_child
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120  # seconds until a test that hangs fails

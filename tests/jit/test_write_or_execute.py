@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from tests.test_bare_python import ROOT
 
 UNAVAILABLE = 77  # exit code of a process that cannot have system calls refused

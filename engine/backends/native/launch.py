@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,18 +35,14 @@ class CannotRecord(Exception):
     """A step needs an op that is not a kernel, so it must run op by op."""
 
 
-class Recorded(NamedTuple):
-    """A recorded launch.
-
-    arguments: packed as the kernel reads them, int64. arrays: the arguments whose memory the recording does not own,
-    referenced here to keep them alive. overlaps: see `Launcher.__call__`.
-    """
+class Packed(NamedTuple):
+    """A launch. arguments: as the kernel reads them, int64; their words are writable between runs. The rest is as in
+    `Launcher.__call__`."""
 
     kernel: Kernel
     arguments: np.ndarray
     units: Units
     grain: int
-    arrays: list[np.ndarray]
     overlaps: bool
 
 
@@ -55,15 +50,14 @@ class Recorded(NamedTuple):
 class Prepared:
     """Launches that can be run again and again with little Python between.
 
-    launches: of each the kernel, its arguments as it reads them, int64, whose words are writable between runs, its
-    number of units and its grain. arrays: what the arguments point to, referenced here to keep it alive. in_order:
-    whether a launch reads what the one before it wrote.
+    arrays: what the arguments point to, referenced here to keep it alive. Once they have run: commands, and of the
+    launches whose number of units varies between runs the entries in it.
     """
 
-    launches: Sequence[tuple[Kernel, np.ndarray, int, int]]
-    arrays: Sequence[np.ndarray]
-    in_order: bool = False
-    commands: CommandBuffer | None = None  # once they have run
+    launches: list[Packed]
+    arrays: list[np.ndarray]
+    commands: CommandBuffer | None = None
+    varying: Sequence[tuple[int, Callable[[], int]]] = ()
 
 
 class HostCall(NamedTuple):
@@ -74,55 +68,20 @@ class HostCall(NamedTuple):
 
 
 class Recording:
-    """The launches of a step, which can be replayed. result: what the recorded function returned."""
+    """A step, which can be replayed. parts: its launches, and the calls between them. result: what the recorded
+    function returned."""
 
     def __init__(self) -> None:
-        self.launches: list[Recorded | HostCall] = []
+        self.parts: list[Prepared | HostCall] = []
         self.buffers = Buffers()
         self.result: Any = None
-        self._parts: list[HostCall | _Commands] | None = None
 
-    def replay(self, address: Callable[[Kernel], int], run: Callable[[CommandBuffer], None]) -> None:
-        """Make all launches and calls in order. address: of a kernel's function. run: launches a command buffer."""
-        if self._parts is None:
-            self._parts = self._split(address)
-        for part in self._parts:
-            if isinstance(part, HostCall):
-                part.function(*part.arrays)
-            else:
-                run(part.current())
-
-    def _split(self, address: Callable[[Kernel], int]) -> list[HostCall | _Commands]:
-        """The calls, and the launches between them as command buffers."""
-        parts: list[HostCall | _Commands] = []
-        for _, group in itertools.groupby(self.launches, type):
-            together = list(group)
-            parts += [call for call in together if isinstance(call, HostCall)]
-            if launches := [launch for launch in together if isinstance(launch, Recorded)]:
-                parts.append(_Commands(launches, address))
-        return parts
-
-
-class _Commands:
-    def __init__(self, launches: Sequence[Recorded], address: Callable[[Kernel], int]) -> None:
-        calls = [
-            Launch(
-                address(r.kernel),
-                r.arguments.ctypes.data,
-                r.units if isinstance(r.units, int) else 0,
-                r.grain,
-                int(r.overlaps),
-            )
-            for r in launches
-        ]
-        self._varying = [(i, r.units) for i, r in enumerate(launches) if not isinstance(r.units, int)]
-        self._buffer = CommandBuffer(calls)
-
-    def current(self) -> CommandBuffer:
-        """The command buffer, with the current unit counts."""
-        for entry, units in self._varying:
-            self._buffer.units[entry] = units()
-        return self._buffer
+    def add(self, launch: Packed, arrays: Iterable[np.ndarray]) -> None:
+        """Add a launch. arrays: those of its arguments whose memory the recording does not own."""
+        if not self.parts or not isinstance(together := self.parts[-1], Prepared):
+            self.parts.append(together := Prepared([], []))
+        together.launches.append(launch)
+        together.arrays += arrays
 
 
 class Launcher:
@@ -175,12 +134,11 @@ class Launcher:
         time; 0 cuts them into a few chunks for each thread. overlaps: whether the next launch need not wait for this
         one, if both are recorded.
         """
+        launch = self._packed(kernel, units, arguments, grain, overlaps)
         if self._recording is None:
-            self.run(Prepared([self._packed(kernel, units, arguments, grain)], ()))
+            self.run(Prepared([launch], []))
         else:
-            kernel, packed, _, grain = self._packed(kernel, units, arguments, grain)
-            arrays = [x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)]
-            self._recording.launches.append(Recorded(kernel, packed, units, grain, arrays, overlaps))
+            self._recording.add(launch, (x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)))
 
     def in_order(self, launches: Sequence[Launching]) -> Prepared | None:
         """As calls with each of the launches, which take less Python so; return them if they have run."""
@@ -188,14 +146,12 @@ class Launcher:
             for launch in launches:
                 self(*launch)
             return None
-        self.run(prepared := Prepared([self._packed(*launch) for launch in launches], (), in_order=True))
+        self.run(prepared := Prepared([self._packed(*launch) for launch in launches], []))
         return prepared if self.runs_now else None
 
-    def _packed(
-        self, kernel: Kernel[Any], units: Units, arguments: Any, grain: int
-    ) -> tuple[Kernel, np.ndarray, int, int]:
+    def _packed(self, kernel: Kernel[Any], units: Units, arguments: Any, grain: int, overlaps: bool = False) -> Packed:
         count = units if isinstance(units, int) else units()
-        return kernel, kernel.pack(arguments), count, grain or self.grain(count)
+        return Packed(kernel, kernel.pack(arguments), units, grain or self.grain(count), overlaps)
 
     def grain(self, units: int) -> int:
         """Units that a thread takes at a time, unless a launch says otherwise."""
@@ -205,17 +161,28 @@ class Launcher:
         """Launches for `run`: of each the kernel, its number of units, and its arguments."""
         whole = [*launches]
         grain = self.grain(sum(units for _, units, _ in whole))
-        packed = [(kernel, kernel.pack(arguments), units, grain) for kernel, units, arguments in whole]
+        packed = [self._packed(*launch, grain, True) for launch in whole]
         return Prepared(packed, [x for *_, arguments in whole for x in arguments if isinstance(x, np.ndarray)])
 
     def run(self, prepared: Prepared) -> None:
         """Run the launches, at the same time or in order."""
         if prepared.commands is None:
-            address, overlaps = self.library.address, int(not prepared.in_order)
-            calls = [Launch(address(kernel), x, n, grain, overlaps) for kernel, x, n, grain in prepared.launches if n]
-            prepared.commands = CommandBuffer(calls)
-        if len(prepared.commands.units):
-            self._workers.run(prepared.commands, self.threads)
+            address = self.library.address
+            calls: list[Launch] = []
+            varying: list[tuple[int, Callable[[], int]]] = []
+            for kernel, arguments, units, grain, overlaps in prepared.launches:
+                if not isinstance(units, int):
+                    varying.append((len(calls), units))
+                    units = 0
+                elif not units:
+                    continue
+                calls.append(Launch(address(kernel), arguments, units, grain, int(overlaps)))
+            prepared.varying, prepared.commands = varying, CommandBuffer(calls)
+        commands = prepared.commands
+        for entry, units in prepared.varying:
+            commands.units[entry] = units()
+        if len(commands.units):
+            self._workers.run(commands, self.threads)
 
     def call(self, function: Callable[..., None], *arrays: np.ndarray) -> None:
         """Call function(*arrays), which may launch kernels itself, or record the call.
@@ -225,7 +192,7 @@ class Launcher:
         if self._recording is None:
             function(*arrays)
         else:
-            self._recording.launches.append(HostCall(function, tuple(map(unowned, arrays))))
+            self._recording.parts.append(HostCall(function, tuple(map(unowned, arrays))))
 
     def can_run(self, kernels: Sequence[Kernel]) -> bool:
         """Whether all kernels compile. Waits until they have, or until one fails."""
@@ -258,7 +225,11 @@ class Launcher:
     def replay(self, recording: Recording) -> None:
         """Run the recorded launches. The pool's memory is given back first, if no prompt uses any of it."""
         self._buffers.give_back()
-        recording.replay(self.library.address, lambda commands: self._workers.run(commands, self.threads))
+        for part in recording.parts:
+            if isinstance(part, Prepared):
+                self.run(part)
+            else:
+                part.function(*part.arrays)
 
 
 class KernelOps(NumpyOps):

@@ -11,8 +11,9 @@ from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaWeights, M
 from polarlm.engine.backends.native.kernels.recurrent import mamba2
 from polarlm.engine.backends.native.kernels.recurrent.common import AdvanceArguments, RecurrentArguments, advance
 from polarlm.engine.backends.native.kernels.recurrent.gated_delta import Delta, gated_delta, supports
-from polarlm.engine.backends.native.kernels.recurrent.mamba2 import Mamba2, PartArguments
+from polarlm.engine.backends.native.kernels.recurrent.mamba2 import Mamba2
 from polarlm.engine.backends.native.kernels.recurrent.short_conv import ConvArguments, short_conv
+from polarlm.engine.backends.native.kernels.rows import NormArguments, norm_rows
 from polarlm.engine.backends.native.launch import KernelOps
 
 
@@ -95,8 +96,9 @@ class RecurrentOps(KernelOps):
         launch(mamba2.convolve(spec), len(spans) * -(-spec.channels // mamba2.PART), arguments)
         launch(mamba2.multiply_keys(spec), len(spans) * spec.groups, arguments, grain=1)
         launch(mamba2.add_rows(spec), len(spans) * spec.heads, arguments)
-        parts = PartArguments(y, w.norm, spec.groups, spec.inner // spec.groups, w.eps)
-        launch(mamba2.norm_parts(), rows, parts)
+        columns = spec.inner // spec.groups
+        norm = NormArguments(y, w.norm, y, columns, 4 * columns, 4 * columns, w.eps, weights=spec.groups)
+        launch(norm_rows(adds=False), rows * spec.groups, norm)
         return y
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:

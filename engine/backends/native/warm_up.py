@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.native.launch import Launcher, Prepared, Recorded, Recording
+from polarlm.engine.backends.native.launch import Launcher, Prepared, Recording
 from polarlm.engine.jit.lang import Kernel
 
 
@@ -29,11 +29,8 @@ class WarmUpLauncher(Launcher):
 
     def run(self, prepared: Prepared) -> None:
         for kernel, *_ in prepared.launches:
-            self._need(kernel)
-
-    def _need(self, kernel: Kernel) -> None:
-        self._needed[kernel] = None
-        self.library.expect([kernel])
+            self._needed[kernel] = None
+            self.library.expect([kernel])
 
     def can_run(self, kernels: Sequence[Kernel]) -> bool:
         """True: loading waits for these kernels, even where an op could do without them."""
@@ -44,9 +41,9 @@ class WarmUpLauncher(Launcher):
         return super().in_numpy(lambda: np.zeros_like(args[0]) if isinstance(args[0], np.ndarray) else None)
 
     def replay(self, recording: Recording) -> None:
-        for launch in recording.launches:
-            if isinstance(launch, Recorded):  # experts that are read when they are chosen are none of a warm-up's
-                self._need(launch.kernel)
+        for part in recording.parts:
+            if isinstance(part, Prepared):  # experts that are read when they are chosen are none of a warm-up's
+                self.run(part)
 
     def wait(self, progress: Callable[[int, int], None] = lambda done, count: None) -> None:
         """Wait until all kernels asked for are compiled; see `Library.wait`."""

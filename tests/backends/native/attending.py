@@ -9,15 +9,14 @@ import numpy as np
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.kv import CacheFormat, KVLocation, ScoreRule, SpanView
+from polarlm.engine.backends.native.attention_ops.heads import PreparedTransform
+from polarlm.engine.backends.native.attention_ops.steps import AttentionOps
+from polarlm.engine.backends.native.kv.cache import CacheOps
 from polarlm.engine.backends.numpy.attention import read_blocks
 from polarlm.engine.backends.numpy.kv.cache import LayerCache, Sides
+from polarlm.engine.jit.lang import Level
 from polarlm.engine.quantization.conditioning import centre
 from tests.backends.native.launching import launcher
-
-from polarlm.engine.backends.native.attention_ops.steps import AttentionOps  # isort: skip
-from polarlm.engine.backends.native.attention_ops.heads import PreparedTransform
-from polarlm.engine.backends.native.kv.cache import CacheOps
-from polarlm.engine.jit.lang import Level
 
 SCALE = 0.3
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-import pytest
-
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.lang import Kernel, Level
 from tests.jit.levels import assembly

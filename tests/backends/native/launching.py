@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.jit.lang import Level
 

@@ -18,8 +18,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.model_loaders.user_dirs import cache_folder
 from tests.jit.emulated import HOST
 from tests.test_bare_python import ROOT

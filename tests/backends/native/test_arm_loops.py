@@ -6,10 +6,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
-
-pytest.importorskip("llvmlite")
-
 from polarlm.engine import codecs
 from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_kernel

@@ -14,21 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.kv import HeadTransform, ScoreRule
-from polarlm.engine.backends.numpy.kv.cache import LayerCache
-from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
-from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step
-from tests.backends.native.launching import launcher
-from tests.jit.levels import SOME, some_levels
-from tests.pairs import each, in_turn
-
-from polarlm.engine.backends.native import codecs  # isort: skip
+from polarlm.engine.backends.native import codecs
 from polarlm.engine.backends.native.attention_ops.heads import HeadOps
 from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.native.attention_ops.steps import AttentionOps
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.launch import CannotRecord
+from polarlm.engine.backends.numpy.kv.cache import LayerCache
+from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Level
+from tests.backends.native.attending import SCALE, Sequence_, Shape, Step, attended, exact, step
+from tests.backends.native.launching import launcher
+from tests.jit.levels import SOME, some_levels
+from tests.pairs import each, in_turn
 
 TYPES = [
     ("ring4", "ring3.5"),

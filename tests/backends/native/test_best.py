@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tests.jit.levels import run, some_levels
-
-from polarlm.engine.backends.native.kernels.rows import NONE, BestArguments, best_of_rows  # isort: skip
+from polarlm.engine.backends.native.kernels.rows import NONE, BestArguments, best_of_rows
 from polarlm.engine.jit.lang import Level
+from tests.jit.levels import run, some_levels
 
 FEW = st.integers(1, 3), st.integers(1, 100)
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine import codecs
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-
-pytest.importorskip("llvmlite")
 
 from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
 from polarlm.engine.backends.numpy.ops import NumpyOps

@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles, Stacked
 from polarlm.engine.backends.ops import ExpertCache

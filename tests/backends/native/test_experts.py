@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.backends.native.kernels.linear.product import Product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, expert_tiling
 from polarlm.engine.backends.native.launch import Launching
@@ -26,6 +24,7 @@ from tests import weights
 from tests.backends.native.launching import launcher
 from tests.jit.levels import SOME, every_level, some_levels
 from tests.pairs import each, pairs
+from tests.weights import random_matrix
 
 PLAIN = NumpyOps(1)
 
@@ -66,12 +65,6 @@ def copied(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value.copy() if key == "residual" and value is not None else value for key, value in options.items()}
 
 
-def stored(rng: np.random.Generator, name: str, rows: int, columns: int) -> weights.StoredBytes:
-    if name in weights.BLOCKS:
-        return weights.StoredBytes(weights.random_blocks(rng, name, rows, columns), name)
-    return weights.StoredArray(rng.standard_normal((rows, columns)).astype(np.float32) / columns**0.5, name)
-
-
 class Layer:
     """The matrices of `count` experts with sizes E and F. formats: of gate, up and down. gated: whether they have a
     gate."""
@@ -87,8 +80,8 @@ class Layer:
         gated: bool = True,
     ):
         *ups, down = formats if gated else formats[1:]
-        self.gate_up = [[stored(rng, up, f, e) for up in ups] for _ in range(count)]
-        self.down = [[stored(rng, down, e, f)] for _ in range(count)]
+        self.gate_up = [[random_matrix(rng, up, f, e) for up in ups] for _ in range(count)]
+        self.down = [[random_matrix(rng, down, e, f)] for _ in range(count)]
         sizes = (len(ups) * f, e)
         self.biases = [rng.standard_normal((count, n)).astype(np.float32) if bias else None for n in sizes]
 
@@ -276,4 +269,4 @@ def test_rows_are_multiplied_by_the_sigmoid_of_their_logits(level: Level) -> Non
 def test_experts_in_different_formats_are_refused() -> None:
     rng = np.random.default_rng(6)
     with pytest.raises(EngineError, match=r"different formats.*weight_type"):
-        LinearOps(launcher(best())).load_experts([[stored(rng, name, 32, 64)] for name in ("q8_0", "q4_0")])
+        LinearOps(launcher(best())).load_experts([[random_matrix(rng, name, 32, 64)] for name in ("q8_0", "q4_0")])

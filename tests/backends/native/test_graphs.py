@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
@@ -20,10 +18,7 @@ class Model:
     def __init__(self, launch: Launcher) -> None:
         rng = np.random.default_rng(0)
         self.ops = LinearOps(launch)
-        both, out = (
-            weights.StoredBytes(weights.random_blocks(rng, "q4_1", rows, columns), "q4_1")
-            for rows, columns in ((128, 64), (64, 64))
-        )
+        both, out = (weights.random_matrix(rng, "q4_1", rows, columns) for rows, columns in ((128, 64), (64, 64)))
         self.both, self.out = Linear(self.ops.load([both])), Linear(self.ops.load([out]))
         self.norm = rng.standard_normal(64).astype(np.float32), 1e-5
         self.calls = 0

@@ -10,17 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, Move, SpanView
+from polarlm.engine.backends.native.attention_ops.heads import HeadOps
+from polarlm.engine.backends.native.attention_ops.step_table import StepTable
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.numpy.rows import apply_rope, rms_norm, rotate
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
-from tests.backends.native.launching import launcher
-from tests.jit.levels import some_levels
-
-from polarlm.engine.backends.native.attention_ops.step_table import StepTable  # isort: skip
-from polarlm.engine.backends.native.attention_ops.heads import HeadOps  # isort: skip
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Level
+from tests.backends.native.launching import launcher
+from tests.jit.levels import some_levels
 
 ROTATIONS = {"none": None, "hadamard": signed_hadamard, "two-sided": twice_signed_hadamard, "dense": dense}
 ROWS = 5

@@ -8,12 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from polarlm.engine import codecs
-from polarlm.engine.weight_formats import get
-from tests.backends.native.codecs import attend
-from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, OF_WORDS, X86, Loop, special_levels
-from tests.pairs import each, in_turn
-
-from polarlm.engine.backends.native import codecs as tiles  # isort: skip
+from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_prompt
 from polarlm.engine.backends.native.kernels.attention.steps import Attention
 from polarlm.engine.backends.native.kernels.attention.steps import attend as attend_step
@@ -31,6 +26,10 @@ from polarlm.engine.backends.native.kernels.linear.tiling import (
     tiling,
 )
 from polarlm.engine.jit.lang import Kernel, Level
+from polarlm.engine.weight_formats import get
+from tests.backends.native.codecs import attend
+from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, OF_WORDS, X86, Loop, special_levels
+from tests.pairs import each, in_turn
 
 WITH_WORDS = [level for level in X86 if level.unpacks_first]
 

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.backends.native import graphs, launch
 from polarlm.engine.backends.native.graphs import Graphs
 from polarlm.engine.backends.native.launch import Launcher

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
 from polarlm.engine.backends.native import self_test
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps

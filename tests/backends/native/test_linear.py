@@ -7,8 +7,6 @@ import threading
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
@@ -30,7 +28,7 @@ from tests.jit.levels import some_levels
 def test_rounding_the_inputs_to_words_costs_a_ten_thousandth_at_most(formats: tuple[str, str], rows: int) -> None:
     """Inputs have outliers, as in language models."""
     rng = np.random.default_rng(0)
-    stored = [weights.StoredBytes(weights.random_blocks(rng, name, 64, 256), name) for name in formats]
+    stored = [weights.random_matrix(rng, name, 64, 256) for name in formats]
     x = (rng.standard_normal((rows, 256)) * rng.lognormal(0, 1, 256)).astype(np.float32)
     norm = rng.standard_normal(256).astype(np.float32), 1e-5
     values = np.concatenate([matrix.values for matrix in stored]).astype(np.float64)
@@ -64,7 +62,7 @@ def test_a_row_with_a_number_that_is_not_finite_has_no_finite_result(level: Leve
     """And no other row is touched."""
     rng = np.random.default_rng(4)
     ops, x = LinearOps(launcher(level)), rng.standard_normal((3, 256)).astype(np.float32)
-    w = Linear(ops.load([weights.StoredBytes(weights.random_blocks(rng, "q4_k", 32, 256), "q4_k")]))
+    w = Linear(ops.load([weights.random_matrix(rng, "q4_k", 32, 256)]))
     for norm in (None, (np.ones(256, np.float32), 1e-5)):
         sound = ops.linear(x, w, norm=norm).copy()
         for value in (np.nan, -np.nan, np.inf, -np.inf):
@@ -79,7 +77,7 @@ def test_a_row_with_a_number_that_is_not_finite_has_no_finite_result(level: Leve
 def test_inputs_of_any_size_are_multiplied_rightly(level: Level) -> None:
     """In a group whose largest input is at most 1e-34 all count as 0: words for them would take an infinite factor."""
     rng = np.random.default_rng(5)
-    stored = weights.StoredBytes(weights.random_blocks(rng, "q4_k", 48, 256), "q4_k")
+    stored = weights.random_matrix(rng, "q4_k", 48, 256)
     ops, values = LinearOps(launcher(level)), stored.values.astype(np.float64)
     w, x = Linear(ops.load([stored])), rng.uniform(-1, 1, (7, 256))
     x[:, ::32] = 1  # the largest of each group
@@ -96,7 +94,7 @@ def test_products_are_repeated_with_other_rows(bits: int) -> None:
     """To the bit what a product is that nothing was kept of: with other rows, their number and results, parts in two
     formats, a norm and a bias."""
     rng = np.random.default_rng(8)
-    stored = [weights.StoredBytes(weights.random_blocks(rng, name, 64, 256), name) for name in ("q4_k", "q6_k", "q4_k")]
+    stored = [weights.random_matrix(rng, name, 64, 256) for name in ("q4_k", "q6_k", "q4_k")]
     bias, norm = rng.standard_normal(192).astype(np.float32), (rng.standard_normal(256).astype(np.float32), 1e-5)
     ops = LinearOps(Launcher(2))
     ops._launch.input_bits = bits
@@ -127,7 +125,7 @@ def test_prompts_do_not_wait_for_the_kernels_of_their_number_of_rows(monkeypatch
 
     launch = Launcher(1)
     launch.library = Library(launch.level, None)
-    stored = weights.StoredBytes(weights.random_blocks(rng, "q5_1", 48, 64), "q5_1")
+    stored = weights.random_matrix(rng, "q5_1", 48, 64)
     ops, x = LinearOps(launch), rng.standard_normal((rows, 64)).astype(np.float32)
     w = Linear(ops.load([stored]))
     ops.linear(np.zeros((48, 64), np.float32), w)
@@ -152,7 +150,8 @@ def test_logits_are_capped_in_place(level: Level) -> None:
     before, x = wide.astype(np.float64), wide[:, :8999]
     with launch.record() as recording:
         LinearOps(launch).softcap(x, 30.0)
-    assert len(recording.launches) == 1
+    (together,) = recording.parts
+    assert len(together.launches) == 1
     LinearOps(launch).softcap(x, 30.0)
     expected = 30 * np.tanh(before[:, :8999] / 30)
     expected[0, 2] = np.nan

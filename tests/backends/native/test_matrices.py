@@ -7,16 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from polarlm.engine.weight_formats import available, get
-from tests import weights
-from tests.backends.native.hot_loops import Loop
-from tests.backends.native.launching import launcher
-from tests.backends.native.test_product import packed_tiles, quantized, stored
-from tests.jit.levels import assembly, run
-from tests.pairs import in_turn
-
-from polarlm.engine.backends.native.kernels.linear.activations import Inputs  # isort: skip
-from polarlm.engine.backends.native.kernels.linear.matrix_sums import together  # isort: skip
+from polarlm.engine.backends.native.kernels.linear.activations import Inputs
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import together
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
@@ -24,7 +16,13 @@ from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.isa.x86 import Avx512Amx, Avx512Vbmi
 from polarlm.engine.jit.lang import F32, I32, Emitter, Level, Value, Values, vector
-from polarlm.engine.weight_formats import Linear, WeightFormat
+from polarlm.engine.weight_formats import Linear, WeightFormat, available, get
+from tests import weights
+from tests.backends.native.hot_loops import Loop
+from tests.backends.native.launching import launcher
+from tests.backends.native.test_product import packed_tiles, quantized, stored
+from tests.jit.levels import assembly, run
+from tests.pairs import in_turn
 
 CODES = [name for name in available() if get(name).unpack is not None]
 KINDS = [Inputs.CODES, Inputs.BYTES]
@@ -143,7 +141,7 @@ def bytes_of_codes(format: WeightFormat) -> list[int]:
 @in_turn("level", dict.fromkeys(level for level, _ in CASES))
 def test_threads_share_the_units(level: Level) -> None:
     rng = np.random.default_rng(2)
-    stored_ = weights.StoredBytes(weights.random_blocks(rng, "q5_k", 37 * 16, 256), "q5_k")
+    stored_ = weights.random_matrix(rng, "q5_k", 37 * 16, 256)
     x, found = rng.standard_normal((50, 256)).astype(np.float32), []
     for threads in (1, 2, 3):
         ops = LinearOps(launcher(level, threads))

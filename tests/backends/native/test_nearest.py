@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from polarlm.engine import codecs
-from tests.jit.levels import declared, run, some_levels
-
-from polarlm.engine.jit.compile.compiler import Kernel  # isort: skip
 from polarlm.engine.backends.native.kernels.encode.nearest import search
+from polarlm.engine.jit.compile.compiler import Kernel
 from polarlm.engine.jit.lang import F32, Emitter, Level, Value, vector
+from tests.jit.levels import declared, run, some_levels
 
 
 @cache

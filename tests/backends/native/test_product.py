@@ -7,14 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.weight_formats import WeightFormat, available, get
-from tests import weights
-from tests.backends.native.launching import launcher
-from tests.jit.levels import SOME, run, some_levels
-from tests.pairs import each, in_turn, pairs
-
-from polarlm.engine.backends.native import tiles  # isort: skip
+from polarlm.engine.backends.native import tiles
 from polarlm.engine.backends.native.kernels.linear import packing
 from polarlm.engine.backends.native.kernels.linear.activations import (
     GROUP,
@@ -34,8 +27,14 @@ from polarlm.engine.backends.native.kernels.linear.product import Product, Produ
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, are_unsigned, largest_tiling, tiling
 from polarlm.engine.backends.native.product_ops import loading
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
+from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.jit.compile.target import best, levels
 from polarlm.engine.jit.lang import Level
+from polarlm.engine.weight_formats import WeightFormat, available, get
+from tests import weights
+from tests.backends.native.launching import launcher
+from tests.jit.levels import SOME, run, some_levels
+from tests.pairs import each, in_turn, pairs
 
 FEW = ["q4_1", "q4_k", "q6_k", "q8_0", "iq3_s", "mxfp4", "tq1_0", "f16", "bf16"]  # each is unpacked in its own way
 
@@ -50,14 +49,8 @@ def stored(
     rng: np.random.Generator, name: str, rows: int, columns: int, level: Level | None = None
 ) -> tuple[WeightFormat, np.ndarray, np.ndarray]:
     """A random matrix: its format, its tiles, and its values, float32."""
-    format = get(name)
-    if format.unpack is None:
-        raw = weights.pack(rng.standard_normal((rows, columns)), name)
-    else:
-        raw = weights.random_blocks(rng, name, rows, columns)
-    values = np.empty((rows, columns), np.float32)
-    format.dequantize(raw, values)
-    return format, packed_tiles(raw, name, level), values
+    file = weights.random_matrix(rng, name, rows, columns)
+    return file.format, packed_tiles(file.raw, name, level), file.values
 
 
 def _rows(x: np.ndarray, out: np.ndarray, weight: np.ndarray | None = None) -> RowArguments:

@@ -10,22 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, HeadTransform, KVLocation, ScoreRule, SpanView
+from polarlm.engine.backends.native.attention_ops import prompts
+from polarlm.engine.backends.native.attention_ops.heads import HeadOps
+from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
+from polarlm.engine.backends.native.kv.cache import CacheOps
+from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.attention import attend
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import get
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard
 from polarlm.engine.errors import KernelError
-from tests.backends.native.launching import launcher
-from tests.jit.levels import some_levels
-
-from polarlm.engine.backends.native.attention_ops import prompts  # isort: skip
-from polarlm.engine.backends.native.kv.cache import CacheOps  # isort: skip
-from polarlm.engine.backends.native.attention_ops.heads import HeadOps  # isort: skip
-from polarlm.engine.backends.native.ops import NativeOps  # isort: skip
-from polarlm.engine.backends.native.attention_ops.prompts import PromptOps  # isort: skip
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Level
+from tests.backends.native.launching import launcher
+from tests.jit.levels import some_levels
 
 N = 32  # tokens of a block
 PLAIN = NumpyOps(1)

@@ -6,8 +6,6 @@ import dataclasses
 
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine.backends.kv import KVLocation, SpanView
 from polarlm.engine.backends.native.attention_ops.step_table import SpanHeader, StepTable
 

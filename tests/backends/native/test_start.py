@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.bench.gpu.shapes import llama
 from polarlm.engine.jit.compile import images
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native.thread_count import thread_count
 from polarlm.engine.chat import session

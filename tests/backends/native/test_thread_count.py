@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.native import thread_count as counting
 from polarlm.engine.backends.native.ops import NativeOps

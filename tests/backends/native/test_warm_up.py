@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams, codecs
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move
 from polarlm.engine.backends.native import launch as launch_module

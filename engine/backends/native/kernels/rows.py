@@ -48,22 +48,24 @@ class NormArguments(NamedTuple):
     x_stride: Int64
     stride: Int64
     eps: Float32
+    weights: Int64 = 1
 
 
 @cache
 def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
     """target = x / rms(x) * weight, or with `adds` target += that; one unit per row. target may be x.
 
-    x_stride, stride: bytes from row to row of x and of target.
+    weight (weights, columns): rows take them in turn. x_stride, stride: bytes from row to row of x and of target.
     """
 
     def emit(e: Emitter, args: NormArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
             source, into = args.x + row * args.x_stride, args.target + row * args.stride
+            weight = args.weight + row % args.weights * args.columns * 4
             factor = inverse_rms(e, source, args.columns, args.eps)
 
             def write(offset: Value, kind: Type) -> None:
-                value = e.load(source + offset, kind) * factor * e.load(args.weight + offset, kind)
+                value = e.load(source + offset, kind) * factor * e.load(weight + offset, kind)
                 e.store(e.load(into + offset, kind) + value if adds else value, into + offset)
 
             over_columns(e, args.columns, write)
@@ -219,71 +221,51 @@ def capped(e: Emitter, x: Value, cap: Value) -> Value:
     return cap - cap * 2.0 / (e.exp(x * (e.like(2.0, cap) / cap)) + 1.0)
 
 
-class SoftcapArguments(NamedTuple):
+class ChangeArguments(NamedTuple):
     x: Pointer
     columns: Int64
     stride: Int64
     pieces: Int64
-    cap: Float32
-
-
-class ScaleArguments(NamedTuple):
-    x: Pointer
-    columns: Int64
-    stride: Int64
-    pieces: Int64
-    factor: Pointer
+    numbers: Pointer
     step: Int64
 
 
 ROW_PIECE = 4096  # columns of a unit
 
 
-@cache
-def softcap_rows() -> Kernel[SoftcapArguments]:
-    """cap · tanh(x / cap) of `columns` of each row, in place; one unit per row and piece, of `pieces` in a row.
+def _softcapped(e: Emitter, x: Value, cap: Value) -> Value:
+    """x − x is 0, but NaN for an infinity, which would become the cap, as if the model had computed it."""
+    return capped(e, x, cap) + (x - x)
 
-    x − x is 0, but NaN for an infinity, which would become the cap, as if the model had computed it.
-    stride: bytes from row to row.
+
+def _scaled(e: Emitter, x: Value, factor: Value) -> Value:
+    return e.select((factor <= 0.0) & (factor >= 0.0), e.like(0.0, x), x * factor)
+
+
+_CHANGES = {"softcap": _softcapped, "scale": _scaled}
+
+
+@cache
+def change_rows(name: str) -> Kernel[ChangeArguments]:
+    """x becomes softcap(x), cap · tanh(x / cap), or scale(x), x times a number, in place; one unit per row and piece,
+    of `pieces` in a row.
+
+    stride: bytes from row to row of x. numbers: the cap or factor of the first row; step: bytes to the next row's, or
+    0.
     """
 
-    def emit(e: Emitter, args: SoftcapArguments, begin: Value, end: Value, scratch: Value) -> None:
-        _change_pieces(e, args, begin, end, lambda x, row: capped(e, x, e.like(args.cap, x)) + (x - x))
+    def emit(e: Emitter, args: ChangeArguments, begin: Value, end: Value, scratch: Value) -> None:
+        with e.loop(begin, end) as unit:
+            first, row = unit % args.pieces * ROW_PIECE, unit // args.pieces
+            at, number = args.x + row * args.stride + first * 4, e.load(args.numbers + row * args.step, F32)
 
-    return Kernel("softcap_rows", emit, SoftcapArguments)
+            def write(offset: Value, kind: Type) -> None:
+                x = e.load(at + offset, kind)
+                e.store(_CHANGES[name](e, x, e.like(number, x)), at + offset)
 
+            over_columns(e, e.imin(args.columns - first, ROW_PIECE), write)
 
-@cache
-def scale_rows() -> Kernel[ScaleArguments]:
-    """x times a number, in place; units and strides as in `softcap_rows`. step: bytes to the number of the next row, or
-    0."""
-
-    def emit(e: Emitter, args: ScaleArguments, begin: Value, end: Value, scratch: Value) -> None:
-        def change(x: Value, row: Value) -> Value:
-            factor = e.like(e.load(args.factor + row * args.step, F32), x)
-            return e.select((factor <= 0.0) & (factor >= 0.0), e.like(0.0, x), x * factor)
-
-        _change_pieces(e, args, begin, end, change)
-
-    return Kernel("scale_rows", emit, ScaleArguments)
-
-
-def _change_pieces(
-    e: Emitter,
-    args: SoftcapArguments | ScaleArguments,
-    begin: Value,
-    end: Value,
-    change: Callable[[Value, Value], Value],
-) -> None:
-    """Replace each number of the units' pieces by `change` of it and its row."""
-    with e.loop(begin, end) as unit:
-        first, row = unit % args.pieces * ROW_PIECE, unit // args.pieces
-        at = args.x + row * args.stride + first * 4
-
-        def write(offset: Value, kind: Type) -> None:
-            e.store(change(e.load(at + offset, kind), row), at + offset)
-
-        over_columns(e, e.imin(args.columns - first, ROW_PIECE), write)
+    return Kernel(f"{name}_rows", emit, ChangeArguments)
 
 
 class BestArguments(NamedTuple):

@@ -9,14 +9,12 @@ from polarlm.engine.backends.native.kernels.linear.dequantize import DequantizeA
 from polarlm.engine.backends.native.kernels.linear.tiling import largest_tiling, tiling
 from polarlm.engine.backends.native.kernels.rows import (
     ROW_PIECE,
+    ChangeArguments,
     NormArguments,
-    ScaleArguments,
-    SoftcapArguments,
+    change_rows,
     gate,
     gate_arguments,
     norm_rows,
-    scale_rows,
-    softcap_rows,
 )
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
 from polarlm.engine.backends.native.product_ops.loading import LoadOps
@@ -72,20 +70,19 @@ class LinearOps(LoadOps):
         self._launch(norm_rows(adds=residual is not None), len(x), arguments)
 
     def softcap(self, x: np.ndarray, cap: float) -> None:
-        rows, columns = x.shape
-        pieces = -(-columns // ROW_PIECE)
-        arguments = SoftcapArguments(x=x, columns=columns, stride=x.strides[0], pieces=pieces, cap=cap)
-        self._launch(softcap_rows(), rows * pieces, arguments)
+        self._change("softcap", x, np.array([cap], np.float32))
 
     def activate(self, x: np.ndarray, up: np.ndarray, activation: str) -> None:
         self._launch(gate(activation), len(x), gate_arguments(x, up, x))
 
     def scale(self, x: np.ndarray, factor: np.ndarray) -> None:
-        rows, columns = x.shape
+        self._change("scale", x, factor)
+
+    def _change(self, name: str, x: np.ndarray, numbers: np.ndarray) -> None:
+        """See `change_rows`. numbers: (1,) for all rows, or (T, 1)."""
+        (rows, columns), step = x.shape, numbers.strides[0] if numbers.ndim > 1 else 0
         pieces = -(-columns // ROW_PIECE)
-        step = factor.strides[0] if factor.ndim > 1 else 0
-        arguments = ScaleArguments(x=x, columns=columns, stride=x.strides[0], pieces=pieces, factor=factor, step=step)
-        self._launch(scale_rows(), rows * pieces, arguments)
+        self._launch(change_rows(name), rows * pieces, ChangeArguments(x, columns, x.strides[0], pieces, numbers, step))
 
     def linear(
         self,

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
-pytest.importorskip("llvmlite")
-
 import numpy as np
 
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, keys, values

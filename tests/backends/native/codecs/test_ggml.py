@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from polarlm.engine import codecs
+from polarlm.engine.backends.native import codecs as tiles
+from polarlm.engine.jit.lang import Level
 from tests.backends.native.codecs import attend
 from tests.jit.levels import some_levels
-
-from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.jit.lang import Level
 from tests.pairs import in_turn
 
 NAMES = ("q8_0", "q4_0")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from polarlm.engine import codecs
+from polarlm.engine.backends.native import codecs as tiles
+from polarlm.engine.jit.lang import Level
 from tests.backends.native.codecs import attend
 from tests.codecs.data import streams
 from tests.jit.levels import SOME
 from tests.pairs import each, in_turn
-
-from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.jit.lang import Level
 
 NAMES = ("polarpair-m4n4", "polarpair-m4n2", "polarpair-m4n4+g16", "polarpair-m4n2+g32")
 

@@ -8,14 +8,13 @@ import numpy as np
 
 from polarlm.bench.quality.peers.polarquant_online import angles_of
 from polarlm.engine import codecs
+from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.codecs.polarquant import CENTRES, level_count, rows_of, upper_table
+from polarlm.engine.jit.lang import Level
 from tests.backends.native.codecs import attend
 from tests.codecs.data import fields_of, streams
 from tests.jit.levels import SOME, some_levels
 from tests.pairs import each, in_turn
-
-from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.jit.lang import Level
 
 CODEC = codecs.get("polarquant")
 # (head dim, block size, queries that read a block together): four levels of angles or three, and odd numbers of groups

@@ -6,16 +6,15 @@ import numpy as np
 import pytest
 
 from polarlm.engine import codecs
-from tests.backends.native.codecs import attend
-from tests.codecs.data import TABLED, streams
-from tests.jit.levels import SOME, some_levels
-from tests.pairs import each, in_turn
-
-from polarlm.engine.backends.native import codecs as tiles  # isort: skip
+from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.viterbi import PathSearch, flip
 from polarlm.engine.jit.lang import Level
+from tests.backends.native.codecs import attend
+from tests.codecs.data import TABLED, streams
+from tests.jit.levels import SOME, some_levels
+from tests.pairs import each, in_turn
 
 NAMES = (*TABLED, "ring4+norm16")
 # A level looks up tables of 64, 128, 256 and four times 256 entries in its own ways, and tables of up to 16 in one.

@@ -8,18 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import codecs
+from polarlm.engine.backends.native import codecs as tiles
+from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
+from polarlm.engine.backends.native.kernels.attention.prompts import Decoding, decode
 from polarlm.engine.codecs import Codec
+from polarlm.engine.jit.compile.target import best
+from polarlm.engine.jit.lang import Level
 from tests.backends.native.codecs import attend
 from tests.codecs.data import TABLED
 from tests.jit.levels import SOME, run, some_levels
 from tests.pairs import each, in_turn
-
-from polarlm.engine.backends.native import codecs as tiles  # isort: skip
-from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
-
-from polarlm.engine.backends.native.kernels.attention.prompts import Decoding, decode  # isort: skip
-from polarlm.engine.jit.compile.target import best
-from polarlm.engine.jit.lang import Level
 
 NAMES = (*TABLED, "ring4+norm16", "f16", "q8_0", "q4_0", "polarquant", "polarquant+none", "polarquant+dense")
 OF_KEYS = ("polarpair-m4n4", "polarpair-m4n2", "polarpair-m4n4+g16", "polarpair-m4n2+g32")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import Left, pieces, product
 from polarlm.engine.backends.native.kernels.rows import over_columns
@@ -89,6 +89,35 @@ def product_tile(e: Emitter, is_prompt: bool) -> tuple[int, int]:
     return (min(rows, 6), vectors) if is_prompt else (min(rows, 2), 2 * vectors)
 
 
+def convolved(e: Emitter, spec: Any, x: Value, inputs: Value, weights: Value, start: Value) -> Value:
+    """start plus the convolution of numbers at x, silu of it. x, inputs, weights: addresses of a row's numbers, of the
+    slot's inputs that are the first ones under the convolution, and of its weights. The numbers become inputs, too."""
+    row_bytes, before, newest = 4 * spec.channels, spec.width - 1, e.load(x, start.type)
+    e.store(newest, inputs, before * row_bytes)
+    for back in range(before):
+        x_back, weight = (e.load(at, start.type, back * row_bytes) for at in (inputs, weights))
+        start = e.fma(x_back, weight, start)
+    return silu(e, e.fma(newest, e.load(weights, start.type, before * row_bytes), start))
+
+
+def repeat_inputs(
+    e: Emitter, inputs: Value, sizes: tuple[Any, int, int], columns: Value, kept: tuple[Value, Value] | None = None
+) -> None:
+    """The last inputs of a block are the first ones of the next block. inputs: address of the first channel's of
+    `columns`. sizes: bytes of a row, rows of a block, and inputs before a row. kept: as in `Matrix.advance`."""
+    row_bytes, block, before = sizes
+
+    def repeat(offset: Value, kind: Type) -> None:
+        for row in range(before):
+            x = e.load(inputs + (offset + row_bytes * (block + row)), kind)
+            e.store(x, inputs + (offset + row_bytes * row))
+            if kept is not None:
+                with e.when(kept[0]):
+                    e.store(x, kept[1] + (offset + row_bytes * row))
+
+    over_columns(e, columns, repeat)
+
+
 def silu(e: Emitter, x: Value) -> Value:
     return x / (e.exp(-x) + 1.0)
 
@@ -114,6 +143,14 @@ class Matrix:
     key_dim: int
     value_dim: int
     block: int
+
+    @staticmethod
+    def of(args: Any, number: Value, keys: Value, sizes: tuple[int, int, int]) -> Matrix:
+        """The state of this number among those of all slots and heads. sizes: A, D, N."""
+        key_dim, value_dim, block = sizes
+        matrix = args.matrices + number * (4 * key_dim * value_dim)
+        updates, decays = args.updates + number * (4 * block * value_dim), args.decays + number * (4 * block)
+        return Matrix(matrix, keys, updates, decays, *sizes)
 
     def advance(
         self, e: Emitter, scaled: Value, tile: tuple[int, int], kept: tuple[Value, Value] | None = None
@@ -167,26 +204,14 @@ def advance(
     def emit(e: Emitter, args: AdvanceArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             slot, head = e.load(args.slots + unit // heads * 4, I32).sext(I64), unit % heads
-            state, key = slot * heads + head, head % key_heads if tiled else head // shared
-            Matrix(
-                args.matrices + state * (4 * key_dim * value_dim),
-                args.keys + (slot * key_heads + key) * (4 * key_dim * block),
-                args.updates + state * (4 * block * value_dim),
-                args.decays + state * (4 * block),
-                key_dim,
-                value_dim,
-                block,
-            ).advance(e, scratch, e.level.float_tile)
+            key = head % key_heads if tiled else head // shared
+            keys = args.keys + (slot * key_heads + key) * (4 * key_dim * block)
+            state = Matrix.of(args, slot * heads + head, keys, (key_dim, value_dim, block))
+            state.advance(e, scratch, e.level.float_tile)
             first, last = (args.channels * number // heads for number in (head, head + 1))
             row_bytes = args.channels * 4
             inputs = args.inputs + slot * row_bytes * (block + width - 1) + first * 4
-
-            def repeat(offset: Value, kind: Type) -> None:
-                for row in range(width - 1):
-                    x = e.load(inputs + (row_bytes * (block + row) + offset), kind)
-                    e.store(x, inputs + (row_bytes * row + offset))
-
-            over_columns(e, last - first, repeat)
+            repeat_inputs(e, inputs, (row_bytes, block, width - 1), last - first)
 
     sizes = f"{key_heads}x{shared}_{key_dim}x{value_dim}_{block}_{width}{'_tiled' * tiled}"
     return Kernel(f"advance_{sizes}", emit, AdvanceArguments, scratch=4 * block * value_dim)

@@ -117,21 +117,9 @@ class _Unit:
     def value_channel(self, head: Value) -> Value:
         return head * self.spec.value_dim + 2 * self.spec.key_heads * self.spec.key_dim
 
-    def matrix(self, head: Value) -> Value:
-        spec = self.spec
-        return self.args.matrices + (self.slot * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
-
     def state(self, head: Value) -> common.Matrix:
-        spec, of_slot = self.spec, self.slot * self.spec.value_heads + head
-        return common.Matrix(
-            self.matrix(head),
-            self.keys,
-            self.args.updates + of_slot * (4 * spec.block * spec.value_dim),
-            self.args.decays + of_slot * (4 * spec.block),
-            spec.key_dim,
-            spec.value_dim,
-            spec.block,
-        )
+        spec, number = self.spec, self.slot * self.spec.value_heads + head
+        return common.Matrix.of(self.args, number, self.keys, (spec.key_dim, spec.value_dim, spec.block))
 
     def add(self, row: Value, count: Value, place: Value) -> None:
         """Add `count` rows from `row` on, the first at this place in the block, and compute their results."""
@@ -164,7 +152,7 @@ class _Unit:
         e, spec = self.e, self.spec
         size = 4 * spec.key_dim * spec.value_dim
         with e.loop(0, spec.shared) as member:
-            matrix = self.matrix(self.value_head(member))
+            matrix = self.state(self.value_head(member)).matrix
             with e.loop(0, size // _PREFETCHED * _PREFETCHED, _PREFETCHED) as at:
                 e.prefetch(matrix + at, _PREFETCHED)
 
@@ -184,18 +172,10 @@ class _Unit:
 
     def _convolved(self, channel: Value, at: Value, projected: Value, first: int, lanes: int) -> Value:
         """silu of the convolution of `lanes` channels from `channel` + first on; their newest inputs are kept."""
-        e, spec, kind = self.e, self.spec, vector(F32, lanes)
-        row_bytes, before = 4 * spec.channels, spec.width - 1
-        inputs = self.inputs + at * row_bytes + channel * 4
-        weights = self.args.conv + channel * 4
-        newest = e.load(projected + channel * 4, kind, 4 * first)
-        e.store(newest, inputs, 4 * first + before * row_bytes)
-        total = e.zero(kind)
-        for back in range(before):
-            x = e.load(inputs, kind, 4 * first + back * row_bytes)
-            total = e.fma(x, e.load(weights, kind, 4 * first + back * row_bytes), total)
-        total = e.fma(newest, e.load(weights, kind, 4 * first + before * row_bytes), total)
-        return common.silu(e, total)
+        e, offset = self.e, channel * 4 + 4 * first
+        inputs = self.inputs + at * (4 * self.spec.channels) + offset
+        start = e.zero(vector(F32, lanes))
+        return common.convolved(e, self.spec, projected + offset, inputs, self.args.conv + offset, start)
 
     def _add_to(self, head: Value, row: Value, count: Value, place: Value) -> None:
         """Add rows to a value head, and compute its results; `rows` and `scores` are its key head's."""
@@ -298,23 +278,17 @@ class _Unit:
     def advance(self, number: Value) -> None:
         """Make the state at the end of the block that at the start of the next one, and keep it if it is asked for."""
         e, spec, args = self.e, self.spec, self.args
-        before = 4 * spec.channels * (spec.width - 1)
+        row_bytes, before = 4 * spec.channels, spec.width - 1
         kept = common.kept_row(e, args.kept, args.blocks, number)
+
+        def repeat(channel: Value, count: int) -> None:
+            inputs, target = self.inputs + channel * 4, args.end_inputs + kept * (before * row_bytes) + channel * 4
+            common.repeat_inputs(e, inputs, (row_bytes, spec.block, before), e.i64(count), (kept >= 0, target))
+
         with e.loop(0, spec.shared) as member:
             head = self.value_head(member)
             target = args.end_matrices + (kept * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
             self.state(head).advance(e, self.scaled, self.tile, (kept >= 0, target))
-            self._advance_inputs(self.value_channel(head), spec.value_dim, kept, before)
+            repeat(self.value_channel(head), spec.value_dim)
         for channel, count in self.parts():
-            self._advance_inputs(channel, count, kept, before)
-
-    def _advance_inputs(self, channel: Value, count: int, kept: Value, before: int) -> None:
-        e, spec = self.e, self.spec
-        for back in range(spec.width - 1):
-            at = self.inputs + channel * 4 + e.i64(4 * spec.channels * back)
-            for first, lanes in pieces(count):
-                x = e.load(at + e.i64(4 * spec.channels * spec.block), vector(F32, lanes), 4 * first)
-                e.store(x, at, 4 * first)
-                with e.when(kept >= 0):
-                    target = self.args.end_inputs + kept * before + channel * 4 + e.i64(4 * spec.channels * back)
-                    e.store(x, target, 4 * first)
+            repeat(channel, count)

@@ -6,15 +6,14 @@ heads; and norms, of rows. Every sum of a row has its terms in the order of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
 from polarlm.engine.backends.native.kernels.recurrent import common
 from polarlm.engine.backends.native.kernels.recurrent.common import RecurrentArguments
-from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
-from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
+from polarlm.engine.backends.native.kernels.rows import over_columns
+from polarlm.engine.jit.lang import F32, I32, Emitter, Kernel, Type, Value, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
 PART = 64  # channels of a unit of `convolve`
@@ -75,32 +74,17 @@ def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
                     target = args.convolved + ((row + i) * spec.channels + channel) * 4
 
                     def compute(offset: Value, kind: Type) -> None:
-                        newest = e.load(source + offset, kind)
-                        e.store(newest, input_row + offset, before * row_bytes)
-                        total = e.load(args.bias + channel * 4 + offset, kind) if spec.has_bias else e.zero(kind)
+                        bias = e.load(args.bias + channel * 4 + offset, kind) if spec.has_bias else e.zero(kind)
                         weights = args.conv + channel * 4 + offset
-                        for back in range(before):
-                            x = e.load(input_row + offset, kind, back * row_bytes)
-                            total = e.fma(x, e.load(weights, kind, back * row_bytes), total)
-                        total = e.fma(newest, e.load(weights, kind, before * row_bytes), total)
-                        e.store(common.silu(e, total), target + offset)
+                        places = source + offset, input_row + offset, weights
+                        e.store(common.convolved(e, spec, *places, bias), target + offset)
 
                     over_columns(e, columns, compute)
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
-                        end_block(common.kept_row(e, args.kept, args.blocks, number))
-
-            def end_block(kept: Value) -> None:
-                target = args.end_inputs + kept * (before * row_bytes) + channel * 4
-
-                def repeat(offset: Value, kind: Type) -> None:
-                    for row in range(before):
-                        x = e.load(inputs + offset, kind, (spec.block + row) * row_bytes)
-                        e.store(x, inputs + offset, row * row_bytes)
-                        with e.when(kept >= 0):
-                            e.store(x, target + offset, row * row_bytes)
-
-                over_columns(e, columns, repeat)
+                        kept = common.kept_row(e, args.kept, args.blocks, number)
+                        end = kept >= 0, args.end_inputs + kept * (before * row_bytes) + channel * 4
+                        common.repeat_inputs(e, inputs, (row_bytes, spec.block, before), columns, end)
 
             common.by_blocks(e, spec.block, span, add)
 
@@ -185,10 +169,9 @@ class _Head:
     ) -> None:
         self.e, self.spec, self.args, self.span, self.head = e, spec, args, span, head
         self.weights, self.read, self.scaled, self.since, self.step = (scratch + at for at in _arrays(spec)[:-1])
-        self.group, of_slot = head // spec.shared, span.slot * spec.heads + head
-        self.matrix = args.matrices + of_slot * (4 * spec.size * spec.dim)
-        self.updates = args.updates + of_slot * (4 * spec.block * spec.dim)
-        self.decays = args.decays + of_slot * (4 * spec.block)
+        self.group, number = head // spec.shared, span.slot * spec.heads + head
+        self.state = common.Matrix.of(args, number, args.keys, (spec.size, spec.dim, spec.block))
+        self.matrix, self.updates, self.decays = self.state.matrix, self.state.updates, self.state.decays
 
     def add(self, row: Value, count: Value, place: Value, number: Value) -> None:
         e, spec, args = self.e, self.spec, self.args
@@ -267,32 +250,6 @@ class _Head:
         kept = common.kept_row(e, args.kept, args.blocks, number)
         target = args.end_matrices + (kept * spec.heads + self.head) * size
         keys = args.block_keys + (number * spec.groups + self.group) * (4 * spec.size * spec.block)
-        state = common.Matrix(self.matrix, keys, self.updates, self.decays, spec.size, spec.dim, spec.block)
-        state.advance(e, self.scaled, common.product_tile(e, spec.is_prompt), (kept >= 0, target))
-
-
-class PartArguments(NamedTuple):
-    x: Pointer
-    weight: Pointer
-    parts: Int64
-    columns: Int64  # a part's
-    eps: Float32
-
-
-@cache
-def norm_parts() -> Kernel[PartArguments]:
-    """x / rms(x) * weight of each part of a row, in place; one unit per row."""
-
-    def emit(e: Emitter, args: PartArguments, begin: Value, end: Value, scratch: Value) -> None:
-        with e.loop(begin, end) as row, e.loop(0, args.parts) as part:
-            at = part * args.columns * 4
-            x = args.x + row * args.parts * args.columns * 4 + at
-            factor = inverse_rms(e, x, args.columns, args.eps)
-
-            def write(offset: Value, kind: Type) -> None:
-                normed = e.load(x + offset, kind) * factor
-                e.store(normed * e.load(args.weight + (at + offset), kind), x + offset)
-
-            over_columns(e, args.columns, write)
-
-    return Kernel("norm_parts", emit, PartArguments)
+        replace(self.state, keys=keys).advance(
+            e, self.scaled, common.product_tile(e, spec.is_prompt), (kept >= 0, target)
+        )
