@@ -95,6 +95,10 @@ def test_what_a_tier_holds_is_shown(server: Serving, tmp_path: Path) -> None:
     now = metrics(server)
     assert now["polarlm_tier_objects{disk}"] == len(files) > 0
     assert now["polarlm_tier_bytes{disk}"] == sum(file.stat().st_size for file in files)
+    forget(server.engine)
+    cached = ask(server)["usage"]["prompt_tokens_details"]
+    assert cached["cached_from"] == {"disk": cached["cached_tokens"]}
+    assert metrics(server)["polarlm_cached_tokens_from_total{disk}"] == cached["cached_tokens"] > 0
 
 
 def test_damaged_objects_are_counted_and_named(
