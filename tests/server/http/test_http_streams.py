@@ -77,16 +77,6 @@ def assert_all_free(server: Serving, cancelled: int) -> None:
         assert not any(map(any, held(server.engine)))
 
 
-def test_a_client_that_leaves_in_mid_stream_cancels_its_answers(server: Serving) -> None:
-    server.gate.close()
-    server.gate.let(40)
-    with server.send("/v1/completions", {**ENDLESS, "stream": True, "n": 3}) as connection:
-        received = b""
-        while received.count(b"data: ") < 3:
-            received += connection.recv(4096)
-    assert_all_free(server, 3)
-
-
 @pytest.mark.parametrize(("stream", "units"), [(False, 0), (True, 1), (False, 12)])  # in the queue, prompt, answer
 def test_a_client_that_leaves_before_its_answer_does_so_too(server: Serving, stream: bool, units: int) -> None:
     server.gate.close()
