@@ -186,9 +186,8 @@ def make_bert(folder: Path) -> Path:
     return make_folder(folder, "bert_wide")
 
 
-WRONG: list[
-    tuple[Callable[[Path], Path], str, Any, str]
-] = [  # changes of a file, a text in its place, or None: removed
+# Changes of a file, or a text in its place; None: it is removed.
+WRONG: list[tuple[Callable[[Path], Path], str, Any, str]] = [
     (make_bert, "config.json", {"hidden_act": "relu"}, "hidden_act is 'relu', but only gelu is supported"),
     (make_bert, "config.json", {"position_embedding_type": "relative_key"}, "only absolute positions"),
     (make_bert, "config.json", {"is_decoder": True}, "only an encoder"),

@@ -73,11 +73,9 @@ def test_images_get_the_sizes_that_transformers_gives_them() -> None:
     for sizes, of in ((SIZES, (of_vision(qwen2_5_vl), deep)), (GEMMAS_SIZES, (large, small))):
         for image, *wanted in sizes:
             for tower, size in zip(of, wanted, strict=True):
-                shape = towers.fit(tower, *image)
+                shape, side = towers.fit(tower, *image), tower.merge * tower.patch
                 assert (shape.width, shape.height) == size
-                assert (
-                    shape.rows == shape.grid[0] * shape.grid[1] == size[0] * size[1] // (tower.merge * tower.patch) ** 2
-                )
+                assert shape.rows == shape.grid[0] * shape.grid[1] == size[0] * size[1] // side**2
             assert towers.fit(square, *image) == (896, 896, 256, (16, 16))
     shape = towers.fit(deep, 10**6, 1)  # transformers refuses what is 200 times as long as wide
     assert deep.pixels[0] <= shape.width * shape.height <= deep.pixels[1]
