@@ -119,3 +119,11 @@ def test_reasoning_is_turned_on_and_off(thinking: Serving) -> None:
 
     assert chat(False) - chat(True) == pair
     assert chat("high") == chat(True)
+
+    def completions(**more: Any) -> int:
+        body = {"messages": MESSAGES, **more}
+        return thinking.post("/v1/chat/completions/input_tokens", body).json()["input_tokens"]
+
+    reasons = completions(reasoning_effort="high")
+    assert completions(reasoning_effort="none") - reasons == pair
+    assert completions(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}) == reasons

@@ -63,6 +63,10 @@ def test_several_answers_of_one_form(server: Serving, more: dict[str, Any]) -> N
     [
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 1}}, "Unsatisfiable schema: minimum (3)"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "strict": True}}}, '"not"'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": '{"not": {}}', "strict": True}}},
+            '"not"',
+        ),
         ({"guided_regex": "(a"}, "unclosed group"),
         ({"grammar": "root ::= <think>"}, "tokens in angle brackets are not supported"),
         ({"grammar": "root ::= word"}, "the rule root refers to word, which is not defined"),
