@@ -19,7 +19,7 @@ from polarlm.server.http import streams
 from polarlm.server.http.plain import blocks
 from tests.pairs import in_turn
 from tests.server.http_server import Serving, serving
-from tests.server.lines import PATIENCE, eventually
+from tests.server.lines import PATIENCE, eventually, until_closed
 from tests.tiny import PLAIN, load_tiny
 
 NAME = bytes(range(16))
@@ -107,10 +107,7 @@ def begun(server: Serving, length: int | None) -> Iterator[socket.socket]:
 
 def answered(connection: socket.socket) -> str:
     """The answer, in lower case; the server hangs up after it."""
-    content = b""
-    while piece := connection.recv(4096):
-        content += piece
-    return content.decode().lower()
+    return until_closed(connection).decode().lower()
 
 
 @pytest.mark.parametrize("announced", [True, False])
