@@ -164,18 +164,6 @@ def test_blocks_are_coded_for_no_longer_than_a_step(monkeypatch: pytest.MonkeyPa
     assert not blocks.lacks_room()
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"cache_type": "auto:3.5"}, "cache_type=auto:3.5: there is no such type; choose .* auto, by-age, "),
-        ({"cache_type_k": "auto:3.5"}, "cache_type_k=auto:3.5: there is no such type"),
-    ],
-)
-def test_what_it_does_not_take_is_refused(tiny_path: Path, settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(EngineError, match=sentence):
-        Engine.load(tiny_path, device="cpu", **settings)
-
-
 def test_blocks_of_a_model_of_windows_alone_are_alike(tmp_path: Path) -> None:
     path = make_model(tmp_path, "mistral_window_sharded")
     with load(path, "auto") as engine, load(path, "ring5/ring4") as alike:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +16,26 @@ from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.checks import settle
 from polarlm.model_loaders import LoadError, load
-from tests.encoders import CLS, SEP, UNIGRAM, make_folder, make_gguf, pieces, pooled, reference, tokenizer_json
+from tests.conftest import ENCODERS
+from tests.encoders import (
+    CLS,
+    SEP,
+    UNIGRAM,
+    make_folder,
+    make_gemma,
+    make_gguf,
+    pieces,
+    pooled,
+    reference,
+    tokenizer_json,
+)
+from tests.server.http_server import serving
 
 TEXT = "The rain falls on a sea."
 CLOSE = 2e-5  # for vectors of length 1 and weights in float32: see tests/model/test_encoder.py
+# Texts for EmbeddingGemma, the longest of 64 tokens with windows of 12, and their vectors by sentence-transformers.
+REFERENCE = np.load(ENCODERS / "embedding_gemma" / "reference.npz")
+GEMMAS_TEXTS = [(REFERENCE[f"ids{i}"].tolist(), REFERENCE[f"vector{i}"]) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -165,45 +182,58 @@ def test_a_damaged_model_fails_its_texts(tmp_path: Path) -> None:
         assert caught.value.code == "model_damaged"
 
 
-WRONG = [
-    ({"hidden_act": "relu"}, "hidden_act is 'relu', but only gelu is supported"),
-    ({"position_embedding_type": "relative_key"}, "only absolute positions"),
-    ({"is_decoder": True}, "only an encoder"),
-    ({"num_attention_heads": 5}, "must be a multiple of 10"),
-    ({"max_position_embeddings": 70}, r"embeddings.weight has the shape \(64, 64\)"),
-    ({"architectures": ["BertForQuestionAnswering"]}, "architectures"),
-]
+def make_bert(folder: Path) -> Path:
+    return make_folder(folder, "bert_wide")
 
 
-def test_a_wrong_configuration_is_named(tmp_path: Path) -> None:
-    for number, (changes, part) in enumerate(WRONG):
-        path = make_folder(tmp_path / str(number), "bert_wide") / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-        with pytest.raises(LoadError, match=part):
-            load(path.parent)
-
-
-MODULES = [
-    (lambda folder: (folder / "modules.json").write_text("[1]"), "should hold a list of objects"),
-    (lambda folder: (folder / "modules.json").write_text("{"), "is not valid JSON"),
-    (lambda folder: (folder / "1_Pooling" / "config.json").unlink(), "config.json is missing"),
-    (lambda folder: (folder / "1_Pooling" / "config.json").write_text("{}"), "asks for no pooling"),
+# Changes of a file, or a text in its place; None: it is removed.
+WRONG: list[tuple[Callable[[Path], Path], str, Any, str]] = [
+    (make_bert, "config.json", {"hidden_act": "relu"}, "hidden_act is 'relu', but only gelu is supported"),
+    (make_bert, "config.json", {"position_embedding_type": "relative_key"}, "only absolute positions"),
+    (make_bert, "config.json", {"is_decoder": True}, "only an encoder"),
+    (make_bert, "config.json", {"num_attention_heads": 5}, "must be a multiple of 10"),
+    (make_bert, "config.json", {"max_position_embeddings": 70}, r"embeddings.weight has the shape \(64, 64\)"),
+    (make_bert, "config.json", {"architectures": ["BertForQuestionAnswering"]}, "architectures"),
+    (make_bert, "modules.json", "[1]", "should hold a list of objects"),
+    (make_bert, "modules.json", "{", "is not valid JSON"),
+    (make_bert, "1_Pooling/config.json", None, "config.json is missing"),
+    (make_bert, "1_Pooling/config.json", "{}", "asks for no pooling"),
+    (make_bert, "1_Pooling/config.json", '{"pooling_mode": "max"}', "pooling_mode is 'max'"),
+    (make_gemma, "2_Dense/config.json", {"activation_function": "torch.nn.ReLU"}, "but only Identity and Tanh"),
+    (make_gemma, "2_Dense/config.json", {"module_input_name": "token_embeddings"}, "but only 'sentence_embedding' is"),
+    (make_gemma, "2_Dense/config.json", {"out_features": 130}, r"has the shape \(128, 64\)"),
+    (make_gemma, "3_Dense/config.json", {"bias": True}, r"lacks the tensor model.dense.1.bias"),
+    (make_gemma, "config_sentence_transformers.json", {"default_prompt_name": "x"}, "which is not among the prompts"),
+    (make_gemma, "config_sentence_transformers.json", {"prompts": {"query": 5}}, "must be a string"),
     (
-        lambda folder: (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}'),
-        "pooling_mode is 'max'",
+        make_gemma,
+        "1_Pooling/config.json",
+        {"include_prompt": False},
+        "include_prompt is False, but only True is supported",
     ),
+    (make_gemma, "3_Dense/model.safetensors", None, r"3_Dense has no model\.safetensors"),
 ]
 
 
-def test_wrong_modules_are_named(tmp_path: Path) -> None:
-    for number, (change, part) in enumerate(MODULES):
-        folder = make_folder(tmp_path / str(number), "bert_wide")
-        change(folder)
+def test_wrong_files_are_named(tmp_path: Path) -> None:
+    for number, (make, name, changes, part) in enumerate(WRONG):
+        folder = make(tmp_path / str(number))
+        file = folder / name
+        if changes is None:
+            file.unlink()
+        else:
+            file.write_text(changes if isinstance(changes, str) else json.dumps(json.loads(file.read_text()) | changes))
         with pytest.raises(LoadError, match=part):
             load(folder)
     for pooling, modules, what in (("max", {}, "pooling_mode_max_tokens"), ("mean", {"CNN": "2"}, "module 'CNN'")):
         with pytest.raises(LoadError, match=what):
             load(make_folder(tmp_path / pooling, "bert_wide", pooling, **modules))
+    folder = make_gemma(tmp_path / "beside")
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[3]["path"] = "../2_Dense"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(LoadError, match="which is not a folder next to it"):
+        load(folder)
 
 
 def test_the_context_is_at_most_the_table_of_positions(folder: Path) -> None:
@@ -214,3 +244,52 @@ def test_the_context_is_at_most_the_table_of_positions(folder: Path) -> None:
             engine.embed([5] * (engine.context + 1))
     assert caught.value.code == "context_length_exceeded"
     assert [line for line in said if "no more positions" in line]
+
+
+# -- EmbeddingGemma: layers of Gemma 3 whose tokens see later ones, and products after pooling -------------------------
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = make_gemma(tmp_path_factory.mktemp("gemma") / "tiny-gemma")
+    with Engine.load(folder, device="cpu", weight_type="f32") as loaded:
+        yield loaded
+
+
+def test_a_vector_of_gemma_is_what_sentence_transformers_computes(gemma: Engine, tmp_path: Path) -> None:
+    """Of a folder with its modules, and of a GGUF file with dense_2 and dense_3."""
+    path = make_gguf(tmp_path / "model.gguf", "embedding_gemma")
+    with Engine.load(path, device="cpu", weight_type="f32") as of_gguf:
+        for loaded in (gemma, of_gguf):
+            found = loaded.embed_each([ids for ids, _ in GEMMAS_TEXTS])
+            for one, (_, expected) in zip(found, GEMMAS_TEXTS, strict=True):
+                assert np.abs(one.vector - expected).max() <= CLOSE
+
+
+def test_a_prompt_of_the_files_goes_before_a_text(gemma: Engine) -> None:
+    text = "the rain falls"
+    for name, before in (("query", "the sea: "), ("document", "a ship: ")):
+        named = gemma.embed(text, options=PromptOptions(prompt_name=name))
+        np.testing.assert_array_equal(named.vector, gemma.embed(before + text).vector)
+    with pytest.raises(EngineError, match="has no prompt 'title' for texts: it has 'document', 'query'"):
+        gemma.embed(text, options=PromptOptions(prompt_name="title"))
+
+
+def test_a_model_may_have_a_prompt_for_texts_without_one(tmp_path: Path, gemma: Engine) -> None:
+    folder = make_gemma(tmp_path / "model")
+    file = folder / "config_sentence_transformers.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "default_prompt_name": "query"}))
+    with Engine.load(folder, device="cpu", weight_type="f32") as loaded:
+        query = gemma.embed("the rain", options=PromptOptions(prompt_name="query"))
+        np.testing.assert_array_equal(loaded.embed("the rain").vector, query.vector)
+
+
+def test_a_server_takes_the_name_of_a_prompt(gemma: Engine) -> None:
+    expected = gemma.embed("the rain", options=PromptOptions(prompt_name="query")).vector
+    with serving(gemma) as server:
+        answer = server.post("/v1/embeddings", {"input": ["the rain"], "prompt_name": "query"}).json()
+        assert np.abs(np.array(answer["data"][0]["embedding"]) - expected).max() <= 1e-6
+        for wrong in ("title", 5):
+            response = server.post("/v1/embeddings", {"input": ["the rain"], "prompt_name": wrong})
+            assert response.status_code == 400
+            assert "prompt" in response.json()["error"]["message"]

@@ -54,18 +54,6 @@ def assert_as_alone(answer: Completion, prompt: Sequence[int], fresh: Engine) ->
     assert_agrees(answer.token_ids, fresh.generate(prompt, GREEDY).token_ids, prompt, fresh)
 
 
-def test_a_second_turn_prefills_only_new_tokens(engine: Engine, fresh: Engine) -> None:
-    prompt = ids(1, 29)
-    first = engine.generate(prompt, GREEDY)
-    second_prompt = [*prompt, *first.token_ids, *ids(2, 7)]
-    second = engine.generate(second_prompt, GREEDY)
-    assert first.usage.cached_tokens == 0
-    # The last token of an answer is never fed.
-    assert second.usage.cached_tokens == len(prompt) + len(first.token_ids) - 1
-    assert_as_alone(first, prompt, fresh)
-    assert_as_alone(second, second_prompt, fresh)
-
-
 @pytest.mark.parametrize("length", [3, N, N + 1, 4 * N, 4 * N + 3])
 def test_the_same_prompt_again_prefills_a_block_at_most(engine: Engine, fresh: Engine, length: int) -> None:
     prompt = ids(length, length)

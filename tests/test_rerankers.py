@@ -151,6 +151,10 @@ def test_answers_have_the_shape_of_what_is_asked(server: Serving) -> None:
     assert answer["id"]
     assert answer["results"] == [{"index": order[0], "relevance_score": scores[order[0]]}]
     assert answer["meta"]["tokens"]["input_tokens"] == answer["usage"]["total_tokens"]
+    body = {"query": QUERY, "documents": [{"text": one} for one in DOCUMENTS], "top_n": 2, "return_documents": True}
+    for path in ("/v1/rerank", "/reranking"):
+        best = server.post(path, body).json()["results"]
+        assert [(one["index"], one["document"]) for one in best] == [(at, {"text": DOCUMENTS[at]}) for at in order[:2]]
     asked = {"query": QUERY, "texts": DOCUMENTS}
     assert server.post("/rerank", asked).json() == [{"index": at, "score": scores[at]} for at in order]
     raw = server.post("/rerank", {**asked, "raw_scores": True, "return_text": True}).json()
@@ -176,6 +180,14 @@ WRONG = [
     ({"documents": ["a"], "query": "rain " * 100}, "exceeds the available context size of 64 tokens"),
     ({"documents": ["a", "rain " * 100_000]}, "exceeds the available context size of 64 tokens"),
     ({"documents": ["a"], "instruction": "find"}, "reads no instruction"),
+    ({"query": None, "documents": ["a"]}, '"query"'),
+    ({"query": "", "documents": ["a"]}, '"query"'),
+    ({}, '"documents"'),
+    ({"documents": ["a", 5]}, '"documents[1]"'),
+    ({"documents": [{"title": "a"}]}, '"documents[0].text"'),
+    ({"documents": ["a"], "top_n": "x"}, '"top_n"'),
+    ({"documents": ["a"], "return_documents": "x"}, '"return_documents"'),
+    ({"documents": ["a"], "instruction": 1}, '"instruction"'),
 ]
 
 

@@ -18,7 +18,6 @@ from polarlm.engine.storage import identity, objects, sessions
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
 from tests.bare import feed
-from tests.small_disk import small_disk
 from tests.tiny import VOCABULARY, assert_idle, forget, held, load_tiny, make_model
 
 N = 8
@@ -252,14 +251,6 @@ def test_an_interrupted_save_leaves_the_old_file(engine: Engine, file: Path) -> 
     with pytest.raises(KeyboardInterrupt):
         engine.load_session(file, progress=interrupt)
     assert held(engine) == before
-
-
-def test_a_full_disk_leaves_the_old_file(engine: Engine, file: Path, saved: Path) -> None:
-    talk(engine)
-    with small_disk(file.parent, saved.stat().st_size * 3 // 2):
-        engine.save_session(file)
-        error = assert_keeps_the_old_file(file, lambda: engine.save_session(file), EngineError)
-    assert "No space left on device" in str(error)
 
 
 # -- refusals: of places ---------------------------------------------------------------------------------------------

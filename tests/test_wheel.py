@@ -162,45 +162,34 @@ def test_measurements_run_and_go_to_the_current_folder(installed: Installed, tin
     assert list(tmp_path.glob("speed-*.json"))
 
 
-def test_a_users_own_modules_are_theirs(installed: Installed, tmp_path: Path) -> None:
+def test_a_users_own_modules_are_theirs_and_kernels_and_page_are_found(installed: Installed, tmp_path: Path) -> None:
     own_modules(tmp_path)
     program = """
 import engine, server
 from polarlm import Engine
-print(engine.mine, server.mine, Engine.__module__)
+from polarlm.engine.backends.cuda.device.kernel_source import folder
+from polarlm.server.http.page import _page
+print(engine.mine, server.mine, Engine.__module__, len(list(folder().rglob("*.cu"))), "<html" in _page()[0])
 """
-    assert installed.run(tmp_path, "python", "-c", program) == "engine server polarlm.engine.engine\n"
+    kernels = len(list((ROOT / "cuda").rglob("*.cu")))
+    expected = f"engine server polarlm.engine.engine {kernels} True\n"
+    assert installed.run(tmp_path, "python", "-c", program) == expected
 
 
 @pytest.mark.slow
-def test_another_package_s_modules_are_its_own(wheel: Path, tmp_path: Path) -> None:
+def test_another_package_s_modules_are_its_own_and_uninstalling_leaves_them(wheel: Path, tmp_path: Path) -> None:
     """Such as a `server` that lies beside `polarlm` in site-packages."""
     own = Installed(tmp_path / "environment", wheel)
     (own.site / "server").mkdir()
     (own.site / "server" / "__init__.py").write_text("theirs = True\n", encoding="utf-8")
     program = "import polarlm, server, polarlm.server; print(server.theirs, hasattr(polarlm.server, 'theirs'))"
     assert own.run(tmp_path, "python", "-c", program) == "True False\n"
-
-
-@pytest.mark.slow
-def test_uninstalling_leaves_nothing(wheel: Path, tmp_path: Path) -> None:
-    own = Installed(tmp_path / "environment", wheel)
     own.run(tmp_path, "polarlm", "chat", "--version")  # compiles modules into __pycache__
     pip = [sys.executable, "-m", "pip", "--python", str(own.bin / "python"), "--disable-pip-version-check"]
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", "polarlm"], check=True, timeout=300)
     left = [path for path in (tmp_path / "environment").rglob("*") if "polarlm" in path.name]
     assert not left
-    assert {path.name for path in own.site.iterdir()} == {"requirements.pth"}
-
-
-def test_kernels_and_the_page_are_found(installed: Installed, tmp_path: Path) -> None:
-    program = """
-from polarlm.engine.backends.cuda.device.kernel_source import folder
-from polarlm.server.http.page import _page
-print(len(list(folder().rglob("*.cu"))), "<html" in _page()[0])
-"""
-    own_modules(tmp_path)
-    assert installed.run(tmp_path, "python", "-c", program) == f"{len(list((ROOT / 'cuda').rglob('*.cu')))} True\n"
+    assert {path.name for path in own.site.iterdir()} == {"requirements.pth", "server"}
 
 
 def own_modules(folder: Path) -> None:

@@ -313,34 +313,6 @@ def test_types_that_do_not_fit_the_model_are_left_out_of_the_default(tiny_path: 
     assert "q8_0 is left out. Cache type q8_0 needs a head dimension" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["none.txt"], "TEXT: none.txt cannot be read: No such file or directory"),
-        (["latin1.txt"], "TEXT: latin1.txt is not UTF-8 text"),
-        (["text.txt", "--minutes", "nan"], "--minutes: must be above 0"),
-        (["text.txt", "--window", "512"], "--window 512 is more than the 256 tokens of context"),
-        (["text.txt", "--ablate", "polarquant:plain"], "--ablate polarquant:plain: give a type without :plain"),
-        (["text.txt", "--types", "q8_0"], "--types q8_0: Cache type q8_0 needs a head dimension"),
-        (["text.txt", "--codec", "none.py"], "--codec none.py is no codec (FileNotFoundError: "),
-        (["text.txt", "--codec", "taken.py"], "--codec taken.py: 'ring3': there is such a cache type already"),
-        (["text.txt", "--codec", "text.txt"], "its name does not end with .py"),
-        ([], "TEXT is missing: give a UTF-8 text like what the model will read; figures of fewer than 4,096 tokens"),
-    ],
-)
-def test_wrong_input_is_answered_with_a_sentence(
-    tiny_path: Path, text: Path, flags: list[str], sentence: str, capsys
-) -> None:
-    Path("latin1.txt").write_bytes(b"caf\xe9" * 99)
-    Path("taken.py").write_text(MINE.replace("mine3", "ring3"))
-    assert cost.main(["--model", str(tiny_path), "--device", "cpu", *flags]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert sentence in printed.err.splitlines()[-1]
-    assert printed.err.splitlines()[-1].startswith("error: ")
-    assert "Traceback" not in printed.err
-
-
 def test_a_codec_outside_of_the_package_is_measured(tiny_path: Path, text: Path, no_speed: None, capsys) -> None:
     """Beside the types of --types, by its name, which is known to this run alone."""
     Path("mine.py").write_text(MINE)

@@ -242,28 +242,6 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong.error > ALLOWED_ERROR
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--types", "int3"], "--types int3: There is no cache type 'int3'"),
-        (["--contexts", "63"], "--contexts takes numbers from 64 up, separated by commas, not '63'"),
-        (["--batches", "0"], "--batches takes numbers from 1 up, separated by commas, not '0'"),
-        (
-            ["--only", "steps"],
-            "--only steps: 'steps' is not among prompts, rates, sequences, server, kernels",
-        ),
-        (["--output", "{tmp}/none/out.json"], "--output {tmp}/none/out.json cannot be written"),
-    ],
-)
-def test_bad_input_is_refused_in_a_sentence(
-    flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(tmp_path / "out.json", *(flag.format(tmp=tmp_path) for flag in flags), gpu=emulated()) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.splitlines()[-1].startswith(f"error: {sentence.format(tmp=tmp_path)}")
-
-
 # -- CuPy's clock ----------------------------------------------------------------------------------------------------
 
 

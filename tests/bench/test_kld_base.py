@@ -196,30 +196,3 @@ def test_the_file_that_is_written_is_the_one_that_it_writes(
     for window in range(WINDOWS):
         actual, expected = (one.logprobs(window, 0, one.codes.shape[1]) for one in (ours, theirs))
         np.testing.assert_allclose(actual, expected, rtol=0, atol=ROUNDING + np.ptp(expected) / 65535)
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--kld-base", "none.kld"), "none.kld cannot be read: No such file or directory"),
-        (("--kld-base", "other.kld"), "--kld-base other.kld is of a model with 5 tokens in its vocabulary, and base"),
-        (("--kld-base", "long.kld"), "--kld-base long.kld has windows of 514 tokens, and base"),
-        (("text.txt", "--kld-base", "other.kld"), "--kld-base other.kld exists"),
-        (("text.txt", "--kld-base", "none/out.kld"), "--kld-base none/out.kld cannot be written: No such file"),
-        (("text.txt", "--kld-base", "out.kld", "--types", "f16"), "leave --types and --output out"),
-        (("short.txt", "--kld-base", "out.kld"), "TEXT has 8 tokens, and at least 64 are needed"),
-    ],
-)
-def test_wrong_input_is_answered_with_a_sentence(
-    words: tuple[str, ...], sentence: str, models: SimpleNamespace, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("short.txt").write_text("a house", encoding="utf-8")
-    for name, tokens, vocabulary in (("other.kld", 4, 5), ("long.kld", 514, VOCABULARY)):
-        with kld_file.KldWriter(Path(name), vocabulary, [[0] * tokens]) as writer:
-            writer.add(np.zeros((tokens - 1 - tokens // 2, vocabulary), np.float32))
-    assert run(models.base, *words) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert sentence in printed.err.splitlines()[-1]
-    assert "Traceback" not in printed.err
-    assert not Path("out.kld").exists()

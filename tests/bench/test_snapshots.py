@@ -16,7 +16,6 @@ from polarlm.engine.loading.checks import settle
 from polarlm.engine.quantization.snapshot_codes import ALL, EIGHT_BITS, EXACT
 from polarlm.engine.state.prefix import PrefixCache
 from tests.conftest import TRAINED_HYBRID
-from tests.tiny import make_model
 
 HERE, MORE = 256, 40  # tokens before a snapshot and after it
 
@@ -127,26 +126,3 @@ def test_what_was_measured_is_kept_when_it_is_stopped(tmp_path: Path, monkeypatc
     figures = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
     assert (figures["complete"], figures["snapshots"]) == (False, 1)
     assert "This page is partial" in output.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("fixture", "flags", "sentence"),
-    [
-        ("llama_gqa_linear", [], "has no recurrent layers whose snapshots could be coded; without --state"),
-        ("qwen3_5_tied", [], "--state needs 512 tokens of context, and"),
-        (None, [], "TEXT has fewer than 512 tokens: give a longer text"),
-        (None, ["--types", "balanced"], "leave --types out"),
-    ],
-)
-def test_wrong_input_is_answered_with_a_sentence(
-    tmp_path: Path, fixture: str | None, flags: list[str], sentence: str, capsys
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("Once upon a time there was a cat.\n" * 20, encoding="utf-8")
-    model = TRAINED_HYBRID if fixture is None else make_model(tmp_path, fixture)
-    output = tmp_path / "out.html"
-    assert cost.main(argv(text, *flags, "-o", str(output), model=model)) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert sentence in printed.err.splitlines()[-1]
-    assert not output.exists()

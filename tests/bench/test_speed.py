@@ -287,6 +287,8 @@ def test_a_peer_s_figure_counts_if_two_runs_agree(measure_with: Measure, stands:
     prompts, *_ = tables(out)
     assert prompts[2][1:4] == ["60.0 ±0.0 (1.50×)", "60.0 ±0.0 (1.50×)", "40.0 ±0.0"]
     assert prompts[2][4] in ("unstable: 20.0, 25.0", "unstable: 25.0, 20.0")
+    _, _, err = measure_with(*FOUR, "--repeat", "1", status=2)
+    assert err.splitlines()[-1].startswith("error: --repeat 1: a peer's figure counts if two runs agree")
 
 
 @pytest.mark.parametrize(
@@ -421,23 +423,3 @@ def test_on_a_gpu_there_are_no_threads_and_no_peer(
     assert {cell["threads"] for row in whole["rows"] for cell in row["cells"]} == {1}
     assert not any("bandwidth_share" in cell for row in whole["rows"] for cell in row["cells"])
     assert out.startswith("random (Q8_0) on Some GPU. Medians")
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--types", "int3"], "--types int3: There is no cache type 'int3'"),
-        (["--peer-types", "f16,q5_0"], "--peer-types f16,q5_0: 'q5_0' is not among f16, q8_0, q4_0; none leaves all"),
-        (["--peer", "vllm"], "--peer vllm: 'vllm' is not among llama-cpp-python, ik_llama.cpp, openvino-genai, xlla"),
-        (["--peer-types", "f16", "--repeat", "1"], "--repeat 1: a peer's figure counts if two runs agree"),
-        (["--threads", "two"], "--threads takes numbers from 1 up, separated by commas, not 'two'"),
-        (["--prompt", "5000"], "--prompt: the model's context of 512 tokens is too short for a prompt of 5,000"),
-    ],
-)
-def test_bad_input_is_refused_in_a_sentence(
-    flags: list[str], sentence: str, measure_with: Measure, tmp_path: Path, stands: type[Stand]
-) -> None:
-    _, out, err = measure_with(*(flag.format(tmp=tmp_path) for flag in flags), status=2)
-    assert out == ""
-    assert err.splitlines()[-1].startswith(f"error: {sentence.format(tmp=tmp_path)}")
-    assert "Traceback" not in err

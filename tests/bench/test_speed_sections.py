@@ -90,24 +90,6 @@ def test_each_size_of_the_expert_cache_has_a_row(tmp_path: Path, capsys: pytest.
     assert " tokens/s" in lines[3]
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--only", "embeddings"], "--weights names no .gguf file of an encoder"),
-        (["--only", "embeddings", "-m", "x", "--peer", "xllamacpp"], "are compared with llama-cpp-python"),
-        (["--only", "drafts", "--threads", "1,2"], "--threads 1,2: --only drafts takes one number"),
-        (["--only", "experts", "-m", "{model}", "--expert-cache", "1K"], "--expert-cache 1K has room for 0 of the 4"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, output = make_model(tmp_path, "mixtral_window"), tmp_path / "result.json"
-    assert main(["--output", str(output), *(flag.format(model=model) for flag in flags)]) == 2
-    assert sentence in capsys.readouterr().err
-    assert not output.exists()
-
-
 def test_what_is_made_ready_is_what_a_start_may_need_and_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 GiB of weights need half as much again and half a GiB. The file stays in memory, and a GiB stays free."""
     for available, size in ((32, 6.5), (8, 3), (4, 0)):  # GiB

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.model.weights import load_tower
 from polarlm.model_loaders import LoadError, load, load_weights, towers
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.towers import qwen2_5_vl, qwen3_vl
+from polarlm.model_loaders.towers import gemma3, gemma4, qwen2_5_vl, qwen3_vl
 from polarlm.model_loaders.towers._qwen import QwenTower
 from polarlm.model_loaders.towers.qwen2_5_vl import WindowTower
+from tests.model.test_towers import finished, read_tower
 from tests.model_loaders.checkpoints import MODELS, as_gguf, finish, read_all
 
 WINDOWS, DEEP = "qwen2_5_vl_windows", "qwen3_vl_deepstack_tied"
 ARCHITECTURES = {WINDOWS: "qwen2vl", DEEP: "qwen3vl"}
 PROJECTORS = {WINDOWS: "qwen2.5vl_merger", DEEP: "qwen3vl_merger"}
-# Width and height of an image, and what transformers makes of it in Qwen2.5-VL and in Qwen3-VL.
+# Width and height of an image, and what transformers makes of it in Qwen2.5-VL and in Qwen3-VL;
 SIZES = [
     ((1, 1), (56, 56), (256, 256)),
     ((1, 200), (28, 812), (32, 3648)),
@@ -37,6 +42,17 @@ SIZES = [
     ((5000, 4001), (4004, 3192), (4576, 3648)),
     ((10000, 60), (9996, 56), (9984, 64)),
 ]
+# and in Gemma 4 with at most 280 and at most 70 rows.
+GEMMAS_SIZES = [
+    ((1, 1), (768, 768), (384, 384)),
+    ((1, 200), (48, 11328), (48, 3360)),
+    ((13, 7), (1056, 576), (528, 288)),
+    ((480, 640), (672, 912), (336, 432)),
+    ((1000, 17), (6144, 96), (3072, 48)),
+    ((3000, 2000), (960, 624), (480, 288)),
+    ((20, 10001), (48, 13440), (48, 3360)),
+    ((768, 769), (768, 768), (384, 384)),
+]
 
 
 def of_vision(module: object, **vision: object) -> QwenTower:
@@ -44,13 +60,23 @@ def of_vision(module: object, **vision: object) -> QwenTower:
     return module.configure(Fields({"model_type": "qwen3_vl", "vision_config": sizes}, "config.json"), Fields({}, ""))
 
 
+def of_gemma(module: Any, prepared: dict[str, object], more: dict[str, object], **vision: object) -> Any:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 2, **vision}
+    fields = {"text_config": {"hidden_size": 16}, "vision_config": {"head_dim": 16, "image_size": 896, **sizes}, **more}
+    return module.configure(Fields(fields, "config.json"), Fields(prepared, "preprocessor_config.json"))
+
+
 def test_images_get_the_sizes_that_transformers_gives_them() -> None:
     deep = of_vision(qwen3_vl, deepstack_visual_indexes=[])
-    for image, *wanted in SIZES:
-        for tower, size in zip((of_vision(qwen2_5_vl), deep), wanted, strict=True):
-            shape = towers.fit(tower, *image)
-            assert (shape.width, shape.height) == size
-            assert shape.rows == shape.grid[0] * shape.grid[1] == size[0] * size[1] // (2 * tower.patch) ** 2
+    small, large = (of_gemma(gemma4, {"max_soft_tokens": rows}, {}) for rows in (70, 280))
+    square = of_gemma(gemma3, {}, {}, patch_size=14)
+    for sizes, of in ((SIZES, (of_vision(qwen2_5_vl), deep)), (GEMMAS_SIZES, (large, small))):
+        for image, *wanted in sizes:
+            for tower, size in zip(of, wanted, strict=True):
+                shape, side = towers.fit(tower, *image), tower.merge * tower.patch
+                assert (shape.width, shape.height) == size
+                assert shape.rows == shape.grid[0] * shape.grid[1] == size[0] * size[1] // side**2
+            assert towers.fit(square, *image) == (896, 896, 256, (16, 16))
     shape = towers.fit(deep, 10**6, 1)  # transformers refuses what is 200 times as long as wide
     assert deep.pixels[0] <= shape.width * shape.height <= deep.pixels[1]
 
@@ -68,19 +94,29 @@ def test_a_folder_without_the_tensors_or_of_another_kind_has_no_tower(tmp_path: 
         towers.tower_of(folder)
 
 
+PLAIN: dict[str, Any] = {"deepstack_visual_indexes": []}
+
+
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("made", "problem"),
     [
-        ({"hidden_size": 60}, "hidden_size is 60, which is not a multiple of 4 for each of 4 heads"),
-        ({"num_position_embeddings": 24}, "num_position_embeddings is 24, which is not a square"),
-        ({"deepstack_visual_indexes": [2]}, "but there are 2 layers"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"temporal_patch_size": 1}, "temporal_patch_size is 1"),
+        (lambda: of_vision(qwen3_vl, **PLAIN, hidden_size=60), "60, which is not a multiple of 4 for each of 4 heads"),
+        (lambda: of_vision(qwen3_vl, **PLAIN, num_position_embeddings=24), "embeddings is 24, which is not a square"),
+        (lambda: of_vision(qwen3_vl, deepstack_visual_indexes=[2]), "but there are 2 layers"),
+        (lambda: of_vision(qwen3_vl, **PLAIN, hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (lambda: of_vision(qwen3_vl, **PLAIN, temporal_patch_size=1), "temporal_patch_size is 1"),
+        (
+            lambda: of_gemma(gemma3, {}, {"mm_tokens_per_image": 200}, patch_size=14),
+            "mm_tokens_per_image is 200, but an image has 64 × 64 patches",
+        ),
+        (lambda: of_gemma(gemma3, {"image_mean": [0.4] * 3}, {}, patch_size=14), "image_mean is"),
+        (lambda: of_gemma(gemma3, {}, {}, hidden_size=33, patch_size=14), "hidden_size is 33, which is not a multiple"),
+        (lambda: of_gemma(gemma4, {}, {}, head_dim=18, patch_size=16), "head_dim is 18, but must be a multiple of 4"),
     ],
 )
-def test_a_tower_that_cannot_be_read_is_named(changes: dict[str, object], problem: str) -> None:
+def test_a_tower_that_cannot_be_read_is_named(made: Callable[[], object], problem: str) -> None:
     with pytest.raises(LoadError, match=problem):
-        of_vision(qwen3_vl, **{"deepstack_visual_indexes": [], **changes})
+        made()
 
 
 def write_mmproj(path: Path, name: str, **changes: object) -> Path:
@@ -155,3 +191,52 @@ def test_a_folder_of_a_model_for_images_has_its_tower() -> None:
     assert model.tower is not None
     assert model.tower.pixels == (64, 1024)
     assert model.tower.whole == (1,)
+
+
+def write_gemmas(path: Path, name: str, *, is_swapped: bool) -> Path:
+    """The tower of a fixture as llama.cpp's converter writes it. is_swapped: as an older one did."""
+    found = towers.tower_of(MODELS / name)
+    assert found is not None
+    tower, writer = found[0], gguf.GGUFWriter(path, "clip")
+    found[1].close()
+    numbers = {"embedding_length": tower.hidden_size, "block_count": tower.layers, "patch_size": tower.patch}
+    numbers |= {"attention.head_count": tower.heads, "feed_forward_length": tower.ffn_size}
+    numbers |= {"image_size": 24, "projector.scale_factor": tower.merge}
+    for key, number in numbers.items():
+        writer.add_uint32(f"clip.vision.{key}", number)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+    writer.add_string("clip.vision.projector_type", "gemma3" if tower.kind == "gemma3" else "gemma4v")
+    labels = {spec.name: spec.gguf for spec in towers.tensors(tower).specs()}
+    for key, x in load_file(MODELS / name / "model.safetensors").items():
+        label = labels.get(key.removeprefix("model."))
+        if label is None:
+            continue
+        if label == "v.patch_embd.weight" and tower.kind == "gemma4":
+            x = np.ascontiguousarray(x.reshape(-1, tower.patch, tower.patch, 3).transpose(0, 3, 1, 2))
+        if is_swapped and ".ffn_" in label:
+            label = label.replace("_up", "_").replace("_down", "_up").replace("ffn_.", "ffn_down.")
+        writer.add_tensor(label, np.atleast_1d(x.astype(np.float32)) + ("soft_emb_norm" in label))
+    finish(writer)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "is_swapped"),
+    [
+        ("gemma3_with_images", False),
+        ("gemma3_with_images", True),
+        ("gemma4_images_whole", False),
+        ("gemma4_images_clipped", False),
+    ],
+)
+def test_a_file_of_llama_cpp_gives_the_same_rows(name: str, tmp_path: Path, is_swapped: bool) -> None:
+    tower, weights = towers.open_mmproj(write_gemmas(tmp_path / "mmproj.gguf", name, is_swapped=is_swapped))
+    of_folder = read_tower(MODELS / name, NumpyOps())
+    assert tower.outputs == of_folder.tower.outputs
+    pixels = np.load(MODELS / name / "images.npz")["pixels_1"]
+    shape = towers.fit(of_folder.tower, *pixels.shape[1::-1])
+    ours, wanted = (
+        finished(reader.read(pixels, shape))[0].rows for reader in (load_tower(NumpyOps(), tower, weights), of_folder)
+    )
+    weights.close()
+    np.testing.assert_allclose(ours, wanted, atol=1e-5)

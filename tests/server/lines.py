@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 PATIENCE = 180.0  # seconds until a test fails: the machine may be busy
@@ -19,6 +20,15 @@ def eventually(holds: Callable[[], Any]) -> None:
     while not holds():
         assert time.monotonic() < deadline, "it never came to be true"
         _PAUSE.wait(0.01)
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """What arrives until the server hangs up."""
+    received = b""
+    with connection, suppress(ConnectionResetError):
+        while data := connection.recv(1 << 16):
+            received += data
+    return received
 
 
 class Client:

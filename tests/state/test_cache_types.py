@@ -7,7 +7,7 @@ import pytest
 from polarlm.engine import codecs
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.cache_types import PRESETS, chosen, layer_codecs
+from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS, chosen, layer_codecs
 
 LAYERS, HEAD_DIM = 6, 64
 
@@ -60,7 +60,7 @@ def test_half_a_pair_is_refused() -> None:
 def test_an_unknown_type_is_refused_with_the_available_ones() -> None:
     sentence = refusal(cache_type="rign4")
     assert sentence.startswith("cache_type=rign4: there is no such type")
-    assert all(word in sentence for word in (*PRESETS, *codecs.available(), "KEYS/VALUES", "cache_type_k"))
+    assert all(word in sentence for word in (*TWO_KINDS, *PRESETS, *codecs.available(), "KEYS/VALUES", "cache_type_k"))
     assert "KEYS/VALUES is for cache_type" in refusal(cache_type_k="ring5/ring4")
 
 

@@ -163,14 +163,6 @@ def test_weights_that_differ_in_one_number_share_nothing(plain_model: Path, tmp_
         assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == HIT
 
 
-@pytest.mark.parametrize("changed", [{"cache_type": "ring5"}, {"key_conditioning": False}, {"calibration": True}])
-def test_other_settings_of_the_cache_share_nothing(plain_model: Path, tmp_path: Path, changed) -> None:
-    with load(plain_model, tmp_path) as engine:
-        engine.generate(PROMPT, PARAMS)
-    with load(plain_model, tmp_path, **changed) as engine:
-        assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == 0
-
-
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams
-from tests.lazily import openai
 from tests.server.http_server import Serving
 
 QUESTION = {"role": "user", "content": "then he ran on"}
@@ -85,9 +84,6 @@ def test_clients_know_a_prompt_that_is_too_long(shared: Serving, monkeypatch: py
     import litellm
 
     messages: Any = [{"role": "user", "content": "the " * 300}]
-    with pytest.raises(openai.BadRequestError) as caught:
-        shared.openai.chat.completions.create(model="any", messages=messages)
-    assert caught.value.code == "context_length_exceeded"
     fields = {"api_base": str(shared.openai.base_url), "api_key": "none", "max_retries": 0}
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion("openai/any", messages, **fields)

@@ -10,7 +10,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from polarlm.engine import Engine
 from tests import call_templates
 from tests.lazily import openai
 from tests.pairs import in_turn
@@ -205,37 +204,12 @@ def test_no_call_where_none_is_wanted(hermes: Serving) -> None:
 # -- reasoning ---------------------------------------------------------------------------------------------------------
 
 
-def thoughts(engine: Engine, text: str) -> dict[str, Any]:
-    """Fields that make the model write this text: a grammar."""
-    return {"extra_body": {"grammar": f"%llguidance {{}}\nstart: {json.dumps(text)}"}, "tools": openai.NOT_GIVEN}
-
-
 def test_reasoning_may_stay_in_the_text_or_be_left_out(thinking: Serving) -> None:
     text = "<think>\nso\n</think>\n\nHello."
-    forced = thoughts(thinking.engine, text)
-    forced["extra_body"]["reasoning_format"] = "none"
-    assert ask(thinking, **forced).choices[0].message.content == text
-    del forced["extra_body"]["reasoning_format"]
-    forced["extra_body"]["include_reasoning"] = False
-    message = ask(thinking, **forced).choices[0].message
-    assert message.content == "Hello."
-    assert not hasattr(message, "reasoning_content")
-
-
-def test_an_effort_of_reasoning_goes_to_the_template(thinking: Serving) -> None:
-    """As in the other APIs; variables that are given by themselves come first."""
-
-    def tokens(**more: Any) -> int:
-        return ask(thinking, max_tokens=1, **more).usage.prompt_tokens
-
-    pair = len(thinking.engine.tokenize("<think>\n\n</think>\n\n"))
-    reasons = tokens(reasoning_effort="high")
-    assert tokens(reasoning_effort="none") - reasons == pair
-    kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
-    assert tokens(reasoning_effort="none", extra_body=kwargs) == reasons
-    with pytest.raises(openai.BadRequestError, match="reasoning_effort must be a string") as caught:
-        tokens(reasoning_effort=5)
-    assert caught.value.param == "reasoning_effort"
+    for more, shown in (({"reasoning_format": "none"}, text), ({"include_reasoning": False}, "Hello.")):
+        grammar = f"%llguidance {{}}\nstart: {json.dumps(text)}"
+        message = thinking.chat(messages=MESSAGES, grammar=grammar, **more)["message"]
+        assert (message["content"], "reasoning_content" in message) == (shown, False)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -316,25 +290,3 @@ def test_what_cannot_be_honoured_is_refused_with_a_sentence(
     with pytest.raises(openai.BadRequestError, match=sentence) as caught:
         ask(hermes, max_tokens=1, **wrong)
     assert caught.value.param == field
-
-
-def answers_with(server: Serving, **wrapped: Any) -> Any:
-    format = {"type": "json_schema", "json_schema": wrapped}
-    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": format, "max_tokens": 60, "n": 3}
-    return server.post("/v1/chat/completions", {**body, "temperature": 1, "seed": 5})
-
-
-def test_objects_of_a_schema_have_no_other_properties(hermes: Serving) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    for choice in answers_with(hermes, schema=schema).json()["choices"]:
-        assert choice["finish_reason"] == "stop"
-        assert list(json.loads(choice["message"]["content"])) == ["a"]
-
-
-def test_keywords_that_are_not_supported_are_refused_where_a_schema_is_strict(hermes: Serving) -> None:
-    schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2, "uniqueItems": True}
-    for choice in answers_with(hermes, schema=schema, strict=False).json()["choices"]:
-        assert len(json.loads(choice["message"]["content"])) <= 2
-    for fields in (schema, json.dumps(schema)):
-        refused = answers_with(hermes, schema=fields, strict=True)
-        assert (refused.status_code, "uniqueItems" in refused.json()["error"]["message"]) == (400, True)

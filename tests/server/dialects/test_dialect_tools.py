@@ -14,31 +14,11 @@ import pytest
 
 from polarlm.engine import Engine
 from tests.server.answers.test_http_tools import WEATHER
+from tests.server.dialects.test_every_api import TOOLS
 from tests.server.http_server import Serving
 
 QUESTION = "How is it?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
-TOOLS: list[Any] = [
-    {"name": "weather", "input_schema": WEATHER},
-    {"name": "time", "input_schema": {"type": "object", "properties": {}}},
-]
-
-
-# -- the makers' own clients -------------------------------------------------------------------------------------------
-
-
-def test_anthropics_client_gets_a_call(hermes: Serving) -> None:
-    fields: Any = {"model": "any", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
-    with (
-        hermes.anthropic() as client,
-        client.messages.stream(
-            **fields, tool_choice={"type": "tool", "name": "weather"}, extra_body={"temperature": 1, "seed": 3}
-        ) as events,
-    ):
-        message = events.get_final_message()
-    (block,) = message.content
-    assert (block.type, block.name, message.stop_reason) == ("tool_use", "weather", "tool_use")
-    jsonschema.validate(block.input, WEATHER)
 
 
 # -- Ollama ------------------------------------------------------------------------------------------------------------
@@ -48,9 +28,7 @@ def test_ollamas_client_gets_calls_of_a_model_that_wants_to(hermes: Serving, her
     """There is no way to ask for a call: the marker is made likely."""
     (marker,) = hermes_engine.tokenize("<tool_call>")
     client = ollama.Client(hermes.url, timeout=60)
-    tools = [
-        {"type": "function", "function": {"name": tool["name"], "parameters": tool["input_schema"]}} for tool in TOOLS
-    ]
+    tools = [{"type": "function", "function": tool} for tool in TOOLS]
     seen = 0
     for seed in range(4):
         options = {"temperature": 1, "seed": seed, "num_predict": 400, "logit_bias": {str(marker): 12}}
@@ -141,3 +119,11 @@ def test_reasoning_is_turned_on_and_off(thinking: Serving) -> None:
 
     assert chat(False) - chat(True) == pair
     assert chat("high") == chat(True)
+
+    def completions(**more: Any) -> int:
+        body = {"messages": MESSAGES, **more}
+        return thinking.post("/v1/chat/completions/input_tokens", body).json()["input_tokens"]
+
+    reasons = completions(reasoning_effort="high")
+    assert completions(reasoning_effort="none") - reasons == pair
+    assert completions(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}) == reasons

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.server.apis import APIS, CALLING, CONVERSATIONS, Reply, alone, breaki
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
 from tests.server.reading.test_http_fuzz import has_shape
-from tests.tiny import forget, held
+from tests.tiny import CONTEXT, forget, held
 
 QUESTION = "then he ran on"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -142,17 +143,42 @@ def test_an_error_has_a_status_or_is_the_last_event(
 
 
 @EACH
-def test_a_client_that_leaves_cancels_its_answer(server: Serving, name: str) -> None:
+def test_a_client_that_leaves_cancels_its_answers(server: Serving, name: str) -> None:
     server.gate.close()
     server.gate.let(40)
-    with server.send(APIS[name].path, APIS[name].body(QUESTION, stream=True, max_tokens=200, **GREEDY)) as connection:
+    api, count = APIS[name], 3 if name == "completions" else 1
+    body = api.body(QUESTION, stream=True, max_tokens=200, **GREEDY) | ({"n": count} if count > 1 else {})
+    with server.send(api.path, body) as connection:
         received = b""
         while received.count(b"\n") < 6:
             received += connection.recv(4096)
-    eventually(lambda: server.outcomes() == {"cancelled": 1})
+    eventually(lambda: server.outcomes() == {"cancelled": count})
     eventually(lambda: not server.busy)
     with server.engine._exclusive():
         assert not any(map(any, held(server.engine)))
+
+
+LONG = "then " * 300
+OPENAI = (rf"maximum context length is {CONTEXT} tokens", {"code": "context_length_exceeded", "n_ctx": CONTEXT})
+ANTHROPIC = (rf"^prompt is too long: \d+ tokens > {CONTEXT} maximum", {"type": "invalid_request_error"})
+LLAMA_SERVER = ("exceeds the available context size", {"type": "exceed_context_size_error", "n_ctx": CONTEXT})
+OLLAMA = ("the input length exceeds the context length", {})
+OF_VECTORS = {"/api/embed": {"input": LONG, "truncate": False}, "/v1/embeddings": {"input": LONG}}
+
+
+def test_a_full_context_is_told_in_the_words_of_each_api(shared: Serving) -> None:
+    """By which its clients know that they must compact."""
+    bodies = {api.path: api.body(LONG) for api in APIS.values()} | OF_VECTORS
+    own = {"/v1/messages": ANTHROPIC, "/completion": LLAMA_SERVER}
+    for path, body in bodies.items():
+        words, fields = OLLAMA if path.startswith("/api/") else own.get(path, OPENAI)
+        # A stream of Responses fails with the same code: tests/server/dialects/test_http_responses.py.
+        for stream in (False, True) if path != "/v1/responses" else (False,):
+            error = shared.refused(path, {**body, "stream": stream})
+            message = error if isinstance(error, str) else error["message"]
+            assert re.search(words, message), (path, message)
+            assert "shorten it" in message, path
+            assert fields.items() <= (error if fields else {}).items(), path
 
 
 def user(*content: Any) -> list[Any]:

@@ -19,9 +19,7 @@ from polarlm.server.http import streams
 from polarlm.server.http.plain import blocks
 from tests.pairs import in_turn
 from tests.server.http_server import Serving, serving
-from tests.server.lines import PATIENCE, eventually
-from tests.server.process import Process
-from tests.server.running.test_tiers import AGAIN, PRELUDE, USER, chat, said
+from tests.server.lines import PATIENCE, eventually, until_closed
 from tests.tiny import PLAIN, load_tiny
 
 NAME = bytes(range(16))
@@ -109,10 +107,7 @@ def begun(server: Serving, length: int | None) -> Iterator[socket.socket]:
 
 def answered(connection: socket.socket) -> str:
     """The answer, in lower case; the server hangs up after it."""
-    content = b""
-    while piece := connection.recv(4096):
-        content += piece
-    return content.decode().lower()
+    return until_closed(connection).decode().lower()
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -175,24 +170,3 @@ def test_nothing_is_shared_unless_a_flag_says_so(tiny_path: Path, tmp_path: Path
         assert ask(server, "GET", PATH)[0] == ask(server, "PUT", PATH, OBJECT)[0] == 404
     with pytest.raises(FlagError, match="--cache-disk"):
         read_command_line(["--share-blocks"], {})
-
-
-@pytest.mark.slow
-def test_a_conversation_goes_on_on_another_machine(tiny_path: Path, tmp_path: Path) -> None:
-    """Two servers: the second has nothing of its own."""
-    for folder in ("plain", "one", "two"):
-        (tmp_path / folder).mkdir()
-    with Process(tiny_path, tmp_path / "plain", prelude=PRELUDE) as server:
-        first = chat(server, USER)
-        expected = chat(server, USER, said(first), AGAIN)
-    kept = ["--cache-disk", "10M", "--cache-disk-folder", str(tmp_path / "blocks"), "--share-blocks"]
-    with Process(tiny_path, tmp_path / "one", *kept, prelude=PRELUDE) as one:
-        with Process(tiny_path, tmp_path / "two", "--cache-remote", one.url, prelude=PRELUDE) as two:
-            assert said(chat(two, USER)) == said(first)
-            two.process.terminate()
-            two.process.wait(PATIENCE)
-        with Process(tiny_path, tmp_path / "two", "--cache-remote", one.url, prelude=PRELUDE) as two:
-            second = chat(two, USER, said(first), AGAIN)
-    assert said(second) == said(expected)
-    cached = expected["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert second["usage"]["prompt_tokens_details"] == {"cached_tokens": cached, "cached_from": {"remote": cached}}

@@ -25,6 +25,7 @@ def choices(server: Serving, **more: Any) -> list[Any]:
     """The choices of an answer, whole and streamed, which are the same."""
     whole = complete(server, **more)
     parts = list(complete(server, stream=True, **more))
+    assert {whole.object, *(part.object for part in parts)} == {"text_completion"}
     for choice in whole.choices:
         pieces = [part.choices[0] for part in parts if part.choices[0].index == choice.index]
         assert "".join(part.text for part in pieces) == choice.text

@@ -16,6 +16,7 @@ from polarlm.server.http.guard import Guard
 from polarlm.server.http.warnings import HEADER
 from tests.pairs import each, in_turn
 from tests.server.http_server import KEY, Serving, serving
+from tests.server.lines import until_closed
 
 BODY = {"prompt": "the rain", "max_tokens": 2}
 
@@ -259,9 +260,7 @@ def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(server: Serv
     hidden = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(head + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + hidden)
-        received = b""
-        while data := connection.recv(4096):
-            received += data
+        received = until_closed(connection)
     assert received.startswith(b"HTTP/1.1 400 ")
     assert received.count(b"HTTP/1.1") == 1
     assert b"Content-Length or Transfer-Encoding" in received

@@ -11,7 +11,6 @@ from tests.lazily import openai
 from tests.server.apis import alone
 from tests.server.http_server import Serving, serving
 from tests.server.lines import eventually
-from tests.tiny import forget
 
 MESSAGES: list[Any] = [{"role": "user", "content": "then he ran on"}]
 PROMPT = "the rain"  # shorter than a block, so that finding it in the cache changes no answer
@@ -28,26 +27,6 @@ def complete(server: Serving, **more: Any) -> Any:
 
 
 # -- answers ---------------------------------------------------------------------------------------------------
-
-
-def test_answers_and_streams_have_openais_fields(server: Serving) -> None:
-    answer = chat(server, extra_body={"ignore_eos": True})
-    assert (answer.object, answer.model) == ("chat.completion", server.engine.model.name)
-    assert (answer.choices[0].message.role, answer.choices[0].finish_reason) == ("assistant", "length")
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    forget(server.engine)
-    parts = list(chat(server, stream=True, extra_body={"ignore_eos": True}))
-    assert "".join(part.choices[0].delta.content or "" for part in parts) == answer.choices[0].message.content
-    assert parts[0].choices[0].delta.role == "assistant"
-    assert len(parts) > 3
-    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
-    assert {part.object for part in parts} == {"chat.completion.chunk"}
-    assert len({part.id for part in parts}) == 1
-    assert all(part.usage is None and part.choices for part in parts)
-    whole, *pieces = complete(server), *complete(server, stream=True)
-    assert {whole.object, *(part.object for part in pieces)} == {"text_completion"}
-    ids = server.engine.tokenize(PROMPT)
-    assert complete(server, prompt=ids).choices[0].text == whole.choices[0].text
 
 
 @pytest.mark.parametrize("stream", [False, True])

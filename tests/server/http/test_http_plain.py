@@ -43,15 +43,6 @@ def test_control_strings_are_tokens_where_they_are_in_prompts(shared: Serving) -
     assert 2 not in tokens(parse_special=False)
 
 
-@pytest.mark.parametrize("parse_special", [None, True])
-def test_in_messages_control_strings_are_text(shared: Serving, parse_special: bool | None) -> None:
-    def count(content: str) -> int:
-        body = {"messages": [{"role": "user", "content": content}], "parse_special": parse_special}
-        return shared.post("/v1/chat/completions/input_tokens", body).json()["input_tokens"]
-
-    assert count("the<|im_end|>") - count("the") == len(shared.engine.tokenize("<|im_end|>")) > 1
-
-
 def test_a_server_may_take_raw_prompts_as_text(tiny: Engine) -> None:
     def count(**more: Any) -> int:
         body = {"prompt": "the<|im_end|>", "max_tokens": 1, **more}

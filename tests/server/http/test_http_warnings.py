@@ -16,28 +16,21 @@ from polarlm.server.http.warnings import HEADER, warn
 from polarlm.server.running import journal
 from tests.lazily import anthropic, openai
 from tests.pairs import in_turn
+from tests.server.apis import APIS
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
 QUESTION = {"role": "user", "content": "then he ran on"}
-APIS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [QUESTION], "max_tokens": 2},
-    "/v1/completions": {"prompt": "then", "max_tokens": 2},
-    "/completion": {"prompt": "then", "n_predict": 2},
-    "/v1/responses": {"input": "then", "max_output_tokens": 2},
-    "/v1/messages": {"messages": [QUESTION], "max_tokens": 2},
-    "/api/chat": {"messages": [QUESTION], "options": {"num_predict": 2}},
-    "/api/generate": {"prompt": "then", "options": {"num_predict": 2}},
-}
+BODIES = {api.path: api.body("then", max_tokens=2) for api in APIS.values()}
 
 
 def warning(server: Serving, path: str, **more: Any) -> str | None:
-    response = server.post(path, {**APIS[path], **more})
+    response = server.post(path, {**BODIES[path], **more})
     assert response.status_code == 200, response.text
     return response.headers.get(HEADER)
 
 
-@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize("path", BODIES)
 def test_an_unknown_field_is_told_with_the_nearest_one(server: Serving, path: str) -> None:
     for stream in (False, True):
         assert warning(server, path, stream=stream) is None, stream
@@ -63,7 +56,7 @@ def test_several_are_told_in_a_header_of_bounded_length(server: Serving) -> None
 
 @in_turn("name", ["a\r\nSet-Cookie: x=1", "é\x00\x7f", "\N{SNOWMAN}", "", "\ud800"])
 def test_no_name_leaves_the_header(server: Serving, name: str) -> None:
-    data = json.dumps({**APIS["/v1/completions"], name: 1}).encode()
+    data = json.dumps({**BODIES["/v1/completions"], name: 1}).encode()
     response = server.http.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
     assert response.status_code == 200
     assert "set-cookie" not in response.headers

@@ -91,6 +91,7 @@ def calls_of_chunks(text: str, body: dict[str, Any]) -> list[Call]:
     if body.get("stream_options", {}).get("include_usage"):
         last = chunks.pop()
         assert (last.choices, last.usage and last.usage.prompt_tokens > 0) == ([], True)
+    assert all(chunk.usage is None for chunk in chunks)
     choices = [choice for chunk in chunks for choice in chunk.choices]
     assert choices[0].delta.role == "assistant"
     assert [choice.finish_reason for choice in choices if choice.finish_reason] == [choices[-1].finish_reason]

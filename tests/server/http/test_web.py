@@ -26,7 +26,7 @@ from polarlm.server.http.uvicorn_server import Web, WebConnection
 from polarlm.server.running.listening import tcp_socket
 from tests.pairs import in_turn
 from tests.server.http_server import join
-from tests.server.lines import PATIENCE, eventually
+from tests.server.lines import PATIENCE, eventually, until_closed
 
 MOST = 3
 
@@ -108,14 +108,6 @@ def until_ok(client: socket.socket) -> None:
         data = client.recv(4096)
         assert data, "the server has hung up"
         received += data
-
-
-def until_closed(client: socket.socket) -> bytes:
-    received = b""
-    with suppress(ConnectionResetError):
-        while data := client.recv(4096):
-            received += data
-    return received
 
 
 def error_in(received: bytes) -> dict[str, Any]:

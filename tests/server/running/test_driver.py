@@ -70,18 +70,6 @@ def run(test: Callable[[Driver], Any], engine: Engine, **settings: Any) -> None:
 # -- answers ---------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_error_is_raised_before_the_first_chunk(engine: Engine) -> None:
-    async def test(driver: Driver) -> None:
-        with pytest.raises(EngineError) as caught:
-            await whole(driver, [5] * engine.context)
-        assert caught.value.code == "context_length_exceeded"
-        with pytest.raises(EngineError, match="logit_bias"):
-            await whole(driver, params=SamplingParams(logit_bias={10**6: 1.0}))
-        assert driver.snapshot().requests == {"error": 2}
-
-    run(test, engine)
-
-
 @pytest.mark.parametrize(("asked", "generated"), [(-1, 5), (9, 5), (5, 5), (2, 2)])
 def test_the_limit_of_tokens(engine: Engine, asked: int, generated: int) -> None:
     async def test(driver: Driver) -> None:
@@ -246,22 +234,6 @@ def test_refused_clients_get_different_times_to_come_back(engine: Engine) -> Non
 
 
 # -- the end ---------------------------------------------------------------------------------------------------
-
-
-def test_draining_lets_running_requests_end(engine: Engine) -> None:
-    async def test(driver: Driver) -> None:
-        tasks = [asyncio.create_task(whole(driver, params=greedy(40))) for _ in range(6)]
-        await asyncio.sleep(0)
-        draining = asyncio.create_task(driver.drain(PATIENCE))
-        await asyncio.sleep(0)
-        assert driver.closing
-        with pytest.raises(Refused) as caught:
-            await whole(driver)
-        assert caught.value.code == "closing"
-        await draining
-        assert {(await task).usage.completion_tokens for task in tasks} == {40}
-
-    run(test, engine)
 
 
 @pytest.mark.usefixtures("slow_steps")

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.running.listening import EarlyClients, tcp_socket
-from tests.server.lines import eventually
+from tests.server.lines import eventually, until_closed
 
 
 @pytest.fixture
@@ -29,11 +29,6 @@ def ask(bound: socket.socket, start: bytes) -> socket.socket:
     return client
 
 
-def read(client: socket.socket) -> bytes:
-    with client:
-        return b"".join(iter(lambda: client.recv(4096), b""))
-
-
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     request = Request(scope, receive)
     answer: Response = PlainTextResponse(f"{request.url.path} of {request.client.port if request.client else None}")
@@ -44,7 +39,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 def test_while_a_model_loads_probes_are_told_and_others_wait(bound: socket.socket, start: bytes) -> None:
     with EarlyClients(bound) as early:
         other = ask(bound, b"POST /v1/chat/completions")
-        answer = read(ask(bound, start))
+        answer = until_closed(ask(bound, start))
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ")
         assert b"\r\nRetry-After: 1\r\n" in head
@@ -63,7 +58,8 @@ def test_those_that_wait_are_served_when_it_has_loaded(bound: socket.socket) -> 
         await web.adopt(accepted)
         try:
             loop = asyncio.get_running_loop()
-            return [await loop.run_in_executor(None, read, client) for client in (first, silent, ask(bound, b"GET /c"))]
+            clients = (first, silent, ask(bound, b"GET /c"))
+            return [await loop.run_in_executor(None, until_closed, client) for client in clients]
         finally:
             await web.close()
 
@@ -81,7 +77,8 @@ def test_who_hangs_up_is_forgotten_and_the_rest_is_closed_at_the_end(bound: sock
     with EarlyClients(bound) as early:
         stays = ask(bound, b"GET /")
         socket.create_connection(bound.getsockname()).close()
-        assert read(ask(bound, b"GET /ping")).startswith(b"HTTP/1.1 503 ")  # those before it have been looked at
+        answer = until_closed(ask(bound, b"GET /ping"))  # those before it have been looked at
+        assert answer.startswith(b"HTTP/1.1 503 ")
         eventually(lambda: len(early._kept) == 1)
-    with pytest.raises(ConnectionResetError):  # what it has sent was never read
-        read(stays)
+    with stays, pytest.raises(ConnectionResetError):  # what it has sent was never read
+        stays.recv(1)

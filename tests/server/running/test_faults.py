@@ -10,14 +10,14 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
-from tests.server.lines import PATIENCE, eventually
+from tests.server.lines import PATIENCE, eventually, until_closed
 from tests.server.process import SMALL_BLOCKS, SOME, Process
 from tests.server.socket.test_socket import GREEDY, LONG
 
@@ -79,21 +79,12 @@ def ended(process: Process) -> Counter[str]:
     return Counter({outcome: int(float(count)) for outcome, count in outcomes})
 
 
-def everything(connection: socket.socket) -> bytes:
-    """What arrives until the server hangs up."""
-    received = b""
-    with connection, suppress(ConnectionResetError):
-        while data := connection.recv(1 << 16):
-            received += data
-    return received
-
-
 def answer_to(connection: socket.socket, data: bytes) -> bytes:
     """What comes back, in case the server does not wait for more, and when it is told that there is no more."""
     connection.sendall(data)
     select.select([connection], [], [], 0.03)
     connection.shutdown(socket.SHUT_WR)
-    return everything(connection)
+    return until_closed(connection)
 
 
 @pytest.mark.slow
@@ -127,11 +118,11 @@ def test_an_error_in_a_step_ends_those_who_took_part(server: Process) -> None:
         eventually(lambda: server.metric("requests_waiting") == 1)
         server.trouble.touch()
     for connection in running:
-        *_, last, rest = re.split(rb"data: (.*)\n\n", everything(connection))
+        *_, last, rest = re.split(rb"data: (.*)\n\n", until_closed(connection))
         assert json.loads(last)["error"]["code"] == "internal"
         assert b"data:" not in rest
     assert not server.trouble.exists()
-    assert b"data: [DONE]" in everything(waiting)
+    assert b"data: [DONE]" in until_closed(waiting)
     assert ended(server)["internal"] - before["internal"] == 3
     assert any("secret detail" in line.get("traceback", "") for line in server.log())
 
@@ -149,7 +140,7 @@ def test_sigterm_under_load_ends_every_stream_properly(tiny_path: Path, tmp_path
             eventually(lambda: process.metric("requests_active") == 9)
             select.select(connections, [], [])
             process.signal(signal.SIGTERM)
-        received = [everything(connection) for connection in connections]
+        received = [until_closed(connection) for connection in connections]
         assert [data.count(b"data: [DONE]") for data in received] == [1] * 9
         assert [data.count(b'"finish_reason":"length"') for data in received] == [1] * 9
         assert process.wait() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,29 +94,24 @@ def test_what_a_tier_holds_is_shown(server: Serving, tmp_path: Path) -> None:
     now = metrics(server)
     assert now["polarlm_tier_objects{disk}"] == len(files) > 0
     assert now["polarlm_tier_bytes{disk}"] == sum(file.stat().st_size for file in files)
+    forget(server.engine)
+    cached = ask(server)["usage"]["prompt_tokens_details"]
+    assert cached["cached_from"] == {"disk": cached["cached_tokens"]}
+    assert metrics(server)["polarlm_cached_tokens_from_total{disk}"] == cached["cached_tokens"] > 0
 
 
-def test_damaged_objects_are_counted_and_named(
-    server: Serving, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_objects_are_counted(server: Serving, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each has a line in the log with its name: tests/tiers/test_engine.py."""
     assert metrics(server)["polarlm_tier_damaged_objects_total{disk}"] == 0
-    harmed = []
-    for _ in range(2):
-        ask(server)
-        flush(server)
-        for file in tmp_path.iterdir():
-            if not file.name.startswith("."):
-                file.write_bytes(b"?" * 200)
-                harmed.append(file.name)
-        forget(server.engine)
-        ask(server)
-        flush(server)
-        forget(server.engine)
-    sentence = r"object ([0-9a-f]{32}) on disk \(.+\) is damaged and not used \((\d) of them so far\)"
-    told = re.findall(sentence, caplog.text)
-    assert [int(number) for _, number in told] == list(range(1, len(told) + 1))
-    assert metrics(server)["polarlm_tier_damaged_objects_total{disk}"] == len(told) >= 2
-    assert {name for name, _ in told} <= set(harmed)
+    ask(server)
+    flush(server)
+    for file in (file for file in tmp_path.iterdir() if not file.name.startswith(".")):
+        file.write_bytes(b"?" * 200)
+    forget(server.engine)
+    ask(server)
+    flush(server)
+    damaged = metrics(server)["polarlm_tier_damaged_objects_total{disk}"]
+    assert damaged == caplog.text.count("is damaged and not used") > 0
 
 
 @pytest.mark.parametrize(("damaged", "lines"), [(10, 10), (99, 18), (100, 19)])

@@ -82,12 +82,6 @@ def turn(process: Process, messages: list[dict[str, str]], **params: Any) -> tup
     return answer["choices"][0]["message"]["content"], answer["usage"]
 
 
-def letters(process: Process) -> dict[str, Any]:
-    """Parameters for an answer of letters t and h, which the tokenizer would cut in another way."""
-    ids = [process.ask("/tokenize", content=letter)[1]["tokens"][0] for letter in "th"]
-    return {"temperature": 1, "seed": 0, "max_tokens": 40, "logit_bias": {str(i): 100 for i in ids}}
-
-
 def saved(process: Process, name: str = "talk") -> Path:
     turn(process, [USER])
     assert process.ask("/sessions/save", name=name, messages=[USER])[0] == 200
@@ -116,25 +110,6 @@ def message(status_and_body: tuple[int, dict[str, Any]], status: int, code: str)
 
 
 # -- sessions go on --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_conversation_goes_on_after_a_restart(tiny_path: Path, tmp_path: Path) -> None:
-    with start(tiny_path, tmp_path) as process:
-        text, usage = turn(process, [USER], **letters(process))
-        stored = usage["total_tokens"] - 1  # nobody has computed what follows the last token
-        messages = [USER, {"role": "assistant", "content": text}, AGAIN]
-        done = process.ask("/sessions/save", name="talk", messages=messages[:2])
-        assert done == (200, {"name": "talk", "tokens": stored})
-        expected, usage = turn(process, messages)
-        assert usage["prompt_tokens_details"]["cached_tokens"] == stored
-        process.signal(signal.SIGTERM)
-        assert process.wait() == 0
-    with start(tiny_path, tmp_path) as process:
-        assert process.ask("/sessions/load", name="talk") == (200, {"name": "talk", "tokens": stored})
-        answer, usage = turn(process, messages)
-        assert usage["prompt_tokens_details"]["cached_tokens"] == stored
-        assert answer == expected
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from polarlm.server.running.listening import ListenError, unix_socket
 from polarlm.server.socket import connection
 from tests.server.http_server import Serving
 from tests.server.lines import PATIENCE, Client, eventually
+from tests.server.reading.test_http_fuzz import VALID, broken, changed
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "socket-protocol.md"
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -404,31 +405,9 @@ def test_a_slow_reader_is_cut_off(socket_server: Serving, monkeypatch, seconds: 
 
 
 def fuzzed(rng: random.Random) -> bytes:
-    """One message that is wrong in some way, or several at once."""
-    request = {"id": rng.randrange(5), "prompt": "a", "max_tokens": 1}
-    nested = b"[" * rng.randrange(1, 3000)
-    match rng.randrange(8):
-        case 0:
-            return rng.randbytes(rng.randrange(200))
-        case 1:
-            return json.dumps(request).encode()[: rng.randrange(40)]
-        case 2:
-            wrong = [float("nan"), float("-inf"), -1, 1e300, 10**100, True, "\ud800", [], {}, [[]], {"a": None}]
-            names = ["id", "prompt", "messages", "temperature", "top_k", "seed", "stop", "logit_bias", "n", "cancel"]
-            return json.dumps({**request, rng.choice(names): rng.choice(wrong)}).encode()
-        case 3:
-            return b'{"id": 1, "prompt": ' + nested + b"]" * rng.choice([0, len(nested)]) + b"}"
-        case 4:
-            return b'{"id": 1, "prompt": "' + b"long " * rng.randrange(500, 2000) + b'"}'
-        case 5:
-            broken = bytearray(json.dumps({**request, "messages": [{"role": "user", "content": "é" * 9}]}).encode())
-            for _ in range(rng.randrange(1, 4)):
-                broken[rng.randrange(len(broken))] = rng.randrange(256)
-            return bytes(broken)
-        case 6:
-            return json.dumps({**request, "messages": [rng.choice([None, 1, "x", {}, {"role": 3}])]}).encode()
-        case _:
-            return b"\0" * rng.randrange(1, 50) + b"\r\t \n\n" + json.dumps([request]).encode()
+    """A message that is wrong in some way, or several at once."""
+    body = {"id": rng.randrange(5), "cancel": False, **VALID["/v1/completions"]}
+    return broken(json.dumps(changed(body, rng)).encode(), rng)
 
 
 def test_after_fuzzed_messages_it_still_answers(start: Start) -> None:
