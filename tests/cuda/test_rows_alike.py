@@ -15,8 +15,8 @@ from polarlm.engine.backends.cuda.wide import WIDE_ROWS
 from polarlm.engine.weight_formats import Linear
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
-from tests.cuda.test_packed_weights import stored
 from tests.pairs import pairs
+from tests.weights import random_matrix
 
 EPS = 1e-5
 ROWS = (1, 2, 3, 9, 17, 64, 70, 128, 130)
@@ -33,7 +33,7 @@ def test_other_rows_change_only_the_order_of_sums(
     """Within what float32 sums in two orders differ by, which is less than rounding x changes; and nothing at all with
     packed weights, from three rows on, up to as many as are multiplied as they are."""
     ops = CudaOps(open_device(checked=False))
-    w = Linear(ops.load([stored(rng, weight, OUT, WIDTH)]))
+    w = Linear(ops.load([random_matrix(rng, weight, OUT, WIDTH)]))
     x = (2 * rng.standard_normal((max(ROWS), WIDTH))).astype(np.float32)
     norm = (ops.to_device(rng.uniform(0.5, 2, WIDTH).astype(np.float32)), EPS) if normed else None
     products = {
@@ -61,7 +61,7 @@ def test_other_rows_change_only_the_order_of_sums(
 def test_inputs_of_any_size_are_normalised_before_they_are_rounded(rng: np.random.Generator) -> None:
     """Residual streams of some models leave the range of half precision."""
     ops = CudaOps(open_device(checked=False))
-    file = stored(rng, "q8_0", OUT, WIDTH)
+    file = random_matrix(rng, "q8_0", OUT, WIDTH)
     w, norm = Linear(ops.load([file])), ops.to_device(np.full(WIDTH, 30, np.float32))
     x = rng.standard_normal((9, WIDTH)).astype(np.float32)
     for rows in (1, 2, 3, 9):
