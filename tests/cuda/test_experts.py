@@ -25,6 +25,11 @@ HOST = NumpyOps()
 EPS = 1e-5
 
 
+@pytest.fixture
+def ops() -> CudaOps:
+    return CudaOps(open_device())
+
+
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 

@@ -40,6 +40,11 @@ STORED = {"f16": "__half", "bf16": "__nv_bfloat16"}
 MIXED = [(20, "bf16"), (12, "f16"), (20, "f32"), (12, "bf16"), (16, "f32")]  # rows and formats of a Linear
 
 
+@pytest.fixture
+def ops() -> CudaOps:
+    return CudaOps(open_device())
+
+
 def vector(ops: CudaOps, rng: np.random.Generator, size: int) -> tuple[Any, np.ndarray]:
     host = normal(rng, size)
     return ops.to_device(host), host

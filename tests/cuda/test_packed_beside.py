@@ -10,10 +10,15 @@ from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.wide import WIDE_ROWS
 from polarlm.engine.weight_formats import Linear
-from tests.cuda.emulated import EmulatedDevice
+from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.weights import StoredBytes, random_matrix
 
 EPS = 1e-5
+
+
+@pytest.fixture
+def ops() -> CudaOps:
+    return CudaOps(open_device())
 
 
 def launches(ops: CudaOps) -> list[str]:

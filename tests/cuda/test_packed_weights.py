@@ -13,7 +13,7 @@ from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.wide import WIDE_ROWS
 from polarlm.engine.weight_formats import Linear, get
-from tests.cuda.emulated import EmulatedDevice
+from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.formats import EPS32
 from tests.pairs import mostly_slow
 from tests.weights import BLOCKS, random_matrix
@@ -21,6 +21,11 @@ from tests.weights import BLOCKS, random_matrix
 HALF = float(np.finfo(np.float16).eps)
 EPS = 1e-5
 FORMATS = tuple(name for name in BLOCKS if packed.is_packed(get(name)))
+
+
+@pytest.fixture
+def ops() -> CudaOps:
+    return CudaOps(open_device())
 
 
 def test_every_format_of_codes_and_scales_is_packed() -> None:
