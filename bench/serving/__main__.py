@@ -2,7 +2,8 @@
 
 `--only load` (the default): speed, latencies and cached tokens of requests that arrive as a Poisson process. `--only
 agents` and `--only pressure`: time to the first token when conversations continue. Client and server run on the same
-machine unless --url says otherwise, and then share its cores.
+machine unless --url says otherwise, and then share its cores. `--peer` sends the same requests to another engine's
+server.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def main(argv: Sequence[str]) -> None:
     if importlib.util.find_spec("httpx") is None:
         raise EngineError("httpx, which sends the requests, is not installed: pip install 'polarlm[bench]' adds it")
     model = model_named(options.weights, options.hf_repo)
-    if options.url is not None and options.only != LOAD:
-        raise FlagError(f"--url and --only {options.only}, which starts its own servers: leave one of them out")
+    for flag, value in (("--url", options.url), ("--peer", options.peer)):
+        if value is not None and options.only != LOAD:
+            raise FlagError(f"{flag} and --only {options.only}, which starts its own servers: leave one of them out")
     if options.url is not None and model is not None:
         raise FlagError("--url and --weights or -hf both say which server it is; leave one of them out")
     if options.only == LOAD:

@@ -1,7 +1,7 @@
 """Speed, latencies and cached tokens of a server under load.
 
 Requests arrive as a Poisson process, are sent by the first free client, and stream over HTTP. Their prompts are random
-tokens after a shared prefix.
+tokens after a shared prefix. Another engine's server gets the same requests, with the same ids, when ours has ended.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ import numpy as np
 from tqdm import tqdm
 
 from polarlm.bench import report
-from polarlm.bench.command import weight_files
+from polarlm.bench.command import model_files, weight_files
 from polarlm.bench.report import Output
 from polarlm.bench.serving.client import Answer, ask, kind
 from polarlm.bench.serving.options import LoadOptions, Options
+from polarlm.bench.serving.peer import PeerServer, read_peer
 from polarlm.bench.serving.process import own_server
+from polarlm.bench.speed.child import Failed
+from polarlm.bench.speed.contestants import OURS
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.errors import counted
 from polarlm.engine.loading.calibration import TEXT_FILE
 from polarlm.server.config import KEY_VARIABLE
 
@@ -40,30 +44,57 @@ _SHOWN = (50, 95, 99)
 
 
 def run(options: Options, load: LoadOptions, model: str | None, destination: Output, argv: Sequence[str]) -> None:
-    """Measures, writes JSON, also when it is stopped, and prints the table. Raises FlagError or EngineError."""
+    """Measures, writes JSON, also when it is stopped, and prints the tables. Raises FlagError or EngineError."""
     max_tokens = options.max_tokens or _ANSWER
-    with _server(options, load, model) as url:
-        key = os.environ.get(KEY_VARIABLE)
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        name = _model(url, headers)
-        output = destination.path("serving", name)
-        note(f"Requests arrive for {report.duration(load.seconds)}; then the answers under way come to their end")
-        clients, about = Load(), {} if options.url else report.digest_of_model(weight_files(model))
+    peer = None if options.peer is None else read_peer(options.peer)
+    if peer is not None and not peer.is_running and options.url is not None:
+        raise FlagError("--url and a --peer that is started: give the peer's address, too, as --peer NAME=URL")
+    clients, peers = Load(), list[dict[str, Any]]()
 
-        def show(complete: bool) -> None:
-            settings = {"threads": options.threads, "max_tokens": max_tokens, "seed": options.seed, **asdict(load)}
-            result = {"model": name, **about, "load": settings, **summary(clients.seen())}
-            result = report.write(output, "serving", argv, result, complete=complete)
-            note(f"Written to {output}")
-            print(report.with_origin(format_result(result), result))
+    def show(complete: bool) -> None:
+        settings = {"threads": options.threads, "max_tokens": max_tokens, "seed": options.seed, **asdict(load)}
+        others = {"peers": peers} if peers else {}
+        result = {"model": name, **about, "load": settings, **summary(clients.seen()), **others}
+        result = report.write(output, "serving", argv, result, complete=complete)
+        note(f"Written to {output}")
+        print(report.with_origin(format_result(result), result))
 
-        try:
-            asyncio.run(_measure(url, headers, load, options.seed, max_tokens, clients))
-        except KeyboardInterrupt:
-            if clients.answers:
-                show(complete=False)
-            raise
+    try:
+        with _server(options, load, model) as url:
+            key = os.environ.get(KEY_VARIABLE)
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            name = _model(url, headers)
+            output = destination.path("serving", name)
+            note(f"Requests arrive for {report.duration(load.seconds)}; then the answers under way come to their end")
+            about = {} if options.url else report.digest_of_model(weight_files(model))
+            plan = asyncio.run(_plan(url, headers, load, options.seed, max_tokens))
+            asyncio.run(_send(url, headers, plan, clients))
+        if peer is not None:
+            _ask_peer(peer, options, load, model, plan, peers)
+    except KeyboardInterrupt:
+        if clients.answers:
+            show(complete=False)
+        raise
     show(complete=True)
+
+
+def _ask_peer(
+    peer: PeerServer, options: Options, load: LoadOptions, model: str | None, plan: Plan, peers: list[dict[str, Any]]
+) -> None:
+    """Add the figures of another engine's server to `peers`, one for each number of threads, or why there are none."""
+    path = "" if peer.is_running else model_files(model)[0]
+    context = load.shared_prefix + load.prompt_tokens + plan.max_tokens + 1
+    for threads in peer.thread_counts(options.threads):
+        clients, about = Load(), dict[str, Any](name=peer.name)
+        try:
+            with peer.started(path, load.clients, context, threads) as (url, more):
+                about |= more
+                asyncio.run(_send(url, {}, plan, clients))
+        except (Failed, EngineError) as error:
+            note(f"Without {peer.name}: {error}")
+            peers.append({**about, "failure": str(error)})
+        else:
+            peers.append({**about, **summary(clients.seen())})
 
 
 @contextmanager
@@ -86,21 +117,24 @@ def _model(url: str, headers: Mapping[str, str]) -> str:
         raise EngineError(f"--url {url}: no such server answers there ({type(error).__name__})") from None
 
 
-async def _measure(
-    url: str, headers: dict[str, str], load: LoadOptions, seed: int, max_tokens: int, clients: Load
-) -> None:
-    """Send the requests of a load. Raises FlagError if no request arrives, EngineError if none is answered."""
+async def _plan(url: str, headers: dict[str, str], load: LoadOptions, seed: int, max_tokens: int) -> Plan:
+    """The requests of a load. Raises FlagError if none arrives, EngineError if the server does not answer."""
     rng = np.random.default_rng(seed)
     starts = poisson(load.rate, load.seconds, load.requests, rng)
     if not starts:
         raise FlagError("--rate and --seconds: no request arrives in that time")
     ids = await vocabulary(url, headers)
     texts = prompts(ids, len(starts), load.shared_prefix, load.prompt_tokens, rng)
-    with tqdm(total=len(starts), desc="Serving", unit="request", disable=None) as bar:
-        await clients.run(url, headers, Plan(load.clients, starts, texts, max_tokens), bar.update)
+    return Plan(load.clients, starts, texts, max_tokens)
+
+
+async def _send(url: str, headers: dict[str, str], plan: Plan, clients: Load) -> None:
+    """Send the requests of a plan. Raises EngineError if none is answered."""
+    with tqdm(total=len(plan.starts), desc="Serving", unit="request", disable=None) as bar:
+        await clients.run(url, headers, plan, bar.update)
     answers = clients.seen().answers
     if all(answer.error for answer in answers):
-        raise EngineError(f"--url {url}: no request was answered ({answers[0].error})")
+        raise EngineError(f"{url}: no request was answered ({answers[0].error})")
 
 
 # -- what is asked, and when ---------------------------------------------------------------------------------------
@@ -256,8 +290,8 @@ def _distribution(values: Sequence[float]) -> dict[str, Any]:
     return {"count": len(values), "percentiles": percentiles}
 
 
-def format_result(result: dict[str, Any]) -> str:
-    """The text of a summary and a table of latencies."""
+def format_result(result: Mapping[str, Any]) -> str:
+    """The text of a summary and a table of latencies; with other servers, a table of all."""
     load, errors = result["load"], result["errors"]
     failed = ", ".join(f"{count} × {kind}" for kind, count in errors.items()) or "none"
     rows = [
@@ -269,7 +303,7 @@ def format_result(result: dict[str, Any]) -> str:
             ("behind_arrival_seconds", "until a client was free"),
         )
     ]
-    return (
+    text = (
         f"{result['model']}: {load['clients']} clients, {load['rate']:g} requests/s (Poisson), prompts of "
         f"{load['shared_prefix']} shared and {load['prompt_tokens']} own tokens, answers of {load['max_tokens']}.\n"
         f"{result['requests']} requests in {result['seconds']:.1f} s: {result['tokens_per_second']:,.1f} tokens/s, "
@@ -278,6 +312,23 @@ def format_result(result: dict[str, Any]) -> str:
         f"{result['peak_blocks']} of {result['blocks']} blocks held, {result['peak_running']} requests in a step.\n\n"
         + report.table(("milliseconds", *(f"p{percent}" for percent in _SHOWN)), rows)
     )
+    return f"{text}\n\n{servers_table(result)}" if "peers" in result else text
+
+
+def servers_table(result: Mapping[str, Any]) -> str:
+    """A table with a line for our server, and one for each number of threads of another engine's."""
+    rows = []
+    for one in ({"name": OURS, **result}, *result["peers"]):
+        name = f"{one['name']} {one.get('version', '')}".rstrip()
+        name += f", {counted(one['threads'], 'thread')}" if "threads" in one else ""
+        if "failure" in one:
+            rows.append([name, one["failure"], *["—"] * 5])
+            continue
+        waits = [one["latencies"][f"{key}_seconds"]["percentiles"] for key in ("first_token", "between_tokens")]
+        cells = [_milliseconds(percentiles, percent) for percentiles in waits for percent in (50, 95)]
+        rows.append([name, f"{one['tokens_per_second']:,.1f}", *cells, str(sum(one["errors"].values()))])
+    header = ["server", "tokens/s", "first token ms, p50", "p95", "between two, p50", "p95", "errors"]
+    return report.table(header, rows)
 
 
 def _milliseconds(percentiles: Sequence[float], percent: int) -> str:

@@ -8,6 +8,7 @@ from polarlm.engine.config import hub_setting, model_setting, setting
 from polarlm.server.config import KEY_VARIABLE
 
 LOAD, AGENTS, PRESSURE = "load", "agents", "pressure"
+XLLAMACPP = "xllamacpp"
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,13 @@ class Options:
         "--url",
         metavar="URL",
         help=f"a running server to load, with its key in {KEY_VARIABLE}; else one is started",
+    )
+    peer: str | None = setting(
+        None,
+        "--peer",
+        metavar="NAME=PLACE",
+        help=f"another engine's server for the same {LOAD} when ours has ended: {XLLAMACPP}=PYTHON starts llama.cpp's "
+        "with a Python that has this package; NAME=URL is one that runs and takes ids at /v1/completions",
     )
     weights: str | None = model_setting(": of the server that is started")
     hf_repo: str | None = hub_setting()

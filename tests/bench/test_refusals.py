@@ -61,6 +61,9 @@ gpu: --only steps => 'steps' is not among prompts, rates, sequences, server, ker
 gpu: --output none/out.json => --output none/out.json cannot be written
 serving: --url http://127.0.0.1:{port} => --url http://127.0.0.1:{port}: no such server answers there
 serving: --url http://a --weights b => --url and --weights or -hf both say which server it is
+serving: --only agents --peer a=http://b => --peer and --only agents, which starts its own servers
+serving: --peer vllm=python => --peer vllm=python: give xllamacpp=PYTHON, a Python that has it, or NAME=URL
+serving: --url http://a --peer xllamacpp=python => --url and a --peer that is started
 serving: --rate 0 => --rate: must be more than 0
 serving: --only agents --agents 0 => --agents: must be at least 1
 serving: --only agents --url http://a => --url and --only agents, which starts its own servers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from polarlm.bench.serving import load
 from polarlm.bench.serving.__main__ import main
 from polarlm.bench.serving.client import Answer
 from polarlm.bench.serving.load import Plan, Seen, _ask, poisson, summary
+from polarlm.bench.serving.process import own_server
 from tests.random_model import random_model
 
 # -- what is asked, and when ---------------------------------------------------------------------------------------
@@ -112,7 +114,8 @@ def test_a_server_of_its_own_is_measured(
     monkeypatch.setenv("POLARLM_CACHE", str(tmp_path))
     flags = ["--clients", "3", "--rate", "40", "--seconds", "30", "--requests", "12", "--max-tokens", "9"]
     flags += ["--prompt-tokens", "10", "--shared-prefix", "70", "--output", str(tmp_path / "out.json")]
-    assert main(["--weights", str(tiny_path), *flags]) == 0
+    with own_server(["--weights", str(tiny_path)]) as other:
+        assert main(["--weights", str(tiny_path), "--peer", f"another={other}/v1", *flags]) == 0
     figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert figures["command"].startswith("python -m polarlm.bench.serving --weights ")
     assert (figures["requests"], figures["errors"], figures["prompt_tokens"]) == (12, {}, 12 * 80)
@@ -120,7 +123,12 @@ def test_a_server_of_its_own_is_measured(
     assert 0 < figures["prefix_hit_rate"] < 1
     assert figures["latencies"]["first_token_seconds"]["count"] == 12
     assert figures["tokens_per_second"] * figures["seconds"] == pytest.approx(12 * 9)
-    assert "| until a client was free " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| until a client was free " in printed
+
+    (peer,) = figures["peers"]
+    assert (peer["name"], peer["requests"], peer["errors"], peer["prompt_tokens"]) == ("another", 12, {}, 12 * 80)
+    assert re.search(r"\| polarlm .*\n\| another ", printed)
 
 
 @pytest.mark.slow

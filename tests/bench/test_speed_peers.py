@@ -45,6 +45,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
 
     class Server:
+        listening_address = "http://127.0.0.1:1"
+
         def __init__(self, params: Any) -> None:
             if not params.model.path.endswith(".gguf"):
                 raise RuntimeError("Failed to init server, please check the input params.")
@@ -77,6 +79,7 @@ def test_xllamacpp_is_asked_for_ids_and_measures_by_its_own_clock(asked: list[An
     assert (params.model.path, params.n_ctx, params.cache_type_k, params.cache_type_v) == ("model.gguf", 512, 8, 8)
     assert params.cpuparams.n_threads == params.cpuparams_batch.n_threads == 2
     assert params.flash_attn_type == "enabled"
+    assert params.n_parallel == 1
     assert other.about()["version"] == "2026.10.11549"
     assert "AVX2 = 1" in other.about()["built_with"]
 
@@ -89,6 +92,12 @@ def test_xllamacpp_is_asked_for_ids_and_measures_by_its_own_clock(asked: list[An
     assert rate == pytest.approx(said["steps"]["timings"]["predicted_per_second"])
     assert (asked[2]["prompt"], asked[2]["n_predict"]) == ([*ids, 6], 17)
     assert said["steps"]["timings"]["cache_n"] == 100, "its prefix was not computed again"
+
+
+def test_xllamacpp_has_room_for_each_client_of_a_server(asked: list[Any]) -> None:
+    assert xllamacpp.Server("model.gguf", 512, 2, "f16", 16).address() == "http://127.0.0.1:1"
+    (params,) = asked
+    assert (params.n_parallel, params.n_ctx) == (16, 16 * 512)
 
 
 def test_what_xllamacpp_cannot_do_is_named(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

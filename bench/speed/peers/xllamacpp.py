@@ -1,7 +1,8 @@
 """xllamacpp for comparison: llama.cpp's server inside a Python process, as its wheel has it.
 
-It is asked by the function that the package has for that, not over HTTP, and rates are those that the server measures.
-Its steps sample the most likely token and turn it into text, as ours do; which tokens follow is its own choice.
+It is asked by the function that the package has for that, and rates are those that the server measures; `bench.serving`
+asks it over HTTP. Its steps sample the most likely token and turn it into text, as ours do; which tokens follow is its
+own choice.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _GREEDY = {"temperature": 0, "top_k": 1, "ignore_eos": True}
 
 
 class Server:
-    """A model loaded by llama.cpp's server, for one sequence, with flash attention."""
+    """A model loaded by llama.cpp's server, with flash attention."""
 
-    def __init__(self, path: str, context: int, threads: int, cache: str) -> None:
-        """Loads a .gguf file for a sequence of up to `context` tokens. Raises NoPeer."""
+    def __init__(self, path: str, context: int, threads: int, cache: str, sequences: int = 1) -> None:
+        """Loads a .gguf file for `sequences` sequences of up to `context` tokens each. Raises NoPeer."""
         package = self._library = library("xllamacpp", NAME)
         params = package.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel = path, context, 1
+        params.model.path, params.n_ctx, params.n_parallel = path, sequences * context, sequences
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         params.flash_attn_type = package.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.cache_type_k = params.cache_type_v = getattr(package.ggml_type, f"GGML_TYPE_{cache.upper()}")
@@ -43,6 +44,10 @@ class Server:
             "version": importlib.metadata.version("xllamacpp"),
             "built_with": str(self._library.get_system_info()).strip(" |"),
         }
+
+    def address(self) -> str:
+        """The URL of its HTTP API on this machine."""
+        return str(self._server.listening_address)
 
     def prompt_rate(self, ids: Sequence[int]) -> float:
         """Tokens per second of a prompt, up to its first token. The prompt stays in the cache."""
