@@ -46,6 +46,8 @@ def test_e4m3_by_hand() -> None:
     values = np.array([[1.0, -1.0, 1.0625, 1.1875, 500, 2**-10, 3 * 2**-10, 0, 1.07]], np.float32)
     actual = decoded("fp8", values[None])[0, 0]
     assert actual.tolist() == [1, -1, 1, 1.25, 448, 0, 2 * 2**-9, 0, 1.125]
+    scaled = decoded("fp8-token-head", np.array([[[7, -3.5, 0.21, 0]]], np.float32))[0, 0]
+    assert scaled == pytest.approx([7, -3.5, 13 / 64, 0])  # 448, −224 and, to the nearest 13.44, 13 of 64ths
 
 
 def test_nvfp4_errs_by_a_sixth_of_the_largest_at_most(blocks: np.ndarray) -> None:
@@ -109,7 +111,13 @@ def test_octopus_errs_as_published(bits: int, published: float, rng: np.random.G
 
 def test_bits_of_every_type() -> None:
     expected = {f"octopus{bits}": (22 * (1 + 3 * bits) + 32) / D for bits in (2, 3, 4)}
-    expected |= {"fp8": 8, "nvfp4": 4.5 + 32 / (N * D), "int4-token-head": 4.5, "q4_0-rotated": 4.5}
+    expected |= {
+        "fp8": 8,
+        "fp8-token-head": 8.5,
+        "nvfp4": 4.5 + 32 / (N * D),
+        "int4-token-head": 4.5,
+        "q4_0-rotated": 4.5,
+    }
     expected |= {"q8_0-rotated": 8.5, "kvarn-k4": 4.75, "kvarn-v4": 4.75, "kvarn-v2": 2.75, "polarquant-online": 3.875}
     assert {name: codecs.bits_per_value(codecs.get(name), N, D) for name in peers.NAMES} == expected
 

@@ -1,9 +1,12 @@
-"""FP8 E4M3 without a scale: what engines store where nothing was calibrated. 8 bits. No rotation.
+"""FP8 E4M3 as vLLM stores it: with the scale 1.0, or with a scale for each token and head. No rotation.
 
-    x ≈ ±m·2^(e − 10),  e = 1 … 15, m = 8 … 15;  or e = 1, m = 0 … 7;  at most 448
+    x ≈ ±s·m·2^(e − 10),  e = 1 … 15, m = 8 … 15;  or e = 1, m = 0 … 7;  at most 448·s
+
+`fp8` has s = 1, `fp8-token-head` s = max|x| of the vector / 448, a float32.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022, table 1, E4M3; the scale 1.0 is vLLM's default of
-`--kv-cache-dtype fp8_e4m3`. To the nearest, halves to even; beyond ±448 saturates.
+`--kv-cache-dtype fp8_e4m3`, where nothing was calibrated; `fp8_per_token_head` has the others. To the nearest, halves
+to even; beyond ±448 saturates. Bits per value: 8, and 8 + 32/D, 8.5 at D = 64.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ import numpy as np
 
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.parts.checks import check_no_options
-from polarlm.engine.codecs.schema.streams import Schema, codes
+from polarlm.engine.codecs.schema.streams import Schema, codes, numbers
 
-NAMES = ("fp8",)
+NAMES = ("fp8", "fp8-token-head")
 
-_SIGN = 0x80
+_SIGN, _MOST = 0x80, 448
 
 
 def _magnitudes() -> np.ndarray:
@@ -61,7 +64,25 @@ class Fp8(Codec):
         out[...] = np.where(code & _SIGN, -1, 1) * E4M3[np.minimum(code & 0x7F, 126)]
 
 
+@dataclass(frozen=True)
+class ScaledFp8(Fp8):
+    """Each value over its vector's scale."""
+
+    name: str = "fp8-token-head"
+
+    def schema(self, block_size: int, head_dim: int) -> Schema:
+        return {"scale": numbers(np.float32, block_size), **super().schema(block_size, head_dim)}
+
+    def quantize(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        scale = (np.abs(x).max(-1) / np.float32(_MOST)).astype(np.float32)
+        return {"scale": scale, **super().quantize(x / np.where(scale > 0, scale, 1)[..., None])}
+
+    def dequantize(self, streams: Mapping[str, np.ndarray], out: np.ndarray) -> None:
+        super().dequantize(streams, out)
+        out *= streams["scale"][..., None]
+
+
 def create(name: str, options: tuple[str, ...]) -> Fp8:
     """Raises ValueError on any option."""
     check_no_options(name, options)
-    return Fp8()
+    return ScaledFp8() if name == ScaledFp8.name else Fp8()
