@@ -17,7 +17,7 @@ from polarlm.engine.state.plan import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-DEMO = "smollm2-135m-instruct-????-??-??"
+DEMO = "smollm2-135m-instruct-????-??-??*"  # a second measurement of a day has a number at the end
 _SAME = "model", "weights", "text", "windows", "window"  # equal in measurements of one table
 _BY_AGE_SINCE = "2026-11-27"
 PLAIN = ":plain"  # a type as published, without conditioning
@@ -31,8 +31,10 @@ def newest(name: str) -> Measured:
 
 
 def _read(file: Path) -> Measured:
-    """A measurement. The presets of older ones were of blocks that are all alike."""
+    """A measurement. The presets of older ones were of blocks that are all alike; newer ones name the model's file."""
     measured = json.loads(file.read_text(encoding="utf-8"))
+    if weights := measured.get("weights"):
+        measured["model"] = measured["model"].removesuffix(f".{weights}")
     if measured["date"] < _BY_AGE_SINCE:
         for row in measured.get("rows", ()):
             if row.get("type") in PRESETS:

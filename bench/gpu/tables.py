@@ -85,12 +85,19 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return report.table(list(header), lines) if lines else ""
 
 
-def rates_table(measured: Measured) -> str:
-    """A line for each depth and prompt, a column for each cache type; ours with the ratio to the peer."""
-    runs = {(row["kind"], row["tokens"], row["engine"], row["cache_type"]): row["runs"] for row in measured["rates"]}
+def rates(measured: Measured) -> dict[tuple[str, int, str, str], Sequence[float]]:
+    """Kind, tokens, engine and cache type → tokens/s of each run; of a prompt that has none, by its seconds."""
+    found = measured.get("rates", ())
+    runs = {(row["kind"], row["tokens"], row["engine"], row["cache_type"]): row["runs"] for row in found}
     for row in measured.get("prompts", ()):
         if row["seconds"]:
             runs.setdefault((PROMPT, row["tokens"], OURS, row["cache_type"]), [row["tokens"] / row["seconds"]])
+    return runs
+
+
+def rates_table(measured: Measured) -> str:
+    """A line for each depth and prompt, a column for each cache type; ours with the ratio to the peer."""
+    runs = rates(measured)
     columns = sorted({key[2:] for key in runs}, key=lambda column: (column[0] != OURS, *column))
     lines = []
     beside = [key for key in runs if key[2] != OURS] or runs  # prompts that the peer has not read are another table's

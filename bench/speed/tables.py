@@ -42,15 +42,16 @@ def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = F
     """
     rows, several = [], len({cell["engine"] for cell in measured["contestants"] if _is_peer(cell)}) > 1
     for row in (row for section in sections for row in measured["rows"] if row["section"] == section):
-        strongest = _strongest(row["cells"])
-        best = None if strongest is None else strongest["median"]
+        first = strongest(row["cells"])
+        best = None if first is None else first["median"]
         rows.append([row["name"], *(_rate_cell(cell, best, spread) for cell in row["cells"])])
         if several:
-            rows[-1].append(NOTHING if strongest is None else f"{label(strongest['engine'])} {strongest['cache']}")
+            rows[-1].append(NOTHING if first is None else f"{label(first['engine'])} {first['cache']}")
     return report.table(["", *_columns(measured), *(["strongest peer"] if several else [])], rows)
 
 
-def _strongest(cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def strongest(cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The cell of the fastest cache of any peer; None without one."""
     theirs = [cell for cell in cells if _is_peer(cell) and "median" in cell]
     return max(theirs, key=lambda cell: cell["median"], default=None)
 

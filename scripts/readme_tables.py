@@ -1,0 +1,236 @@
+"""The tables of README.md: speed on CPUs and GPUs, a server, and what cache types cost, from bench/results.
+
+Each has the newest measurement of its kind, so a new file in bench/results and `make readme` replace its rows.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from polarlm.bench.gpu.requests import GENERATION, LLAMA_CPP, PROMPT
+from polarlm.bench.gpu.tables import rates
+from polarlm.bench.quality.scores import CODED, SERVED
+from polarlm.bench.speed import figures
+from polarlm.bench.speed.contestants import OURS
+from polarlm.bench.speed.tables import label, place, strongest
+from polarlm.engine import EngineConfig, codecs
+from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.engine.state.layer_shapes import LayerShape
+from polarlm.engine.state.shapes import CacheShape
+from scripts import quality_tables
+from scripts.gpu_tables import attention_of, gpu_of, has_llama_cpp, measurements, seconds_of
+from scripts.quality_tables import DEMO, Measured, newest, newest_of_each
+
+NOTHING = "—"
+_NUMBERS = "tokens/s", "bits/value, 2,048 tokens", "8,192"  # columns to the right
+DEFAULT, HALF = EngineConfig.cache_type, "f16"
+
+# Part of a machine's name → the day since which its kernels are today's, and what has changed; figures from before are
+# marked.
+_REWRITTEN = {
+    "Xeon": ("2026-11-27", "The Xeon's prompt predates the kernels for AMX, which read 1.8 times as fast"),
+    "NVIDIA": (
+        "2026-11-28",
+        "On GPUs matrix products, launches, encoding and scheduling were rewritten after the rows of an older version",
+    ),
+}
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    line = ["---:" if name in _NUMBERS else "---" for name in header]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, line, *rows))
+
+
+def _machine(name: str, date: str) -> str:
+    """A machine's name, marked if the figures of that day are of an older version."""
+    since = next((day for part, (day, _) in _REWRITTEN.items() if part in name), "")
+    return f"{name}, older version ({date})" if date < since else name
+
+
+def _sources(shown: Sequence[tuple[str, str]]) -> str:
+    """The days of measurements, and what has changed since. shown: machine and day of each."""
+    days = sorted({day for _, day in shown})
+    changes = [why for part, (since, why) in _REWRITTEN.items() if any(part in m and day < since for m, day in shown)]
+    measured = f"Measured {'on' if len(days) == 1 else f'from {days[0]} to'} {days[-1]}"
+    return " ".join(f"{sentence}." for sentence in (measured, *changes))
+
+
+def _ratio(ours: float | None, other: float | None, what: str = "") -> str:
+    """The ratio of two rates, bold if we are slower."""
+    if not ours or not other:
+        return NOTHING
+    ratio = f"{ours / other:.2f}"
+    return (f"**{ratio}**" if float(ratio) < 1 else ratio) + (f" ({what})" if what else "")
+
+
+def _rate(rate: float | None) -> str:
+    return NOTHING if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
+# -- CPUs ----------------------------------------------------------------------------------------------------------
+
+_MODELS = {  # results → the model's name
+    "speed-smollm2-135m-instruct-q4-0-amd-epyc-*": "SmolLM2-135M",
+    "speed-qwen2.5-coder-1.5b-q4-0-amd-epyc-*": "Qwen2.5-Coder-1.5B",
+    "speed-qwen2.5-1.5b-random-q4-0-intel-*": "Qwen2.5-1.5B's shape",
+}
+_EIGHT = f"{DEFAULT}, 8-bit inputs"  # a column of measurements
+
+
+def speed() -> str:
+    """Prompts and generation of the default type beside the strongest peer, then a server beside llama.cpp's."""
+    rows, shown = list[Sequence[str]](), list[tuple[str, str]]()
+    for name, model in _MODELS.items():
+        measured = newest(name)
+        shown.append((_cores(measured), measured["date"]))
+        first = [_machine(*shown[-1]), f"{model}, {measured['weights']}"]
+        for cells in _rates(measured):
+            rows.append([*first, *cells])
+            first = ["", ""]
+    for measured in _served():
+        shown.append((_cores(measured), measured["date"]))
+        rows += _server_rows(measured, _machine(*shown[-1]))
+    return f"{_table(['Machine', 'Model', '', 'tokens/s', '× strongest peer'], rows)}\n\n{_sources(shown)}"
+
+
+def _cores(measured: Measured) -> str:
+    return re.sub(r"\(R\)| Processor", "", place(measured)).split(",")[0]
+
+
+def _rates(measured: Measured) -> Iterator[list[str]]:
+    for row in sorted(measured["rows"], key=lambda row: (row["section"] != figures.GENERATION, row["tokens"])):
+        ours = {cell["cache"]: cell.get("median") for cell in row["cells"] if cell["engine"] == OURS}
+        peer = strongest(row["cells"])
+        name, rate = ("", None) if peer is None else (label(peer["engine"]), peer["median"])
+        if row["section"] in (figures.PROMPT, figures.GENERATION):
+            yield [row["name"], _rate(ours[DEFAULT]), _ratio(ours[DEFAULT], rate, name)]
+        if row["section"] == figures.PROMPT and ours.get(_EIGHT):
+            yield [f"{row['name']}, inputs of 8 bits", _rate(ours[_EIGHT]), _ratio(ours[_EIGHT], rate, name)]
+
+
+def _served() -> list[Measured]:
+    """The newest measurement of a server beside others, if there is one."""
+    found = [newest("serving-*")] if any(quality_tables.RESULTS.glob("serving-*.json")) else []
+    return [measured for measured in found if any("failure" not in peer for peer in measured.get("peers", ()))]
+
+
+def _server_rows(measured: Measured, machine: str) -> Iterator[list[str]]:
+    """Tokens/s and the first token of our server, with ratios to the fastest of the others."""
+    load, peer = measured["load"], max(measured["peers"], key=lambda one: one.get("tokens_per_second", 0))
+    own, other = (one["latencies"]["first_token_seconds"]["percentiles"][50] for one in (measured, peer))
+    tokens = load["shared_prefix"] + load["prompt_tokens"]
+    what = f"server, {load['clients']} clients, {tokens} tokens in and {load['max_tokens']} out"
+    rate = measured["tokens_per_second"]
+    ratio = _ratio(rate, peer["tokens_per_second"], f"{peer['name']}: {_rate(peer['tokens_per_second'])}")
+    yield [machine, measured["model"], what, _rate(rate), ratio]
+    yield ["", "", f"its first token after {own:.2f} s", "", _ratio(other, own, f"{peer['name']}: {other:.2f} s")]
+
+
+# -- GPUs ----------------------------------------------------------------------------------------------------------
+
+_DEPTHS, _PROMPTS, _SEQUENCES = (8, 2048, 32_768), (64, 512, 2048), 64
+_ATTENTION = (2048, 1), (32_768, 16)  # context, sequences
+
+
+def gpu() -> str:
+    """An 8B model on the GPU that was measured last, beside llama.cpp and our own half precision, and attention."""
+    everything = measurements()
+    one = next(one for one in everything if _is_8b(one) and rates(one))
+    machine, model = gpu_of(one), str(one["model"]).upper().replace("-", ", ", 1)
+    shown, rows = [(machine, str(one["date"]))], list[Sequence[str]]()
+    peer = next(m for m in everything if _is_8b(m) and gpu_of(m) == machine and has_llama_cpp(m))
+    when = "" if peer is one else str(peer["date"])  # llama.cpp's figures of another day
+    ours, theirs = rates(one), rates(peer)
+
+    def of(found: Mapping[Any, Sequence[float]], *key: str | int) -> float | None:
+        return statistics.median(found[key]) if found.get(key) else None
+
+    for kind, tokens in [*((GENERATION, depth) for depth in _DEPTHS), *((PROMPT, count) for count in _PROMPTS)]:
+        rate, half = (of(ours, kind, tokens, OURS, cache) for cache in (DEFAULT, HALF))
+        if rate:
+            where = f" of {tokens:,}" if kind == PROMPT else ", depth ≤ 64" if tokens < 64 else f" at {tokens:,}"
+            beside = _ratio(rate, of(theirs, kind, tokens, LLAMA_CPP, HALF), when)
+            rows.append([kind + where, _rate(rate), beside, _ratio(rate, half)])
+    for count, prompt, answer, rate in _together(one, OURS):
+        beside = next((there for same, *_, there in _together(peer, LLAMA_CPP) if same == count), None)
+        what = f"{count} sequences, {prompt} tokens in and {answer} out"
+        rows.append([what, _rate(rate), _ratio(rate, beside, when), NOTHING])
+    rows = [[*([_machine(*shown[0]), model] if n == 0 else ["", ""]), *row] for n, row in enumerate(rows)]
+
+    attention = attention_of(everything)[0]
+    shown.append((gpu_of(attention), str(attention["date"])))
+    for n, (context, batch) in enumerate(_ATTENTION):
+        best, half, coded = seconds_of(attention, context, batch)
+        what = f"attention alone, {context:,} tokens × {batch}"
+        first = [_machine(*shown[1]) if shown[1] != shown[0] else "", "a layer of an 8B model"] if n == 0 else ["", ""]
+        rows.append([*first, what, "", _ratio(best, coded, "PyTorch, fp16"), _ratio(half, coded)])
+    return f"{_table(['GPU', 'Model', '', 'tokens/s', '× llama.cpp', '× our `f16`'], rows)}\n\n{_sources(shown)}"
+
+
+def _is_8b(measured: Measured) -> bool:
+    return str(measured["model"]).lower().startswith("8b")
+
+
+def _together(measured: Measured, engine: str) -> Iterator[tuple[int, int, int, float]]:
+    """Number, tokens in and out, and tokens/s of answers of the most sequences at a time."""
+    for row in measured.get("sequences", ()):
+        if row["engine"] == engine and row["sequences"] == _SEQUENCES and row["seconds"]:
+            yield _SEQUENCES, row["prompt"], row["answer"], _SEQUENCES * row["answer"] / row["seconds"]
+
+
+# -- cache types ---------------------------------------------------------------------------------------------------
+
+_HEAD, _LONG, _BLOCK, _MEAN_BITS = 64, 8192, EngineConfig.block_size, 8  # of the demonstration model
+_QWEN = "models-qwen2.5-coder-1.5b-wikitext-8192-*"
+_NAMES = {
+    "compact": "`compact`",
+    "balanced": "**`balanced`**, the default",
+    "quality": "`quality`",
+    "turbo4:plain": "TurboQuant, `turbo4`",
+    "q4_0:plain": "`q4_0`",
+    "q4_0-rotated:plain": "`q4_0`, rotated (llama.cpp)",
+    "int4-token-head:plain": "int4 with a scale for each token and head (vLLM)",
+    "nvfp4:plain": "NVFP4 (SGLang, vLLM)",
+    "kivi4:plain": "KIVI, `kivi4`",
+    "fp8:plain": "FP8, E4M3 (vLLM)",
+}
+
+
+def costs() -> str:
+    """Bits, perplexity and KL of our presets and of other projects' types, all in the same windows."""
+    of_all = {name: rows for _, types in newest_of_each(f"quality-{DEMO}") for name, rows in types.items()}
+    full = newest(f"quality-{DEMO}")["exact_perplexity"]
+    qwen = {row["type"]: row for row in newest(_QWEN)["rows"] if row["scored_as"] == CODED}
+    lines = []
+    for name, words in _NAMES.items():
+        if name in of_all:
+            served, coded = of_all[name][SERVED], of_all[name][CODED]
+            bits = served["bits_per_value"]
+            change = f"{100 * (served['perplexity'] / full - 1):+.1f} %".replace("-0.0", "+0.0")
+            elsewhere = _kl(qwen[name]) if name in qwen else NOTHING
+            cells = f"{bits:.2f}", f"{_long_bits(name, bits):.2f}", change, _kl(served), _kl(coded), elsewhere
+            lines.append((bits, [words, *cells]))
+    header = ["Type", "bits/value, 2,048 tokens", "8,192", "perplexity", "KL as served", "KL, all coded", "Qwen2.5"]
+    return _table(header, [line for _, line in sorted(lines, key=lambda line: line[0])])
+
+
+def _kl(row: Mapping[str, Any]) -> str:
+    return f"{row['kl_mean']:#.2g}"
+
+
+def _long_bits(name: str, bits: float) -> float:
+    """Bits a value of a text of 8,192 tokens. bits: of a shorter one, which is the same for types without ages."""
+    if name not in TWO_KINDS:
+        return bits
+    kinds = TWO_KINDS[name]
+    keys, values = map(codecs.get, kinds.coarser)
+    layer = LayerShape(keys, values, 1, _HEAD, _MEAN_BITS, finer=kinds.finer_kind)
+    return CacheShape(_BLOCK, (layer,)).bits_of_text(_LONG)
+
+
+PARTS: Mapping[str, Callable[[], str]] = {"speed in short": speed, "gpu in short": gpu, "costs in short": costs}
+"""Name of a mark → what writes the text between it and its end."""
