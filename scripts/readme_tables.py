@@ -13,6 +13,7 @@ from typing import Any
 from polarlm.bench.gpu.requests import GENERATION, LLAMA_CPP, PROMPT
 from polarlm.bench.gpu.tables import rates
 from polarlm.bench.quality.scores import CODED, SERVED
+from polarlm.bench.serving.options import XLLAMACPP
 from polarlm.bench.speed import figures
 from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.tables import label, place, strongest
@@ -20,9 +21,9 @@ from polarlm.engine import EngineConfig, codecs
 from polarlm.engine.state.cache_types import TWO_KINDS
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
-from scripts import quality_tables
 from scripts.gpu_tables import attention_of, gpu_of, has_llama_cpp, measurements, seconds_of
 from scripts.quality_tables import DEMO, Measured, newest, newest_of_each
+from scripts.speed_tables import served
 
 NOTHING = "—"
 _NUMBERS = "tokens/s", "bits/value, 2,048 tokens", "8,192"  # columns to the right
@@ -34,7 +35,8 @@ _REWRITTEN = {
     "Xeon": ("2026-11-27", "The Xeon's prompt predates the kernels for AMX, which read 1.8 times as fast"),
     "NVIDIA": (
         "2026-11-28",
-        "On GPUs matrix products, launches, encoding and scheduling were rewritten after the rows of an older version",
+        "In the older version `balanced` was `ring4/ring3.5`; a GPU's matrix products, launches, encoding and "
+        "scheduling have been rewritten since",
     ),
 }
 
@@ -78,6 +80,7 @@ _MODELS = {  # results → the model's name
     "speed-qwen2.5-coder-1.5b-q4-0-amd-epyc-*": "Qwen2.5-Coder-1.5B",
     "speed-qwen2.5-1.5b-random-q4-0-intel-*": "Qwen2.5-1.5B's shape",
 }
+_SERVERS = {XLLAMACPP: "llama.cpp's server"}
 _EIGHT = f"{DEFAULT}, 8-bit inputs"  # a column of measurements
 
 
@@ -91,7 +94,7 @@ def speed() -> str:
         for cells in _rates(measured):
             rows.append([*first, *cells])
             first = ["", ""]
-    for measured in _served():
+    for measured in served():
         shown.append((_cores(measured), measured["date"]))
         rows += _server_rows(measured, _machine(*shown[-1]))
     return f"{_table(['Machine', 'Model', '', 'tokens/s', '× strongest peer'], rows)}\n\n{_sources(shown)}"
@@ -112,22 +115,16 @@ def _rates(measured: Measured) -> Iterator[list[str]]:
             yield [f"{row['name']}, inputs of 8 bits", _rate(ours[_EIGHT]), _ratio(ours[_EIGHT], rate, name)]
 
 
-def _served() -> list[Measured]:
-    """The newest measurement of a server beside others, if there is one."""
-    found = [newest("serving-*")] if any(quality_tables.RESULTS.glob("serving-*.json")) else []
-    return [measured for measured in found if any("failure" not in peer for peer in measured.get("peers", ()))]
-
-
 def _server_rows(measured: Measured, machine: str) -> Iterator[list[str]]:
     """Tokens/s and the first token of our server, with ratios to the fastest of the others."""
     load, peer = measured["load"], max(measured["peers"], key=lambda one: one.get("tokens_per_second", 0))
     own, other = (one["latencies"]["first_token_seconds"]["percentiles"][50] for one in (measured, peer))
     tokens = load["shared_prefix"] + load["prompt_tokens"]
-    what = f"server, {load['clients']} clients, {tokens} tokens in and {load['max_tokens']} out"
-    rate = measured["tokens_per_second"]
-    ratio = _ratio(rate, peer["tokens_per_second"], f"{peer['name']}: {_rate(peer['tokens_per_second'])}")
-    yield [machine, measured["model"], what, _rate(rate), ratio]
-    yield ["", "", f"its first token after {own:.2f} s", "", _ratio(other, own, f"{peer['name']}: {other:.2f} s")]
+    what = f"server of {load['clients']} clients, {tokens} tokens in and {load['max_tokens']} out"
+    rate, name = measured["tokens_per_second"], _SERVERS.get(peer["name"], peer["name"])
+    beside = _ratio(rate, peer["tokens_per_second"], f"{name}: {_rate(peer['tokens_per_second'])}")
+    yield [machine, measured["model"], what, _rate(rate), beside]
+    yield ["", "", f"first token after {own:.2f} s", "", _ratio(other, own, f"{name}: {other:.2f} s")]
 
 
 # -- GPUs ----------------------------------------------------------------------------------------------------------
@@ -197,25 +194,27 @@ _NAMES = {
     "nvfp4:plain": "NVFP4 (SGLang, vLLM)",
     "kivi4:plain": "KIVI, `kivi4`",
     "fp8:plain": "FP8, E4M3 (vLLM)",
+    "fp8-token-head:plain": "FP8 with a scale for each token and head (vLLM)",
 }
 
 
 def costs() -> str:
     """Bits, perplexity and KL of our presets and of other projects' types, all in the same windows."""
-    of_all = {name: rows for _, types in newest_of_each(f"quality-{DEMO}") for name, rows in types.items()}
-    full = newest(f"quality-{DEMO}")["exact_perplexity"]
-    qwen = {row["type"]: row for row in newest(_QWEN)["rows"] if row["scored_as"] == CODED}
+    found, elsewhere = newest_of_each(f"quality-{DEMO}"), newest(_QWEN)
+    of_all = {name: rows for _, types in found for name, rows in types.items()}
+    full = found[0][0]["exact_perplexity"]
+    qwen = {row["type"]: row for row in elsewhere["rows"] if row["scored_as"] == CODED}
+    shown = [("", one["date"]) for one, types in found if {*types} & {*_NAMES}] + [("", elsewhere["date"])]
     lines = []
     for name, words in _NAMES.items():
         if name in of_all:
-            served, coded = of_all[name][SERVED], of_all[name][CODED]
-            bits = served["bits_per_value"]
-            change = f"{100 * (served['perplexity'] / full - 1):+.1f} %".replace("-0.0", "+0.0")
-            elsewhere = _kl(qwen[name]) if name in qwen else NOTHING
-            cells = f"{bits:.2f}", f"{_long_bits(name, bits):.2f}", change, _kl(served), _kl(coded), elsewhere
-            lines.append((bits, [words, *cells]))
+            as_served, coded = of_all[name][SERVED], of_all[name][CODED]
+            bits = as_served["bits_per_value"]
+            change = f"{100 * (as_served['perplexity'] / full - 1):+.1f} %"
+            cells = f"{bits:.2f}", f"{_long_bits(name, bits):.2f}", change, _kl(as_served), _kl(coded)
+            lines.append((bits, [words, *cells, _kl(qwen[name]) if name in qwen else NOTHING]))
     header = ["Type", "bits/value, 2,048 tokens", "8,192", "perplexity", "KL as served", "KL, all coded", "Qwen2.5"]
-    return _table(header, [line for _, line in sorted(lines, key=lambda line: line[0])])
+    return f"{_table(header, [line for _, line in sorted(lines, key=lambda line: line[0])])}\n\n{_sources(shown)}"
 
 
 def _kl(row: Mapping[str, Any]) -> str:

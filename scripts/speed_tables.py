@@ -9,6 +9,7 @@ from pathlib import Path
 
 from polarlm.bench import report
 from polarlm.bench.serving.conversations import format_result
+from polarlm.bench.serving.tables import servers_table
 from polarlm.bench.speed.figures import GENERATION, PROMPT
 from polarlm.bench.speed.tables import (
     Measured,
@@ -104,6 +105,20 @@ def pressure() -> str:
     )
 
 
+def servers() -> str:
+    """Our server under load beside others, for docs/speed.md; empty until a measurement is published."""
+    return "\n\n".join(
+        f"{servers_table(one)}\n\n{one['model']} on {place(one)}; {report.measured_with(one)}" for one in served()
+    )
+
+
+def served() -> list[Measured]:
+    """The newest measurement of our server beside others, if there is one."""
+    everything = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("serving-*.json")]
+    beside = [one for one in everything if any("failure" not in peer for peer in one.get("peers", ()))]
+    return sorted(beside, key=lambda one: str(one["date"]))[-1:]
+
+
 def _title(measured: Measured) -> str:
     level = _restricted_to(measured)
     return f"{measured['model']}, {measured['weights']}" + (f", with {level} alone" if level else "")
@@ -125,5 +140,6 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "starts": starts,
     "conversations": conversations,
     "pressure": pressure,
+    "servers": servers,
 }
 """Name of a mark → what writes the text between it and its end."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import shutil
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from starlette.routing import Route
 
+from polarlm.bench.serving.client import Answer
+from polarlm.bench.serving.load import Seen, summary
 from polarlm.engine import codecs
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -17,7 +21,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
-from scripts import docs
+from scripts import docs, gpu_tables, quality_tables, readme_tables, speed_tables
 from scripts.docs import ROOT
 
 EMBEDDING, SERVER = (ROOT / "docs" / name for name in ("embedding.md", "server.md"))
@@ -97,3 +101,53 @@ def test_every_folder_of_kernels_is_explained():
 def names(row):
     """What stands in code spans in the first cell of a row."""
     return re.findall(r"`([^`]+)`", row[0])
+
+
+# -- tables of results ---------------------------------------------------------------------------------------------
+
+
+def written_result(folder, name, measured):
+    (folder / f"{name}.json").write_text(json.dumps(measured), encoding="utf-8")
+
+
+def test_a_new_measurement_of_a_gpu_replaces_the_rows_of_an_older_version(tmp_path, monkeypatch):
+    (file,) = gpu_tables.RESULTS.glob("gpu-nvidia-h200-8b-q4-k-m-2026-11-26.json")
+    older = json.loads(file.read_text(encoding="utf-8"))
+    ours = [{**row, "runs": [1000.0]} for row in older["rates"] if row["engine"] == "polarlm"]
+    attention = [
+        {**row, "cache_type": row["cache_type"].replace("ring4/ring3.5", "balanced")} for row in older["attention"]
+    ]
+    written_result(tmp_path, "gpu-nvidia-h200-8b-q4-k-m-2026-11-26", older)
+    monkeypatch.setattr(gpu_tables, "RESULTS", tmp_path)
+    assert "| NVIDIA H200, older version (2026-11-26) | 8B, Q4_K_M |" in readme_tables.gpu()
+
+    newer = {**older, "date": "2026-12-01", "rates": ours, "attention": attention}
+    written_result(tmp_path, "gpu-nvidia-h200-8b-2026-12-01", newer)
+    part = readme_tables.gpu()
+    assert "| NVIDIA H200 | 8B, Q4_K_M | generation, depth ≤ 64 | 1,000 | 3.70 (2026-11-26) | 1.00 |" in part
+    assert "older version" not in part
+    page = gpu_tables.gpu()
+    assert page.count("### 8b-q4_k_m, on an NVIDIA H200") == 2, "llama.cpp's figures are those of the older one"
+    assert "| `balanced` |" in page
+
+
+def test_a_server_has_its_row_when_it_was_measured_beside_another(tmp_path, monkeypatch):
+    for file in speed_tables.RESULTS.glob("speed-*.json"):
+        shutil.copy(file, tmp_path)
+    for module in (quality_tables, speed_tables):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    assert "server of" not in readme_tables.speed()
+
+    def figures(seconds):
+        return summary(Seen(4 * seconds, [Answer(0, 0, [seconds], 2 * seconds, completion_tokens=64)], 0, 0, 0))
+
+    peers = [{"name": "xllamacpp", "threads": 1, **figures(2.0)}, {"name": "xllamacpp", "failure": "crashed"}]
+    load = {"clients": 16, "shared_prefix": 0, "prompt_tokens": 96, "max_tokens": 64}
+    about = {"date": "2026-12-01", "command": "", "machine": {"cpu": "CPU", "cores": 2, "system": "Linux"}}
+    written_result(
+        tmp_path, "serving-m-2026-12-01", {**about, "model": "M", "load": load, **figures(0.5), "peers": peers}
+    )
+    part = readme_tables.speed()
+    assert "| M | server of 16 clients, 96 tokens in and 64 out | 32.0 | 4.00 (llama.cpp's server: 8.0) |" in part
+    assert "| first token after 0.50 s |  | 4.00 (llama.cpp's server: 2.00 s) |" in part
+    assert re.search(r"\| xllamacpp, 1 thread +\| +8\.0 \|", speed_tables.servers())
