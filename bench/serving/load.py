@@ -33,6 +33,7 @@ from polarlm.bench.speed.child import Failed
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.errors import counted
 from polarlm.engine.loading.calibration import TEXT_FILE
 from polarlm.server.config import KEY_VARIABLE
 
@@ -42,18 +43,22 @@ _ANSWER = 64  # tokens of an answer
 
 
 def run(options: Options, load: LoadOptions, model: str | None, destination: Output, argv: Sequence[str]) -> None:
-    """Measures, writes JSON, also when it is stopped, and prints the tables. Raises FlagError or EngineError."""
+    """Measures, writes JSON after each server and when it is stopped, prints the tables. Raises FlagError or
+    EngineError."""
     max_tokens = options.max_tokens or _ANSWER
     peer = None if options.peer is None else read_peer(options.peer)
     if peer is not None and not peer.is_running and options.url is not None:
         raise FlagError("--url and a --peer that is started: give the peer's address, too, as --peer NAME=URL")
     clients, peers = Load(), list[dict[str, Any]]()
 
-    def show(complete: bool) -> None:
+    def write(complete: bool) -> dict[str, Any]:
         settings = {"threads": options.threads, "max_tokens": max_tokens, "seed": options.seed, **asdict(load)}
         others = {"peers": peers} if peers else {}
         result = {"model": name, **about, "load": settings, **summary(clients.seen()), **others}
-        result = report.write(output, "serving", argv, result, complete=complete)
+        return report.write(output, "serving", argv, result, complete=complete)
+
+    def show(complete: bool) -> None:
+        result = write(complete)
         note(f"Written to {output}")
         print(report.with_origin(format_result(result), result))
 
@@ -68,7 +73,9 @@ def run(options: Options, load: LoadOptions, model: str | None, destination: Out
             plan = asyncio.run(_plan(url, headers, load, options.seed, max_tokens))
             asyncio.run(_send(url, headers, plan, clients))
         if peer is not None:
-            _ask_peer(peer, options, load, model, plan, peers)
+            for threads in peer.thread_counts(options.threads):
+                write(complete=False)
+                peers.append(_of_peer(peer, threads, load, model, plan))
     except KeyboardInterrupt:
         if clients.answers:
             show(complete=False)
@@ -76,23 +83,20 @@ def run(options: Options, load: LoadOptions, model: str | None, destination: Out
     show(complete=True)
 
 
-def _ask_peer(
-    peer: PeerServer, options: Options, load: LoadOptions, model: str | None, plan: Plan, peers: list[dict[str, Any]]
-) -> None:
-    """Add the figures of another engine's server to `peers`, one for each number of threads, or why there are none."""
+def _of_peer(peer: PeerServer, threads: int, load: LoadOptions, model: str | None, plan: Plan) -> dict[str, Any]:
+    """The figures of another engine's server with so many threads, or why there are none."""
     path = "" if peer.is_running else model_files(model)[0]
     context = load.shared_prefix + load.prompt_tokens + plan.max_tokens + 1
-    for threads in peer.thread_counts(options.threads):
-        clients, about = Load(), dict[str, Any](name=peer.name)
-        try:
-            with peer.started(path, load.clients, context, threads) as (url, more):
-                about |= more
-                asyncio.run(_send(url, {}, plan, clients))
-        except (Failed, EngineError) as error:
-            note(f"Without {peer.name}: {error}")
-            peers.append({**about, "failure": str(error)})
-        else:
-            peers.append({**about, **summary(clients.seen())})
+    clients, about = Load(), {"name": peer.name, **({"threads": threads} if threads else {})}
+    try:
+        with peer.started(path, load.clients, context, threads) as (url, more):
+            about |= more
+            note(f"The same requests for {peer.name}" + (f" with {counted(threads, 'thread')}" if threads else ""))
+            asyncio.run(_send(url, {}, plan, clients))
+    except (Failed, EngineError) as error:
+        note(f"Without {peer.name}: {error}")
+        return {**about, "failure": str(error)}
+    return {**about, **summary(clients.seen())}
 
 
 @contextmanager

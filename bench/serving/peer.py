@@ -47,7 +47,7 @@ class PeerServer:
             return
         with closing(Child(every()[XLLAMACPP].module, self.place)) as child:
             child.call("start", path, context, threads, _CACHE, sequences)
-            yield child.call("address"), {**child.call("about"), "threads": threads}
+            yield child.call("address"), child.call("about")
 
 
 def read_peer(text: str) -> PeerServer:
