@@ -190,11 +190,12 @@ _NAMES = {
     "turbo4:plain": "TurboQuant, `turbo4`",
     "q4_0:plain": "`q4_0`",
     "q4_0-rotated:plain": "`q4_0`, rotated (llama.cpp)",
-    "int4-token-head:plain": "int4 with a scale for each token and head (vLLM)",
+    "int4-token-head:plain": "int4, a scale for each token and head (vLLM)",
     "nvfp4:plain": "NVFP4 (SGLang, vLLM)",
     "kivi4:plain": "KIVI, `kivi4`",
-    "fp8:plain": "FP8, E4M3 (vLLM)",
-    "fp8-token-head:plain": "FP8 with a scale for each token and head (vLLM)",
+    "kvarn-k4/kvarn-v4:plain": "KVarN, 4 bits",
+    "fp8:plain": "FP8, E4M3, scale 1 (vLLM)",
+    "fp8-token-head:plain": "FP8, E4M3, a scale for each token and head (vLLM)",
 }
 
 
