@@ -96,6 +96,9 @@ async def _measure(
         raise FlagError("--rate and --seconds: no request arrives in that time")
     ids = await vocabulary(url, headers)
     texts = prompts(ids, len(starts), load.shared_prefix, load.prompt_tokens, rng)
+    if load.warm_up:
+        first = prompts(ids, load.warm_up, load.shared_prefix, load.prompt_tokens, rng)
+        await Load().run(url, headers, Plan(load.warm_up, [0.0] * load.warm_up, first, max_tokens), lambda: None)
     with tqdm(total=len(starts), desc="Serving", unit="request", disable=None) as bar:
         await clients.run(url, headers, Plan(load.clients, starts, texts, max_tokens), bar.update)
     answers = clients.seen().answers
