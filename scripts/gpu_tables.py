@@ -49,10 +49,11 @@ def _when(measured: Measured) -> str:
 
 
 def _attention(everything: list[Measured]) -> Iterator[str]:
-    """The newest measurement of each GPU: the newest of all with its times, the others with their ratios."""
+    """The newest measurement of each GPU at all places: the newest with its times, the others with their ratios."""
     newest: dict[str, Measured] = {}
     for one in everything:
-        if one.get("attention_peers"):
+        places = {(row["context"], row["batch"]) for row in one.get("attention_peers", ())}
+        if places.issuperset(_PLACES):
             newest.setdefault(_gpu(one), one)
     (first, *others), lines = newest.values(), []
     for context, batch in _PLACES:
