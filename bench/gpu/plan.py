@@ -137,5 +137,5 @@ class Plan:
             shape = sizes.config, context, batch, sizes.rotated, sizes.runs
             yield f"fp16 kernels of PyTorch, {context} × {batch}", partial(half_attention, *shape)
             for types in self.types:
-                work = partial(measure_attention, self.gpu, sizes, self._content, types.older, context, batch)
+                work = partial(measure_attention, self.gpu, sizes, self._content, types, context, batch)
                 yield f"attention, {types.label}, {context} × {batch}", work
