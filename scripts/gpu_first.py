@@ -21,11 +21,12 @@ from pathlib import Path
 
 from polarlm.bench import report
 from polarlm.engine.errors import EngineError
+from scripts.gpu_test import python
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE, TYPE = "llama-8b", "q4_k"
 _CACHES = "balanced,f16,ring4/ring3.5"
-_AFTER = 20.0  # seconds that a part may take after its own budget: the last measurement comes to its end
+AFTER = 20.0  # seconds that a part may take after its own budget: the last measurement comes to its end
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,14 @@ def _gpu() -> str:
 
 
 def _writing(model: Path) -> list[str]:
-    return [sys.executable, "-m", "scripts.make_random_model", "--shape", SHAPE, "--type", TYPE, str(model)]
+    flags = "--shape", SHAPE, "--type", TYPE
+    return [*python("scripts.gpu_first"), "-m", "scripts.make_random_model", *flags, str(model)]
 
 
 def _run(part: Part, results: Path, writer: subprocess.Popen[bytes] | None) -> int:
     """Return 0 if the part ended well, else 1."""
     began = time.monotonic()
-    command = [sys.executable, "-m", *part.command]
+    command = [*python("scripts.gpu_first"), "-m", *part.command]
     if part.name == "memory":
         if (checker := shutil.which("compute-sanitizer")) is None:
             print("memory: left out, since CUDA's compute-sanitizer is not there", flush=True)
@@ -114,7 +116,7 @@ def _run(part: Part, results: Path, writer: subprocess.Popen[bytes] | None) -> i
     print(f"{part.name}: {part.seconds:.0f} s at most", flush=True)
     running = _started(command, output := results / f"{part.name}.txt")
     try:
-        code = running.wait(part.seconds + _AFTER)
+        code = running.wait(part.seconds + AFTER)
     except subprocess.TimeoutExpired:
         code = None
     finally:
