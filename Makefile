@@ -13,7 +13,7 @@ comma := ,
 INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --only-binary llvmlite --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help chat serve ray test test-all style lint bench quality gpu-test gpu-bench compile-all soak readme clean
+.PHONY: help chat serve ray test test-all style lint bench quality gpu-test gpu-bench gpu-first compile-all soak readme clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -98,6 +98,9 @@ gpu-test: $(READY)  ## run the kernels' tests on the GPU that is there (ARGS="�
 
 gpu-bench: $(READY)  ## a model's requests and the kernels on the GPU that is there (WEIGHTS=…, ARGS="--llama-cpp FOLDER …")
 	@$(PY) -m polarlm.bench.gpu $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(ARGS)
+
+gpu-first: $(READY)  ## tests, families and speed of a GPU that is new to this code, within nine minutes, from nothing
+	@$(PY) -m scripts.gpu_first $(ARGS)
 
 compile-all: $(VENV)/.installed-dev  ## compile every kernel for every architecture; needs no GPU
 	@$(PY) -m scripts.compile_all

@@ -70,6 +70,14 @@ class CacheType:
         key, value = TWO_KINDS[self.key].coarser
         return replace(self, key=key, value=value)
 
+    @property
+    def newest(self) -> tuple[CacheType, int] | None:
+        """The type of the newest blocks of a sequence, and how many these are; None where all blocks are alike."""
+        if self.key not in TWO_KINDS:
+            return None
+        kinds = TWO_KINDS[self.key]
+        return replace(self, key=kinds.finer[0], value=kinds.finer[1]), kinds.newest
+
     def check(self, head_dim: int) -> None:
         """Raises FlagError if a codec does not support this head dim."""
         for name in self.names():

@@ -69,7 +69,7 @@ def _when(measured: Measured) -> str:
 
 
 def _attention(everything: list[Measured]) -> Iterator[str]:
-    """The newest measurement of each GPU: the newest of all with its times, the others with their ratios."""
+    """The newest measurement of each GPU at all places: the newest with its times, the others with their ratios."""
     (first, *others), lines = attention_of(everything), []
     for context, batch in _PLACES:
         times = seconds_of(first, context, batch)

@@ -1,8 +1,8 @@
-"""`make gpu-test`: runs the kernels' tests on the GPU of this machine, file by file, the most telling first.
+"""`make gpu-test`: runs the kernels' tests on the GPU of this machine, the most telling first.
 
-Each file runs in a process of its own, which is ended after --limit seconds. The result file gets a line of JSON for
-the machine, for each file and for each test as they come, so that a run that is cut off can be read. Arguments that are
-not listed go to pytest.
+Files run in groups, each with processes of its own, which take seconds to start and are ended after --limit seconds.
+The result file gets a line of JSON for the machine, for each group and for each test as they come, so that a run that
+is cut off can be read. Arguments that are not listed go to pytest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ FOLDER = ROOT / "tests" / "cuda"
 # Every op; packed weights; whole models; what only a GPU can show; whole engines. Then single kernels in all variants.
 _OPS = ("test_ops_emulated", "test_packed_weights", "test_recurrent")
 _MODELS = ("test_packed_model", "test_model_emulated")
-FIRST = (*_OPS, *_MODELS, "test_gpu", "test_gpu_large", "test_schedules", "test_family_scores")
+FIRST = (*_OPS, *_MODELS, "test_gpu", "test_schedules", "test_family_scores")
+LAST = ("test_gpu_large",)  # tens of seconds alone
 # Whole models and engines: where the GPU has overlapped launches, they run with these and with launches in turn.
 AGAIN = (*_MODELS, "test_gpu", "test_schedules")
 # What a file has that runs kernels on the device. Tests of CuPy's stand-in have a device of their own.
@@ -61,13 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     code, finished, end = 0, False, time.monotonic() + options.budget
     try:
-        for file, launches, environment in _runs():
-            if options.files and file.stem not in options.files.split(","):
+        for group, launches, environment in _runs():
+            names = options.files.split(",") if options.files else [file.stem for file in group]
+            if not (chosen := [file for file in group if file.stem in names]):
                 continue
             if (left := end - time.monotonic()) > 0:
-                code |= _run(file, launches, arguments, results, min(left, options.limit), environment)
+                code |= _run(chosen, launches, arguments, results, min(left, options.limit), environment)
             else:
-                write(results, {"file": file.stem, "launches": launches, "result": "left out"})
+                write(results, {"files": [file.stem for file in chosen], "launches": launches, "result": "left out"})
         finished = time.monotonic() < end
     except KeyboardInterrupt:
         code = 130
@@ -77,17 +79,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         write(results, {"counts": counts, "finished": finished})
         for line in lines:
             if line.get("result") in ("failed", "ended", "left out"):
-                print(f"{line['result']}: {line.get('test') or line['file']}")
+                print(f"{line['result']}: {line.get('test') or ', '.join(line['files'])}")
         print(f"{', '.join(f'{count} {name}' for name, count in counts.items())}; written to {results}")
     return code
 
 
 def _run(
-    file: Path, launches: str, arguments: Sequence[str], results: Path, limit: float, environment: Mapping[str, str]
+    group: Sequence[Path],
+    launches: str,
+    arguments: Sequence[str],
+    results: Path,
+    limit: float,
+    environment: Mapping[str, str],
 ) -> int:
-    """Return 0 if no test of the file failed, else 1."""
+    """Return 0 if no test of these files failed, else 1."""
     began = time.monotonic()
-    command = [*_python(), "-m", "pytest", str(file), *arguments]
+    command = [*python("scripts.gpu_test"), "-m", "pytest", *map(str, group), *arguments]
     running = subprocess.Popen(
         command, env={**os.environ, "POLARLM_TEST_GPU": "1", **environment}, cwd=ROOT, start_new_session=True
     )
@@ -101,25 +108,28 @@ def _run(
             os.killpg(running.pid, signal.SIGKILL)
             running.wait()
     seconds = round(time.monotonic() - began, 1)
-    write(results, {"file": file.stem, "launches": launches, "result": result, "seconds": seconds})
-    print(f"{file.stem}{f', launches {launches}' if launches else ''}: {result}, {seconds:.0f} s", flush=True)
+    names = [file.stem for file in group]
+    write(results, {"files": names, "launches": launches, "result": result, "seconds": seconds})
+    print(f"{', '.join(names)}{f', launches {launches}' if launches else ''}: {result}, {seconds:.0f} s", flush=True)
     return int(result != "passed")
 
 
-def _python() -> list[str]:
+def python(program: str) -> list[str]:
     """The command that has started this process, up to its program: Python and its flags."""
-    program = "scripts.gpu_test"
     return sys.orig_argv[: sys.orig_argv.index(program) - 1] if program in sys.orig_argv else [sys.executable]
 
 
-def _runs() -> Iterator[tuple[Path, str, Mapping[str, str]]]:
-    """Each file of tests, the kind of its launches if that is not the default, and its environment variables."""
+def _runs() -> Iterator[tuple[list[Path], str, Mapping[str, str]]]:
+    """Each group of files, the kind of its launches if that is not the default, and its environment variables."""
     from polarlm.engine.backends.cuda.device.cupy_device import CupyDevice, can_overlap  # it needs CuPy
 
-    yield from ((file, "", {}) for file in files())
+    first, last, again = ([file for file in files() if file.stem in names] for names in (FIRST, LAST, AGAIN))
+    yield first, "", {}
+    yield [file for file in files() if file not in (*first, *last)], "", {}
     if overlap.VARIABLE not in os.environ and can_overlap():
         value, launches = ("0", "in turn") if CupyDevice().overlaps else ("1", "overlapped")
-        yield from ((file, launches, {overlap.VARIABLE: value}) for file in files() if file.stem in AGAIN)
+        yield again, launches, {overlap.VARIABLE: value}
+    yield last, "", {}
 
 
 def files() -> list[Path]:
@@ -129,7 +139,7 @@ def files() -> list[Path]:
         for path in sorted(FOLDER.glob("test_*.py"))
         if _ON_DEVICE.search(path.read_text(encoding="utf-8")) and not path.stem.startswith(_STAND_IN)
     }
-    return [paths[name] for name in dict.fromkeys((*FIRST, *paths))]
+    return [paths[name] for name in dict.fromkeys((*FIRST, *paths, *LAST))]
 
 
 def workers_for(free: int) -> int:
@@ -150,7 +160,7 @@ def _processes(count: int) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts.gpu_test", description=__doc__.split("\n\n")[0])
     parser.add_argument("--workers", type=int, help="processes; as many as the GPU's free memory is enough for")
-    parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="most for each file of tests")
+    parser.add_argument("--limit", type=float, default=240, metavar="SECONDS", help="most for each group of files")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="most for all files")
     parser.add_argument("--files", metavar="NAME,NAME", help="only these files of tests, such as test_gpu")
     parser.add_argument("--results", type=Path, help="file of the results, one line of JSON for each test")

@@ -1,8 +1,7 @@
 """`python -m scripts.make_random_model --shape SHAPE --type TYPE OUT.gguf`: a model with random weights, to time.
 
 Its matrices have the sizes and the weight formats of a real model, so that engines take the time that they take for
-the real one. Its text means nothing. The tokenizer of a decoder is the demonstration model's, filled up with unused
-tokens to the vocabulary of the shape; an encoder's tokens are numbers.
+the real one. Its text means nothing: its tokens are numbers, and the bytes of a text for a decoder.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from tqdm import tqdm
 from polarlm.bench.gpu.shapes import SHAPES
 from polarlm.bench.random_weights import KINDS, RandomMatrix, matrix_types, vector
 from polarlm.engine.weight_formats import get
-from polarlm.model_loaders import LoadError, families
+from polarlm.model_loaders import families
 from polarlm.model_loaders.config import Attention, Experts, GatedDelta, GatedMLP, ModelConfig, Recurrent, ShortConv
-from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.files.tensor_table import TensorSpec
 
 _TOKENS, _TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
@@ -48,19 +46,18 @@ def main() -> int:
     if options.mtp:
         config = config.with_mtp()
     try:
-        tokenizer = None if config.is_encoder else demo_model()
-        write(options.out, options.shape, config, options.type, tokenizer)
-    except (LoadError, OSError) as error:
+        write(options.out, options.shape, config, options.type)
+    except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def write(out: Path, name: str, config: ModelConfig, kind: str, tokenizer: Path | None) -> None:
+def write(out: Path, name: str, config: ModelConfig, kind: str, tokenizer: Path | None = None) -> None:
     """Write a model with random weights to `out`.
 
-    kind: one of KINDS. tokenizer: a .gguf file that has the tokenizer, whose tokens the vocabulary has at least; None
-    for an encoder.
+    kind: one of KINDS. tokenizer: a .gguf file whose tokenizer is copied, filled up with unused tokens to the size of
+    the vocabulary; None for tokens that are numbers.
     """
     architectures = {family: layout.architecture for family, layout in families.gguf_layouts().values()}
     writer = gguf.GGUFWriter(out, architectures.get(config.family, "llama"))
@@ -69,7 +66,9 @@ def write(out: Path, name: str, config: ModelConfig, kind: str, tokenizer: Path 
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for key, value in metadata(config).items():
         add_value(writer, f"{writer.arch}.{key}", value)
-    if tokenizer is None:
+    if tokenizer is None and config.is_encoder:
+        _add_numbered_words(writer, config.vocab_size)
+    elif tokenizer is None:
         _add_numbered_tokens(writer, config.vocab_size)
     else:
         config = replace(config, vocab_size=_copy_tokenizer(writer, tokenizer, config.vocab_size))
@@ -151,6 +150,20 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _add_numbered_tokens(writer: gguf.GGUFWriter, count: int) -> None:
+    """Add a vocabulary of SentencePiece: three control tokens, the bytes, and numbers as words."""
+    kinds = {"<unk>": gguf.TokenType.UNKNOWN, "<s>": gguf.TokenType.CONTROL, "</s>": gguf.TokenType.CONTROL}
+    kinds |= {f"<0x{byte:02X}>": gguf.TokenType.BYTE for byte in range(256)}
+    names = [*kinds, *(f"▁{number}" for number in range(len(kinds), count))]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(names)
+    writer.add_token_scores([-float(number) for number in range(len(names))])
+    writer.add_token_types([int(kinds.get(name, gguf.TokenType.NORMAL)) for name in names])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+
+
+def _add_numbered_words(writer: gguf.GGUFWriter, count: int) -> None:
     """Add a vocabulary of BERT whose words are numbers."""
     control = {_UNK: "[UNK]", _CLS: "[CLS]", _SEP: "[SEP]"}
     kinds = [gguf.TokenType.CONTROL if i in control else gguf.TokenType.NORMAL for i in range(count)]

@@ -140,7 +140,7 @@ def gpu() -> str:
     machine, model = gpu_of(one), str(one["model"]).upper().replace("-", ", ", 1)
     shown, rows = [(machine, str(one["date"]))], list[Sequence[str]]()
     peer = next(m for m in everything if _is_8b(m) and gpu_of(m) == machine and has_llama_cpp(m))
-    when = "" if peer is one else str(peer["date"])  # llama.cpp's figures of another day
+    when = str(peer.get("peer_date", "" if peer is one else peer["date"]))  # llama.cpp's figures of another day
     ours, theirs = rates(one), rates(peer)
 
     def of(found: Mapping[Any, Sequence[float]], *key: str | int) -> float | None:
@@ -150,12 +150,13 @@ def gpu() -> str:
         rate, half = (of(ours, kind, tokens, OURS, cache) for cache in (DEFAULT, HALF))
         if rate:
             where = f" of {tokens:,}" if kind == PROMPT else ", depth ≤ 64" if tokens < 64 else f" at {tokens:,}"
-            beside = _ratio(rate, of(theirs, kind, tokens, LLAMA_CPP, HALF), when)
+            beside = _ratio(rate, of(theirs, kind, tokens, LLAMA_CPP, HALF))
             rows.append([kind + where, _rate(rate), beside, _ratio(rate, half)])
     for count, prompt, answer, rate in _together(one, OURS):
-        beside = next((there for same, *_, there in _together(peer, LLAMA_CPP) if same == count), None)
+        there = next((other for same, *_, other in _together(peer, LLAMA_CPP) if same == count), None)
         what = f"{count} sequences, {prompt} tokens in and {answer} out"
-        rows.append([what, _rate(rate), _ratio(rate, beside, when), NOTHING])
+        rows.append([what, _rate(rate), _ratio(rate, there), NOTHING])
+    faster = [row[0] for row in rows if row[-1] not in (NOTHING, "") and "*" not in row[-1]]
     rows = [[*([_machine(*shown[0]), model] if n == 0 else ["", ""]), *row] for n, row in enumerate(rows)]
 
     attention = attention_of(everything)[0]
@@ -165,7 +166,10 @@ def gpu() -> str:
         what = f"attention alone, {context:,} tokens × {batch}"
         first = [_machine(*shown[1]) if shown[1] != shown[0] else "", "a layer of an 8B model"] if n == 0 else ["", ""]
         rows.append([*first, what, "", _ratio(best, coded, "PyTorch, fp16"), _ratio(half, coded)])
-    return f"{_table(['GPU', 'Model', '', 'tokens/s', '× llama.cpp', '× our `f16`'], rows)}\n\n{_sources(shown)}"
+    beside = f"× llama.cpp of {when}" if when else "× llama.cpp"
+    table = _table(["GPU", "Model", "", "tokens/s", beside, "× our `f16`"], rows)
+    where = f"The cache was as fast as our own `f16`, or faster: {', '.join(faster)}"
+    return f"{table}\n\n{_sources(shown)} {where if faster else 'Our own `f16` was faster in every row of the model'}."
 
 
 def _is_8b(measured: Measured) -> bool:

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from polarlm.bench.gpu import __main__ as gpu_bench
 from polarlm.engine import EngineError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
-from scripts import gpu_test
+from scripts import gpu_first, gpu_test
+from tests.bench.test_gpu import SIZES, emulated
 from tests.written_results import read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +58,7 @@ def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     first, *lines, last = list(read(results))
     assert first["gpu"] == "Fake GPU"
     assert last["finished"]
-    assert {line["launches"] for line in lines if "file" in line} == {"", "in turn"}
+    assert {line["launches"] for line in lines if "files" in line} == {"", "in turn"}
     tests = [line for line in lines if "test" in line]
     passed = {line["test"].split("::")[1].split("[")[0] for line in tests if line["result"] == "passed"}
     assert passed >= {
@@ -87,15 +89,37 @@ def test_files_of_tests_beyond_the_budget_are_named(
 ) -> None:
     gpu = SimpleNamespace(name="Some GPU", free_memory=lambda: 1 << 30)
     monkeypatch.setattr(gpu_test, "select", lambda *_: (gpu, ""))
-    monkeypatch.setattr(gpu_test, "_runs", lambda: [(Path(name), "", {}) for name in ("test_one.py", "test_two.py")])
+    monkeypatch.setattr(gpu_test, "_runs", lambda: [([Path(name)], "", {}) for name in ("test_one.py", "test_two.py")])
     monkeypatch.setattr(gpu_test, "_run", lambda *arguments: limits.append(arguments[4]) or time.sleep(0.02) or 0)
     limits: list[float] = []
     assert gpu_test.main(["--budget", "0.01", "--results", str(tmp_path / "results.jsonl")]) == 0
     assert len(limits) == 1
     assert limits[0] <= 0.01
     *_, left_out, last = read(tmp_path / "results.jsonl")
-    assert (left_out["file"], left_out["result"], last["finished"]) == ("test_two", "left out", False)
+    assert (left_out["files"], left_out["result"], last["finished"]) == (["test_two"], "left out", False)
     assert "left out: test_two" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_new_gpu_is_measured_by_one_command(tmp_path: Path) -> None:
+    """A part that fails, here for want of a package that writes models, ends no other."""
+    command = ["make", "--no-print-directory", "gpu-first", f"PY={sys.executable} -m tests.bare_machine"]
+    done = run([*command, f"ARGS=--only requests,memory --results {tmp_path}"])
+    assert done.returncode == 2, done.stdout + done.stderr  # make's
+    assert "No module named 'gguf'" in (tmp_path / "model.txt").read_text()
+    _, requests, memory = done.stdout.splitlines()
+    assert requests.startswith("requests: left out, since the model could not be written")
+    assert memory.startswith("memory: left out, since CUDA's compute-sanitizer is not there")
+
+
+def test_the_parts_of_a_first_run_fit_into_nine_minutes_and_leave_results(tmp_path: Path, tiny_path: Path) -> None:
+    tests, *measured, _ = parts = gpu_first.parts(tmp_path, tiny_path)
+    assert sum(part.seconds + gpu_first.AFTER for part in parts) <= 9 * 60
+    assert not gpu_test._parser().parse_known_args(tests.command[1:])[1]
+    for part in measured:
+        few = "--only", "kernels", "--contexts", "64", "--budget", "1"
+        assert gpu_bench.main([*part.command[1:], *few], emulated(), SIZES) == 0
+        assert json.loads((tmp_path / f"{part.name}.json").read_text(encoding="utf-8"))["limits"]
 
 
 @pytest.mark.slow  # kernels are emulated

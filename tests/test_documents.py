@@ -124,7 +124,8 @@ def test_a_new_measurement_of_a_gpu_replaces_the_rows_of_an_older_version(tmp_pa
     newer = {**older, "date": "2026-12-01", "rates": ours, "attention": attention}
     written_result(tmp_path, "gpu-nvidia-h200-8b-2026-12-01", newer)
     part = readme_tables.gpu()
-    assert "| NVIDIA H200 | 8B, Q4_K_M | generation, depth ≤ 64 | 1,000 | 3.70 (2026-11-26) | 1.00 |" in part
+    assert "| NVIDIA H200 | 8B, Q4_K_M | generation, depth ≤ 64 | 1,000 | 3.70 | 1.00 |" in part
+    assert "× llama.cpp of 2026-11-26 |" in part
     assert "older version" not in part
     page = gpu_tables.gpu()
     assert page.count("### 8b-q4_k_m, on an NVIDIA H200") == 2, "llama.cpp's figures are those of the older one"

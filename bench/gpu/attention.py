@@ -6,7 +6,7 @@ theirs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -64,13 +64,19 @@ def measure_attention(
 ) -> list[AttentionTime]:
     """Check the result, then measure the time. Raises EngineError if there is no kernel or too little memory."""
     ops, device = gpu.open()
-    format, attention = layer_format(sizes, cache_type, None, None), sizes.config.attention
-    size, calls = _size_and_calls(ops, format, sizes, context, batch)
-    cache = ops.cache(format, calls * batch * _quantized(format, context), calls * batch * 2)
-    fill(ops, gpu.clock, cache, content)
+    format, attention = layer_format(sizes, cache_type.older, None, None), sizes.config.attention
+    count, finer = _quantized(format, context), 0
+    if cache_type.newest is not None:
+        newest, most = cache_type.newest
+        format, finer = replace(format, finer=layer_format(sizes, newest, None, None)), min(most, count)
+    size, calls = _size_and_calls(ops, format, sizes, (count - finer, finer), batch)
+    sequences = calls * batch
+    first = _first(ops, format, sizes, sequences * finer)
+    cache = ops.cache(format, first + sequences * (count - finer), sequences * 2)
+    fill(ops, gpu.clock, cache, content, sequences * finer)
     rng = np.random.default_rng(2)
-    places = _places(rng, format, context, (calls, batch))
-    n = format.block_size
+    places = _places(rng, context, (first, count - finer, finer), (calls, batch))
+    n, some = format.block_size, slice(first, first + sizes.blocks)
     spans = [ops.spans([sequence.span(row, n) for row, sequence in enumerate(call)], n) for call in places]
     queries = rng.standard_normal((batch, attention.heads, attention.head_dim), np.float32)
     q, scale = ops.to_device(queries), attention.head_dim**-0.5
@@ -82,7 +88,7 @@ def measure_attention(
         attention.heads // attention.kv_heads,
     )
     mine = row, slice(head * group, (head + 1) * group)
-    error = attention_error(device, cache, sizes.blocks, places[0][row], head, queries[mine], out[mine])
+    error = attention_error(device, cache, some, places[0][row], head, queries[mine], out[mine])
 
     def all_calls(_: Array) -> Array:
         for table in spans:
@@ -90,7 +96,7 @@ def measure_attention(
         return result
 
     seconds = gpu.clock.seconds(lambda: ops.run_graph("attention", all_calls, [_NOTHING]), sizes.runs)
-    return [AttentionTime(cache_type.pair, context, batch, seconds / calls, size, error)]
+    return [AttentionTime(cache_type.label, context, batch, seconds / calls, size, error)]
 
 
 def _quantized(format: CacheFormat, context: int) -> int:
@@ -98,30 +104,48 @@ def _quantized(format: CacheFormat, context: int) -> int:
     return (context - 1) // format.block_size - 1
 
 
-def _size_and_calls(ops: CudaOps, format: CacheFormat, sizes: Sizes, context: int, batch: int) -> tuple[int, int]:
-    """Bytes that a call reads, and the number of calls before bytes are read again. Raises EngineError without a kernel
-    or enough memory."""
+def _size_and_calls(
+    ops: CudaOps, format: CacheFormat, sizes: Sizes, blocks: tuple[int, int], batch: int
+) -> tuple[int, int]:
+    """Bytes that a call reads, and the number of calls before bytes are read again. blocks: of a sequence, and finer
+    ones. Raises EngineError without a kernel or enough memory."""
     try:
         quantized_bytes, full_bytes = ops.cache_bytes(format)
+        finer_bytes = 0 if format.finer is None else ops.cache_bytes(format.finer)[0]
     except ValueError as error:
         raise EngineError(str(error)) from None
-    size, room = batch * (_quantized(format, context) * quantized_bytes + 2 * full_bytes), ops.room_beside(0)
+    of_sequence = blocks[0] * quantized_bytes + blocks[1] * finer_bytes + 2 * full_bytes
+    size, room = batch * of_sequence, ops.room_beside(0)
     if size > room:
         raise EngineError(f"its {format_bytes(size)} do not fit into the {format_bytes(room)} that are free")
     return size, min(_MOST_CALLS, -(-sizes.rotated // size), room // size)
 
 
+def _first(ops: CudaOps, format: CacheFormat, sizes: Sizes, finer: int) -> int:
+    """The id of the first block behind `finer` blocks with more bits, whose content is the first one."""
+    if format.finer is None:
+        return 0
+    each, finer_each = (ops.cache_bytes(kind)[0] for kind in (format, format.finer))
+    return -(-finer * finer_each // (each * sizes.blocks)) * sizes.blocks
+
+
 def _places(
-    rng: np.random.Generator, format: CacheFormat, context: int, shape: tuple[int, int]
+    rng: np.random.Generator, context: int, blocks: tuple[int, int, int], shape: tuple[int, int]
 ) -> list[list[StoredSequence]]:
-    """Sequences (calls, B) with random blocks of the pools."""
-    count, quantized = shape[0] * shape[1], _quantized(format, context)
-    ids = rng.permutation(count * quantized).reshape(*shape, quantized).tolist()
-    slots = rng.permutation(count * 2).reshape(*shape, 2).tolist()
-    return [
-        [StoredSequence(context, sink, table, current) for (sink, current), table in zip(*call, strict=True)]
-        for call in zip(slots, ids, strict=True)
-    ]
+    """Sequences (calls, B) with random blocks of the pools. blocks: the id of the first one that is not finer, how many
+    of these a sequence has, and finer ones."""
+    first, quantized, finer = blocks
+    count = shape[0] * shape[1]
+    ids = first + rng.permutation(count * quantized).reshape(*shape, quantized)
+    newest = rng.permutation(count * finer).reshape(*shape, finer)
+    slots = rng.permutation(count * 2).reshape(*shape, 2)
+
+    def sequence(call: int, row: int) -> StoredSequence:
+        sink, current = slots[call, row].tolist()
+        of_finer = newest[call, row].tolist() if finer else None
+        return StoredSequence(context, sink, ids[call, row].tolist(), current, of_finer)
+
+    return [[sequence(call, row) for row in range(shape[1])] for call in range(shape[0])]
 
 
 def measure_encoding(gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType) -> list[EncodeTime]:

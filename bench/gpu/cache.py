@@ -38,17 +38,19 @@ class Content:
         return cls(rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32))
 
 
-def fill(ops: Ops, clock: Clock, cache: Any, content: Content) -> None:
-    """Fill the quantized and the full-precision pools of one layer's cache with `content`."""
+def fill(ops: Ops, clock: Clock, cache: Any, content: Content, finer: int = 0) -> None:
+    """Fill the quantized and the full-precision pools of one layer's cache with `content`. finer: how many blocks at
+    the beginning of the memory are of the kind with more bits."""
     n, rows = cache.format.block_size, len(content.k)
-    buffer, quantized, blocks = ops.buffer(cache.format, rows), len(cache.keys.quantized), rows // n
+    buffer, blocks = ops.buffer(cache.format, rows), rows // n
     span = SpanView(slice(0, rows), 0, KVLocation(buffer, 0), 0, None, (), n)
     ops.append_kv(cache, ops.spans([span], n), ops.to_device(content.k), ops.to_device(content.v))
-    if quantized:
-        numbers = range(min(blocks, quantized))
-        ops.encode_blocks([FilledBlocks([cache], numbers, [KVLocation(buffer, i) for i in numbers])])
-    for pool in (cache.keys.quantized, cache.values.quantized):
-        _repeat(clock, pool, min(blocks, quantized))
+    for kind, count in ((cache, len(cache.keys.quantized)), (cache.finer, finer)):
+        if count:
+            numbers = range(min(blocks, count))
+            ops.encode_blocks([FilledBlocks([kind], numbers, [KVLocation(buffer, i) for i in numbers])])
+            for pool in (kind.keys.quantized, kind.values.quantized) if kind.blocks is None else (kind.blocks,):
+                _repeat(clock, pool[:count], len(numbers))
     for pool, source in zip(cache.full, cache.pools(buffer), strict=True):
         count = min(blocks, len(pool))
         clock.copy(pool[:count], source[:count])
@@ -65,28 +67,32 @@ def _repeat(clock: Clock, pool: Array, filled: int) -> None:
 
 @dataclass(frozen=True)
 class StoredSequence:
-    """The blocks of a sequence of `context` tokens: slot of the sink block, ids of quantized blocks, current slot."""
+    """The blocks of a sequence of `context` tokens: slot of the sink block, ids of quantized blocks, current slot, and
+    ids of the newest blocks, if the cache has a kind with more bits for these."""
 
     context: int
     sink: int
     quantized: Sequence[int]
     current: int
+    finer: Sequence[int] | None = None
 
     def span(self, row: int, block_size: int) -> SpanView:
         """The span of a step in which row `row` is the last token of the context."""
         newest = self.context - 1
         start = newest // block_size * block_size
+        current = KVLocation(None, self.current)
         return SpanView(
-            slice(row, row + 1), newest, KVLocation(None, self.current), start, self.sink, self.quantized, block_size
-        )  # fmt: skip
+            slice(row, row + 1), newest, current, start, self.sink, self.quantized, block_size, finer=self.finer
+        )
 
 
 def attention_error(
-    device: Device, cache: Any, blocks: int, sequence: StoredSequence, head: int, q: Any, out: Any
+    device: Device, cache: Any, blocks: slice, sequence: StoredSequence, head: int, q: Any, out: Any
 ) -> float:
     """The largest error of out (G, D), the attention output of q (G, D), divided by the largest correct value.
 
-    The reference is float64 attention over the device's records of KV head `head`, decoded by NumPy.
+    The reference is float64 attention over the device's records of KV head `head`, decoded by NumPy. blocks: of the
+    cache, one of each content in the order of contents.
     """
     k, v = (read_tokens(device, cache, side, blocks, sequence, head) for side in ("keys", "values"))
     scores = q.astype(np.float64) @ k.T * q.shape[-1] ** -0.5
@@ -95,19 +101,25 @@ def attention_error(
     return float(np.abs(out - full).max() / np.abs(full).max())
 
 
-def read_tokens(device: Device, cache: Any, side: str, blocks: int, sequence: StoredSequence, head: int) -> np.ndarray:
+def read_tokens(
+    device: Device, cache: Any, side: str, blocks: slice, sequence: StoredSequence, head: int
+) -> np.ndarray:
     """Keys or values (context, D) of one KV head of a sequence, float64."""
-    stored, layout = getattr(cache, side), cache.layouts[("keys", "values").index(side)]
-    codec = cache.format.codec_k if side == "keys" else cache.format.codec_v
-    full = cache.full.k if side == "keys" else cache.full.v
+    number = ("keys", "values").index(side)
     parts = []
     for slot in (sequence.sink, sequence.current):
-        fields, _ = layout.full.unpack(device.to_host(full[slot])[head])
+        fields, _ = cache.layouts[number].full.unpack(device.to_host(cache.full[number][slot])[head])
         parts.append(codecs.get(codecs.FULL).decode(fields).astype(np.float64))
-    if sequence.quantized:
-        fields, mean = layout.unpack(device.to_host(stored.quantized[:blocks])[:, head])
-        decoded = codec.decode(fields).astype(np.float64)
-        if mean:
-            decoded += read_mean(mean)[..., None, :]
-        parts.insert(1, decoded[np.asarray(sequence.quantized) % len(decoded)].reshape(-1, decoded.shape[-1]))
+    for kind, ids, some in (
+        (cache.finer, sequence.finer, slice(0, blocks.stop - blocks.start)),
+        (cache, sequence.quantized, blocks),
+    ):
+        if ids:
+            records = device.to_host(getattr(kind, side).quantized[some, head])
+            fields, mean = kind.layouts[number].unpack(records)
+            codec = (kind.format.codec_k, kind.format.codec_v)[number]
+            decoded = codec.decode(fields).astype(np.float64)
+            if mean:
+                decoded += read_mean(mean)[..., None, :]
+            parts.insert(1, decoded[(np.asarray(ids) - some.start) % len(decoded)].reshape(-1, decoded.shape[-1]))
     return np.concatenate(parts)[: sequence.context]

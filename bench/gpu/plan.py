@@ -72,8 +72,8 @@ class Plan:
         self._asked = None
 
     def _prompts(self) -> Iterator[Task]:
-        for types in self._of_model:
-            for tokens in self.sizes.prompts:
+        for tokens in self.sizes.prompts:  # what has no time lacks it for all types alike
+            for types in self._of_model:
                 yield f"prompt of {tokens}, {types.label}", self._asking("prompt", self.gpu, types, tokens)
 
     def _rates(self) -> Iterator[Task]:
@@ -137,5 +137,5 @@ class Plan:
             shape = sizes.config, context, batch, sizes.rotated, sizes.runs
             yield f"fp16 kernels of PyTorch, {context} × {batch}", partial(half_attention, *shape)
             for types in self.types:
-                work = partial(measure_attention, self.gpu, sizes, self._content, types.older, context, batch)
+                work = partial(measure_attention, self.gpu, sizes, self._content, types, context, batch)
                 yield f"attention, {types.label}, {context} × {batch}", work

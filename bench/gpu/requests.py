@@ -79,28 +79,29 @@ class ServerTimes:
 
 
 class Asked:
-    """A model on the GPU with one cache type at a time."""
+    """A model on the GPU with a KV store for each cache type that it is asked for."""
 
     def __init__(self, path: str | None, sizes: Sizes, types: CacheType) -> None:
         """path: None for the demonstration model. Raises EngineError."""
         self._sizes, most = sizes, max(sizes.sequences)
         context = max(*sizes.prompts, *sizes.depths, most * (sum(sizes.asked) + 4 * most)) + 2 * sizes.steps
         settings = {"device": "cuda", "parallel": most, "kept_sequences": most, **types.settings()}
-        self._ours, self._type = Ours(path, context, 0, settings), types
+        self._first = Ours(path, context, 0, settings)
+        self._by_type = {types: self._first}
         self._rng = np.random.default_rng(0)
 
     def _use(self, types: CacheType) -> Ours:
-        if types != self._type:
-            self._ours, self._type = self._ours.with_settings(types.settings()), types
-        return self._ours
+        if types not in self._by_type:
+            self._by_type[types] = self._first.with_settings(types.settings())
+        return self._by_type[types]
 
     def close(self) -> None:
         """Free the memory."""
-        self._ours.close()
-        del self._ours
+        self._first.close()
+        del self._first, self._by_type
 
     def _ids(self, count: int) -> list[int]:
-        return self._rng.integers(self._ours.vocabulary.start, self._ours.vocabulary.stop, count).tolist()
+        return self._rng.integers(self._first.vocabulary.start, self._first.vocabulary.stop, count).tolist()
 
     def prompt(self, gpu: Gpu, types: CacheType, tokens: int) -> PromptTime:
         """The times of prompts of `tokens` tokens. Raises EngineError."""
@@ -134,7 +135,14 @@ def serve(path: str | None, sizes: Sizes) -> ServerTimes:
     from polarlm.bench.serving.load import run  # needs httpx
 
     prompt, answer = sizes.of_client
-    load = LoadOptions(sizes.clients, rate=500, requests=3 * sizes.clients, prompt_tokens=prompt, shared_prefix=0)
+    load = LoadOptions(
+        sizes.clients,
+        rate=500,
+        requests=3 * sizes.clients,
+        prompt_tokens=prompt,
+        shared_prefix=0,
+        warm_up=sizes.clients,
+    )
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "serving.json"
         run(Options(max_tokens=answer), load, path, Output(str(output)), [])

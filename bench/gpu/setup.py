@@ -28,7 +28,7 @@ class Sizes:
     rotated: int = 1 << 30  # least bytes that are read before any are read again: far more than a GPU's caches hold
     copied: int = 1 << 30  # bytes of the copy that measures bandwidth
     gemm: int = 8192  # rows and columns
-    rows: tuple[int, ...] = (1, 3, 8, 16, 32, 64, 128, 256)  # rows of a product
+    rows: tuple[int, ...] = (1, 3, 8, 16, 32, 64, 128, 192, 256)  # rows of a product
     prompts: tuple[int, ...] = (16, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens
     depths: tuple[int, ...] = (8, 2048, 32768)  # tokens before generation
     steps: int = 56  # steps of generation
@@ -40,8 +40,9 @@ class Sizes:
 
 
 WARM_SECONDS = 0.05  # seconds of work before a measurement: an idle GPU lowers its clocks
-# Seconds for which the device waits, several times what the host needs to launch the work of a prompt.
-HELD_SECONDS = 0.25
+# Seconds for which the device waits at most, and as a multiple of what the work takes with the host: the host launches
+# all of it meanwhile.
+HELD_SECONDS, HELD_TIMES = 0.25, 3
 
 
 class Clock(Protocol):
@@ -98,11 +99,14 @@ class CupyClock:
 
     def held(self, work: Callable[[], object], runs: int) -> float:
         cuda, times = self._cupy.cuda, []
-        work()  # compiles
+        for _ in range(3):  # as in `seconds`
+            started = time.monotonic()
+            work()
+        seconds = min(HELD_SECONDS, HELD_TIMES * (time.monotonic() - started))
         stream = cuda.get_current_stream()  # the stream of the device that has worked last
         for _ in range(runs):
             first, second = cuda.Event(), cuda.Event()
-            stream.launch_host_func(lambda _: time.sleep(HELD_SECONDS), None)
+            stream.launch_host_func(lambda _: time.sleep(seconds), None)
             first.record(stream)
             work()
             second.record(stream)

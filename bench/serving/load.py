@@ -127,11 +127,14 @@ async def _plan(url: str, headers: dict[str, str], load: LoadOptions, seed: int,
         raise FlagError("--rate and --seconds: no request arrives in that time")
     ids = await vocabulary(url, headers)
     texts = prompts(ids, len(starts), load.shared_prefix, load.prompt_tokens, rng)
-    return Plan(load.clients, starts, texts, max_tokens)
+    before = prompts(ids, load.warm_up, load.shared_prefix, load.prompt_tokens, rng)
+    return Plan(load.clients, starts, texts, max_tokens, before)
 
 
 async def _send(url: str, headers: dict[str, str], plan: Plan, clients: Load) -> None:
     """Send the requests of a plan. Raises EngineError if none is answered."""
+    if count := len(plan.before):
+        await Load().run(url, headers, Plan(count, [0.0] * count, plan.before, plan.max_tokens), lambda: None)
     with tqdm(total=len(plan.starts), desc="Serving", unit="request", disable=None) as bar:
         await clients.run(url, headers, plan, bar.update)
     answers = clients.seen().answers
@@ -150,6 +153,7 @@ class Plan:
     starts: Sequence[float]  # seconds from the beginning, ascending
     prompts: Sequence[Sequence[int]]  # ids, one prompt for each start
     max_tokens: int
+    before: Sequence[Sequence[int]] = ()  # prompts that are asked all at once before, and not counted
 
 
 def poisson(rate: float, seconds: float, most: int | None, rng: np.random.Generator) -> list[float]:

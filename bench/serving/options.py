@@ -54,6 +54,7 @@ class LoadOptions:
     requests: int | None = setting(None, "--requests", metavar="N", help="requests at most")
     prompt_tokens: int = setting(128, "--prompt-tokens", metavar="N", help="tokens of a prompt after the shared ones")
     shared_prefix: int = setting(128, "--shared-prefix", metavar="N", help="tokens that all prompts begin with")
+    warm_up: int = setting(0, "--warm-up", metavar="N", help="requests that are sent and answered before, all at once")
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ def test_the_device_begins_behind_the_host(fake_gpu: Any, monkeypatch: pytest.Mo
     record = fake_cupy._Event.record
     monkeypatch.setattr(fake_cupy._Event, "record", lambda *of: order.append("event") or record(*of))
     assert gpu.clock.held(lambda: order.append("work"), 2) == pytest.approx(2e-3)
-    assert order == ["work", *2 * ["held", "event", "work", "event"]]
+    assert order == [*3 * ["work"], *2 * ["held", "event", "work", "event"]]
 
 
 # -- tables --------------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class EmulatedDevice:
         if isinstance(arg, Addresses):
             return arg._replace(rows=[[x if x is None else self.memory_of(x) for x in row] for row in arg.rows])
         if type(arg) in NUMBERS:
-            return np.dtype(NUMBERS[type(arg)]).type(arg)
+            return arg if isinstance(arg, np.generic) else np.dtype(NUMBERS[type(arg)]).type(arg)
         return arg if arg is None else self.memory_of(arg)
 
     def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:

@@ -78,13 +78,14 @@ def alone(engine: Engine, prompt: list[int], answer: list[TokenLogprob]) -> list
 
 # In nats, of a token: the largest difference, and the mean. In full precision only roundings differ. A vector near the
 # edge of a code may get its neighbour's, which changes single tokens.
-ALLOWED = {"f16": (0.05, 0.01), "balanced": (2.0, 0.15)}
+ALLOWED = {"f16": (0.05, 0.01), "ring4/ring3.5": (2.0, 0.15)}
 
 
 # Prompts that begin as an earlier one read its blocks as codes, and a CPU that computes them does not.
-# Every part has schedules of its own, and what one finds in codes it need not find in halves.
+# Every part has schedules of its own, and what one finds in codes it need not find in halves. With blocks of two kinds,
+# which of them have fewer bits depends on the room that other requests leave: a CPU differs from itself alone.
 @pytest.mark.slow
-@pytest.mark.parametrize(("types", "cache_prompt"), [("f16", True), ("balanced", False)])
+@pytest.mark.parametrize(("types", "cache_prompt"), [("f16", True), ("ring4/ring3.5", False)])
 @pytest.mark.parametrize("part", range(min(PARTS, SIZES.schedules)))
 def test_answers_of_random_schedules_are_those_of_the_cpu(
     tiny_path: Path, part: int, types: str, cache_prompt: bool

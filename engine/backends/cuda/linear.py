@@ -175,14 +175,15 @@ class LinearOps(DeviceOps):
     def _dequantized_product(self, y: Array, x: Array, product: Product) -> None:
         """y = x @ weightᵀ + bias, or += with `add`, of a packed matrix: DEQUANTIZED_BYTES of it at a time."""
         weight, (out, width) = product.weight, product.weight.shape
-        step = min(out, max(1, DEQUANTIZED_BYTES // (2 * width)))
-        if _TILED_ROWS < step < out:  # on an H200 cuBLAS took three times as long for 1,170 rows as for whole tiles
-            step -= step % _TILED_ROWS
+        step = min(out, max(packed.ROWS, DEQUANTIZED_BYTES // (2 * width)))
+        if step < out:  # on an H200 cuBLAS took three times as long for 1,170 rows as for whole tiles
+            step -= step % (_TILED_ROWS if step > _TILED_ROWS else packed.ROWS)
         values = self._device.empty((step, width), np.float16)
-        config = LaunchConfig({"WEIGHT": weight.format.name}, threads_for(width // 8))
+        config = LaunchConfig({"WEIGHT": weight.format.name}, threads_for(width))
         for first in range(0, out, step):
             part = values[: min(step, out - first)]
-            self._launch("dequantize", (len(part),), config, part, weight.data, first, width)
+            blocks = -(-len(part) // packed.ROWS)
+            self._launch("dequantize", (blocks,), config, part, weight.data, first, len(part), width)
             columns = slice(first, first + len(part))
             bias = None if product.bias is None else product.bias[columns]
             self._device.gemm(y[:, columns], x, part, bias, add=product.add)

@@ -1,0 +1,147 @@
+"""`make gpu-first`: what a GPU shows within nine minutes, from nothing: whether it is right, then how fast it is.
+
+Tests and families, a memory checker where CUDA's toolkit is there, then the requests of a model and its kernels. The
+model has random weights and is written meanwhile. Each part is a program of its own, with a share of the time, and
+leaves a file in a folder of results and its output beside it; a part that fails ends no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from polarlm.bench import report
+from polarlm.engine.errors import EngineError
+from scripts.gpu_test import python
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE, TYPE = "llama-8b", "q4_k"
+_CACHES = "balanced,f16,ring4/ring3.5"
+AFTER = 20.0  # seconds that a part may take after its own budget: the last measurement comes to its end
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program. seconds: its budget, which its flags name, too; command: what comes after `python -m`."""
+
+    name: str
+    seconds: float
+    command: tuple[str, ...]
+    needs_model: bool = False
+
+
+def parts(results: Path, model: Path) -> list[Part]:
+    """The parts in the order of their importance."""
+    model_flags = "--weights", str(model), "--types", _CACHES
+
+    def measured(name: str, seconds: int, *flags: str) -> Part:
+        output = "--output", str(results / f"{name}.json")
+        return Part(name, seconds, ("polarlm.bench.gpu", "--budget", str(seconds), *flags, *output), name != "kernels")
+
+    tests = "scripts.gpu_test", "--budget", "160", "--results", str(results / "tests.jsonl")
+    return [
+        Part("tests", 160, tests),
+        measured("requests", 180, *model_flags, "--only", "prompts,rates,sequences,server"),
+        measured("kernels", 60, "--types", _CACHES, "--only", "kernels", "--contexts", "2048,32768"),
+        Part("memory", 45, ("tests.cuda.small_pass",)),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if all parts ended well, 1 if one did not, 2 where nothing can run, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.gpu_first", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", metavar="NAME,NAME", help="only these parts: tests, requests, kernels, memory")
+    parser.add_argument("--results", type=Path, help="folder of the results")
+    parser.add_argument("--model", type=Path, help="a model to measure instead of one with random weights")
+    options = parser.parse_args(argv)
+    try:
+        name = _gpu()
+    except EngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    results = options.results or report.LOCAL / f"gpu-first-{report.slug(name)}-{time.strftime('%Y-%m-%d-%H%M%S')}"
+    results.mkdir(parents=True, exist_ok=True)
+    print(f"{name}: results go to {results}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or Path(folder) / "model.gguf"
+        chosen = [
+            part for part in parts(results, model) if options.only is None or part.name in options.only.split(",")
+        ]
+        writer = None
+        if options.model is None and any(part.needs_model for part in chosen):
+            writer = _started(_writing(model), results / "model.txt")
+        try:
+            return max([_run(part, results, writer) for part in chosen], default=0)
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            if writer is not None:
+                _end(writer)
+
+
+def _gpu() -> str:
+    """The name of the GPU. Raises EngineError without one."""
+    from polarlm.engine.backends.select import select
+
+    return select("cuda", 0)[0].name
+
+
+def _writing(model: Path) -> list[str]:
+    flags = "--shape", SHAPE, "--type", TYPE
+    return [*python("scripts.gpu_first"), "-m", "scripts.make_random_model", *flags, str(model)]
+
+
+def _run(part: Part, results: Path, writer: subprocess.Popen[bytes] | None) -> int:
+    """Return 0 if the part ended well, else 1."""
+    began = time.monotonic()
+    command = [*python("scripts.gpu_first"), "-m", *part.command]
+    if part.name == "memory":
+        if (checker := shutil.which("compute-sanitizer")) is None:
+            print("memory: left out, since CUDA's compute-sanitizer is not there", flush=True)
+            return 0
+        command = [checker, "--tool", "memcheck", "--error-exitcode", "1", *command]
+    if part.needs_model and writer is not None and writer.wait() != 0:
+        print(f"{part.name}: left out, since the model could not be written: see {results / 'model.txt'}", flush=True)
+        return 1
+    print(f"{part.name}: {part.seconds:.0f} s at most", flush=True)
+    running = _started(command, output := results / f"{part.name}.txt")
+    try:
+        code = running.wait(part.seconds + AFTER)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        _end(running)
+    ended = "ended, its time was over" if code is None else "done" if code == 0 else f"failed with status {code}"
+    print(output.read_text(encoding="utf-8", errors="replace"))
+    print(f"{part.name}: {ended}, {time.monotonic() - began:.0f} s", flush=True)
+    return int(code != 0)
+
+
+def _started(command: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
+    """A process whose output goes to a file, so that a run that is cut off can be read."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with output.open("wb") as file:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def _end(running: subprocess.Popen[bytes]) -> None:
+    """End a process and its children."""
+    if running.poll() is None:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
