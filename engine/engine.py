@@ -8,27 +8,24 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
-from typing import Any, cast, overload
+from typing import Any
 
+from polarlm.engine.completions import Completions
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading import assembly, checks
 from polarlm.engine.model import score
 from polarlm.engine.model.encoder import Encoder
-from polarlm.engine.outputs import CacheStats, Chunk, Completion, Score, Status, fold
+from polarlm.engine.outputs import CacheStats, Chunk, Score, Status
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.encoding import EncoderRunner
 from polarlm.engine.requests.fair_lock import FairLock
 from polarlm.engine.requests.prompts import (
-    Batch,
-    Messages,
     Prompt,
-    as_messages,
     behind_reasoning,
     checked_ids,
-    is_batch,
     one_prompt,
     prompt_ids,
 )
@@ -42,14 +39,13 @@ from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity, sessions
 from polarlm.engine.storage.sessions import Known, Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers
-from polarlm.engine.vectors import Vectors, compute_each
 
 Chunks = Generator[Chunk, None, None]
 Params = SamplingParams | None  # None: the defaults
 Options = PromptOptions | None
 
 
-class Engine(Vectors):
+class Engine(Completions):
     """A loaded model with its KV store. May be shared by threads; requests are served in order of arrival."""
 
     def __init__(
@@ -131,34 +127,6 @@ class Engine(Vectors):
         more = {"outbox": outbox, "wants_progress": progress, "constraint": constraint}
         request = self._request(one_prompt(prompt), params, options, settings, **more)
         return self._drain(request, outbox)
-
-    @overload
-    def generate(
-        self, prompt: Batch, params: Params = None, options: Options = None, **settings: Any
-    ) -> list[Completion]: ...
-
-    @overload
-    def generate(
-        self, prompt: Prompt, params: Params = None, options: Options = None, **settings: Any
-    ) -> Completion: ...
-
-    def generate(
-        self, prompt: Prompt | Batch, params: Params = None, options: Options = None, **settings: Any
-    ) -> Completion | list[Completion]:
-        """The whole answer: `stream`, folded. Of several prompts, a list of texts, of lists of messages or of lists of
-        ids, the answers in their order. These are computed together; an error in one prompt, which the message names,
-        is raised before any is computed."""
-        if not is_batch(prompt):
-            return fold(self.stream(cast(Prompt, prompt), params, options, **settings))
-        return [fold(chunks) for chunks in compute_each(self, [(one, params, options) for one in prompt], **settings)]
-
-    def chat(self, messages: Messages, params: Params = None, options: Options = None, **settings: Any) -> Completion:
-        """The answer to a conversation: messages with "role" and "content", or the text of a user's only message.
-
-        An assistant message may carry the "token_ids" that it was generated as, so that the prefix cache finds them;
-        recent answers do not need them.
-        """
-        return fold(self.stream(as_messages(messages), params, options, **settings))
 
     def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
         """Teacher-forced log-probabilities of `ids` (T ≥ 2). Attention reads the cache as it does in steps.

@@ -141,8 +141,9 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "storage.tiers",
 }
 ROOMS["vectors"] = {"requests"} | TOLD
+ROOMS["completions"] = {"requests", "vectors"} | TOLD
 ROOMS["engine"] = {
-    "vectors",
+    "completions",
     "loading.assembly",
     "loading.checks",
     "state",
