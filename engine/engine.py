@@ -28,6 +28,7 @@ from polarlm.engine.requests.prompts import (
     checked_ids,
     one_prompt,
     prompt_ids,
+    read_until,
 )
 from polarlm.engine.requests.request import Outbox, Request, Ticket
 from polarlm.engine.requests.runner import Runner
@@ -237,7 +238,8 @@ class Engine(Completions):
         gone: returns True once nobody waits for the request. Raises EngineError as `stream` does, and "busy".
         """
         more = {"outbox": into, "wants_progress": progress, "constraint": constraint}
-        new = self._request(prompt, params, options, settings, gone, **more)
+        with read_until(gone):
+            new = self._request(prompt, params, options, settings, gone, **more)
         with self._exclusive():
             self._runner.submit(new)
         cancel, cached = lambda: self._cancel(new.sequence), lambda: new.cached or 0

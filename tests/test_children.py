@@ -47,7 +47,7 @@ def _grammar(folder: Path) -> None:
 
 
 def _pdf(folder: Path) -> None:
-    assert b"damaged" in asyncio.run(documents._read(b"%PDF-1.4 x", 100))
+    assert b"damaged" in asyncio.run(documents._read(b"%PDF-1.4 x", 100, 30))
 
 
 def _download(folder: Path) -> None:

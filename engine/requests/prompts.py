@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeGuard, cast
@@ -17,6 +17,7 @@ from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.chat.reasoning import Place
+from polarlm.model_loaders.limited_process import NobodyWaits, wanted_until
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Sequence[int | str]
@@ -33,6 +34,17 @@ def _told() -> Iterator[None]:
         yield
     except ValueError as error:
         raise EngineError(str(error)) from None
+
+
+@contextmanager
+def read_until(gone: Callable[[], bool] | None) -> Iterator[None]:
+    """Raise EngineError ("cancelled") once `gone` returns True while the process of a template or of images is at work
+    or awaited. None: nobody says so here."""
+    try:
+        with nullcontext() if gone is None else wanted_until(gone):
+            yield
+    except NobodyWaits:
+        raise EngineError("The request was cancelled before its prompt was read", "cancelled") from None
 
 
 @_told()

@@ -25,7 +25,7 @@ from polarlm.engine.sampling import gbnf, schemas
 from polarlm.engine.sampling.compilations import TURNS, Compilations, Key, NeedsLonger
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.limited_process import TOO_LONG, LimitedProcess, ProcessFailed, why_ended
+from polarlm.model_loaders.limited_process import TOO_LONG, LimitedProcess, ProcessFailed, wanted_until, why_ended
 from polarlm.model_loaders.recent import Recent
 from polarlm.model_loaders.tokenizers import Tokenizer
 
@@ -108,7 +108,8 @@ class Grammars:
             field, text, after = key
             source = _source(field, text)
             source = _after(after, source, self._tokenizer.control_tokens()) if after else source
-            answer = self._workers[seconds].ask({"grammar": source, "seconds": seconds}, gone)
+            with wanted_until(gone):
+                answer = self._workers[seconds].ask({"grammar": source, "seconds": seconds})
         except ValueError as error:
             raise self._refuse(key, str(error)) from None
         except ProcessFailed as error:  # not remembered: the same grammar may succeed another time

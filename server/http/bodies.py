@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.errors import CLOSE, ApiError
+from polarlm.server.http.streams import while_there
 from polarlm.server.reading.values import read_json
 from polarlm.server.running.driver import Driver
 
+T = TypeVar("T")
 LARGER = 16  # what has images, or is a PDF, may have this many times the bytes of --max-body
 _BODY_SECONDS = 30  # for all of a request's body to arrive
 
@@ -23,6 +27,10 @@ class Endpoints:
         """The JSON object in the body of a request. Raises ApiError or BadRequest."""
         larger = LARGER if self._driver.engine.reads_images else 1
         return await read_body(request, larger * self._driver.config.max_body)
+
+    async def _counted(self, request: Request, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
+        """`Driver.counted`, while the client is there. Raises ClientDisconnect, Refused or EngineError."""
+        return await while_there(request.receive, self._driver.counted(outcome, work, prompt))
 
 
 async def read_body(request: Request, limit: int) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import while_there
 from polarlm.server.running.refused import busy
 
-_AT_ONCE = 2  # files that are read at a time; others wait
+_AT_ONCE = 2  # files that are read at a time, in each turn; others wait
 _MOST = 16  # files in memory, which arrive, wait or are read; further files are refused
-_SECONDS = 30.0
+_MOST_LONG = 8  # of them, for which the first turn was too short
+_TURNS = (3.0, 30.0)  # seconds: a usual file waits for short turns alone
 
 
 class Documents:
@@ -28,8 +29,8 @@ class Documents:
 
     def __init__(self, config: ServerConfig) -> None:
         self._most = config.max_body
-        self._free = asyncio.Semaphore(_AT_ONCE)
-        self._files = 0
+        self._free = {seconds: asyncio.Semaphore(_AT_ONCE) for seconds in _TURNS}
+        self._files = self._long = 0
 
     def routes(self) -> list[Route]:
         return [Route("/documents/text", self.text, methods=["POST"])]
@@ -43,24 +44,40 @@ class Documents:
         self._files += 1
         try:
             data = bytes(await read_bytes(request, LARGER * self._most))
-            async with self._free:  # after the file has arrived: a slow client must not keep others waiting
-                read = json.loads(await while_there(request.receive, _read(data, self._most)))
+            read = json.loads(await while_there(request.receive, self._read(data)))
         finally:
             self._files -= 1
         if "error" in read:
             raise ApiError(400, read["error"], "invalid_request")
         return JSONResponse(read)
 
+    async def _read(self, data: bytes) -> bytes:
+        """The JSON about a file, which is read again where a turn was too short. Raises ApiError or Refused."""
+        short, long = _TURNS
+        async with self._free[short]:
+            if (read := await _read(data, self._most, short)) is not None:
+                return read
+        if self._long >= _MOST_LONG:
+            raise busy(f"The server has {_MOST_LONG} files to read that take long", 10)
+        self._long += 1
+        try:
+            async with self._free[long]:
+                if (read := await _read(data, self._most, long)) is not None:
+                    return read
+        finally:
+            self._long -= 1
+        raise ApiError(400, f"This PDF was not read within {long:.0f} seconds", "invalid_request")
 
-async def _read(data: bytes, most: int) -> bytes:
-    """The JSON that `polarlm.server.reading.pdf` writes about a file. Raises ApiError."""
+
+async def _read(data: bytes, most: int, seconds: float) -> bytes | None:
+    """The JSON that `polarlm.server.reading.pdf` writes about a file; None if that takes longer. Raises ApiError."""
     program = python("polarlm.server.reading.pdf", str(most))
     pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(*program, stdin=pipe, stdout=pipe, stderr=nothing)
     try:
-        written, _ = await asyncio.wait_for(process.communicate(data), _SECONDS)
+        written, _ = await asyncio.wait_for(process.communicate(data), seconds)
     except asyncio.TimeoutError:
-        raise ApiError(400, f"This PDF was not read within {_SECONDS:.0f} seconds", "invalid_request") from None
+        return None
     finally:  # also if the client is gone
         with suppress(ProcessLookupError):
             process.kill()

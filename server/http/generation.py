@@ -68,7 +68,7 @@ class Generation(Endpoints):
         super().__init__(driver)
         self._endpoint = endpoint
         self._about = driver.about
-        self._counted = counted or {}
+        self._beside = counted or {}
 
     async def serve(self, request: Request) -> Response:
         """The response. Raises BadRequest, Refused, EngineError, ApiError, or ClientDisconnect."""
@@ -78,8 +78,9 @@ class Generation(Endpoints):
         """{…, "input_tokens"}. Raises BadRequest, Refused, EngineError or ApiError."""
         asked, _ = await self._asked(await self._body(request))
         engine = self._driver.engine
-        ids = await self._driver.counted("tokenized", lambda: engine.prompt_ids(asked.prompt, asked.options))
-        counted = JSONResponse({**self._counted, "input_tokens": len(ids)})
+        work = partial(engine.prompt_ids, asked.prompt, asked.options)
+        ids = await self._counted(request, "tokenized", work, asked.prompt)
+        counted = JSONResponse({**self._beside, "input_tokens": len(ids)})
         return warn(counted, [sentence for _, sentence in asked.warnings])
 
     async def _asked(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.async_engine import EngineThread
 from polarlm.engine.outputs import Outbox, Status, embedding
-from polarlm.engine.requests.prompts import Prompt, is_chat
+from polarlm.engine.requests.prompts import Prompt, is_chat, read_until
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.parameters import About
@@ -69,7 +69,8 @@ class Driver:
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
         self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # apart: texts delay no prompt
         # A request whose constraint is compiled or whose images are decoded waits in a thread: each may need one.
-        self._waiting_pool = ThreadPoolExecutor(self.room, thread_name_prefix="waiting")
+        most = sum(queue.room for queue in self._queues)
+        self._waiting_pool = ThreadPoolExecutor(most, thread_name_prefix="waiting")
         self._disk = Worker("sessions")
 
     async def start(self) -> None:
@@ -229,7 +230,8 @@ class Driver:
         """Submit a request with `start`, in a thread of a pool. into: gets its chunks, in place of the job."""
 
         def submit() -> Ticket:
-            ticket = start(into=into or job, gone=lambda: job.closed)
+            with read_until(lambda: job.closed):
+                ticket = start(into=into or job, gone=lambda: job.closed)
             job.queued(ticket)
             self._thread.wake()
             return ticket
@@ -253,7 +255,9 @@ class Driver:
             file, limit = folder.file(name), folder.limit(name)
             return self.engine.save_session(file, prompt=prompt, options=options, progress=limit)
 
-        return await self._on_disk("saved", save)
+        # Other sessions do not wait until its images are decoded, which the engine remembers.
+        before = partial(self.engine.prompt_ids, prompt, options) if _has_images(prompt) else None
+        return await self._on_disk("saved", save, before)
 
     async def load_session(self, name: str, cache_salt: str = "") -> int:
         """Load a session into the store; return its number of tokens. Raises Refused or EngineError."""
@@ -272,9 +276,10 @@ class Driver:
     async def remove_session(self, name: str) -> None:
         await self._on_disk("removed", partial(self._folder.remove, name))
 
-    async def _on_disk(self, outcome: str, work: Callable[[], T]) -> T:
-        """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits."""
-        return await self._counted(self._transfers, self._disk.submit, outcome, work)
+    async def _on_disk(self, outcome: str, work: Callable[[], T], before: Callable[[], Any] | None = None) -> T:
+        """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits. before:
+        see `_counted`."""
+        return await self._counted(self._transfers, self._disk.submit, outcome, work, before)
 
     @property
     def _folder(self) -> SessionFolder:
@@ -288,12 +293,25 @@ class Driver:
     async def status(self) -> Status:
         return await self._aside(self.engine.status, None)  # slow templates may hold all threads of a pool
 
-    async def counted(self, outcome: str, work: Callable[[], T]) -> T:
-        """The result of `work`, run in a thread for texts and counted as `outcome`. Raises Refused or EngineError."""
-        return await self._counted(self._texts, self._text_pool.submit, outcome, work)
+    async def counted(self, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
+        """The result of `work`, run in a thread for texts and counted as `outcome`. prompt: what it reads, for which
+        it may have to wait. Raises Refused or EngineError. Cancelling the task that waits cancels the request."""
+        pool = self._waiting_pool if _has_images(prompt) else self._text_pool
+        return await self._counted(self._texts, pool.submit, outcome, work)
 
-    async def _counted(self, queue: _Queue, submit: Callable[[Any], Any], outcome: str, work: Callable[[], T]) -> T:
+    async def _counted(
+        self,
+        queue: _Queue,
+        submit: Callable[[Any], Any],
+        outcome: str,
+        work: Callable[[], T],
+        before: Callable[[], Any] | None = None,
+    ) -> T:
+        """before: what is called first, in a thread that may wait."""
         with self._job(queue) as job:
+            if before is not None:
+                self._waiting_pool.submit(partial(job.do, before))
+                await self._next(job)
             submit(partial(job.do, work))
             result: T = await self._next(job)
             job.outcome = outcome

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from polarlm.engine.requests.mailbox import Mailbox
+from polarlm.engine.requests.prompts import read_until
 from polarlm.server.running import journal
 
 _LOG = logging.getLogger(__name__)
@@ -40,10 +41,12 @@ class Job(Mailbox):
         return item
 
     def do(self, work: Callable[[], Any]) -> None:
-        """Call `work` and append its result or its error; do nothing if the job is closed already."""
+        """Call `work` and append its result or its error; do nothing if the job is closed already. Once it is closed,
+        `work` waits for no process that reads prompts."""
         try:
             if not self.closed:
-                self.append(work())
+                with read_until(lambda: self.closed):
+                    self.append(work())
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of a library in Rust is no Exception

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -25,7 +26,7 @@ from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import read_raw, text_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.openai.shapes import prompt_progress
-from polarlm.server.http.streams import Event, while_there
+from polarlm.server.http.streams import Event
 from polarlm.server.http.warnings import warn
 from polarlm.server.reading.fields import FIELDS, asking
 from polarlm.server.reading.infill import infilled
@@ -86,8 +87,8 @@ class _Server(Endpoints):
         """{"messages"} → {"prompt"}: the messages as the model's template writes them, with marks of images."""
         engine, body = self._driver.engine, await self._body(request)
         asked, _ = ChatCompletions().read(body, self._driver.about)
-        work = self._driver.counted("templated", lambda: chat_text(_marked(asked.prompt), engine.model, asked.options))
-        shown = JSONResponse({"prompt": await while_there(request.receive, work)})
+        work = partial(chat_text, _marked(asked.prompt), engine.model, asked.options)
+        shown = JSONResponse({"prompt": await self._counted(request, "templated", work)})
         return warn(shown, [sentence for _, sentence in asked.warnings])
 
     async def adapters(self, _request: Request) -> Response:

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.server.http.bodies import Endpoints
+from polarlm.server.http.streams import while_there
 from polarlm.server.reading.prompts import read_prompt, read_salt
 from polarlm.server.running.sessions import read_name, read_saved
 
@@ -34,7 +35,8 @@ class Sessions(Endpoints):
         name = read_name("name", body.get("name"))
         options = read_saved(body, self._driver.config, self._driver.engine.adapters.scales)
         prompt = read_prompt(body, reads_images=self._driver.engine.reads_images)
-        return self._moved(name, await self._driver.save_session(name, prompt, options))
+        tokens = await while_there(request.receive, self._driver.save_session(name, prompt, options))
+        return self._moved(name, tokens)
 
     async def load(self, request: Request) -> Response:
         """{"name"} → {"name", "tokens"}. "cache_salt" is the one it was saved with; only prompts with it find it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -41,13 +42,14 @@ class Tokens(Endpoints):
         sent = await self._body(request)
         body = asking(sent)
         if is_empty(body.get("content")) and any(sent.get(name) is not None for name in ("prompt", "messages")):
-            return await self._tokenize_as_vllm(body)
+            return await self._tokenize_as_vllm(request, body)
         content = text("content", body.get("content"))
         usual = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
         options = {name: flag(name, body.get(name, value)) for name, value in usual.items()}
-        return JSONResponse({"tokens": await self._driver.counted("tokenized", lambda: self._ids(content, **options))})
+        work = partial(self._ids, content, **options)
+        return JSONResponse({"tokens": await self._counted(request, "tokenized", work)})
 
-    async def _tokenize_as_vllm(self, body: dict[str, Any]) -> Response:
+    async def _tokenize_as_vllm(self, request: Request, body: dict[str, Any]) -> Response:
         """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}. Without
         "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs"."""
         named = flag("return_token_strs", body.get("return_token_strs", False))
@@ -67,7 +69,7 @@ class Tokens(Endpoints):
             names = [self._tokenizer.token_name(i) for i in ids] if named else None
             return {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
 
-        return JSONResponse(await self._driver.counted("tokenized", work))
+        return JSONResponse(await self._counted(request, "tokenized", work, prompt))
 
     def _ids(self, content: str, *, add_special: bool, parse_special: bool, with_pieces: bool) -> list[Any]:
         ids = self._tokenizer.tokenize(content, control=parse_special)
@@ -82,7 +84,7 @@ class Tokens(Endpoints):
         """{"tokens": [ids]} → {"content": text}, with names of control tokens, as at llama-server."""
         tokens = array("tokens", (await self._body(request)).get("tokens"), "an array of token ids")
         ids = [count(f"tokens[{index}]", token, 0, LARGEST) for index, token in enumerate(tokens)]
-        return JSONResponse({"content": await self._driver.counted("detokenized", lambda: self._text(ids))})
+        return JSONResponse({"content": await self._counted(request, "detokenized", lambda: self._text(ids))})
 
     def _text(self, tokens: Sequence[int]) -> str:
         """The text of the tokens. Raises EngineError if it is longer than a request's body: tokens can be long."""

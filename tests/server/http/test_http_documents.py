@@ -84,7 +84,7 @@ def test_no_bytes_break_it(guarded: Serving) -> None:
 def test_a_client_that_leaves_ends_the_reading_of_its_file(guarded: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
-    async def endless(data: bytes, most: int) -> bytes:
+    async def endless(data: bytes, most: int, seconds: float) -> bytes:
         told.append("began")
         try:
             await asyncio.Event().wait()
@@ -98,6 +98,30 @@ def test_a_client_that_leaves_ends_the_reading_of_its_file(guarded: Serving, mon
         eventually(lambda: told)
         assert told == ["began"]
     eventually(lambda: told == ["began", "ended"])
+
+
+def test_files_that_take_long_keep_no_other_from_it(guarded: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, read = list[float](), documents._read
+
+    async def endless_or_read(data: bytes, most: int, seconds: float) -> bytes | None:
+        if data != b"%PDF":
+            return await read(data, most, 60.0)
+        reads.append(seconds)
+        if seconds == documents._TURNS[0]:
+            return None
+        try:
+            return await asyncio.Future[bytes]()
+        finally:
+            reads.append(-seconds)
+
+    monkeypatch.setattr(documents, "_read", endless_or_read)
+    with ExitStack() as connections:
+        for _ in range(documents._AT_ONCE + 2):  # the last two wait
+            client = connections.enter_context(socket.create_connection(("127.0.0.1", guarded.port), timeout=60))
+            client.sendall(HEAD + b"%PDF")
+        eventually(lambda: len(reads) == 2 * documents._AT_ONCE + 2)
+        assert send(guarded, made_pdf("Hello")).json()["text"] == "Hello"
+    eventually(lambda: sum(reads) == documents._TURNS[0] * (documents._AT_ONCE + 2))
 
 
 def test_clients_that_send_slowly_keep_no_other_from_it(guarded: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

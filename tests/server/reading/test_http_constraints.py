@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 
 from polarlm.engine import Engine
 from polarlm.engine.sampling.compilations import MOST_WAITING, TURNS
-from polarlm.model_loaders.limited_process import ProcessFailed
+from polarlm.model_loaders import limited_process
 from tests.pairs import in_turn
 from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE, eventually
@@ -89,12 +89,12 @@ def held(server: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading
     worker = server.engine.grammars._workers[TURNS[0]]
     ask, begun, goes_on = worker.ask, threading.Event(), threading.Event()
 
-    def late(request: Any, gone: Callable[[], bool]) -> Any:
+    def late(request: Any) -> Any:
         begun.set()
         while not goes_on.wait(0.05):
-            if gone():
-                raise ProcessFailed("nobody waits for it")
-        return ask(request, gone)
+            if limited_process._GONE.get()():
+                raise limited_process.NobodyWaits
+        return ask(request)
 
     with monkeypatch.context() as patch:
         patch.setattr(worker, "ask", late)
