@@ -14,6 +14,7 @@ import io
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,12 +28,18 @@ from polarlm.engine.errors import EngineError, counted, shown
 from polarlm.engine.model.towers._rows import PlacedImage
 from polarlm.engine.state.places import IMAGE_IDS, Places
 from polarlm.model_loaders import Model
-from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed
+from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed, TookTooLong
 from polarlm.model_loaders.recent import Recent
 from polarlm.model_loaders.towers import MOST_ROWS, ImageShape, Tower, fit
 
 _WORKER = Path(__file__).with_name("worker.py")
 _MOST_PIXELS = 1 << 26  # of a file: 192 MB decoded
+# Seconds of processor time for a file. One that takes longer is decoded again, in a process that has other such files
+# alone: so a usual photo waits for short turns.
+_TURNS = (0.5, 3.0, 10.0)
+_PIXELS = 2  # which pixels a file has here: kept blocks were computed from them
+_REFUSED_SECONDS = 60.0  # in which a file that took too long is not tried again: a conversation sends it at each turn
+_KEPT_REFUSED = 512
 _KEPT_BYTES = 1 << 26  # of the pixels of recent images, which a conversation sends again at each turn
 _MARK = "\ufffc"  # OBJECT REPLACEMENT CHARACTER, on both sides of an image's name
 _MARKED = re.compile(f"{_MARK}([0-9a-f]{{32}}){_MARK}")
@@ -43,11 +50,13 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PromptImage:
-    """An image of a prompt. ids: of its rows. pixels: uint8 (height, width, 3), scaled to `shape`."""
+    """An image of a prompt. ids: of its rows. pixels: uint8 (height, width, 3), scaled to `shape`. note: a sentence if
+    they are not all that is in its file."""
 
     shape: ImageShape
     ids: tuple[int, ...]
     pixels: np.ndarray
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,19 +111,22 @@ class Images:
         self._tower, self._name = model.tower, model.name
         self._context = context
         self._most_rows = max(1, min(context // 2, MOST_ROWS))  # of an image: half of the context is for text
-        self._worker = LimitedProcess(_WORKER, _MOST_PIXELS)
+        self._workers = [LimitedProcess(_WORKER, [_MOST_PIXELS, seconds]) for seconds in _TURNS]
+        self._refused: Recent[str, float] = Recent(_KEPT_REFUSED)  # name → until when
         self._recent: Recent[str, PromptImage] = Recent(_KEPT_BYTES, lambda image: image.pixels.nbytes)
 
     def close(self) -> None:
-        self._worker.close()
+        for worker in self._workers:
+            worker.close()
 
     def read(self, prompt: Any, warn: Callable[[str], None] = lambda sentence: None) -> ReadPrompt:
         """Read the images of messages; a prompt of another kind has none. What cannot be read in an earlier turn is
-        left out, and `warn` called; the user's message is what is asked now until an answer follows. Raises
-        EngineError."""
+        left out, and `warn` called, as for an image that is not read as a whole; the user's message is what is asked
+        now until an answer follows. Raises EngineError, and NobodyWaits."""
         if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not any(map(_has_parts, prompt)):
             return ReadPrompt(prompt, {}, self._tower)
         images: dict[str, PromptImage] = {}
+        decoding = _Decoding(self._workers)
         asked = max((at for at, message in enumerate(prompt) if _role(message) != "system"), default=0)
         messages = []
         for at, message in enumerate(prompt):
@@ -123,7 +135,10 @@ class Images:
                 for number, part in enumerate(message["content"]):
                     place, known = f"messages[{at}].content[{number}]", len(images)
                     try:
-                        texts.append(self._text_of(part, images))
+                        written, note = self._text_of(part, images, decoding)
+                        texts.append(written)
+                        if note:
+                            warn(f"{place}: {note}")
                     except EngineError as error:
                         if at == asked and _role(message) not in ("assistant", "tool"):
                             error.args = (f"{place}: {error}",)
@@ -136,17 +151,18 @@ class Images:
             messages.append(message)
         return ReadPrompt(messages, images, self._tower)
 
-    def _text_of(self, part: Any, images: dict[str, PromptImage]) -> str:
+    def _text_of(self, part: Any, images: dict[str, PromptImage], decoding: _Decoding) -> tuple[str, str]:
+        """(text, note) of a part of a message; an image's text is its mark. Raises EngineError."""
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
-            return str(part["text"])
+            return str(part["text"]), ""
         if kind not in ("image", "image_url"):
             raise EngineError('a part of a message is {"type": "text", "text": …} or {"type": "image", "image": …}')
         if self._tower is None:
             raise EngineError(f"{self._name} takes text alone: load a model that reads images")
-        name, image = self._image(_bytes_of(part))
+        name, image = self._image(_bytes_of(part), decoding)
         images[name] = image
-        return f"{_MARK}{name}{_MARK}"
+        return f"{_MARK}{name}{_MARK}", image.note
 
     def _check_fit(self, images: Mapping[str, PromptImage]) -> None:
         """Raises EngineError for more rows than the context takes: small files may be many, and their pixels large."""
@@ -156,19 +172,26 @@ class Images:
             problem = f"The prompt's images alone exceed {size}: leave some out"
             raise EngineError(problem, "context_length_exceeded", n_prompt_tokens=rows, n_ctx=self._context)
 
-    def _image(self, data: bytes) -> tuple[str, PromptImage]:
+    def _image(self, data: bytes, decoding: _Decoding | None = None) -> tuple[str, PromptImage]:
         name = hashlib.blake2b(data, digest_size=16).hexdigest()
         if (image := self._recent.get(name)) is None:
-            image = self._read(data, name)
+            try:
+                if time.monotonic() < (self._refused.get(name) or 0.0):
+                    raise TookTooLong
+                image = self._read(data, name, decoding or _Decoding(self._workers))
+            except ProcessFailed as error:
+                if isinstance(error, TookTooLong):
+                    self._refused.put(name, time.monotonic() + _REFUSED_SECONDS)
+                raise EngineError(f"this image cannot be read: {error}") from None
             self._recent.put(name, image)
         return name, image
 
-    def _read(self, data: bytes, name: str) -> PromptImage:
+    def _read(self, data: bytes, name: str, decoding: _Decoding) -> PromptImage:
         assert self._tower is not None
         if find_spec("PIL") is None:
             raise EngineError("images need Pillow, which is not installed: pip install 'polarlm[images]'")
         file = {"data": base64.b64encode(data).decode()}
-        width, height = self._ask(file)["size"]
+        width, height = decoding.ask(file)["size"]
         shape = fit(self._tower, width, height)
         while shape.rows > self._most_rows and max(width, height) > 1:
             shrunk = 0.98 * math.sqrt(self._most_rows / shape.rows)
@@ -179,20 +202,36 @@ class Images:
             elif width <= shape.width and height <= shape.height:  # the least that the tower takes
                 break
         to = {"to": [shape.width, shape.height], "filter": self._tower.filter}
-        pixels = np.frombuffer(base64.b64decode(self._ask(file | to)["pixels"]), np.uint8)
-        described = repr((name, shape, self._tower)).encode()
+        answer = decoding.ask(file | to)
+        pixels = np.frombuffer(base64.b64decode(answer["pixels"]), np.uint8)
+        described = repr((name, shape, self._tower, _PIXELS)).encode()
         hashes = np.frombuffer(hashlib.shake_128(described).digest(8 * shape.rows), np.uint64)
         ids = IMAGE_IDS | (hashes >> np.uint64(3)).astype(np.int64)
-        return PromptImage(shape, tuple(ids.tolist()), pixels.reshape(shape.height, shape.width, 3))
+        pixels = pixels.reshape(shape.height, shape.width, 3)
+        return PromptImage(shape, tuple(ids.tolist()), pixels, answer["note"])
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        try:
-            answer: dict[str, Any] = self._worker.ask(request)
-        except ProcessFailed as error:
-            raise EngineError(f"this image cannot be read: {error}") from None
-        if "error" in answer:
-            raise EngineError(answer["error"])
-        return answer
+
+@dataclass
+class _Decoding:
+    """What a prompt asks of the processes that decode: after a file that takes longer than a turn, those that follow
+    begin with the next turn, so that a prompt of many such files takes one short turn."""
+
+    workers: Sequence[LimitedProcess]
+    _turn: int = 0
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer of a worker. Raises EngineError, ProcessFailed and NobodyWaits."""
+        while True:
+            try:
+                answer: dict[str, Any] = self.workers[self._turn].ask(request)
+            except TookTooLong:
+                if self._turn + 1 == len(self.workers):
+                    raise
+                self._turn += 1
+                continue
+            if "error" in answer:
+                raise EngineError(answer["error"])
+            return answer
 
 
 def _role(message: Any) -> Any:
@@ -204,8 +243,10 @@ def _has_parts(message: Any) -> bool:
 
 
 def _bytes_of(part: Mapping[str, Any]) -> bytes:
-    """Return the file of an image's part. Raises EngineError."""
+    """Return the file of an image's part. Only {"type": "image", "image": path} opens a file: in the form that APIs
+    have, a program passes on what its users send. Raises EngineError."""
     image = part.get("image", part.get("image_url"))
+    opens = part.get("type") == "image" and "image" in part and not isinstance(image, Mapping)
     if isinstance(image, Mapping):
         image = image.get("url")
     if isinstance(image, str) and image.startswith("data:"):
@@ -217,6 +258,9 @@ def _bytes_of(part: Mapping[str, Any]) -> bytes:
         return bytes(image)
     if isinstance(image, str) and "://" in image:
         raise EngineError("addresses are not fetched: send the image itself, as bytes or as a data URL")
+    if isinstance(image, (str, os.PathLike)) and not opens:
+        form = '{"type": "image", "image": path}'
+        raise EngineError(f"{shown(os.fspath(image))} is no data URL, and no file is opened for it: that does {form}")
     if isinstance(image, (str, os.PathLike)):
         try:
             return Path(image).expanduser().read_bytes()
@@ -224,10 +268,17 @@ def _bytes_of(part: Mapping[str, Any]) -> bytes:
             reason = getattr(error, "strerror", None) or error
             raise EngineError(f"{shown(os.fspath(image))} cannot be read: {reason}") from None
     if hasattr(image, "save"):  # Pillow's
-        file = io.BytesIO()
-        try:
-            image.convert("RGB").save(file, "PNG")
-        except Exception as error:  # Pillow reads the file only now, and its decoders raise whatever they stumble over
-            raise EngineError(f"this Pillow image cannot be read: {error}") from None
-        return file.getvalue()
+        return _file_of(image)
     raise EngineError("an image is bytes, a path, a data URL or a Pillow image")
+
+
+def _file_of(image: Any) -> bytes:
+    """Return the file of a Pillow image as people see it. Raises EngineError."""
+    from polarlm.engine.images import worker  # imports Pillow
+
+    file = io.BytesIO()
+    try:
+        worker.shown(image).save(file, "PNG")
+    except Exception as error:  # Pillow reads the file only now, and its decoders raise whatever they stumble over
+        raise EngineError(f"this Pillow image cannot be read: {error}") from None
+    return file.getvalue()

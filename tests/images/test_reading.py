@@ -6,7 +6,9 @@ import base64
 import io
 import math
 import struct
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,9 @@ from PIL import Image
 from polarlm.engine import EngineError
 from polarlm.engine.images import reading as images
 from polarlm.engine.images.reading import Images, ReadPrompt
+from polarlm.model_loaders.limited_process import NobodyWaits, wanted_until
 from polarlm.model_loaders.towers import ImageShape, Tower
+from tests.server.lines import PATIENCE, eventually
 
 TOWER = Tower(
     "stub",
@@ -35,7 +39,6 @@ TOWER = Tower(
     eps=1e-6,
 )
 MARK = "\ufffc"
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
 def halved(tower: Tower, width: int, height: int) -> ImageShape:
@@ -47,12 +50,12 @@ def halved(tower: Tower, width: int, height: int) -> ImageShape:
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(images, "fit", halved)
-    reader = reading()
+    reader = reading_of()
     yield reader
     reader.close()
 
 
-def reading(tower: Tower | None = TOWER, context: int = 4096) -> Images:
+def reading_of(tower: Tower | None = TOWER, context: int = 4096) -> Images:
     return Images(SimpleNamespace(tower=tower, name="Model"), context)  # type: ignore[arg-type]
 
 
@@ -77,12 +80,9 @@ def only(read: ReadPrompt) -> images.PromptImage:
     return image
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
-def test_pixels_are_those_of_pillow(reader: Images, kind: str, mode: str) -> None:
-    if (kind, mode) == ("JPEG", "RGBA"):
-        mode = "L"
-    file = file_of(picture(mode=mode), kind)
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_an_image_is_scaled_as_pillow_does(reader: Images, kind: str) -> None:
+    file = file_of(picture(), kind)
     image = only(reader.read(asked(file)))
     with Image.open(io.BytesIO(file)) as opened:
         expected = opened.convert("RGB").resize((20, 12), Image.Resampling.BICUBIC)
@@ -90,15 +90,6 @@ def test_pixels_are_those_of_pillow(reader: Images, kind: str, mode: str) -> Non
     assert image.shape == ImageShape(20, 12, 15, (3, 5))
     assert len(set(image.ids)) == 15
     assert min(image.ids) >= 1 << 62
-
-
-def test_a_photo_is_turned_upright(reader: Images) -> None:
-    image, exif = picture(), Image.Exif()
-    exif[0x0112] = 6  # lies on its right side
-    turned = only(reader.read(asked(file_of(image, exif=exif))))
-    assert turned.shape.grid == (5, 3)
-    expected = image.transpose(Image.Transpose.ROTATE_270).resize((12, 20), Image.Resampling.BICUBIC)
-    np.testing.assert_array_equal(turned.pixels, np.asarray(expected))
 
 
 def test_one_file_is_one_image_however_it_comes(reader: Images, tmp_path: Path) -> None:
@@ -114,10 +105,21 @@ def test_one_file_is_one_image_however_it_comes(reader: Images, tmp_path: Path) 
     assert set(other.ids).isdisjoint(only(reads[0]).ids)
 
 
+def test_no_file_is_opened_for_what_clients_send(reader: Images, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(file_of(picture()))
+    url = {"url": str(path)}
+    sent = [{"type": "image_url", "image_url": url}, {"type": "image_url", "image_url": str(path)}]
+    sent += [{"type": "image_url", "image": str(path)}, {"type": "image", "image_url": url}]
+    for part in [*sent, {"type": "image", "image": url}]:
+        with pytest.raises(EngineError, match=r'no file is opened for it: that does {"type": "image", "image": path}'):
+            reader.read(asked(part))
+
+
 def test_an_image_of_a_conversation_is_decoded_once(reader: Images, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = asked(file_of(picture()))
     first = reader.read(messages)
-    monkeypatch.setattr(reader._worker, "ask", pytest.fail)
+    monkeypatch.setattr(reader._workers[0], "ask", pytest.fail)
     assert only(reader.read(messages)) is only(first)
 
 
@@ -137,7 +139,7 @@ def test_a_text_with_marks_is_cut_at_images_of_the_prompt_alone(reader: Images) 
 
 def test_an_image_takes_at_most_half_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "fit", halved)
-    reader = reading(context=64)
+    reader = reading_of(context=64)
     image = only(reader.read(asked(file_of(picture(640, 64)))))
     reader.close()
     assert 16 <= image.shape.rows <= 32
@@ -154,7 +156,7 @@ def test_so_does_one_that_is_extremely_long(monkeypatch: pytest.MonkeyPatch, siz
         return ImageShape(32 * grid[1], 32 * grid[0], grid[0] * grid[1], grid)
 
     monkeypatch.setattr(images, "fit", widened)
-    reader = reading()
+    reader = reading_of()
     image = only(reader.read(asked(file_of(picture(*size, mode="L")))))
     reader.close()
     assert 1024 <= image.shape.rows <= 2048
@@ -162,7 +164,7 @@ def test_so_does_one_that_is_extremely_long(monkeypatch: pytest.MonkeyPatch, siz
 
 def test_images_beyond_the_context_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "fit", halved)
-    reader = reading(context=32)
+    reader = reading_of(context=32)
     with pytest.raises(EngineError, match="images alone exceed the available context size of 32 tokens") as raised:
         reader.read(asked(*(file_of(picture(width)) for width in (40, 41, 42)), "https://example.com/a.png"))
     reader.close()
@@ -177,6 +179,49 @@ def test_a_pillow_image_of_any_mode_is_read(reader: Images) -> None:
 
 def test_damaged_metadata_harms_no_image(reader: Images) -> None:
     assert only(reader.read(asked(file_of(picture(), "WEBP", exif=b"?")))).shape.rows == 15
+
+
+def slow_jpeg(number: int = 0) -> bytes:
+    """A JPEG of 300 KB that takes a decoder minutes: its last scan comes again and again."""
+    file = file_of(Image.new("L", (2000, 2000), 128), "JPEG", progressive=True, quality=10)
+    scan = file[file.rfind(b"\xff\xda") : -2]
+    return file[:-2] + scan * 20_000 + b"\xff\xd9" + b"%d" % number
+
+
+def test_slow_files_hold_up_no_image_of_another_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "fit", halved)
+    monkeypatch.setattr(images, "_TURNS", (0.3, 1000.0))
+    reader, left = reading_of(), threading.Event()
+    answer = {"role": "assistant", "content": "?"}
+
+    def read_slowly() -> None:
+        with wanted_until(left.is_set), pytest.raises(NobodyWaits):
+            reader.read([*asked(slow_jpeg(1), slow_jpeg(2)), answer, *asked(file_of(picture()))])
+
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(read_slowly)
+        eventually(lambda: reader._workers[1]._line)  # the first turn was too short
+        assert only(reader.read(asked(file_of(picture(48))))).shape.rows == 18
+        assert not slow.done()
+        left.set()
+        slow.result(PATIENCE)
+    reader.close()
+
+
+def test_a_file_that_took_too_long_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "fit", halved)
+    monkeypatch.setattr(images, "_TURNS", (0.1, 0.3))
+    reader, prompt = reading_of(), asked(slow_jpeg())
+    with pytest.raises(EngineError, match="needs too much time"):
+        reader.read(prompt)
+    workers, reader._workers = reader._workers, []
+    with pytest.raises(EngineError, match="needs too much time"):
+        reader.read(prompt)
+    monkeypatch.setattr(images, "time", SimpleNamespace(monotonic=lambda: math.inf))  # a while later
+    with pytest.raises(IndexError):  # it is tried
+        reader.read(prompt)
+    for worker in workers:
+        worker.close()
 
 
 def bomb() -> bytes:
@@ -222,11 +267,11 @@ def test_what_cannot_be_read_is_a_sentence_now_and_left_out_later(reader: Images
 
 def test_a_model_without_a_tower_says_so() -> None:
     with pytest.raises(EngineError, match="Model takes text alone"):
-        reading(None).read(asked(file_of(picture())))
+        reading_of(None).read(asked(file_of(picture())))
 
 
 def test_a_decoder_that_dies_harms_no_other_image(reader: Images, monkeypatch: pytest.MonkeyPatch) -> None:
     reader.read(asked(file_of(picture())))
-    worker: Any = reader._worker._worker
+    worker: Any = reader._workers[0]._worker
     worker.end()
     assert only(reader.read(asked(file_of(picture(48))))).shape.rows == 18

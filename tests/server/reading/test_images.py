@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import base64
+import http.client
+import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import ollama
@@ -12,7 +16,9 @@ import pytest
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.reading.messages import read_messages
 from tests.images.test_models import Loaded, picture
+from tests.images.test_reading import slow_jpeg
 from tests.server.http_server import Serving, serving
+from tests.server.lines import eventually
 from tests.tiny import make_model
 
 FILE = picture(1)
@@ -118,6 +124,37 @@ def test_prompts_with_images_are_counted_and_shown(server: Serving) -> None:
     assert server.post("/v1/chat/completions/input_tokens", chat).json()["input_tokens"] == read
     assert server.post("/v1/messages/count_tokens", message).json()["input_tokens"] == read
     assert "<__media__>What is it?" in server.post("/apply-template", chat).json()["prompt"]
+
+
+def test_slow_images_of_clients_that_leave_hold_up_nobody(
+    server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = iter(range(99))
+
+    def history() -> list[Any]:
+        url = f"data:image/jpeg;base64,{base64.b64encode(slow_jpeg(next(slow))).decode()}"
+        return [*user(OPENAI | {"image_url": {"url": url}}), {"role": "assistant", "content": "a"}, *user(TEXT)]
+
+    paths = ("/v1/chat/completions", "/v1/messages/count_tokens", "/sessions/save")
+    paths += ("/tokenize",) * 4  # as many as there are threads for texts
+    workers = server.engine._answers._images._workers
+    lines = [worker._line for worker in workers]
+    monkeypatch.setattr(workers[0], "_first", [1 << 26, 0.1])  # a shorter turn
+    workers[0].close()
+    with serving(server.engine, sessions=str(tmp_path)) as running, ExitStack() as connections:
+        for path in paths:
+            written = history()
+            body = {"messages": written, "max_tokens": 1, "name": "a"}
+            connection = connections.enter_context(closing(http.client.HTTPConnection("127.0.0.1", running.port)))
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        eventually(lambda: sum(map(len, lines)) == len(paths))
+        assert running.post("/tokenize", {"content": "a"}).json()["tokens"]
+        assert running.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        seen = user(OPENAI | {"image_url": {"url": f"data:;base64,{base64.b64encode(picture(7)).decode()}"}}, TEXT)
+        assert running.post("/v1/chat/completions", {"messages": seen, "max_tokens": 1}).status_code == 200
+        assert sum(map(len, lines)) == len(paths)
+        connections.close()
+        eventually(lambda: not any(lines))
 
 
 def test_clients_are_told_that_the_model_reads_images(server: Serving) -> None:
