@@ -153,11 +153,14 @@ class Engine(Completions):
         """The ids of `text`, without BOS; with `control`, names of control tokens in it become those tokens."""
         return self.model.tokenizer.tokenize(text, control=control)
 
-    def prompt_ids(self, prompt: Prompt, options: Options = None) -> list[int]:
-        """The token ids of a prompt as `stream` tokenizes it, without a limit of length. Raises EngineError."""
+    def prompt_ids(
+        self, prompt: Prompt, options: Options = None, warn: Callable[[str], None] = lambda sentence: None
+    ) -> list[int]:
+        """The token ids of a prompt as `stream` tokenizes it, without a limit of length. warn: called with a sentence
+        for each thing of a message that is left out or put otherwise. Raises EngineError."""
         options = options or PromptOptions()
-        conversation = self._answers.conversation(prompt, options.cache_salt)
-        return prompt_ids(conversation.prompt, self.model, options, cut=conversation.read.cut)
+        conversation = self._answers.conversation(prompt, options.cache_salt, warn)
+        return prompt_ids(conversation.prompt, self.model, options, warn=warn, cut=conversation.read.cut)
 
     def detokenize(self, ids: Sequence[int], *, control: bool = False) -> str:
         """The text of `ids`, which start a sequence; `control` includes control tokens' names. Raises EngineError."""

@@ -78,10 +78,11 @@ class Generation(Endpoints):
         """{…, "input_tokens"}. Raises BadRequest, Refused, EngineError or ApiError."""
         asked, _ = await self._asked(await self._body(request))
         engine = self._driver.engine
-        work = partial(engine.prompt_ids, asked.prompt, asked.options)
+        warnings = [sentence for _, sentence in asked.warnings]
+        work = partial(engine.prompt_ids, asked.prompt, asked.options, warnings.append)
         ids = await self._counted(request, "tokenized", work, asked.prompt)
         counted = JSONResponse({**self._beside, "input_tokens": len(ids)})
-        return warn(counted, [sentence for _, sentence in asked.warnings])
+        return warn(counted, warnings)
 
     async def _asked(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
         """The request in a body, with its adapter, and what writes its response. Raises BadRequest."""

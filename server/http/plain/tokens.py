@@ -14,6 +14,7 @@ from starlette.routing import Route
 from polarlm.engine import EngineError
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.http.bodies import Endpoints
+from polarlm.server.http.warnings import warn
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
 from polarlm.server.reading.values import LARGEST, array, count, flag, is_empty, text
@@ -58,18 +59,20 @@ class Tokens(Endpoints):
         options = read_options(body, parse_special=self._driver.config.parse_special)
         options = replace(options, continue_final_message=read_continues(body, prompt))
 
+        told: list[str] = []
+
         def work() -> dict[str, Any]:
             engine, most = self._driver.engine, MOST_PIECES if named else MOST_TOKENS
             if isinstance(prompt, str) and not special:
                 ids = engine.tokenize(prompt, control=options.parse_special)
             else:
-                ids = engine.prompt_ids(prompt, options)
+                ids = engine.prompt_ids(prompt, options, told.append)
             if len(ids) > most:
                 raise EngineError(f"the prompt has {len(ids)} tokens, but at most {most} are returned")
             names = [self._tokenizer.token_name(i) for i in ids] if named else None
             return {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
 
-        return JSONResponse(await self._counted(request, "tokenized", work, prompt))
+        return warn(JSONResponse(await self._counted(request, "tokenized", work, prompt)), told)
 
     def _ids(self, content: str, *, add_special: bool, parse_special: bool, with_pieces: bool) -> list[Any]:
         ids = self._tokenizer.tokenize(content, control=parse_special)

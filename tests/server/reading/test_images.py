@@ -15,6 +15,7 @@ import pytest
 
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.reading.messages import read_messages
+from tests.images.test_forms import frames
 from tests.images.test_models import Loaded, picture
 from tests.images.test_reading import slow_jpeg
 from tests.server.http_server import Serving, serving
@@ -116,6 +117,15 @@ def test_images_of_results_stay_and_earlier_ones_that_cannot_be_read_are_left_ou
     assert [sentence for _, sentence in told] == [
         "parts of messages that have no text are left out, of type 'image_url', 'image'"
     ]
+
+
+def test_whoever_sends_an_animation_is_told_that_its_first_picture_is_seen(server: Serving) -> None:
+    chat = user(
+        OPENAI | {"image_url": {"url": f"data:;base64,{base64.b64encode(frames('GIF', 1, 2, mode='L')).decode()}"}}
+    )
+    for path in ("/v1/chat/completions", "/v1/chat/completions/input_tokens", "/tokenize"):
+        warning = server.post(path, {"messages": chat, "max_tokens": 1}).headers["X-PolarLM-Warning"]
+        assert warning == "messages[0].content[0]: this image is animated, and its first picture alone is read", path
 
 
 def test_prompts_with_images_are_counted_and_shown(server: Serving) -> None:
