@@ -10,10 +10,11 @@ from functools import partial
 from os import PathLike
 from typing import Any, cast, overload
 
+from polarlm.engine.completions import Folding
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError
-from polarlm.engine.outputs import Chunk, Completion, Embedding, Score, embedding, fold
+from polarlm.engine.outputs import Chunk, Completion, Embedding, Score, embedding
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.mailbox import Mailbox
 from polarlm.engine.requests.prompts import Batch, Messages, Prompt, as_messages, is_batch, naming, one_prompt
@@ -131,7 +132,9 @@ class AsyncEngine:
     ) -> Completion | list[Completion]:
         """The whole answer, or several; see `Engine.generate`. An error in one prompt cancels the other requests."""
         if not is_batch(prompt):
-            return fold(await self._chunks(cast(Prompt, prompt), params, options, **settings))
+            folding = await asyncio.to_thread(Folding, self.engine, cast(Prompt, prompt), params, options, settings)
+            chunks = await self._chunks(cast(Prompt, prompt), folding.params, options, **folding.settings)
+            return await asyncio.to_thread(folding.fold, chunks)
 
         async def answer(index: int, one: Any) -> Completion:
             with naming(index, len(prompt)):

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast, overload
 
 from polarlm.engine.outputs import Chunk, Completion, fold
 from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.engine.requests.prompts import Batch, Messages, Prompt, as_messages, is_batch
+from polarlm.engine.parsing.tool_answer import ToolAnswer
+from polarlm.engine.requests.answers import Answers
+from polarlm.engine.requests.prompts import Batch, Messages, Prompt, as_messages, is_batch, is_chat
 from polarlm.engine.vectors import Vectors, compute_each
 
 Params = SamplingParams | None  # None: the defaults
 Options = PromptOptions | None
+_OF_STREAM = ("progress", "constraint")  # settings that are no fields of SamplingParams
+
+
+class Folding:
+    """Makes the completion of a prompt's chunks, which `params` and `settings` are for."""
+
+    def __init__(
+        self, engine: Completions, prompt: Prompt, params: Params, options: Options, settings: Mapping[str, Any]
+    ) -> None:
+        """Raises EngineError."""
+        self.params, self.settings = params, settings
+        self._parsed: ToolAnswer | None = None
+        if isinstance(options, PromptOptions) and options.tools and is_chat(prompt):
+            of_stream = {name: value for name, value in settings.items() if name in _OF_STREAM}
+            chosen = {name: value for name, value in settings.items() if name not in _OF_STREAM}
+            self._parsed = ToolAnswer.to(prompt, replace(params or SamplingParams(), **chosen), options, engine.model)
+            self.params, self.settings = self._parsed.params, of_stream
+            self._conversation = partial(engine._answers.conversation, prompt, options.cache_salt)
+            self._begins = not options.continue_final_message
+
+    def fold(self, chunks: Sequence[Chunk]) -> Completion:
+        """The completion, whose ids are kept if it is parsed."""
+        if self._parsed is None:
+            return fold(chunks)
+        return self._parsed.fold(chunks, self._conversation() if self._begins else None)
 
 
 class Completions(Vectors):
     stream: Callable[..., Generator[Chunk, None, None]]
+    _answers: Answers
 
     @overload
     def generate(
@@ -34,13 +64,18 @@ class Completions(Vectors):
         ids, the answers in their order. These are computed together; an error in one prompt, which the message names,
         is raised before any is computed."""
         if not is_batch(prompt):
-            return fold(self.stream(cast(Prompt, prompt), params, options, **settings))
-        return [fold(chunks) for chunks in compute_each(self, [(one, params, options) for one in prompt], **settings)]
+            folding = Folding(self, cast(Prompt, prompt), params, options, settings)
+            return folding.fold(list(self.stream(prompt, folding.params, options, **folding.settings)))
+        prompts = cast(Sequence[Prompt], prompt)
+        each = [Folding(self, one, params, options, settings) for one in prompts]
+        jobs = [(one, folding.params, options) for one, folding in zip(prompts, each, strict=True)]
+        answers = compute_each(self, jobs, **each[0].settings)
+        return [folding.fold(chunks) for folding, chunks in zip(each, answers, strict=True)]
 
     def chat(self, messages: Messages, params: Params = None, options: Options = None, **settings: Any) -> Completion:
         """The answer to a conversation: messages with "role" and "content", or the text of a user's only message.
 
         An assistant message may carry the "token_ids" that it was generated as, so that the prefix cache finds them;
-        recent answers do not need them.
+        recent answers do not need them. With `options.tools` the answer is parsed: see `Completion`.
         """
-        return fold(self.stream(as_messages(messages), params, options, **settings))
+        return cast(Completion, self.generate(as_messages(messages), params, options, **settings))

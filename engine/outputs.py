@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -87,14 +87,18 @@ class Outbox(Protocol):
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer."""
+    """A whole answer. An answer to messages with tools is parsed: its text is without its reasoning and its calls."""
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str
+    finish_reason: str  # as in the last chunk, or "tool_calls" for an answer whose calls are complete
     usage: Usage
     logprobs: tuple[TokenLogprob, ...] = ()  # as in the chunks
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""  # of an answer to messages with tools
+    # Of such an answer: its calls in OpenAI's form, which messages take: {"id", "type", "function": {"name",
+    # "arguments"}}. Arguments are the text of a JSON object, or the beginning of one if the answer is cut off.
+    tool_calls: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

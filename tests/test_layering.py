@@ -141,7 +141,8 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "storage.tiers",
 }
 ROOMS["vectors"] = {"requests"} | TOLD
-ROOMS["completions"] = {"requests", "vectors"} | TOLD
+ROOMS["parsing"] = {"requests", "sampling"} | TOLD
+ROOMS["completions"] = {"parsing", "requests", "vectors"} | TOLD
 ROOMS["engine"] = {
     "completions",
     "loading.assembly",
@@ -154,7 +155,7 @@ ROOMS["engine"] = {
     "storage.sessions",
     "storage.tiers",
 } | TOLD
-ROOMS["async_engine"] = {"engine", "requests", "sampling"} | TOLD
+ROOMS["async_engine"] = {"completions", "engine", "requests", "sampling"} | TOLD
 ROOMS["chat"] = {
     "loading.checks",
     "backends.select",

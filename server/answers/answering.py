@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from polarlm.engine import Chunk, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.errors import ConstraintError
+from polarlm.engine.parsing.answer_parser import AnswerParser, shown_tokens
+from polarlm.engine.parsing.channel_parser import ChannelParser, channel_tokens
+from polarlm.engine.parsing.pieces import Piece, Progress, fold, keep
 from polarlm.engine.requests.answers import Conversation
 from polarlm.engine.requests.prompts import Prompt, is_chat, place_of_answer
 from polarlm.engine.requests.request import Ticket
 from polarlm.engine.sampling.schemas import prepared_for_text
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.errors import LoadError
-from polarlm.server.answers.answer_parser import AnswerParser
-from polarlm.server.answers.call_grammar import CONSTRAIN, Grammar, channel_grammar, functions_of
-from polarlm.server.answers.channel_parser import ChannelParser
-from polarlm.server.answers.pieces import Answer, Piece, Progress, fold
+from polarlm.server.answers.call_grammar import Grammar, channel_grammar, functions_of
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.running.driver import Driver
 
@@ -87,8 +87,9 @@ async def answer(
             ids += chunk.token_ids
             parsed = list(_parsed(chunk, plan.parser, plan.params.stop))
             pieces += parsed
-            if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
-                _keep(conversation, fold(pieces), ids)
+            is_whole = chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off
+            if is_whole and conversation is not None:
+                keep(conversation, fold(pieces), ids)
             for piece in parsed:
                 yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
 
@@ -109,15 +110,13 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     except LoadError as error:
         raise EngineError(str(error)) from None
     tags = None if asked.reasoning == "inline" else reasoning
-    literals = [] if reasoning is None else [reasoning.open, reasoning.close]
     if tags is None and format is None:
-        return _Plan(replace(params, shown_tokens=_control_in(literals, control)))
+        return _Plan(replace(params, shown_tokens=shown_tokens(control, reasoning, None)))
+    shown = shown_tokens(control, reasoning, format)
     names: Sequence[str] = ()
     if asked.tools is not None and format is not None:
         functions = functions_of(asked.tools.callable)
         names = [function.name for function in functions]
-        literals += [format.begin, format.opening, *format.middle, format.closing]
-        literals += [format.between, format.end, format.quote]
         if not params.is_constrained:
             begins = reasoning if place == "before" else None  # a constraint begins behind reasoning that is open
             calls, several = asked.tools.calls, asked.tools.several
@@ -126,7 +125,7 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
         if asked.tools.calls == "none":
             format = None
     parser = AnswerParser(format, names, control, tags, thinks=tags is not None and place == "inside")
-    return _Plan(replace(params, shown_tokens=_control_in(literals, control)), parser)
+    return _Plan(replace(params, shown_tokens=shown), parser)
 
 
 def _schema_of_text(asked: ParsedRequest, params: SamplingParams) -> dict[str, Any] | None:
@@ -141,10 +140,6 @@ def _schema_of_text(asked: ParsedRequest, params: SamplingParams) -> dict[str, A
         raise refusal from None
 
 
-def _control_in(literals: Sequence[str], control: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(token for name, token in control.items() if any(name in literal for literal in literals))
-
-
 def _plan_of_channels(
     channels: Channels, engine: Engine, asked: ParsedRequest, params: SamplingParams, schema: dict[str, Any] | None
 ) -> _Plan:
@@ -157,10 +152,8 @@ def _plan_of_channels(
         text = channel_grammar(channels, format, functions, control, calls=asked.tools.calls, schema=schema)
         params = replace(params, grammar=text)
         names = [] if asked.tools.calls == "none" else [function.name for function in functions]
-    tokens = (*channels.tokens, *(token for token in control if token == CONSTRAIN))
-    shown = tuple(control[name] for name in tokens if name in control)
     parser = ChannelParser(channels, format, names, begun=begun, inline=asked.reasoning == "inline")
-    return _Plan(replace(params, shown_tokens=shown), parser, begun)
+    return _Plan(replace(params, shown_tokens=channel_tokens(channels, control)), parser, begun)
 
 
 def _parsed(chunk: Chunk, parser: AnswerParser | ChannelParser, stops: tuple[str, ...]) -> Iterable[Piece]:
@@ -193,14 +186,3 @@ def _piece(chunk: Chunk, stops: tuple[str, ...]) -> Piece:
         usage=chunk.usage,
         stopped_by=chunk.stopped_by if chunk.stopped_by in stops else None,
     )
-
-
-def _keep(conversation: Conversation | None, answer: Answer, ids: Sequence[int]) -> None:
-    """Keep the ids of an answer with reasoning or calls, which clients send back in another form than its text."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
-    if answer.calls:
-        message["tool_calls"] = [
-            {"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls
-        ]
-    if conversation and (answer.text or answer.calls) and (answer.reasoning or answer.calls):
-        conversation.keep_message(message, ids, reasoned=bool(answer.reasoning))

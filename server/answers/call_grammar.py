@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from polarlm.engine.errors import ConstraintError
+from polarlm.engine.parsing.channel_parser import CONSTRAIN
 from polarlm.engine.sampling.schemas import OPTIONS, prepared
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.server.answers.quoted_grammar import QuotedRules, shared_rules
 
-CONSTRAIN = "<|constrain|>"  # models write it before the type of arguments, templates do not show it
 ID = "[a-zA-Z0-9]{9}"  # the id of a call, if the model writes one
 
 

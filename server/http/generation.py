@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from polarlm.engine import PromptOptions, Usage
+from polarlm.engine.parsing.pieces import Answer, Piece, fold
 from polarlm.server.answers.answering import answer
-from polarlm.server.answers.pieces import Answer, Piece, fold
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import COMMENT, DATA, NOTHING, Event, EventStream, Framing, Pieces, merged, while_there

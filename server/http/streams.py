@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from polarlm.engine import EngineError
-from polarlm.server.answers.pieces import Piece
+from polarlm.engine.parsing.pieces import Piece
 from polarlm.server.http.errors import ApiError, api_error
 from polarlm.server.running.refused import Refused
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polarlm.engine import TokenLogprob, Usage
-from polarlm.server.answers.pieces import Answer, CallStart, Piece
+from polarlm.engine.parsing.pieces import Answer, CallStart, Piece
 from polarlm.server.http.dialects._shared import Places, arguments_of, members
 from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.generation import Writer

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.routing import Route
 
 from polarlm.engine import Usage
-from polarlm.server.answers.pieces import Answer, Piece
+from polarlm.engine.parsing.pieces import Answer, Piece
 from polarlm.server.http.dialects._shared import Places, arguments_of, known, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer

@@ -15,10 +15,10 @@ from starlette.routing import Route
 from polarlm.engine import SamplingParams, TokenLogprob, Usage
 from polarlm.engine.cli.flags import release
 from polarlm.engine.params import OPTIONS
+from polarlm.engine.parsing.pieces import Answer, Piece
 from polarlm.engine.requests.prompts import chat_text
 from polarlm.engine.sampling.sample import CHAIN, resolve
 from polarlm.model_loaders import Model
-from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer

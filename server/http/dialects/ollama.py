@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from polarlm.engine.params import OPTIONS
+from polarlm.engine.parsing.pieces import Answer, Call, Piece
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.model_loaders.forks import cached_property
-from polarlm.server.answers.pieces import Answer, Call, Piece
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.described import NEVER, head, listed, ollama_version, shown
 from polarlm.server.http.dialects._shared import Places, arguments_of, known, located, members, read_own, refuse

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from polarlm.engine import EngineError
-from polarlm.server.answers.pieces import Piece
+from polarlm.engine.parsing.pieces import Piece
 from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter, read_choice, tools_of
 from polarlm.server.http.dialects._shared import Places, known, located, members, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error

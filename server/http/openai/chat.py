@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from polarlm.server.answers.pieces import Answer, Piece
+from polarlm.engine.parsing.pieces import Answer, Piece
 from polarlm.server.http.generation import About, Endpoint
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.openai.shapes import ChoicesWriter

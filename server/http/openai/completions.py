@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+from polarlm.engine.parsing.pieces import Answer, Piece
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.sampling.detokenizer import Detokenizer
 from polarlm.model_loaders.tokenizers import Tokenizer
-from polarlm.server.answers.pieces import Answer, Piece
 from polarlm.server.http.generation import About, Endpoint
 from polarlm.server.http.openai.logprobs import TextLogprobs
 from polarlm.server.http.openai.shapes import ChoicesWriter

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from polarlm.engine import TokenLogprob, Usage
-from polarlm.server.answers.pieces import Answer, Piece, Progress
+from polarlm.engine.parsing.pieces import Answer, Piece, Progress
 from polarlm.server.http.generation import Writer
 from polarlm.server.http.openai.logprobs import Logprobs
 from polarlm.server.http.streams import Event

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polarlm.engine.parsing.answer_parser import AnswerParser
+from polarlm.engine.parsing.pieces import Piece
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.model_loaders.chat.templates import ChatTemplate
-from polarlm.server.answers.answer_parser import AnswerParser
-from polarlm.server.answers.pieces import Piece
 from tests import call_templates
 from tests.pairs import in_turn
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from polarlm.engine import Chunk, Engine, Usage
+from polarlm.engine.parsing.answer_parser import AnswerParser
+from polarlm.engine.parsing.pieces import Piece, fold
 from polarlm.engine.requests.prompts import is_chat
-from polarlm.server.answers.answer_parser import AnswerParser
 from polarlm.server.answers.answering import _parsed
-from polarlm.server.answers.pieces import Piece, fold
 from polarlm.server.http.generation import About
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polarlm.engine import Chunk, Engine, SamplingParams, Usage
+from polarlm.engine.parsing.pieces import CallStart, Piece, fold
 from polarlm.server.answers.answering import answer
-from polarlm.server.answers.pieces import CallStart, Piece, fold
 from polarlm.server.http.openai.chat import ChatWriter
 from polarlm.server.http.openai.shapes import usage
 from polarlm.server.reading.parameters import ParsedRequest, read

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine.errors import ConstraintError
+from polarlm.engine.parsing.answer_parser import QuotedArguments
 from polarlm.model_loaders.chat.call_arguments import quoted
 from polarlm.model_loaders.chat.call_format import CallFormat
-from polarlm.server.answers.answer_parser import QuotedArguments
 from polarlm.server.answers.call_grammar import Grammar, functions_of
 from tests.call_templates import GEMMA
 from tests.pairs import in_turn

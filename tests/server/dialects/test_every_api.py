@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from polarlm.engine import Engine, Usage
-from polarlm.server.answers.pieces import CallStart, Piece, fold
+from polarlm.engine.parsing.pieces import CallStart, Piece, fold
 from polarlm.server.http.generation import About
 from tests.pairs import in_turn
 from tests.server.answers.test_http_tools import WEATHER

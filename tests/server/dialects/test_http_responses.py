@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from polarlm.server.answers.pieces import fold
+from polarlm.engine.parsing.pieces import fold
 from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter
 from polarlm.server.http.warnings import HEADER
 from tests.lazily import openai

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
+from polarlm.engine.parsing.pieces import CallStart, Piece
 from polarlm.engine.sampling.detokenizer import overlap
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.reasoning import Tags
-from polarlm.server.answers.pieces import CallStart, Piece
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _LONGEST_ID = 64
@@ -23,6 +23,15 @@ _LONGEST_ID = 64
 def new_id() -> str:
     """The id of a call: 9 letters and digits, the length that some templates insist on."""
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+
+
+def shown_tokens(control: Mapping[str, int], tags: Tags | None, format: CallFormat | None) -> tuple[int, ...]:
+    """The control tokens that a parser has to see in the text. control: name → id."""
+    literals = [] if tags is None else [tags.open, tags.close]
+    if format is not None:
+        literals += [format.begin, format.opening, *format.middle, format.closing]
+        literals += [format.between, format.end, format.quote]
+    return tuple(token for name, token in control.items() if any(name in literal for literal in literals))
 
 
 class AnswerParser:

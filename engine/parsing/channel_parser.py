@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
+from polarlm.engine.parsing.answer_parser import new_id
+from polarlm.engine.parsing.pieces import CallStart, Piece
 from polarlm.engine.sampling.channel_reader import ChannelReader, Inline, Part
 from polarlm.model_loaders.chat.call_arguments import json_object
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
-from polarlm.server.answers.answer_parser import new_id
-from polarlm.server.answers.pieces import CallStart, Piece
+
+CONSTRAIN = "<|constrain|>"  # models write it before the type of arguments, templates do not show it
+
+
+def channel_tokens(channels: Channels, control: Mapping[str, int]) -> tuple[int, ...]:
+    """The control tokens that a parser has to see in the text. control: name → id."""
+    return tuple(control[name] for name in (*channels.tokens, CONSTRAIN) if name in control)
 
 
 class ChannelParser:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from polarlm.engine import TokenLogprob, Usage
+from polarlm.engine.outputs import TokenLogprob, Usage
+from polarlm.engine.requests.answers import Conversation
 
 
 @dataclass(frozen=True)
@@ -87,3 +89,14 @@ def fold(pieces: Iterable[Piece]) -> Answer:
         prompt_ids=next((piece.prompt_ids for piece in parts if piece.prompt_ids), ()),
         prompt_logprobs=next((piece.prompt_logprobs for piece in parts if piece.prompt_logprobs), ()),
     )
+
+
+def keep(conversation: Conversation, answer: Answer, ids: Sequence[int]) -> None:
+    """Keep the ids of an answer with reasoning or calls, which clients send back in another form than its text."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if answer.calls:
+        message["tool_calls"] = [
+            {"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls
+        ]
+    if (answer.text or answer.calls) and (answer.reasoning or answer.calls):
+        conversation.keep_message(message, ids, reasoned=bool(answer.reasoning))

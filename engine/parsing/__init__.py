@@ -1,0 +1,1 @@
+"""The text of an answer becomes pieces: text, reasoning, and calls of tools."""
