@@ -21,6 +21,7 @@ from polarlm.model_loaders.recent import Recent
 Messages = list[dict[str, Any]]
 
 _SYSTEM = ("system", "developer")
+_WORD = re.compile(r"alpha\d+text")  # in place of a text
 _REPEATS = re.compile(r"(.{1,8}?)\1{3,}", re.DOTALL)
 MOST_SHAPES = 256  # conversation shapes whose changes are kept
 _LOST = "this model's chat template leaves out the text of a message"
@@ -105,7 +106,7 @@ def _needed(
             continue
         tried.append(shown)
         (text,) = template.render_each([shown], **variables)
-        lost = sum(word not in text for word in words) if isinstance(text, str) else len(words) + 1
+        lost = len(words) + 1 if not isinstance(text, str) else len({*words}.difference(_WORD.findall(text)))
         if lost < least:
             best, least = choice, lost
         if not lost:
@@ -118,11 +119,12 @@ def _brief(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[list[
     shapes = [[one["role"], bool(one["content"].strip()), len(_calls(one))] for one in messages]
     letters: dict[str, str] = {}
     written = "".join(letters.setdefault(str(shape), chr(len(letters))) for shape in shapes)
-    kept = list(range(len(messages)))
+    is_kept = [True] * len(messages)
     for repeat in _REPEATS.finditer(written):
         rounds = len(repeat[0]) // len(repeat[1])
         cut = range(repeat.start() + len(repeat[1]) * (2 + rounds % 2), repeat.end())  # what is even stays even
-        kept = [at for at in kept if at not in cut]
+        is_kept[cut.start : cut.stop] = [False] * len(cut)
+    kept = [at for at, stays in enumerate(is_kept) if stays]
     return kept, [shapes[at] for at in kept]
 
 

@@ -68,6 +68,7 @@ class Driver:
         self.closing = False  # whether new requests are refused because the server is closing
         self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
         self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # apart: texts delay no prompt
+        self._chat_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="chats")  # apart: they wait for a template
         # A request whose constraint is compiled or whose images are decoded waits in a thread: each may need one.
         most = sum(queue.room for queue in self._queues)
         self._waiting_pool = ThreadPoolExecutor(most, thread_name_prefix="waiting")
@@ -92,7 +93,7 @@ class Driver:
         self.closing = True
         self._end_all(refused.closing())
         await self._loop.run_in_executor(None, self._thread.stop)
-        for pool in (self._pool, self._text_pool, self._waiting_pool):
+        for pool in (self._pool, self._text_pool, self._chat_pool, self._waiting_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         if not await self._loop.run_in_executor(None, self._disk.stop, _LAST_SECONDS):
             _LOG.warning(
@@ -296,7 +297,8 @@ class Driver:
     async def counted(self, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
         """The result of `work`, run in a thread for texts and counted as `outcome`. prompt: what it reads, for which
         it may have to wait. Raises Refused or EngineError. Cancelling the task that waits cancels the request."""
-        pool = self._waiting_pool if _has_images(prompt) else self._text_pool
+        pool = self._chat_pool if is_chat(prompt) else self._text_pool
+        pool = self._waiting_pool if _has_images(prompt) else pool
         return await self._counted(self._texts, pool.submit, outcome, work)
 
     async def _counted(

@@ -87,8 +87,9 @@ class _Server(Endpoints):
         """{"messages"} → {"prompt"}: the messages as the model's template writes them, with marks of images."""
         engine, body = self._driver.engine, await self._body(request)
         asked, _ = ChatCompletions().read(body, self._driver.about)
-        work = partial(chat_text, _marked(asked.prompt), engine.model, asked.options)
-        shown = JSONResponse({"prompt": await self._counted(request, "templated", work)})
+        marked = _marked(asked.prompt)
+        work = partial(chat_text, marked, engine.model, asked.options)
+        shown = JSONResponse({"prompt": await self._counted(request, "templated", work, marked)})
         return warn(shown, [sentence for _, sentence in asked.warnings])
 
     async def adapters(self, _request: Request) -> Response:

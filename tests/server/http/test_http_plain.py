@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,28 @@ def test_vllms_names_are_taken(shared: Serving, monkeypatch: pytest.MonkeyPatch)
     assert reply["token_strs"][0] == "<s>"
     bare = shared.post("/tokenize", {"prompt": "the rain", "add_special_tokens": False}).json()
     assert (bare["tokens"], bare["token_strs"]) == (ids, None)
+
+
+def test_texts_are_tokenized_while_chats_wait_for_their_template(
+    shared: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, begun, goes_on = shared.engine.model.template._process, list[Any](), threading.Event()
+    ask = process.ask
+
+    def late(request: Any) -> Any:
+        begun.append(request)
+        assert goes_on.wait(PATIENCE)
+        return ask(request)
+
+    monkeypatch.setattr(process, "ask", late)
+    chat = {"messages": [{"role": "user", "content": "the"}]}
+    with ThreadPoolExecutor(8) as threads:
+        paths = ("/tokenize", "/apply-template") * 4
+        chats = [threads.submit(shared.post, path, chat) for path in paths]
+        eventually(lambda: len(begun) >= 4)
+        assert shared.post("/tokenize", {"content": "the"}).status_code == 200
+        goes_on.set()
+        assert all(one.result(PATIENCE).status_code == 200 for one in chats)
 
 
 def test_messages_are_tokenized_as_for_an_answer(shared: Serving) -> None:
