@@ -68,6 +68,8 @@ class Chunk:
     finish_reason: str | None = None  # on the last chunk: "stop", "length" or "cancelled"
     usage: Usage | None = None  # on the last chunk
     stopped_by: str | None = None  # on the last chunk: the stop string before which the answer ends
+    # On the last chunk: a sentence for each thing of the messages that was left out or put otherwise, as of images.
+    warnings: tuple[str, ...] = ()
     prefilled: int = 0  # progress of the prefill: tokens done, of prompt_tokens
     prompt_tokens: int = 0
     cached_tokens: int = 0  # with `prefilled`: how many prefilled tokens were found in the KV store
@@ -95,6 +97,7 @@ class Completion:
     usage: Usage
     logprobs: tuple[TokenLogprob, ...] = ()  # as in the chunks
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    warnings: tuple[str, ...] = ()  # as in the last chunk
     reasoning: str = ""  # of an answer to messages with tools
     # Of such an answer: its calls in OpenAI's form, which messages take: {"id", "type", "function": {"name",
     # "arguments"}}. Arguments are the text of a JSON object, or the beginning of one if the answer is cut off.
@@ -119,7 +122,7 @@ def fold(chunks: Iterable[Chunk]) -> Completion:
     logprobs = tuple(token for piece in pieces for token in piece.logprobs)
     prompt_logprobs = tuple(token for piece in pieces for token in piece.prompt_logprobs)
     text = "".join(piece.text for piece in pieces)
-    return Completion(text, ids, last.finish_reason, last.usage, logprobs, prompt_logprobs)
+    return Completion(text, ids, last.finish_reason, last.usage, logprobs, prompt_logprobs, last.warnings)
 
 
 def embedding(chunks: Iterable[Chunk]) -> Embedding | None:

@@ -291,7 +291,8 @@ class Request:
                 self.conversation.keep(self.sequence.ids[len(self.sequence.prompt) :])
         self.sequence.finish_reason = reason
         stopped_by = self._stop_filter.stopped_by
-        self.outbox.append(replace(last, text=text, finish_reason=reason, usage=self.usage(), stopped_by=stopped_by))
+        ended = replace(last, finish_reason=reason, usage=self.usage(), warnings=tuple(self.warnings))
+        self.outbox.append(replace(ended, text=text, stopped_by=stopped_by))
 
     def fail(self, error: Exception) -> None:
         """Fail the request: its outbox gets the exception instead of a last chunk."""

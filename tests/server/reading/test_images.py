@@ -27,6 +27,7 @@ DATA = base64.b64encode(FILE).decode()
 URL = f"data:image/png;base64,{DATA}"
 IMAGE, TEXT = {"type": "image", "image": FILE}, {"type": "text", "text": "What is it?"}
 OPENAI = {"type": "image_url", "image_url": {"url": URL}}
+ANIMATED = "messages[0].content[0]: this image is animated, and its first picture alone is read"
 ANTHROPIC = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
 
 
@@ -120,12 +121,12 @@ def test_images_of_results_stay_and_earlier_ones_that_cannot_be_read_are_left_ou
 
 
 def test_whoever_sends_an_animation_is_told_that_its_first_picture_is_seen(server: Serving) -> None:
-    chat = user(
-        OPENAI | {"image_url": {"url": f"data:;base64,{base64.b64encode(frames('GIF', 1, 2, mode='L')).decode()}"}}
-    )
+    file = frames("GIF", 1, 2, mode="L")
+    chat = user(OPENAI | {"image_url": {"url": f"data:;base64,{base64.b64encode(file).decode()}"}})
     for path in ("/v1/chat/completions", "/v1/chat/completions/input_tokens", "/tokenize"):
         warning = server.post(path, {"messages": chat, "max_tokens": 1}).headers["X-PolarLM-Warning"]
-        assert warning == "messages[0].content[0]: this image is animated, and its first picture alone is read", path
+        assert warning == ANIMATED, path
+    assert server.engine.chat(user(IMAGE | {"image": file}), max_tokens=1).warnings == (ANIMATED,)
 
 
 def test_prompts_with_images_are_counted_and_shown(server: Serving) -> None:
