@@ -91,12 +91,12 @@ def fold(pieces: Iterable[Piece]) -> Answer:
     )
 
 
-def keep(conversation: Conversation, answer: Answer, ids: Sequence[int]) -> None:
+def keep(conversation: Conversation | None, answer: Answer, ids: Sequence[int]) -> None:
     """Keep the ids of an answer with reasoning or calls, which clients send back in another form than its text."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.calls:
         message["tool_calls"] = [
             {"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls
         ]
-    if (answer.text or answer.calls) and (answer.reasoning or answer.calls):
+    if conversation and (answer.text or answer.calls) and (answer.reasoning or answer.calls):
         conversation.keep_message(message, ids, reasoned=bool(answer.reasoning))

@@ -55,7 +55,7 @@ class ToolAnswer:
         parts = [*self._parser.push(whole.text), *self._parser.finish(cut=cut, next=last.stopped_by or "")]
         answer = pieces.fold([*parts, Piece(finish_reason=whole.finish_reason, usage=last.usage)])
         is_whole = not self._parser.is_cut_off and whole.finish_reason == "stop"
-        if conversation is not None and is_whole and last.stopped_by is None:
+        if is_whole and last.stopped_by is None:
             pieces.keep(conversation, answer, whole.token_ids)
         calls = tuple(
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -87,8 +87,7 @@ async def answer(
             ids += chunk.token_ids
             parsed = list(_parsed(chunk, plan.parser, plan.params.stop))
             pieces += parsed
-            is_whole = chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off
-            if is_whole and conversation is not None:
+            if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
                 keep(conversation, fold(pieces), ids)
             for piece in parsed:
                 yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece

@@ -16,20 +16,21 @@ from typing import Any, TypeVar
 from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.async_engine import EngineThread
 from polarlm.engine.outputs import Outbox, Status, embedding
-from polarlm.engine.requests.prompts import Prompt, is_chat, read_until
+from polarlm.engine.requests.prompts import Prompt, read_until
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.parameters import About
 from polarlm.server.running import journal, refused
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job, Worker
+from polarlm.server.running.readers import Readers, has_images
 from polarlm.server.running.refused import Refused, for_clients
 from polarlm.server.running.sessions import Saved, SessionFolder
 
 T = TypeVar("T")
 Submit = Callable[..., Ticket]
 _LOG = logging.getLogger(__name__)
-_TOKENIZERS = 4  # threads that tokenize prompts, and as many for texts; a template may be slow
+_TEXTS = 4  # texts that are counted at a time
 _TOGETHER = 256  # most requests of a job that wait in the engine's queue together
 _LAST_SECONDS = 5.0  # time for a session that is being saved when the server ends
 
@@ -63,15 +64,10 @@ class Driver:
         self.room = engine.config.parallel + config.max_queue  # answers that may wait or be computed at the same time
         self._answers = _Queue(self.room)
         self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs delays only sessions
-        self._texts = _Queue(_TOKENIZERS + config.max_queue)  # apart: texts generate nothing
+        self._texts = _Queue(_TEXTS + config.max_queue)  # apart: texts generate nothing
         self._queues = (self._answers, self._transfers, self._texts)
         self.closing = False  # whether new requests are refused because the server is closing
-        self._pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="prompts")
-        self._text_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="texts")  # apart: texts delay no prompt
-        self._chat_pool = ThreadPoolExecutor(_TOKENIZERS, thread_name_prefix="chats")  # apart: they wait for a template
-        # A request whose constraint is compiled or whose images are decoded waits in a thread: each may need one.
-        most = sum(queue.room for queue in self._queues)
-        self._waiting_pool = ThreadPoolExecutor(most, thread_name_prefix="waiting")
+        self._readers = Readers(sum(queue.room for queue in self._queues))
         self._disk = Worker("sessions")
 
     async def start(self) -> None:
@@ -93,8 +89,7 @@ class Driver:
         self.closing = True
         self._end_all(refused.closing())
         await self._loop.run_in_executor(None, self._thread.stop)
-        for pool in (self._pool, self._text_pool, self._chat_pool, self._waiting_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._readers.stop()
         if not await self._loop.run_in_executor(None, self._disk.stop, _LAST_SECONDS):
             _LOG.warning(
                 "a session was being saved or loaded when the server ended, and the disk did not finish in time"
@@ -178,7 +173,7 @@ class Driver:
                     number, chunk = await self._next(job)
                     self._totals.count(chunk, job)
                     chunks[number].append(chunk)
-                written += await self._aside(lambda: list(map(written_of, chunks)), self._pool)  # noqa: B023
+                written += await self._aside(lambda: list(map(written_of, chunks)), self._readers.of(""))  # noqa: B023
             job.outcome = outcome
         return written
 
@@ -239,7 +234,7 @@ class Driver:
 
         job.entry.prompt = prompt if self.config.log_prompts else None
         try:
-            ticket = await self._aside(submit, self._waiting_pool if compiles or _has_images(prompt) else self._pool)
+            ticket = await self._aside(submit, self._readers.waiting if compiles else self._readers.of(prompt))
         except EngineError:
             if job.closed:  # ended while its constraint was compiled: raises the reason for that
                 await self._next(job)
@@ -257,7 +252,7 @@ class Driver:
             return self.engine.save_session(file, prompt=prompt, options=options, progress=limit)
 
         # Other sessions do not wait until its images are decoded, which the engine remembers.
-        before = partial(self.engine.prompt_ids, prompt, options) if _has_images(prompt) else None
+        before = partial(self.engine.prompt_ids, prompt, options) if has_images(prompt) else None
         return await self._on_disk("saved", save, before)
 
     async def load_session(self, name: str, cache_salt: str = "") -> int:
@@ -295,11 +290,9 @@ class Driver:
         return await self._aside(self.engine.status, None)  # slow templates may hold all threads of a pool
 
     async def counted(self, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
-        """The result of `work`, run in a thread for texts and counted as `outcome`. prompt: what it reads, for which
-        it may have to wait. Raises Refused or EngineError. Cancelling the task that waits cancels the request."""
-        pool = self._chat_pool if is_chat(prompt) else self._text_pool
-        pool = self._waiting_pool if _has_images(prompt) else pool
-        return await self._counted(self._texts, pool.submit, outcome, work)
+        """The result of `work`, run in a thread and counted as `outcome`. prompt: what it reads. Raises Refused or
+        EngineError. Cancelling the task that waits cancels the request."""
+        return await self._counted(self._texts, self._readers.of(prompt, "counts").submit, outcome, work)
 
     async def _counted(
         self,
@@ -312,7 +305,7 @@ class Driver:
         """before: what is called first, in a thread that may wait."""
         with self._job(queue) as job:
             if before is not None:
-                self._waiting_pool.submit(partial(job.do, before))
+                self._readers.waiting.submit(partial(job.do, before))
                 await self._next(job)
             submit(partial(job.do, work))
             result: T = await self._next(job)
@@ -325,7 +318,3 @@ class Driver:
             return await self._loop.run_in_executor(pool, function)
         except Exception as error:
             raise for_clients(error) from None
-
-
-def _has_images(prompt: Prompt) -> bool:
-    return is_chat(prompt) and any(isinstance(message.get("content"), list) for message in prompt)

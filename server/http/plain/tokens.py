@@ -48,7 +48,7 @@ class Tokens(Endpoints):
         usual = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
         options = {name: flag(name, body.get(name, value)) for name, value in usual.items()}
         work = partial(self._ids, content, **options)
-        return JSONResponse({"tokens": await self._counted(request, "tokenized", work)})
+        return JSONResponse({"tokens": await self._counted(request, "tokenized", work, content)})
 
     async def _tokenize_as_vllm(self, request: Request, body: dict[str, Any]) -> Response:
         """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}. Without
@@ -87,7 +87,7 @@ class Tokens(Endpoints):
         """{"tokens": [ids]} → {"content": text}, with names of control tokens, as at llama-server."""
         tokens = array("tokens", (await self._body(request)).get("tokens"), "an array of token ids")
         ids = [count(f"tokens[{index}]", token, 0, LARGEST) for index, token in enumerate(tokens)]
-        return JSONResponse({"content": await self._counted(request, "detokenized", lambda: self._text(ids))})
+        return JSONResponse({"content": await self._counted(request, "detokenized", lambda: self._text(ids), ids)})
 
     def _text(self, tokens: Sequence[int]) -> str:
         """The text of the tokens. Raises EngineError if it is longer than a request's body: tokens can be long."""

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from polarlm.engine import Engine
 from polarlm.server.http.plain import tokens as tokens_of_texts
+from polarlm.server.running import readers
 from tests.pairs import in_turn
 from tests.server.http_server import Serving, serving
 from tests.server.lines import PATIENCE, eventually
@@ -284,26 +285,36 @@ def test_vllms_names_are_taken(shared: Serving, monkeypatch: pytest.MonkeyPatch)
     assert (bare["tokens"], bare["token_strs"]) == (ids, None)
 
 
-def test_texts_are_tokenized_while_chats_wait_for_their_template(
+def test_no_text_waits_for_chats_and_no_usual_chat_for_long_ones(
     shared: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process, begun, goes_on = shared.engine.model.template._process, list[Any](), threading.Event()
     ask = process.ask
 
     def late(request: Any) -> Any:
-        begun.append(request)
-        assert goes_on.wait(PATIENCE)
+        if "rain" in str(request):
+            begun.append(request)
+            assert goes_on.wait(PATIENCE)
         return ask(request)
 
     monkeypatch.setattr(process, "ask", late)
-    chat = {"messages": [{"role": "user", "content": "the"}]}
-    with ThreadPoolExecutor(8) as threads:
-        paths = ("/tokenize", "/apply-template") * 4
-        chats = [threads.submit(shared.post, path, chat) for path in paths]
-        eventually(lambda: len(begun) >= 4)
-        assert shared.post("/tokenize", {"content": "the"}).status_code == 200
-        goes_on.set()
-        assert all(one.result(PATIENCE).status_code == 200 for one in chats)
+    body: dict[str, Any] = {"max_tokens": 1, "cache_prompt": False}
+    chat, others = ([{"role": "user", "content": text}] for text in ("rain", "the"))
+    paths = ("/v1/chat/completions", "/tokenize", "/apply-template", "/v1/messages/count_tokens")
+    for most, free in ((1 << 18, ()), (1, paths)):  # what is long, and where usual chats go on
+        begun.clear()
+        goes_on.clear()
+        monkeypatch.setattr(readers, "_LONG", most)
+        with ThreadPoolExecutor(16) as threads:
+            waiting = [threads.submit(shared.post, path, body | {"messages": chat}) for path in paths * 4]
+            eventually(lambda: len(begun) == 8)  # in all threads that take them
+            assert shared.post("/tokenize", {"content": "t"}).status_code == 200
+            assert shared.post("/v1/completions", body | {"prompt": "t"}).status_code == 200
+            monkeypatch.setattr(readers, "_LONG", 1 << 18)
+            for path in free:
+                assert shared.post(path, body | {"messages": others}).status_code == 200
+            goes_on.set()
+            assert all(one.result(PATIENCE).status_code == 200 for one in waiting)
 
 
 def test_messages_are_tokenized_as_for_an_answer(shared: Serving) -> None:

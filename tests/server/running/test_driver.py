@@ -17,8 +17,9 @@ from polarlm.engine.outputs import fold
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
 from polarlm.server.running.counters import Totals
-from polarlm.server.running.driver import _TOKENIZERS, Driver
+from polarlm.server.running.driver import Driver
 from polarlm.server.running.job import Job, Worker
+from polarlm.server.running.readers import _THREADS
 from polarlm.server.running.refused import Refused
 from tests.server.lines import PATIENCE
 
@@ -102,7 +103,7 @@ async def slow_prompts(driver: Driver, tiny: Engine, prompt: Any) -> AsyncIterat
         async with aclosing(driver.stream(prompt, greedy(), submit=slow)) as chunks:
             return fold([chunk async for chunk in chunks])
 
-    answers = [asyncio.create_task(answer()) for _ in range(_TOKENIZERS)]
+    answers = [asyncio.create_task(answer()) for _ in range(_THREADS)]
     for _ in answers:
         await asyncio.to_thread(waiting.acquire)
     try:

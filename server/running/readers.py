@@ -1,0 +1,45 @@
+"""The threads that read prompts. A prompt gets one of a pool of its kind: it waits for none that takes longer."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+from polarlm.engine.requests.prompts import Prompt, is_chat
+
+_THREADS = 4  # of a pool: more would take the event loop's time
+_LONG = 1 << 18  # characters; a prompt that has more takes seconds
+_MESSAGE = 128  # characters that take as long as a message
+
+
+class Readers:
+    """Pools of threads. Those that wait for a template or for long prompts are apart, and so are those that only count:
+    texts delay no answer."""
+
+    def __init__(self, waiting: int) -> None:
+        """waiting: requests that may wait for constraints to be compiled and images to be decoded, each in a thread."""
+        kinds = product(("answers", "counts"), ("texts", "chats", "long"))
+        self._pools = {kind: ThreadPoolExecutor(_THREADS, thread_name_prefix="-".join(kind)) for kind in kinds}
+        self.waiting = ThreadPoolExecutor(waiting, thread_name_prefix="waiting")
+
+    def of(self, prompt: Prompt, use: str = "answers") -> ThreadPoolExecutor:
+        """The pool that a prompt is read in. use: "answers" or "counts"."""
+        if has_images(prompt):
+            return self.waiting
+        return self._pools[use, "long" if _size(prompt) > _LONG else "chats" if is_chat(prompt) else "texts"]
+
+    def stop(self) -> None:
+        """Take no more prompts; return at once."""
+        for pool in (*self._pools.values(), self.waiting):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def has_images(prompt: Prompt) -> bool:
+    return is_chat(prompt) and any(isinstance(message.get("content"), list) for message in prompt)
+
+
+def _size(prompt: Prompt) -> int:
+    """How long it takes to read a prompt, in characters."""
+    if not is_chat(prompt):
+        return len(prompt)
+    return sum(_MESSAGE + len(str(message.get("content") or "")) for message in prompt)
