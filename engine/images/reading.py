@@ -36,7 +36,7 @@ _WORKER = Path(__file__).with_name("worker.py")
 _MOST_PIXELS = 1 << 26  # of a file: 192 MB decoded
 # Seconds of processor time for a file. One that takes longer is decoded again, in a process that has other such files
 # alone: so a usual photo waits for short turns.
-_TURNS = (0.5, 3.0, 10.0)
+_TURNS = (0.3, 2.0, 10.0)
 _PIXELS = 2  # which pixels a file has here: kept blocks were computed from them
 _REFUSED_SECONDS = 60.0  # in which a file that took too long is not tried again: a conversation sends it at each turn
 _KEPT_REFUSED = 512
