@@ -23,7 +23,7 @@ struct polarpair : NormsInCodes<L> {
     using Pairs = PairTable<PairLayout>;
 
     static __device__ __forceinline__ uint4 piece(const unsigned char *tables, int row, int, int) {
-        const unsigned point = __ldg(reinterpret_cast<const unsigned *>(tables) + (row >> (8 - L::BITS)));
+        const unsigned point = reinterpret_cast<const unsigned *>(tables)[row >> (8 - L::BITS)];
         return make_uint4(point, point, point, point);
     }
 

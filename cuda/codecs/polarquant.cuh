@@ -36,7 +36,7 @@ struct polarquant : NormsInCodes<L> {
         const unsigned *const points = reinterpret_cast<const unsigned *>(tables);
         unsigned own[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) own[i] = __ldg(points + (L::VALUES ? number % 4 : i) * 256 + row);
+        for (int i = 0; i < 4; ++i) own[i] = points[(L::VALUES ? number % 4 : i) * 256 + row];
         return make_uint4(own[0], own[1], own[2], own[3]);
     }
 
