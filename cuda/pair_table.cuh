@@ -9,7 +9,7 @@
 template <class L>
 struct PairTable {
     static constexpr int ROWS = L::ROWS, PAIR_ROWS = L::BITS == 16 ? 0 : 256;
-    static constexpr bool NORMED = true, QUANTIZED = true, RANDOM_ACCESS = false;
+    static constexpr bool NORMED = true, QUANTIZED = true, RANDOM_ACCESS = false, BY_GROUPS = false;
     static constexpr bool PATHS = false, ROUNDED = true;
     static constexpr int WIDTH = L::WIDTH, POINTS = L::POINTS, POINTS_F32 = L::POINTS_F32;
 

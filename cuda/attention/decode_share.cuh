@@ -118,8 +118,15 @@ __device__ __forceinline__ void attend_share(const Target &target, const Sums &s
                 const int number = min(lane, work.count - 1);
                 const unsigned own = pools.record(work.quantized.ids[work.first + number], work.columns.kv_head);
                 const unsigned record = __shfl_sync(ALL_LANES, own, 0);
-                codes.keys.load(pools.key(record), 0, lane);
-                if constexpr (!ONE_SIDE_AT_A_TIME) codes.values.load(pools.value(record), 0, lane);
+                if constexpr (BY_GROUPS) {
+#pragma unroll
+                    for (int group = 0; group < AHEAD; ++group)
+                        load_group(codes.keys, pools.key(record), 0, lane, group);
+                    expect_part({record, 0, 0}, pools, lane);
+                } else {
+                    codes.keys.load(pools.key(record), 0, lane);
+                    if constexpr (!ONE_SIDE_AT_A_TIME) codes.values.load(pools.value(record), 0, lane);
+                }
                 if (number == lane) {
                     expect_norms<KeyCodec, KeyLayout>(pools.key(own));
                     expect_norms<ValueCodec, ValueLayout>(pools.value(own));
@@ -137,13 +144,14 @@ __device__ __forceinline__ void attend_share(const Target &target, const Sums &s
 #pragma unroll 1
     for (;;) {
         state.start(queries, scale * LOG2_E);
-        const int lane = threadIdx.x % 32;
         if constexpr (!ALL_FULL) {
+            const int lane = threadIdx.x % 32;
             const Work work = Work::find(plan, chunks);
             const BlockMask block_mask(plan, work, work.mask(plan.window, lane));
             attend_blocks(state, codes, plan, chunks, work.count, block_mask, pools, shared, lane);
         }
         {
+            const int lane = thread_read_anew() % 32;
             const Work work = Work::find(plan, chunks);
             attend_full(state, work, work.mask(plan.window, lane), pools, lane);
         }

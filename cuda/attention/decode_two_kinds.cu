@@ -57,7 +57,7 @@ decode_two_kinds_kernel(TO *out, float *acc, float *ml, int *counts, const float
     wait_for_previous();
     DYNAMIC_SHARED(unsigned char, dynamic);
     unsigned char *const shared = coarser::at_known_address(dynamic);
-    int *const memory = reinterpret_cast<int *>(shared + SHARED), cells = sequences * kv_heads * chunks;
+    int *const memory = reinterpret_cast<int *>(shared + SHARED);
     const finer::Plan of_finer(memory, spans, span_stride, sequences, kv_heads, window);
     const coarser::Plan of_others(memory, spans, span_stride, sequences, kv_heads, window);
     if (threadIdx.x < 32)
@@ -66,14 +66,15 @@ decode_two_kinds_kernel(TO *out, float *acc, float *ml, int *counts, const float
         of_others.expect_spans(reinterpret_cast<int *>(shared), SHARED / 4);
     __syncthreads();
     if (blockIdx.x >= of_others.share[2]) {
-        coarser::attend_share({out, factors, before, after, sink_scores}, {acc, reinterpret_cast<float2 *>(ml), cells},
-                              counts, q, {keys, values, full_k, full_v, kv_heads}, tables, of_others, shared, chunks,
-                              scale);
+        const coarser::Sums sums = {acc, reinterpret_cast<float2 *>(ml), sequences * kv_heads * chunks};
+        coarser::attend_share({out, factors, before, after, sink_scores}, sums, counts, q,
+                              {keys, values, full_k, full_v, kv_heads}, tables, of_others, shared, chunks, scale);
         return;
     }
-    const long long sums = (2ll * cells + gridDim.x) * finer::HEADS;
-    finer::attend_share({out, factors, before, after, sink_scores},
-                        {acc + sums * finer::DP, reinterpret_cast<float2 *>(ml) + sums, cells},
-                        counts + cells * finer::HEADS, q, {finer_keys, finer_values, full_k, full_v, kv_heads},
-                        {finer_key_tables, finer_value_tables}, of_finer, shared, chunks, scale);
+    const int cells = sequences * kv_heads * chunks;
+    const long long size = (2ll * cells + gridDim.x) * finer::HEADS;
+    const finer::Sums sums = {acc + size * finer::DP, reinterpret_cast<float2 *>(ml) + size, cells};
+    finer::attend_share({out, factors, before, after, sink_scores}, sums, counts + cells * finer::HEADS, q,
+                        {finer_keys, finer_values, full_k, full_v, kv_heads}, {finer_key_tables, finer_value_tables},
+                        of_finer, shared, chunks, scale);
 }

@@ -21,7 +21,7 @@
 template <class L>
 struct polarquant : NormsInCodes<L> {
     static constexpr int ROWS = 256;
-    static constexpr bool QUANTIZED = true, RANDOM_ACCESS = true;
+    static constexpr bool QUANTIZED = true, RANDOM_ACCESS = true, BY_GROUPS = false;
 
     static constexpr int SHARERS = L::VALUES && L::LEVELS == 4 ? 8 : 4;  // lanes that share radii
     static constexpr int RADIUS_WORDS = L::VALUES || L::LEVELS == 3 ? 2 : 1;

@@ -12,6 +12,7 @@ from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device.kernel_source import folder, source, with_readers
 from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
+from polarlm.engine.records import Layouts
 from polarlm.engine.state.cache_types import PRESETS
 from tests.cuda.programs import Program
 
@@ -129,14 +130,19 @@ extern "C" __global__ void probe(int *units, int *finer_ctas, const int *spans, 
 """
 
 
+def layouts_of(preset: str, dim: int) -> list[Layouts]:
+    """The layouts of coarser and of finer blocks."""
+    kinds = PRESETS[preset]
+    return [
+        records.together(*(records.layout(codecs.get(name), side == 1, N, dim, 8) for side, name in enumerate(types)))
+        for types in (kinds.coarser, kinds.finer)
+    ]
+
+
 @cache
 def probe_of_two_kinds(preset: str) -> tuple[Program, int, int]:
     """The program, and the bytes of a coarser and of a finer block."""
-    kinds = PRESETS[preset]
-    layouts, finer = (
-        records.together(*(records.layout(codecs.get(name), side == 1, N, 128, 8) for side, name in enumerate(types)))
-        for types in (kinds.coarser, kinds.finer)
-    )
+    layouts, finer = layouts_of(preset, 128)
     config = launch_configs.decode_two_kinds(layouts, finer, GROUP)
     text = source("decode_two_kinds", *layouts, finer, **config.defines)
     return Program(text + PROBE_OF_TWO_KINDS), layouts[0].stride, finer[0].stride
@@ -160,3 +166,11 @@ def test_two_kinds_of_blocks_are_shared_out_by_their_bytes(lengths: list[int], n
     of_cta = units * np.where(np.arange(ctas) < finer[0], finer_bytes, coarser_bytes)
     print(f"{of_cta.max():,} bytes, {of_cta.mean():,.0f} in the mean")
     assert of_cta.max() <= 1.02 * of_cta.mean() + finer_bytes
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_finer_blocks_leave_the_coarser_ones_all_their_warps(preset: str, dim: int) -> None:
+    """Nearly all bytes are those of coarser blocks."""
+    layouts, finer = layouts_of(preset, dim)
+    assert launch_configs.decode_two_kinds(layouts, finer, GROUP).threads == 12 * 32
