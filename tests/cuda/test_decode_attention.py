@@ -237,3 +237,11 @@ def test_large_scores_do_not_overflow(rng: np.random.Generator) -> None:
     cache = random_cache(rng, "ring4", "ring4", [200], **SMALL)
     q = 300 * queries(rng, cache, 2)
     cache.assert_attention(attend(cache, q, ctas=7, warps=2), q)
+
+
+def test_queries_beyond_half_precision_are_its_largest_numbers(rng: np.random.Generator) -> None:
+    """Infinities of both signs would give NaN."""
+    cache = random_cache(rng, "ring4", "ring4", [70], **SMALL)
+    q = queries(rng, cache, 1)
+    q[..., :2] = 1e6, -1e6
+    assert np.isfinite(attend(cache, q, ctas=3, warps=2)).all()
