@@ -17,8 +17,8 @@ from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
 from polarlm.engine.weight_formats import WeightFormat
 
 # Most rows with packed weights: more are faster dequantized and multiplied by cuBLAS. On an H200 (2026-11-28), a layer
-# of an 8B model takes 130 µs with 64 rows of q4_k and 277 with 128, so about 415 with 192 and 550 with 256; cuBLAS takes
-# 428 and 420 µs for these, dequantizing included.
+# of an 8B model takes 130 µs with 64 rows of q4_k and 277 with 128, so about 415 with 192 and 550 with 256. cuBLAS took
+# 428 and 420 µs for these, of which 230 to dequantize, which has more loads on their way since.
 WIDE_ROWS = 192
 
 _MOST_ROWS = 64  # of x, of a block: with 128, some formats need more registers than there are
