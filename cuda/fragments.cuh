@@ -38,8 +38,10 @@
 //   NORMED          whether decoded values are still to be multiplied by the token's norm
 //   RANDOM_ACCESS   whether Decoder::next takes tiles in any order
 //   piece(tables, row, number, last)            bytes 16 · number … + 15 of a row of its tables in shared memory; no
-//                                               thread has a row after `last`, a constant after unrolling
+//                                               thread has a row after `last`, a constant after unrolling. Not
+//                                               by __ldg, which the compiler moves behind wait_for_previous
 //   Codes, .load(record, part, lane)            loads the codes of a part into registers
+//   BY_GROUPS       whether codes can be loaded four tiles at a time, by Codes::load_group(record, part, lane, group)
 //   Decoder(codes, shared, lane), .next(t, a)   decodes tile t into registers; t is a constant after unrolling, and
 //                                               ascends from 0 unless RANDOM_ACCESS
 //   Decoder.pass(t)                             in place of next(t, a) for a tile that is not wanted

@@ -9,7 +9,7 @@
 template <class L>
 struct PairTable {
     static constexpr int ROWS = L::ROWS, PAIR_ROWS = L::BITS == 16 ? 0 : 256;
-    static constexpr bool NORMED = true, QUANTIZED = true, RANDOM_ACCESS = false;
+    static constexpr bool NORMED = true, QUANTIZED = true, RANDOM_ACCESS = false, BY_GROUPS = false;
     static constexpr bool PATHS = false, ROUNDED = true;
     static constexpr int WIDTH = L::WIDTH, POINTS = L::POINTS, POINTS_F32 = L::POINTS_F32;
 
@@ -22,7 +22,7 @@ struct PairTable {
         const int norms = L::NORM_TABLE / 4 + (row - PAIR_ROWS) * 32 + number * 4;
         unsigned own[4];  // loads without a branch, so that no thread waits for one before the next
 #pragma unroll
-        for (int i = 0; i < 4; ++i) own[i] = __ldg(words + (last < PAIR_ROWS || row < PAIR_ROWS ? point : norms + i));
+        for (int i = 0; i < 4; ++i) own[i] = words[last < PAIR_ROWS || row < PAIR_ROWS ? point : norms + i];
         return make_uint4(own[0], own[1], own[2], own[3]);
     }
 

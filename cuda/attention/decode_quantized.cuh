@@ -32,6 +32,15 @@ __device__ __forceinline__ void expect_norms(const unsigned char *record) {
     for (int at = start / 128 * 128; at < L::NBYTES; at += 128) prefetch_line(record + at);
 }
 
+// Brings the codes of part `number` of a record near; a warp calls it together.
+template <class Codec>
+__device__ __forceinline__ void expect_codes(const unsigned char *record, int number, int lane) {
+    constexpr int bytes = sizeof(typename Codec::Codes) * 32;
+#pragma unroll
+    for (int at = 0; at < bytes; at += 32 * 128)
+        if (at + lane * 128 < bytes) prefetch_line(record + number * bytes + at + lane * 128);
+}
+
 // Codes of one part of a quantized block, loaded or in flight.
 struct Codes {
     typename KeyCodec::Codes keys;
@@ -48,11 +57,39 @@ struct BlockPart {
     int number, left;
 };
 
+// With many warps, wide codes are loaded in groups of four tiles, if they can be: AHEAD groups are in flight while one
+// is decoded, first of keys, then of values, then of the next part's keys. They come from the L2 cache, for a part is
+// expected while the one before it is decoded.
+constexpr bool BY_GROUPS = ONE_SIDE_AT_A_TIME && WARPS > 8 && KeyCodec::BY_GROUPS && ValueCodec::BY_GROUPS;
+constexpr int GROUPS = TILES / 4, AHEAD = 2;
+static_assert(!BY_GROUPS || AHEAD <= GROUPS, "a part begins with groups of keys");
+__device__ __forceinline__ void expect_part(const BlockPart &part, const Pools &pools, int lane) {
+    expect_codes<KeyCodec>(pools.key(part.record), part.number, lane);
+    expect_codes<ValueCodec>(pools.value(part.record), part.number, lane);
+}
+template <class SideCodes>
+__device__ __forceinline__ void load_group(SideCodes &codes, const unsigned char *record, int part, int lane,
+                                           int group) {
+    if constexpr (BY_GROUPS) codes.load_group(record, part, lane, group);
+}
+// Loads the group that is AHEAD of group `group` of a part, both counted over keys and then values.
+__device__ __forceinline__ void load_ahead(Codes &codes, int group, const BlockPart &part, const BlockPart &next,
+                                           bool last, const Pools &pools, int lane) {
+    const int number = group + AHEAD;
+    if (number < GROUPS)
+        load_group(codes.keys, pools.key(part.record), part.number, lane, number);
+    else if (number < 2 * GROUPS)
+        load_group(codes.values, pools.value(part.record), part.number, lane, number - GROUPS);
+    else if (!last)
+        load_group(codes.keys, pools.key(next.record), next.number, lane, number - 2 * GROUPS);
+}
+
 // codes: in, codes of `part`; out, unless `part` is the last one, codes of `next`, which are loaded meanwhile.
 __device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, const BlockPart &part,
                                             const BlockPart &next, bool last, const BlockMask &block_mask, float2 mean,
                                             const Pools &pools, unsigned char *shared, int lane) {
     float scores[PT][4] = {}, norm[2 * PT];
+    if (BY_GROUPS && !last) expect_part(next, pools, lane);
     if constexpr (KeyCodec::NORMED)
         KeyCodec::norms(norm, pools.key(part.record), part.number, lane, Tables::keys(shared));
     {
@@ -62,11 +99,12 @@ __device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, co
             unsigned a[4];
             decoder.next(t, a);
             mma_m16n8k16_f16(scores[t % PT], a, state.q[t / PT]);
+            if (BY_GROUPS && t % 4 == 3) load_ahead(codes, t / 4, part, next, last, pools, lane);
         }
     }
-    if constexpr (ONE_SIDE_AT_A_TIME)
+    if constexpr (ONE_SIDE_AT_A_TIME && !BY_GROUPS)
         codes.values.load(pools.value(part.record), part.number, lane);
-    else if (!last)
+    else if (!BY_GROUPS && !last)
         codes.keys.load(pools.key(next.record), next.number, lane);
 #pragma unroll
     for (int i = 0; i < PT; ++i)
@@ -93,8 +131,9 @@ __device__ __forceinline__ void attend_part(ColumnState &state, Codes &codes, co
         unsigned a[4];
         decoder.next(t, a);
         mma_m16n8k16_f16(state.acc[t % STEPS], a, p);
+        if (BY_GROUPS && t % 4 == 3) load_ahead(codes, GROUPS + t / 4, part, next, last, pools, lane);
     }
-    if (last) return;
+    if (last || BY_GROUPS) return;
     if constexpr (ONE_SIDE_AT_A_TIME)
         codes.keys.load(pools.key(next.record), next.number, lane);
     else
@@ -116,7 +155,7 @@ __device__ __forceinline__ void attend_blocks(ColumnState &state, Codes &codes, 
             const int id = work.quantized.ids[work.first + work.count - 1 - number];
             record = pools.record(id, work.columns.kv_head);
         }
-        if constexpr (KeyLayout::MEAN_BITS != 0) mean_scores(means, state, pools, record, lane);
+        if constexpr (KeyLayout::MEAN_BITS != 0) mean_scores(means, state, pools, record, thread_read_anew() % 32);
         int number = 0;
 #pragma unroll 1
         do {

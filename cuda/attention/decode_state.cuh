@@ -33,7 +33,7 @@ struct ColumnState {
 #pragma unroll
         for (int i = 0; i < 2 * STEPS; ++i) {
             const float2 x = queries.own[i];
-            q[i / 2][i % 2] = as_bits(__floats2half2_rn(x.x * factor, x.y * factor));
+            q[i / 2][i % 2] = halves_within(x.x * factor, x.y * factor);
         }
     }
 

@@ -1,31 +1,46 @@
-// The op `attention` for a step, with two kinds of quantized blocks in one memory: the text of decode_attention.cu for
+// The op `attention` for a step, with two kinds of quantized blocks in one memory: the parts of decode_attention.cu for
 // each kind, in the namespaces `finer` and `coarser`. Arguments and results are the same.
 //
 // keys, values and their tables belong to the coarser blocks, the arguments finer_… to blocks with more bits. All
 // records lie in one memory, STRIDE bytes apart. The first places of a span are finer blocks (Span in
 // prelude.cuh). acc, ml, counts have twice the size; after all counts come as many again as one kind has.
 // A CTA reads blocks of one kind, so that it needs the tables of that kind alone: the first CTAs have the units of
-// finer blocks, as many as their share of all units says and at least one, the other CTAs have all else. The kind that
-// comes last finishes a head whose sequence has both (sums.cuh).
+// finer blocks, as many as their share of all bytes says, the other CTAs have all else. The kind that comes last
+// finishes a head whose sequence has both (sums.cuh).
 // Grid (CTAs), two or more, best one per SM; block and dynamic shared memory as in decode_attention.cu, 4 bytes more.
 // DEFINES: as in decode_attention.cu; SHARED is of the kind that needs more.
 // PRECOND: as for decode_attention.cu; no window.
-// JOINS: decode_attention.cu.
+// JOINS: last.cuh, attention.cuh, shares.cuh, decode_work.cuh, decode_state.cuh, decode_full.cuh, decode_quantized.cuh,
+// hadamard.cuh, sums.cuh, decode_share.cuh.
 
-// How many CTAs have units of finer blocks; a warp calls it together.
+// How many CTAs have units of finer blocks; a warp calls it together. Their share of the CTAs is that of their bytes,
+// rounded such that the kind of fewer CTAs gets more: so no CTA has much more than the mean of all CTAs and one unit.
 __device__ __forceinline__ int finer_ctas(const finer::Plan &of_finer, const coarser::Plan &of_others) {
-    int finer_units = 0, units = 0;
+    int finer_units = 0, others = 0;
     for (int own = threadIdx.x % 32; own < of_finer.sequences; own += 32) {
-        const int cells = of_finer.kv_heads * finer::chunks_of(of_finer.span(own)), more = of_finer.units(own) * cells;
-        finer_units += more, units += more + of_others.units(own) * cells;
+        const int cells = of_finer.kv_heads * finer::chunks_of(of_finer.span(own));
+        finer_units += of_finer.units(own) * cells, others += of_others.units(own) * cells;
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         finer_units += __shfl_xor_sync(finer::ALL_LANES, finer_units, step);
-        units += __shfl_xor_sync(finer::ALL_LANES, units, step);
+        others += __shfl_xor_sync(finer::ALL_LANES, others, step);
     }
     if (finer_units == 0) return 0;
-    return min(max(1, int((long long)finer_units * gridDim.x / units)), int(gridDim.x) - 1);
+    constexpr float weight = float(finer::KeyLayout::STRIDE) / coarser::KeyLayout::STRIDE;  // of a unit
+    const float ctas = gridDim.x * (finer_units * weight / (finer_units * weight + others));
+    return min(int(2 * ctas < gridDim.x ? ceilf(ctas) : ctas), int(gridDim.x) - 1);
+}
+
+// Computes the row of units of the CTA's kind; the first warp calls it together, and a barrier must follow.
+__device__ __forceinline__ void fill_row(const finer::Plan &of_finer, const coarser::Plan &of_others) {
+    const int ctas = finer_ctas(of_finer, of_others);
+    if (threadIdx.x == 0) of_finer.share[2] = ctas;
+    __syncwarp();
+    if (blockIdx.x < ctas)
+        of_finer.fill();
+    else
+        of_others.fill();
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
@@ -37,24 +52,29 @@ decode_two_kinds_kernel(TO *out, float *acc, float *ml, int *counts, const float
                         const unsigned char *finer_keys, const unsigned char *finer_values,
                         const unsigned char *finer_key_tables, const unsigned char *finer_value_tables) {
     let_next_begin();
+    // Most CTAs read coarser blocks, whose tables are on their way while the kernel waits.
+    const typename coarser::Tables::Loaded<WARPS * 32> tables(key_tables, value_tables);
     wait_for_previous();
     DYNAMIC_SHARED(unsigned char, dynamic);
-    int *const memory = reinterpret_cast<int *>(coarser::at_known_address(dynamic) + SHARED);
+    unsigned char *const shared = coarser::at_known_address(dynamic);
+    int *const memory = reinterpret_cast<int *>(shared + SHARED);
     const finer::Plan of_finer(memory, spans, span_stride, sequences, kv_heads, window);
     const coarser::Plan of_others(memory, spans, span_stride, sequences, kv_heads, window);
-    const int ctas = finer_ctas(of_finer, of_others);
-    if (threadIdx.x == 0) of_finer.share[2] = ctas;
+    if (threadIdx.x < 32)
+        fill_row(of_finer, of_others);
+    else
+        of_others.expect_spans(reinterpret_cast<int *>(shared), SHARED / 4);
     __syncthreads();
-    if (blockIdx.x >= ctas) {
-        coarser::decode_attention_kernel(out, acc, ml, counts, q, keys, values, full_k, full_v, spans, key_tables,
-                                         value_tables, factors, before, after, sequences, span_stride, kv_heads, chunks,
-                                         window, scale, sink_scores);
+    if (blockIdx.x >= of_others.share[2]) {
+        const coarser::Sums sums = {acc, reinterpret_cast<float2 *>(ml), sequences * kv_heads * chunks};
+        coarser::attend_share({out, factors, before, after, sink_scores}, sums, counts, q,
+                              {keys, values, full_k, full_v, kv_heads}, tables, of_others, shared, chunks, scale);
         return;
     }
     const int cells = sequences * kv_heads * chunks;
-    const long long sums = (2ll * cells + gridDim.x) * finer::HEADS;
-    finer::decode_attention_kernel(out, acc + sums * finer::DP, ml + sums * 2, counts + cells * finer::HEADS, q,
-                                   finer_keys, finer_values, full_k, full_v, spans, finer_key_tables,
-                                   finer_value_tables, factors, before, after, sequences, span_stride, kv_heads, chunks,
-                                   window, scale, sink_scores);
+    const long long size = (2ll * cells + gridDim.x) * finer::HEADS;
+    const finer::Sums sums = {acc + size * finer::DP, reinterpret_cast<float2 *>(ml) + size, cells};
+    finer::attend_share({out, factors, before, after, sink_scores}, sums, counts + cells * finer::HEADS, q,
+                        {finer_keys, finer_values, full_k, full_v, kv_heads}, {finer_key_tables, finer_value_tables},
+                        of_finer, shared, chunks, scale);
 }

@@ -67,7 +67,12 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
 ) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
-    const Span &span = span_at(spans, span_stride, tiles[2 * blockIdx.x]);
+    // Wide heads in full precision leave no register for parts of an address that the compiler would keep beside it.
+    constexpr bool HIDES_ADDRESS = KEYS_ARE_FULL && VALUES_ARE_FULL && DP > 128;
+    const unsigned number = tiles[2 * blockIdx.x];
+    const auto *const from = reinterpret_cast<const unsigned char *>(spans);
+    const auto *const hidden = reinterpret_cast<const Span *>(at_record<4>(from, number * span_stride));
+    const Span &span = HIDES_ADDRESS ? *hidden : span_at(spans, span_stride, int(number));
     const int position = span.position, kept_newest = position + span.rows - 1;
     const int first = tiles[2 * blockIdx.x + 1], last = min(first + WARPS * WARP_ROWS, span.rows * GROUP) - 1;
     const VisibleParts parts(span, position + first / GROUP, max(position + last / GROUP, span.sees), window);

@@ -40,7 +40,7 @@ struct Queries {
                     const int channel = 16 * s + r / 2 * 8 + 2 * tg;
                     float2 v = make_float2(0.0f, 0.0f);
                     if (channel < D) v = *reinterpret_cast<const float2 *>(x[r % 2] + channel);
-                    a[r] = as_bits(__floats2half2_rn(v.x * factor, v.y * factor));
+                    a[r] = halves_within(v.x * factor, v.y * factor);
                 }
                 if constexpr (QUERIES_SHARED) {
                     shared[(m * STEPS + s) * 32] = make_uint4(a[0], a[1], a[2], a[3]);

@@ -148,18 +148,18 @@ struct Plan {
         return QuantizedBlocks(own, visible).units() + FullBlocks(own, visible).units();
     }
 
-    // Computes the row, by the first warp; the whole CTA calls it, and a barrier must follow. Meanwhile the other warps
-    // bring the spans into the L1 cache, and with them the ids of blocks, for which every warp would wait as long
-    // again: each thread loads a word of 32 bytes. scratch: `room` words of shared memory, which nobody reads; but a
-    // load whose result is not stored would be none.
-    __device__ __forceinline__ void fill(int *scratch, int room) const {
+    // Brings the spans into the L1 cache, and with them the ids of blocks, for which every warp would wait as long
+    // again: each thread loads a word of 32 bytes. All warps but the first one call it, which fills the row meanwhile.
+    // scratch: `room` words of shared memory, which nobody reads; but a load whose result is not stored would be none.
+    __device__ __forceinline__ void expect_spans(int *scratch, int room) const {
+        const int number = threadIdx.x - 32;
+        const bool is_there = 8 * number < (long long)sequences * span_stride;
+        if (is_there && number < room) scratch[number] = spans[8 * number];
+    }
+
+    // Computes the row; the first warp calls it together, and a barrier must follow.
+    __device__ __forceinline__ void fill() const {
         const int lane = threadIdx.x % 32;
-        if (threadIdx.x >= 32) {
-            const int number = threadIdx.x - 32;
-            const bool is_there = 8 * number < (long long)sequences * span_stride;
-            if (is_there && number < room) scratch[number] = spans[8 * number];
-            return;
-        }
         int first = 0, before = 0;
 #pragma unroll 1
         do {

@@ -156,18 +156,23 @@ struct HeadScale {
     float factor, sink_score;
 };
 
+// Where results go, and what of the kernel's arguments changes them.
+struct Target {
+    TO *out;
+    const float *factors, *before, *after, *sink_scores;
+};
+
 // The end of the op: the mean of values, times the head's factor, rotated back.
 struct Result {
     TO *out;
     const float *factors, *sink_scores;
     float before[HeadSum::OWN] = {}, after[HeadSum::OWN] = {};  // the lane's signs, loaded long before they are used
 
-    __device__ __forceinline__ Result(TO *out, const float *factors, const float *sink_scores, const float *before_all,
-                                      const float *after_all)
-        : out(out), factors(factors), sink_scores(sink_scores) {
+    __device__ __forceinline__ explicit Result(const Target &target)
+        : out(target.out), factors(target.factors), sink_scores(target.sink_scores) {
         if constexpr (ORDER > 1) {
-            HeadSum::load_channels(before, before_all);
-            HeadSum::load_channels(after, after_all);
+            HeadSum::load_channels(before, target.before);
+            HeadSum::load_channels(after, target.after);
         }
     }
 

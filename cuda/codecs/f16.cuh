@@ -3,7 +3,7 @@
 template <class L>
 struct f16 : NormsInCodes<L> {
     static constexpr int ROWS = 0;
-    static constexpr bool QUANTIZED = false, RANDOM_ACCESS = true;
+    static constexpr bool QUANTIZED = false, RANDOM_ACCESS = true, BY_GROUPS = false;
 
     static __device__ __forceinline__ uint4 piece(const unsigned char *, int, int, int) { return uint4(); }
 

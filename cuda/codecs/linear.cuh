@@ -4,12 +4,29 @@
 
 template <class L>
 struct linear : PairTable<L> {
+    static constexpr bool BY_GROUPS = L::TILES % 4 == 0;
+
+    struct Codes : PairTable<L>::Codes {
+        // Two chunks have the words of four tiles.
+        __device__ __forceinline__ void load_group(const unsigned char *record, int part, int lane, int group) {
+            const unsigned char *const own = record + part * L::WORDS * 128 + lane * 16;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int first = half * L::TILES + 4 * group;
+                unsigned chunk[4];
+                load_words<16, 4, true>(chunk, own + first * 128);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) this->words[first + i] = chunk[i];
+            }
+        }
+    };
+
     struct Decoder {
         static constexpr float STEPS = 32.0f, MIDDLE = 128.0f;
 
-        const typename PairTable<L>::Codes &codes;
+        const Codes &codes;
 
-        __device__ __forceinline__ Decoder(const typename PairTable<L>::Codes &codes, const unsigned char *, int)
+        __device__ __forceinline__ Decoder(const Codes &codes, const unsigned char *, int)
             : codes(codes) {}
 
         // The bytes of a half are 0x64 and a code: 1024 + code.

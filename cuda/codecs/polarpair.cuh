@@ -8,7 +8,7 @@
 template <class L>
 struct polarpair : NormsInCodes<L> {
     static constexpr int ROWS = L::ROWS;
-    static constexpr bool QUANTIZED = true, RANDOM_ACCESS = false;
+    static constexpr bool QUANTIZED = true, RANDOM_ACCESS = false, BY_GROUPS = false;
 
     static constexpr int SCALES = L::RANGED == 2 ? 4 : L::RANGED + 1;
     static constexpr int WIDTH = (L::STEPS + 3) / 4 * 4;                         // scale words of a lane and group
@@ -23,7 +23,7 @@ struct polarpair : NormsInCodes<L> {
     using Pairs = PairTable<PairLayout>;
 
     static __device__ __forceinline__ uint4 piece(const unsigned char *tables, int row, int, int) {
-        const unsigned point = __ldg(reinterpret_cast<const unsigned *>(tables) + (row >> (8 - L::BITS)));
+        const unsigned point = reinterpret_cast<const unsigned *>(tables)[row >> (8 - L::BITS)];
         return make_uint4(point, point, point, point);
     }
 

@@ -21,7 +21,7 @@
 template <class L>
 struct polarquant : NormsInCodes<L> {
     static constexpr int ROWS = 256;
-    static constexpr bool QUANTIZED = true, RANDOM_ACCESS = true;
+    static constexpr bool QUANTIZED = true, RANDOM_ACCESS = true, BY_GROUPS = false;
 
     static constexpr int SHARERS = L::VALUES && L::LEVELS == 4 ? 8 : 4;  // lanes that share radii
     static constexpr int RADIUS_WORDS = L::VALUES || L::LEVELS == 3 ? 2 : 1;
@@ -36,7 +36,7 @@ struct polarquant : NormsInCodes<L> {
         const unsigned *const points = reinterpret_cast<const unsigned *>(tables);
         unsigned own[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) own[i] = __ldg(points + (L::VALUES ? number % 4 : i) * 256 + row);
+        for (int i = 0; i < 4; ++i) own[i] = points[(L::VALUES ? number % 4 : i) * 256 + row];
         return make_uint4(own[0], own[1], own[2], own[3]);
     }
 

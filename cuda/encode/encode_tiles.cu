@@ -254,7 +254,9 @@ struct TileRounder {
             pick(of_target, target, half, cell), pick(residue, fed, half, cell), pick(of_token, x, half, cell);
 #pragma unroll
             for (int w = 0; w < W; ++w)
-                unit[w] = (of_target[w] + (is_fed_back ? residue[w] : 0.0f)) * (half == 0 ? back[0] : back[1]);
+                // The other lanes' numbers may be far from all points, and their searches would be waited for.
+                unit[w] = is_turn ? (of_target[w] + (is_fed_back ? residue[w] : 0.0f)) * (half ? back[1] : back[0])
+                                  : 0.0f;
             const unsigned code = nearest(unit);
             if (is_turn) codes[half * 8 * Arrays::CODES + cell] = static_cast<unsigned short>(code);
             load_cell(y, arrays.points + code * W);

@@ -32,8 +32,10 @@ constexpr int SHARING = TILES_N % 4 == 0 ? 4 : TILES_N % 3 == 0 ? 3 : 1;  // til
 constexpr int TURNS = TILES_N / SHARING;
 #ifdef BESIDE
 constexpr int BESIDE_BYTES = Weights<BESIDE>::BYTES;
+constexpr bool HAS_TAIL = Weights<WEIGHT>::HAS_TAIL && Weights<BESIDE>::HAS_TAIL;
 #else
 constexpr int BESIDE_BYTES = 0;
+constexpr bool HAS_TAIL = Weights<WEIGHT>::HAS_TAIL;
 #endif
 constexpr int BYTES = Weights<WEIGHT>::BYTES > BESIDE_BYTES ? Weights<WEIGHT>::BYTES : BESIDE_BYTES;  // of 16 rows
 constexpr int FRAGMENTS = TILES_N * PARTS, OWN = (FRAGMENTS + WARPS - 1) / WARPS;  // of x: 8 rows × 32 inputs
@@ -71,7 +73,7 @@ struct Inputs {
             const int f = warp + WARPS * c;
             if (FRAGMENTS % WARPS && f >= FRAGMENTS) break;
             unsigned char *const to = slot + X_AT + 512 * f + 16 * lane;
-            if (k + f / TILES_N * 32 + lane % 4 * 8 < in) cp_async<16>(to, x + at[c] + k);
+            if (!HAS_TAIL || k + f / TILES_N * 32 + lane % 4 * 8 < in) cp_async<16>(to, x + at[c] + k);
             else *reinterpret_cast<uint4 *>(to) = uint4();
         }
     }

@@ -2,6 +2,7 @@
 // stage. Part of gemm_wide.cu, whose head says what the constants mean.
 //
 //   BYTES                       of a tile in a stage
+//   HAS_TAIL                    whether the last stage may have inputs beyond `in`
 //   copy(tiles, stage)          copies both tiles of a stage to `tiles`; inputs beyond `in` are zeros
 //   unpack(tiles, part, m, half, zero)   the A operands of rows 16m + 8 · half … and of 32 inputs, a part of a stage
 template <class W, bool PACKED = W::PACKED>
@@ -17,7 +18,7 @@ __device__ __forceinline__ int own_turn() { return WARPS_K > 1 ? threadIdx.x / 3
 // one block what all of it shares, then of some groups what these share, and their codes. zero: see PackedWeights.
 template <class W>
 struct Weights<W, true> {
-    static constexpr bool WHOLE = W::VALUES <= INPUTS;
+    static constexpr bool WHOLE = W::VALUES <= INPUTS, HAS_TAIL = W::VALUES % INPUTS != 0;
     static constexpr int HEAD = W::codes((WHOLE ? W::VALUES : INPUTS) / W::GROUP);
     static constexpr int BYTES = WHOLE ? INPUTS / W::VALUES * W::BLOCK : HEAD + 2 * W::BITS * INPUTS;
     static constexpr int PIECES = BYTES / 16, COPIES = (2 * PIECES + LANES - 1) / LANES;  // COPIES: of a lane
@@ -66,6 +67,7 @@ struct Weights<W, true> {
 // In formats whose rows are arrays, a lane copies and reads 16 bytes of each of its four rows for each part.
 template <class W>
 struct Weights<W, false> {
+    static constexpr bool HAS_TAIL = true;
     static constexpr int BYTES = 32 * INPUTS;
     const typename W::Product *rows[4];  // from the lane's first input on
     int left;                   // inputs from there

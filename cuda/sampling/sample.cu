@@ -216,9 +216,10 @@ __device__ __forceinline__ int draw_from_list(const Row &row, const Params &p, i
     return drawn < 0 ? -1 : row.id(s.ranks[drawn]);
 }
 
-// The token of a row whose parts all blocks have found.
+// The token of a row whose parts all blocks have found. any_was_possible(): asked of rows without a token that is left.
+template <class Condition>
 __device__ __forceinline__ int draw(Row &row, const Part *parts, const Params &p, const Masses &masses, int top_k,
-                                    bool is_greedy, bool any_was_possible) {
+                                    bool is_greedy, const Condition &any_was_possible) {
     const bool has_part = threadIdx.x < gridDim.x;
     const Rank own_top = has_part ? parts[threadIdx.x].top : 0;
     Mass own_mass = has_part && masses.are_needed && !is_greedy ? parts[threadIdx.x].mass : 0, total = 0;
@@ -228,7 +229,7 @@ __device__ __forceinline__ int draw(Row &row, const Part *parts, const Params &p
     const Rank top = largest(own_top);
     row.best_key = unsigned(top >> 32);
     row.best = from_key(row.best_key);
-    if (row.best_key <= MINUS_INFINITE) return top || any_was_possible ? NOTHING_LEFT : NOT_FINITE;
+    if (row.best_key <= MINUS_INFINITE) return top || any_was_possible() ? NOTHING_LEFT : NOT_FINITE;
     if (row.best_key >= INFINITE) return NOT_FINITE;
     if (is_greedy) return int(~unsigned(top));
     const unsigned least = unsigned(largest(own_least));
@@ -260,7 +261,9 @@ sample_kernel(int *ids, Rank *scratch, int *counts, const float *logits, const i
     if (threadIdx.x == 0) s.found = arrives_last(counts + number, gridDim.x);
     __syncthreads();
     if (!s.found) return;
-    const bool any = threadIdx.x == 0 && any_saved(saved_of(const_cast<float *>(saved), draws, lists), p);
-    const int id = draw(row, parts, p, masses, top_k, is_greedy, any);
+    const auto any_was_possible = [&] {
+        return threadIdx.x == 0 && any_saved(saved_of(const_cast<float *>(saved), draws, lists), p);
+    };
+    const int id = draw(row, parts, p, masses, top_k, is_greedy, any_was_possible);
     if (threadIdx.x == 0) ids[number] = id;
 }

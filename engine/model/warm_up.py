@@ -11,7 +11,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import RowAdapter, SequenceKV
 
 _ROWS = 48  # rows of a prompt: kernels for many rows take 6, 4, 3 or 2 at a time, and all of these divide it
-_MANY_ROWS = 192  # rows of a prompt: enough to be multiplied by a GPU's library
+_MANY_ROWS = 256  # rows of a prompt: enough to be multiplied by a GPU's library
 
 
 def least_plan(shape: CacheShape, most_rows: int) -> StorePlan:

@@ -1,26 +1,34 @@
 """`python -m tests.cuda.small_pass`: prompts, second turns and steps of small models on the GPU, for compute-sanitizer.
 
 Every array has memory of its own, so that an access beyond one is an access beyond an allocation. Nothing is recorded,
-since a graph would use memory that has been freed. It checks no results: other tests do.
+since a graph would use memory that has been freed: what a recorded pass would replay is launched. It checks no results:
+other tests do.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from polarlm.bench.random_weights import RandomWeights
+from polarlm.engine import SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.model.forward import Transformer
 from tests.cuda import gpu_sizes
 from tests.cuda.emulated import open_device
 from tests.cuda.test_gpu import Unrecorded
 from tests.cuda.test_model_emulated import model_from, model_of, talk
 from tests.cuda.test_packed_model import mixed_model
+from tests.tiny import load_tiny, make_model
 
 _PASSES = (("Q4_K_M", ("ring4", "ring3.5")), ("bf16", ("polarquant", "turbo4")), ("f16", ("polarpair-m4n4", "f16")))
 _WINDOWED = "qwen2_mixed_windows", ("ring5", "ring4")
+_EXPERTS = "qwen2_moe_shared", ("ring4", "ring3.5")
+_DEFAULT = "qwen3_qk_norm_tied", "balanced"
 
 
 class _NoPool:
@@ -45,8 +53,38 @@ def run(ops: CudaOps) -> Iterator[tuple[str, bool]]:
     for kind, types in _PASSES[:1] if gpu_sizes.SIZES is gpu_sizes.SMALL else _PASSES:
         source = mixed if kind == "Q4_K_M" else RandomWeights(config, lambda _, kind=kind: kind)
         yield f"{kind}, {'/'.join(types)}", _finite(talk(model_from(ops, config, source, types)))
+    yield ", ".join(_DEFAULT), _finite(two_turns(ops))
+    yield ", ".join((_EXPERTS[0], "/".join(_EXPERTS[1]))), _finite(passes(model_of(ops, *_EXPERTS, more=256)))
     if gpu_sizes.SIZES is not gpu_sizes.SMALL:
         yield ", ".join((_WINDOWED[0], "/".join(_WINDOWED[1]))), _finite(talk(model_of(ops, *_WINDOWED)))
+
+
+def two_turns(ops: CudaOps) -> list[np.ndarray]:
+    """Log-probabilities of answers with blocks of two kinds, which encoders with a metric have rounded."""
+    settings: dict[str, Any] = {"block_size": 16, "ctx_size": 256, "cache_type": _DEFAULT[1], "calibration": True}
+    wanted = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=1)
+    ids, seen = [5 + 7 * i % 90 for i in range(130)], list[np.ndarray]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        load_tiny(make_model(Path(folder), _DEFAULT[0]), ops=ops, **settings) as engine,
+    ):
+        for _ in range(2):
+            turn = engine.generate(ids, wanted)
+            ids += [*turn.token_ids, 9, 8, 7]
+            seen.append(np.array([token.logprob for token in turn.logprobs]))
+    return seen
+
+
+def passes(model: Transformer) -> list[np.ndarray]:
+    """Logits of passes, of two prompts, of one of them that goes on, and of a step of the other."""
+    store, logits = model.store, list[np.ndarray]()
+    first, second = store.new_sequence(), store.new_sequence()
+    for prompts, steps in (([(first, 40), (second, 33)], []), ([(first, 30)], [second])):
+        spans, running = store.open_pass(prompts), [store.open_step(one) for one in steps]
+        ids = [[5 + 7 * i % 90 for i in range(count)] for _, count in prompts]
+        logits.append(model.logits(model.forward_pass(spans, ids, running, [6] * len(steps))))
+        store.commit_steps([*spans, *running])
+    return logits
 
 
 def _finite(logits: list[np.ndarray]) -> bool:

@@ -107,6 +107,15 @@ def test_the_variants_with_the_fewest_registers_to_spare_compile() -> None:
 
 
 @pytest.mark.slow
+def test_prompts_with_the_widest_heads_compile_for_an_h100() -> None:
+    """In full precision, as every first prompt, with soft caps and sink scores: they have no register to spare."""
+    wide = [v for v in VARIANTS["prefill_attention"] if str(v.cache) == "f16/f16 D256 N64 mean0"]
+    assert len(wide) == 4
+    for variant in wide:
+        check(variant, 90)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", VARIANTS)
 def test_a_variant_of_each_kernel_compiles_with_cuda_12_and_with_the_headers_of_cupy(
     monkeypatch: pytest.MonkeyPatch, kernel: str

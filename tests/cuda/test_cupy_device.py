@@ -409,7 +409,7 @@ def passes_of(model: Transformer) -> list[np.ndarray]:
 def test_a_pass_answers_the_same_recorded_or_not(device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replayed with other numbers of rows, prompts and steps, and with rows that are not filled."""
     if "library" in name:
-        monkeypatch.setattr(wide, "WIDE_RECORDED_ROWS", 16)
+        monkeypatch.setattr(wide, "WIDE_ROWS", 16)
 
     def model() -> Transformer:
         ops, types, room = CudaOps(device), ("ring4", "ring3.5"), {"room": (256, 12), "more": 2560}

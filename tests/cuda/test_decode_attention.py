@@ -144,6 +144,17 @@ def test_any_number_of_ctas_and_warps_gives_attention(
     np.testing.assert_array_equal(second, first)
 
 
+@pytest.mark.parametrize(("codec", "dim", "block"), [("linear8", 80, 64), ("linear8", 128, 128), ("ring4", 128, 64)])
+def test_wide_codes_of_twelve_warps_are_loaded_late(rng: np.random.Generator, codec: str, dim: int, block: int) -> None:
+    """By groups of tiles, or one side at a time; a warp has several blocks, some of them of two parts."""
+    cache = random_cache(
+        rng, codec, codec, [block * 19 + 3, 4, 2 * block + 5], head_dim=dim, block_size=block, mean_bits=8
+    )
+    q = queries(rng, cache, 4)
+    assert launch_configs.decode_attention(cache.key_layout, cache.value_layout, 4).threads == 12 * 32
+    cache.assert_attention(attend(cache, q, ctas=1, warps=12), q)
+
+
 @pytest.mark.parametrize(
     ("keys", "values", "block", "window"),
     [
@@ -226,3 +237,11 @@ def test_large_scores_do_not_overflow(rng: np.random.Generator) -> None:
     cache = random_cache(rng, "ring4", "ring4", [200], **SMALL)
     q = 300 * queries(rng, cache, 2)
     cache.assert_attention(attend(cache, q, ctas=7, warps=2), q)
+
+
+def test_queries_beyond_half_precision_are_its_largest_numbers(rng: np.random.Generator) -> None:
+    """Infinities of both signs would give NaN."""
+    cache = random_cache(rng, "ring4", "ring4", [70], **SMALL)
+    q = queries(rng, cache, 1)
+    q[..., :2] = 1e6, -1e6
+    assert np.isfinite(attend(cache, q, ctas=3, warps=2)).all()

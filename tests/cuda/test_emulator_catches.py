@@ -104,12 +104,27 @@ LAST_BLOCK = """
     for (int b = 0; b < gridDim.x; ++b) sum += y[64 * b + (threadIdx.x + 1) % 64];  // here
     total[threadIdx.x] = sum;
 """
+# The last block stores where others have loaded.
+LAST_STORES = """
+    __shared__ int last;
+    const float seen = y[64 * blockIdx.x + threadIdx.x];  // here
+    {barrier}
+    if (threadIdx.x == 0) {{
+        {release}
+        const int before = atomicAdd(count, 1);
+        {acquire}
+        last = before + 1 == gridDim.x;
+    }}
+    __syncthreads();
+    if (!last) return;
+    for (int b = 0; b < gridDim.x; ++b) y[64 * b + (threadIdx.x + 1) % 64] = seen;  // here
+"""
 RIGHT = {"barrier": "__syncthreads();", "release": "__threadfence();", "acquire": "__threadfence();"}
-BETWEEN = "race between blocks: load"
 
 
-def last_block(missing: str) -> Fault:
-    return Fault(BETWEEN, LAST_BLOCK.format(**RIGHT | {missing: f"@|{RIGHT[missing]}@"}), blocks=3, args=shared_sum)
+def last_block(missing: str, text: str = LAST_BLOCK, access: str = "load") -> Fault:
+    body = text.format(**RIGHT | {missing: f"@|{RIGHT[missing]}@"})
+    return Fault(f"race between blocks: {access}", body, blocks=3, args=shared_sum)
 
 
 TABLES = "\nfloat *const *tables = reinterpret_cast<float *const *>(rows);\n{line}  // here\n"
@@ -139,6 +154,9 @@ FAULTS = {
     "the last block, without a barrier": last_block("barrier"),
     "the last block, without a fence before the atomic": last_block("release"),
     "the last block, without a fence after the atomic": last_block("acquire"),
+    "the last block stores, without a barrier": last_block("barrier", LAST_STORES, "store"),
+    "the last block stores, without a fence before the atomic": last_block("release", LAST_STORES, "store"),
+    "the last block stores, without a fence after the atomic": last_block("acquire", LAST_STORES, "store"),
     "a misaligned load": Fault(
         "misaligned",
         """

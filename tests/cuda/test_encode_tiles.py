@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.quantization.conditioning import centre
 from polarlm.engine.quantization.metric import Metric, residue_costs, without_feedback
 from polarlm.engine.records import Layout
-from tests.cuda.programs import Program
+from tests.cuda.programs import Program, on_gpu
 from tests.cuda.test_encode_blocks import BlockShape, Side, arrays, codes_of, edges, halves, metric_of
 from tests.pairs import mostly_slow
 
@@ -39,8 +40,10 @@ def program(kernel: str, layout: Layout) -> tuple[Program, LaunchConfig]:
     return Program(text + f'static_assert(sizeof({KERNELS[kernel][0]}) == {config.shared}, "");\n'), config
 
 
-def encoded(kernel: str, side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> np.ndarray:
-    """x (K, B, N, D), halves as float32 → the kernel's records (K, B, bytes)."""
+def launched(
+    run: Callable[..., Any], kernel: str, side: Side, x: np.ndarray, metric: Metric, **more: int
+) -> tuple[np.ndarray, Any]:
+    """x (K, B, N, D), halves as float32 → the kernel's records (K, B, bytes), and what `run`, of a program, returns."""
     heads, blocks = x.shape[:2]
     full = np.ascontiguousarray(side.layout.full.pack(codecs.get("f16").encode(x)).swapaxes(0, 1))
     out = np.zeros((blocks, heads, side.layout.nbytes), np.uint8)
@@ -50,8 +53,12 @@ def encoded(kernel: str, side: Side, x: np.ndarray, metric: Metric, seed: int = 
     jobs = np.stack([np.zeros(blocks), np.arange(blocks), np.arange(blocks)], axis=1).astype(np.int32)
     args, (compiled, config) = (Addresses([row], written=1), jobs, np.int32(heads)), program(kernel, side.layout)
     launch = f"{kernel}_kernel", (blocks, heads), (config.threads,)
-    compiled.launch(*launch, *args, shared=config.shared, seed=seed)
-    return out.swapaxes(0, 1)
+    result = run(compiled, *launch, *args, shared=config.shared, **more)
+    return out.swapaxes(0, 1), result
+
+
+def encoded(kernel: str, side: Side, x: np.ndarray, metric: Metric, seed: int = 0) -> np.ndarray:
+    return launched(Program.launch, kernel, side, x, metric, seed=seed)[0]
 
 
 def costs(side: Side, x: np.ndarray, fields: dict[str, np.ndarray], metric: Metric) -> np.ndarray:
@@ -133,3 +140,15 @@ def test_exceptional_blocks_have_the_codes_of_numpy(kernel: str, side: Side, mos
     """A token beside one that is 10^12 times as long, zeros, equal ones, and values in the middle between two levels,
     which may become either."""
     assert_as_good(kernel, side, edges(side.shape), metric_of(side, 1, tilt=kernel == KEYS), most=most)
+
+
+def test_lanes_search_for_a_point_in_their_turn_alone(rng: np.random.Generator) -> None:
+    """What lanes have outside of their turn may be far from all points, as beside tokens that are much longer; then a
+    warp would compare with each point. With all lanes searching it is 11,148 wavefronts of shared memory."""
+    if on_gpu():
+        pytest.skip("the emulator counts accesses")
+    side = Side(True, "ring3.5", BlockShape(32, 32))
+    x = halves(rng, 2, 1, 32, 32, bias=0.5)
+    x[:, :, 5] *= 1e-3
+    _, rows = launched(Program.traffic, TILES, side, x, metric_of(side, 2))
+    assert sum(row.used for row in rows if row.is_shared) < 7500

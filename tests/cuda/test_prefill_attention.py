@@ -194,3 +194,11 @@ def test_scores_that_rise_and_fall_steeply_do_not_overflow(rng: np.random.Genera
     paged = random_cache(rng, "f16", "f16", [96], rows=[96], block_size=16, head_dim=16)
     q = rng.standard_normal((96, 2, 16), np.float32) * 12
     paged.assert_attention(attend(paged, q), q[:, :-1])
+
+
+def test_queries_beyond_half_precision_are_its_largest_numbers(rng: np.random.Generator) -> None:
+    """Infinities of both signs would give NaN."""
+    paged = random_cache(rng, "ring4", "ring4", [70], rows=[40], block_size=16, head_dim=16)
+    q = rng.standard_normal((40, 2, 16), np.float32)
+    q[..., :2] = 1e6, -1e6
+    assert np.isfinite(attend(paged, q)).all()

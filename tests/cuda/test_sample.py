@@ -176,3 +176,21 @@ def test_the_order_of_threads_changes_nothing(rng: np.random.Generator) -> None:
     for chain, drawn in itertools.product(chains, [0.1, 0.9]):
         ids = {launch(logits, [(chain, drawn)], seed=seed)[0] for seed in range(3)}
         assert len(ids) == 1
+
+
+class Unsaved(OrderedDevice):
+    """`sample` finds nothing of what `sample_adjust` has saved."""
+
+    def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
+        if kernel == "sample_kernel":
+            args = [*args[:5], np.empty(1, np.float32), *args[6:]]
+        super().run(text, kernel, grid, block, args, shared)
+
+
+def test_what_was_saved_is_read_only_where_no_token_is_left(rng: np.random.Generator) -> None:
+    """One thread reads it, one number after another, and the row waits."""
+    biases = {int(token): 1.0 for token in range(0, 90, 3)}
+    inputs = pack_sampler_inputs([SamplerInput(replace(PLAIN, logit_bias=biases), [], 0.5, 100)])
+    device: Any = Unsaved(0)
+    logits = device.from_host(rng.standard_normal((1, 100)).astype(np.float32))
+    assert device.to_host(sample_on(device, Launcher(device), logits, inputs, None))[0] >= 0

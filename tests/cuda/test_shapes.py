@@ -90,3 +90,13 @@ def test_packed_products_have_every_output_and_fit_their_multiprocessors(formats
             assert blocks - border <= sets[1], case
         assert blocks == min(sum(sets), defines["RESIDENT"] * processors), case
         assert defines["RESIDENT"] * (config.shared + 256 + 1024) <= memory, case
+
+
+@pytest.mark.parametrize("experts", [8, 32, 128, 512])
+def test_groups_of_experts_have_few_empty_rows_and_few_groups(experts: int) -> None:
+    """Products of all rows of a group are computed: of fewer than four times the pairs, where an expert has many."""
+    for each in range(5, 200, 3):
+        rows, groups = wide.expert_groups(each * experts, experts)
+        assert -(-each // rows) * rows < 4 * each
+        assert groups >= experts * -(-each // rows)
+        assert rows == 64 or each <= rows // 2

@@ -291,7 +291,7 @@ def _gemm_wide() -> list[Variant]:
 def _of_groups() -> list[Variant]:
     """Products of groups of rows with the matrices of experts: gate and up, and down."""
     variants = []
-    kinds = itertools.product(_MEMORIES, (64, 4096), _READ, ("silu", "swiglu_clamped", None))
+    kinds = itertools.product(_MEMORIES, (64, 1024, 4096), _READ, ("silu", "swiglu_clamped", None))
     for memory, pairs, weight, activation in kinds:
         config, _ = wide.of_experts(wide.expert_groups(pairs, 64)[0], weight_formats.get(weight), memory)
         to = "__nv_bfloat16" if weight == "bf16" else "__half"
@@ -386,7 +386,7 @@ VARIANTS: dict[str, list[Variant]] = {
         *_all("add_parts", ADD=(0, 1)),
         *_all("add_parts", ADD=(0,), ACTIVATION=("silu", "gelu_tanh", "swiglu_clamped"), TO=("float", *_SHORT)),
     ],
-    "group_pairs": _all("group_pairs", COUNT=(8, 128, 4096), ROWS=(16, 64)),
+    "group_pairs": _all("group_pairs", COUNT=(8, 128, 4096), ROWS=wide.GROUP_ROWS),
     "append_kv": _exact("append_kv"),
     "transform_heads": _heads("transform_heads"),
     "copy_full": _exact("copy_full"),

@@ -103,6 +103,14 @@ bool ordered_after_loads(const Record &r) {
     return true;
 }
 
+// Whether another block's loads, by lanes of one of its warps, are ordered before what this block does now.
+bool were_passed_on(const Record &r) {
+    if (r.many_blocks || r.load_warp == kSeveral) return false;
+    for (unsigned lanes = r.load_lanes; lanes; lanes &= lanes - 1)
+        if (!was_passed_on(r.load_block, r.load_warp * kLanes + __builtin_ctz(lanes), r.load_time)) return false;
+    return true;
+}
+
 void remember_load(Record &r) {
     const ThreadView &me = running();
     if (r.load_block != me.block) {
@@ -154,7 +162,7 @@ void check_byte(Record &r, Access kind, const char *where, long offset, bool sha
         remember_load(r);
         return;
     }
-    if (!shared && (r.many_blocks || (r.load_block && r.load_block != me.block)))
+    if (!shared && (r.many_blocks || (r.load_block && r.load_block != me.block)) && !were_passed_on(r))
         fail("race between blocks: %s of %s, byte %ld, which another block loaded", verb(kind), where, offset);
     if (r.load_block == me.block && !ordered_after_loads(r))
         fail("race: %s of %s, byte %ld, with no barrier after a load by another thread", verb(kind), where, offset);

@@ -156,7 +156,27 @@ class ExpertOps(LinearOps):
             hidden = self._product(first, x, len(ids), gate_up, norm, activation, np.float32)
             second = partial(self._multiply_pairs, ids, 1, down.count)
             return self._product(second, hidden, len(ids), down, None, None, np.float32), None
-        groups = self._grouped(ids, chosen, gate_up.count)
+        for most in self._group_rows(len(ids), gate_up.count):
+            result = self._of_groups(most, x, ids, chosen, gate_up, down, activation, norm)
+        return result
+
+    def _group_rows(self, pairs: int, count: int) -> Sequence[int]:
+        """The most rows of a group; of each kind of launch, in a warm-up."""
+        return wide.expert_groups(pairs, count)[:1]
+
+    def _of_groups(
+        self,
+        most: int,
+        x: Array,
+        ids: Array,
+        chosen: int,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activation: str | None,
+        norm: Norm,
+    ) -> tuple[Array, Array]:
+        """`_of_pairs` in groups of up to `most` rows."""
+        groups = self._grouped(ids, chosen, gate_up.count, most)
         first = partial(self._multiply_groups, groups, groups.rows, gate_up.count)
         narrow = input_type(Linear(down.parts), len(ids))
         hidden = self._product(first, x, len(ids), gate_up, norm, activation, narrow)
@@ -212,9 +232,9 @@ class ExpertOps(LinearOps):
         operands, sizes = (y, x, weight.data, product.bias, norm_weight), (1, width, out, row_stride(y), float(eps))
         self._launch(kernel, (blocks, 1, pairs), config, *operands, *sizes, ids, sharing, _bias_pitch(product))
 
-    def _grouped(self, ids: Array, chosen: int, count: int) -> _Groups:
+    def _grouped(self, ids: Array, chosen: int, count: int, most: int) -> _Groups:
         pairs, empty = len(ids), self._device.empty
-        most, number = wide.expert_groups(pairs, count)
+        number = wide.most_groups(pairs, count, most)
         groups = _Groups(empty((pairs,), np.int32), empty((pairs,), np.int32), empty((number, 3), np.int32), most)
         config = LaunchConfig({"COUNT": count, "ROWS": most}, MOST_THREADS)
         self._launch("group_pairs", (1,), config, *groups[:3], ids, pairs, chosen, number)

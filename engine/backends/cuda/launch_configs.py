@@ -106,7 +106,9 @@ def _decode_warps(keys: Layout, values: Layout, most: int) -> int:
     """Warps of a block of decode_attention: fewer where they need more registers."""
     full = [not side.is_quantized for side in (keys, values)]
     beside_codes = any(full) and not (all(full) and keys.mean_bits == 0)
-    words = sum(side.record.constants.get("WORDS", 0) for side in (keys, values))  # registers that codes take
+    constants = [side.record.constants for side in (keys, values)]
+    by_groups = all(of_side.get("BITS") == 16 for of_side in constants)  # loaded as those before them are decoded
+    words = 0 if by_groups else sum(of_side.get("WORDS", 0) for of_side in constants)  # registers that codes take
     padded = keys.record.geometry.padded
     many = 63 if padded <= 64 else 64  # small heads: more tokens of a part have scores
     return 8 if padded > 128 or words > many or beside_codes or step_rows(most) > 1 else 12

@@ -117,37 +117,37 @@ class LinearOps(DeviceOps):
         recorded: bool = False,
     ) -> Array:
         if activation is not None and not is_gated(activation):
-            y = self.linear(x, w, norm=norm, recorded=recorded)
+            y = self.linear(x, w, norm=norm)
             self.activate(y, y, activation)
             return y
         rows, out = len(x), w.shape[0] if activation is None else w.shape[0] // 2
         dtype = input_type(then, rows) if activation is not None else np.float32
         y = self._device.empty((rows, out), dtype) if residual is None else residual
         if len(w.parts) == 1 and (activation is None or gates(w.parts[0].format, w.shape[0])):
-            self._multiply(y, x, Product(w.parts[0], w.bias, norm, residual is not None, activation), recorded)
+            self._multiply(y, x, Product(w.parts[0], w.bias, norm, residual is not None, activation))
             return y
         # A product for each part, or for two; the activation follows, since it needs gate and up together.
         whole = y if activation is None else self._device.empty((rows, w.shape[0]), np.float32)
         if rows > GEMV_ROWS and len({_narrow_type(matrix) for matrix in w.parts}) == 1:
             x, norm = self.narrowed(x, Product(w.parts[0], None, norm, False, None)), None
-        end, parts, most = 0, list(w.parts), wide.WIDE_RECORDED_ROWS if recorded else wide.WIDE_ROWS
+        end, parts = 0, list(w.parts)
         while parts:
             matrix = parts.pop(0)
-            is_joined = bool(parts) and packed.joins(matrix, parts[0]) and rows <= most
+            is_joined = bool(parts) and packed.joins(matrix, parts[0]) and rows <= wide.WIDE_ROWS
             beside = parts.pop(0) if is_joined else None
             columns = slice(end, end := end + matrix.shape[0] + (0 if beside is None else beside.shape[0]))
             bias = None if w.bias is None else w.bias[columns]
             product = Product(matrix, bias, norm, residual is not None, None, beside)
-            self._multiply(whole[:, columns], x, product, recorded)
+            self._multiply(whole[:, columns], x, product)
         if activation is not None:
             self.activate_mul(y, whole, activation)
         return y
 
-    def _multiply(self, y: Array, x: Array, product: Product, recorded: bool) -> None:
+    def _multiply(self, y: Array, x: Array, product: Product) -> None:
         """`linear` with one matrix into y, which may be columns of a wider array."""
         (rows, width), weight, launch = x.shape, product.weight, self._launch
-        is_packed, most = packed.is_packed(weight.format), wide.WIDE_RECORDED_ROWS if recorded else wide.WIDE_ROWS
-        if (rows > GEMV_ROWS and not is_packed) or rows > most:
+        is_packed = packed.is_packed(weight.format)
+        if (rows > GEMV_ROWS and not is_packed) or rows > wide.WIDE_ROWS:
             self._large(y, x, product)
         elif rows > GEMV_ROWS:
             wide.multiply(self._device, launch, y, self.narrowed(x, product), product._replace(norm=None))

@@ -25,6 +25,7 @@ from polarlm.engine.backends.cuda.recurrent.ops import RecurrentOps
 from polarlm.engine.backends.cuda.sampling import sampler
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
+from polarlm.engine.backends.cuda.wide import GROUP_ROWS
 from polarlm.engine.backends.ops import FromCard, KeptTiles, Load, Ops, Result, WarmUp
 from polarlm.engine.errors import EngineError
 from polarlm.engine.outputs import Threads
@@ -192,6 +193,9 @@ class _FirstRows(CudaOps):
         self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
         return super().load_experts([[FirstRow(matrix) for matrix in expert] for expert in matrices], kept)
+
+    def _group_rows(self, pairs: int, count: int) -> Sequence[int]:
+        return GROUP_ROWS  # a longer prompt takes another one
 
 
 def _on_host(x: Any) -> Any:

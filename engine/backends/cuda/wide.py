@@ -16,14 +16,13 @@ from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher, Product,
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
 from polarlm.engine.weight_formats import WeightFormat
 
-# Most rows with packed weights: more are faster dequantized and multiplied by cuBLAS. On an H200 (2026-11-26), 64 rows
-# of a layer of an 8B model take 121 µs with q4_k, so 128 rows about 242; cuBLAS takes 134 µs for them, after
-# dequantizing, about 130 µs as reckoned from its bytes. Recorded, twice as many, so that a step of any number of rows
-# gives what one row gives, to the bit.
-WIDE_ROWS, WIDE_RECORDED_ROWS = 128, 256
+# Most rows with packed weights: more are faster dequantized and multiplied by cuBLAS. On an H200 (2026-11-28), a layer
+# of an 8B model takes 130 µs with 64 rows of q4_k and 277 with 128, so about 415 with 192 and 550 with 256. cuBLAS took
+# 428 and 420 µs for these, of which 230 to dequantize, which has more loads on their way since.
+WIDE_ROWS = 192
 
 _MOST_ROWS = 64  # of x, of a block: with 128, some formats need more registers than there are
-_FEW_ROWS = 16  # rows of an expert, at most, where experts have half as many on average
+GROUP_ROWS = (16, 32, _MOST_ROWS)  # rows of a group of an expert's pairs, at most
 _UNIT = 256  # inputs: parts have whole units, and at least two of them
 _WARPS = 8  # of a block, at most
 _LEAST_WARPS = 4  # and for experts: with fewer, a warp would copy much of x
@@ -48,9 +47,15 @@ def row_groups(rows: int) -> tuple[int, int]:
 
 
 def expert_groups(pairs: int, experts: int) -> tuple[int, int]:
-    """ROWS for groups of `pairs` pairs of a row and an expert, and how many groups there are at most."""
-    most = _FEW_ROWS if pairs <= _FEW_ROWS // 2 * experts else _MOST_ROWS
-    return most, min(pairs, experts + pairs // most)
+    """ROWS for groups of `pairs` pairs of a row and an expert, twice as many as experts have on average if there are
+    such; and how many groups there are at most."""
+    most = next((rows for rows in GROUP_ROWS if 2 * pairs <= rows * experts), GROUP_ROWS[-1])
+    return most, most_groups(pairs, experts, most)
+
+
+def most_groups(pairs: int, experts: int, rows: int) -> int:
+    """How many groups of up to `rows` rows there are at most."""
+    return min(pairs, experts + pairs // rows)
 
 
 def groups_pairs(pairs: int, experts: int) -> bool:

@@ -18,10 +18,6 @@ from polarlm.engine.records import Layout
 # At the top of a kernel: the files that precede it, on as many lines as it takes.
 _JOINS = re.compile(r"^// JOINS: ((?:.+,\n// )*.+)\.$", re.MULTILINE)
 
-# How a kernel begins, and what stands there where another one calls it.
-_ENTRY = re.compile(r'^extern "C" __global__ void __launch_bounds__\(.*\)\n', re.MULTILINE)
-_FUNCTION = "__device__ __forceinline__ void\n"
-
 
 OVERLAPS = "OVERLAPS"  # if defined, kernels wait for their predecessor by themselves, see `waits`
 
@@ -58,7 +54,7 @@ def source(
     Compiler messages show the lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
     """
     text = _text(f"{kernel}.cu")
-    parts = "".join(map(_part, joined(text)))
+    parts = "".join(map(_text, joined(text)))
     if finer is None:
         return with_readers(parts + text, keys, values, **defines)
     kinds: dict[str, dict[str, Layout | None]] = {
@@ -89,12 +85,6 @@ def with_readers(
 
 def _constants(defines: Mapping[str, int | float | str]) -> str:
     return "".join(f"#define {name} {_literal(value)}\n" for name, value in sorted(defines.items()))
-
-
-def _part(name: str) -> str:
-    """The text of a file that a kernel JOINS. Another kernel becomes a function, after the parts of its own."""
-    text = _text(name)
-    return "".join(map(_part, joined(text))) + _ENTRY.sub(_FUNCTION, text)
 
 
 @cache

@@ -1,0 +1,18 @@
+"""What compute-sanitizer sees, on the emulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cuda import small_pass
+from tests.cuda.emulated import EmulatedDevice
+from tests.cuda.test_gpu import Unrecorded
+
+
+@pytest.mark.slow
+def test_the_pass_for_the_sanitizer_launches_every_encoder_and_attention_to_two_kinds() -> None:
+    device = EmulatedDevice(checked=False)
+    assert all(finite for _, finite in small_pass.run(Unrecorded(device)))
+    encoders = {"encode_blocks_kernel", "encode_keys_kernel", "encode_tiles_kernel"}
+    of_two_kinds = {"decode_two_kinds_kernel", "decode_blocks_kernel"}
+    assert {*encoders, *of_two_kinds, "group_pairs_kernel", "add_experts_kernel"} <= {*device.launches}
