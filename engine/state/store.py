@@ -200,12 +200,11 @@ class KVStore:
     def _buffers(self, prompts: Sequence[tuple[SequenceKV, int]], together: int | None = None) -> Buffers:
         """together: None for as many layers as are worth a launch; 1 if something changes the K/V of a layer before the
         next one comes."""
-        n, rows, blocks = self.shape.block_size, 0, 0
+        n, rows = self.shape.block_size, 0
         for sequence, count in prompts:
-            end = sequence.length % n + count
-            rows, blocks = -(-rows // n) * n + end, blocks + end // n
+            rows = -(-rows // n) * n + sequence.length % n + count
         kv_heads = [shape.kv_heads for shape in self.shape.kv_layers.values()]
-        return Buffers(rows, together or layers_together(self.ops.encoded_at_once, kv_heads, blocks))
+        return Buffers(rows, together or layers_together(self.ops.encoded_at_once, kv_heads, -(-rows // n)))
 
     def _open(self, sequence: SequenceKV, count: int, buffers: Buffers, *, as_steps: bool = False, **more: Any) -> Span:
         start, n = sequence.length, self.shape.block_size
