@@ -223,11 +223,18 @@ class Prefills:
             request.fail(error)
 
     def _open(self, requests: Sequence[Request]) -> list[Span]:
-        """Open spans for the prompts of the first requests. Raises OutOfBlocks."""
+        """Open spans for the prompts of the first requests: of half as many as long as there is no memory for their
+        buffers. Raises OutOfBlocks, and MemoryError if there is none for the first one alone."""
         prompts = [(kv, len(one.sequence.prompt) - kv.length) for one in requests if (kv := one.kv) is not None]
         spans: list[Span] = []
         try:
-            spans = self._store.open_pass(prompts)
+            while not spans:
+                try:
+                    spans = self._store.open_pass(prompts)
+                except MemoryError:
+                    if len(prompts) == 1:
+                        raise
+                    prompts = prompts[: len(prompts) // 2]
         finally:
             for request in requests[max(1, len(spans)) :]:
                 self._unmatch(request)

@@ -250,6 +250,29 @@ def test_a_prompt_that_fails_harms_no_other(
     assert answers(others) == [wanted[0], *wanted[2:]]
 
 
+def test_a_pass_without_memory_for_its_buffers_has_fewer_prompts(
+    engine: Engine, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a prompt that has none alone fails."""
+    long = [*TOKENS[4], *TOKENS[5]]
+    wanted, ops = answers(ask(engine, TOKENS[:4])), engine._store.ops
+    buffer, most = ops.buffer, 2 * 48
+
+    def limited(format: Any, rows: int, **more: Any) -> Any:
+        if rows > most:
+            raise MemoryError
+        return buffer(format, rows, **more)
+
+    monkeypatch.setattr(ops, "buffer", limited)
+    passes.clear()
+    assert answers(ask(engine, TOKENS[:4])) == wanted
+    assert passes == [[40] * 2] * 2
+    most = 48
+    failed, *others = ask(engine, [long, *TOKENS[:4]])
+    assert failed[-1].code == "out_of_memory"
+    assert answers(others) == wanted
+
+
 def test_a_constraint_that_fails_harms_no_other(engine: Engine, passes: list[list[int]]) -> None:
     wanted = answers(ask(engine, TOKENS[:3]))
 
