@@ -119,6 +119,35 @@ def test_prompts_and_steps_of_a_pass_are_computed_as_one_by_one(
                 assert (a == b).mean() > 0.98
 
 
+@pytest.mark.parametrize("place", ["zeros", "launch"])
+def test_a_pass_that_fails_leaves_nothing_to_the_next_one(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two layers' parts, and before what appends a layer's K/V has been taken."""
+    device = open_device(checked=False)
+    model = model_of(CudaOps(device), "llama_gqa_linear", ("f16", "f16"), room=(256, 13), more=2048)
+    compute = getattr(device, place)
+
+    def failing(*args: Any) -> Any:
+        if args[0] == "append_kv_kernel" or place == "zeros":
+            raise MemoryError
+        return compute(*args)
+
+    def run() -> Any:
+        spans = model.store.open_pass([(model.store.new_sequence(), 20)])
+        with model.store.aborting(spans):
+            hidden = model.logits(model.forward_pass(spans, [[*range(5, 25)]]))
+            model.store.commit_steps(spans)
+        return hidden
+
+    wanted = run()
+    monkeypatch.setattr(device, place, failing)
+    with pytest.raises(MemoryError):
+        run()
+    assert [(group.spans, group.pending) for group in model._passes._groups] == [(None, None)]
+    assert not model._passes._spans
+    monkeypatch.setattr(device, place, compute)
+    np.testing.assert_array_equal(run(), wanted)
+
+
 @pytest.mark.slow
 def test_rows_of_a_step_are_the_same_in_a_pass_to_the_bit() -> None:
     """With packed weights, whose product gives a row the same result whatever rows are beside it."""
