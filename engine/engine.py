@@ -83,8 +83,7 @@ class Engine(Vectors):
         self._tiers = Tiers(self._store, self._prefixes, tiers, files, self._lock) if tiers else None
         kind = EncoderRunner if isinstance(self._model, Encoder) else Runner
         self._runner = kind(self._model, self._prefixes, self._scheduler, self._drafting, self._tiers)
-        self.kept_blocks = parts.disk  # for servers
-        self.adapters = parts.adapters  # that requests choose among; for servers
+        self.kept_blocks, self.adapters = parts.disk, parts.adapters  # for servers; requests choose among adapters
         self._answers = Answers(parts.source, self.context, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False
@@ -355,10 +354,11 @@ class Engine(Vectors):
             self._runner.sweep()
 
     def _check_open(self) -> None:
-        """Raises EngineError: "closed" after `close`, "forked" in a child process that cannot use the engine."""
+        """Raises EngineError: "closed" after `close`, "forked" in a child process that cannot use it; DeviceLost."""
         if self._closed:
             raise EngineError("The engine is closed", "closed")
         self._lock.check()
+        self._runner.check()
 
     # -- memory ------------------------------------------------------------------------------------------------
 

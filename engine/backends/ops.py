@@ -172,6 +172,9 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def wait(self) -> None:
         """Block until the device has finished all work."""
 
+    def check(self) -> None:
+        """Called after an error, outside of `run_graph`. Raises DeviceLost if the device works no more."""
+
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         """Device bytes of `count` values of a matrix that the file stores in `format`."""
 

@@ -194,13 +194,14 @@ class Prefills:
     def _run_pass(self, requests: Sequence[Request], running: Sequence[Request], computed: list[Request]) -> None:
         """Compute the prompts of these requests as far as there is room, others of them wait; and a step of the running
         ones, if there is room for all. Raises OutOfBlocks if there is no room for the first request, which takes part
-        already."""
+        already, and DeviceLost."""
         spans, started = self._open(requests), time.perf_counter()
         requests = requests[: len(spans)]
         self._take_part(requests[1:], computed)
         try:
             steps, hidden = self._compute(requests, spans, running)
         except Exception:
+            self._model.ops.check()
             if len(requests) == 1 and not running:
                 raise
             for request in requests:  # one by one: what fails a request harms nobody else
@@ -220,6 +221,7 @@ class Prefills:
         except OutOfBlocks:
             self._unmatch(request)
         except Exception as error:
+            self._model.ops.check()
             request.fail(error)
 
     def _open(self, requests: Sequence[Request]) -> list[Span]:

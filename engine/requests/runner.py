@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from polarlm.engine.backends.numpy import host_memory
+from polarlm.engine.errors import DeviceLost
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
 from polarlm.engine.requests.drafts import Drafting
@@ -46,6 +47,7 @@ class Runner:
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler, self._tiers, self._draft = scheduler, tiers, drafting.model
         self.requests: dict[TokenSequence, Request] = {}
+        self._lost: DeviceLost | None = None  # why nothing can be computed any more
         self.newest = StoredSequence()
         self._coding = CodingAgain(self._store.finer)
         self._steps = Steps(model, prefixes, scheduler, self._preempt, self._arrived, drafting.seconds)
@@ -57,7 +59,8 @@ class Runner:
         self._scheduler.submit(request.sequence)
 
     def run_unit(self) -> None:
-        """Run the next unit of work, if there is one. An error fails only the requests of that unit."""
+        """Run the next unit of work, if there is one. An error fails only the requests of that unit; one that the
+        device does not survive fails all."""
         is_late = bool(
             self._prefills.launched and self._scheduler.running
         )  # a step makes the time of a prompt's unit known
@@ -76,8 +79,9 @@ class Runner:
             else:
                 self._steps.run(requests)
         except Exception as error:
-            for request in self._affected(computed, is_prefill=unit.is_prefill):
-                request.fail(error)
+            if not self._is_lost():
+                for request in self._affected(computed, is_prefill=unit.is_prefill):
+                    request.fail(error)
         except BaseException:  # Ctrl-C, maybe in a thread that waits for a request of another unit
             for request in self._affected(computed, is_prefill=unit.is_prefill):
                 request.finish("cancelled")
@@ -163,6 +167,20 @@ class Runner:
             context_f16_bytes=shape.f16_bytes(context),
         )
 
+    def _is_lost(self) -> bool:
+        """Return whether the device works no more, after an error; all requests have failed then."""
+        try:
+            self._model.ops.check()
+        except DeviceLost as error:
+            self._lost = error
+            self.fail_all(error)
+        return self._lost is not None
+
+    def check(self) -> None:
+        """Raise DeviceLost if nothing can be computed any more."""
+        if self._lost is not None:
+            raise DeviceLost(str(self._lost))
+
     def fail_all(self, error: Exception) -> None:
         """Fail all requests that have not finished or been cancelled."""
         self.sweep()
@@ -187,7 +205,7 @@ class Runner:
             self._store.abort(prefill.span)
         if kv is None:
             return
-        if request.damaged:
+        if request.damaged or self._lost is not None:
             self._prefixes.discard(kv)
         elif request.options.pooling is not None:  # no conversation continues an embedded text
             self._store.release(kv)

@@ -18,7 +18,7 @@ from polarlm.engine.backends.cuda.device import Carried, cublas_lt, overlap, pac
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
-from polarlm.engine.errors import EngineError
+from polarlm.engine.errors import DeviceLost, EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
@@ -487,6 +487,31 @@ def test_out_of_memory_is_a_memory_error(device, error: Exception, becomes: type
 
     with pytest.raises(becomes):
         device.run_graph("key", work, [np.zeros(3)])
+
+
+@pytest.mark.parametrize("status", [700, 715, 717, 719, 214])
+def test_an_error_that_repeats_is_a_lasting_one(device, machine: Machine, status: int) -> None:
+    """Unlike the error of one launch, or a queue of work that is not done yet. While a graph is recorded, too."""
+    assert device.lasting_error() is None
+    y, x = device.empty((1, 8), np.float32), device.empty((1, 16), np.float32)
+
+    def work(x):
+        machine.broken = status
+        silu(device, y, x)
+        return y
+
+    for _ in range(2):
+        machine.broken = 0
+        with pytest.raises((CUDADriverError, CUDARuntimeError)):
+            device.run_graph("key", work, [np.zeros((1, 16), np.float32)])
+        assert f"status {status}" in str(device.lasting_error())
+    with pytest.raises(
+        DeviceLost, match=rf"Fake GPU has stopped with an error \(status {status}\): start this program"
+    ):
+        CudaOps(device).check()
+    machine.broken = 0
+    silu(device, y, x)
+    assert device.lasting_error() is None
 
 
 def test_open_device_returns_a_working_gpu(fake: tuple[Machine, ModuleType]) -> None:

@@ -15,13 +15,14 @@ import pytest
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams, codecs
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.errors import DeviceLost
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import fold
 from polarlm.engine.requests import prefills
 from polarlm.engine.state.layer_shapes import FinerKind
 from polarlm.engine.state.store import KVStore, SequenceKV
 from tests.cuda import test_model_emulated
-from tests.cuda.emulated import open_device
+from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import N, Talk, model_from, model_of
 from tests.cuda.test_packed_model import RandomWeights, mixed_model
 from tests.sampling.constrained import InTurn
@@ -277,6 +278,42 @@ def test_a_prompt_that_fails_harms_no_other(
     assert isinstance(outboxes[1][-1], EngineError)
     others = [outbox for number, outbox in enumerate(outboxes) if number != 1]
     assert answers(others) == [wanted[0], *wanted[2:]]
+
+
+@pytest.mark.parametrize("prompts", [1, 2], ids=["alone", "in a pass"])
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_an_error_that_lasts_ends_all_requests_with_a_sentence(
+    tiny_path: Path, prompts: int, in_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are computed and those that wait; then nothing is tried again, and the engine closes."""
+    device = EmulatedDevice(checked=False)
+    settings = {"block_size": N, "ctx_size": 256, "cache_type": "f16", "calibration": False, "parallel": 3}
+    engine = load_tiny(tiny_path, ops=CudaOps(device), **settings)
+    boxes, longer = [list[Any]() for _ in range(5)], replace(GREEDY, max_tokens=30)
+    for prompt, box in zip(TOKENS[: 1 if in_steps else prompts], boxes, strict=False):
+        engine.submit(prompt, longer, into=box)
+    if in_steps:
+        for _ in range(3):
+            engine.work()
+    for prompt, box in zip(TOKENS[prompts:], boxes[prompts:], strict=False):
+        engine.submit(prompt, longer, into=box)
+    device.broken = RuntimeError("an illegal memory access was encountered")
+    tried: list[object] = []
+    compute = engine._model.forward_pass
+    monkeypatch.setattr(engine._model, "forward_pass", lambda *args: tried.append(1) or compute(*args))
+    with pytest.raises(DeviceLost):  # tokens of a step that was computed before may come first
+        [engine.work() for _ in range(4)]
+    assert len(tried) <= 1
+    boxes = [box for box in boxes if box]
+    assert len(boxes) == 5 - (in_steps and prompts - 1)
+    for *_, error in boxes:
+        assert isinstance(error, DeviceLost)
+        assert "emulated GPU has stopped with an error (an illegal memory access was encountered)" in str(error)
+    for call in (engine.work, engine.status, lambda: engine.submit(TOKENS[0], into=[])):
+        with pytest.raises(DeviceLost, match="start this program again"):
+            call()
+    assert len(tried) <= 1
+    engine.close()
 
 
 def test_a_pass_without_memory_for_its_buffers_has_fewer_prompts(

@@ -26,7 +26,7 @@ from polarlm.engine.backends.cuda.sampling import sampler
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
 from polarlm.engine.backends.ops import FromCard, KeptTiles, Load, Ops, Result, WarmUp
-from polarlm.engine.errors import EngineError
+from polarlm.engine.errors import DeviceLost, EngineError
 from polarlm.engine.outputs import Threads
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
 from polarlm.model_loaders.config import is_gated
@@ -113,6 +113,11 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
 
     def wait(self) -> None:
         self._device.wait()
+
+    def check(self) -> None:
+        if (error := self._device.lasting_error()) is not None:
+            reason = str(error).strip() or type(error).__name__
+            raise DeviceLost(f"{self.name} has stopped with an error ({reason}): start this program again") from error
 
     def take_inputs(self, bits: int) -> str:
         if self.host is not None:

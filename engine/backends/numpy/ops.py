@@ -71,6 +71,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return work(*inputs)
 
+    def check(self) -> None:
+        """A CPU works on."""
+
     def threads(self) -> Threads:
         return Threads(blas.threads(), "by the setting threads" if self._is_set else "as BLAS has them")
 

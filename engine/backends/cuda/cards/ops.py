@@ -60,6 +60,10 @@ class CardsOps(CudaOps):
         for card in self.cards:
             card.wait()
 
+    def check(self) -> None:
+        for card in self.cards:
+            card.check()
+
     # -- K/V ---------------------------------------------------------------------------------------------------
 
     def _where_cache_is(self, op: str, cache: LayerCache, *args: Any) -> Any:

@@ -91,6 +91,10 @@ class Device(Protocol):
     def wait(self) -> None:
         """Block until all earlier work has finished."""
 
+    def lasting_error(self) -> Exception | None:
+        """The error that every call gets from now on, as after an access out of bounds; None if there is none. Asked
+        after an error, outside of `run_graph`."""
+
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:

@@ -30,6 +30,7 @@ _COPIES_AT_ONCE = 16  # that share an event, after which their pinned memory is 
 # Device attributes: compute capability, and shared memory per multiprocessor.
 _MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 81
 _NO_DEVICE, _OLD_DRIVER = 100, 35  # cudaErrorNoDevice, cudaErrorInsufficientDriver
+_NOT_READY = 600  # cudaErrorNotReady
 _HAS_ACCESS = 704  # cudaErrorPeerAccessAlreadyEnabled
 _LEAST_CAPABILITY = 8, 0  # cp.async and bfloat16 in the matrix instructions
 
@@ -247,6 +248,11 @@ class CupyDevice:
 
     def wait(self) -> None:
         self._stream.synchronize()
+
+    def lasting_error(self) -> Exception | None:
+        _runtime.setDevice(self._number)
+        first, second = (int(_runtime.streamQuery(self._stream.ptr)) for _ in range(2))
+        return None if second in (0, _NOT_READY) or first != second else _runtime.CUDARuntimeError(second)
 
     def _copy_in(self, y: cupy.ndarray, address: int, size: int) -> None:
         _runtime.memcpyAsync(y.data.ptr, address, size, _runtime.memcpyHostToDevice, self._stream.ptr)
