@@ -162,9 +162,12 @@ class Ops(KVOps, RecurrentOps, Protocol):
         passes recorded=True to `linear`.
         """
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Array]) -> None:
+    def between(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
         """Call work(*arrays), also whenever `run_graph` runs again what is being recorded: at this place, with views of
-        the arrays, which are contiguous."""
+        the arrays, which are contiguous. is_last: nothing is recorded after it."""
+
+    def forget(self) -> None:
+        """Drop what `run_graph` has recorded, which keeps the memory of its work's models and stores."""
 
     def threads(self) -> Threads | None:
         """The number of CPU threads, and why; None if steps do not run on the CPU."""

@@ -283,6 +283,7 @@ def with_cache(
     """Return parts with the weights of `parts` and a KV store of their own for `config`, which has the same model,
     weight type and device; see `Placement.loaded`. Closing either closes the files of both. Raises EngineError."""
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
+    ops.forget()  # or else the memory of stores that are not used any more
     placement = parts.placement.loaded(config, planned, encoding)
     store = _store(config, encoding, ops, source, weights, placement.store_plan, verbose)
     return Parts(config, source, placement, Transformer(ops, source.config, weights, store))

@@ -54,9 +54,10 @@ class Parts:
         return next((folder for folder in folders if folder.label == "disk"), None)
 
     def close(self) -> None:
-        """Close the weights' files, and begin no rehearsal."""
+        """Close the weights' files, drop what is recorded, and begin no rehearsal."""
         if self.rehearsal is not None:
             self.rehearsal.cancel()
+        self.model.ops.forget()
         self.source.close()
         if self.draft is not None:
             self.draft.close()

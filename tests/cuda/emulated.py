@@ -164,7 +164,10 @@ class EmulatedDevice:
         assert all(array.flags.c_contiguous for array in (y, *arrays))
         self.memory_of(y)[...] = work(*map(self.to_host, arrays))
 
-    def between(self, work: Callable[..., None], arrays: Sequence[DeviceArray]) -> None:
+    def forget(self) -> None:
+        """Nothing is recorded."""
+
+    def between(self, work: Callable[..., None], arrays: Sequence[DeviceArray], *, is_last: bool = False) -> None:
         assert all(array.flags.c_contiguous for array in arrays)
         work(*arrays)
 

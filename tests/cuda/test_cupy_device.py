@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -301,15 +302,105 @@ def test_the_least_recently_used_recording_is_dropped(
     for count in (1, 1, 2, 2, 3, 3, 1):
         run(count)
     oldest = next(recording for recording in device._recordings._kept.values() if len(recording.inputs[0]) == 2)
+    run(4)
     run(4)  # instead of 2
-    assert calls == [1, 1, 2, 2, 3, 3, 4]
+    assert calls == [1, 1, 2, 2, 3, 3, 4, 4]
     assert oldest._copied.awaited  # its buffer on the host may still be read otherwise
     del oldest
-    assert len(machine.graphs) == 2
+    assert len(machine.graphs) == 3
     for count in (1, 3, 4, 2, 2, 2):  # 2 begins anew, instead of 1
         run(count)
-    assert calls[7:] == [4, 2, 2]
+    assert calls[8:] == [2, 2]
     assert len(device._recordings._kept) == 3
+
+
+def test_passes_and_other_work_have_limits_of_their_own(device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass is work in parts between which something is launched. None is dropped for the other."""
+    monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", 2)
+    monkeypatch.setattr(sys.modules[RECORDING], "MOST_PASSES", 3)
+    calls: list[str] = []
+
+    def run(key: str) -> None:
+        def work(x):
+            calls.append(key)
+            y = device.empty((1, 8), np.float32)
+            silu(device, y, x)
+            if key.isupper():
+                device.between(lambda y: None, [y], is_last=key == "A")
+            return y
+
+        for _ in range(3):
+            x = np.ones((1, 16), np.float32)
+            np.testing.assert_allclose(device.to_host(device.run_graph(key, work, [x])), silu_of(x), rtol=1e-5)
+
+    for key in ("a", "A", "B", "b", "C", "a", "b"):
+        run(key)
+    assert calls == [key for key in "aABbC" for _ in range(2)]
+    parts = {whole[0]: len(one.parts) for whole, one in device._recordings._kept.items()}
+    assert parts == {"A": 2, "B": 3, "C": 3, "a": 1, "b": 1}
+    run("D")  # in place of A
+    run("c")  # in place of a
+    calls.clear()
+    for key in ("B", "C", "b"):
+        run(key)
+    assert not calls
+    assert len(device._recordings._kept) == 5
+
+
+def test_what_is_launched_between_parts_takes_no_memory_of_recordings(device, machine: Machine) -> None:
+    """Which is never given back; also not in the first call, which records nothing."""
+    pool, sizes = device._recordings._memory, list[int]()
+
+    def launch(y) -> None:
+        before = pool.total_bytes()
+        assert device.empty((1 << 20,), np.uint8).nbytes
+        sizes.append(pool.total_bytes() - before)
+
+    def work(x):
+        y = device.empty((1, 8), np.float32)
+        silu(device, y, x)
+        device.between(launch, [y])
+        return y
+
+    for _ in range(3):
+        device.run_graph("key", work, [np.ones((1, 16), np.float32)])
+    assert sizes == [0, 0, 0]
+
+
+def test_no_memory_is_freed_while_a_graph_is_recorded(device, machine: Machine, rng: np.random.Generator) -> None:
+    """It is freed after that, and then the graph is recorded again."""
+    calls: list[int] = []
+    work, x = doubled(device, calls), rows(rng, 40)
+    device.run_graph("key", work, [x])
+    taken = []  # what the first call has given back
+    pool = device._recordings._memory
+    while size := pool.free_bytes():
+        taken.append(pool.malloc(min(size, 512)))
+    spare = device.empty((1 << 16,), np.uint8)
+    del spare  # the common pool has it
+    machine.room = machine.allocated
+    np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [x])), silu_of(x), rtol=1e-5)
+    assert calls == [40] * 3
+
+
+def test_what_is_forgotten_is_not_kept_alive(device, machine: Machine) -> None:
+    """As the KV store of an engine that is closed; later calls begin anew."""
+    held = device.zeros((1, 16), np.float32)
+    alive = weakref.ref(held)
+
+    def work(x, held=held):
+        y = device.empty((1, 8), np.float32)
+        silu(device, y, held)
+        device.between(lambda y: held, [y])
+        return y
+
+    for _ in range(2):
+        device.run_graph("key", work, [np.zeros(1)])
+    del work, held
+    assert alive() is not None
+    machine.broken = 700  # nor by a GPU that works no more
+    device.forget()
+    assert alive() is None
 
 
 def test_recordings_share_the_memory_set_aside(device, machine: Machine, rng: np.random.Generator) -> None:
@@ -420,7 +511,7 @@ def test_a_pass_answers_the_same_recorded_or_not(device, name: str, monkeypatch:
     passed = model()
     recorded = passes_of(passed)
     (kept,) = device._recordings._kept.values()
-    assert len(kept.parts) == 2 * len(passed.config.layers) + 1
+    assert len(kept.parts) == 2 * len(passed.config.layers)
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
     np.testing.assert_equal(recorded, passes_of(model()))
 

@@ -82,8 +82,11 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         self.activate_mul(y, x, activation)
         return y
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Array]) -> None:
-        self._device.between(work, arrays)
+    def between(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
+        self._device.between(work, arrays, is_last=is_last)
+
+    def forget(self) -> None:
+        self._device.forget()
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         inputs = [self._moved(x) if isinstance(x, FromCard) else x for x in inputs]

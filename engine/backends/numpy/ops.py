@@ -65,8 +65,11 @@ class NumpyOps(ExpertOps, RecurrentOps):
             blas.use_threads(threads)
         self._is_set = threads > 0
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Any]) -> None:
+    def between(self, work: Callable[..., None], arrays: Sequence[Any], *, is_last: bool = False) -> None:
         work(*arrays)
+
+    def forget(self) -> None:
+        """Nothing is recorded."""
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return work(*inputs)

@@ -60,6 +60,10 @@ class CardsOps(CudaOps):
         for card in self.cards:
             card.wait()
 
+    def forget(self) -> None:
+        for card in self.cards:
+            card.forget()
+
     def check(self) -> None:
         for card in self.cards:
             card.check()

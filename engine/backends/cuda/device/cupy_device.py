@@ -330,11 +330,17 @@ class CupyDevice:
             call.make(self._stream)
             self._stream.synchronize()  # its pinned memory is freed now
 
-    def between(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray]) -> None:
+    def between(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray], *, is_last: bool = False) -> None:
         if self._recordings.under_way:
-            self._recordings.cut(Between(work, arrays))
-        else:
+            self._recordings.cut(Between(work, arrays), is_last=is_last)
+            return
+        # Its arrays are no recording's: they would enlarge a pool that never shrinks.
+        with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
             work(*arrays)
+
+    def forget(self) -> None:
+        self.use()
+        self._recordings.forget()
 
     def set_aside(self, size: int) -> None:
         self.use()

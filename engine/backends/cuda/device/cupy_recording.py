@@ -10,7 +10,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Carried, Device, Moved, Result
+from polarlm.engine.backends.cuda.device import MOST_PASSES, MOST_RECORDINGS, Carried, Device, Moved, Result
 
 _runtime = cupy.cuda.runtime
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
@@ -42,8 +42,7 @@ class Recordings:
         with memory_errors():
             recording = self._kept.pop(whole, None)
             if recording is None:
-                while len(self._kept) >= MOST_RECORDINGS:
-                    self._kept.pop(next(iter(self._kept))).end()
+                self._drop_oldest(is_pass=None, most=MOST_PASSES - 1)
                 recording = _Recording(self._stream, self._memory, self._copy, inputs)
                 recording.take(inputs)
                 with cupy.cuda.using_allocator(self._memory.malloc):
@@ -53,16 +52,41 @@ class Recordings:
             self._kept[whole] = recording
             recording.take(inputs)
             if not recording.parts:
-                self.under_way = True
-                try:
-                    recording.record(work)
-                finally:
-                    self.under_way = False
+                self._record(recording, work)
             return recording.launch()
 
-    def cut(self, call: HostCall | Between) -> None:
-        """End the part of the recording that is under way, and begin another one after `call`."""
-        next(reversed(self._kept.values())).cut(call)
+    def _record(self, recording: _Recording, work: Callable[..., Any]) -> None:
+        """Record work, for which the default pool's free blocks are freed if there is no memory without them: not while
+        it is recorded."""
+        for is_first in (True, False):
+            self.under_way = True
+            try:
+                recording.record(work)
+                break
+            except MemoryError:
+                if not is_first:
+                    raise
+            finally:
+                self.under_way = False
+            cupy.get_default_memory_pool().free_all_blocks()
+        self._drop_oldest(is_pass=recording.is_pass, most=MOST_PASSES if recording.is_pass else MOST_RECORDINGS)
+
+    def _drop_oldest(self, *, is_pass: bool | None, most: int) -> None:
+        """Drop the least recently used recordings of a kind beyond `most`; see `_Recording.is_pass`."""
+        of_kind = [whole for whole, recording in self._kept.items() if recording.is_pass is is_pass]
+        for whole in of_kind[: max(0, len(of_kind) - most)]:
+            self._kept.pop(whole).end()
+
+    def forget(self) -> None:
+        """See `Device.forget`."""
+        with contextlib.suppress(_runtime.CUDARuntimeError):  # of a GPU that works no more
+            self._stream.synchronize()
+        self._kept.clear()
+
+    def cut(self, call: HostCall | Between, *, is_last: bool = False) -> None:
+        """End the part of the recording that is under way, and begin another one after `call`, unless it is the last
+        one."""
+        next(reversed(self._kept.values())).cut(call, is_last=is_last)
 
 
 class HostCall:
@@ -102,6 +126,7 @@ class _Recording:
     def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, copy: _Copy, inputs: Sequence[_Input]):
         self.parts: list[cupy.cuda.Graph | HostCall | Between] = []  # in order, once it is recorded
         self._captured: list[cupy.cuda.Graph | HostCall | Between] = []  # while it is recorded
+        self._ends = False  # whether its last part has been recorded
         self._result: Any = None
         self._stream, self._memory, self._copy = stream, memory, copy
         # All inputs on the host are copied at once from a pinned buffer, which is not overwritten before that copy has
@@ -117,8 +142,7 @@ class _Recording:
         self._pinned, self._copied = pinned(on_host), cupy.cuda.Event(disable_timing=True)
         with cupy.cuda.using_allocator(memory.malloc):
             self._buffer = cupy.empty(end, np.uint8)
-        if end > on_host:
-            _runtime.memsetAsync(self._buffer.data.ptr + on_host, 0, end - on_host, stream.ptr)
+        self._moved = on_host, end - on_host  # the part of the buffer for inputs of other devices: first byte, bytes
         self._staged = [self._pinned[places[number]] for number in range(len(inputs))]
         self.inputs = [self._buffer[places[number]].view(_dtype(x)).reshape(x.shape) for number, x in enumerate(inputs)]
 
@@ -132,13 +156,16 @@ class _Recording:
         size, target, source = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, self._stream.ptr)
         self._copied.record(self._stream)
+        first, moved = self._moved
+        if moved:  # earlier graphs may have written there since: their memory was free when it was allocated
+            _runtime.memsetAsync(target + first, 0, moved, self._stream.ptr)
         for to, x in zip(self.inputs, inputs, strict=True):
             if isinstance(x, Carried | Moved):
                 self._copy(to, x.array, x.device)
 
     def record(self, work: Callable[..., Any]) -> None:
         """Capture work(*self.inputs) as graphs without running it."""
-        self._captured = []
+        self._captured, self._ends = [], False
         self._stream.begin_capture()
         try:
             with cupy.cuda.using_allocator(self._memory.malloc):
@@ -148,12 +175,19 @@ class _Recording:
                 self._stream.end_capture()
             raise
         self._result = _borrowed(result)
-        self.parts = [*self._captured, self._stream.end_capture()]
+        self.parts = [*self._captured, *([] if self._ends else [self._stream.end_capture()])]
 
-    def cut(self, call: HostCall | Between) -> None:
+    @property
+    def is_pass(self) -> bool | None:
+        """Whether something is launched between its parts. None before it is recorded."""
+        return any(isinstance(part, Between) for part in self.parts) if self.parts else None
+
+    def cut(self, call: HostCall | Between, *, is_last: bool) -> None:
         """See `Recordings.cut`."""
         self._captured += [self._stream.end_capture(), call]
-        self._stream.begin_capture()
+        self._ends = is_last
+        if not is_last:
+            self._stream.begin_capture()
 
     def launch(self) -> Any:
         for part in self.parts:
@@ -189,13 +223,14 @@ def _allocate_permanently(size: int) -> cupy.cuda.MemoryPointer:
     """The allocator of the recordings' pool. Graphs still use the pool's free blocks. Raises MemoryError.
 
     If an allocator raised CUDA's own error, CuPy's pool would return its free blocks to the driver, and graphs would
-    write to freed memory. So this one frees the default pool's blocks, tries again and then raises MemoryError.
+    write to freed memory. So this one frees the default pool's blocks, unless work is being recorded, tries again and
+    then raises MemoryError.
     """
     with memory_errors():
         try:
             return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
         except _runtime.CUDARuntimeError as error:
-            if error.status != _OUT_OF_MEMORY:
+            if error.status != _OUT_OF_MEMORY or _runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr):
                 raise
         cupy.get_default_memory_pool().free_all_blocks()
         return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
