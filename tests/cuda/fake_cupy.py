@@ -314,7 +314,6 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         memcpyAsync=copy,
         memsetAsync=clear,
         streamQuery=query,
-        streamIsCapturing=lambda stream: machine.recorded is not None,
         deviceSynchronize=lambda: None,
         driverGetVersion=lambda: machine.cuda + 20,
         runtimeGetVersion=lambda: machine.cuda,

@@ -30,7 +30,8 @@ class Recordings:
         self._kept: dict[Hashable, _Recording] = {}  # least recently used first
         # A graph keeps the addresses that it was recorded with, so recordings allocate from their own pool. They share
         # it, since they never run concurrently.
-        self._memory = cupy.cuda.MemoryPool(_allocate_permanently)
+        self._allocator = _PermanentAllocator()
+        self._memory = cupy.cuda.MemoryPool(self._allocator)
 
     def set_aside(self, size: int) -> None:
         with memory_errors(), cupy.cuda.using_allocator(self._memory.malloc):
@@ -59,7 +60,7 @@ class Recordings:
         """Record work, for which the default pool's free blocks are freed if there is no memory without them: not while
         it is recorded."""
         for is_first in (True, False):
-            self.under_way = True
+            self.under_way, self._allocator.may_free = True, False
             try:
                 recording.record(work)
                 break
@@ -67,7 +68,7 @@ class Recordings:
                 if not is_first:
                     raise
             finally:
-                self.under_way = False
+                self.under_way, self._allocator.may_free = False, True
             cupy.get_default_memory_pool().free_all_blocks()
         self._drop_oldest(is_pass=recording.is_pass, most=MOST_PASSES if recording.is_pass else MOST_RECORDINGS)
 
@@ -219,21 +220,25 @@ def _borrowed(result: Any) -> Any:
     return cupy.ndarray(result.shape, result.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
-def _allocate_permanently(size: int) -> cupy.cuda.MemoryPointer:
+class _PermanentAllocator:
     """The allocator of the recordings' pool. Graphs still use the pool's free blocks. Raises MemoryError.
 
     If an allocator raised CUDA's own error, CuPy's pool would return its free blocks to the driver, and graphs would
-    write to freed memory. So this one frees the default pool's blocks, unless work is being recorded, tries again and
-    then raises MemoryError.
+    write to freed memory. So this one frees the default pool's blocks if it `may_free`, tries again and then raises
+    MemoryError.
     """
-    with memory_errors():
-        try:
+
+    may_free = True  # not while work is being recorded
+
+    def __call__(self, size: int) -> cupy.cuda.MemoryPointer:
+        with memory_errors():
+            try:
+                return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
+            except _runtime.CUDARuntimeError as error:
+                if error.status != _OUT_OF_MEMORY or not self.may_free:
+                    raise
+            cupy.get_default_memory_pool().free_all_blocks()
             return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
-        except _runtime.CUDARuntimeError as error:
-            if error.status != _OUT_OF_MEMORY or _runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr):
-                raise
-        cupy.get_default_memory_pool().free_all_blocks()
-        return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
 
 
 def _staged(x: cupy.ndarray) -> np.ndarray:
