@@ -44,6 +44,11 @@ class Parts:
         return self.placement.experts or self.placement.on_host
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether all kernels have been compiled that later turns and several requests need."""
+        return self.rehearsal is None or not self.rehearsal.is_alive()
+
+    @property
     def draft_model(self) -> Transformer | None:
         return None if self.draft is None else self.draft.model
 

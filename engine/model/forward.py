@@ -155,6 +155,11 @@ class Transformer:
         """`KVStore.pass_rows`, of a model that has passes."""
         return 0 if self.config.mtp else self.store.pass_rows
 
+    @property
+    def recorded_rows(self) -> int:
+        """The most rows of a pass that is recorded."""
+        return self._passes.most_rows
+
     def forward_pass(
         self,
         spans: Sequence[Span],

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.errors import DeviceLost
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.warm_up import rehearsals
 from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.prefills import Prefills
@@ -49,6 +50,7 @@ class Runner:
         self.requests: dict[TokenSequence, Request] = {}
         self._lost: DeviceLost | None = None  # why nothing can be computed any more
         self.newest = StoredSequence()
+        self._rehearsals = rehearsals(model, scheduler.parallel)
         self._coding = CodingAgain(self._store.finer)
         self._steps = Steps(model, prefixes, scheduler, self._preempt, self._arrived, drafting.seconds)
         self._prefills = Prefills(model, prefixes, scheduler, self._coding, tiers, self._release, self._arrived)
@@ -175,6 +177,17 @@ class Runner:
             self._lost = error
             self.fail_all(error)
         return self._lost is not None
+
+    def rehearse(self, *, is_compiled: bool) -> bool:
+        """Call the next of `rehearsals`, unless there is a request; return whether there are more. is_compiled: whether
+        their kernels are, for which a request would otherwise wait."""
+        if is_compiled and self._rehearsals and not self.requests:
+            try:
+                self._rehearsals.pop(0)()
+            except Exception:  # an error of the requests that need it
+                self._rehearsals.clear()
+                self._is_lost()
+        return bool(self._rehearsals)
 
     def check(self) -> None:
         """Raise DeviceLost if nothing can be computed any more."""

@@ -34,6 +34,7 @@ from tests.cuda.test_packed_model import mixed_model
 from tests.cuda.test_sampler_inputs import stepped
 from tests.cuda.test_schedules import compare_with_waiting
 from tests.pairs import pairs
+from tests.tiny import load_tiny
 
 SILU = source("activate_mul", ACTIVATION="silu")
 DEFAULTS = GenerationDefaults()
@@ -477,6 +478,24 @@ def test_a_model_answers_the_same_recorded_or_not(
     recorded = talk(model_of(CudaOps(device), name, ("ring4", "ring3.5")))
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
     np.testing.assert_equal(recorded, talk(model_of(CudaOps(device), name, ("ring4", "ring3.5"))))
+
+
+@pytest.mark.slow
+def test_first_requests_run_what_was_rehearsed(device, tiny_path: Path) -> None:
+    """A prompt and steps of one request record nothing, and the store's pool is as large as before."""
+    settings = {"block_size": 16, "ctx_size": 128, "cache_type": "f16", "calibration": False, "parallel": 2}
+    with load_tiny(tiny_path, ops=CudaOps(device), **settings) as engine:
+        engine._parts.rehearsal.cancel()
+        engine._parts.rehearsal.join()
+        while engine.rehearse():
+            pass
+        recorded = {whole: [*one.parts] for whole, one in device._recordings._kept.items()}
+        assert all(recorded.values())
+        before = device._recordings._memory.total_bytes()
+        engine.generate([*range(5, 60)], temperature=0, ignore_eos=True, max_tokens=4)
+        assert {whole: one.parts for whole, one in device._recordings._kept.items()} == recorded
+        assert device._recordings._memory.total_bytes() == before
+    assert not device._recordings._kept  # the engine is closed
 
 
 def passes_of(model: Transformer) -> list[np.ndarray]:
