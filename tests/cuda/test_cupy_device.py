@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,6 +41,7 @@ DEFAULTS = GenerationDefaults()
 FOLDER = "polarlm.engine.backends.cuda.device"
 NAME = f"{FOLDER}.cupy_device"
 RECORDING = f"{FOLDER}.cupy_recording"
+LOAD_LIBRARY = cublas_lt.load_library
 NAMES = NAME, RECORDING
 
 
@@ -50,7 +51,7 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleT
     monkeypatch.setenv(overlap.VARIABLE, "0")
     machine, modules = fake_cupy.make()
     monkeypatch.setattr(packed_launch, "load_driver", lambda: fake_cupy.Driver(machine))
-    monkeypatch.setattr(cublas_lt, "load_library", lambda: Library(machine))
+    monkeypatch.setattr(cublas_lt, "load_library", lambda cuda: Library(machine))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in NAMES:
@@ -184,7 +185,7 @@ def test_gemm_is_the_product_recorded_or_not(
 @pytest.fixture
 def library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library(machine)
-    monkeypatch.setattr(cublas_lt, "load_library", lambda: library)
+    monkeypatch.setattr(cublas_lt, "load_library", lambda cuda: library)
     return library
 
 
@@ -199,11 +200,58 @@ def test_an_algorithm_is_asked_for_once_while_its_shape_is_in_use(
     """What the library has made for other shapes, it gets back."""
     monkeypatch.setattr(cublas_lt, "_MOST_PLANS", 2)
     asked = []
-    for rows, out in [(3, 8), (3, 8), (5, 8), (3, 8), (5, 16), (3, 8), (5, 8)]:
+    for rows, out in [(3, 8), (3, 8), (19, 8), (3, 8), (5, 16), (3, 8), (17, 8)]:
         multiply(device, rows, out)
-        asked.append(library.asked)
-    assert asked == [1, 1, 2, 2, 3, 3, 4]
-    assert len(library.structures) == 1 + 2 * 4  # a handle; of a plan a description and three layouts
+        asked.append(len(library.asked))
+    assert asked == [1, 1, 2, 2, 3, 3, 3]
+    assert len(library.structures) == 1 + 3 * 1 + 2 * 3  # a handle; descriptions of algorithms; layouts of plans
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_an_algorithm_for_rows_in_sixteens_is_asked_for_once(device, library: Library, serves: bool) -> None:
+    """If it serves; if not, one for these rows."""
+    library.serves = serves
+    for rows in (257, 258, 272, 273, 270, 258):
+        multiply(device, rows)
+    assert library.asked == ([272, 288] if serves else [272, 257, 258, 288, 273, 270])
+
+
+def test_a_bias_may_be_aligned_less_than_the_matrices(device, rng: np.random.Generator) -> None:
+    """As of a part of a matrix whose first part has an odd number of rows."""
+    x, w, bias = rng.standard_normal((4, 8)), rng.standard_normal((8, 8)), rng.standard_normal(11).astype(np.float32)
+    halves, biases = [device.from_host(a.astype(np.float16)) for a in (x, w)], device.from_host(bias)
+    for first in (0, 1, 2, 3):
+        y = device.empty((4, 8), np.float32)
+        device.gemm(y, *halves, biases[first : first + 8], add=False)
+        wanted = x.astype(np.float16).astype(float) @ w.astype(np.float16).astype(float).T + bias[first : first + 8]
+        np.testing.assert_allclose(device.to_host(y), wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("found", "loaded"),
+    [
+        ("nvidia/cu13/lib/libcublasLt.so.13", "nvidia/cublas/lib/libcublasLt.so.12"),  # CuPy's is of CUDA 12
+        ("nvidia/cublas/lib/libcublasLt.so.12", "nvidia/cublas/lib/libcublasLt.so.12"),
+        (None, "libcublasLt.so.12"),  # one that the system has loaded
+    ],
+)
+def test_the_library_is_of_the_cuda_of_cupy(
+    tmp_path: Path, found: str | None, loaded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12"):
+        (tmp_path / "nvidia" / name).parent.mkdir(parents=True)
+        (tmp_path / "nvidia" / name).touch()
+
+    def load(name: str) -> str:
+        if "/" not in name and found is not None:
+            raise OSError("not on the loader's path")
+        return name
+
+    path = None if found is None else str(tmp_path / found)
+    finder = SimpleNamespace(load_nvidia_dynamic_lib=lambda name: SimpleNamespace(abs_path=path))
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", finder)
+    monkeypatch.setattr(cublas_lt.ctypes, "CDLL", load)
+    assert LOAD_LIBRARY(12040) == str(tmp_path / loaded if "/" in loaded else loaded)
 
 
 @pytest.mark.parametrize(("status", "error"), [(3, MemoryError), (15, RuntimeError)])
@@ -644,7 +692,7 @@ def too_new(machine: Machine) -> None:
 
 
 def no_library(machine: Machine) -> None:
-    def load() -> None:
+    def load(cuda: int) -> None:
         raise RuntimeError('Failure finding "libcublasLt.so"')
 
     cublas_lt.load_library = load  # type: ignore[assignment]

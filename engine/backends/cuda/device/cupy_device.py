@@ -319,7 +319,7 @@ class CupyDevice:
     @cached_property
     def _products(self) -> cublas_lt.Products:
         self._workspace = self.empty((cublas_lt.WORKSPACE_BYTES,), np.uint8)
-        return cublas_lt.Products(cublas_lt.load_library(), self._workspace.data.ptr)
+        return cublas_lt.Products(cublas_lt.load_library(_runtime.runtimeGetVersion()), self._workspace.data.ptr)
 
     def call_host(self, work: Callable[..., np.ndarray], y: cupy.ndarray, arrays: Sequence[cupy.ndarray]) -> None:
         call = HostCall(work, y, arrays)
