@@ -292,6 +292,10 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         else:
             ctypes.memset(to, value, size)
 
+    def memory() -> tuple[int, int]:
+        machine.check()
+        return machine.room - machine.allocated, 2 << 30
+
     def query(stream: int) -> int:
         assert machine.recorded is None, "a stream that is recorded is queried"
         return machine.broken or 600  # not ready
@@ -310,7 +314,7 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         getDeviceCount=count,
         getDeviceProperties=lambda device: properties,
         deviceGetAttribute=lambda of, device: machine.shared_memory if of == 81 else machine.capability[of - 75],
-        memGetInfo=lambda: (machine.room - machine.allocated, 2 << 30),
+        memGetInfo=memory,
         memcpyAsync=copy,
         memsetAsync=clear,
         streamQuery=query,
@@ -365,6 +369,7 @@ def _elapsed(first: _Event, second: _Event) -> float:
 
 class _Stream:
     def __init__(self, machine: Machine):
+        machine.check()  # where there is no memory, there is no stream either
         self.machine, self.number, self.ptr = machine, machine.current, 11 + machine.current
 
     def use(self) -> None:

@@ -651,6 +651,7 @@ def test_out_of_memory_is_a_memory_error(device, error: Exception, becomes: type
 def test_an_error_that_repeats_is_a_lasting_one(device, machine: Machine, status: int) -> None:
     """Unlike the error of one launch, or a queue of work that is not done yet. While a graph is recorded, too."""
     assert device.lasting_error() is None
+    ops = CudaOps(device)
     y, x = device.empty((1, 8), np.float32), device.empty((1, 16), np.float32)
 
     def work(x):
@@ -666,7 +667,7 @@ def test_an_error_that_repeats_is_a_lasting_one(device, machine: Machine, status
     with pytest.raises(
         DeviceLost, match=rf"Fake GPU has stopped with an error \(status {status}\): start this program"
     ):
-        CudaOps(device).check()
+        ops.check()
     machine.broken = 0
     silu(device, y, x)
     assert device.lasting_error() is None
@@ -702,6 +703,9 @@ NO_GPU: list[tuple[Callable[[Machine], object], str]] = [
     (lambda machine: setattr(machine, "status", 35), "driver is older than the CUDA of the installed CuPy"),
     (lambda machine: setattr(machine, "status", 100), "shows no GPU: look at CUDA_VISIBLE_DEVICES"),
     (lambda machine: setattr(machine, "status", 999), r"CUDA does not start \(status 999\)"),
+    (lambda machine: setattr(machine, "broken", 2), "Fake GPU has too little free memory to begin: nvidia-smi shows"),
+    (lambda machine: setattr(machine, "broken", 46), r"cuda:0 does not start \(status 46\)"),
+    (lambda machine: setattr(machine, "room", 1 << 20), r"Fake GPU has too little free memory .* \(0\.0 of 2\.0 GiB\)"),
     (lambda machine: setattr(machine, "capability", (7, 5)), "Fake GPU, has compute capability 7.5, and 8.0 is"),
     (too_new, r"NVRTC 12\.4, is too old for the GPU, Fake GPU, which has compute capability 12\.0: update it"),
     (broken, r"\(NVRTC 12\.4\) or libraries do not work with the GPU, Fake GPU, .* 9\.0 \(CuPy failed to load lib"),

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import cupy
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, cublas_lt, overlap
-from polarlm.engine.backends.cuda.device.cupy_recording import Between, HostCall, Recordings, pinned
+from polarlm.engine.backends.cuda.device.cupy_recording import Between, HostCall, Recordings, memory_errors, pinned
 from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
 from polarlm.engine.backends.cuda.device.packed_launch import Kernel, letters_of, load_driver
@@ -60,16 +61,24 @@ def open_device(number: int = 0) -> CupyDevice:
         there = "only cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
         raise _unavailable(f"There is no cuda:{number}: the NVIDIA driver shows {there}")
     try:
-        device = CupyDevice(number)
+        with memory_errors():
+            device = CupyDevice(number)
     except OSError as error:
         raise _unavailable(f"The NVIDIA driver's library does not load ({_first_line(error)})") from error
+    except MemoryError as error:
+        raise _too_full(number) from error
+    except _runtime.CUDARuntimeError as error:
+        raise _unavailable(f"cuda:{number} does not start ({_first_line(error)})") from error
     capability = _capability()
     if capability < _LEAST_CAPABILITY:
         raise _unavailable(
             f"The GPU, {device.name}, has compute capability {capability[0]}.{capability[1]}, and 8.0 is the least"
         )
     try:  # a missing compiler, header or library is noticed only when it is used
-        _try(device)
+        with memory_errors():
+            _try(device)
+    except MemoryError as error:
+        raise _too_full(number) from error
     except Exception as error:
         version, newest = _nvrtc()
         gpu = f"the GPU, {device.name}, which has compute capability {capability[0]}.{capability[1]}"
@@ -115,6 +124,15 @@ def _nvrtc() -> tuple[str, int]:
         return f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}", int(max(nvrtc.getSupportedArchs()))
     except Exception:
         return "NVRTC, which does not load", 1000
+
+
+def _too_full(number: int) -> EngineError:
+    """The error of a GPU whose memory others have."""
+    name, left = _runtime.getDeviceProperties(number)["name"].decode(), ""
+    with suppress(_runtime.CUDARuntimeError):  # nor is there memory to ask
+        free, total = (size / 2**30 for size in _runtime.memGetInfo())
+        left = f" ({free:.1f} of {total:.1f} GiB)"
+    return _unavailable(f"{name} has too little free memory to begin{left}: nvidia-smi shows which programs take it")
 
 
 def _unavailable(reason: str) -> EngineError:
