@@ -93,7 +93,15 @@ class Runner:
             for request in computed:
                 request.clock.lap()
             self.sweep()
-        self._coding.between_units(self._scheduler.usual_step)
+        self._code_again()
+
+    def _code_again(self) -> None:
+        """Code blocks again between two units. Without memory for that, it is tried again after the next unit."""
+        try:
+            self._coding.between_units(self._scheduler.usual_step)
+        except Exception as error:
+            if not self._is_lost() and not isinstance(error, MemoryError):
+                raise
 
     def _arrived(self) -> float:
         """Tokens of the unit have arrived. What it took beyond a usual step, a GPU spent on prompts before it. Return

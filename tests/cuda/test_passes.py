@@ -391,6 +391,20 @@ def test_a_constraint_that_fails_harms_no_other(engine: Engine, passes: list[lis
     assert answers([outboxes[0], outboxes[2]]) == [wanted[0], wanted[2]]
 
 
+def test_coding_again_without_memory_fails_no_request(
+    engine: Engine, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, failed = answers(ask(engine, TOKENS[:2])), list[object]()
+
+    def code(step: float | None) -> int:
+        failed.append(step)
+        raise MemoryError
+
+    monkeypatch.setattr(engine._runner._coding, "between_units", code)
+    assert answers(ask(engine, TOKENS[:2])) == wanted
+    assert failed
+
+
 def test_prompts_without_room_wait(engine: Engine, passes: list[list[int]]) -> None:
     """At each place in a pass: one prompt and its answer need two blocks, beside the sink and the current block."""
     wanted = answers(ask(engine, TOKENS[:4]))
