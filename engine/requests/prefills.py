@@ -29,6 +29,7 @@ from polarlm.engine.storage.copies import restore
 from polarlm.engine.storage.tiers.tiers import Tiers
 
 _RECENT = 4  # passes
+_MANY_ROWS = 256  # of a pass: fewer take as long as reading the weights, whatever their number
 
 
 class Prefills:
@@ -48,7 +49,7 @@ class Prefills:
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler, self._coding, self._tiers = scheduler, coding, tiers
         self._release, self._arrived = release, arrived
-        self._rates = deque([math.inf], _RECENT)  # rows per second of the latest passes
+        self._rates = deque([math.inf], _RECENT)  # rows per second of the latest passes of many rows
         self.launched: list[Request] = []  # for each unit of a prompt that a GPU may still compute, its request
 
     def run(self, requests: Sequence[Request], running: Sequence[Request], computed: list[Request]) -> None:
@@ -147,7 +148,8 @@ class Prefills:
 
     @property
     def _pass_rows(self) -> int:
-        """The most rows of a pass; beside running requests, as many as the fastest of recent ones had in `GAP`."""
+        """The most rows of a pass; beside running requests, as many as the fastest of recent ones of many rows had in
+        `GAP`."""
         if not self._scheduler.running:
             return self._model.pass_rows
         return int(min(self._model.pass_rows // 2, max(self._rates) * GAP))
@@ -209,7 +211,8 @@ class Prefills:
             return
         self._take_tokens(requests, spans, steps, hidden)
         rows = sum(span.count for span in [*spans, *steps.values()])
-        self._rates.append(rows / (time.perf_counter() - started))
+        if rows >= _MANY_ROWS:
+            self._rates.append(rows / (time.perf_counter() - started))
         if steps:
             computed.extend(steps)
             self._scheduler.take_step()

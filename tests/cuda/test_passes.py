@@ -255,6 +255,23 @@ def test_running_requests_take_a_step_in_a_pass(
     assert answers(boxes) == wanted
 
 
+@pytest.mark.parametrize("many", [256, 40])
+def test_only_passes_of_many_rows_tell_how_many_fit_beside_running_requests(
+    engine: Engine, passes: list[list[int]], many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here, where a step may wait for no row at all, no prompt joins it once a pass has told so."""
+    monkeypatch.setattr(prefills, "GAP", 1e-12)
+    monkeypatch.setattr(prefills, "_MANY_ROWS", many)
+    for prompt in TOKENS[:4]:
+        engine.generate(prompt, GREEDY, ANEW)
+    engine.submit(TOKENS[4], replace(GREEDY, max_tokens=8), ANEW, into=[])
+    engine.work()
+    engine.work()  # a step, whose time says when prompts are due
+    passes.clear()
+    ask(engine, TOKENS[:2])
+    assert [rows for rows in passes if len(rows) > 2] == ([[40, 40, 1]] if many == 256 else [])
+
+
 def test_a_prompt_that_fails_harms_no_other(
     engine: Engine, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
