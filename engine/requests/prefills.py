@@ -20,13 +20,15 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import forward_and_read
 from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import GAP, Scheduler
-from polarlm.engine.sampling.sample import SamplerInput
+from polarlm.engine.sampling.sample import Sampled, SamplerInput
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.finer.blocks import CodingAgain
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.store import SequenceKV, Span
 from polarlm.engine.storage.copies import restore
 from polarlm.engine.storage.tiers.tiers import Tiers
+
+Tokens = Callable[[], list[Sampled]]  # waits for them
 
 _RECENT = 4  # passes
 _MANY_ROWS = 256  # of a pass: fewer take as long as reading the weights, whatever their number
@@ -201,15 +203,16 @@ class Prefills:
         requests = requests[: len(spans)]
         self._take_part(requests[1:], computed)
         try:
-            steps, hidden = self._compute(requests, spans, running)
+            steps, tokens = self._compute(requests, spans, running)
         except Exception:
             self._model.ops.check()
             if len(requests) == 1 and not running:
                 raise
             for request in requests:  # one by one: what fails a request harms nobody else
-                self._run_alone(request)
+                if not request.sequence.finished:
+                    self._run_alone(request)
             return
-        self._take_tokens(requests, spans, steps, hidden)
+        self._take_tokens(requests, spans, steps, tokens)
         rows = sum(span.count for span in [*spans, *steps.values()])
         if rows >= _MANY_ROWS:
             self._rates.append(rows / (time.perf_counter() - started))
@@ -259,10 +262,10 @@ class Prefills:
 
     def _compute(
         self, requests: Sequence[Request], spans: Sequence[Span], running: Sequence[Request]
-    ) -> tuple[dict[Request, Span], Any]:
+    ) -> tuple[dict[Request, Span], Tokens]:
         """Compute open spans of prompts and a step of running requests and commit them, and let the former take part in
-        steps. Returns the rows of the step, and the hidden states (B + S, E) of the prompts' last rows and of the S
-        rows of the step. Leaves no span open if it raises."""
+        steps. Returns the rows of the step, and their tokens, as `_begin_tokens` does. Leaves no span open if it
+        raises."""
         every = [*spans]
         with self._store.aborting(every):
             steps = self._open_steps(running)
@@ -270,6 +273,7 @@ class Prefills:
             ids = [one.sequence.ids[span.start :] for one, span in zip(requests, spans, strict=True)]
             of_steps = [one.sequence.ids[span.start : span.start + span.count] for one, span in steps.items()]
             hidden = self._model.forward_pass(spans, ids, [*steps.values()], [*chain.from_iterable(of_steps)])
+            tokens = self._begin_tokens(requests, steps, hidden)  # before codes, for which no client waits
             self._store.commit_steps(every)
         for request, span in zip([*requests, *steps], every, strict=True):
             self._prefixes.insert(span.sequence, request.sequence.ids)
@@ -277,20 +281,25 @@ class Prefills:
         for request in requests:
             self._scheduler.admit(request.sequence)
             self._scheduler.prefilled(request.sequence)
-        return steps, hidden
+        return steps, tokens
 
-    def _take_tokens(
-        self, requests: Sequence[Request], spans: Sequence[Span], steps: Mapping[Request, Span], hidden: Any
-    ) -> None:
-        """Take the token after each request's prompt, and after the rows of each running one, from their hidden states
-        (B + S, E)."""
-        known = {one for one, span in steps.items() if span.start + span.count < len(one.sequence.ids)}
+    def _begin_tokens(self, requests: Sequence[Request], steps: Mapping[Request, Span], hidden: Any) -> Tokens:
+        """Begin to sample the token after each request's prompt, and after each row of the running ones, from the
+        hidden states (B + S, E) of the prompts' last rows and of the S rows of the step; return what waits for them."""
+        known = _known(steps)
         inputs = [self._sampler_input(request) for request in requests]
         for request, span in steps.items():
             last = request.sampler.none if request in known else self._sampler_input(request)
             inputs += [*[request.sampler.none] * (span.count - 1), last]
-        waits = any(_expects_token(request) for request in [*requests, *steps])
-        sampled = self._model.choose(hidden, inputs) if waits else [0] * len(requests)
+        if any(_expects_token(request) for request in [*requests, *steps]):
+            return self._model.begin_choosing(hidden, inputs)
+        return lambda: [0] * len(inputs)
+
+    def _take_tokens(
+        self, requests: Sequence[Request], spans: Sequence[Span], steps: Mapping[Request, Span], tokens: Tokens
+    ) -> None:
+        """Take the token after each request's prompt, and after the rows of each running one, from `_begin_tokens`."""
+        known, sampled = _known(steps), tokens()
         self._arrived()
         for request in requests:
             request.clock.lap()
@@ -344,15 +353,20 @@ class Prefills:
             if self._model.ops.fetch_later is not None:
                 self.launched.append(request)
         except StopIteration as end:
+            tokens = None if request.sequence.generated else self._begin_tokens([request], {}, end.value)
             self._store.commit(prefill.span)
             if request.options.pooling is None:
                 self._prefixes.insert(prefill.span.sequence, request.sequence.ids)
             request.prefill = None
             if prefill.reader is not None:
                 request.outbox.append(prefill.reader.chunk())
-            if request.sequence.generated:
-                return
-            self._take_tokens([request], [prefill.span], {}, end.value)
+            if tokens is not None:
+                self._take_tokens([request], [prefill.span], {}, tokens)
+
+
+def _known(steps: Mapping[Request, Span]) -> set[Request]:
+    """Return the requests whose next token is known, so that none is taken."""
+    return {one for one, span in steps.items() if span.start + span.count < len(one.sequence.ids)}
 
 
 def _expects_token(request: Request) -> bool:

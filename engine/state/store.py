@@ -117,6 +117,7 @@ class KVStore:
             format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
             blocks = sizes[self.group_of(layer)]
             caches[layer] = ops.of_layer(layer).cache(format, *blocks, [*caches.values()])
+        self._last_kv = max(plan.shape.kv_layers, default=-1)
         self._images_whole = [first.images_whole for first in firsts]
         # Whether rows of an image see its later rows in some layers: all keys of it must be there before they do.
         self.sees_whole_images = any(self._images_whole)
@@ -281,14 +282,14 @@ class KVStore:
 
     def seal(self, layer: int, *spans: Span) -> None:
         """Keep the K/V of a layer of a prompt, or of all prompts of a pass, whose rows have all been appended:
-        `together` layers at once, the last ones at commit, encode their complete blocks. Raises EngineError
-        ("model_damaged") if one holds NaN or infinity and the device detects it."""
+        `together` layers at once encode their complete blocks, the last ones at commit, before which logits may be
+        asked for. Raises EngineError ("model_damaged") if one holds NaN or infinity and the device detects it."""
         if layer not in self.shape.kv_layers:
             self._seal(spans, [layer])
             return
         unsealed = spans[0].unsealed
         unsealed.append(layer)
-        if len(unsealed) == spans[0].together:
+        if len(unsealed) == spans[0].together and (layer != self._last_kv or spans[0].round_trip):
             self._seal(spans, unsealed)
 
     def _seal(self, spans: Sequence[Span], layers: list[int]) -> None:

@@ -255,6 +255,19 @@ def test_running_requests_take_a_step_in_a_pass(
     assert answers(boxes) == wanted
 
 
+@pytest.mark.parametrize("read", [None, 1], ids=["in a pass", "alone"])
+def test_the_first_token_does_not_wait_for_codes(tiny_path: Path, read: int | None) -> None:
+    """Head and sampling are launched before what encodes the last layers, with which all are sealed here."""
+    device = EmulatedDevice(checked=False)
+    settings = {"block_size": N, "ctx_size": 256, "cache_type": "ring4", "calibration": False}
+    with load_tiny(tiny_path, ops=CudaOps(device), **settings) as engine:
+        device.launches.clear()
+        engine.generate(TOKENS[0], replace(GREEDY, max_tokens=1, prompt_logprobs=read), ANEW)
+    encoded = [number for number, kernel in enumerate(device.launches) if kernel.startswith("encode_")]
+    assert encoded
+    assert device.launches.index("sample_kernel") < encoded[0]
+
+
 @pytest.mark.parametrize("many", [256, 40])
 def test_only_passes_of_many_rows_tell_how_many_fit_beside_running_requests(
     engine: Engine, passes: list[list[int]], many: int, monkeypatch: pytest.MonkeyPatch
