@@ -680,6 +680,16 @@ def test_open_device_returns_a_working_gpu(fake: tuple[Machine, ModuleType]) -> 
     assert machine.launches == 2 * ["activate_mul_kernel"]
 
 
+def test_open_device_tries_launches_that_overlap(
+    fake: tuple[Machine, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In what is recorded."""
+    machine, module = fake
+    monkeypatch.setenv(overlap.VARIABLE, "1")
+    assert module.open_device().overlaps
+    assert machine.overlapped == ["activate_mul_kernel"]
+
+
 def broken(machine: Machine) -> None:
     def fail(*args: object) -> None:
         raise RuntimeError("CuPy failed to load libnvrtc.so.13\nand more")

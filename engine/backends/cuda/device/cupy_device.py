@@ -17,7 +17,7 @@ import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, cublas_lt, overlap
 from polarlm.engine.backends.cuda.device.cupy_recording import Between, HostCall, Recordings, memory_errors, pinned
-from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, source, waits
+from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, OVERLAPS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
 from polarlm.engine.backends.cuda.device.packed_launch import Kernel, letters_of, load_driver
 from polarlm.engine.errors import EngineError
@@ -92,7 +92,7 @@ def open_device(number: int = 0) -> CupyDevice:
 
 def _try(device: CupyDevice) -> None:
     """Compute a product and a kernel, then record and replay both. Raises what they raise, and RuntimeError."""
-    text = source("activate_mul", ACTIVATION="silu")
+    text = source("activate_mul", ACTIVATION="silu", **({OVERLAPS: 1} if device.overlaps else {}))
 
     def work(x: cupy.ndarray, bias: cupy.ndarray) -> cupy.ndarray:
         seventeens, y = device.empty((16, 16), np.float32), device.empty((16, 8), np.float32)
