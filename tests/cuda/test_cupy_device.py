@@ -583,6 +583,26 @@ def test_a_pass_answers_the_same_recorded_or_not(device, name: str, monkeypatch:
     np.testing.assert_equal(recorded, passes_of(model()))
 
 
+def test_host_calls_share_pinned_memory(device) -> None:
+    """In work of any number of rows, one after another, recorded or not."""
+    parts = device._recordings
+
+    def work(x):
+        y = device.empty(x.shape, np.float32)
+        device.call_host(lambda x: x + 1, y, [x])
+        device.call_host(lambda x: 2 * x, y, [y])
+        return y
+
+    for rows in (8, 3, 8, 3, 8):
+        x = np.full((rows, 4), rows, np.float32)
+        np.testing.assert_array_equal(device.to_host(device.run_graph("key", work, [x])), 2 * x + 2)
+    calls = [part for one in parts._kept.values() for part in one.parts if hasattr(part, "_copies")]
+    assert len(calls) == 4
+    for call in calls:
+        assert np.shares_memory(call._result, parts._pinned[0])
+        assert np.shares_memory(call._copies[0], parts._pinned[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_step_with_experts_on_the_host_is_recorded_in_parts(
@@ -598,6 +618,8 @@ def test_a_step_with_experts_on_the_host_is_recorded_in_parts(
     kept = [recording for recording in device._recordings._kept.values() if recording.parts]
     assert kept
     assert all(len(recording.parts) == 2 * layers + 1 for recording in kept)
+    calls = [part for part in kept[-1].parts if hasattr(part, "_copies")]
+    assert [len(call._copies) for call in calls] == [1] * layers  # a norm's weights are there already
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
     np.testing.assert_equal(recorded, talk(model_of(ops, "qwen3_moe_normed", ("f16", "f16"))))
 

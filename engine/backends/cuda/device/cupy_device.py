@@ -92,7 +92,8 @@ def open_device(number: int = 0) -> CupyDevice:
 
 def _try(device: CupyDevice) -> None:
     """Compute a product and a kernel, then record and replay both. Raises what they raise, and RuntimeError."""
-    text = source("activate_mul", ACTIVATION="silu", **({OVERLAPS: 1} if device.overlaps else {}))
+    defines: dict[str, int | float | str] = {"ACTIVATION": "silu", **({OVERLAPS: 1} if device.overlaps else {})}
+    text = source("activate_mul", None, None, None, **defines)
 
     def work(x: cupy.ndarray, bias: cupy.ndarray) -> cupy.ndarray:
         seventeens, y = device.empty((16, 16), np.float32), device.empty((16, 8), np.float32)
@@ -340,13 +341,13 @@ class CupyDevice:
         return cublas_lt.Products(cublas_lt.load_library(_runtime.runtimeGetVersion()), self._workspace.data.ptr)
 
     def call_host(self, work: Callable[..., np.ndarray], y: cupy.ndarray, arrays: Sequence[cupy.ndarray]) -> None:
-        call = HostCall(work, y, arrays)
+        call = HostCall(work, y, arrays, self._recordings.staged)
         if self._recordings.under_way:
             self._recordings.cut(call)
         else:
             self.use()
             call.make(self._stream)
-            self._stream.synchronize()  # its pinned memory is freed now
+            self._stream.synchronize()  # its pinned memory may be replaced by a larger one
 
     def between(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray], *, is_last: bool = False) -> None:
         if self._recordings.under_way:

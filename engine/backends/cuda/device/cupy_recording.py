@@ -28,6 +28,7 @@ class Recordings:
         self.under_way = False  # whether work is being recorded
         self._stream, self._copy = stream, copy
         self._kept: dict[Hashable, _Recording] = {}  # least recently used first
+        self._pinned: dict[int, np.ndarray] = {}  # by the place of an argument of `HostCall`, 0 for the result
         # A graph keeps the addresses that it was recorded with, so recordings allocate from their own pool. They share
         # it, since they never run concurrently.
         self._allocator = _PermanentAllocator()
@@ -84,6 +85,13 @@ class Recordings:
             self._stream.synchronize()
         self._kept.clear()
 
+    def staged(self, place: int, x: cupy.ndarray) -> np.ndarray:
+        """Pinned memory for the argument at a place of a host call, or at 0 for its result. Calls share it: each has
+        waited for the one before when it writes there."""
+        if place not in self._pinned or self._pinned[place].nbytes < x.nbytes:
+            self._pinned[place] = pinned(1 << max(0, x.nbytes - 1).bit_length())
+        return self._pinned[place][: x.nbytes].view(x.dtype).reshape(x.shape)
+
     def cut(self, call: HostCall | Between, *, is_last: bool = False) -> None:
         """End the part of the recording that is under way, and begin another one after `call`, unless it is the last
         one."""
@@ -93,12 +101,18 @@ class Recordings:
 class HostCall:
     """A call of Python code on copies of arrays; see `Device.call_host`."""
 
-    def __init__(self, work: Callable[..., np.ndarray], y: cupy.ndarray, arrays: Sequence[cupy.ndarray]):
+    def __init__(
+        self,
+        work: Callable[..., np.ndarray],
+        y: cupy.ndarray,
+        arrays: Sequence[cupy.ndarray],
+        staged: Callable[[int, cupy.ndarray], np.ndarray],
+    ):
+        """staged: see `Recordings.staged`."""
         assert all(array.flags.c_contiguous for array in (y, *arrays))
         # In a recording, later launches may use the same memory.
         self._work, self._y, self._arrays = work, _borrowed(y), [_borrowed(array) for array in arrays]
-        self._copies = [_staged(array) for array in arrays]
-        self._result = _staged(y)
+        self._result, *self._copies = (staged(place, array) for place, array in enumerate((y, *arrays)))
 
     def make(self, stream: cupy.cuda.Stream) -> None:
         for copy, x in zip(self._copies, self._arrays, strict=True):
@@ -239,11 +253,6 @@ class _PermanentAllocator:
                     raise
             cupy.get_default_memory_pool().free_all_blocks()
             return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
-
-
-def _staged(x: cupy.ndarray) -> np.ndarray:
-    """Pinned host memory for an array."""
-    return pinned(max(1, x.nbytes))[: x.nbytes].view(x.dtype).reshape(x.shape)
 
 
 def pinned(size: int) -> np.ndarray:
