@@ -24,6 +24,7 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
 from polarlm.engine.state.store import SequenceKV
+from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda import fake_cupy, test_model_emulated
 from tests.cuda.fake_cublas_lt import Library
@@ -35,6 +36,7 @@ from tests.cuda.test_sampler_inputs import stepped
 from tests.cuda.test_schedules import compare_with_waiting
 from tests.pairs import pairs
 from tests.tiny import load_tiny
+from tests.weights import random_matrix
 
 SILU = source("activate_mul", ACTIVATION="silu")
 DEFAULTS = GenerationDefaults()
@@ -581,6 +583,22 @@ def test_a_pass_answers_the_same_recorded_or_not(device, name: str, monkeypatch:
     assert len(kept.parts) == 2 * len(passed.config.layers)
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
     np.testing.assert_equal(recorded, passes_of(model()))
+
+
+@pytest.mark.slow
+def test_recordings_hold_no_dequantized_weights(device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in memory that products of all numbers of rows share, recorded or not."""
+    monkeypatch.setattr(wide, "WIDE_RECORDED_ROWS", 16)
+    ops, rng = CudaOps(device), np.random.default_rng(0)
+    matrix = random_matrix(rng, "q8_0", 512, 256)
+    weight, values = Linear(ops.load([matrix])), matrix.values
+    multiply(device, 3)  # the library has its workspace
+    for rows in (20, 30, 20, 30, 20):
+        x = rng.standard_normal((rows, 256)).astype(np.float32)
+        y = device.run_graph("key", lambda x: ops.linear(x, weight, recorded=True), [x])
+        off = np.abs(device.to_host(y) - x @ values.T)
+        assert (off <= 2.0**-9 * (np.abs(x) @ np.abs(values).T)).all()
+    assert device._recordings._memory.total_bytes() < 512 * 256 * 2
 
 
 def test_host_calls_share_pinned_memory(device) -> None:
