@@ -23,13 +23,13 @@ from polarlm.engine.errors import DeviceLost, EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
-from polarlm.engine.state.store import SequenceKV
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda import fake_cupy, test_model_emulated
 from tests.cuda.fake_cublas_lt import Library
 from tests.cuda.fake_cupy import CUDADriverError, CUDARuntimeError, Machine
 from tests.cuda.formats import STEP, read, store
+from tests.cuda.some_passes import passes_of
 from tests.cuda.test_model_emulated import model_from, model_of, talk
 from tests.cuda.test_packed_model import mixed_model
 from tests.cuda.test_sampler_inputs import stepped
@@ -546,22 +546,6 @@ def test_first_requests_run_what_was_rehearsed(device, tiny_path: Path) -> None:
         assert {whole: one.parts for whole, one in device._recordings._kept.items()} == recorded
         assert device._recordings._memory.total_bytes() == before
     assert not device._recordings._kept  # the engine is closed
-
-
-def passes_of(model: Transformer) -> list[np.ndarray]:
-    """The logits of passes, of prompts, some of which go on, and of steps. Their rows differ, and have one bucket."""
-    rng, logits, running = np.random.default_rng(7), list[np.ndarray](), list[SequenceKV]()
-    for counts in [(30, 25), (25, 24), (48,), (28, 22), (30, 22)]:
-        new = [model.store.new_sequence() for _ in counts]
-        prompts = [*zip(new, counts, strict=True), *((one, 2) for one in running[:1])]
-        ids = [rng.integers(5, 96, count).tolist() for _, count in prompts]
-        spans = model.store.open_pass([*prompts])
-        steps = [model.store.open_step(one) for one in running[1:]]
-        hidden = model.forward_pass(spans, ids, steps, rng.integers(5, 96, len(steps)).tolist())
-        logits.append(model.logits(hidden))
-        model.store.commit_steps([*spans, *steps])
-        running = [*running, *new][-4:]
-    return logits
 
 
 @pytest.mark.slow

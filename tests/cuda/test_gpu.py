@@ -36,7 +36,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES
-from tests.cuda.test_cupy_device import passes_of
+from tests.cuda.some_passes import passes_of
 from tests.cuda.test_model_emulated import model_from, model_of, talk
 from tests.cuda.test_packed_model import mixed_model
 from tests.shared_data import shared
