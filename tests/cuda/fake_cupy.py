@@ -296,6 +296,10 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         machine.check()
         return machine.room - machine.allocated, 2 << 30
 
+    def choose(number: int) -> None:
+        machine.check()
+        machine.take(number)
+
     def query(stream: int) -> int:
         assert machine.recorded is None, "a stream that is recorded is queried"
         return machine.broken or 600  # not ready
@@ -307,7 +311,7 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         memcpyDeviceToHost=2,
         memcpyDeviceToDevice=3,
         getDevice=lambda: machine.current,
-        setDevice=machine.take,
+        setDevice=choose,
         deviceCanAccessPeer=lambda number, other: int(machine.can_reach),
         deviceEnablePeerAccess=let_reach,
         memcpyPeerAsync=copy_over,

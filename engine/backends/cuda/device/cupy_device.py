@@ -269,7 +269,8 @@ class CupyDevice:
         self._stream.synchronize()
 
     def lasting_error(self) -> Exception | None:
-        _runtime.setDevice(self._number)
+        with suppress(_runtime.CUDARuntimeError):
+            _runtime.setDevice(self._number)
         first, second = (int(_runtime.streamQuery(self._stream.ptr)) for _ in range(2))
         return None if second in (0, _NOT_READY) or first != second else _runtime.CUDARuntimeError(second)
 
@@ -358,7 +359,6 @@ class CupyDevice:
             work(*arrays)
 
     def forget(self) -> None:
-        self.use()
         self._recordings.forget()
 
     def set_aside(self, size: int) -> None:
