@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,10 +68,8 @@ class Engine(Completions):
         self._model, self._store = parts.model, parts.model.store
         self._identity = identity.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
-        determines = {key: value for key, value in self._identity.items() if key != "name"}
-        if (bits := parts.config.input_bits) != EngineConfig.input_bits:  # other keys and values
-            determines["input_bits"] = str(bits)
-        self._prefixes = PrefixCache(self._store, json.dumps(determines).encode(), enabled=keeps)
+        more = {} if (bits := parts.config.input_bits) == EngineConfig.input_bits else {"input_bits": str(bits)}
+        self._prefixes = PrefixCache(self._store, identity.of_blocks(self._identity, more), enabled=keeps)
         self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model, parts.model.mtp)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
@@ -80,8 +77,7 @@ class Engine(Completions):
         self._tiers = Tiers(self._store, self._prefixes, tiers, files, self._lock) if tiers else None
         kind = EncoderRunner if isinstance(self._model, Encoder) else Runner
         self._runner = kind(self._model, self._prefixes, self._scheduler, self._drafting, self._tiers)
-        self.kept_blocks = parts.disk  # for servers
-        self.adapters = parts.adapters  # that requests choose among; for servers
+        self.kept_blocks, self.adapters = parts.disk, parts.adapters  # for servers; requests choose among adapters
         self._answers = Answers(parts.source, self.context, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
         self._closed = False
@@ -133,8 +129,7 @@ class Engine(Completions):
         """Teacher-forced log-probabilities of `ids` (T ≥ 2). Attention reads the cache as it does in steps.
 
         Earlier requests finish first. With `every_token_coded`, attention reads all tokens after the first block as
-        codes, the current block included: the figure to compare with engines that keep no recent tokens in
-        full precision. With `logits`, the score has every position's logits, which take 4·T·V bytes.
+        codes, as engines do that keep no recent tokens. With `logits`, the score has all logits, 4·T·V bytes.
         """
         if self.model.config.is_encoder:
             raise EngineError(f"{self.model.name} is an embedding model: it has no probabilities of tokens")
@@ -251,10 +246,14 @@ class Engine(Completions):
     def work(self) -> bool:
         """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""
         with self._exclusive():
-            if not self._runner.requests:
-                return False
+            is_busy = bool(self._runner.requests)
             self._runner.run_unit()
-            return True
+            return is_busy
+
+    def rehearse(self) -> bool:
+        """Record a part of what requests will compute, unless there are any; False once nothing is left to record."""
+        with self._exclusive():
+            return self._runner.rehearse(is_compiled=self._parts.is_compiled)
 
     def status(self) -> Status:
         """Counts of requests, blocks and threads."""
@@ -328,10 +327,11 @@ class Engine(Completions):
             self._runner.sweep()
 
     def _check_open(self) -> None:
-        """Raises EngineError: "closed" after `close`, "forked" in a child process that cannot use the engine."""
+        """Raises EngineError: "closed" after `close`, "forked" in a child process that cannot use it; DeviceLost."""
         if self._closed:
             raise EngineError("The engine is closed", "closed")
         self._lock.check()
+        self._runner.check()
 
     # -- memory ------------------------------------------------------------------------------------------------
 

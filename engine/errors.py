@@ -29,6 +29,13 @@ class EngineError(Exception):
         self.numbers = numbers
 
 
+class DeviceLost(EngineError):
+    """The device has stopped with an error that every later call gets, too: only a new process can use it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "device_unavailable")
+
+
 class KernelError(EngineError):
     """A kernel for this CPU cannot be compiled or loaded. The message is a sentence without a full stop."""
 

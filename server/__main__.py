@@ -1,7 +1,8 @@
 """`python -m polarlm.server`: serves a model, or several by name, until a signal arrives.
 
-Exit codes: 0 after SIGTERM or SIGINT; 1 for an unexpected error, a port in use or missing packages; 2 for an error in a
-flag or the model. A second signal ends the process at once, with 128 plus the signal's number.
+Exit codes: 0 after SIGTERM or SIGINT; 1 for an unexpected error, a GPU that works no more, a port in use or missing
+packages; 2 for an error in a flag or the model. A second signal ends the process at once, with 128 plus the signal's
+number.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import use_utf8
 from polarlm.engine.cli.flags import FlagError, in_flags
 from polarlm.engine.config import EngineConfig
+from polarlm.engine.errors import DeviceLost
 from polarlm.engine.state.plan import parse_size
 from polarlm.model_loaders import first_model
 from polarlm.server.config import GROUPS, HUB, KEY_VARIABLE, ServerConfig, read_command_line
@@ -45,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(sys.argv[1:] if argv is None else argv)
         return 0
+    except DeviceLost as error:
+        return _complain(str(error), _FAILED)
     except FlagError as error:
         return _complain(f"{error}; --help lists the flags", _BAD_REQUEST)
     except EngineError as error:

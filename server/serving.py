@@ -57,7 +57,8 @@ async def serve_engine(
     outer: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> None:
     """Serve the driver's engine over HTTP at `http`, and JSON lines at `lines`, until a signal arrives. early: has
-    accepted clients until now. ready: called when requests are taken. outer: wraps the application."""
+    accepted clients until now. ready: called when requests are taken. outer: wraps the application. Raises DeviceLost
+    once all requests have ended if the engine's device works no more."""
     asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
     servers = McpServers(driver.config)
     await driver.start()
@@ -69,20 +70,26 @@ async def serve_engine(
         for server in accepting:
             await server.start()
         await web.adopt(waiting)
-        await until_signalled(accepting, ready, lambda: asyncio.gather(driver.drain(_DRAIN_SECONDS), servers.close()))
+        ends, rest = driver.ends, _DRAIN_SECONDS
+        await until_signalled(ends, accepting, ready, lambda: asyncio.gather(driver.drain(rest), servers.close()))
     finally:
         await servers.close()
         await driver.stop()
+    if driver.lost is not None:
+        raise driver.lost
 
 
 async def until_signalled(
-    servers: Sequence[Web | SocketServer], ready: Callable[[], None], drain: Callable[[], Awaitable[object]]
+    ends: asyncio.Event,
+    servers: Sequence[Web | SocketServer],
+    ready: Callable[[], None],
+    drain: Callable[[], Awaitable[object]],
 ) -> None:
-    """Wait for SIGTERM or SIGINT, accept no more connections, `drain`, and close the servers, which have been started.
-    ready: called when signals are handled."""
-    with _signals() as signalled:
+    """Wait for SIGTERM, SIGINT or the event `ends`, accept no more connections, `drain`, and close the servers, which
+    have been started. ready: called when signals are handled."""
+    with _signals(ends):
         ready()
-        await signalled.wait()
+        await ends.wait()
         for server in servers:
             server.refuse()
         await drain()
@@ -90,9 +97,9 @@ async def until_signalled(
 
 
 @contextmanager
-def _signals() -> Iterator[asyncio.Event]:
-    """Yields an event that the first SIGTERM or SIGINT sets; a second signal ends the process."""
-    loop, signalled = asyncio.get_running_loop(), asyncio.Event()
+def _signals(ends: asyncio.Event) -> Iterator[None]:
+    """A context in which the first SIGTERM or SIGINT sets the event; a second signal ends the process."""
+    loop = asyncio.get_running_loop()
     count = 0
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -100,11 +107,11 @@ def _signals() -> Iterator[asyncio.Event]:
         count += 1
         if count > 1:
             os._exit(SIGNALLED + number)
-        loop.call_soon_threadsafe(signalled.set)
+        loop.call_soon_threadsafe(ends.set)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield signalled
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -56,7 +56,7 @@ class _Cupy:
             machine, modules = fake_cupy.make()
             self._modules.update(modules)
             packed_launch.load_driver = lambda: fake_cupy.Driver(machine)
-            cublas_lt.load_library = lambda: fake_cublas_lt.Library(machine)
+            cublas_lt.load_library = lambda cuda: fake_cublas_lt.Library(machine)
         return ModuleSpec(name, self, is_package=True) if name in self._modules else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

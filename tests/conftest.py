@@ -266,7 +266,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def rehearsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later turns and several requests are warmed up when a model is loaded, not a moment after."""
 
-    def rehearse(later: Sequence[Callable[[], None]]) -> None:
+    def rehearse(later: Sequence[Callable[[], None]], wait: Callable[[], None]) -> None:
         for warm_up_more in later:
             warm_up_more()
 

@@ -157,7 +157,8 @@ def table_width(blocks: int) -> int:
 
 
 def layers_together(encoded_at_once: int, kv_heads: Sequence[int], blocks: int) -> int:
-    """How many layers of a prompt with `blocks` blocks are sealed together. kv_heads: K of each layer that has K/V."""
+    """How many layers of a prompt, or of a pass, are sealed together whose buffer has `blocks` blocks for a layer: also
+    those that stay incomplete take memory. kv_heads: K of each layer that has K/V."""
     return min(len(kv_heads), -(-encoded_at_once // (max(kv_heads, default=1) * max(1, blocks))))
 
 

@@ -140,6 +140,8 @@ class Ops(KVOps, RecurrentOps, Protocol):
     # Chunk size of prefill: enough rows for the matrix products, few enough for the memory of activations.
     prefill_rows: int
     pass_rows: int  # most rows of prompts that are computed together; 0 where prompts are computed one by one
+    # Rows of passes, and of steps, that are recorded before requests come; none where that takes no time.
+    rehearsed: tuple[Sequence[int], Sequence[int]]
 
     @property
     def host(self) -> Ops | None:
@@ -162,15 +164,21 @@ class Ops(KVOps, RecurrentOps, Protocol):
         passes recorded=True to `linear`.
         """
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Array]) -> None:
+    def between(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
         """Call work(*arrays), also whenever `run_graph` runs again what is being recorded: at this place, with views of
-        the arrays, which are contiguous."""
+        the arrays, which are contiguous. is_last: nothing is recorded after it."""
+
+    def forget(self) -> None:
+        """Drop what `run_graph` has recorded, which keeps the memory of its work's models and stores."""
 
     def threads(self) -> Threads | None:
         """The number of CPU threads, and why; None if steps do not run on the CPU."""
 
     def wait(self) -> None:
         """Block until the device has finished all work."""
+
+    def check(self) -> None:
+        """Called after an error, outside of `run_graph`. Raises DeviceLost if the device works no more."""
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
         """Device bytes of `count` values of a matrix that the file stores in `format`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,7 +210,7 @@ class _Loading:
             with progress_bar(self._verbose is not None, desc=what, bar_format=SHARE) as compiling:
                 warm.wait(amounts(compiling))
         model = (Encoder if source.config.is_encoder else Transformer)(ops, source.config, weights, store)
-        rehearsal = None if warm is None else rehearse(later)
+        rehearsal = None if warm is None else rehearse(later, partial(warm.wait, lambda done, count: None))
         is_mapped = self._mapped is not None
         return Parts(config, source, placement, model, self._adapters, tiers, None, is_mapped, rehearsal)
 
@@ -283,6 +284,7 @@ def with_cache(
     """Return parts with the weights of `parts` and a KV store of their own for `config`, which has the same model,
     weight type and device; see `Placement.loaded`. Closing either closes the files of both. Raises EngineError."""
     ops, source, weights = parts.model.ops, parts.source, parts.model.weights
+    ops.forget()  # or else the memory of stores that are not used any more
     placement = parts.placement.loaded(config, planned, encoding)
     store = _store(config, encoding, ops, source, weights, placement.store_plan, verbose)
     return Parts(config, source, placement, Transformer(ops, source.config, weights, store))

@@ -44,6 +44,11 @@ class Parts:
         return self.placement.experts or self.placement.on_host
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether all kernels have been compiled that later turns and several requests need."""
+        return self.rehearsal is None or not self.rehearsal.is_alive()
+
+    @property
     def draft_model(self) -> Transformer | None:
         return None if self.draft is None else self.draft.model
 
@@ -54,9 +59,10 @@ class Parts:
         return next((folder for folder in folders if folder.label == "disk"), None)
 
     def close(self) -> None:
-        """Close the weights' files, and begin no rehearsal."""
+        """Close the weights' files, drop what is recorded, and begin no rehearsal."""
         if self.rehearsal is not None:
             self.rehearsal.cancel()
+        self.model.ops.forget()
         self.source.close()
         if self.draft is not None:
             self.draft.close()

@@ -103,9 +103,10 @@ def _warm_up_encoder(
     return []
 
 
-def rehearse(later: Sequence[Callable[[], None]]) -> threading.Timer | None:
-    """Make these calls in a thread, a moment from now; return its timer, or None if the system refuses the thread."""
-    left = [*later]
+def rehearse(later: Sequence[Callable[[], None]], wait: Callable[[], None]) -> threading.Timer | None:
+    """Make these calls in a thread, a moment from now, and then `wait` for the kernels that they need; return its
+    timer, or None if the system refuses the thread."""
+    left = [*later, wait]
 
     def run() -> None:
         with suppress(Exception):  # what cannot be warmed up is an error of the requests that need it

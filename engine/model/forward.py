@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -155,6 +156,11 @@ class Transformer:
         """`KVStore.pass_rows`, of a model that has passes."""
         return 0 if self.config.mtp else self.store.pass_rows
 
+    @property
+    def recorded_rows(self) -> int:
+        """The most rows of a pass that is recorded."""
+        return self._passes.most_rows
+
     def forward_pass(
         self,
         spans: Sequence[Span],
@@ -204,9 +210,13 @@ class Transformer:
 
     def choose(self, hidden: Array, sampler_inputs: Sequence[SamplerInput]) -> list[Sampled]:
         """Return the token that follows each of the hidden states (B, E), or the error why none can be sampled."""
+        return self.begin_choosing(hidden, sampler_inputs)()
+
+    def begin_choosing(self, hidden: Array, sampler_inputs: Sequence[SamplerInput]) -> Callable[[], list[Sampled]]:
+        """Return a function that waits for what `choose` returns. What is launched meanwhile is computed after it."""
         logits = self._head(hidden)
         chosen = self.ops.sample(logits, self.ops.pack_sampler_inputs(sampler_inputs))
-        return self.ops.fetch_tokens(chosen, logits, sampler_inputs)
+        return partial(self.ops.fetch_tokens, chosen, logits, sampler_inputs)
 
     # -- steps --------------------------------------------------------------------------------------------------
 

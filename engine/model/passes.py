@@ -63,12 +63,14 @@ class Passes:
         tables = [*chain.from_iterable(self._ropes.tables(rope_positions(parts))), *of_rows]
         inputs = [np.concatenate([x, np.zeros((rows - count, *x.shape[1:]), x.dtype)]) for x in (ids, *tables)]
         self._spans = spans
-        for group, now in zip(self._groups, store.spans(parts, slice(0, count)), strict=True):
-            group.spans = now
-        x, seen, *more = self._ops.run_graph(("pass", have_adapters(parts)), self._rows, inputs)
-        self._spans = ()
-        for group in self._groups:
-            group.spans = None  # which holds the prompts' buffers
+        try:
+            for group, now in zip(self._groups, store.spans(parts, slice(0, count)), strict=True):
+                group.spans = now
+            x, seen, *more = self._ops.run_graph(("pass", have_adapters(parts)), self._rows, inputs)
+        finally:
+            self._spans = ()
+            for group in self._groups:
+                group.spans = group.pending = None  # which hold the prompts' buffers, and arrays of a recording
         kept, number = slice(count - outputs, count), len(self._layers) - 1
         layer, last = self._layers[number], store.spans(parts, kept)[store.group_of(number)]
         adapters = Routing(*(self._ops.to_device(table[kept]) for table in of_rows)) if of_rows else None
@@ -90,5 +92,5 @@ class Passes:
             if number < last:
                 layer.mixer.mix(x, seen, spans, adapters=adapters, recorded=True)
                 layer.finish(x, inputs, adapters=adapters, recorded=True)
-        self._ops.between(*spans.between())
+        self._ops.between(*spans.between(), is_last=True)
         return (x, seen) if inputs is None else (x, seen, inputs)

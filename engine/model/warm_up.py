@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.sampling.sample import greedy
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.state.store import RowAdapter, SequenceKV
+from polarlm.engine.state.store import RowAdapter, SequenceKV, Span
 
 _ROWS = 48  # rows of a prompt: kernels for many rows take 6, 4, 3 or 2 at a time, and all of these divide it
 _MANY_ROWS = 256  # rows of a prompt: enough to be multiplied by a GPU's library
@@ -98,6 +99,36 @@ def warm_up_drafts(model: Transformer, rows: int) -> None:
         model.mtp.draft(span, 0, sequence.hidden)
         model.store.abort(span)
     model.store.release(sequence)
+
+
+def rehearsals(model: Transformer, parallel: int) -> list[Callable[[], None]]:
+    """Return calls that compute passes and steps as those of requests, and leave the store as it was. The first call
+    for a number of rows lets a device allocate, the second one record. parallel: the most sequences that run."""
+    passes, steps = model.ops.rehearsed
+    prompts = [((rows,), False) for rows in passes if rows <= min(model.pass_rows, model.recorded_rows)]
+    tokens = [((1,) * rows, True) for rows in steps if rows <= parallel]
+    return [partial(_rehearse, model, *counts) for counts in (*prompts, *tokens) for _ in range(2)]
+
+
+def _rehearse(model: Transformer, counts: Sequence[int], is_step: bool) -> None:
+    """Compute so many tokens of new sequences in a step or a pass, if blocks are free that the prefix cache does not
+    know."""
+    store, rows = model.store, sum(counts)
+    blocks, slots = rows // store.shape.block_size, 2 * len(counts)
+    for group in store.groups:
+        if group.quantized.free - group.quantized.kept < blocks or group.full.free - group.full.kept < slots:
+            return
+    spans: list[Span] = []
+    try:
+        if is_step:
+            spans += [store.open_step(store.new_sequence()) for _ in counts]
+            model.step(spans, [0] * rows, [greedy(model.config.vocab_size)] * rows)
+        else:
+            spans += store.open_pass([(store.new_sequence(), count) for count in counts])
+            model.forward_pass(spans, [[0] * count for count in counts])
+    finally:
+        for span in spans:
+            store.abort(span)
 
 
 def _step(model: Transformer, *sequences: SequenceKV, rows: int = 1) -> None:

@@ -20,7 +20,7 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.prompt_readers import forward_and_read
 from polarlm.engine.requests.request import Prefill, Request
 from polarlm.engine.requests.scheduler import GAP, Scheduler
-from polarlm.engine.sampling.sample import SamplerInput
+from polarlm.engine.sampling.sample import Sampled, SamplerInput
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.finer.blocks import CodingAgain
 from polarlm.engine.state.prefix import PrefixCache
@@ -28,7 +28,10 @@ from polarlm.engine.state.store import SequenceKV, Span
 from polarlm.engine.storage.copies import restore
 from polarlm.engine.storage.tiers.tiers import Tiers
 
+Tokens = Callable[[], list[Sampled]]  # waits for them
+
 _RECENT = 4  # passes
+_MANY_ROWS = 256  # of a pass: fewer take as long as reading the weights, whatever their number
 
 
 class Prefills:
@@ -48,7 +51,7 @@ class Prefills:
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler, self._coding, self._tiers = scheduler, coding, tiers
         self._release, self._arrived = release, arrived
-        self._rates = deque([math.inf], _RECENT)  # rows per second of the latest passes
+        self._rates = deque([math.inf], _RECENT)  # rows per second of the latest passes of many rows
         self.launched: list[Request] = []  # for each unit of a prompt that a GPU may still compute, its request
 
     def run(self, requests: Sequence[Request], running: Sequence[Request], computed: list[Request]) -> None:
@@ -147,7 +150,8 @@ class Prefills:
 
     @property
     def _pass_rows(self) -> int:
-        """The most rows of a pass; beside running requests, as many as the fastest of recent ones had in `GAP`."""
+        """The most rows of a pass; beside running requests, as many as the fastest of recent ones of many rows had in
+        `GAP`."""
         if not self._scheduler.running:
             return self._model.pass_rows
         return int(min(self._model.pass_rows // 2, max(self._rates) * GAP))
@@ -194,21 +198,24 @@ class Prefills:
     def _run_pass(self, requests: Sequence[Request], running: Sequence[Request], computed: list[Request]) -> None:
         """Compute the prompts of these requests as far as there is room, others of them wait; and a step of the running
         ones, if there is room for all. Raises OutOfBlocks if there is no room for the first request, which takes part
-        already."""
+        already, and DeviceLost."""
         spans, started = self._open(requests), time.perf_counter()
         requests = requests[: len(spans)]
         self._take_part(requests[1:], computed)
         try:
-            steps, hidden = self._compute(requests, spans, running)
+            steps, tokens = self._compute(requests, spans, running)
         except Exception:
+            self._model.ops.check()
             if len(requests) == 1 and not running:
                 raise
             for request in requests:  # one by one: what fails a request harms nobody else
-                self._run_alone(request)
+                if not request.sequence.finished:
+                    self._run_alone(request)
             return
-        self._take_tokens(requests, spans, steps, hidden)
+        self._take_tokens(requests, spans, steps, tokens)
         rows = sum(span.count for span in [*spans, *steps.values()])
-        self._rates.append(rows / (time.perf_counter() - started))
+        if rows >= _MANY_ROWS:
+            self._rates.append(rows / (time.perf_counter() - started))
         if steps:
             computed.extend(steps)
             self._scheduler.take_step()
@@ -220,14 +227,22 @@ class Prefills:
         except OutOfBlocks:
             self._unmatch(request)
         except Exception as error:
+            self._model.ops.check()
             request.fail(error)
 
     def _open(self, requests: Sequence[Request]) -> list[Span]:
-        """Open spans for the prompts of the first requests. Raises OutOfBlocks."""
+        """Open spans for the prompts of the first requests: of half as many as long as there is no memory for their
+        buffers. Raises OutOfBlocks, and MemoryError if there is none for the first one alone."""
         prompts = [(kv, len(one.sequence.prompt) - kv.length) for one in requests if (kv := one.kv) is not None]
         spans: list[Span] = []
         try:
-            spans = self._store.open_pass(prompts)
+            while not spans:
+                try:
+                    spans = self._store.open_pass(prompts)
+                except MemoryError:
+                    if len(prompts) == 1:
+                        raise
+                    prompts = prompts[: len(prompts) // 2]
         finally:
             for request in requests[max(1, len(spans)) :]:
                 self._unmatch(request)
@@ -247,10 +262,10 @@ class Prefills:
 
     def _compute(
         self, requests: Sequence[Request], spans: Sequence[Span], running: Sequence[Request]
-    ) -> tuple[dict[Request, Span], Any]:
+    ) -> tuple[dict[Request, Span], Tokens]:
         """Compute open spans of prompts and a step of running requests and commit them, and let the former take part in
-        steps. Returns the rows of the step, and the hidden states (B + S, E) of the prompts' last rows and of the S
-        rows of the step. Leaves no span open if it raises."""
+        steps. Returns the rows of the step, and their tokens, as `_begin_tokens` does. Leaves no span open if it
+        raises."""
         every = [*spans]
         with self._store.aborting(every):
             steps = self._open_steps(running)
@@ -258,6 +273,7 @@ class Prefills:
             ids = [one.sequence.ids[span.start :] for one, span in zip(requests, spans, strict=True)]
             of_steps = [one.sequence.ids[span.start : span.start + span.count] for one, span in steps.items()]
             hidden = self._model.forward_pass(spans, ids, [*steps.values()], [*chain.from_iterable(of_steps)])
+            tokens = self._begin_tokens(requests, steps, hidden)  # before codes, for which no client waits
             self._store.commit_steps(every)
         for request, span in zip([*requests, *steps], every, strict=True):
             self._prefixes.insert(span.sequence, request.sequence.ids)
@@ -265,20 +281,25 @@ class Prefills:
         for request in requests:
             self._scheduler.admit(request.sequence)
             self._scheduler.prefilled(request.sequence)
-        return steps, hidden
+        return steps, tokens
 
-    def _take_tokens(
-        self, requests: Sequence[Request], spans: Sequence[Span], steps: Mapping[Request, Span], hidden: Any
-    ) -> None:
-        """Take the token after each request's prompt, and after the rows of each running one, from their hidden states
-        (B + S, E)."""
-        known = {one for one, span in steps.items() if span.start + span.count < len(one.sequence.ids)}
+    def _begin_tokens(self, requests: Sequence[Request], steps: Mapping[Request, Span], hidden: Any) -> Tokens:
+        """Begin to sample the token after each request's prompt, and after each row of the running ones, from the
+        hidden states (B + S, E) of the prompts' last rows and of the S rows of the step; return what waits for them."""
+        known = _known(steps)
         inputs = [self._sampler_input(request) for request in requests]
         for request, span in steps.items():
             last = request.sampler.none if request in known else self._sampler_input(request)
             inputs += [*[request.sampler.none] * (span.count - 1), last]
-        waits = any(_expects_token(request) for request in [*requests, *steps])
-        sampled = self._model.choose(hidden, inputs) if waits else [0] * len(requests)
+        if any(_expects_token(request) for request in [*requests, *steps]):
+            return self._model.begin_choosing(hidden, inputs)
+        return lambda: [0] * len(inputs)
+
+    def _take_tokens(
+        self, requests: Sequence[Request], spans: Sequence[Span], steps: Mapping[Request, Span], tokens: Tokens
+    ) -> None:
+        """Take the token after each request's prompt, and after the rows of each running one, from `_begin_tokens`."""
+        known, sampled = _known(steps), tokens()
         self._arrived()
         for request in requests:
             request.clock.lap()
@@ -332,15 +353,20 @@ class Prefills:
             if self._model.ops.fetch_later is not None:
                 self.launched.append(request)
         except StopIteration as end:
+            tokens = None if request.sequence.generated else self._begin_tokens([request], {}, end.value)
             self._store.commit(prefill.span)
             if request.options.pooling is None:
                 self._prefixes.insert(prefill.span.sequence, request.sequence.ids)
             request.prefill = None
             if prefill.reader is not None:
                 request.outbox.append(prefill.reader.chunk())
-            if request.sequence.generated:
-                return
-            self._take_tokens([request], [prefill.span], {}, end.value)
+            if tokens is not None:
+                self._take_tokens([request], [prefill.span], {}, tokens)
+
+
+def _known(steps: Mapping[Request, Span]) -> set[Request]:
+    """Return the requests whose next token is known, so that none is taken."""
+    return {one for one, span in steps.items() if span.start + span.count < len(one.sequence.ids)}
 
 
 def _expects_token(request: Request) -> bool:

@@ -8,7 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from polarlm.engine.backends.numpy import host_memory
+from polarlm.engine.errors import DeviceLost
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.warm_up import rehearsals
 from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
 from polarlm.engine.requests.drafts import Drafting
 from polarlm.engine.requests.prefills import Prefills
@@ -46,7 +48,9 @@ class Runner:
         self._model, self._store, self._prefixes = model, model.store, prefixes
         self._scheduler, self._tiers, self._draft = scheduler, tiers, drafting.model
         self.requests: dict[TokenSequence, Request] = {}
+        self._lost: DeviceLost | None = None  # why nothing can be computed any more
         self.newest = StoredSequence()
+        self._rehearsals = rehearsals(model, scheduler.parallel)
         self._coding = CodingAgain(self._store.finer)
         self._steps = Steps(model, prefixes, scheduler, self._preempt, self._arrived, drafting.seconds)
         self._prefills = Prefills(model, prefixes, scheduler, self._coding, tiers, self._release, self._arrived)
@@ -57,7 +61,8 @@ class Runner:
         self._scheduler.submit(request.sequence)
 
     def run_unit(self) -> None:
-        """Run the next unit of work, if there is one. An error fails only the requests of that unit."""
+        """Run the next unit of work, if there is one. An error fails only the requests of that unit; one that the
+        device does not survive fails all."""
         is_late = bool(
             self._prefills.launched and self._scheduler.running
         )  # a step makes the time of a prompt's unit known
@@ -76,8 +81,9 @@ class Runner:
             else:
                 self._steps.run(requests)
         except Exception as error:
-            for request in self._affected(computed, is_prefill=unit.is_prefill):
-                request.fail(error)
+            if not self._is_lost():
+                for request in self._affected(computed, is_prefill=unit.is_prefill):
+                    request.fail(error)
         except BaseException:  # Ctrl-C, maybe in a thread that waits for a request of another unit
             for request in self._affected(computed, is_prefill=unit.is_prefill):
                 request.finish("cancelled")
@@ -87,7 +93,15 @@ class Runner:
             for request in computed:
                 request.clock.lap()
             self.sweep()
-        self._coding.between_units(self._scheduler.usual_step)
+        self._code_again()
+
+    def _code_again(self) -> None:
+        """Code blocks again between two units. Without memory for that, it is tried again after the next unit."""
+        try:
+            self._coding.between_units(self._scheduler.usual_step)
+        except Exception as error:
+            if not self._is_lost() and not isinstance(error, MemoryError):
+                raise
 
     def _arrived(self) -> float:
         """Tokens of the unit have arrived. What it took beyond a usual step, a GPU spent on prompts before it. Return
@@ -163,6 +177,31 @@ class Runner:
             context_f16_bytes=shape.f16_bytes(context),
         )
 
+    def _is_lost(self) -> bool:
+        """Return whether the device works no more, after an error; all requests have failed then."""
+        try:
+            self._model.ops.check()
+        except DeviceLost as error:
+            self._lost = error
+            self.fail_all(error)
+        return self._lost is not None
+
+    def rehearse(self, *, is_compiled: bool) -> bool:
+        """Call the next of `rehearsals`, unless there is a request; return whether there are more. is_compiled: whether
+        their kernels are, for which a request would otherwise wait."""
+        if is_compiled and self._rehearsals and not self.requests:
+            try:
+                self._rehearsals.pop(0)()
+            except Exception:  # an error of the requests that need it
+                self._rehearsals.clear()
+                self._is_lost()
+        return bool(self._rehearsals)
+
+    def check(self) -> None:
+        """Raise DeviceLost if nothing can be computed any more."""
+        if self._lost is not None:
+            raise DeviceLost(str(self._lost))
+
     def fail_all(self, error: Exception) -> None:
         """Fail all requests that have not finished or been cancelled."""
         self.sweep()
@@ -187,7 +226,7 @@ class Runner:
             self._store.abort(prefill.span)
         if kv is None:
             return
-        if request.damaged:
+        if request.damaged or self._lost is not None:
             self._prefixes.discard(kv)
         elif request.options.pooling is not None:  # no conversation continues an embedded text
             self._store.release(kv)

@@ -77,7 +77,7 @@ class Scheduler:
     """The queue of sequences. At most `parallel` of them run at a time; the others wait."""
 
     def __init__(self, parallel: int, block_size: int = 64) -> None:
-        self._parallel = parallel
+        self.parallel = parallel
         self._block_size = block_size
         self._arrivals = 0
         self._waiting: list[TokenSequence] = []  # by arrival
@@ -124,7 +124,7 @@ class Scheduler:
         if candidate is None or not self._running:  # prefill and steps do not compete
             self._prefill_ahead = 0.0
         if candidate is not None and not in_step and (not self._running or self._prefill_is_due):
-            room = self._parallel - len(self._running)
+            room = self.parallel - len(self._running)
             waiting = (candidate,) if self._prefilling is not None else tuple(self._waiting[:room])
             return Unit(True, waiting, tuple(self._running))
         self._joining = 0
@@ -142,7 +142,7 @@ class Scheduler:
 
     @property
     def _share(self) -> float:
-        waiting = min(len(self._waiting) + self.prefilling, self._parallel - len(self._running))
+        waiting = min(len(self._waiting) + self.prefilling, self.parallel - len(self._running))
         most = min(_MOST_SHARE, GAP / (GAP + _CATCH_UP * (self.usual_step or 0.0)))  # then the budget is `GAP`
         return max(_LEAST_SHARE, min(most, waiting / max(1, waiting + len(self._running))))
 
@@ -170,7 +170,7 @@ class Scheduler:
                 self._filling_steps.append(seconds)
 
     def _next_waiting(self) -> TokenSequence | None:
-        if self._out_of_room or not self._waiting or len(self._running) >= self._parallel:
+        if self._out_of_room or not self._waiting or len(self._running) >= self.parallel:
             return None
         return self._waiting[0]
 

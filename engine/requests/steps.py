@@ -122,6 +122,7 @@ class Steps:
                 try:
                     guesses = () if request.drafts is None else self._draft(request, batch)
                 except Exception as error:  # the other requests of the step continue
+                    self._model.ops.check()
                     request.fail(error)
                     continue
                 span = self._open(request, len(guesses))

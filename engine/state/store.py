@@ -117,6 +117,7 @@ class KVStore:
             format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
             blocks = sizes[self.group_of(layer)]
             caches[layer] = ops.of_layer(layer).cache(format, *blocks, [*caches.values()])
+        self._last_kv = max(plan.shape.kv_layers, default=-1)
         self._images_whole = [first.images_whole for first in firsts]
         # Whether rows of an image see its later rows in some layers: all keys of it must be there before they do.
         self.sees_whole_images = any(self._images_whole)
@@ -200,12 +201,11 @@ class KVStore:
     def _buffers(self, prompts: Sequence[tuple[SequenceKV, int]], together: int | None = None) -> Buffers:
         """together: None for as many layers as are worth a launch; 1 if something changes the K/V of a layer before the
         next one comes."""
-        n, rows, blocks = self.shape.block_size, 0, 0
+        n, rows = self.shape.block_size, 0
         for sequence, count in prompts:
-            end = sequence.length % n + count
-            rows, blocks = -(-rows // n) * n + end, blocks + end // n
+            rows = -(-rows // n) * n + sequence.length % n + count
         kv_heads = [shape.kv_heads for shape in self.shape.kv_layers.values()]
-        return Buffers(rows, together or layers_together(self.ops.encoded_at_once, kv_heads, blocks))
+        return Buffers(rows, together or layers_together(self.ops.encoded_at_once, kv_heads, -(-rows // n)))
 
     def _open(self, sequence: SequenceKV, count: int, buffers: Buffers, *, as_steps: bool = False, **more: Any) -> Span:
         start, n = sequence.length, self.shape.block_size
@@ -282,14 +282,14 @@ class KVStore:
 
     def seal(self, layer: int, *spans: Span) -> None:
         """Keep the K/V of a layer of a prompt, or of all prompts of a pass, whose rows have all been appended:
-        `together` layers at once, the last ones at commit, encode their complete blocks. Raises EngineError
-        ("model_damaged") if one holds NaN or infinity and the device detects it."""
+        `together` layers at once encode their complete blocks, the last ones at commit, before which logits may be
+        asked for. Raises EngineError ("model_damaged") if one holds NaN or infinity and the device detects it."""
         if layer not in self.shape.kv_layers:
             self._seal(spans, [layer])
             return
         unsealed = spans[0].unsealed
         unsealed.append(layer)
-        if len(unsealed) == spans[0].together:
+        if len(unsealed) == spans[0].together and (layer != self._last_kv or spans[0].round_trip):
             self._seal(spans, unsealed)
 
     def _seal(self, spans: Sequence[Span], layers: list[int]) -> None:

@@ -49,6 +49,11 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
     }
 
 
+def of_blocks(settings: Mapping[str, str], more: Mapping[str, str]) -> bytes:
+    """Return what stands for these settings in the hashes of blocks, with what a session need not share."""
+    return json.dumps({key: value for key, value in settings.items() if key != "name"} | dict(more)).encode()
+
+
 def _state_types(layers: Sequence[Any]) -> Iterable[str]:
     return dict.fromkeys(layer.codes.name for layer in layers if hasattr(layer, "codes"))
 

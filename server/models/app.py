@@ -88,7 +88,8 @@ async def serve(registry: Registry, config: ServerConfig, http: socket.socket, r
     web = Web(journal.Journaled(create_models_app(supervisor, proxy, config, servers)), config, http)
     try:
         await web.start()
-        await until_signalled([web], ready, lambda: asyncio.gather(supervisor.close(), servers.close()))
+        ends = asyncio.Event()
+        await until_signalled(ends, [web], ready, lambda: asyncio.gather(supervisor.close(), servers.close()))
     finally:
         await servers.close()
         await supervisor.close()

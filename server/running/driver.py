@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from polarlm.engine import Chunk, Embedding, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.async_engine import EngineThread
+from polarlm.engine.errors import DeviceLost
 from polarlm.engine.outputs import Outbox, Status, embedding
 from polarlm.engine.requests.prompts import Prompt, read_until
 from polarlm.engine.requests.request import Ticket
@@ -67,11 +68,13 @@ class Driver:
         self._texts = _Queue(_TEXTS + config.max_queue)  # apart: texts generate nothing
         self._queues = (self._answers, self._transfers, self._texts)
         self.closing = False  # whether new requests are refused because the server is closing
+        self.lost: DeviceLost | None = None  # why the engine works no more
         self._readers = Readers(sum(queue.room for queue in self._queues))
         self._disk = Worker("sessions")
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self.ends = asyncio.Event()  # set when the server is to end
         self._idle = asyncio.Event()
         self._idle.set()
         self._thread = EngineThread(self.engine, self._failed)
@@ -96,8 +99,14 @@ class Driver:
             )
 
     def _failed(self, error: Exception) -> None:
-        """End all requests with an error of the engine. Called in the engine's thread."""
-        self._loop.call_soon_threadsafe(self._end_all, error)
+        """End all requests with an error of the engine, and the server if the engine works no more. Called in the
+        engine's thread."""
+        if not isinstance(error, DeviceLost):
+            self._loop.call_soon_threadsafe(self._end_all, error)
+        elif self.lost is None:
+            self.lost, self.closing = error, True
+            self._loop.call_soon_threadsafe(self.ends.set)
+            self._loop.call_soon_threadsafe(self._end_all, error)
 
     def _end_all(self, reason: Exception) -> None:
         for job in [job for queue in self._queues for job in queue.jobs]:

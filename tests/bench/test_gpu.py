@@ -257,7 +257,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(setup, "select", lambda device, threads: importlib.import_module(DEVICE))
     monkeypatch.setattr(packed_launch, "load_driver", lambda: fake_cupy.Driver(machine))
-    monkeypatch.setattr(cublas_lt, "load_library", lambda: fake_cublas_lt.Library(machine))
+    monkeypatch.setattr(cublas_lt, "load_library", lambda cuda: fake_cublas_lt.Library(machine))
     yield machine
     for name in (DEVICE, *OTHERS):
         sys.modules.pop(name, None)

@@ -62,7 +62,7 @@ class DeviceArray:
 class EmulatedDevice:
     """See `engine.backends.cuda.device.Device`. New arrays hold NaN, so that reads of unwritten memory show.
 
-    It works on no arrays but its own.
+    It works on no arrays but its own. broken: the error of all further work, as after an access out of bounds.
     """
 
     name = "emulated GPU"
@@ -74,6 +74,7 @@ class EmulatedDevice:
         """checked: with the emulator's checks; launches take less than half the time without."""
         self._checked = checked
         self.launches: list[str] = []
+        self.broken: Exception | None = None
 
     def use(self) -> None:
         """There is one device."""
@@ -85,6 +86,8 @@ class EmulatedDevice:
         if not isinstance(x, DeviceArray):
             raise TypeError(f"{type(x).__name__} is no array of the device")
         assert x.device is self, "an array of another device"
+        if self.broken is not None:
+            raise self.broken
         return x.memory
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
@@ -117,6 +120,9 @@ class EmulatedDevice:
 
     def wait(self) -> None:
         """Launches are synchronous."""
+
+    def lasting_error(self) -> Exception | None:
+        return self.broken
 
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
@@ -158,7 +164,10 @@ class EmulatedDevice:
         assert all(array.flags.c_contiguous for array in (y, *arrays))
         self.memory_of(y)[...] = work(*map(self.to_host, arrays))
 
-    def between(self, work: Callable[..., None], arrays: Sequence[DeviceArray]) -> None:
+    def forget(self) -> None:
+        """Nothing is recorded."""
+
+    def between(self, work: Callable[..., None], arrays: Sequence[DeviceArray], *, is_last: bool = False) -> None:
         assert all(array.flags.c_contiguous for array in arrays)
         work(*arrays)
 

@@ -28,6 +28,8 @@ HEADER = {
     "MatmulAlgoGetHeuristic": "cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, "
     "cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatmulPreference_t, int, "
     "cublasLtMatmulHeuristicResult_t *, int *",
+    "MatmulAlgoCheck": "cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, "
+    "cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatmulAlgo_t *, cublasLtMatmulHeuristicResult_t *",
     "Matmul": "cublasLtHandle_t, cublasLtMatmulDesc_t, void *, void *, cublasLtMatrixLayout_t, void *, "
     "cublasLtMatrixLayout_t, void *, void *, cublasLtMatrixLayout_t, void *, cublasLtMatrixLayout_t, "
     "cublasLtMatmulAlgo_t *, void *, size_t, cudaStream_t",
@@ -38,6 +40,7 @@ _ENUMS = ("int", "cublasComputeType_t", "cudaDataType_t")
 # Bytes of the attributes of a description and of a preference.
 _ATTRIBUTES = {("MatmulDesc", 3): 4, ("MatmulDesc", 7): 4, ("MatmulDesc", 8): 8, ("MatmulPreference", 1): 8}
 _ATTRIBUTES |= {("MatmulPreference", number): 4 for number in range(5, 9)}  # least alignments of A, B, C and D
+_NOT_SUPPORTED = 15
 _KINDS = {2: ("__half", np.float16), 14: ("__nv_bfloat16", np.uint16)}
 
 
@@ -57,6 +60,12 @@ class _Structure(NamedTuple):
     kind: str
     args: tuple[int, ...]
     attributes: dict[int, int]
+
+
+def _for_rows(problem: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
+    """A problem with another number of rows of x and y."""
+    is_transposed, epilogue, a, *others = problem
+    return is_transposed, epilogue, a, *((kind, height, rows, pitch) for kind, height, _, pitch in others)
 
 
 class _Function:
@@ -79,14 +88,16 @@ def _type_of(parameter: str) -> type:
 
 
 class Library:
-    """structures: by handle. asked: how often an algorithm was. status: what asking for one returns."""
+    """structures: by handle. asked: the rows that an algorithm was asked for. status: what asking for one returns.
+    serves: whether an algorithm serves fewer rows than it was asked for, which a caller has to check."""
 
     def __init__(self, machine: Machine):
         self.structures: dict[int, _Structure] = {}
-        self.asked, self.status = 0, 0
+        self.asked, self.status, self.serves = list[int](), 0, True
+        self._checked = set[tuple[int, int]]()  # algorithms and rows
         self._machine, self._numbers, self._problems = machine, itertools.count(1000), list[tuple[Any, ...]]()
         verbs = {"Create": self._create, "Destroy": self._destroy, "SetAttribute": self._set}
-        works = {"MatmulAlgoGetHeuristic": self._choose, "Matmul": self._multiply}
+        works = {"MatmulAlgoGetHeuristic": self._choose, "MatmulAlgoCheck": self._check, "Matmul": self._multiply}
         for name, parameters in HEADER.items():
             verb = next((verb for verb in verbs if name.endswith(verb)), "")
             work = partial(verbs[verb], name.removesuffix(verb)) if verb else works[name]
@@ -116,25 +127,39 @@ class Library:
         *layouts, preference, most, results, count = rest
         wanted = self.structures[preference].attributes
         assert most == 1
-        self.asked += 1
+        self.asked.append(self.structures[layouts[1]].args[2])
         if self.status:
             return self.status
-        self._problems.append((self._problem(handle, description, *layouts), wanted))
+        bias = self.structures[description].attributes.get(8, 1 << 8)  # that of an unset address may be anything
+        self._problems.append((self._problem(handle, description, *layouts), wanted, bias & -bias))
         result = _Result.from_address(results)
         result.algorithm[0], result.workspace, result.state = len(self._problems), wanted[1], 0
         c_int.from_address(count).value = 1
         return 0
 
+    def _check(self, handle: int, description: int, *rest: int) -> int:
+        *layouts, algorithm, result = rest
+        number, problem = c_uint64.from_address(algorithm).value, self._problem(handle, description, *layouts)
+        assert _for_rows(self._problems[number - 1][0], problem[3][2]) == problem
+        if not self.serves:
+            return _NOT_SUPPORTED
+        self._checked.add((number, problem[3][2]))
+        _Result.from_address(result).workspace = 0
+        return 0
+
     def _multiply(self, handle: int, description: int, alpha: int, a: int, *rest: int) -> None:
         """D = alpha · Aᵀ · B + beta · C (+ bias), column-major; C and D are the same."""
         a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, workspace, size, stream = rest
-        problem, wanted = self._problems[c_uint64.from_address(algorithm).value - 1]
-        assert problem == self._problem(handle, description, a_layout, b_layout, c_layout, d_layout)
+        number = c_uint64.from_address(algorithm).value
+        asked, wanted, of_bias = self._problems[number - 1]
+        problem = self._problem(handle, description, a_layout, b_layout, c_layout, d_layout)
+        assert problem == asked or (number, problem[3][2]) in self._checked, "an algorithm for another product"
         is_transposed, epilogue, (kind, k, m, lda), (other, _, n, ldb), c_args, d_args = problem
         assert (is_transposed, kind, c_args, c) == (1, other, d_args, d)
         assert d_args[:3] == (0, m, n)
         bias = self.structures[description].attributes[8] if epilogue == 4 else None
         assert all(address % wanted[number] == 0 for number, address in zip(range(5, 9), (a, b, c, d), strict=True))
+        assert bias is None or bias % of_bias == 0, "a bias that is aligned less than it was said to be"
         assert size >= wanted[1]
         assert stream == self._machine.stream.ptr
         read_at, factors = partial(self._at, *_KINDS[kind]), [c_float.from_address(at).value for at in (alpha, beta)]

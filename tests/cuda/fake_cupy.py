@@ -93,6 +93,7 @@ class Machine:
     can_reach: bool = True
     reached: set[tuple[int, int]] = field(default_factory=set)  # GPUs that may read another one's memory
     status: int = 0  # what getDeviceCount returns
+    broken: int = 0  # what all work returns, as after an access out of bounds
     capability: tuple[int, int] = (9, 0)
     shared_memory: int = 228 << 10  # bytes of a multiprocessor
     malloc: Any = None  # the pool in use; None: the common one
@@ -131,6 +132,10 @@ class Machine:
     def allocated(self) -> int:
         return sum(memory.size for memory in self.memories if memory.number == self.current)
 
+    def check(self) -> None:
+        if self.broken:
+            raise CUDARuntimeError(self.broken)
+
     def take(self, number: int) -> None:
         """Make a GPU the current one of this thread."""
         self._thread.current = number
@@ -152,6 +157,7 @@ class Machine:
 
     def do(self, work: Callable[..., None], *args: Any) -> None:
         """Run on the current stream, at once or when the graph is launched, with the arrays' contents at that time."""
+        self.check()
         assert self.stream is not None, "work for CuPy's own stream"
         for arg in args:
             if isinstance(arg, Array) and arg.nbytes:
@@ -259,6 +265,7 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         return machine.devices
 
     def copy(to: int, of: int, size: int, kind: int, stream: int) -> None:
+        machine.check()
         assert machine.recorded is None, "a copy of the host's memory is recorded"
         assert stream == machine.stream.ptr
         if kind == 2:
@@ -285,6 +292,18 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         else:
             ctypes.memset(to, value, size)
 
+    def memory() -> tuple[int, int]:
+        machine.check()
+        return machine.room - machine.allocated, 2 << 30
+
+    def choose(number: int) -> None:
+        machine.check()
+        machine.take(number)
+
+    def query(stream: int) -> int:
+        assert machine.recorded is None, "a stream that is recorded is queried"
+        return machine.broken or 600  # not ready
+
     properties = {"name": b"Fake GPU", "multiProcessorCount": 4}
     return SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError,
@@ -292,16 +311,17 @@ def _runtime(machine: Machine) -> SimpleNamespace:
         memcpyDeviceToHost=2,
         memcpyDeviceToDevice=3,
         getDevice=lambda: machine.current,
-        setDevice=machine.take,
+        setDevice=choose,
         deviceCanAccessPeer=lambda number, other: int(machine.can_reach),
         deviceEnablePeerAccess=let_reach,
         memcpyPeerAsync=copy_over,
         getDeviceCount=count,
         getDeviceProperties=lambda device: properties,
         deviceGetAttribute=lambda of, device: machine.shared_memory if of == 81 else machine.capability[of - 75],
-        memGetInfo=lambda: (machine.room - machine.allocated, 2 << 30),
+        memGetInfo=memory,
         memcpyAsync=copy,
         memsetAsync=clear,
+        streamQuery=query,
         deviceSynchronize=lambda: None,
         driverGetVersion=lambda: machine.cuda + 20,
         runtimeGetVersion=lambda: machine.cuda,
@@ -353,6 +373,7 @@ def _elapsed(first: _Event, second: _Event) -> float:
 
 class _Stream:
     def __init__(self, machine: Machine):
+        machine.check()  # where there is no memory, there is no stream either
         self.machine, self.number, self.ptr = machine, machine.current, 11 + machine.current
 
     def use(self) -> None:
@@ -368,6 +389,7 @@ class _Stream:
         return event
 
     def synchronize(self) -> None:
+        self.machine.check()
         assert self.machine.recorded is None, "recorded work waits"
         self.machine.finish(self.machine.copies)
 
@@ -431,6 +453,8 @@ class Driver:
 
     def cuLaunchKernelEx(self, config: Any, function: Any, places: Any, extra: None) -> int:
         machine, launch = self._machine, _Config.from_address(config.value)
+        if machine.broken:
+            return machine.broken
         kernel, sizes = machine.functions[function.value], [[*launch.grid], [*launch.block]]
         assert launch.stream == machine.stream.ptr
         if launch.count:  # one attribute: programmatic stream serialization is allowed

@@ -77,6 +77,7 @@ class Pool:
     """Allocates the smallest free piece that is large enough and splits off the rest; free neighbours are joined."""
 
     def __init__(self, machine: Machine, allocator: Callable[[int], MemoryPointer] | None = None):
+        self._machine = machine
         self._allocator = allocator or (lambda size: MemoryPointer(Memory(machine, size), 0))
         self._blocks: list[Memory] = []
         self._limit = 0
@@ -120,6 +121,7 @@ class Pool:
 
     def free_all_blocks(self) -> None:
         """Return allocations that are entirely free to the machine."""
+        assert self._machine.recorded is None, "memory is freed while a graph is recorded"
         for block in list(self._blocks):
             whole = block.ptr, block.ptr + block.size
             if whole in self._free:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,27 +19,31 @@ from polarlm.engine.backends.cuda.device import Carried, cublas_lt, overlap, pac
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
-from polarlm.engine.errors import EngineError
+from polarlm.engine.errors import DeviceLost, EngineError
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve
-from polarlm.engine.state.store import SequenceKV
+from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import GenerationDefaults
 from tests.cuda import fake_cupy, test_model_emulated
 from tests.cuda.fake_cublas_lt import Library
 from tests.cuda.fake_cupy import CUDADriverError, CUDARuntimeError, Machine
 from tests.cuda.formats import STEP, read, store
+from tests.cuda.some_passes import passes_of
 from tests.cuda.test_model_emulated import model_from, model_of, talk
 from tests.cuda.test_packed_model import mixed_model
 from tests.cuda.test_sampler_inputs import stepped
 from tests.cuda.test_schedules import compare_with_waiting
 from tests.pairs import pairs
+from tests.tiny import load_tiny
+from tests.weights import random_matrix
 
 SILU = source("activate_mul", ACTIVATION="silu")
 DEFAULTS = GenerationDefaults()
 FOLDER = "polarlm.engine.backends.cuda.device"
 NAME = f"{FOLDER}.cupy_device"
 RECORDING = f"{FOLDER}.cupy_recording"
+LOAD_LIBRARY = cublas_lt.load_library
 NAMES = NAME, RECORDING
 
 
@@ -48,7 +53,7 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Machine, ModuleT
     monkeypatch.setenv(overlap.VARIABLE, "0")
     machine, modules = fake_cupy.make()
     monkeypatch.setattr(packed_launch, "load_driver", lambda: fake_cupy.Driver(machine))
-    monkeypatch.setattr(cublas_lt, "load_library", lambda: Library(machine))
+    monkeypatch.setattr(cublas_lt, "load_library", lambda cuda: Library(machine))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in NAMES:
@@ -182,7 +187,7 @@ def test_gemm_is_the_product_recorded_or_not(
 @pytest.fixture
 def library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library(machine)
-    monkeypatch.setattr(cublas_lt, "load_library", lambda: library)
+    monkeypatch.setattr(cublas_lt, "load_library", lambda cuda: library)
     return library
 
 
@@ -197,11 +202,58 @@ def test_an_algorithm_is_asked_for_once_while_its_shape_is_in_use(
     """What the library has made for other shapes, it gets back."""
     monkeypatch.setattr(cublas_lt, "_MOST_PLANS", 2)
     asked = []
-    for rows, out in [(3, 8), (3, 8), (5, 8), (3, 8), (5, 16), (3, 8), (5, 8)]:
+    for rows, out in [(3, 8), (3, 8), (19, 8), (3, 8), (5, 16), (3, 8), (17, 8)]:
         multiply(device, rows, out)
-        asked.append(library.asked)
-    assert asked == [1, 1, 2, 2, 3, 3, 4]
-    assert len(library.structures) == 1 + 2 * 4  # a handle; of a plan a description and three layouts
+        asked.append(len(library.asked))
+    assert asked == [1, 1, 2, 2, 3, 3, 3]
+    assert len(library.structures) == 1 + 3 * 1 + 2 * 3  # a handle; descriptions of algorithms; layouts of plans
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_an_algorithm_for_rows_in_sixteens_is_asked_for_once(device, library: Library, serves: bool) -> None:
+    """If it serves; if not, one for these rows."""
+    library.serves = serves
+    for rows in (257, 258, 272, 273, 270, 258):
+        multiply(device, rows)
+    assert library.asked == ([272, 288] if serves else [272, 257, 258, 288, 273, 270])
+
+
+def test_a_bias_may_be_aligned_less_than_the_matrices(device, rng: np.random.Generator) -> None:
+    """As of a part of a matrix whose first part has an odd number of rows."""
+    x, w, bias = rng.standard_normal((4, 8)), rng.standard_normal((8, 8)), rng.standard_normal(11).astype(np.float32)
+    halves, biases = [device.from_host(a.astype(np.float16)) for a in (x, w)], device.from_host(bias)
+    for first in (0, 1, 2, 3):
+        y = device.empty((4, 8), np.float32)
+        device.gemm(y, *halves, biases[first : first + 8], add=False)
+        wanted = x.astype(np.float16).astype(float) @ w.astype(np.float16).astype(float).T + bias[first : first + 8]
+        np.testing.assert_allclose(device.to_host(y), wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("found", "loaded"),
+    [
+        ("nvidia/cu13/lib/libcublasLt.so.13", "nvidia/cublas/lib/libcublasLt.so.12"),  # CuPy's is of CUDA 12
+        ("nvidia/cublas/lib/libcublasLt.so.12", "nvidia/cublas/lib/libcublasLt.so.12"),
+        (None, "libcublasLt.so.12"),  # one that the system has loaded
+    ],
+)
+def test_the_library_is_of_the_cuda_of_cupy(
+    tmp_path: Path, found: str | None, loaded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12"):
+        (tmp_path / "nvidia" / name).parent.mkdir(parents=True)
+        (tmp_path / "nvidia" / name).touch()
+
+    def load(name: str) -> str:
+        if "/" not in name and found is not None:
+            raise OSError("not on the loader's path")
+        return name
+
+    path = None if found is None else str(tmp_path / found)
+    finder = SimpleNamespace(load_nvidia_dynamic_lib=lambda name: SimpleNamespace(abs_path=path))
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", finder)
+    monkeypatch.setattr(cublas_lt.ctypes, "CDLL", load)
+    assert LOAD_LIBRARY(12040) == str(tmp_path / loaded if "/" in loaded else loaded)
 
 
 @pytest.mark.parametrize(("status", "error"), [(3, MemoryError), (15, RuntimeError)])
@@ -301,15 +353,105 @@ def test_the_least_recently_used_recording_is_dropped(
     for count in (1, 1, 2, 2, 3, 3, 1):
         run(count)
     oldest = next(recording for recording in device._recordings._kept.values() if len(recording.inputs[0]) == 2)
+    run(4)
     run(4)  # instead of 2
-    assert calls == [1, 1, 2, 2, 3, 3, 4]
+    assert calls == [1, 1, 2, 2, 3, 3, 4, 4]
     assert oldest._copied.awaited  # its buffer on the host may still be read otherwise
     del oldest
-    assert len(machine.graphs) == 2
+    assert len(machine.graphs) == 3
     for count in (1, 3, 4, 2, 2, 2):  # 2 begins anew, instead of 1
         run(count)
-    assert calls[7:] == [4, 2, 2]
+    assert calls[8:] == [2, 2]
     assert len(device._recordings._kept) == 3
+
+
+def test_passes_and_other_work_have_limits_of_their_own(device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass is work in parts between which something is launched. None is dropped for the other."""
+    monkeypatch.setattr(sys.modules[RECORDING], "MOST_RECORDINGS", 2)
+    monkeypatch.setattr(sys.modules[RECORDING], "MOST_PASSES", 3)
+    calls: list[str] = []
+
+    def run(key: str) -> None:
+        def work(x):
+            calls.append(key)
+            y = device.empty((1, 8), np.float32)
+            silu(device, y, x)
+            if key.isupper():
+                device.between(lambda y: None, [y], is_last=key == "A")
+            return y
+
+        for _ in range(3):
+            x = np.ones((1, 16), np.float32)
+            np.testing.assert_allclose(device.to_host(device.run_graph(key, work, [x])), silu_of(x), rtol=1e-5)
+
+    for key in ("a", "A", "B", "b", "C", "a", "b"):
+        run(key)
+    assert calls == [key for key in "aABbC" for _ in range(2)]
+    parts = {whole[0]: len(one.parts) for whole, one in device._recordings._kept.items()}
+    assert parts == {"A": 2, "B": 3, "C": 3, "a": 1, "b": 1}
+    run("D")  # in place of A
+    run("c")  # in place of a
+    calls.clear()
+    for key in ("B", "C", "b"):
+        run(key)
+    assert not calls
+    assert len(device._recordings._kept) == 5
+
+
+def test_what_is_launched_between_parts_takes_no_memory_of_recordings(device, machine: Machine) -> None:
+    """Which is never given back; also not in the first call, which records nothing."""
+    pool, sizes = device._recordings._memory, list[int]()
+
+    def launch(y) -> None:
+        before = pool.total_bytes()
+        assert device.empty((1 << 20,), np.uint8).nbytes
+        sizes.append(pool.total_bytes() - before)
+
+    def work(x):
+        y = device.empty((1, 8), np.float32)
+        silu(device, y, x)
+        device.between(launch, [y])
+        return y
+
+    for _ in range(3):
+        device.run_graph("key", work, [np.ones((1, 16), np.float32)])
+    assert sizes == [0, 0, 0]
+
+
+def test_no_memory_is_freed_while_a_graph_is_recorded(device, machine: Machine, rng: np.random.Generator) -> None:
+    """It is freed after that, and then the graph is recorded again."""
+    calls: list[int] = []
+    work, x = doubled(device, calls), rows(rng, 40)
+    device.run_graph("key", work, [x])
+    taken = []  # what the first call has given back
+    pool = device._recordings._memory
+    while size := pool.free_bytes():
+        taken.append(pool.malloc(min(size, 512)))
+    spare = device.empty((1 << 16,), np.uint8)
+    del spare  # the common pool has it
+    machine.room = machine.allocated
+    np.testing.assert_allclose(device.to_host(device.run_graph("key", work, [x])), silu_of(x), rtol=1e-5)
+    assert calls == [40] * 3
+
+
+def test_what_is_forgotten_is_not_kept_alive(device, machine: Machine) -> None:
+    """As the KV store of an engine that is closed; later calls begin anew."""
+    held = device.zeros((1, 16), np.float32)
+    alive = weakref.ref(held)
+
+    def work(x, held=held):
+        y = device.empty((1, 8), np.float32)
+        silu(device, y, held)
+        device.between(lambda y: held, [y])
+        return y
+
+    for _ in range(2):
+        device.run_graph("key", work, [np.zeros(1)])
+    del work, held
+    assert alive() is not None
+    machine.broken = 700  # nor by a GPU that works no more
+    device.forget()
+    assert alive() is None
 
 
 def test_recordings_share_the_memory_set_aside(device, machine: Machine, rng: np.random.Generator) -> None:
@@ -388,20 +530,22 @@ def test_a_model_answers_the_same_recorded_or_not(
     np.testing.assert_equal(recorded, talk(model_of(CudaOps(device), name, ("ring4", "ring3.5"))))
 
 
-def passes_of(model: Transformer) -> list[np.ndarray]:
-    """The logits of passes, of prompts, some of which go on, and of steps. Their rows differ, and have one bucket."""
-    rng, logits, running = np.random.default_rng(7), list[np.ndarray](), list[SequenceKV]()
-    for counts in [(30, 25), (25, 24), (48,), (28, 22), (30, 22)]:
-        new = [model.store.new_sequence() for _ in counts]
-        prompts = [*zip(new, counts, strict=True), *((one, 2) for one in running[:1])]
-        ids = [rng.integers(5, 96, count).tolist() for _, count in prompts]
-        spans = model.store.open_pass([*prompts])
-        steps = [model.store.open_step(one) for one in running[1:]]
-        hidden = model.forward_pass(spans, ids, steps, rng.integers(5, 96, len(steps)).tolist())
-        logits.append(model.logits(hidden))
-        model.store.commit_steps([*spans, *steps])
-        running = [*running, *new][-4:]
-    return logits
+@pytest.mark.slow
+def test_first_requests_run_what_was_rehearsed(device, tiny_path: Path) -> None:
+    """A prompt and steps of one request record nothing, and the store's pool is as large as before."""
+    settings = {"block_size": 16, "ctx_size": 128, "cache_type": "f16", "calibration": False, "parallel": 2}
+    with load_tiny(tiny_path, ops=CudaOps(device), **settings) as engine:
+        engine._parts.rehearsal.cancel()
+        engine._parts.rehearsal.join()
+        while engine.rehearse():
+            pass
+        recorded = {whole: [*one.parts] for whole, one in device._recordings._kept.items()}
+        assert all(recorded.values())
+        before = device._recordings._memory.total_bytes()
+        engine.generate([*range(5, 60)], temperature=0, ignore_eos=True, max_tokens=4)
+        assert {whole: one.parts for whole, one in device._recordings._kept.items()} == recorded
+        assert device._recordings._memory.total_bytes() == before
+    assert not device._recordings._kept  # the engine is closed
 
 
 @pytest.mark.slow
@@ -420,9 +564,45 @@ def test_a_pass_answers_the_same_recorded_or_not(device, name: str, monkeypatch:
     passed = model()
     recorded = passes_of(passed)
     (kept,) = device._recordings._kept.values()
-    assert len(kept.parts) == 2 * len(passed.config.layers) + 1
+    assert len(kept.parts) == 2 * len(passed.config.layers)
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
     np.testing.assert_equal(recorded, passes_of(model()))
+
+
+@pytest.mark.slow
+def test_recordings_hold_no_dequantized_weights(device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in memory that products of all numbers of rows share, recorded or not."""
+    monkeypatch.setattr(wide, "WIDE_RECORDED_ROWS", 16)
+    ops, rng = CudaOps(device), np.random.default_rng(0)
+    matrix = random_matrix(rng, "q8_0", 512, 256)
+    weight, values = Linear(ops.load([matrix])), matrix.values
+    multiply(device, 3)  # the library has its workspace
+    for rows in (20, 30, 20, 30, 20):
+        x = rng.standard_normal((rows, 256)).astype(np.float32)
+        y = device.run_graph("key", lambda x: ops.linear(x, weight, recorded=True), [x])
+        off = np.abs(device.to_host(y) - x @ values.T)
+        assert (off <= 2.0**-9 * (np.abs(x) @ np.abs(values).T)).all()
+    assert device._recordings._memory.total_bytes() < 512 * 256 * 2
+
+
+def test_host_calls_share_pinned_memory(device) -> None:
+    """In work of any number of rows, one after another, recorded or not."""
+    parts = device._recordings
+
+    def work(x):
+        y = device.empty(x.shape, np.float32)
+        device.call_host(lambda x: x + 1, y, [x])
+        device.call_host(lambda x: 2 * x, y, [y])
+        return y
+
+    for rows in (8, 3, 8, 3, 8):
+        x = np.full((rows, 4), rows, np.float32)
+        np.testing.assert_array_equal(device.to_host(device.run_graph("key", work, [x])), 2 * x + 2)
+    calls = [part for one in parts._kept.values() for part in one.parts if hasattr(part, "_copies")]
+    assert len(calls) == 4
+    for call in calls:
+        assert np.shares_memory(call._result, parts._pinned[0])
+        assert np.shares_memory(call._copies[0], parts._pinned[1])
 
 
 @pytest.mark.slow
@@ -440,6 +620,8 @@ def test_a_step_with_experts_on_the_host_is_recorded_in_parts(
     kept = [recording for recording in device._recordings._kept.values() if recording.parts]
     assert kept
     assert all(len(recording.parts) == 2 * layers + 1 for recording in kept)
+    calls = [part for part in kept[-1].parts if hasattr(part, "_copies")]
+    assert [len(call._copies) for call in calls] == [1] * layers  # a norm's weights are there already
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
     np.testing.assert_equal(recorded, talk(model_of(ops, "qwen3_moe_normed", ("f16", "f16"))))
 
@@ -489,11 +671,47 @@ def test_out_of_memory_is_a_memory_error(device, error: Exception, becomes: type
         device.run_graph("key", work, [np.zeros(3)])
 
 
+@pytest.mark.parametrize("status", [700, 715, 717, 719, 214])
+def test_an_error_that_repeats_is_a_lasting_one(device, machine: Machine, status: int) -> None:
+    """Unlike the error of one launch, or a queue of work that is not done yet. While a graph is recorded, too."""
+    assert device.lasting_error() is None
+    ops = CudaOps(device)
+    y, x = device.empty((1, 8), np.float32), device.empty((1, 16), np.float32)
+
+    def work(x):
+        machine.broken = status
+        silu(device, y, x)
+        return y
+
+    for _ in range(2):
+        machine.broken = 0
+        with pytest.raises((CUDADriverError, CUDARuntimeError)):
+            device.run_graph("key", work, [np.zeros((1, 16), np.float32)])
+        assert f"status {status}" in str(device.lasting_error())
+    with pytest.raises(
+        DeviceLost, match=rf"Fake GPU has stopped with an error \(status {status}\): start this program"
+    ):
+        ops.check()
+    machine.broken = 0
+    silu(device, y, x)
+    assert device.lasting_error() is None
+
+
 def test_open_device_returns_a_working_gpu(fake: tuple[Machine, ModuleType]) -> None:
     machine, module = fake
     device = module.open_device()
     assert (device.name, device.processors, device.shared_memory) == ("Fake GPU", 4, 228 << 10)
     assert machine.launches == 2 * ["activate_mul_kernel"]
+
+
+def test_open_device_tries_launches_that_overlap(
+    fake: tuple[Machine, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In what is recorded."""
+    machine, module = fake
+    monkeypatch.setenv(overlap.VARIABLE, "1")
+    assert module.open_device().overlaps
+    assert machine.overlapped == ["activate_mul_kernel"]
 
 
 def broken(machine: Machine) -> None:
@@ -509,7 +727,7 @@ def too_new(machine: Machine) -> None:
 
 
 def no_library(machine: Machine) -> None:
-    def load() -> None:
+    def load(cuda: int) -> None:
         raise RuntimeError('Failure finding "libcublasLt.so"')
 
     cublas_lt.load_library = load  # type: ignore[assignment]
@@ -519,6 +737,9 @@ NO_GPU: list[tuple[Callable[[Machine], object], str]] = [
     (lambda machine: setattr(machine, "status", 35), "driver is older than the CUDA of the installed CuPy"),
     (lambda machine: setattr(machine, "status", 100), "shows no GPU: look at CUDA_VISIBLE_DEVICES"),
     (lambda machine: setattr(machine, "status", 999), r"CUDA does not start \(status 999\)"),
+    (lambda machine: setattr(machine, "broken", 2), "Fake GPU has too little free memory to begin: nvidia-smi shows"),
+    (lambda machine: setattr(machine, "broken", 46), r"cuda:0 does not start \(status 46\)"),
+    (lambda machine: setattr(machine, "room", 1 << 20), r"Fake GPU has too little free memory .* \(0\.0 of 2\.0 GiB\)"),
     (lambda machine: setattr(machine, "capability", (7, 5)), "Fake GPU, has compute capability 7.5, and 8.0 is"),
     (too_new, r"NVRTC 12\.4, is too old for the GPU, Fake GPU, which has compute capability 12\.0: update it"),
     (broken, r"\(NVRTC 12\.4\) or libraries do not work with the GPU, Fake GPU, .* 9\.0 \(CuPy failed to load lib"),

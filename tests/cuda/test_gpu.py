@@ -23,10 +23,12 @@ from polarlm.bench.gpu.setup import CupyClock, Sizes
 from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.cards.ops import CardsOps
+from polarlm.engine.backends.cuda.device import MOST_PASSES, MOST_RECORDINGS
 from polarlm.engine.backends.cuda.kv.cache import HostTable
-from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.cuda.ops import _UNCOUNTED_BYTES, CudaOps
 from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
 from polarlm.engine.model.forward import Transformer
+from polarlm.engine.model.warm_up import rehearsals
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders import demo
@@ -34,6 +36,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.user_dirs import cache_folder
 from tests.cuda.emulated import open_device
 from tests.cuda.gpu_sizes import SIZES
+from tests.cuda.some_passes import passes_of
 from tests.cuda.test_model_emulated import model_from, model_of, talk
 from tests.cuda.test_packed_model import mixed_model
 from tests.shared_data import shared
@@ -116,6 +119,26 @@ def test_replayed_steps_equal_launched_steps(types: tuple[str, str], kind: str, 
     assert np.isfinite(logits).all()
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("kind", ["llama_gqa_linear", "packed"])
+def test_replayed_passes_equal_launched_passes(kind: str, overlaps: bool) -> None:
+    """Of about 50 rows, in the bucket of 64, with prompts that go on and steps."""
+    from polarlm.engine.backends.cuda.device.cupy_device import CupyDevice
+
+    device, types, room = CupyDevice(overlaps=overlaps), ("ring4", "ring3.5"), {"room": (256, 12), "more": 2560}
+
+    def model() -> Transformer:
+        ops = CudaOps(device)
+        return (
+            model_from(ops, *mixed_model(), types, **room) if kind == "packed" else model_of(ops, kind, types, **room)
+        )
+
+    recorded = passes_of(model())
+    device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
+    np.testing.assert_equal(recorded, passes_of(model()))
+    assert np.isfinite(np.concatenate(recorded)).all()
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_tied", "nemotron_h_experts", "lfm2_tied"])
 def test_replayed_steps_of_recurrent_layers_equal_launched_steps(kind: str) -> None:
     """Also steps of several rows, where some are dropped."""
@@ -159,6 +182,37 @@ def test_sequences_may_join_and_leave_between_replays(kept: int, monkeypatch: py
                 model.store.commit(span)
         tokens.append(chosen)
     assert tokens[0] == tokens[1]
+
+
+def test_the_memory_of_graphs_fits_into_what_is_not_counted() -> None:
+    """Of as many recordings as are kept, of a model of 32 layers, beside the pools: half of it is for other things."""
+    import cupy
+
+    config = mixed_model()[0]
+    config = replace(config, layers=config.layers[:1] * 32)
+    ops = CudaOps(open_device())
+    model = model_from(ops, config, RandomWeights.of_kind(config, "q4_k"), ("f16", "f16"), room=(1024, 16))
+    calls = rehearsals(model, 8)
+    assert len(calls) == 2 * (4 + 4)  # passes, then steps, each of four numbers of rows
+
+    def taken(calls: Sequence[Callable[[], None]]) -> int:
+        """Bytes that these calls take for good, but for arrays."""
+        sizes = []
+        for some in ((), calls):
+            for call in some:
+                call()
+            pools = cupy.get_default_memory_pool(), ops._device._recordings._memory
+            sizes.append(cupy.cuda.runtime.memGetInfo()[0] + sum(pool.total_bytes() for pool in pools))
+        return sizes[0] - sizes[1]
+
+    for call in calls[::2]:  # compiles and allocates
+        call()
+    passes, steps = taken(calls[1:8:2]), taken(calls[9::2])
+    all_kept = MOST_PASSES // 4 * passes + MOST_RECORDINGS // 4 * steps
+    print(
+        f"graphs: {passes / 2**20:.1f} MiB of 4 passes, {steps / 2**20:.1f} of 4 steps, {all_kept / 2**20:.0f} of all"
+    )
+    assert all_kept <= _UNCOUNTED_BYTES // 2
 
 
 # -- long contexts -------------------------------------------------------------------------------------------------

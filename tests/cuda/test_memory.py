@@ -241,6 +241,29 @@ def test_prompt_bytes_bounds_the_peak_of_a_prompt(name: str, types: tuple[str, s
     assert 2 / 3 * counted <= device.peak - before <= counted
 
 
+@pytest.mark.parametrize(
+    ("prompts", "tokens"),
+    [
+        (32, 63),  # has no complete block
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(32, 64), (16, 100), (15, 17), (1, 63)]),
+    ],
+)
+def test_prompt_bytes_bounds_the_peak_of_a_pass(prompts: int, tokens: int) -> None:
+    """However many layers' buffers there are at the same time: they have blocks that no prompt completes, too."""
+    device, config = Counting(), llama(layers=24)
+    model = model_of(device, config, TYPES[0], 2048 + 64, prompts)
+    load = Load(config, model.store.shape.format(0), 2048, 1)
+    prompt(model, 1)  # rotations are on the device
+    before = device.begin()
+    spans = model.store.open_pass([(model.store.new_sequence(), tokens) for _ in range(prompts)])
+    model.forward_pass(spans, [[1] * tokens] * prompts)
+    model.store.commit_steps(spans)
+    counted = prompt_bytes(
+        load, model.ops.cache_bytes(load.format)[1], model.ops.prefill_rows, model.ops.encoded_at_once
+    )
+    assert device.peak - before <= counted
+
+
 PACKED = ("8B", TYPES[0], "q4_k")
 STEPS = [PACKED, *((name, TYPES[0], "f16") for name in ("odd", "embeddings of layers", "gated delta rules"))]
 

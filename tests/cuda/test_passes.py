@@ -15,13 +15,14 @@ import pytest
 
 from polarlm.engine import Engine, EngineError, PromptOptions, SamplingParams, codecs
 from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.errors import DeviceLost
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import fold
 from polarlm.engine.requests import prefills
 from polarlm.engine.state.layer_shapes import FinerKind
 from polarlm.engine.state.store import KVStore, SequenceKV
 from tests.cuda import test_model_emulated
-from tests.cuda.emulated import open_device
+from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import N, Talk, model_from, model_of
 from tests.cuda.test_packed_model import RandomWeights, mixed_model
 from tests.sampling.constrained import InTurn
@@ -117,6 +118,35 @@ def test_prompts_and_steps_of_a_pass_are_computed_as_one_by_one(
                 np.testing.assert_allclose(a, b, rtol=0, atol=2.0**-9 * np.abs(b).max())
             else:
                 assert (a == b).mean() > 0.98
+
+
+@pytest.mark.parametrize("place", ["zeros", "launch"])
+def test_a_pass_that_fails_leaves_nothing_to_the_next_one(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two layers' parts, and before what appends a layer's K/V has been taken."""
+    device = open_device(checked=False)
+    model = model_of(CudaOps(device), "llama_gqa_linear", ("f16", "f16"), room=(256, 13), more=2048)
+    compute = getattr(device, place)
+
+    def failing(*args: Any) -> Any:
+        if args[0] == "append_kv_kernel" or place == "zeros":
+            raise MemoryError
+        return compute(*args)
+
+    def run() -> Any:
+        spans = model.store.open_pass([(model.store.new_sequence(), 20)])
+        with model.store.aborting(spans):
+            hidden = model.logits(model.forward_pass(spans, [[*range(5, 25)]]))
+            model.store.commit_steps(spans)
+        return hidden
+
+    wanted = run()
+    monkeypatch.setattr(device, place, failing)
+    with pytest.raises(MemoryError):
+        run()
+    assert [(group.spans, group.pending) for group in model._passes._groups] == [(None, None)]
+    assert not model._passes._spans
+    monkeypatch.setattr(device, place, compute)
+    np.testing.assert_array_equal(run(), wanted)
 
 
 @pytest.mark.slow
@@ -225,6 +255,36 @@ def test_running_requests_take_a_step_in_a_pass(
     assert answers(boxes) == wanted
 
 
+@pytest.mark.parametrize("read", [None, 1], ids=["in a pass", "alone"])
+def test_the_first_token_does_not_wait_for_codes(tiny_path: Path, read: int | None) -> None:
+    """Head and sampling are launched before what encodes the last layers, with which all are sealed here."""
+    device = EmulatedDevice(checked=False)
+    settings = {"block_size": N, "ctx_size": 256, "cache_type": "ring4", "calibration": False}
+    with load_tiny(tiny_path, ops=CudaOps(device), **settings) as engine:
+        device.launches.clear()
+        engine.generate(TOKENS[0], replace(GREEDY, max_tokens=1, prompt_logprobs=read), ANEW)
+    encoded = [number for number, kernel in enumerate(device.launches) if kernel.startswith("encode_")]
+    assert encoded
+    assert device.launches.index("sample_kernel") < encoded[0]
+
+
+@pytest.mark.parametrize("many", [256, 40])
+def test_only_passes_of_many_rows_tell_how_many_fit_beside_running_requests(
+    engine: Engine, passes: list[list[int]], many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here, where a step may wait for no row at all, no prompt joins it once a pass has told so."""
+    monkeypatch.setattr(prefills, "GAP", 1e-12)
+    monkeypatch.setattr(prefills, "_MANY_ROWS", many)
+    for prompt in TOKENS[:4]:
+        engine.generate(prompt, GREEDY, ANEW)
+    engine.submit(TOKENS[4], replace(GREEDY, max_tokens=8), ANEW, into=[])
+    engine.work()
+    engine.work()  # a step, whose time says when prompts are due
+    passes.clear()
+    ask(engine, TOKENS[:2])
+    assert [rows for rows in passes if len(rows) > 2] == ([[40, 40, 1]] if many == 256 else [])
+
+
 def test_a_prompt_that_fails_harms_no_other(
     engine: Engine, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +310,104 @@ def test_a_prompt_that_fails_harms_no_other(
     assert answers(others) == [wanted[0], *wanted[2:]]
 
 
+@pytest.mark.parametrize("prompts", [1, 2], ids=["alone", "in a pass"])
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_an_error_that_lasts_ends_all_requests_with_a_sentence(
+    tiny_path: Path, prompts: int, in_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are computed and those that wait; then nothing is tried again, and the engine closes."""
+    device = EmulatedDevice(checked=False)
+    settings = {"block_size": N, "ctx_size": 256, "cache_type": "f16", "calibration": False, "parallel": 3}
+    engine = load_tiny(tiny_path, ops=CudaOps(device), **settings)
+    boxes, longer = [list[Any]() for _ in range(5)], replace(GREEDY, max_tokens=30)
+    for prompt, box in zip(TOKENS[: 1 if in_steps else prompts], boxes, strict=False):
+        engine.submit(prompt, longer, into=box)
+    if in_steps:
+        for _ in range(3):
+            engine.work()
+    for prompt, box in zip(TOKENS[prompts:], boxes[prompts:], strict=False):
+        engine.submit(prompt, longer, into=box)
+    device.broken = RuntimeError("an illegal memory access was encountered")
+    tried: list[object] = []
+    compute = engine._model.forward_pass
+    monkeypatch.setattr(engine._model, "forward_pass", lambda *args: tried.append(1) or compute(*args))
+    with pytest.raises(DeviceLost):  # tokens of a step that was computed before may come first
+        [engine.work() for _ in range(4)]
+    assert len(tried) <= 1
+    boxes = [box for box in boxes if box]
+    assert len(boxes) == 5 - (in_steps and prompts - 1)
+    for *_, error in boxes:
+        assert isinstance(error, DeviceLost)
+        assert "emulated GPU has stopped with an error (an illegal memory access was encountered)" in str(error)
+    for call in (engine.work, engine.status, lambda: engine.submit(TOKENS[0], into=[])):
+        with pytest.raises(DeviceLost, match="start this program again"):
+            call()
+    assert len(tried) <= 1
+    engine.close()
+
+
+@pytest.mark.parametrize(("types", "most"), [("f16", 128), pytest.param("balanced", 256, marks=pytest.mark.slow)])
+def test_what_is_rehearsed_changes_no_answer_and_leaves_nothing(tiny_path: Path, types: str, most: int) -> None:
+    """Each number of rows twice, in passes and in steps of at most as many requests as run: nothing while one waits,
+    and nothing for which the prefix cache would forget what it knows, of which a store of f16 has no more beside."""
+    settings = {"block_size": N, "ctx_size": 256, "cache_type": types, "calibration": False, "parallel": 3}
+    wanted: list[Any] = []
+    for rehearses in (False, True):
+        with load_tiny(tiny_path, ops=CudaOps(EmulatedDevice(checked=False)), **settings) as engine:
+            if rehearses:
+                assert engine._parts.rehearsal is not None
+                assert engine.rehearse()  # and waits for kernels that are compiled
+                engine._parts.rehearsal.cancel()
+                engine._parts.rehearsal.join()
+                seen, runs = [], engine._model.ops.run_graph
+
+                def noted(key: Any, work: Any, inputs: Any, seen: Any = seen, runs: Any = runs) -> Any:
+                    seen.append((key[0], len(inputs[0])))
+                    return runs(key, work, inputs)
+
+                engine._model.ops.run_graph = noted
+                box: list[Any] = []
+                engine.submit(TOKENS[0], GREEDY, into=box)
+                assert engine.rehearse()
+                assert not seen
+                while engine.work():
+                    pass
+                seen.clear()
+                before = engine.status()
+                while engine.rehearse():
+                    pass
+                parts = [("pass", rows) for rows in (16, 64, 128, 256) if rows <= most] + [("step", 1), ("step", 2)]
+                assert seen == [part for part in parts for _ in range(2)]
+                assert engine.status() == before
+                engine._model.ops.run_graph = runs
+            wanted.append(answers(ask(engine, TOKENS[:4])))
+            assert_idle(engine)
+    assert wanted[0] == wanted[1]
+
+
+def test_a_pass_without_memory_for_its_buffers_has_fewer_prompts(
+    engine: Engine, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a prompt that has none alone fails."""
+    long = [*TOKENS[4], *TOKENS[5]]
+    wanted, ops = answers(ask(engine, TOKENS[:4])), engine._store.ops
+    buffer, most = ops.buffer, 2 * 48
+
+    def limited(format: Any, rows: int, **more: Any) -> Any:
+        if rows > most:
+            raise MemoryError
+        return buffer(format, rows, **more)
+
+    monkeypatch.setattr(ops, "buffer", limited)
+    passes.clear()
+    assert answers(ask(engine, TOKENS[:4])) == wanted
+    assert passes == [[40] * 2] * 2
+    most = 48
+    failed, *others = ask(engine, [long, *TOKENS[:4]])
+    assert failed[-1].code == "out_of_memory"
+    assert answers(others) == wanted
+
+
 def test_a_constraint_that_fails_harms_no_other(engine: Engine, passes: list[list[int]]) -> None:
     wanted = answers(ask(engine, TOKENS[:3]))
 
@@ -261,6 +419,20 @@ def test_a_constraint_that_fails_harms_no_other(engine: Engine, passes: list[lis
     assert passes == [[40] * 3] * 2
     assert isinstance(outboxes[1][-1], EngineError)
     assert answers([outboxes[0], outboxes[2]]) == [wanted[0], wanted[2]]
+
+
+def test_coding_again_without_memory_fails_no_request(
+    engine: Engine, passes: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, failed = answers(ask(engine, TOKENS[:2])), list[object]()
+
+    def code(step: float | None) -> int:
+        failed.append(step)
+        raise MemoryError
+
+    monkeypatch.setattr(engine._runner._coding, "between_units", code)
+    assert answers(ask(engine, TOKENS[:2])) == wanted
+    assert failed
 
 
 def test_prompts_without_room_wait(engine: Engine, passes: list[list[int]]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -179,6 +183,36 @@ def test_blocks_of_several_sequences_age_together(ops: Ops, monkeypatch: pytest.
         assert store.finer.blocks.places.counts()[0] == newest(store, sequences)
     aged = [calls[number] for number in range(len(calls)) if calls[number] == [len(sequences)]]
     assert len(aged) == LAYERS  # of one block the rest, and of the next one the first
+
+
+@pytest.mark.parametrize("most", [5, 2, 1])
+def test_fewer_blocks_and_layers_are_coded_together_without_memory(
+    ops: Ops, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """For what they decode to: `most` blocks of a layer at the same time. The codes are the same."""
+    stores = [make_store(ops, 800, COMPACT, BY_AGE) for _ in range(2)]
+    sequences = [[Unchecked(store, seed) for seed in range(3)] for store in stores]
+    for fed in (*sequences[0], *sequences[1]):
+        fed.feed((NEWEST + 3) * N)
+    stores[0].finer.code_aged()
+    alive, decode_blocks = list[Any](), ops.decode_blocks
+
+    def limited(cache: Any, blocks: Sequence[int]) -> Any:
+        alive[:] = [one for one in alive if one[0]() is not None]
+        if sum(count for _, count in alive) + len(blocks) > most:
+            raise MemoryError
+        buffer = decode_blocks(cache, blocks)
+        alive.append((weakref.ref(buffer[0]), len(blocks)))
+        return buffer
+
+    monkeypatch.setattr(ops, "decode_blocks", limited)
+    stores[1].finer.code_aged()
+    assert stores[1].finer.blocks.places.counts() == stores[0].finer.blocks.places.counts()
+    monkeypatch.setattr(ops, "decode_blocks", decode_blocks)
+    for one, other in zip(*sequences, strict=True):
+        for a, b in zip(one.kv.tables[0].quantized, other.kv.tables[0].quantized, strict=True):
+            for x, y in zip(contents(stores[0], 1, a), contents(stores[1], 1, b), strict=True):
+                np.testing.assert_array_equal(x, y)
 
 
 def newest(store: KVStore, sequences: list[Fed]) -> int:

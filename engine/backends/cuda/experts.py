@@ -43,6 +43,7 @@ class ExpertOps(LinearOps):
         """host: computes those whose weights are in the computer's memory."""
         super().__init__(device)
         self.host = host
+        self._norms: dict[int, tuple[Array, np.ndarray]] = {}  # by identity; and on the host
 
     def load_experts(
         self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
@@ -112,32 +113,41 @@ class ExpertOps(LinearOps):
         norm: Norm,
         residual: Array | None,
     ) -> None:
-        """`experts` on rows that are copied to the host, and back to y."""
+        """`experts` on rows that are copied to the host, all at once, and back to y."""
         host = self.host
         assert host is not None
-        copied = {"x": x, "ids": routing.ids, "weights": routing.weights}
-        if norm is not None:
-            copied["norm"] = norm[0]
+        arrays = [x, routing.ids, routing.weights]
         if residual is not None and residual is not x:
-            copied["residual"] = residual
-        names, adds, eps = tuple(copied), residual is not None, norm and norm[1]
+            arrays.append(residual)
+        shapes, types = [array.shape for array in arrays], [array.dtype for array in arrays]
+        ends = [*itertools.accumulate(array.size for array in arrays)]
+        words, adds = self._device.empty((ends[-1],), np.int32), residual is not None
+        for array, end in zip(arrays, ends, strict=True):
+            words[end - array.size : end] = array.reshape(array.size).view(np.int32)
+        host_norm = None if norm is None else (self._norm_on_host(norm[0]), norm[1])
 
-        def compute(*arrays: np.ndarray) -> np.ndarray:
-            copies = dict(zip(names, arrays, strict=True))
-            rows = copies["x"]
-            before = copies.get("residual", rows)
+        def compute(words: np.ndarray) -> np.ndarray:
+            parts = np.split(words, ends[:-1])
+            copies = [part.view(kind).reshape(shape) for part, kind, shape in zip(parts, types, shapes, strict=True)]
+            rows, ids, weights, before = *copies[:3], copies[-1 if len(copies) > 3 else 0]
             result = np.empty((len(rows), down.shape[0]), np.float32)
-            host_norm = None if eps is None else (copies["norm"], eps)
             for first in range(0, len(rows), host.prefill_rows):
                 part = slice(first, first + host.prefill_rows)
-                chosen = Routing(copies["ids"][part], copies["weights"][part])
+                chosen = Routing(ids[part], weights[part])
                 into = before[part].copy() if adds else None
                 result[part] = host.experts(
                     rows[part], chosen, gate_up, down, activation, norm=host_norm, residual=into
                 )
             return result
 
-        self._device.call_host(compute, y, list(copied.values()))
+        self._device.call_host(compute, y, [words])
+
+    def _norm_on_host(self, weight: Array) -> np.ndarray:
+        """The weights of a norm, which never change: copied once, before anything is recorded."""
+        known = self._norms.get(id(weight))
+        if known is None or known[0] is not weight:
+            known = self._norms[id(weight)] = weight, self._device.to_host(weight)
+        return known[1]
 
     def _of_pairs(
         self,

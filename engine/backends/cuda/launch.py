@@ -54,6 +54,8 @@ class Launcher:
         self._device = device
         self._defines = {OVERLAPS: 1} if device.overlaps else {}
         self._counts: dict[int, Any] = {}
+        self._halves: Any = ()
+        self._kept: list[Any] = []  # earlier, smaller ones, too
 
     def __call__(
         self,
@@ -79,6 +81,14 @@ class Launcher:
         if size not in self._counts:
             self._counts[size] = self._device.from_host(np.zeros(size, np.int32))
         return self._counts[size]
+
+    def halves(self, size: int) -> Any:
+        """`size` numbers in half precision that a launch writes for the next one. All share them, recordings as well,
+        and they are never freed."""
+        if len(self._halves) < size:
+            self._halves = self._device.from_host(np.zeros(1 << (size - 1).bit_length(), np.float16))
+            self._kept.append(self._halves)
+        return self._halves[:size]
 
 
 class DeviceOps:

@@ -178,7 +178,7 @@ class LinearOps(DeviceOps):
         step = min(out, max(packed.ROWS, DEQUANTIZED_BYTES // (2 * width)))
         if step < out:  # on an H200 cuBLAS took three times as long for 1,170 rows as for whole tiles
             step -= step % (_TILED_ROWS if step > _TILED_ROWS else packed.ROWS)
-        values = self._device.empty((step, width), np.float16)
+        values = self._launch.halves(step * width).reshape(step, width)
         config = LaunchConfig({"WEIGHT": weight.format.name}, threads_for(width))
         for first in range(0, out, step):
             part = values[: min(step, out - first)]

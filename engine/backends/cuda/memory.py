@@ -40,8 +40,9 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int, encoded_at_once: int) 
     mixers = model.attentions.values()
     shared = {mixer.window for mixer in mixers if mixer.shares_kv}  # other windows have other buffers
     shapes = {(mixer.kv_heads, mixer.head_dim, mixer.window if mixer.window in shared else 0) for mixer in mixers}
-    kv_heads, counts = [mixer.kv_heads for mixer in mixers], range(tokens // size + 2)  # shorter: more layers together
-    blocks = len(shapes) * max(layers_together(encoded_at_once, kv_heads, count) * (count + 1) for count in counts)
+    kv_heads = [mixer.kv_heads for mixer in mixers]
+    counts = range(1, -(-tokens // size) + 1)  # of a shorter prompt, or of a pass, more layers together
+    blocks = len(shapes) * max(layers_together(encoded_at_once, kv_heads, count) * count for count in counts)
     spans = -(-tokens // chunk) * (_groups(model) + 1) * _FLOAT * (HEADER + table_width(tokens // size))
     project = max(_FLOAT * heads + _NARROW * e, 3 * _FLOAT * heads)  # transformed, then rotated by a matrix
     project = max(project, _conv_bytes(model), _delta_bytes(model))

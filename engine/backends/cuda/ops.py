@@ -27,7 +27,7 @@ from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
 from polarlm.engine.backends.cuda.wide import GROUP_ROWS
 from polarlm.engine.backends.ops import FromCard, KeptTiles, Load, Ops, Result, WarmUp
-from polarlm.engine.errors import EngineError
+from polarlm.engine.errors import DeviceLost, EngineError
 from polarlm.engine.outputs import Threads
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
 from polarlm.model_loaders.config import is_gated
@@ -51,6 +51,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     keeps_tiles = False
     cache_experts = None
     stored_as = transfer.RECORDS
+    rehearsed: tuple[Sequence[int], Sequence[int]] = ((16, 64, 128, 256), (1, 2, 4, 8))
 
     def __init__(self, device: Device, host: Ops | None = None):
         super().__init__(device, host)
@@ -83,8 +84,11 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         self.activate_mul(y, x, activation)
         return y
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Array]) -> None:
-        self._device.between(work, arrays)
+    def between(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
+        self._device.between(work, arrays, is_last=is_last)
+
+    def forget(self) -> None:
+        self._device.forget()
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         inputs = [self._moved(x) if isinstance(x, FromCard) else x for x in inputs]
@@ -114,6 +118,11 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
 
     def wait(self) -> None:
         self._device.wait()
+
+    def check(self) -> None:
+        if (error := self._device.lasting_error()) is not None:
+            reason = str(error).strip() or type(error).__name__
+            raise DeviceLost(f"{self.name} has stopped with an error ({reason}): start this program again") from error
 
     def take_inputs(self, bits: int) -> str:
         if self.host is not None:

@@ -71,6 +71,9 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return self._graphs.run(key, work, inputs)
 
+    def forget(self) -> None:
+        self._graphs = Graphs(self._launch)
+
     def room_beside(self, weights: int) -> int:
         return host_memory.room_beside(weights)
 

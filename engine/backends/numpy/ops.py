@@ -55,6 +55,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     cache_experts: Callable[[Sequence[Sequence[RereadMatrix]], ExpertCache], tuple[Matrix, ...]] | None = None
     prefill_rows = 512  # the feed-forward activations about fit the cache
     pass_rows = 0
+    rehearsed: tuple[Sequence[int], Sequence[int]] = ((), ())
     encoded_at_once = 1
     fetch_later = None
     next_spans = None
@@ -65,11 +66,17 @@ class NumpyOps(ExpertOps, RecurrentOps):
             blas.use_threads(threads)
         self._is_set = threads > 0
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Any]) -> None:
+    def between(self, work: Callable[..., None], arrays: Sequence[Any], *, is_last: bool = False) -> None:
         work(*arrays)
+
+    def forget(self) -> None:
+        """Nothing is recorded."""
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         return work(*inputs)
+
+    def check(self) -> None:
+        """A CPU works on."""
 
     def threads(self) -> Threads:
         return Threads(blas.threads(), "by the setting threads" if self._is_set else "as BLAS has them")

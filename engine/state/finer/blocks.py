@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 
 import numpy as np
@@ -247,13 +248,30 @@ class FinerBlocks(KVBlocks):
             layers = self.layers[first : first + most]
             together = layers_together(max(self._ops.encoded_at_once, _SHARED), self._heads, len(group))
             for start in range(0, len(layers), together):
-                filled = []
-                for layer in layers[start : start + together]:
-                    buffer = self._ops.decode_blocks(self._of_kind(layer, is_finer=True), sources)
-                    decoded = [KVLocation(buffer, number) for number in range(len(group))]
-                    filled.append(FilledBlocks([self._caches[layer]], targets, decoded))
-                encode(self._ops, filled)
+                self._code_together(layers[start : start + together], sources, targets)
             places.done.update(dict.fromkeys(group, first + len(layers)))
+
+    def _code_together(self, layers: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Code some layers of blocks again, by their numbers: half of the layers, or of the blocks, after the other as
+        long as there is no memory for what all of them decode to. Raises MemoryError if there is none for one."""
+        with suppress(MemoryError):
+            encode(self._ops, [self._decoded(layer, sources, targets) for layer in layers])
+            return
+        half, of_blocks = len(layers) // 2, len(sources) // 2
+        if half:
+            self._code_together(layers[:half], sources, targets)
+            self._code_together(layers[half:], sources, targets)
+        elif of_blocks:
+            self._code_together(layers, sources[:of_blocks], targets[:of_blocks])
+            self._code_together(layers, sources[of_blocks:], targets[of_blocks:])
+        else:
+            raise MemoryError("no memory for a block that is coded again")
+
+    def _decoded(self, layer: int, sources: Sequence[int], targets: Sequence[int]) -> FilledBlocks:
+        """Return what finer blocks of a layer decode to, to be coded again."""
+        buffer = self._ops.decode_blocks(self._of_kind(layer, is_finer=True), sources)
+        decoded = [KVLocation(buffer, number) for number in range(len(sources))]
+        return FilledBlocks([self._caches[layer]], targets, decoded)
 
     def _by_place(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
         return self.blocks.places.numbers(blocks)

@@ -127,6 +127,40 @@ def test_an_error_in_a_step_ends_those_who_took_part(server: Process) -> None:
     assert any("secret detail" in line.get("traceback", "") for line in server.log())
 
 
+LOSES_ITS_DEVICE = """
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.errors import DeviceLost
+def check(ops):
+    raise DeviceLost("The GPU has stopped with an error: start this program again")
+NumpyOps.check = check
+"""
+
+
+def test_a_device_that_is_lost_ends_the_server(tiny_path: Path, tmp_path: Path) -> None:
+    """Every client is told why, those that wait, too; then there is an exit code for whatever starts servers again."""
+    with Process(tiny_path, tmp_path, "--parallel", "2", troubled=True, prelude=LOSES_ITS_DEVICE) as process:
+        with process.held() as let:
+            running = [stream(process) for _ in range(2)]
+            eventually(lambda: process.metric("requests_waiting") == 2)
+            let(SOME)
+            for connection in running:
+                connection.recv(1)
+            waiting = [stream(process, max_tokens=5) for _ in range(2)]
+            eventually(lambda: process.metric("requests_waiting") == 2)
+            process.trouble.touch()
+        for connection in running:
+            *_, last, _ = re.split(rb"data: (.*)\n\n", until_closed(connection))
+            assert json.loads(last)["error"]["code"] == "device_unavailable"
+        for connection in waiting:
+            told = until_closed(connection)
+            assert told.startswith(b"HTTP/1.1 503 ")
+            assert b"has stopped with an error: start this program again" in told
+        with pytest.raises(OSError):  # a status of 503 is one, too
+            process.get("/health")
+        assert process.wait() == 1
+        assert "error: The GPU has stopped with an error" in process.errors.read_text().splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_sigterm_under_load_ends_every_stream_properly(tiny_path: Path, tmp_path: Path) -> None:
     """Those that run, and those that wait."""

@@ -60,6 +60,14 @@ class CardsOps(CudaOps):
         for card in self.cards:
             card.wait()
 
+    def forget(self) -> None:
+        for card in self.cards:
+            card.forget()
+
+    def check(self) -> None:
+        for card in self.cards:
+            card.check()
+
     # -- K/V ---------------------------------------------------------------------------------------------------
 
     def _where_cache_is(self, op: str, cache: LayerCache, *args: Any) -> Any:

@@ -15,8 +15,9 @@ Result = TypeVar("Result")
 NUMBERS: dict[type, str] = {int: "i", np.int32: "i", np.int64: "q", float: "f", np.float32: "f"}
 """The types of the numbers that `Device.launch` takes, and the types in C that kernels get, as letters of `struct`."""
 
-MOST_RECORDINGS = 24
-"""The most recordings that a device keeps, least recently used first out; each is a graph of some hundred launches."""
+MOST_RECORDINGS, MOST_PASSES = 64, 16
+"""The most recordings that a device keeps, least recently used first out; each is a graph of some hundred launches.
+Those with calls of `Device.between` are as many graphs as there are layers, and have a limit of their own."""
 
 
 class Addresses(NamedTuple):
@@ -91,6 +92,10 @@ class Device(Protocol):
     def wait(self) -> None:
         """Block until all earlier work has finished."""
 
+    def lasting_error(self) -> Exception | None:
+        """The error that every call gets from now on, as after an access out of bounds; None if there is none. Asked
+        after an error, outside of `run_graph`."""
+
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
@@ -121,11 +126,11 @@ class Device(Protocol):
         every replay, between two parts of the recording.
         """
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Array]) -> None:
+    def between(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
         """Call work(*arrays), which launches what no recording knows.
 
         Inside `run_graph`, `work` is called at every replay, between two parts of the recording, with views of the
-        arrays, which are contiguous; it must not keep them.
+        arrays, which are contiguous; it must not keep them. is_last: nothing is recorded after it.
         """
 
     def run_graph(
@@ -136,6 +141,9 @@ class Device(Protocol):
         The result, a contiguous array or a tuple of them, is valid until the next call. `work` may keep arrays that it
         uploads, but no other arrays that it creates. Raises MemoryError.
         """
+
+    def forget(self) -> None:
+        """Drop all recordings, and with them what their work holds."""
 
     def set_aside(self, size: int) -> None:
         """Allocate `size` contiguous bytes for the memory pool that all recordings share. Raises MemoryError.

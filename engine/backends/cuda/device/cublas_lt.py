@@ -1,15 +1,18 @@
 """Matrix products of cuBLASLt, NVIDIA's library, called by ctypes: CuPy's calls of cuBLAS refuse to be recorded.
 
-A product allocates no memory of the device, and its algorithm is asked for once for each shape. The library makes and
-frees its structures.
+A product allocates no memory of the device, and its algorithm is asked for once for each shape, with rows in sixteens:
+passes of prompts have another number nearly every time. The library makes and frees its structures.
 Source: NVIDIA, cuBLAS documentation, "Using the cuBLASLt API"; `cublasLt.h` has the numbers.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+from contextlib import suppress
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from polarlm.engine.backends.cuda.device import row_stride
@@ -20,8 +23,9 @@ _FLOAT, _TYPES = 0, {"f": 2, "u": 14}  # cudaDataType: float, half by kind of dt
 _COMPUTE_FLOAT, _ADDS_BIAS, _OUT_OF_MEMORY = 68, 4, 3  # CUBLAS_COMPUTE_32F, _EPILOGUE_BIAS, _STATUS_ALLOC_FAILED
 _TRANSPOSED, _EPILOGUE, _BIAS = 3, 7, 8  # CUBLASLT_MATMUL_DESC_TRANSA, _EPILOGUE, _BIAS_POINTER
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, _MIN_ALIGNMENT_A_BYTES … _D_BYTES
-_STATUS_PLACE = 72  # of a cublasLtMatmulHeuristicResult_t, which begins with the algorithm
+_WORKSPACE_PLACE, _STATUS_PLACE = 64, 72  # of a cublasLtMatmulHeuristicResult_t, which begins with the algorithm
 _MOST_PLANS = 512  # a prompt of another number of rows has new ones
+_ROWS = 16  # an algorithm is asked for with a multiple of so many rows
 
 # Types of the functions' arguments; results are statuses.
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
@@ -32,6 +36,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     **{f"{kind}SetAttribute": (c_void_p, c_int, c_void_p, c_size_t) for kind in ("MatmulDesc", "MatmulPreference")},
     **{f"{kind}Destroy": (c_void_p,) for kind in ("MatmulDesc", "MatrixLayout", "MatmulPreference")},
     "MatmulAlgoGetHeuristic": (*(c_void_p,) * 7, c_int, c_void_p, c_void_p),
+    "MatmulAlgoCheck": (c_void_p,) * 8,
     "Matmul": (*(c_void_p,) * 14, c_size_t, c_void_p),
 }
 
@@ -47,6 +52,7 @@ class Products:
         self._factors = byref(c_float(0)), byref(c_float(1))  # the library reads them on the host
         _call(library, "Create", byref(self._handle))
         self._plan = lru_cache(_MOST_PLANS)(self._new_plan)
+        self._algorithm = lru_cache(_MOST_PLANS)(self._new_algorithm)
 
     def __call__(self, y: Any, x: Any, weight: Any, bias: Any | None, stream: int, *, add: bool) -> None:
         """See `Device.gemm`; arrays of CuPy, handle of a stream."""
@@ -66,13 +72,27 @@ class Products:
 
         pitch: numbers from a row of y to the next. aligned: bytes, 256 at most, of which all addresses are multiples.
         """
-        library = self._library
+        asked, rest = -(-rows // _ROWS) * _ROWS, (pitch, is_biased, aligned)
+        layouts = self._layouts(kind, out, width, rows, pitch)
+        description, choice = self._algorithm(kind, out, width, asked, *rest)
+        if asked != rows and not self._serves(description, layouts, choice):
+            description, choice = self._algorithm(kind, out, width, rows, *rest)
+        return description, *layouts, choice
+
+    def _layouts(self, kind: int, out: int, width: int, rows: int, pitch: int) -> tuple[_Made, ...]:
+        shapes = (kind, width, out, width), (kind, width, rows, width), (_FLOAT, out, rows, pitch)
+        return tuple(_Made(self._library, "MatrixLayout", *shape) for shape in shapes)
+
+    def _new_algorithm(
+        self, kind: int, out: int, width: int, rows: int, pitch: int, is_biased: bool, aligned: int
+    ) -> tuple[_Made, Any]:
+        """A description, and what begins with the algorithm that the library names first; arguments as above."""
+        library, (a, b, c) = self._library, self._layouts(kind, out, width, rows, pitch)
         description = _Made(library, "MatmulDesc", _COMPUTE_FLOAT, _FLOAT)
         description.set(_TRANSPOSED, c_int(1))
         if is_biased:
             description.set(_EPILOGUE, c_uint32(_ADDS_BIAS))
-        shapes = (kind, width, out, width), (kind, width, rows, width), (_FLOAT, out, rows, pitch)
-        a, b, c = (_Made(library, "MatrixLayout", *shape) for shape in shapes)
+            description.set(_BIAS, c_void_p(aligned))  # no address stands for one that is a multiple of anything
         preference = _Made(library, "MatmulPreference")
         preference.set(_WORKSPACE, c_uint64(WORKSPACE_BYTES))
         for attribute in _ALIGNMENTS:
@@ -81,8 +101,14 @@ class Products:
         args = description, a, b, c, c, preference, 1, byref(choice), byref(count)
         _call(library, "MatmulAlgoGetHeuristic", self._handle, *args)
         if not count.value or c_int.from_buffer(choice, _STATUS_PLACE).value:
-            raise RuntimeError(f"cuBLASLt has no algorithm for {shapes}")
-        return description, a, b, c, byref(choice)
+            raise RuntimeError(f"cuBLASLt has no algorithm for {(kind, out, width, rows, pitch)}")
+        return description, byref(choice)
+
+    def _serves(self, description: _Made, layouts: tuple[_Made, ...], choice: Any) -> bool:
+        """Whether an algorithm for more rows serves these."""
+        (a, b, c), result = layouts, (c_uint64 * 12)()
+        status = self._library.cublasLtMatmulAlgoCheck(self._handle, description, a, b, c, c, choice, byref(result))
+        return not status and c_size_t.from_buffer(result, _WORKSPACE_PLACE).value <= WORKSPACE_BYTES
 
 
 class _Made:
@@ -104,8 +130,15 @@ def _call(library: Any, name: str, *args: Any) -> None:
         raise (MemoryError if status == _OUT_OF_MEMORY else RuntimeError)(f"cublasLt{name}: status {status}")
 
 
-def load_library() -> ctypes.CDLL:
-    """The library beside CuPy's cuBLAS, which CuPy finds in the same way. Raises ImportError, OSError, RuntimeError."""
+def load_library(cuda: int) -> ctypes.CDLL:
+    """The library of the same CUDA as CuPy's cuBLAS, which CuPy finds in the same way. cuda: CuPy's version of it, as
+    12040. Raises ImportError, OSError, RuntimeError."""
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
-    return ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
+    name = f"cublasLt64_{cuda // 1000}.dll" if os.name == "nt" else f"libcublasLt.so.{cuda // 1000}"
+    found = load_nvidia_dynamic_lib("cublasLt").abs_path or name  # the newest one, if there are several
+    if not Path(found).name.startswith(name):
+        for other in (name, *Path(found).parents[2].glob(f"*/*/{name}")):  # one that is loaded, or another wheel's
+            with suppress(OSError):
+                return ctypes.CDLL(str(other))
+    return ctypes.CDLL(found)

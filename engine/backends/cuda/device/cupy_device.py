@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import cupy
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, cublas_lt, overlap
-from polarlm.engine.backends.cuda.device.cupy_recording import Between, HostCall, Recordings, pinned
-from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, source, waits
+from polarlm.engine.backends.cuda.device.cupy_recording import Between, HostCall, Recordings, memory_errors, pinned
+from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, OVERLAPS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
 from polarlm.engine.backends.cuda.device.packed_launch import Kernel, letters_of, load_driver
 from polarlm.engine.errors import EngineError
@@ -30,6 +31,7 @@ _COPIES_AT_ONCE = 16  # that share an event, after which their pinned memory is 
 # Device attributes: compute capability, and shared memory per multiprocessor.
 _MAJOR, _MINOR, _SHARED_MEMORY = 75, 76, 81
 _NO_DEVICE, _OLD_DRIVER = 100, 35  # cudaErrorNoDevice, cudaErrorInsufficientDriver
+_NOT_READY = 600  # cudaErrorNotReady
 _HAS_ACCESS = 704  # cudaErrorPeerAccessAlreadyEnabled
 _LEAST_CAPABILITY = 8, 0  # cp.async and bfloat16 in the matrix instructions
 
@@ -59,16 +61,24 @@ def open_device(number: int = 0) -> CupyDevice:
         there = "only cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
         raise _unavailable(f"There is no cuda:{number}: the NVIDIA driver shows {there}")
     try:
-        device = CupyDevice(number)
+        with memory_errors():
+            device = CupyDevice(number)
     except OSError as error:
         raise _unavailable(f"The NVIDIA driver's library does not load ({_first_line(error)})") from error
+    except MemoryError as error:
+        raise _too_full(number) from error
+    except _runtime.CUDARuntimeError as error:
+        raise _unavailable(f"cuda:{number} does not start ({_first_line(error)})") from error
     capability = _capability()
     if capability < _LEAST_CAPABILITY:
         raise _unavailable(
             f"The GPU, {device.name}, has compute capability {capability[0]}.{capability[1]}, and 8.0 is the least"
         )
     try:  # a missing compiler, header or library is noticed only when it is used
-        _try(device)
+        with memory_errors():
+            _try(device)
+    except MemoryError as error:
+        raise _too_full(number) from error
     except Exception as error:
         version, newest = _nvrtc()
         gpu = f"the GPU, {device.name}, which has compute capability {capability[0]}.{capability[1]}"
@@ -82,7 +92,8 @@ def open_device(number: int = 0) -> CupyDevice:
 
 def _try(device: CupyDevice) -> None:
     """Compute a product and a kernel, then record and replay both. Raises what they raise, and RuntimeError."""
-    text = source("activate_mul", ACTIVATION="silu")
+    defines: dict[str, int | float | str] = {"ACTIVATION": "silu", **({OVERLAPS: 1} if device.overlaps else {})}
+    text = source("activate_mul", None, None, None, **defines)
 
     def work(x: cupy.ndarray, bias: cupy.ndarray) -> cupy.ndarray:
         seventeens, y = device.empty((16, 16), np.float32), device.empty((16, 8), np.float32)
@@ -114,6 +125,15 @@ def _nvrtc() -> tuple[str, int]:
         return f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}", int(max(nvrtc.getSupportedArchs()))
     except Exception:
         return "NVRTC, which does not load", 1000
+
+
+def _too_full(number: int) -> EngineError:
+    """The error of a GPU whose memory others have."""
+    name, left = _runtime.getDeviceProperties(number)["name"].decode(), ""
+    with suppress(_runtime.CUDARuntimeError):  # nor is there memory to ask
+        free, total = (size / 2**30 for size in _runtime.memGetInfo())
+        left = f" ({free:.1f} of {total:.1f} GiB)"
+    return _unavailable(f"{name} has too little free memory to begin{left}: nvidia-smi shows which programs take it")
 
 
 def _unavailable(reason: str) -> EngineError:
@@ -248,6 +268,12 @@ class CupyDevice:
     def wait(self) -> None:
         self._stream.synchronize()
 
+    def lasting_error(self) -> Exception | None:
+        with suppress(_runtime.CUDARuntimeError):
+            _runtime.setDevice(self._number)
+        first, second = (int(_runtime.streamQuery(self._stream.ptr)) for _ in range(2))
+        return None if second in (0, _NOT_READY) or first != second else _runtime.CUDARuntimeError(second)
+
     def _copy_in(self, y: cupy.ndarray, address: int, size: int) -> None:
         _runtime.memcpyAsync(y.data.ptr, address, size, _runtime.memcpyHostToDevice, self._stream.ptr)
 
@@ -313,22 +339,27 @@ class CupyDevice:
     @cached_property
     def _products(self) -> cublas_lt.Products:
         self._workspace = self.empty((cublas_lt.WORKSPACE_BYTES,), np.uint8)
-        return cublas_lt.Products(cublas_lt.load_library(), self._workspace.data.ptr)
+        return cublas_lt.Products(cublas_lt.load_library(_runtime.runtimeGetVersion()), self._workspace.data.ptr)
 
     def call_host(self, work: Callable[..., np.ndarray], y: cupy.ndarray, arrays: Sequence[cupy.ndarray]) -> None:
-        call = HostCall(work, y, arrays)
+        call = HostCall(work, y, arrays, self._recordings.staged)
         if self._recordings.under_way:
             self._recordings.cut(call)
         else:
             self.use()
             call.make(self._stream)
-            self._stream.synchronize()  # its pinned memory is freed now
+            self._stream.synchronize()  # its pinned memory may be replaced by a larger one
 
-    def between(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray]) -> None:
+    def between(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray], *, is_last: bool = False) -> None:
         if self._recordings.under_way:
-            self._recordings.cut(Between(work, arrays))
-        else:
+            self._recordings.cut(Between(work, arrays), is_last=is_last)
+            return
+        # Its arrays are no recording's: they would enlarge a pool that never shrinks.
+        with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
             work(*arrays)
+
+    def forget(self) -> None:
+        self._recordings.forget()
 
     def set_aside(self, size: int) -> None:
         self.use()

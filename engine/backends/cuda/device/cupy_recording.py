@@ -10,7 +10,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Carried, Device, Moved, Result
+from polarlm.engine.backends.cuda.device import MOST_PASSES, MOST_RECORDINGS, Carried, Device, Moved, Result
 
 _runtime = cupy.cuda.runtime
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
@@ -28,9 +28,11 @@ class Recordings:
         self.under_way = False  # whether work is being recorded
         self._stream, self._copy = stream, copy
         self._kept: dict[Hashable, _Recording] = {}  # least recently used first
+        self._pinned: dict[int, np.ndarray] = {}  # by the place of an argument of `HostCall`, 0 for the result
         # A graph keeps the addresses that it was recorded with, so recordings allocate from their own pool. They share
         # it, since they never run concurrently.
-        self._memory = cupy.cuda.MemoryPool(_allocate_permanently)
+        self._allocator = _PermanentAllocator()
+        self._memory = cupy.cuda.MemoryPool(self._allocator)
 
     def set_aside(self, size: int) -> None:
         with memory_errors(), cupy.cuda.using_allocator(self._memory.malloc):
@@ -42,8 +44,7 @@ class Recordings:
         with memory_errors():
             recording = self._kept.pop(whole, None)
             if recording is None:
-                while len(self._kept) >= MOST_RECORDINGS:
-                    self._kept.pop(next(iter(self._kept))).end()
+                self._drop_oldest(is_pass=None, most=MOST_PASSES - 1)
                 recording = _Recording(self._stream, self._memory, self._copy, inputs)
                 recording.take(inputs)
                 with cupy.cuda.using_allocator(self._memory.malloc):
@@ -53,27 +54,65 @@ class Recordings:
             self._kept[whole] = recording
             recording.take(inputs)
             if not recording.parts:
-                self.under_way = True
-                try:
-                    recording.record(work)
-                finally:
-                    self.under_way = False
+                self._record(recording, work)
             return recording.launch()
 
-    def cut(self, call: HostCall | Between) -> None:
-        """End the part of the recording that is under way, and begin another one after `call`."""
-        next(reversed(self._kept.values())).cut(call)
+    def _record(self, recording: _Recording, work: Callable[..., Any]) -> None:
+        """Record work, for which the default pool's free blocks are freed if there is no memory without them: not while
+        it is recorded."""
+        for is_first in (True, False):
+            self.under_way, self._allocator.may_free = True, False
+            try:
+                recording.record(work)
+                break
+            except MemoryError:
+                if not is_first:
+                    raise
+            finally:
+                self.under_way, self._allocator.may_free = False, True
+            cupy.get_default_memory_pool().free_all_blocks()
+        self._drop_oldest(is_pass=recording.is_pass, most=MOST_PASSES if recording.is_pass else MOST_RECORDINGS)
+
+    def _drop_oldest(self, *, is_pass: bool | None, most: int) -> None:
+        """Drop the least recently used recordings of a kind beyond `most`; see `_Recording.is_pass`."""
+        of_kind = [whole for whole, recording in self._kept.items() if recording.is_pass is is_pass]
+        for whole in of_kind[: max(0, len(of_kind) - most)]:
+            self._kept.pop(whole).end()
+
+    def forget(self) -> None:
+        """See `Device.forget`."""
+        with contextlib.suppress(_runtime.CUDARuntimeError):  # of a GPU that works no more
+            self._stream.synchronize()
+        self._kept.clear()
+
+    def staged(self, place: int, x: cupy.ndarray) -> np.ndarray:
+        """Pinned memory for the argument at a place of a host call, or at 0 for its result. Calls share it: each has
+        waited for the one before when it writes there."""
+        if place not in self._pinned or self._pinned[place].nbytes < x.nbytes:
+            self._pinned[place] = pinned(1 << max(0, x.nbytes - 1).bit_length())
+        return self._pinned[place][: x.nbytes].view(x.dtype).reshape(x.shape)
+
+    def cut(self, call: HostCall | Between, *, is_last: bool = False) -> None:
+        """End the part of the recording that is under way, and begin another one after `call`, unless it is the last
+        one."""
+        next(reversed(self._kept.values())).cut(call, is_last=is_last)
 
 
 class HostCall:
     """A call of Python code on copies of arrays; see `Device.call_host`."""
 
-    def __init__(self, work: Callable[..., np.ndarray], y: cupy.ndarray, arrays: Sequence[cupy.ndarray]):
+    def __init__(
+        self,
+        work: Callable[..., np.ndarray],
+        y: cupy.ndarray,
+        arrays: Sequence[cupy.ndarray],
+        staged: Callable[[int, cupy.ndarray], np.ndarray],
+    ):
+        """staged: see `Recordings.staged`."""
         assert all(array.flags.c_contiguous for array in (y, *arrays))
         # In a recording, later launches may use the same memory.
         self._work, self._y, self._arrays = work, _borrowed(y), [_borrowed(array) for array in arrays]
-        self._copies = [_staged(array) for array in arrays]
-        self._result = _staged(y)
+        self._result, *self._copies = (staged(place, array) for place, array in enumerate((y, *arrays)))
 
     def make(self, stream: cupy.cuda.Stream) -> None:
         for copy, x in zip(self._copies, self._arrays, strict=True):
@@ -102,6 +141,7 @@ class _Recording:
     def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, copy: _Copy, inputs: Sequence[_Input]):
         self.parts: list[cupy.cuda.Graph | HostCall | Between] = []  # in order, once it is recorded
         self._captured: list[cupy.cuda.Graph | HostCall | Between] = []  # while it is recorded
+        self._ends = False  # whether its last part has been recorded
         self._result: Any = None
         self._stream, self._memory, self._copy = stream, memory, copy
         # All inputs on the host are copied at once from a pinned buffer, which is not overwritten before that copy has
@@ -117,8 +157,7 @@ class _Recording:
         self._pinned, self._copied = pinned(on_host), cupy.cuda.Event(disable_timing=True)
         with cupy.cuda.using_allocator(memory.malloc):
             self._buffer = cupy.empty(end, np.uint8)
-        if end > on_host:
-            _runtime.memsetAsync(self._buffer.data.ptr + on_host, 0, end - on_host, stream.ptr)
+        self._moved = on_host, end - on_host  # the part of the buffer for inputs of other devices: first byte, bytes
         self._staged = [self._pinned[places[number]] for number in range(len(inputs))]
         self.inputs = [self._buffer[places[number]].view(_dtype(x)).reshape(x.shape) for number, x in enumerate(inputs)]
 
@@ -132,13 +171,16 @@ class _Recording:
         size, target, source = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, self._stream.ptr)
         self._copied.record(self._stream)
+        first, moved = self._moved
+        if moved:  # earlier graphs may have written there since: their memory was free when it was allocated
+            _runtime.memsetAsync(target + first, 0, moved, self._stream.ptr)
         for to, x in zip(self.inputs, inputs, strict=True):
             if isinstance(x, Carried | Moved):
                 self._copy(to, x.array, x.device)
 
     def record(self, work: Callable[..., Any]) -> None:
         """Capture work(*self.inputs) as graphs without running it."""
-        self._captured = []
+        self._captured, self._ends = [], False
         self._stream.begin_capture()
         try:
             with cupy.cuda.using_allocator(self._memory.malloc):
@@ -148,12 +190,19 @@ class _Recording:
                 self._stream.end_capture()
             raise
         self._result = _borrowed(result)
-        self.parts = [*self._captured, self._stream.end_capture()]
+        self.parts = [*self._captured, *([] if self._ends else [self._stream.end_capture()])]
 
-    def cut(self, call: HostCall | Between) -> None:
+    @property
+    def is_pass(self) -> bool | None:
+        """Whether something is launched between its parts. None before it is recorded."""
+        return any(isinstance(part, Between) for part in self.parts) if self.parts else None
+
+    def cut(self, call: HostCall | Between, *, is_last: bool) -> None:
         """See `Recordings.cut`."""
         self._captured += [self._stream.end_capture(), call]
-        self._stream.begin_capture()
+        self._ends = is_last
+        if not is_last:
+            self._stream.begin_capture()
 
     def launch(self) -> Any:
         for part in self.parts:
@@ -185,25 +234,25 @@ def _borrowed(result: Any) -> Any:
     return cupy.ndarray(result.shape, result.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
 
-def _allocate_permanently(size: int) -> cupy.cuda.MemoryPointer:
+class _PermanentAllocator:
     """The allocator of the recordings' pool. Graphs still use the pool's free blocks. Raises MemoryError.
 
     If an allocator raised CUDA's own error, CuPy's pool would return its free blocks to the driver, and graphs would
-    write to freed memory. So this one frees the default pool's blocks, tries again and then raises MemoryError.
+    write to freed memory. So this one frees the default pool's blocks if it `may_free`, tries again and then raises
+    MemoryError.
     """
-    with memory_errors():
-        try:
+
+    may_free = True  # not while work is being recorded
+
+    def __call__(self, size: int) -> cupy.cuda.MemoryPointer:
+        with memory_errors():
+            try:
+                return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
+            except _runtime.CUDARuntimeError as error:
+                if error.status != _OUT_OF_MEMORY or not self.may_free:
+                    raise
+            cupy.get_default_memory_pool().free_all_blocks()
             return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
-        except _runtime.CUDARuntimeError as error:
-            if error.status != _OUT_OF_MEMORY:
-                raise
-        cupy.get_default_memory_pool().free_all_blocks()
-        return cupy.cuda.MemoryPointer(cupy.cuda.Memory(size), 0)
-
-
-def _staged(x: cupy.ndarray) -> np.ndarray:
-    """Pinned host memory for an array."""
-    return pinned(max(1, x.nbytes))[: x.nbytes].view(x.dtype).reshape(x.shape)
 
 
 def pinned(size: int) -> np.ndarray:

@@ -95,6 +95,9 @@ class TracingDevice:
     def wait(self) -> None:
         """Nothing runs."""
 
+    def lasting_error(self) -> None:
+        """Nothing fails."""
+
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
@@ -112,8 +115,11 @@ class TracingDevice:
     def call_host(self, work: Callable[..., np.ndarray], y: TracingArray, arrays: Sequence[TracingArray]) -> None:
         work(*map(self.to_host, arrays))
 
-    def between(self, work: Callable[..., None], arrays: Sequence[TracingArray]) -> None:
+    def between(self, work: Callable[..., None], arrays: Sequence[TracingArray], *, is_last: bool = False) -> None:
         work(*arrays)
+
+    def forget(self) -> None:
+        """Nothing is recorded."""
 
     def run_graph(
         self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried | Moved]
