@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -154,17 +154,26 @@ def part_paths(path: Path) -> list[Path]:
     return [path.with_name(f"{name['stem']}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
 
 
-def beginning_of_metadata(content: bytes, where: str) -> dict[str, object]:
-    """The metadata entries that are complete in the beginning of a file. Raises LoadError if it is not a GGUF file's.
+class Beginning(NamedTuple):
+    """What the beginning of a file says: its metadata, whether that is all of it, and the number of its tensors."""
+
+    metadata: Mapping[str, object]
+    is_whole: bool
+    tensors: int
+
+
+def beginning_of(content: bytes, where: str) -> Beginning:
+    """What is complete in the first bytes of a file. Raises LoadError if they are not a GGUF file's.
 
     where: the file's name, for errors.
     """
     cursor = _Cursor(Path(where), len(content), lambda offset, count: content[offset : offset + count])
     metadata: dict[str, object] = {}
-    _, entry_count = _counts(cursor)
+    tensor_count, entry_count = _counts(cursor)
     with suppress(LoadError):  # the end of `content`
-        metadata.update(_entries(cursor, entry_count))
-    return metadata
+        for key, value in _entries(cursor, entry_count):
+            metadata[key] = value
+    return Beginning(metadata, len(metadata) == entry_count, tensor_count)
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:

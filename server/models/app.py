@@ -48,7 +48,6 @@ POSTED = (
     *("/completion", "/infill", "/embedding", "/apply-template", "/tokenize", "/detokenize"),
     *("/sessions/save", "/sessions/load", "/props", "/slots/{slot}"),
 )
-_HOSTS = ("https://", "hf.co/", "huggingface.co/", hub.PREFIX)
 _TOLD_SECONDS = 0.5  # between two lines of progress
 _PULLS_AT_ONCE = 2  # models that are downloaded for clients; others wait
 
@@ -240,10 +239,8 @@ async def _all(lines: AsyncGenerator[dict[str, Any], None]) -> list[dict[str, An
 
 def _hub_name(asked: str) -> hub.HubName:
     """The model that a client names, as user/repo:QUANT or hf.co/user/repo:QUANT. Raises ApiError."""
-    for host in _HOSTS:
-        asked = asked.removeprefix(host)
     try:
-        return hub.parse(asked.removesuffix(":latest"))
+        return hub.parse(asked)
     except LoadError as error:
         raise ApiError(400, str(error), "invalid_request", "model") from None
 

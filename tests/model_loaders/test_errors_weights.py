@@ -143,7 +143,7 @@ def test_a_name_that_cannot_be_printed(folder: Path) -> None:
 
 ELSEWHERE = ("../secret.safetensors", "/etc/passwd", "a\\b.safetensors", "weights.bin", "", "\ud800.safetensors")
 INDICES: list[tuple[dict[str, object], str]] = [
-    ({"model.norm.weight": "model-00001-of-00004.safetensors"}, "lacks the tensor 'model.norm.weight'"),
+    ({"model.layers.0.nothing.weight": "model-00001-of-00004.safetensors"}, "lacks the tensor 'model.layers.0.nothing"),
     *(({"a.weight": name}, "which is not a safetensors file in this folder") for name in ELSEWHERE),
     ({"a.weight": 7}, "a.weight is 7"),
     ({"\ud800": 7}, "is 7"),

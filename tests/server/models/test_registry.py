@@ -45,7 +45,8 @@ def in_folder(folder: Path, *files: str) -> Registry:
     for name in files:
         (folder / name).touch()
     (folder / "safe").mkdir()
-    (folder / "safe" / "config.json").touch()
+    for name in ("config.json", "model.safetensors"):
+        (folder / "safe" / name).touch()
     return Registry(common(), folder, (), ())
 
 
