@@ -47,6 +47,13 @@ class Strings(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends)
 
+    def __contains__(self, text: object) -> bool:
+        raw = str(text).encode()
+        return len(raw).to_bytes(8, "little") + raw in self._content
+
+    def __repr__(self) -> str:
+        return f"a list of {len(self)} strings"
+
     def __getitem__(self, index: Any) -> Any:
         number = range(len(self))[index]
         start = int(self._ends[number - 1]) if number else 0

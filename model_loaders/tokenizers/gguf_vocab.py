@@ -21,7 +21,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import known_names, patterns
-from polarlm.model_loaders.tokenizers._base import NO_ID, Pair, SpecialIds, Takes, Tokenizer
+from polarlm.model_loaders.tokenizers._base import NO_ID, Edges, Pair, SpecialIds, Tokenizer
 from polarlm.model_loaders.tokenizers._pieces import byte_of
 from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer, WordPieceTokenizer
 
@@ -100,7 +100,7 @@ class _Vocabulary:
         bos = self.named.get("bos", self.control.get("<bos>"))
         return SpecialIds(bos if wants else None, frozenset(ends), end, pair)
 
-    def takes(self) -> dict[str, Takes]:
+    def edges(self) -> dict[str, Edges]:
         """The control tokens that remove white space around them."""
         family, model = (str(self.metadata.get(f"general.{key}")) for key in ("architecture", "name"))
         return known_names.white_space(family, model, self.kind, self.control)
@@ -108,13 +108,28 @@ class _Vocabulary:
     def correct_types(self) -> None:
         """Give tokens the types that they have by their names: converters slip, and llama.cpp mends the same."""
         types, ends, words = self.types, known_names.ends(self.listed), known_names.words(self.listed)
-        keyed = {self.named.get(name) for name in ("bos", "eos", "eot", "eom")}
+        keyed = {self.named[name] for name in ("bos", "eos", "eot", "eom") if name in self.named}
         for name, i in self.listed.items():
             is_end = name in ends and (name in known_names.ENDS or types[i] == _Type.USER_DEFINED)
             if is_end or (i in keyed and name not in known_names.CODE_ENDS):
                 types[i] = _Type.CONTROL
             elif name in words and types[i] == _Type.CONTROL:
                 types[i] = _Type.USER_DEFINED
+        for i in keyed | {self.listed[name] for name in ends}:
+            name = self.tokens[i]
+            if types[i] == _Type.NORMAL and name not in known_names.CODE_ENDS and not self._is_word(name):
+                types[i] = _Type.CONTROL
+
+    def _is_word(self, token: str) -> bool:
+        """Whether text may become this token, of type NORMAL: it is merged of others, or is a single character."""
+        halves = [(token[:at], token[at:]) for at in range(1, len(token))]
+        if self.kind == "llama":
+            known = set(self.tokens)
+            return not halves or any(known.issuperset(pair) for pair in halves)
+        merges = self.metadata.get("tokenizer.ggml.merges")
+        if not halves or not isinstance(merges, Sequence):  # without merges, as in Unigram, any piece may be taken
+            return True
+        return any(" ".join(pair) in merges for pair in halves)
 
     def list_of(self, key: str, kind: type | tuple[type, ...], length: int | None = None) -> Sequence[Any]:
         """A list in the metadata. Raises LoadError if it is missing, of another type or not `length` long."""
@@ -215,8 +230,8 @@ def _bpe(
     added = (vocabulary.tokens[i] for i in vocabulary.of(_Type.USER_DEFINED))
     library.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in added if token])
     special, size = vocabulary.special(adds_bos=adds_bos), len(vocabulary.tokens)
-    takes = vocabulary.takes()
-    return LibraryTokenizer(library, control, special, byte_level=byte_level, vocab_size=size, takes=takes)
+    edges = vocabulary.edges()
+    return LibraryTokenizer(library, control, special, byte_level=byte_level, vocab_size=size, edges=edges)
 
 
 def _word_piece(vocabulary: _Vocabulary) -> WordPieceTokenizer:
@@ -270,7 +285,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
     _specify(model, vocabulary)
     special = vocabulary.special(adds_bos=not is_unigram, closes=is_unigram)
     try:
-        return SentencePieceTokenizer(model, special, space_after_control=True, takes=vocabulary.takes())
+        return SentencePieceTokenizer(model, special, space_after_control=True, edges=vocabulary.edges())
     except RuntimeError as error:
         raise LoadError(f"{vocabulary.path} has an inconsistent vocabulary ({error}): convert it again.") from error
 
