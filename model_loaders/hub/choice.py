@@ -61,8 +61,9 @@ def parse(text: str) -> HubName:
     >>> parse("https://huggingface.co/user/repo/blob/main/m-Q8_0.gguf")
     HubName(repo='user/repo', revision=None, quantization='m-Q8_0.gguf')
     """
-    address = _path_in_address(text)
-    name = text.removeprefix(PREFIX) if address is None else address
+    bare = text if text.startswith(f"{PREFIX}//") else text.removeprefix(PREFIX)
+    address = _path_in_address(bare)
+    name = bare if address is None else address
     if (match := _SHOWN.fullmatch(name)) is not None:
         revision, path = match["revision"], match["path"] or ""
         is_folder = match[2] == "tree" or path.endswith(".gguf")

@@ -61,9 +61,42 @@ def ggufs(hub: Hub, small_ggufs: dict[str, bytes]) -> Hub:
 
 def test_what_is_no_name_is_refused() -> None:
     assert parse("user/repo@refs/pr/1").revision == "refs/pr/1"
-    for text in ("hf:", "repo", "hf:a/b/c", "a/b:", "a/b@", "../b", "a/b:c:d", "https://hub/a/b"):
+    wrong = ("hf:", "repo", "hf:a/b/c", "a/b:", "a/b@", "../b", "a/b:c:d", "https://hub/a/b", "hf.co/a", "hf://")
+    for text in (*wrong, "https://huggingface.co/datasets/a/b", "ftp://hf.co/a/b", "hf.co/a/b:c:d"):
         with pytest.raises(LoadError, match="user/repo:Q4_K_M"):
             parse(text)
+
+
+ELSEWHERE = {  # names as other programs and the hub's pages write them, and ours
+    "hf.co/user/repo": "user/repo",
+    "HuggingFace.co/user/repo:Q4_K_M": "user/repo:Q4_K_M",
+    "hf.co/user/repo:latest": "user/repo",
+    "hf://user/repo@v1": "user/repo@v1",
+    "hf:hf.co/user/repo:Q8_0": "user/repo:Q8_0",
+    "user/repo/m-Q8_0.gguf": "user/repo:m-Q8_0.gguf",
+    "user/repo/sub/m-Q8_0.gguf": "user/repo:sub/m-Q8_0.gguf",
+    "user/repo:sub/m.gguf": "user/repo:sub/m.gguf",
+    "hf.co/user/repo/m-Q8_0.gguf": "user/repo:m-Q8_0.gguf",
+    "https://huggingface.co/user/repo/": "user/repo",
+    "https://www.huggingface.co/user/repo?library=gguf#readme": "user/repo",
+    "https://huggingface.co/user/repo/tree/main": "user/repo",
+    "https://huggingface.co/user/repo/tree/v1/Q8_0": "user/repo@v1:Q8_0",
+    "https://huggingface.co/user/repo/blob/main/sub/m-Q8_0.gguf": "user/repo:sub/m-Q8_0.gguf",
+    "https://huggingface.co/user/repo/resolve/refs%2Fpr%2F1/m.gguf?download=true": "user/repo@refs/pr/1:m.gguf",
+    "https://huggingface.co/user/repo/resolve/main/model.safetensors": "user/repo",
+    "https://huggingface.co/user/repo?show_file_info=m-Q8_0.gguf": "user/repo:m-Q8_0.gguf",
+    "https://huggingface.co/user/repo/discussions/3": "user/repo",
+    "http://127.0.0.1:5000/user/repo:Q8_0": "user/repo:Q8_0",
+}
+
+
+def test_names_of_other_places_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:5000")
+    assert {text: str(hub_package.named(text)) for text in ELSEWHERE} == ELSEWHERE
+    assert {text: str(parse(text)) for text in ELSEWHERE} == ELSEWHERE
+    assert [hub_package.named(text) for text in ("user/m.gguf", "./user/repo/m.gguf", "llama3", "qwen3:0.6b")] == [
+        None
+    ] * 4
 
 
 def test_a_folder_gets_the_files_that_it_is_read_with_and_no_others(hub: Hub, small_folder: dict[str, bytes]) -> None:
