@@ -14,7 +14,7 @@ from polarlm.model_loaders.chat.find_calls import find_call_format
 from polarlm.model_loaders.chat.otherwise import MOST_SHAPES, put_otherwise
 from polarlm.model_loaders.chat.reasoning import ASKED, CALLED, Place, Tags, find_tags, place_of_answer
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import read_json, usable
+from polarlm.model_loaders.fields import read_json, shown, usable
 from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
 from polarlm.model_loaders.files.repository import TEMPLATE, companion_in, repository_of
 from polarlm.model_loaders.forks import cached_property
@@ -213,7 +213,7 @@ def _named_template(file: Path, value: object) -> str | None:
         chosen = chosen.get("default", next(iter(chosen.values()), None))
     if chosen is None or isinstance(chosen, str):
         return chosen
-    _LOG.warning("%s: chat_template is %.60r, which is no text; it is left out", file, value)
+    _LOG.warning("%s: chat_template is %s, which is no text; it is left out", file, shown(value))
     return None
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import shown
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.ggml_types import TYPES
 from polarlm.model_loaders.files.tensors import StoredTensor
@@ -50,9 +51,6 @@ class Strings(Sequence[str]):
     def __contains__(self, text: object) -> bool:
         raw = str(text).encode()
         return len(raw).to_bytes(8, "little") + raw in self._content
-
-    def __repr__(self) -> str:
-        return f"a list of {len(self)} strings"
 
     def __getitem__(self, index: Any) -> Any:
         number = range(len(self))[index]
@@ -136,7 +134,7 @@ class GgufFile:
         """Converts offsets into the data section to offsets into the file, and checks them."""
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-            raise LoadError(f"{self.path} has the alignment {alignment!r}, which is not a power of two.")
+            raise LoadError(f"{self.path} has the alignment {shown(alignment)}, which is not a power of two.")
         data_start = -(-header_end // alignment) * alignment
         tensors: dict[str, StoredTensor] = {}
         for tensor in entries:

@@ -15,7 +15,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
 from polarlm.model_loaders.families._gguf import LOG_MULTIPLIER
 from polarlm.model_loaders.families._unsupported import why_not
-from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.fields import Fields, shown
 from polarlm.model_loaders.files.gguf_file import Beginning, GgufFile
 from polarlm.model_loaders.files.pooling import dense_of_gguf
 from polarlm.model_loaders.files.repository import Role, role_said
@@ -113,7 +113,7 @@ def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str
     if not isinstance(arch, str) or arch not in layouts:
         reason = why_not(arch) if isinstance(arch, str) else None
         raise LoadError(
-            f"{where} holds a model of architecture {arch!r}, {reason or 'which is not supported'}; "
+            f"{where} holds a model of architecture {shown(arch)}, {reason or 'which is not supported'}; "
             f"supported are {', '.join(sorted(layouts))} (older files of Mistral call themselves llama)."
         )
     family, layout = layouts[arch]
@@ -205,8 +205,8 @@ def _check_head_channels(gguf: GgufFile, arch: str, attention: Attention) -> Non
         channels = gguf.metadata.get(f"{arch}.{key}", wanted)
         if channels != wanted:
             raise LoadError(
-                f"{gguf.path}: {arch}.{key} is {channels!r}, but keys have {attention.head_dim} channels per head; "
-                f"another number for {meaning} is not supported."
+                f"{gguf.path}: {arch}.{key} is {shown(channels)}, but keys have {attention.head_dim} channels per "
+                f"head; another number for {meaning} is not supported."
             )
 
 

@@ -18,6 +18,7 @@ from tokenizers import normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import shown
 from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import known_names, patterns
@@ -80,7 +81,7 @@ class _Vocabulary:
             if isinstance(value, int) and 0 <= value < len(self.tokens):
                 ids[name] = value
             elif value not in (None, NO_ID):
-                problem = f"is {value!r}, which is none of its {len(self.tokens)} tokens; it is left out"
+                problem = f"is {shown(value)}, which is none of its {len(self.tokens)} tokens; it is left out"
                 _LOG.warning("%s: %s %s", self.path, key, problem)
         return ids
 
@@ -173,7 +174,7 @@ def load(gguf: GgufFile) -> Tokenizer:
     }
     if not isinstance(kind, str) or kind not in builders:
         raise LoadError(
-            f"{gguf.path} has a vocabulary of the kind {kind!r} (tokenizer.ggml.model); "
+            f"{gguf.path} has a vocabulary of the kind {shown(kind)} (tokenizer.ggml.model); "
             f"supported are {', '.join(builders)}."
         )
     vocabulary = _Vocabulary(gguf.path, gguf.metadata, [], [])
@@ -193,7 +194,8 @@ def load(gguf: GgufFile) -> Tokenizer:
 
 
 def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
-    name = str(vocabulary.metadata.get("tokenizer.ggml.pre", "default"))
+    pre = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
+    name = pre if isinstance(pre, str) else shown(pre)
     pre_tokenizer = patterns.pre_tokenizer(name)
     if pre_tokenizer is None:
         raise LoadError(

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.fields import Fields, shown
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.repository import companion_in
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
@@ -150,8 +150,8 @@ def open_mmproj(path: Path) -> tuple[Tower, StoredWeights]:
         read = next((one.PROJECTORS[kind] for one in _modules() if kind in getattr(one, "PROJECTORS", {})), None)
         if read is None:
             known = sorted(name for one in _modules() for name in getattr(one, "PROJECTORS", {}))
-            what = "no part that reads images" if kind is None else f"a part that reads images of the kind {kind!r}"
-            raise LoadError(f"{path} holds {what}; supported are {', '.join(known)}.")
+            what = "no" if kind is None else f"of the kind {shown(kind)} a"
+            raise LoadError(f"{path} holds {what} part that reads images; supported are {', '.join(known)}.")
         values = {key.removeprefix(_OF_IMAGES): value for key, value in metadata.items()}
         fields = Fields(values, path, {key.removeprefix(_OF_IMAGES): key for key in metadata})
         tower: Tower = read(fields, {name: tensor.shape for name, tensor in gguf.tensors.items()})
