@@ -247,6 +247,7 @@ class _Fetching:
     def _gguf(self, ggufs: GgufChoice) -> Path:
         """The path of a GGUF file. Reads the beginning of one first, since its model may not be supported."""
         chosen = ggufs.asked_for() if self._name.quantization is not None else ggufs.best(self._fits)
+        ggufs.check_vocabulary(chosen)
         projector = ggufs.projector(chosen, ggufs.configuration(chosen))
         files = self._listing.files
         templates = [files[path] for path in (companion(files, TEMPLATE),) if path in files]  # for files without one

@@ -109,6 +109,14 @@ class GgufChoice:
             raise beginning
         return sizes_from_beginning(beginning, self._where(one))
 
+    def check_vocabulary(self, one: Quantization) -> None:
+        """Raises LoadError if the beginning of a file names a kind of vocabulary that is not known."""
+        from polarlm.model_loaders.tokenizers.gguf_vocab import check_kind  # its libraries take memory
+
+        beginning = self._beginning(one)
+        if not isinstance(beginning, LoadError) and "tokenizer.ggml.model" in beginning.metadata:
+            check_kind(beginning.metadata, self._where(one))
+
     def is_here(self, files: Iterable[RepositoryFile]) -> bool:
         """Whether these files are in the cache."""
         repo, commit = self._name.repo, self._listing.commit

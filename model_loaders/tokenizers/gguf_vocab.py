@@ -45,6 +45,7 @@ class _Type(IntEnum):
     BYTE = 6
 
 
+_ANY_WORDS = "default"  # `tokenizer.ggml.pre` of files without it
 _ADDED = (_Type.CONTROL, _Type.USER_DEFINED)
 _NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _NAMED = ("bos", "unknown", "cls", "seperator", *_NAMED_ENDS)  # files spell it "seperator"
@@ -162,21 +163,25 @@ class _Merges(Sequence[Any]):
         return (tuple(merge.split(" ", 1)) for merge in self._merges)
 
 
+def check_kind(metadata: Mapping[str, object], where: str | Path) -> str:
+    """The kind of the vocabulary that a file's metadata describe. Raises LoadError for one that is not known."""
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", _ANY_WORDS)
+    if not isinstance(kind, str) or kind not in _BUILDERS:
+        raise LoadError(
+            f"{where} has a vocabulary of the kind {shown(kind)} (tokenizer.ggml.model); "
+            f"supported are {', '.join(_BUILDERS)}."
+        )
+    if kind == "gpt2" and pre not in patterns.KNOWN:
+        raise LoadError(
+            f"{where} splits text into words as {shown(pre)} does (tokenizer.ggml.pre), which is not known here; "
+            f"known are {', '.join(patterns.KNOWN)}: use the model's safetensors folder instead."
+        )
+    return kind
+
+
 def load(gguf: GgufFile) -> Tokenizer:
     """Rebuilds the tokenizer of a GGUF file. Raises LoadError for an unknown kind or an incomplete vocabulary."""
-    kind = gguf.metadata.get("tokenizer.ggml.model")
-    builders: dict[str, Callable[[_Vocabulary], Tokenizer]] = {
-        "gpt2": _byte_level_bpe,
-        "llama": _sentence_piece,
-        "gemma4": _spaced_bpe,
-        "bert": _word_piece,
-        "t5": _sentence_piece,
-    }
-    if not isinstance(kind, str) or kind not in builders:
-        raise LoadError(
-            f"{gguf.path} has a vocabulary of the kind {shown(kind)} (tokenizer.ggml.model); "
-            f"supported are {', '.join(builders)}."
-        )
+    kind = check_kind(gguf.metadata, gguf.path)
     vocabulary = _Vocabulary(gguf.path, gguf.metadata, [], [])
     tokens = list(vocabulary.list_of("tokenizer.ggml.tokens", str))
     types = [int(_Type.NORMAL)] * len(tokens)
@@ -190,18 +195,12 @@ def load(gguf: GgufFile) -> Tokenizer:
         types = [one if byte_of(token) is None else int(_Type.BYTE) for token, one in zip(tokens, types, strict=True)]
     vocabulary = _Vocabulary(gguf.path, gguf.metadata, tokens, types)
     vocabulary.correct_types()
-    return builders[kind](vocabulary)
+    return _BUILDERS[kind](vocabulary)
 
 
 def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
-    pre = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
-    name = pre if isinstance(pre, str) else shown(pre)
+    name = str(vocabulary.metadata.get("tokenizer.ggml.pre", _ANY_WORDS))
     pre_tokenizer = patterns.pre_tokenizer(name)
-    if pre_tokenizer is None:
-        raise LoadError(
-            f"{vocabulary.path} splits text into words as {name!r} does (tokenizer.ggml.pre), which is not known "
-            f"here; known are {', '.join(patterns.KNOWN)}: use the model's safetensors folder instead."
-        )
     whole_words = patterns.takes_known_words_whole(name)  # the same kinds begin sequences with BOS
     return _bpe(vocabulary, pre_tokenizer, None, byte_level=True, adds_bos=whole_words, ignore_merges=whole_words)
 
@@ -304,3 +303,12 @@ def _specify(model: Any, vocabulary: _Vocabulary) -> None:
     charsmap = setting("tokenizer.ggml.precompiled_charsmap", [])
     if isinstance(charsmap, list) and all(isinstance(value, int) for value in charsmap):
         normalizer.precompiled_charsmap = bytes(value & 0xFF for value in charsmap)
+
+
+_BUILDERS: dict[str, Callable[[_Vocabulary], Tokenizer]] = {
+    "gpt2": _byte_level_bpe,
+    "llama": _sentence_piece,
+    "gemma4": _spaced_bpe,
+    "bert": _word_piece,
+    "t5": _sentence_piece,
+}

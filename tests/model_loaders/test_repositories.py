@@ -215,6 +215,14 @@ def test_a_repository_without_a_tokenizer_is_refused_before_its_weights(
     assert hub.fetched("model.safetensors") == []
 
 
+def test_a_vocabulary_that_is_not_known_is_told_before_the_weights(hub: Hub, contents: dict[str, bytes]) -> None:
+    content = contents["M"].replace(b"smollm", b"sm0llm", 1)
+    hub.repositories["user/repo"] = Repository({"m-Q8_0.gguf": content})
+    with pytest.raises(LoadError, match=r"m-Q8_0.gguf of user/repo splits text into words as 'sm0llm' does"):
+        hub_package.fetch(parse("user/repo"))
+    assert len(hub.fetched("m-Q8_0.gguf")) == 1
+
+
 def test_a_tokenizer_and_a_template_in_a_folder_inside_are_found(hub: Hub, small_folder: dict[str, bytes]) -> None:
     """Not those of another model, which has a configuration of its own."""
     files = {path: content for path, content in small_folder.items() if path != "tokenizer.json"}
