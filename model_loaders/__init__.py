@@ -27,7 +27,7 @@ from polarlm.model_loaders.files.pooling import (
     prompts_of_folder,
 )
 from polarlm.model_loaders.files.repository import (
-    Quantization,
+    GgufContent,
     RepositoryFile,
     Role,
     companion_in,
@@ -179,7 +179,7 @@ def _projectors(file: Path) -> list[Path]:
     found = gguf_contents(files, lambda one: role_of_file(folder / one.path))
     here = RepositoryFile(file.relative_to(folder).as_posix(), 0)
     called = next((one for one in found if here.path in (part.path for part in one.files)), None)
-    model = called or Quantization("", here.path, Role.MODEL, 1, (here,))
+    model = called or GgufContent("", here.path, Role.MODEL, 1, (here,))
     return [folder / one.files[0].path for one in projectors(found, model)]
 
 

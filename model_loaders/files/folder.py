@@ -11,7 +11,7 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import configure, quantizations, table_name, take_apart
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.pooling import dense_of_folder
-from polarlm.model_loaders.files.repository import Quantization, Role, files_of, gguf_contents, role_of_file
+from polarlm.model_loaders.files.repository import GgufContent, Role, files_of, gguf_contents, role_of_file
 from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, interrupted, open_safetensors, weight_files
 from polarlm.model_loaders.files.tensors import StoredWeights
 from polarlm.model_loaders.files.weights import fit, is_needed
@@ -120,13 +120,13 @@ def _has_weights(folder: Path) -> bool:
     return bool(weight_files({path.name: 0 for path in _visible(folder, "*.safetensors") if path.is_file()}))
 
 
-def _ggufs(folder: Path, steps: tuple[str, ...]) -> list[Quantization]:
+def _ggufs(folder: Path, steps: tuple[str, ...]) -> list[GgufContent]:
     """What the GGUF files of a folder hold, by their paths."""
     found = gguf_contents(files_of(folder, steps).values(), lambda file: role_of_file(folder / file.path))
     return sorted(found, key=lambda one: (one.role is not Role.MODEL, one.files[0].path))
 
 
-def _models(folder: Path, found: list[Quantization]) -> list[Path]:
+def _models(folder: Path, found: list[GgufContent]) -> list[Path]:
     """The models among what a folder holds, of those in parts the first file."""
     return [folder / one.files[0].path for one in found if one.is_model]
 

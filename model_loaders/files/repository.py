@@ -45,7 +45,7 @@ class Role(Enum):
 
     MODEL = "a model"
     PROJECTOR = "the part of a model that reads images"
-    HEAD = "a draft head, which drafts tokens for a model"
+    HEAD = "a draft head (it drafts tokens for a model)"
     ADAPTER = "an adapter (LoRA)"
     MATRIX = "an importance matrix"
     VOCABULARY = "a vocabulary without weights"
@@ -79,7 +79,7 @@ class RepositoryFile:
 
 
 @dataclass(frozen=True)
-class Quantization:
+class GgufContent:
     """What one GGUF file holds, or several parts, in order; some may be missing."""
 
     label: str  # as in the file's name, or else its folder's: "Q4_K_M"; the whole name if there is none
@@ -125,7 +125,7 @@ class Quantization:
 
 def gguf_contents(
     files: Iterable[RepositoryFile], role_of: Callable[[RepositoryFile], Role | None] = lambda file: None
-) -> list[Quantization]:
+) -> list[GgufContent]:
     """What the GGUF files among `files` hold, the best first.
 
     role_of: what the (first) file says of itself; None where its name decides.
@@ -143,11 +143,11 @@ def gguf_contents(
         label, kind = _label(stem)
         first = group[min(group)]
         role = (role_of(first) if min(group) == 1 else None) or role_of_name(first.path)
-        made.append(Quantization(label, kind, role, parts, tuple(group[part] for part in sorted(group))))
+        made.append(GgufContent(label, kind, role, parts, tuple(group[part] for part in sorted(group))))
     return sorted(made, key=_rank)
 
 
-def models_in(folder: Path, files: Iterable[RepositoryFile]) -> list[Quantization]:
+def models_in(folder: Path, files: Iterable[RepositoryFile]) -> list[GgufContent]:
     """The models among `files` of a folder on this machine, as the files themselves say, the best first."""
     found = gguf_contents(files, lambda file: role_of_file(folder / file.path))
     return [one for one in found if one.is_model]
@@ -173,13 +173,13 @@ def companion_in(folder: Path, name: str) -> Path:
     return folder / companion(files_of(folder, (name, f"*/{name}", "*/config.json")), name)
 
 
-def projectors(found: Sequence[Quantization], model: Quantization) -> list[Quantization]:
+def projectors(found: Sequence[GgufContent], model: GgufContent) -> list[GgufContent]:
     """The files with the part of `model` that reads images, the most fitting first: the nearest, then those with the
     most words of its name, then the best. Those in the folder of another model are left out."""
     words, path = model.words(), _steps(model.folder)
     theirs = {one.folder for one in found if one.is_model} - {one.folder for one in found if one.words() == words}
 
-    def rank(one: Quantization) -> tuple[int, int, int, str]:
+    def rank(one: GgufContent) -> tuple[int, int, int, str]:
         label = one.label.upper().replace("FP", "F")
         best = _OF_IMAGES.index(label) if label in _OF_IMAGES else len(_OF_IMAGES)
         return len(path ^ _steps(one.folder)), -len(words & one.words()), best, one.files[0].path
@@ -189,8 +189,8 @@ def projectors(found: Sequence[Quantization], model: Quantization) -> list[Quant
 
 
 def _steps(folder: str) -> set[str]:
-    """A folder and those that it is in."""
-    return {folder, *map(str, PurePosixPath(folder).parents)}
+    """A folder and those that it is in, up to the repository's."""
+    return {folder or ".", *map(str, PurePosixPath(folder).parents)}
 
 
 def repository_of(file: Path) -> Path:
@@ -276,7 +276,7 @@ def _label(stem: str) -> tuple[str, str]:
     return match[1] if match else in_folders[-1] if in_folders else name, kind
 
 
-def _rank(one: Quantization) -> tuple[int, int, str]:
+def _rank(one: GgufContent) -> tuple[int, int, str]:
     label = one.label.upper()
     if label in _PREFERRED:
         return _PREFERRED.index(label), 0, one.files[0].path

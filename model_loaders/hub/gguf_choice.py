@@ -15,7 +15,7 @@ from polarlm.model_loaders.files.gguf_file import Beginning, beginning_of
 from polarlm.model_loaders.files.gguf_source import sizes_from_beginning
 from polarlm.model_loaders.files.repository import (
     BEGINNING_BYTES,
-    Quantization,
+    GgufContent,
     RepositoryFile,
     Role,
     gguf_contents,
@@ -33,7 +33,7 @@ class GgufChoice:
     def __init__(self, client: Client, name: HubName, listing: Listing, say: Callable[[str], None]) -> None:
         self._client, self._name, self._listing, self._say = client, name, listing, say
         self._all = gguf_contents(listing.files.values())
-        self._read: dict[str, Beginning | LoadError] = {}  # by `Quantization.kind`; an error for another format
+        self._read: dict[str, Beginning | LoadError] = {}  # by `GgufContent.kind`; an error for another format
         self._problem: LoadError | None = None  # why the first that is not supported is not
 
     def __bool__(self) -> bool:
@@ -48,11 +48,11 @@ class GgufChoice:
         """Bytes of the model that the name asks for, by the names of files alone."""
         return self._one_of([one for one in self._called() if one.is_model]).size
 
-    def asked_for(self) -> Quantization:
+    def asked_for(self) -> GgufContent:
         """The model that the name asks for."""
         return self._one_of(self._models(self._called()))
 
-    def best(self, fits: Callable[[ModelConfig | None, int], bool]) -> Quantization:
+    def best(self, fits: Callable[[ModelConfig | None, int], bool]) -> GgufContent:
         """The best model that fits in memory, those in the cache first."""
         for models in self._by_name():
             here_first = sorted(models, key=lambda one: not self.is_here(one.files))
@@ -70,7 +70,7 @@ class GgufChoice:
                 )
         raise self._problem or self._refusal()
 
-    def models(self) -> list[Quantization]:
+    def models(self) -> list[GgufContent]:
         """The model that the name asks for, or all models, the best first. At least one."""
         if self._name.quantization is not None:
             return [self.asked_for()]
@@ -79,13 +79,13 @@ class GgufChoice:
             raise self._problem or self._refusal()
         return found
 
-    def adapter(self) -> Quantization | None:
+    def adapter(self) -> GgufContent | None:
         """The adapter that the name asks for, or the only one; None if there is none."""
         found = self._called() if self._name.quantization is not None else self._all
         adapters = [one for one in found if one.is_whole and self._role(one) is Role.ADAPTER]
         return self._one_of(adapters) if adapters else None
 
-    def projector(self, chosen: Quantization, config: ModelConfig | None) -> tuple[RepositoryFile, ...]:
+    def projector(self, chosen: GgufContent, config: ModelConfig | None) -> tuple[RepositoryFile, ...]:
         """The file with the part of a model that reads images, wherever it lies; none without one of a known kind."""
         if config is not None and not reads_images(config.family):
             return ()
@@ -101,7 +101,7 @@ class GgufChoice:
         self._say(f"{self._name} reads no images: {why}.")
         return ()
 
-    def configuration(self, one: Quantization) -> ModelConfig | None:
+    def configuration(self, one: GgufContent) -> ModelConfig | None:
         """The configuration in the beginning of a file; None if it is not there. Raises LoadError for a model that is
         not supported, and for a file of another format."""
         beginning = self._beginning(one)
@@ -109,7 +109,7 @@ class GgufChoice:
             raise beginning
         return sizes_from_beginning(beginning, self._where(one))
 
-    def check_vocabulary(self, one: Quantization) -> None:
+    def check_vocabulary(self, one: GgufContent) -> None:
         """Raises LoadError if the beginning of a file names a kind of vocabulary that is not known."""
         from polarlm.model_loaders.tokenizers.gguf_vocab import check_kind  # its libraries take memory
 
@@ -122,33 +122,34 @@ class GgufChoice:
         repo, commit = self._name.repo, self._listing.commit
         return all(self._client.cached(repo, commit, file.path) is not None for file in files)
 
-    def _called(self) -> list[Quantization]:
+    def _called(self) -> list[GgufContent]:
         return [one for one in self._all if one.is_called(self._name.quantization or "")]
 
-    def _by_name(self) -> tuple[list[Quantization], list[Quantization]]:
+    def _by_name(self) -> tuple[list[GgufContent], list[GgufContent]]:
         """What its name calls a model, and what it calls something else; without what lacks parts."""
         whole = [one for one in self._all if one.is_whole]
         return [one for one in whole if one.is_model], [one for one in whole if not one.is_model]
 
-    def _models(self, found: Sequence[Quantization]) -> list[Quantization]:
+    def _models(self, found: Sequence[GgufContent]) -> list[GgufContent]:
         """The models among what is called by the name; those that are supported, if there are others."""
         whole = [one for one in found if one.is_whole]
         models = [one for one in whole if one.is_model and self._role(one) is Role.MODEL]
         models = models or [one for one in whole if self._role(one) is Role.MODEL]
         return models if len(models) < 2 else [*filter(self._is_sound, models)] or models
 
-    def _one_of(self, models: Sequence[Quantization]) -> Quantization:
+    def _one_of(self, models: Sequence[GgufContent]) -> GgufContent:
         if not models:
             raise self._refusal()
         if len(models) > 1:
-            paths = ", ".join(file.path for model in models for file in model.files)
+            repo, meant = self._name.repo, self._name.quantization or models[0].label
+            paths = [file.path for model in models for file in model.files]
             raise LoadError(
-                f"{self._name.repo} has several files of {models[0].label}: name one of them, as in "
-                f"{self._name.repo}:{models[0].files[0].path}; there are {paths}."
+                f"{repo} has several files of {meant}: name one of them, as in {repo}:{paths[0]}; there are "
+                f"{', '.join(paths)}."
             )
         return models[0]
 
-    def _tell(self, chosen: Quantization, count: int) -> None:
+    def _tell(self, chosen: GgufContent, count: int) -> None:
         if count > 1:
             why = "which is in the cache" if self.is_here(chosen.files) else "the best that fits in memory here"
             self._say(f"Taking {chosen.label} of {self._name.repo}, {why}; {self._name.repo}:NAME takes another.")
@@ -164,9 +165,10 @@ class GgufChoice:
         what = f"{called[0].files[0].path} of {repo} is {called[0].is_not()}"
         if models:
             return LoadError(f"{what}; there are {_listed(models)}.")
-        return LoadError(f"{what}, and there is no other: choose another repository of this model.")
+        other = "another repository of this model" if called[0].role is Role.MODEL else "the repository of a model"
+        return LoadError(f"{what}, and there is no other: choose {other}.")
 
-    def _is_sound(self, one: Quantization) -> bool:
+    def _is_sound(self, one: GgufContent) -> bool:
         """Whether it is a model that is supported."""
         try:
             if self._role(one) is not Role.MODEL:
@@ -177,17 +179,17 @@ class GgufChoice:
             return False
         return True
 
-    def _role(self, one: Quantization) -> Role:
+    def _role(self, one: GgufContent) -> Role:
         """What it is for, as the file says, or else its name."""
         beginning = self._beginning(one)
         said = None if isinstance(beginning, LoadError) else role_said(beginning, one.files[0].path)
         return said or one.role
 
-    def _as_read(self) -> list[Quantization]:
+    def _as_read(self) -> list[GgufContent]:
         """All, with the roles of those whose beginnings have been read."""
         return [replace(one, role=self._role(one)) if one.kind in self._read else one for one in self._all]
 
-    def _beginning(self, one: Quantization) -> Beginning | LoadError:
+    def _beginning(self, one: GgufContent) -> Beginning | LoadError:
         """The beginning of one file of its kind."""
         if one.kind not in self._read:
             content = self._first_bytes(one.files[0])
@@ -211,9 +213,9 @@ class GgufChoice:
                     break
         return bytes(head)
 
-    def _where(self, one: Quantization) -> str:
+    def _where(self, one: GgufContent) -> str:
         return f"{one.files[0].name} of {self._name.repo}"
 
 
-def _listed(models: Sequence[Quantization]) -> str:
+def _listed(models: Sequence[GgufContent]) -> str:
     return ", ".join(f"{model.label} ({size_text(model.size)})" for model in models) or "none"

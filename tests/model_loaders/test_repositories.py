@@ -147,7 +147,7 @@ def test_folders_and_lists_sort_as_the_hub_does(
     assert served == ["m-Q8_0", "mtp-7b-Q4_0", "n-BF16", "sub/m-Q8_0"]
     with pytest.raises(LoadError, match=r"holds GGUF files, .* such as .*/m-Q8_0.gguf\.$"):
         model_loaders.load(snapshot)
-    with pytest.raises(LoadError, match=r"holds only a draft head, which .* \(m-Q8_0.gguf\); give the model's own"):
+    with pytest.raises(LoadError, match=r"holds only a draft head .* \(m-Q8_0.gguf\); give the model's own"):
         model_loaders.load(snapshot / "MTP")
     for path, role in (("MTP/m-Q8_0.gguf", "a draft head"), ("lora.gguf", "an adapter"), ("odd.gguf", "the part of")):
         with pytest.raises(LoadError, match=rf"/{path} is {role}.*, not a model; give "):
@@ -174,6 +174,7 @@ PLACES = {  # the model, its projector, and what lies elsewhere; whether the pro
     "in a folder": ("m-Q8_0.gguf", "mmproj/m-F32.gguf", {}, True),
     "above": ("Q8_0/m-Q8_0.gguf", "mmproj-F32.gguf", {}, True),
     "nearer": ("m-Q8_0.gguf", "mmproj-F32.gguf", {"old/mmproj-F16.gguf": DEEP}, True),
+    "above and not aside": ("a/m-Q8_0.gguf", "mmproj-F32.gguf", {"b/mmproj-F16.gguf": DEEP}, True),
     "of two by name": ("a/m-Q8_0.gguf", "mmproj-m-F32.gguf", {"mmproj-n-F16.gguf": DEEP}, True),
     "of another model": ("m-Q8_0.gguf", "n/mmproj-F32.gguf", {"n/n-Q4_0.gguf": None}, False),
 }
