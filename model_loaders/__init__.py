@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -59,6 +60,7 @@ __all__ = [
     "rope_frequencies",
 ]
 
+_LOG = logging.getLogger(__name__)
 NO_TOWER = "none"  # instead of a file with the part that reads images
 _DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)(-\d{5}-of-\d{5})?$", re.IGNORECASE)
 
@@ -169,6 +171,7 @@ def load_tower(where: Path, config: ModelConfig, mmproj: str | None) -> tuple[To
             return found
         if found is not None:
             found[1].close()
+            _LOG.warning("%s is the part of another model: it is left out", file)
     return None
 
 

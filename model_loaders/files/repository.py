@@ -202,15 +202,13 @@ def repository_of(file: Path) -> Path:
     return file.parent.parent if _LABEL.fullmatch(file.parent.name) else file.parent
 
 
-def quantization_of(file_name: str) -> str:
-    """The quantization in the name of a GGUF file; the whole name if there is none.
-
-    >>> quantization_of("SmolLM2-1.7B-Instruct-Q4_K_M.gguf"), quantization_of("model.gguf")
-    ('Q4_K_M', 'model.gguf')
-    """
-    match = _GGUF.fullmatch(file_name)
-    label = _LABEL.search(match["stem"] if match else file_name)
-    return label[1] if label else file_name
+def quantization_of(file: Path) -> str:
+    """The quantization of a GGUF file in a repository, by its name or else its folder's; its path there if there is
+    none."""
+    path = file.relative_to(repository_of(file)).as_posix()
+    match = _GGUF.fullmatch(path)
+    label = _label(match["stem"])[0] if match else path
+    return label if _LABEL.fullmatch(label) else path
 
 
 def role_of_name(path: str) -> Role:

@@ -258,7 +258,7 @@ async def _downloaded(registry: Registry, name: hub.HubName) -> AsyncGenerator[d
                 yield {"status": f"pulling {name}", "digest": str(name), "total": total, "completed": done}
         path = fetching.result()
         if path.is_file() and name.quantization is None:  # the next start takes the same file
-            name = replace(name, quantization=hub.quantization_of(path.name))
+            name = replace(name, quantization=hub.quantization_of(path))
         registry.add(registry.on_hub(str(name)))
         yield {"status": "success"}
     finally:

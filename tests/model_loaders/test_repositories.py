@@ -121,6 +121,9 @@ def test_a_name_means_a_model(hub: Hub, contents: dict[str, bytes], layout: Layo
         except LoadError as refusal:
             found = str(refusal)
         assert meant in found
+        if not name and Path(found).is_file():
+            label = hub_package.quantization_of(Path(found))
+            assert hub_package.fetch(parse(f"user/repo:{label}")) == Path(found)
 
 
 def test_what_is_asked_for_is_read_and_nothing_else(hub: Hub, contents: dict[str, bytes]) -> None:
