@@ -33,7 +33,8 @@ class GgufChoice:
     def __init__(self, client: Client, name: HubName, listing: Listing, say: Callable[[str], None]) -> None:
         self._client, self._name, self._listing, self._say = client, name, listing, say
         self._all = gguf_contents(listing.files.values())
-        self._read: dict[str, Beginning | LoadError] = {}  # by `GgufContent.kind`; an error for another format
+        self._read: dict[str, Beginning] = {}  # by `GgufContent.kind`
+        self._unreadable: dict[str, LoadError] = {}  # by path: files of another format
         self._problem: LoadError | None = None  # why the first that is not supported is not
 
     def __bool__(self) -> bool:
@@ -190,14 +191,15 @@ class GgufChoice:
         return [replace(one, role=self._role(one)) if one.kind in self._read else one for one in self._all]
 
     def _beginning(self, one: GgufContent) -> Beginning | LoadError:
-        """The beginning of one file of its kind."""
-        if one.kind not in self._read:
+        """The beginning of one file of its kind; an error for a file of another format."""
+        path = one.files[0].path
+        if one.kind not in self._read and path not in self._unreadable:
             content = self._first_bytes(one.files[0])
             try:
                 self._read[one.kind] = beginning_of(content, self._where(one))
             except LoadError as problem:
-                self._read[one.kind] = problem
-        return self._read[one.kind]
+                self._unreadable[path] = problem
+        return self._unreadable.get(path) or self._read[one.kind]
 
     def _first_bytes(self, file: RepositoryFile) -> bytes:
         repo, commit = self._name.repo, self._listing.commit

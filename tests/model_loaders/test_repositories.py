@@ -63,6 +63,7 @@ LAYOUTS: dict[str, Layout] = {
         {"a-Q8_0.gguf": "O", "b-Q4_0.gguf": "M"},
         {"": "b-Q4_0.gguf", ":Q8_0": "'unheard-of'"},
     ),
+    "a file of another format": ({"m-Q8_0.gguf": "<html>", "m-Q4_0.gguf": "M"}, {"": "m-Q4_0.gguf", ":Q8_0": "no"}),
     "parts in folders, and a stray one": (
         {f"Q8_0/m-0000{n}-of-00002.gguf": "M" for n in (1, 2)} | {"Q8_0/m-00003-of-00003.gguf": "M"},
         {"": "m-00001-of-00002.gguf", ":Q8_0": "m-00001-of-00002.gguf", ":Q8_0/m-00003-of-00003.gguf": "is not whole"},
