@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -26,10 +27,20 @@ from polarlm.model_loaders.files.pooling import (
     pooling_of_gguf,
     prompts_of_folder,
 )
+from polarlm.model_loaders.files.repository import (
+    GgufContent,
+    RepositoryFile,
+    Role,
+    companion_in,
+    files_of,
+    gguf_contents,
+    projectors,
+    repository_of,
+    role_of_file,
+)
 from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.hub import Fits, fetch, named
-from polarlm.model_loaders.hub.choice import projectors
+from polarlm.model_loaders.hub import Fits, fetch, local, named, search_for
 from polarlm.model_loaders.rope import rope_frequencies
 from polarlm.model_loaders.towers import Tower, belongs, open_mmproj, reads_images, tower_of
 
@@ -49,6 +60,7 @@ __all__ = [
     "rope_frequencies",
 ]
 
+_LOG = logging.getLogger(__name__)
 NO_TOWER = "none"  # instead of a file with the part that reads images
 _DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)(-\d{5}-of-\d{5})?$", re.IGNORECASE)
 
@@ -153,14 +165,25 @@ def load_tower(where: Path, config: ModelConfig, mmproj: str | None) -> tuple[To
         return tower, weights
     if where.is_dir():
         return tower_of(where)
-    beside = where.parent.glob("*.gguf") if reads_images(config.family) else ()
-    for file in projectors(beside, lambda file: file.name):
+    for file in _projectors(where) if reads_images(config.family) else ():
         found = usable(partial(open_mmproj, file))
         if found is not None and belongs(found[0], config):
             return found
         if found is not None:
             found[1].close()
+            _LOG.warning("%s is the part of another model: it is left out", file)
     return None
+
+
+def _projectors(file: Path) -> list[Path]:
+    """The files with the part that reads images of the model in a GGUF file, wherever they lie in its repository."""
+    folder = repository_of(file)
+    files = files_of(folder, ("*.gguf", "*/*.gguf")).values()
+    found = gguf_contents(files, lambda one: role_of_file(folder / one.path))
+    here = RepositoryFile(file.relative_to(folder).as_posix(), 0)
+    called = next((one for one in found if here.path in (part.path for part in one.files)), None)
+    model = called or GgufContent("", here.path, Role.MODEL, 1, (here,))
+    return [folder / one.files[0].path for one in projectors(found, model)]
 
 
 def load_weights(path: str | Path, *, mtp: bool = False) -> tuple[ModelConfig, WeightSource, str]:
@@ -197,7 +220,9 @@ def _load_folder(folder: Path, mtp: bool) -> Model:
                 read_json(folder / "config.json"),
                 read_json(folder / "generation_config.json", required=False),
             ),
-            template=templates.for_folder(folder, read_json(folder / "tokenizer_config.json", required=False)),
+            template=templates.for_folder(
+                folder, read_json(companion_in(folder, "tokenizer_config.json"), required=False)
+            ),
             generation=generation.of_folder(folder, config.vocab_size),
             dtype=main_dtype(weights),
             pooling=pooling_of_folder(folder),
@@ -271,8 +296,15 @@ def _existing(path: str | Path) -> Path:
             raise LoadError(f"{shown} is a link to a file that does not exist; download the model again.")
         bare = shown.strip().strip("\"'").removeprefix("file://")
         near = next((one for one in (bare, f"{bare}.gguf") if one and os.path.exists(one)), None)
-        advice = "a folder with config.json and safetensors files, or a .gguf file" if near is None else near
-        raise LoadError(f"{shown} does not exist; give {advice}.")
+        elsewhere = search_for(bare)
+        near = near or (local.resembling(bare) if elsewhere else None)
+        advice = "a folder with config.json and safetensors files, or a .gguf file"
+        if elsewhere is not None:
+            advice = (
+                f"USER/REPO of the Hugging Face hub, such as Qwen/Qwen3-0.6B-GGUF, {advice}: polarlm list shows what "
+                f"is here, and {elsewhere} what there is"
+            )
+        raise LoadError(f"{shown} does not exist; give {near or advice}.")
     if where.suffix in {".bin", ".pt", ".pth", ".pkl", ".ckpt"}:
         raise LoadError(
             f"{where} is a pickle checkpoint, which can run any code when opened and is not read; "

@@ -18,7 +18,7 @@ import numpy as np
 from polarlm.model_loaders.config import Attention, ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import gguf_layouts, table_name, tensors
-from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.fields import Fields, shown
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.safetensors_source import read_header
@@ -294,19 +294,19 @@ def _open_gguf(path: Path, config: ModelConfig, files: ExitStack) -> tuple[Store
     kinds = gguf.metadata.get("general.type"), gguf.metadata.get("adapter.type")
     if kinds != ("adapter", "lora"):
         raise LoadError(
-            f"{path} is no LoRA adapter: its general.type and adapter.type are {kinds[0]!r} and {kinds[1]!r}."
+            f"{path} is no LoRA adapter: its general.type and adapter.type are {shown(kinds[0])} and {shown(kinds[1])}."
         )
     arch, layouts = gguf.metadata.get("general.architecture"), gguf_layouts()
     family, layout = layouts.get(str(arch), ("", None))
     has_layout = any(config.family == name for name, _ in layouts.values())  # other families call themselves llama
     if layout is None or family != (config.family if has_layout else "llama"):
         raise LoadError(
-            f"{path} is an adapter of a model of architecture {arch!r}, and this is a {config.family} model; choose an "
-            "adapter of this base model."
+            f"{path} is an adapter of a model of architecture {shown(arch)}, and this is a {config.family} model; "
+            "choose an adapter of this base model."
         )
     alpha = gguf.metadata.get("adapter.lora.alpha", 0.0)
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise LoadError(f"{path}: adapter.lora.alpha is {alpha!r}, but must be a number.")
+        raise LoadError(f"{path}: adapter.lora.alpha is {shown(alpha)}, but must be a number.")
 
     def scale_of(module: str, rank: int) -> float:
         return alpha / rank if alpha else 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -14,6 +14,7 @@ _LOG = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = 1e12
+_MOST_SHOWN, _LONGEST = 8, 60  # items of a list, and characters of a value, in a sentence
 _SMALLEST_POSITIVE = 1e-15  # below the least epsilon of files, 1e-12, rounded to float32
 
 
@@ -46,6 +47,24 @@ def usable(read: Callable[[], _Value]) -> _Value | None:
         return None
 
 
+def shown(value: object) -> str:
+    """A value of a file as a sentence has it: what is short as it is, an object or a long list by what it is."""
+    if isinstance(value, Mapping):
+        if isinstance(content := value.get("content"), str):  # how tokens are written
+            return f"the token {shown(content)}"
+        return f"an object with {_cut(', '.join(map(repr, [*value][:_MOST_SHOWN])))}" if value else "an empty object"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        is_short = len(value) <= _MOST_SHOWN and not any(isinstance(one, Mapping) for one in value)
+        if is_short and len(items := repr([*value])) <= _LONGEST:
+            return items
+        return f"a list of {len(value):,} value{'s' * (len(value) != 1)}"
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
 class Fields:
     """The keys of one configuration; null counts as absent.
 
@@ -74,10 +93,8 @@ class Fields:
 
     def refuse(self, key: str, problem: str) -> LoadError:
         """The error for a key whose value cannot be used; the caller raises it."""
-        value = repr(self._values.get(key))
-        shown = value if len(value) <= 60 else value[:57] + "..."
-        name = self._names.get(key, key)
-        return LoadError(f"{self.where}: {name if name.isprintable() else repr(name)} is {shown}, {problem}.")
+        name, value = self._names.get(key, key), shown(self._values.get(key))
+        return LoadError(f"{self.where}: {name if name.isprintable() else repr(name)} is {value}, {problem}.")
 
     def _checked(self, key: str, default: Any, is_right: Callable[[Any], bool], wanted: str) -> Any:
         """The value of a key, or its default. Raises LoadError with what is `wanted` unless the value `is_right`."""

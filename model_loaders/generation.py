@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.model_loaders.config import GenerationDefaults
-from polarlm.model_loaders.fields import Fields, usable
+from polarlm.model_loaders.fields import Fields, shown, usable
 from polarlm.model_loaders.files.gguf_file import GgufFile
 
 _LOG = logging.getLogger(__name__)
@@ -51,9 +51,9 @@ def _defaults(fields: Fields, vocab_size: int) -> GenerationDefaults:
     def items(key: str, is_usable: Callable[[object], bool]) -> list[Any]:
         value = fields.value(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
-        odd = repr([one for one in values if not is_usable(one)])
-        if odd != "[]":
-            problem = f"and of it {odd[:60]} is left out: the model's tokens are 0 to {vocab_size - 1}"
+        if odd := [one for one in values if not is_usable(one)]:
+            part = f"of it {shown(odd[0] if len(odd) == 1 else odd)} " if isinstance(value, list) else ""
+            problem = f"and {part}is left out: the model's tokens are 0 to {vocab_size - 1}"
             _LOG.warning("%s", fields.refuse(key, problem))
         return [one for one in values if is_usable(one)]
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     config = fetched(replace(config, weights=f"{hub.PREFIX}{name}"), note)
     path = Path(str(config.weights))
     if path.is_file() and name.quantization is None:
-        name = replace(name, quantization=hub.quantization_of(path.name))
+        name = replace(name, quantization=hub.quantization_of(path))
     if options.prepare:
         with Engine.load(config=config, verbose=lambda told: note(note_in_flags(told))) as engine:
             note(engine.fit_line())
@@ -54,5 +54,5 @@ def main(argv: Sequence[str]) -> None:
 
 def _size(path: Path) -> int:
     """Bytes of the model's files; a folder of safetensors may also contain GGUF files, which do not count."""
-    files = part_paths(path) if path.is_file() else [file for file in path.iterdir() if file.suffix != ".gguf"]
-    return sum(file.stat().st_size for file in files)
+    files = part_paths(path) if path.is_file() else [file for file in path.rglob("*") if file.suffix != ".gguf"]
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -264,7 +264,10 @@ _CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("mcp_config", "config_file"), _FILE),
     **dict.fromkeys(("max_sessions_size", "max_conversations_size", "models_memory"), _size),
     "host": that(lambda text: text.strip() == text != "", "this needs an address or a host name"),
-    "models": that(lambda text: text == HUB or Path(text).expanduser().exists(), "there is no such folder or file"),
+    "models": that(
+        lambda text: text == HUB or Path(text).expanduser().exists(),
+        "there is no such folder or file; -hf names models of the hub",
+    ),
     "idle_unload": that(lambda minutes: 0 < minutes < math.inf, "this has to be a number of minutes above 0"),
     "pin": that(lambda text: text != "", "this needs a model's name"),
     "api_key": that(is_key, "a key has ASCII letters, digits and punctuation only, and at least one"),

@@ -85,7 +85,7 @@ class Compilations(Generic[T]):
                 except EngineError as error:
                     compiled = error
                 except Exception as error:
-                    compiled = EngineError(f"The constraint could not be compiled: {error!r}")
+                    compiled = EngineError(f"The constraint could not be compiled ({type(error).__name__}: {error})")
                 self._check(gone)
                 with self._changed:
                     self._counts.outcomes["refused" if isinstance(compiled, EngineError) else "compiled"] += 1

@@ -101,7 +101,7 @@ class WaitingBlocks:
         except Exception as error:  # the sequence that needs the memory is computed nevertheless
             if not self._is_troubled:
                 self._is_troubled = True
-                _LOG.warning("a block cannot be kept: %r", error)
+                _LOG.warning("a block cannot be kept (%s: %s)", type(error).__name__, error)
             return
         with self._lock:
             if copy is not None and key in self._waiting:

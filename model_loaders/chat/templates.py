@@ -14,8 +14,9 @@ from polarlm.model_loaders.chat.find_calls import find_call_format
 from polarlm.model_loaders.chat.otherwise import MOST_SHAPES, put_otherwise
 from polarlm.model_loaders.chat.reasoning import ASKED, CALLED, Place, Tags, find_tags, place_of_answer
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import read_json, usable
+from polarlm.model_loaders.fields import read_json, shown, usable
 from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
+from polarlm.model_loaders.files.repository import TEMPLATE, companion_in, repository_of
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed
 from polarlm.model_loaders.recent import Recent
@@ -158,16 +159,16 @@ def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemp
 
     Raises LoadError if a file exists but cannot be read.
     """
-    file = folder / "chat_template.jinja"
+    file = companion_in(folder, TEMPLATE)
     if file.is_file():
         source: str | None = _text(file)
     else:
-        file = folder / "tokenizer_config.json"
+        file = companion_in(folder, "tokenizer_config.json")
         source = _named_template(file, tokenizer_config.get("chat_template"))
     if source is None:
-        file = folder / "chat_template.json"
+        file = companion_in(folder, "chat_template.json")
         source = _named_template(file, (usable(lambda: read_json(file, required=False)) or {}).get("chat_template"))
-    vocabulary = folder / "tokenizer.json"
+    vocabulary = companion_in(folder, "tokenizer.json")
     spellings = json.dumps(tokenizer_config) + (_text(vocabulary) if not source and vocabulary.is_file() else "")
     return _template(
         source,
@@ -178,7 +179,7 @@ def for_folder(folder: Path, tokenizer_config: Mapping[str, object]) -> ChatTemp
 
 
 def for_gguf(gguf: GgufFile) -> ChatTemplate:
-    """The template inside a GGUF file, else a default."""
+    """The template inside a GGUF file, else one of its repository, else a default."""
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     tokens = tokens if isinstance(tokens, (list, Strings)) else ()
 
@@ -187,6 +188,8 @@ def for_gguf(gguf: GgufFile) -> ChatTemplate:
         return str(tokens[token_id]) if isinstance(token_id, int) and 0 <= token_id < len(tokens) else ""
 
     source = _named_template(gguf.path, gguf.metadata.get("tokenizer.chat_template"))
+    if source is None and (file := companion_in(repository_of(gguf.path), TEMPLATE)).is_file():
+        source = _text(file)
     return _template(
         source,
         bos_token=spelling("bos"),
@@ -210,7 +213,7 @@ def _named_template(file: Path, value: object) -> str | None:
         chosen = chosen.get("default", next(iter(chosen.values()), None))
     if chosen is None or isinstance(chosen, str):
         return chosen
-    _LOG.warning("%s: chat_template is %.60r, which is no text; it is left out", file, value)
+    _LOG.warning("%s: chat_template is %s, which is no text; it is left out", file, shown(value))
     return None
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import configure, quantizations, table_name, take_apart
 from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.gguf_file import part_paths
 from polarlm.model_loaders.files.pooling import dense_of_folder
-from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, interrupted, numbered_parts, open_safetensors
+from polarlm.model_loaders.files.repository import GgufContent, Role, files_of, gguf_contents, role_of_file
+from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, interrupted, open_safetensors, weight_files
 from polarlm.model_loaders.files.tensors import StoredWeights
-from polarlm.model_loaders.files.weights import fit
+from polarlm.model_loaders.files.weights import fit, is_needed
 
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 
@@ -28,7 +29,7 @@ def open_folder(folder: Path, *, mtp: bool = False) -> tuple[ModelConfig, Stored
     dense, folders = dense_of_folder(folder)
     config = replace(read_configuration(folder), dense=dense)
     config = config.with_mtp() if mtp else config
-    weights = open_safetensors(folder)
+    weights = open_safetensors(folder, partial(is_needed, config))
     try:
         tensors = {table_name(config, name): tensor for name, tensor in weights.tensors.items()}
         for number, module in enumerate(map(open_safetensors, folders)):
@@ -58,7 +59,7 @@ def read_configuration(folder: Path) -> ModelConfig:
 def _refuse_other_layouts(folder: Path) -> None:
     """Raises LoadError, with advice, unless the folder has a configuration and safetensors."""
     has_config = (folder / "config.json").is_file()
-    has_weights = any((folder / name).is_file() for name in (SINGLE, INDEX)) or bool(numbered_parts(folder))
+    has_weights = (folder / INDEX).is_file() or _has_weights(folder)
     if has_config and has_weights:
         return
     if (folder / "adapter_config.json").is_file():
@@ -66,16 +67,18 @@ def _refuse_other_layouts(folder: Path) -> None:
             f"{folder} holds an adapter (LoRA), not a model; give its base model, and this folder with --lora (lora in "
             "Python)."
         )
-    if models := _ggufs(folder):
+    ggufs = _ggufs(folder, ("*.gguf",))
+    if models := _models(folder, ggufs):
         raise LoadError(f"{folder} holds GGUF files, not a folder of weights; give one of them, such as {models[0]}.")
-    if parts := _visible(folder, "*mmproj*.gguf"):
+    if ggufs and ggufs[0].role is Role.MODEL:
+        raise LoadError(f"{ggufs[0].files[0].name} in {folder} is {ggufs[0].is_not()}; download them all.")
+    if ggufs:
         raise LoadError(
-            f"{folder} holds only the part of a model that reads images ({parts[0].name}); give the model's own GGUF "
-            "file."
+            f"{folder} holds only {ggufs[0].role.value} ({ggufs[0].files[0].name}); give the model's own GGUF file."
         )
     if not has_weights and (advice := interrupted(folder)):
         raise LoadError(f"{folder} has no complete weights; {advice}.")
-    if not has_config and _is_model(folder.parent):
+    if not has_config and is_model(folder.parent):
         raise LoadError(f"{folder} is only a part of the model in {folder.parent}; give that folder.")
     if pickles := sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern)):
         raise LoadError(
@@ -104,16 +107,28 @@ def _below(folder: Path) -> list[Path]:
     """The models in folders below; the hub's cache has a folder for each commit."""
     cache = next((one for one in (folder, *folder.parents) if one.name.startswith("models--")), folder)
     inside = [one for steps in ("*", "snapshots/*", "*/snapshots/*") for one in _visible(cache, steps) if one.is_dir()]
-    return [one for one in inside if _is_model(one)] or [file for one in inside for file in _ggufs(one)]
+    folders = [one for one in inside if is_model(one)]
+    return folders or [file for one in inside for file in _models(one, _ggufs(one, ("*.gguf", "*/*.gguf")))]
 
 
-def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and bool(_visible(folder, "*.safetensors"))
+def is_model(folder: Path) -> bool:
+    """Whether a folder has a configuration and weights as safetensors."""
+    return (folder / "config.json").is_file() and _has_weights(folder)
 
 
-def _ggufs(folder: Path) -> list[Path]:
-    """The GGUF files of models, of those in parts the first."""
-    return [file for file in _visible(folder, "*.gguf") if "mmproj" not in file.name and part_paths(file)[0] == file]
+def _has_weights(folder: Path) -> bool:
+    return bool(weight_files({path.name: 0 for path in _visible(folder, "*.safetensors") if path.is_file()}))
+
+
+def _ggufs(folder: Path, steps: tuple[str, ...]) -> list[GgufContent]:
+    """What the GGUF files of a folder hold, by their paths."""
+    found = gguf_contents(files_of(folder, steps).values(), lambda file: role_of_file(folder / file.path))
+    return sorted(found, key=lambda one: (one.role is not Role.MODEL, one.files[0].path))
+
+
+def _models(folder: Path, found: list[GgufContent]) -> list[Path]:
+    """The models among what a folder holds, of those in parts the first file."""
+    return [folder / one.files[0].path for one in found if one.is_model]
 
 
 def _visible(folder: Path, pattern: str) -> list[Path]:

@@ -15,11 +15,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import shown
 from polarlm.model_loaders.files.file_bytes import FileBytes
 from polarlm.model_loaders.files.ggml_types import TYPES
 from polarlm.model_loaders.files.tensors import StoredTensor
@@ -46,6 +47,10 @@ class Strings(Sequence[str]):
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    def __contains__(self, text: object) -> bool:
+        raw = str(text).encode()
+        return len(raw).to_bytes(8, "little") + raw in self._content
 
     def __getitem__(self, index: Any) -> Any:
         number = range(len(self))[index]
@@ -129,7 +134,7 @@ class GgufFile:
         """Converts offsets into the data section to offsets into the file, and checks them."""
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-            raise LoadError(f"{self.path} has the alignment {alignment!r}, which is not a power of two.")
+            raise LoadError(f"{self.path} has the alignment {shown(alignment)}, which is not a power of two.")
         data_start = -(-header_end // alignment) * alignment
         tensors: dict[str, StoredTensor] = {}
         for tensor in entries:
@@ -154,17 +159,26 @@ def part_paths(path: Path) -> list[Path]:
     return [path.with_name(f"{name['stem']}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
 
 
-def beginning_of_metadata(content: bytes, where: str) -> dict[str, object]:
-    """The metadata entries that are complete in the beginning of a file. Raises LoadError if it is not a GGUF file's.
+class Beginning(NamedTuple):
+    """What the beginning of a file says: its metadata, whether that is all of it, and the number of its tensors."""
+
+    metadata: Mapping[str, object]
+    is_whole: bool
+    tensors: int
+
+
+def beginning_of(content: bytes, where: str) -> Beginning:
+    """What is complete in the first bytes of a file. Raises LoadError if they are not a GGUF file's.
 
     where: the file's name, for errors.
     """
     cursor = _Cursor(Path(where), len(content), lambda offset, count: content[offset : offset + count])
     metadata: dict[str, object] = {}
-    _, entry_count = _counts(cursor)
+    tensor_count, entry_count = _counts(cursor)
     with suppress(LoadError):  # the end of `content`
-        metadata.update(_entries(cursor, entry_count))
-    return metadata
+        for key, value in _entries(cursor, entry_count):
+            metadata[key] = value
+    return Beginning(metadata, len(metadata) == entry_count, tensor_count)
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:

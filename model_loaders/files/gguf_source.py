@@ -15,9 +15,10 @@ from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.families import GgufLayout, configure, gguf_layouts, tensors
 from polarlm.model_loaders.families._gguf import LOG_MULTIPLIER
 from polarlm.model_loaders.families._unsupported import why_not
-from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.gguf_file import GgufFile, beginning_of_metadata
+from polarlm.model_loaders.fields import Fields, shown
+from polarlm.model_loaders.files.gguf_file import Beginning, GgufFile
 from polarlm.model_loaders.files.pooling import dense_of_gguf
+from polarlm.model_loaders.files.repository import Role, role_said
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 from polarlm.model_loaders.files.weights import fit
 
@@ -45,6 +46,13 @@ _MISTRAL = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
 }
+_OWN = "give the model's own GGUF file"
+_INSTEAD = {
+    Role.PROJECTOR: f"{_OWN}, and this one as mmproj",
+    Role.HEAD: _OWN,
+    Role.ADAPTER: "give its base model, and this file as lora",
+    Role.MATRIX: _OWN,
+}
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(\w+)(\[\d+\])?")
 _SCALED = "NVFP4"  # a tensor `x.weight` of this type is multiplied by the number in `x.scale`, if that exists
 _ROPE_DIVISORS, _EMBEDDING = "rope_freqs.weight", "token_embd.weight"
@@ -54,6 +62,9 @@ _LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_fa
 def open_gguf(gguf: GgufFile, *, mtp: bool = False) -> tuple[ModelConfig, StoredWeights]:
     """(configuration, weights). mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError for an unsupported
     architecture or feature, and for wrong tensors."""
+    role = role_said(Beginning(gguf.metadata, True, len(gguf.tensors)), gguf.path.name) or Role.MODEL
+    if role in _INSTEAD:
+        raise LoadError(f"{gguf.path} is {role.value}, not a model; {_INSTEAD[role]}.")
     arch, family, layout = _family(gguf.metadata, gguf.path)
     shapes = {name: tensor.shape for name, tensor in gguf.tensors.items()}
     longrope = _longrope(gguf, arch) if shapes.keys() >= set(_LONGROPE.values()) else None
@@ -79,12 +90,12 @@ def open_gguf(gguf: GgufFile, *, mtp: bool = False) -> tuple[ModelConfig, Stored
     return fit(config, weights, interleaved=layout.interleaved, is_gguf=True)
 
 
-def sizes_from_beginning(content: bytes, where: str) -> ModelConfig | None:
-    """The configuration in the first bytes of a file, whose sizes alone are valid; None if the bytes lack them.
+def sizes_from_beginning(beginning: Beginning, where: str) -> ModelConfig | None:
+    """The configuration in the beginning of a file, whose sizes alone are valid; None if they are not there.
 
     where: the file's name, for errors. Raises LoadError for an unsupported architecture or feature.
     """
-    metadata = beginning_of_metadata(content, where)
+    metadata = beginning.metadata
     if "general.architecture" not in metadata:
         return None
     arch, family, layout = _family(metadata, where)
@@ -102,7 +113,7 @@ def _family(metadata: Mapping[str, object], where: str | Path) -> tuple[str, str
     if not isinstance(arch, str) or arch not in layouts:
         reason = why_not(arch) if isinstance(arch, str) else None
         raise LoadError(
-            f"{where} holds a model of architecture {arch!r}, {reason or 'which is not supported'}; "
+            f"{where} holds a model of architecture {shown(arch)}, {reason or 'which is not supported'}; "
             f"supported are {', '.join(sorted(layouts))} (older files of Mistral call themselves llama)."
         )
     family, layout = layouts[arch]
@@ -194,8 +205,8 @@ def _check_head_channels(gguf: GgufFile, arch: str, attention: Attention) -> Non
         channels = gguf.metadata.get(f"{arch}.{key}", wanted)
         if channels != wanted:
             raise LoadError(
-                f"{gguf.path}: {arch}.{key} is {channels!r}, but keys have {attention.head_dim} channels per head; "
-                f"another number for {meaning} is not supported."
+                f"{gguf.path}: {arch}.{key} is {shown(channels)}, but keys have {attention.head_dim} channels per "
+                f"head; another number for {meaning} is not supported."
             )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polarlm.model_loaders.config import Dense
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import Fields, read_json
+from polarlm.model_loaders.fields import Fields, read_json, shown
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.safetensors_source import SINGLE
 
@@ -79,7 +79,7 @@ def _modules(folder: Path, wanted: str) -> list[Path]:
     for module in modules:
         kind, where = str(module.get("type")).rpartition(".")[2], str(module.get("path"))
         if kind not in _ARITHMETIC:
-            raise LoadError(f"{path} has a module {kind!r}, which is not supported; use another embedding model.")
+            raise LoadError(f"{path} has a module {shown(kind)}, which is not supported; use another embedding model.")
         if Path(where).name != where.rstrip("/"):  # a file of somebody else may name a folder outside of this one
             raise LoadError(f"{path} has a module in {where!r}, which is not a folder next to it; download it again.")
         if kind == wanted:

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TypeGuard
@@ -26,6 +26,7 @@ _UNFINISHED = {".incomplete", ".part", ".partial", ".crdownload", ".download", "
 _LOG = logging.getLogger(__name__)
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _MAX_DIMS = 8
+_STRAY = 3  # a file of all weights has this part of the bytes of those in parts at least: they may be of a wider type
 _ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -34,71 +35,92 @@ _ITEM_BYTES = {
 }
 
 
-def open_safetensors(folder: Path) -> StoredWeights:
-    """All tensors of a model's folder. Raises LoadError for missing, truncated or hostile files."""
-    wanted: dict[Path, set[str] | None]
-    if (folder / SINGLE).is_file():
-        wanted = {folder / SINGLE: None}
-        if (folder / INDEX).is_file():
-            _LOG.warning("%s has both %s and %s: the weights are read from the first", folder, SINGLE, INDEX)
-    else:
-        wanted = _shards(folder) if (folder / INDEX).is_file() else dict.fromkeys(numbered_parts(folder))
+def open_safetensors(folder: Path, is_needed: Callable[[str], bool] = lambda name: True) -> StoredWeights:
+    """All tensors of a model's folder. is_needed: whether the model cannot be without the tensor of this name.
+
+    Raises LoadError for truncated or hostile files, and for missing ones that an index places a needed tensor in.
+    """
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    index = read_index(folder / INDEX) if INDEX in sizes and SINGLE not in sizes else {}
+    names = weight_files(sizes, set(index.values()))
+    missing = [name for name in names if name not in sizes]
+    if missing and (not index or any(is_needed(tensor) for tensor, name in index.items() if name in missing)):
+        raise _incomplete(folder, names, missing, f"{INDEX} names" if index else "others are there without")
     files: list[FileBytes] = []
     tensors: dict[str, StoredTensor] = {}
     try:
-        for path, names in wanted.items():
-            files.append(FileBytes(path))
-            header = read_header(files[-1])
-            for name in header if names is None else names:
-                if name not in header:
-                    raise LoadError(f"{path} lacks the tensor {name!r}, which {INDEX} places there; download it again.")
-                tensors[name] = header[name]
+        for name in names or [SINGLE]:
+            if name not in missing:
+                files.append(FileBytes(folder / name))
+                header = read_header(files[-1])
+                tensors |= {one: header[one] for one in header if one not in tensors or index.get(one) == name}
+        if not index.keys() & tensors.keys():
+            index = {}  # of another model
+        absent = [name for name in index if name not in tensors]
+        if wanted := next(filter(is_needed, absent), None):
+            raise LoadError(f"{folder} lacks the tensor {wanted!r}, which {INDEX} names; download the model again.")
     except BaseException:
         for file in files:
             file.close()
         raise
-    return StoredWeights(folder, tensors, files)
+    for problem in _oddities(sizes, names, absent):
+        _LOG.warning("%s has %s", folder, problem)
+    return StoredWeights(folder, {name: tensors[name] for name in index or tensors if name in tensors}, files)
 
 
-def _shards(folder: Path) -> dict[Path, set[str] | None]:
-    """The files that the index names, each with the tensors that it should hold."""
-    index = folder / INDEX
-    weight_map = Fields.read(index).section("weight_map")
-    if weight_map is None:
-        raise LoadError(f"{index} lacks the key 'weight_map'; download it again.")
-    shards: dict[Path, set[str] | None] = {}
-    for name in weight_map.names():
-        file = weight_map.text(name)
-        if Path(file).name != file or "\\" in file or not file.isprintable() or not file.endswith(".safetensors"):
-            raise LoadError(f"{index} names the file {file!r}, which is not a safetensors file in this folder.")
-        names = shards.setdefault(folder / file, set())
-        assert names is not None
-        names.add(name)
-    _check_complete(folder, shards, f"although {INDEX} names")
-    return shards
+def weight_files(sizes: Mapping[str, int], indexed: Collection[str] = ()) -> list[str]:
+    """The files with a model's weights, some of which may be missing; none if a folder has none.
 
-
-def numbered_parts(folder: Path) -> list[Path]:
-    """The parts of weights without an index, which their names number; none if there are none.
-
-    Raises LoadError if some are missing.
+    sizes: bytes of the folder's files, by name. indexed: the files that an index names. A whole set of parts, of those
+    that the index names or else of those that their names number, is preferred to one with missing parts, and to a
+    file of all weights that is so small that it strayed in.
     """
-    parts = [part for path in sorted(folder.iterdir()) if (part := _PART.fullmatch(path.name)) is not None]
-    if not parts:
-        return []
-    count = parts[-1][1]
-    paths = [folder / f"model-{number:05}-of-{count}.safetensors" for number in range(1, int(count) + 1)]
-    _check_complete(folder, paths, "although others are there without")
-    return paths
+    groups: dict[int, int] = {}
+    for name in sizes:
+        if (part := _PART.fullmatch(name)) is not None:
+            groups[int(part[1])] = groups.get(int(part[1]), 0) + 1
+    sets = [sorted(indexed)] if indexed else []
+    for count in sorted(groups, key=lambda count: (-groups[count], count)):
+        sets.append([f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)])
+    whole = next((names for names in sets if sizes.keys() >= set(names)), [])
+    if SINGLE in sizes and _STRAY * sizes[SINGLE] >= sum(sizes[name] for name in whole):
+        return [SINGLE]
+    return whole or (sets[0] if sets else [])
 
 
-def _check_complete(folder: Path, paths: Collection[Path], although: str) -> None:
-    missing = [path for path in paths if not path.is_file()]
-    if missing:
-        several = len(missing) > 1
-        which = f"{missing[0]} and {len(missing) - 1} more of {len(paths)} parts are" if several else f"{missing[0]} is"
-        advice = interrupted(folder) or "download the model completely"
-        raise LoadError(f"{which} missing, {although} {'them' if several else 'it'}; {advice}.")
+def read_index(file: Path) -> dict[str, str]:
+    """Tensor → the file that an index places it in. Raises LoadError."""
+    weight_map = Fields.read(file).section("weight_map")
+    if weight_map is None:
+        raise LoadError(f"{file} lacks the key 'weight_map'; download it again.")
+    index = {name: weight_map.text(name) for name in weight_map.names()}
+    for name in index.values():
+        if Path(name).name != name or "\\" in name or not name.isprintable() or not name.endswith(".safetensors"):
+            raise LoadError(f"{file} names the file {name!r}, which is not a safetensors file in this folder.")
+    return index
+
+
+def _oddities(sizes: Mapping[str, int], names: Collection[str], absent: Sequence[str]) -> Iterator[str]:
+    """What a user may not expect of the files that are read, `names`, and of those that are not. absent: tensors that
+    the index alone has."""
+    if SINGLE in names and INDEX in sizes:
+        yield f"both {SINGLE} and {INDEX}: the weights are read from the first"
+    if SINGLE in sizes and SINGLE not in names:
+        yield f"a {SINGLE} that is too small for all weights: they are read from the parts beside it"
+    strays = sorted(name for name in sizes if _PART.fullmatch(name) and name not in names)
+    if strays and SINGLE not in names:
+        more = f" and {len(strays) - 1} more" if len(strays) > 1 else ""
+        yield f"{strays[0]}{more} beside the parts of its weights: it is not read"
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        yield f"no file with the tensor {absent[0]!r}{more}, which {INDEX} names: the model does without"
+
+
+def _incomplete(folder: Path, names: Collection[str], missing: Sequence[str], others: str) -> LoadError:
+    several, first = len(missing) > 1, folder / missing[0]
+    which = f"{first} and {len(missing) - 1} more of {len(names)} parts are" if several else f"{first} is"
+    advice = interrupted(folder) or "download the model completely"
+    return LoadError(f"{which} missing, although {others} {'them' if several else 'it'}; {advice}.")
 
 
 def interrupted(folder: Path) -> str | None:

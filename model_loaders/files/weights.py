@@ -87,6 +87,14 @@ def fit(
     return config, StoredWeights(weights.where, of_model, weights.opened)
 
 
+def is_needed(config: ModelConfig, name: str) -> bool:
+    """Whether a model cannot be without the tensor that its safetensors files call `name`."""
+    name = families.table_name(config, name)
+    if name.startswith("model.layers."):
+        return _layer(name) < len(config.layers) and not name.endswith(_HARMLESS) and name not in unused(config)
+    return any(name == spec.name for spec in families.tensors(config).specs())
+
+
 def complete(
     weights: StoredWeights, specs: Collection[TensorSpec], owner: str, *, is_gguf: bool
 ) -> dict[str, StoredTensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,32 +10,48 @@ from typing import Any, TypeVar
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.files.folder import read_configuration
-from polarlm.model_loaders.files.gguf_source import sizes_from_beginning
-from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
+from polarlm.model_loaders.files.repository import (
+    COMPANIONS,
+    TEMPLATE,
+    TOKENIZERS,
+    RepositoryFile,
+    companion,
+    quantization_of,
+)
+from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, read_index, weight_files
+from polarlm.model_loaders.files.weights import is_needed
 from polarlm.model_loaders.hub.choice import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     BESIDE_WEIGHTS,
     CONFIG,
     PREFIX,
-    HubFile,
     HubName,
-    choose_gguf,
+    folders_of_models,
     has_safetensors,
     named,
     parse,
-    projectors,
-    quantization_of,
-    quantizations,
+    search_for,
     size_text,
 )
 from polarlm.model_loaders.hub.client import Client, Listing
-from polarlm.model_loaders.hub.local import shards
+from polarlm.model_loaders.hub.gguf_choice import GgufChoice
 from polarlm.model_loaders.hub.problems import RESUMES, cannot_be_reached, sentence
 from polarlm.model_loaders.hub.transfer import fetch_file, partial_file
-from polarlm.model_loaders.towers import reads_images
 
-__all__ = ["PREFIX", "Fits", "HubName", "fetch", "fetch_adapter", "named", "parse", "quantization_of", "size", "sizes"]
+__all__ = [
+    "PREFIX",
+    "Fits",
+    "HubName",
+    "fetch",
+    "fetch_adapter",
+    "named",
+    "parse",
+    "quantization_of",
+    "search_for",
+    "size",
+    "sizes",
+]
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
@@ -45,9 +60,7 @@ Progress = Callable[[int, int], None]
 Fits = Callable[[ModelConfig | None, int], bool]
 """Whether a model with this configuration (None: unknown) and this many bytes of files fits in memory here."""
 
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _WORTH_SAYING = 1 << 20  # bytes; smaller downloads, such as configurations, are not announced
-_HEAD_BYTES = 1 << 18  # the beginning of a GGUF file has its sizes, before its vocabulary
 
 
 def fetch(
@@ -80,11 +93,7 @@ def sizes(name: HubName) -> tuple[ModelConfig, list[tuple[str, int]]]:
 
 def size(name: HubName) -> int:
     """Bytes of the GGUF files that a name with a quantization means. Downloads nothing. Raises LoadError."""
-
-    def listed(fetching: _Fetching) -> int:
-        return choose_gguf(name, fetching._client.listing(name).files.values(), lambda size: True).size
-
-    return _Fetching(name).told(listed)
+    return _Fetching(name).told(_Fetching.size)
 
 
 class _Fetching:
@@ -101,7 +110,6 @@ class _Fetching:
         self._say, self._is_silent = verbose or (lambda text: None), verbose is None
         self._progress, self._of_adapter = progress, of_adapter
         self._listing = Listing(name.repo, "", {})
-        self._is_cut_off = False  # whether the hub cannot be reached and the listing comes from the cache
 
     def told(self, work: Callable[[_Fetching], T]) -> T:
         """What `work` returns, with errors of the hub and of its cache as LoadErrors."""
@@ -125,7 +133,6 @@ class _Fetching:
             self._listing = kept
             why = "HF_HUB_OFFLINE is set" if self._client.is_offline else "The hub cannot be reached"
             self._say(f"{why}: using {self._name.repo} as it is in the cache (commit {kept.commit[:8]}).")
-            self._is_cut_off = True
             try:
                 return self._model()
             except LoadError as problem:
@@ -143,39 +150,43 @@ class _Fetching:
         self._listing = self._client.listing(self._name)
         files = self._listing.files
         if self._name.quantization is None and has_safetensors(files):
-            weights = [SINGLE] if SINGLE in files else [path for path in files if _SHARD.fullmatch(path)]
-            folder = self._fetch([files[CONFIG]])[0].parent
-            return read_configuration(folder), [("", sum(files[path].size for path in weights))]
-        models = quantizations(files.values())
-        if self._name.quantization is not None:
-            models = [choose_gguf(self._name, files.values(), lambda size: True)]
-        config = next(filter(None, (self._configuration(model.files[0]) for model in models)), None)
-        if config is None:
-            raise LoadError(
-                self._no_model() if not models else f"The files of {self._name.repo} do not say their sizes."
-            )
-        return config, [(model.label, model.size) for model in models]
+            config = read_configuration(self._fetch([files[CONFIG]])[0].parent)
+            return config, [("", sum(file.size for file in self._weights(config)))]
+        if not (ggufs := self._ggufs()):
+            raise LoadError(self._no_model())
+        models = ggufs.models()
+        sizes = next(filter(None, map(ggufs.configuration, models)), None)
+        if sizes is None:
+            raise LoadError(f"The files of {self._name.repo} do not say their sizes.")
+        return sizes, [(model.label, model.size) for model in models]
+
+    def size(self) -> int:
+        """What the module's `size` returns."""
+        self._listing = self._client.listing(self._name)
+        return self._ggufs().size()
 
     def _adapter(self) -> Path:
         files = self._listing.files
         if self._name.quantization is None and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= files.keys():
             return self._fetch([files[ADAPTER_CONFIG], files[ADAPTER_WEIGHTS]])[0].parent
-        if quantizations(files.values()):
-            return self._fetch(choose_gguf(self._name, files.values(), lambda size: True, self._is_here).files)[0]
+        if (adapter := self._ggufs().adapter()) is not None:
+            return self._fetch(adapter.files)[0]
         raise LoadError(
-            f"{self._name.repo} has neither {ADAPTER_WEIGHTS} with {ADAPTER_CONFIG} nor GGUF files: choose a "
-            "repository that holds an adapter."
+            f"{self._name} has neither {ADAPTER_WEIGHTS} with {ADAPTER_CONFIG} nor a GGUF file of an adapter: choose a "
+            "repository that holds one."
         )
 
     def _model(self) -> Path:
         if self._of_adapter:
             return self._adapter()
-        files = self._listing.files
-        if self._name.quantization is None and has_safetensors(files):
+        if self._name.quantization is None and has_safetensors(self._listing.files):
             return self._folder()
-        if quantizations(files.values()):
-            return self._gguf()
+        if (ggufs := self._ggufs()) and (ggufs.has_models or not has_safetensors(self._listing.files)):
+            return self._gguf(ggufs)
         raise LoadError(self._no_model())
+
+    def _ggufs(self) -> GgufChoice:
+        return GgufChoice(self._client, self._name, self._listing, self._say)
 
     def _no_model(self) -> str:
         files, name = self._listing.files, self._name
@@ -186,6 +197,11 @@ class _Fetching:
             )
         if ADAPTER_CONFIG in files:
             return f"{name.repo} holds an adapter (LoRA), not a model: choose its base model, and give it with --lora."
+        if inside := folders_of_models(files):
+            return (
+                f"{name.repo} holds models in folders ({', '.join(inside[:3])}), which are not fetched one by one: "
+                "download it, and give the path of one of them."
+            )
         if any(path.endswith((".bin", ".pth", ".pt")) for path in files):
             return (
                 f"{name.repo} holds its weights as pickles, which can run any code when opened and are not read: "
@@ -196,65 +212,51 @@ class _Fetching:
     def _folder(self) -> Path:
         """The path of a folder of safetensors. Downloads the configuration first, since it may not be supported."""
         files = self._listing.files
-        config = self._fetch([files[CONFIG]])[0]
-        model = read_configuration(config.parent)
-        wanted = [files[path] for path in BESIDE_WEIGHTS if path in files]
-        if SINGLE in files:
-            weights = [files[SINGLE]]
-        else:
-            paths = shards(self._fetch([files[INDEX]])[0].parent)
-            if missing := [path for path in paths if path not in files]:
-                raise LoadError(
-                    f"{self._name.repo} lacks {missing[0]}, which its {INDEX} names: choose another repository of this "
-                    "model."
-                )
-            weights = [files[path] for path in paths]
+        folder = self._fetch([files[CONFIG]])[0].parent
+        model = read_configuration(folder)
+        weights = self._weights(model)
+        beside = [companion(files, name) for name in COMPANIONS]
+        if not any(companion(files, name) in files for name in TOKENIZERS):
+            raise LoadError(
+                f"{self._name.repo} has neither {' nor '.join(TOKENIZERS)}, without which its model reads no text: "
+                "choose another repository of this model, or download it and put the tokenizer beside its weights."
+            )
         size = sum(file.size for file in weights)
         if not self._fits(model, size) and not all(map(self._is_here, weights)):
             self._say(
                 f"warning: the weights of {self._name} take {size_text(size)}, which leaves too little memory here for "
                 "its KV store; choose a smaller model, a GGUF file of it, or another type of weights (--weight-type)"
             )
-        self._fetch([*wanted, *weights])
-        return config.parent
+        self._fetch([*(files[path] for path in (*BESIDE_WEIGHTS, *beside) if path in files), *weights])
+        return folder
 
-    def _gguf(self) -> Path:
+    def _weights(self, model: ModelConfig) -> list[RepositoryFile]:
+        """The files with the weights of a folder of safetensors. Raises LoadError if one that the model needs is
+        missing."""
+        files = self._listing.files
+        has_index = INDEX in files and SINGLE not in files
+        index = read_index(self._fetch([files[INDEX]])[0]) if has_index else {}
+        names = weight_files({path: file.size for path, file in files.items()}, set(index.values()))
+        missing = [name for name in names if name not in files]
+        if missing and (not index or any(is_needed(model, tensor) for tensor in index if index[tensor] in missing)):
+            raise LoadError(
+                f"{self._name.repo} lacks {missing[0]}, a part of its weights: choose another repository of this model."
+            )
+        return [files[name] for name in names if name in files]
+
+    def _gguf(self, ggufs: GgufChoice) -> Path:
         """The path of a GGUF file. Reads the beginning of one first, since its model may not be supported."""
-        files = list(self._listing.files.values())
-        models = quantizations(files)
-        config = None if self._is_cut_off else self._configuration(models[0].files[0])
-        chosen = choose_gguf(self._name, files, lambda size: self._fits(config, size), self._is_here)
-        if self._name.quantization is None and len(models) > 1:
-            is_here = all(map(self._is_here, chosen.files))
-            why = "which is in the cache" if is_here else "the best that fits in memory here"
-            self._say(f"Taking {chosen.label} of {self._name.repo}, {why}; {self._name.repo}:NAME takes another.")
-        return self._fetch([*chosen.files, *self._projector(chosen.files[0], config)])[0]
+        chosen = ggufs.asked_for() if self._name.quantization is not None else ggufs.best(self._fits)
+        ggufs.check_vocabulary(chosen)
+        projector = ggufs.projector(chosen, ggufs.configuration(chosen))
+        files = self._listing.files
+        templates = [files[path] for path in (companion(files, TEMPLATE),) if path in files]  # for files without one
+        return self._fetch([*chosen.files, *projector, *templates])[0]
 
-    def _projector(self, chosen: HubFile, config: ModelConfig | None) -> list[HubFile]:
-        """The part of a model that reads images, in the folder of its file; nothing without one of a known kind."""
-        folder = chosen.path.rpartition("/")[0]
-        files = [file for file in self._listing.files.values() if file.path.rpartition("/")[0] == folder]
-        found = projectors(files, lambda file: file.name)
-        if config is None:
-            found = list(filter(self._is_here, found))
-        return found[:1] if config is None or reads_images(config.family) else []
-
-    def _configuration(self, file: HubFile) -> ModelConfig | None:
-        """The configuration in the beginning of a GGUF file; None if it is not there. Raises LoadError for a model that
-        is not supported."""
-        head = bytearray()
-        url = self._client.url(self._name.repo, self._listing.commit, file.path)
-        with self._client.stream(url, f"bytes=0-{_HEAD_BYTES - 1}") as response:
-            for part in response.iter_bytes(_HEAD_BYTES):
-                head += part
-                if len(head) >= _HEAD_BYTES:
-                    break
-        return sizes_from_beginning(bytes(head), f"{file.name} of {self._name.repo}")
-
-    def _is_here(self, file: HubFile) -> bool:
+    def _is_here(self, file: RepositoryFile) -> bool:
         return self._client.cached(self._name.repo, self._listing.commit, file.path) is not None
 
-    def _fetch(self, files: Sequence[HubFile]) -> list[Path]:
+    def _fetch(self, files: Sequence[RepositoryFile]) -> list[Path]:
         """The paths of these files, in order; missing ones are downloaded. Raises LoadError if the disk is too full."""
         client, repo, commit = self._client, self._name.repo, self._listing.commit
         missing = [file for file in files if not self._is_here(file)]
@@ -287,7 +289,7 @@ class _Fetching:
                 f"{size_text(free)}: free some space, set HF_HOME to a folder elsewhere, or choose a smaller model."
             )
 
-    def _bar(self, files: Sequence[HubFile], total: int, begun: int) -> Any:
+    def _bar(self, files: Sequence[RepositoryFile], total: int, begun: int) -> Any:
         """A progress bar over `total` bytes, `begun` of them already there; it is shown on a terminal."""
         from tqdm import tqdm  # imported only to download: it takes 2 MB
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.hub.choice import HubFile, HubName
-from polarlm.model_loaders.hub.local import files_of
+from polarlm.model_loaders.files.repository import RepositoryFile, files_of
+from polarlm.model_loaders.hub.choice import HubName
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _LEAST_VERSION = 1
@@ -26,7 +26,7 @@ class Listing:
 
     repo: str  # its current name, which differs from the requested one if it was renamed
     commit: str
-    files: dict[str, HubFile]
+    files: dict[str, RepositoryFile]
 
 
 class Client:
@@ -69,9 +69,9 @@ class Client:
         api = self._hub.HfApi(endpoint=self.endpoint)
         info = api.model_info(name.repo, revision=name.revision, files_metadata=True, timeout=_SECONDS)
         files = [
-            HubFile(entry.rfilename, entry.lfs.size, entry.lfs.sha256, lfs=True)
+            RepositoryFile(entry.rfilename, entry.lfs.size, entry.lfs.sha256, lfs=True)
             if entry.lfs
-            else HubFile(entry.rfilename, entry.size or 0, entry.blob_id or "")
+            else RepositoryFile(entry.rfilename, entry.size or 0, entry.blob_id or "")
             for entry in info.siblings or ()
         ]
         if info.sha is None or not _HASH.fullmatch(info.sha):
@@ -107,7 +107,7 @@ class Client:
         blobs = self.repo_folder(repo) / "blobs"
         return blobs.is_dir() and any(file.stat().st_size for file in blobs.iterdir())
 
-    def blob(self, repo: str, file: HubFile) -> Path:
+    def blob(self, repo: str, file: RepositoryFile) -> Path:
         """The path in the cache of a file's content, whether or not it exists."""
         return self.repo_folder(repo) / "blobs" / file.digest
 
@@ -123,7 +123,7 @@ class Client:
         )
 
     @contextmanager
-    def lock(self, repo: str, file: HubFile, waiting: Callable[[], None]) -> Iterator[None]:
+    def lock(self, repo: str, file: RepositoryFile, waiting: Callable[[], None]) -> Iterator[None]:
         """Holds the lock that every program that writes this blob takes. Calls `waiting` if another one holds it."""
         from filelock import Timeout  # comes with huggingface_hub
 

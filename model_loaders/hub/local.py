@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import Fields
-from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE
-from polarlm.model_loaders.hub.choice import HubFile, has_safetensors, quantizations
+from polarlm.model_loaders.files.repository import RepositoryFile, files_of, models_in
+from polarlm.model_loaders.files.safetensors_source import INDEX, SINGLE, read_index, weight_files
+from polarlm.model_loaders.hub.choice import has_safetensors
 
+_LEAST_WORDS = 4  # letters that say more than nothing
 _FOLDER = "models--"  # the beginning of the name of a model's folder, which has the owner and the repository after it
 
 
@@ -45,17 +47,13 @@ def models() -> list[Local]:
     return [found[name] for name in sorted(found)]
 
 
-def files_of(snapshot: Path) -> dict[str, HubFile]:
-    """The files of one commit that are in the cache, by their paths."""
-    paths = [path for path in snapshot.rglob("*") if path.is_file()]
-    files = [HubFile(path.relative_to(snapshot).as_posix(), path.stat().st_size) for path in paths]
-    return {file.path: file for file in files}
-
-
-def shards(folder: Path) -> list[str]:
-    """The files that the index of a folder of safetensors names. Raises LoadError."""
-    named = Fields.read(folder / INDEX).section("weight_map")
-    return sorted({named.text(tensor) for tensor in named.names()}) if named is not None else []
+def resembling(text: str) -> str | None:
+    """The one model whose name has the words of what another program calls `text`; None for several or none."""
+    words = [word for word in re.split(r"[:/\s_-]+", text.lower()) if word not in ("", "latest")]
+    if len("".join(words)) < _LEAST_WORDS:
+        return None
+    found = [one.name for one in models() if all(word in re.sub(r"[^\w.]|_", "", one.name.lower()) for word in words)]
+    return found[0] if len(found) == 1 else None
 
 
 def _age(folder: Path) -> Callable[[Path], tuple[bool, float]]:
@@ -70,23 +68,26 @@ def _age(folder: Path) -> Callable[[Path], tuple[bool, float]]:
 def _in_snapshot(repo: str, snapshot: Path) -> Iterator[Local]:
     files = files_of(snapshot)
 
-    def model(name: str, path: Path, parts: list[HubFile]) -> Local:
+    def model(name: str, path: Path, parts: list[RepositoryFile]) -> Local:
         paths = tuple(snapshot / file.path for file in parts)
         return Local(name, path, sum(file.size for file in parts), snapshot.name, paths)
 
     if _is_whole(snapshot, files):
         yield model(repo, snapshot, [file for path, file in sorted(files.items()) if not path.endswith(".gguf")])
-    ggufs = quantizations(files.values())
+    ggufs = models_in(snapshot, files.values())
     labels = [gguf.label for gguf in ggufs]
     for gguf in ggufs:
         first = gguf.files[0]
-        name = gguf.label if labels.count(gguf.label) == 1 else first.name
+        name = gguf.label if labels.count(gguf.label) == 1 else first.path
         yield model(f"{repo}:{name}", snapshot / first.path, list(gguf.files))
 
 
-def _is_whole(snapshot: Path, files: Mapping[str, HubFile]) -> bool:
+def _is_whole(snapshot: Path, files: Mapping[str, RepositoryFile]) -> bool:
     """Whether there are a configuration and all weights as safetensors."""
     try:
-        return has_safetensors(files) and (SINGLE in files or set(shards(snapshot)) <= files.keys())
+        if not has_safetensors(files):
+            return False
+        index = read_index(snapshot / INDEX) if INDEX in files and SINGLE not in files else {}
+        return files.keys() >= set(weight_files({path: file.size for path, file in files.items()}, set(index.values())))
     except LoadError:
         return False

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.hub.choice import HubFile
+from polarlm.model_loaders.files.repository import RepositoryFile
 
 if TYPE_CHECKING:
     from polarlm.model_loaders.hub.client import Client
@@ -26,7 +26,9 @@ _WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before the next attempt after one that 
 _TROUBLE = (500, 502, 503, 504)  # statuses of the server after which the next attempt may succeed
 
 
-def fetch_file(client: Client, repo: str, commit: str, file: HubFile, moved: Moved, say: Callable[[str], None]) -> Path:
+def fetch_file(
+    client: Client, repo: str, commit: str, file: RepositoryFile, moved: Moved, say: Callable[[str], None]
+) -> Path:
     """The path of `file` in the hub's cache; the file is downloaded if need be.
 
     moved: gets the number of bytes that arrived; negative for bytes that must be transferred again. Raises LoadError
@@ -55,7 +57,7 @@ def partial_file(blob: Path) -> Path:
 class _Content:
     """The bytes of a file that have arrived, and their hash."""
 
-    def __init__(self, sink: BinaryIO, repo: str, file: HubFile, moved: Moved) -> None:
+    def __init__(self, sink: BinaryIO, repo: str, file: RepositoryFile, moved: Moved) -> None:
         """sink: a file open for appending and reading; the bytes of an earlier attempt are kept."""
         self.file, self._repo, self._sink, self._moved = file, repo, sink, moved
         self.size = 0

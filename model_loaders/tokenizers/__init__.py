@@ -8,6 +8,7 @@ from pathlib import Path
 from polarlm.model_loaders.errors import LoadError, panics_told, stand_in
 from polarlm.model_loaders.fields import read_json
 from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.repository import TOKENIZERS, companion_in
 from polarlm.model_loaders.tokenizers import gguf_vocab, hf_json, tiktoken_file
 from polarlm.model_loaders.tokenizers._base import Tokenizer
 from polarlm.model_loaders.tokenizers._special import FolderSettings
@@ -23,8 +24,9 @@ def load_for_folder(folder: Path, config: Mapping[str, object], generation: Mapp
     tokenizer.json is preferred to tokenizer.model, which may be SentencePiece's or tiktoken's. Raises LoadError if
     neither exists or the one that is read is damaged.
     """
-    whole, model = folder / "tokenizer.json", folder / "tokenizer.model"
-    settings = FolderSettings(folder, config, generation, read_json(folder / "tokenizer_config.json", required=False))
+    whole, model = (companion_in(folder, name) for name in TOKENIZERS)
+    described = read_json(companion_in(folder, "tokenizer_config.json"), required=False)
+    settings = FolderSettings(folder, config, generation, described)
     file = whole if whole.is_file() else model
     if not file.is_file():
         others = [name for name in _OTHERS if (folder / name).is_file()]

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from polarlm.model_loaders.errors import panics_told
 
 # Unicode's white space; Python counts U+001C to U+001F as well.
-_SPACE = "\t\n\v\f\r \u0085\u00a0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-_SPACES = re.compile(f"[{_SPACE}]*")
+SPACE = "\t\n\v\f\r \u0085\u00a0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_OF_WORD = re.compile(r"\w")
 NO_ID = 2**32 - 1  # how GGUF files write that there is none
 
 
@@ -42,11 +42,13 @@ class SpecialIds:
 
 
 @dataclass(frozen=True)
-class Takes:
-    """Whether a control token removes the white space around it."""
+class Edges:
+    """What a control token does at its edges: which characters of white space before and after it it removes, and
+    whether it is one only as a word of its own, without letters, digits and underscores around it."""
 
-    before: bool = False
-    after: bool = False
+    before: str = ""
+    after: str = ""
+    are_of_word: bool = False
 
 
 class Tokenizer(ABC):
@@ -68,15 +70,15 @@ class Tokenizer(ABC):
         special: SpecialIds,
         space: tuple[bool, bool] = (False, False),
         *,
-        takes: Mapping[str, Takes] = MappingProxyType({}),
+        edges: Mapping[str, Edges] = MappingProxyType({}),
     ) -> None:
-        """space: whether tokenizing adds a space at the start of a text, and after control tokens. takes: the added
-        tokens that remove white space."""
+        """space: whether tokenizing adds a space at the start of a text, and after control tokens. edges: of the
+        added tokens that are not found everywhere or remove white space."""
         self.vocab_size = vocab_size
         self.bos_id, self.eos_ids = special.bos_id, special.eos_ids
         self.closing_id, self.pair = special.closing_id, special.pair
         self.strips_leading_space, self.adds_space_after_control = space
-        self._takes = takes
+        self._edges = edges
         self.left_out: tuple[range, frozenset[int]] = range(0), frozenset()
         self._set_control(control)
 
@@ -150,11 +152,15 @@ class Tokenizer(ABC):
         """`text` in parts: plain text, and the ids of control tokens."""
         end = 0
         for match in self._control_pattern.finditer(text):
-            plain, takes = text[end : match.start()], self._takes.get(match.group(), Takes())
-            yield plain.rstrip(_SPACE) if takes.before else plain
+            edges = self._edges.get(match.group(), Edges())
+            around = text[max(0, match.start() - 1) : match.start()], text[match.end() : match.end() + 1]
+            if edges.are_of_word and any(map(_OF_WORD.match, around)):
+                continue
+            yield text[end : match.start()].rstrip(edges.before)
             yield self._control[match.group()]
-            after = _SPACES.match(text, match.end()) if takes.after else None
-            end = after.end() if after else match.end()
+            end = match.end()
+            while end < len(text) and text[end] in edges.after:
+                end += 1
         yield text[end:]
 
 

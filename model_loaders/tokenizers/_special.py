@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polarlm.model_loaders.tokenizers import known_names
-from polarlm.model_loaders.tokenizers._base import Pair, SpecialIds, Takes
+from polarlm.model_loaders.tokenizers._base import SPACE, Edges, Pair, SpecialIds
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,16 @@ class FolderSettings:
         """String → (id, whether it is a control token)."""
         return {str(one.get("content", "")): (token_id, bool(one.get("special"))) for token_id, one in self._added()}
 
-    def white_space(self) -> dict[str, Takes]:
-        """The added tokens that remove white space around them."""
-        takes = {
-            str(one.get("content")): Takes(one.get("lstrip") is True, one.get("rstrip") is True)
+    def edges(self) -> dict[str, Edges]:
+        """What added tokens do at their edges."""
+        return {
+            str(one.get("content")): Edges(
+                before=SPACE if one.get("lstrip") is True else "",
+                after=SPACE if one.get("rstrip") is True else "",
+                are_of_word=one.get("single_word") is True,
+            )
             for _, one in self._added()
         }
-        return {token: one for token, one in takes.items() if one != Takes()}
 
 
 def for_folder(

@@ -18,10 +18,11 @@ from tokenizers import normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.fields import shown
 from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import known_names, patterns
-from polarlm.model_loaders.tokenizers._base import NO_ID, Pair, SpecialIds, Takes, Tokenizer
+from polarlm.model_loaders.tokenizers._base import NO_ID, Edges, Pair, SpecialIds, Tokenizer
 from polarlm.model_loaders.tokenizers._pieces import byte_of
 from polarlm.model_loaders.tokenizers.hf_json import LibraryTokenizer, WordPieceTokenizer
 
@@ -44,6 +45,7 @@ class _Type(IntEnum):
     BYTE = 6
 
 
+_ANY_WORDS = "default"  # `tokenizer.ggml.pre` of files without it
 _ADDED = (_Type.CONTROL, _Type.USER_DEFINED)
 _NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _NAMED = ("bos", "unknown", "cls", "seperator", *_NAMED_ENDS)  # files spell it "seperator"
@@ -80,7 +82,7 @@ class _Vocabulary:
             if isinstance(value, int) and 0 <= value < len(self.tokens):
                 ids[name] = value
             elif value not in (None, NO_ID):
-                problem = f"is {value!r}, which is none of its {len(self.tokens)} tokens; it is left out"
+                problem = f"is {shown(value)}, which is none of its {len(self.tokens)} tokens; it is left out"
                 _LOG.warning("%s: %s %s", self.path, key, problem)
         return ids
 
@@ -100,7 +102,7 @@ class _Vocabulary:
         bos = self.named.get("bos", self.control.get("<bos>"))
         return SpecialIds(bos if wants else None, frozenset(ends), end, pair)
 
-    def takes(self) -> dict[str, Takes]:
+    def edges(self) -> dict[str, Edges]:
         """The control tokens that remove white space around them."""
         family, model = (str(self.metadata.get(f"general.{key}")) for key in ("architecture", "name"))
         return known_names.white_space(family, model, self.kind, self.control)
@@ -108,13 +110,28 @@ class _Vocabulary:
     def correct_types(self) -> None:
         """Give tokens the types that they have by their names: converters slip, and llama.cpp mends the same."""
         types, ends, words = self.types, known_names.ends(self.listed), known_names.words(self.listed)
-        keyed = {self.named.get(name) for name in ("bos", "eos", "eot", "eom")}
+        keyed = {self.named[name] for name in ("bos", "eos", "eot", "eom") if name in self.named}
         for name, i in self.listed.items():
             is_end = name in ends and (name in known_names.ENDS or types[i] == _Type.USER_DEFINED)
             if is_end or (i in keyed and name not in known_names.CODE_ENDS):
                 types[i] = _Type.CONTROL
             elif name in words and types[i] == _Type.CONTROL:
                 types[i] = _Type.USER_DEFINED
+        for i in keyed | {self.listed[name] for name in ends}:
+            name = self.tokens[i]
+            if types[i] == _Type.NORMAL and name not in known_names.CODE_ENDS and not self._is_word(name):
+                types[i] = _Type.CONTROL
+
+    def _is_word(self, token: str) -> bool:
+        """Whether text may become this token, of type NORMAL: it is merged of others, or is a single character."""
+        halves = [(token[:at], token[at:]) for at in range(1, len(token))]
+        if self.kind == "llama":
+            known = set(self.tokens)
+            return not halves or any(known.issuperset(pair) for pair in halves)
+        merges = self.metadata.get("tokenizer.ggml.merges")
+        if not halves or not isinstance(merges, Sequence):  # without merges, as in Unigram, any piece may be taken
+            return True
+        return any(" ".join(pair) in merges for pair in halves)
 
     def list_of(self, key: str, kind: type | tuple[type, ...], length: int | None = None) -> Sequence[Any]:
         """A list in the metadata. Raises LoadError if it is missing, of another type or not `length` long."""
@@ -146,21 +163,25 @@ class _Merges(Sequence[Any]):
         return (tuple(merge.split(" ", 1)) for merge in self._merges)
 
 
+def check_kind(metadata: Mapping[str, object], where: str | Path) -> str:
+    """The kind of the vocabulary that a file's metadata describe. Raises LoadError for one that is not known."""
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", _ANY_WORDS)
+    if not isinstance(kind, str) or kind not in _BUILDERS:
+        raise LoadError(
+            f"{where} has a vocabulary of the kind {shown(kind)} (tokenizer.ggml.model); "
+            f"supported are {', '.join(_BUILDERS)}."
+        )
+    if kind == "gpt2" and pre not in patterns.KNOWN:
+        raise LoadError(
+            f"{where} splits text into words as {shown(pre)} does (tokenizer.ggml.pre), which is not known here; "
+            f"known are {', '.join(patterns.KNOWN)}: use the model's safetensors folder instead."
+        )
+    return kind
+
+
 def load(gguf: GgufFile) -> Tokenizer:
     """Rebuilds the tokenizer of a GGUF file. Raises LoadError for an unknown kind or an incomplete vocabulary."""
-    kind = gguf.metadata.get("tokenizer.ggml.model")
-    builders: dict[str, Callable[[_Vocabulary], Tokenizer]] = {
-        "gpt2": _byte_level_bpe,
-        "llama": _sentence_piece,
-        "gemma4": _spaced_bpe,
-        "bert": _word_piece,
-        "t5": _sentence_piece,
-    }
-    if not isinstance(kind, str) or kind not in builders:
-        raise LoadError(
-            f"{gguf.path} has a vocabulary of the kind {kind!r} (tokenizer.ggml.model); "
-            f"supported are {', '.join(builders)}."
-        )
+    kind = check_kind(gguf.metadata, gguf.path)
     vocabulary = _Vocabulary(gguf.path, gguf.metadata, [], [])
     tokens = list(vocabulary.list_of("tokenizer.ggml.tokens", str))
     types = [int(_Type.NORMAL)] * len(tokens)
@@ -174,17 +195,12 @@ def load(gguf: GgufFile) -> Tokenizer:
         types = [one if byte_of(token) is None else int(_Type.BYTE) for token, one in zip(tokens, types, strict=True)]
     vocabulary = _Vocabulary(gguf.path, gguf.metadata, tokens, types)
     vocabulary.correct_types()
-    return builders[kind](vocabulary)
+    return _BUILDERS[kind](vocabulary)
 
 
 def _byte_level_bpe(vocabulary: _Vocabulary) -> LibraryTokenizer:
-    name = str(vocabulary.metadata.get("tokenizer.ggml.pre", "default"))
+    name = str(vocabulary.metadata.get("tokenizer.ggml.pre", _ANY_WORDS))
     pre_tokenizer = patterns.pre_tokenizer(name)
-    if pre_tokenizer is None:
-        raise LoadError(
-            f"{vocabulary.path} splits text into words as {name!r} does (tokenizer.ggml.pre), which is not known "
-            f"here; known are {', '.join(patterns.KNOWN)}: use the model's safetensors folder instead."
-        )
     whole_words = patterns.takes_known_words_whole(name)  # the same kinds begin sequences with BOS
     return _bpe(vocabulary, pre_tokenizer, None, byte_level=True, adds_bos=whole_words, ignore_merges=whole_words)
 
@@ -215,8 +231,8 @@ def _bpe(
     added = (vocabulary.tokens[i] for i in vocabulary.of(_Type.USER_DEFINED))
     library.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in added if token])
     special, size = vocabulary.special(adds_bos=adds_bos), len(vocabulary.tokens)
-    takes = vocabulary.takes()
-    return LibraryTokenizer(library, control, special, byte_level=byte_level, vocab_size=size, takes=takes)
+    edges = vocabulary.edges()
+    return LibraryTokenizer(library, control, special, byte_level=byte_level, vocab_size=size, edges=edges)
 
 
 def _word_piece(vocabulary: _Vocabulary) -> WordPieceTokenizer:
@@ -270,7 +286,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> SentencePieceTokenizer:
     _specify(model, vocabulary)
     special = vocabulary.special(adds_bos=not is_unigram, closes=is_unigram)
     try:
-        return SentencePieceTokenizer(model, special, space_after_control=True, takes=vocabulary.takes())
+        return SentencePieceTokenizer(model, special, space_after_control=True, edges=vocabulary.edges())
     except RuntimeError as error:
         raise LoadError(f"{vocabulary.path} has an inconsistent vocabulary ({error}): convert it again.") from error
 
@@ -287,3 +303,12 @@ def _specify(model: Any, vocabulary: _Vocabulary) -> None:
     charsmap = setting("tokenizer.ggml.precompiled_charsmap", [])
     if isinstance(charsmap, list) and all(isinstance(value, int) for value in charsmap):
         normalizer.precompiled_charsmap = bytes(value & 0xFF for value in charsmap)
+
+
+_BUILDERS: dict[str, Callable[[_Vocabulary], Tokenizer]] = {
+    "gpt2": _byte_level_bpe,
+    "llama": _sentence_piece,
+    "gemma4": _spaced_bpe,
+    "bert": _word_piece,
+    "t5": _sentence_piece,
+}

@@ -8,11 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 import tokenizers
+from tokenizers import normalizers
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.tokenizers import known_names
-from polarlm.model_loaders.tokenizers._base import Pair, SpecialIds, Takes, Tokenizer
+from polarlm.model_loaders.tokenizers._base import SPACE, Edges, Pair, SpecialIds, Tokenizer
 from polarlm.model_loaders.tokenizers._pieces import spelt_bytes, text_of
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder, token_string
 
@@ -29,14 +30,14 @@ class LibraryTokenizer(Tokenizer):
         byte_level: bool,
         space: tuple[bool, bool] = (False, False),
         vocab_size: int | None = None,
-        takes: Mapping[str, Takes] = MappingProxyType({}),
+        edges: Mapping[str, Edges] = MappingProxyType({}),
     ) -> None:
-        """takes: control tokens that remove white space, besides those that the library knows of."""
+        """edges: of control tokens, besides those that the library knows."""
         if vocab_size is None:
             vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         added = library.get_added_tokens_decoder().values()
-        known = {token.content: Takes(token.lstrip, token.rstrip) for token in added if token.lstrip or token.rstrip}
-        super().__init__(vocab_size, control, special, space, takes={**known, **takes})
+        known = {token.content: _edges(token, library.normalizer) for token in added}
+        super().__init__(vocab_size, control, special, space, edges={**known, **edges})
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # control strings are found by the base class alone
@@ -86,7 +87,11 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> LibraryTokeniz
     try:
         text = content.decode()
         description = json.loads(text)
-        library = tokenizers.Tokenizer.from_str(text)
+        ends = [token_string(settings.tokenizer.get(f"{name}_token")) for name in ("bos", "eos")]
+        slips = [one for one in description["added_tokens"] if one["content"] in ends and not one["special"]]
+        for entry in slips:  # what begins and ends a sequence is no text, whatever its flag
+            entry["special"] = True
+        library = tokenizers.Tokenizer.from_str(json.dumps(description) if slips else text)
         steps = list(_steps(description))
         control = {entry["content"]: entry["id"] for entry in description["added_tokens"] if entry["special"]}
     except Exception as error:  # the library raises bare Exception
@@ -118,6 +123,15 @@ def _from(description: dict[str, object]) -> tokenizers.Tokenizer:
     library = tokenizers.Tokenizer.from_str(json.dumps(description))
     library.encode_special_tokens = True
     return library
+
+
+def _edges(token: tokenizers.AddedToken, normalizer: normalizers.Normalizer | None) -> Edges:
+    """What an added token does at its edges. One that is found in normalized text takes the white space in that, and
+    there is none where spaces have become "▁"."""
+    space = SPACE if token.lstrip or token.rstrip else ""
+    if token.normalized and normalizer is not None:
+        space = "".join(one for one in space if normalizer.normalize_str(one).isspace())
+    return Edges(space if token.lstrip else "", space if token.rstrip else "", token.single_word)
 
 
 def _steps(description: Mapping[str, object]) -> Iterator[dict]:

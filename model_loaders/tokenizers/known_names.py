@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from polarlm.model_loaders.tokenizers._base import Takes
+from polarlm.model_loaders.tokenizers._base import SPACE, Edges
 
 # Ends of a text, a turn or a call. A model ends its answers with them, even if its configuration does not say so.
 ENDS = frozenset((
@@ -67,15 +67,15 @@ def class_adds_bos(name: str, bos: str | None) -> bool:
     return name.startswith("LlamaTokenizer") or bos == "<|begin_of_text|>"
 
 
-def white_space(family: str, model: str, kind: str, control: Collection[str]) -> dict[str, Takes]:
+def white_space(family: str, model: str, kind: str, control: Collection[str]) -> dict[str, Edges]:
     """The control tokens of a GGUF file that remove white space around them; its vocabulary has no flag for it.
 
     family: the architecture. model: the name of the model. kind: the kind of vocabulary (`tokenizer.ggml.model`).
     """
     if kind == "t5" and "<mask>" in control:  # XLM-R's
-        return {"<mask>": Takes(before=True)}
+        return {"<mask>": Edges(before=SPACE)}
     if family != "phi3" and "phi3" not in re.sub("[-_. ]", "", model.lower()):
         return {}
     if kind != "llama":  # Phi-4's: of the many others, none
-        return {name: Takes(after=True) for name in _TURNS_OF_PHI.intersection(control)}
-    return {name: Takes(after=True) for name in control if name not in ("<unk>", "<s>", "<|endoftext|>")}
+        return {name: Edges(after=SPACE) for name in _TURNS_OF_PHI.intersection(control)}
+    return {name: Edges(after=SPACE) for name in control if name not in ("<unk>", "<s>", "<|endoftext|>")}

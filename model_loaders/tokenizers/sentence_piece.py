@@ -12,7 +12,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.forks import cached_property
-from polarlm.model_loaders.tokenizers._base import SpecialIds, Takes, Tokenizer
+from polarlm.model_loaders.tokenizers._base import Edges, SpecialIds, Tokenizer
 from polarlm.model_loaders.tokenizers._pieces import text_of
 from polarlm.model_loaders.tokenizers._special import FolderSettings, for_folder
 
@@ -25,7 +25,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A vocabulary that the `sentencepiece` library runs."""
 
     def __init__(
-        self, model: Any, special: SpecialIds, *, space_after_control: bool, takes: Mapping[str, Takes]
+        self, model: Any, special: SpecialIds, *, space_after_control: bool, edges: Mapping[str, Edges]
     ) -> None:
         """model: a ModelProto. Raises RuntimeError if the library does not accept it."""
         adds_space = model.normalizer_spec.add_dummy_prefix
@@ -34,7 +34,7 @@ class SentencePieceTokenizer(Tokenizer):
             control_pieces(model),
             special,
             (adds_space, adds_space and space_after_control),
-            takes=takes,
+            edges=edges,
         )
         self._serialized = model.SerializeToString()
         self._library = sentencepiece.SentencePieceProcessor(model_proto=self._serialized)
@@ -75,7 +75,7 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> SentencePieceT
         )
         # transformers' fixed ("non-legacy") tokenizer adds a space only at the start of a text.
         legacy = settings.tokenizer.get("legacy") is not False
-        return SentencePieceTokenizer(model, special, space_after_control=legacy, takes=settings.white_space())
+        return SentencePieceTokenizer(model, special, space_after_control=legacy, edges=settings.edges())
     except (DecodeError, RuntimeError) as error:
         raise LoadError(
             f"{file} is neither a SentencePiece model nor a tiktoken vocabulary: download it again."

@@ -27,8 +27,9 @@ from typing import NamedTuple
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import Fields
+from polarlm.model_loaders.fields import Fields, shown
 from polarlm.model_loaders.files.gguf_file import GgufFile
+from polarlm.model_loaders.files.repository import companion_in
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from polarlm.model_loaders.files.tensor_table import TensorTable
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
@@ -102,6 +103,17 @@ def belongs(tower: Tower, config: ModelConfig) -> bool:
     return config.family in _module(tower.kind).MODEL_TYPES and tower.outputs == config.hidden_size
 
 
+def may_belong(metadata: Mapping[str, object], config: ModelConfig) -> bool:
+    """Whether an mmproj file with this metadata holds a tower of a known kind for models of this family."""
+    known = [one for one in _modules() if _kind_of(metadata) in getattr(one, "PROJECTORS", {})]
+    return any(config.family in one.MODEL_TYPES for one in known)
+
+
+def outputs_of(metadata: Mapping[str, object]) -> object:
+    """E of the decoder, as the metadata of an mmproj file says it; None if it does not."""
+    return metadata.get(f"{_OF_IMAGES}projection_dim")
+
+
 def tower_of(folder: Path) -> tuple[Tower, StoredWeights] | None:
     """The tower of the model in a folder, and its weights; None if it has none, or one of an unknown kind, or if its
     tensors were left out. Raises LoadError for one that is damaged."""
@@ -111,7 +123,7 @@ def tower_of(folder: Path) -> tuple[Tower, StoredWeights] | None:
     if module is None or fields.section("vision_config") is None:
         return None
     tower: Tower = module.configure(fields, _prepared(folder))
-    weights = open_safetensors(folder)
+    weights = open_safetensors(folder, is_needed=lambda name: False)  # `_fitted` says what is missing
     prefixes: Mapping[str, str] = getattr(module, "PREFIXES", {})
 
     def ours(name: str) -> str:
@@ -134,12 +146,12 @@ def open_mmproj(path: Path) -> tuple[Tower, StoredWeights]:
     gguf = GgufFile(path)
     try:
         metadata = gguf.metadata
-        kind = metadata.get(f"{_OF_IMAGES}projector_type", metadata.get(f"{_CLIP}projector_type"))
+        kind = _kind_of(metadata)
         read = next((one.PROJECTORS[kind] for one in _modules() if kind in getattr(one, "PROJECTORS", {})), None)
         if read is None:
             known = sorted(name for one in _modules() for name in getattr(one, "PROJECTORS", {}))
-            what = "no part that reads images" if kind is None else f"a part that reads images of the kind {kind!r}"
-            raise LoadError(f"{path} holds {what}; supported are {', '.join(known)}.")
+            what = "no" if kind is None else f"of the kind {shown(kind)} a"
+            raise LoadError(f"{path} holds {what} part that reads images; supported are {', '.join(known)}.")
         values = {key.removeprefix(_OF_IMAGES): value for key, value in metadata.items()}
         fields = Fields(values, path, {key.removeprefix(_OF_IMAGES): key for key in metadata})
         tower: Tower = read(fields, {name: tensor.shape for name, tensor in gguf.tensors.items()})
@@ -151,11 +163,18 @@ def open_mmproj(path: Path) -> tuple[Tower, StoredWeights]:
         raise
 
 
+def _kind_of(metadata: Mapping[str, object]) -> object:
+    return metadata.get(f"{_OF_IMAGES}projector_type", metadata.get(f"{_CLIP}projector_type"))
+
+
 def _prepared(folder: Path) -> Fields:
     """How images are prepared, in preprocessor_config.json or in a part of processor_config.json."""
-    fields = Fields.read(folder / "preprocessor_config.json", required=False)
+    fields = Fields.read(companion_in(folder, "preprocessor_config.json"), required=False)
     if not fields.present():
-        fields = Fields.read(folder / "processor_config.json", required=False).section("image_processor") or fields
+        fields = (
+            Fields.read(companion_in(folder, "processor_config.json"), required=False).section("image_processor")
+            or fields
+        )
     return fields
 
 

@@ -48,7 +48,6 @@ POSTED = (
     *("/completion", "/infill", "/embedding", "/apply-template", "/tokenize", "/detokenize"),
     *("/sessions/save", "/sessions/load", "/props", "/slots/{slot}"),
 )
-_HOSTS = ("https://", "hf.co/", "huggingface.co/", hub.PREFIX)
 _TOLD_SECONDS = 0.5  # between two lines of progress
 _PULLS_AT_ONCE = 2  # models that are downloaded for clients; others wait
 
@@ -240,10 +239,8 @@ async def _all(lines: AsyncGenerator[dict[str, Any], None]) -> list[dict[str, An
 
 def _hub_name(asked: str) -> hub.HubName:
     """The model that a client names, as user/repo:QUANT or hf.co/user/repo:QUANT. Raises ApiError."""
-    for host in _HOSTS:
-        asked = asked.removeprefix(host)
     try:
-        return hub.parse(asked.removesuffix(":latest"))
+        return hub.parse(asked)
     except LoadError as error:
         raise ApiError(400, str(error), "invalid_request", "model") from None
 
@@ -261,7 +258,7 @@ async def _downloaded(registry: Registry, name: hub.HubName) -> AsyncGenerator[d
                 yield {"status": f"pulling {name}", "digest": str(name), "total": total, "completed": done}
         path = fetching.result()
         if path.is_file() and name.quantization is None:  # the next start takes the same file
-            name = replace(name, quantization=hub.quantization_of(path.name))
+            name = replace(name, quantization=hub.quantization_of(path))
         registry.add(registry.on_hub(str(name)))
         yield {"status": "success"}
     finally:

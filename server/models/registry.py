@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from polarlm.engine.cli.sources import QUOTES, read_toml
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
 from polarlm.model_loaders import LoadError, hub, load_weights
+from polarlm.model_loaders.files.folder import is_model
+from polarlm.model_loaders.files.repository import files_of, models_in
 from polarlm.model_loaders.hub import local
 from polarlm.model_loaders.user_dirs import cache_folder
 from polarlm.server.config import HUB
 
 _LATEST = ":latest"  # the tag that Ollama's clients add to a name
-_PART = re.compile(r"-(\d{5})-of-\d{5}$")
-_NOT_A_MODEL = "mmproj"  # the beginning of the name of a file for images
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
 _SETTINGS = {field.name.replace("_", "-"): field.name for field in fields(EngineConfig) if field.metadata["flags"]}
 _SOURCES = {"weights", "hf-repo"}  # which `path` and `hf` say
 _KEYS = ("path", "hf", "aliases", "pinned", "idle-unload")
@@ -83,7 +85,7 @@ class Registry:
 
     def find(self, name: str) -> NamedModel | None:
         """The model of this name or alias; None if there is none. A name on the hub may lack its quantization."""
-        name = name.removesuffix(_LATEST)
+        name = _without_address(name.removesuffix(_LATEST))
         return _named(name, self._known()) or _named(name, self.models())
 
     def _known(self) -> list[NamedModel]:
@@ -107,6 +109,14 @@ class Registry:
         self._fixed.setdefault(model.name, model)
 
 
+def _without_address(name: str) -> str:
+    """A name on the hub as it is written here; any other name as it is."""
+    try:
+        return str(hub.parse(name))
+    except LoadError:
+        return name
+
+
 def _named(name: str, models: Sequence[NamedModel]) -> NamedModel | None:
     named = [model for model in models if name in (model.name, *model.aliases)]
     base, _, adapter = name.rpartition(":")
@@ -125,18 +135,16 @@ def in_words(models: Sequence[NamedModel], most: int = 20) -> str:
 
 
 def _in_folder(folder: Path, common: EngineConfig) -> list[NamedModel]:
-    """The models in a folder: .gguf files (the parts of one model count once) and folders of safetensors."""
-    paths: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith((".", _NOT_A_MODEL)):
-            continue
-        if path.is_dir() and (path / "config.json").is_file():
-            paths[path.name] = path
-        elif path.suffix == ".gguf" and path.is_file():
-            part = _PART.search(path.stem)
-            if part is None or int(part[1]) == 1:
-                paths.setdefault(_PART.sub("", path.stem), path)
-    return [NamedModel(name, settle(path, common, {})) for name, path in paths.items()]
+    """The models in a folder and in those inside it: GGUF files, by their names without part and ending, and folders
+    of safetensors. A file's folder is in front of its name if another has the same."""
+    inside = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    files = files_of(folder, ("*.gguf", *(f"{escape(path.name)}/*.gguf" for path in inside)))
+    paths = {path.name: path for path in inside if is_model(path)}
+    for one in sorted(models_in(folder, files.values()), key=lambda one: one.files[0].path.count("/")):
+        path = folder / one.files[0].path
+        name = _PART.sub("", path.stem)
+        paths[name if name not in paths else f"{one.folder or '.'}/{name}"] = path
+    return [NamedModel(name, settle(path, common, {})) for name, path in sorted(paths.items())]
 
 
 def _downloaded(common: EngineConfig) -> list[NamedModel]:

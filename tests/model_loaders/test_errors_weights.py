@@ -12,6 +12,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,6 +70,19 @@ def test_a_name_on_a_hub_is_told_from_a_path(hub: Hub, tmp_path: Path, monkeypat
         message = refused(path)
         assert message.startswith(f"{os.path.expanduser(path)} does not exist")
         assert "hub" not in message
+    for name, words in (("llama3", "llama3"), ("qwen3:0.6b", "qwen3+0.6b"), ("library/phi4/x:latest", "x")):
+        message = refused(name)
+        assert message.startswith(f"{name} does not exist; give USER/REPO of the Hugging Face hub, such as Qwen/")
+        assert f"/models?library=gguf&search={words} what there is." in message
+
+
+def test_a_name_of_another_program_leads_to_the_model_that_is_here(tmp_path: Path, hub: Hub) -> None:
+    for repo in ("Qwen--Qwen3-0.6B-GGUF", "Qwen--Qwen3-4B-GGUF"):
+        file = Path(constants.HF_HUB_CACHE, f"models--{repo}", "snapshots", "1", "m-Q8_0.gguf")
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert refused("qwen3:0.6b") == "qwen3:0.6b does not exist; give Qwen/Qwen3-0.6B-GGUF:Q8_0."
+    assert "give USER/REPO" in refused("qwen3")  # of two
 
 
 def test_an_odd_value_that_is_not_needed(folder: Path) -> None:
@@ -143,7 +157,7 @@ def test_a_name_that_cannot_be_printed(folder: Path) -> None:
 
 ELSEWHERE = ("../secret.safetensors", "/etc/passwd", "a\\b.safetensors", "weights.bin", "", "\ud800.safetensors")
 INDICES: list[tuple[dict[str, object], str]] = [
-    ({"model.norm.weight": "model-00001-of-00004.safetensors"}, "lacks the tensor 'model.norm.weight'"),
+    ({"model.layers.0.nothing.weight": "model-00001-of-00004.safetensors"}, "lacks the tensor 'model.layers.0.nothing"),
     *(({"a.weight": name}, "which is not a safetensors file in this folder") for name in ELSEWHERE),
     ({"a.weight": 7}, "a.weight is 7"),
     ({"\ud800": 7}, "is 7"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,15 @@ PAGE = "\n<!DOCTYPE html><html>" + " " * 600
 ONE, SHARDED = "llama_mha", "mistral_window_sharded"
 WHOLE, INDEX, CONFIG, TOKENIZER = "model.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json"
 FIRST, SECOND = (f"model-0000{number}-of-00004.safetensors" for number in (1, 2))
+STRAY = "model-00002-of-00007.safetensors"
 SNAPSHOT = f"hub/models--x--y/snapshots/{'a' * 40}"
+
+
+def indexed(tensor: str, file: str) -> str:
+    """The index of the parts, which places a tensor in another file."""
+    places = json.loads((MODELS / SHARDED / INDEX).read_text())["weight_map"]
+    return json.dumps({"weight_map": {**places, tensor: file}})
+
 
 # The model, what happens to its files (text is written, "> …" moves, "@ …" links, None deletes), the path that is
 # given, and words in the message; None if the model loads.
@@ -33,6 +42,20 @@ CASES: dict[str, Case] = {
     "a GGUF file beside": (ONE, {"a.gguf": "x", "mmproj.gguf": "x"}, ".", None),
     "an index that is out of date": (ONE, {INDEX: '{"weight_map": {"x": "gone.safetensors"}}'}, ".", None),
     "parts without an index": (SHARDED, {INDEX: None}, ".", None),
+    "a stray part": (SHARDED, {STRAY: "x"}, ".", None),
+    "a stray part, no index": (SHARDED, {INDEX: None, STRAY: "x"}, ".", None),
+    "a small file beside parts": (SHARDED, {WHOLE: "x"}, ".", None),
+    "another model's index": (SHARDED, {INDEX: '{"weight_map": {"x": "gone.safetensors"}}'}, ".", None),
+    "a part that nobody needs": (SHARDED, {INDEX: indexed("mtp.fc.weight", "gone.safetensors")}, ".", None),
+    "a tensor that nobody needs": (SHARDED, {INDEX: indexed("mtp.fc.weight", FIRST)}, ".", None),
+    "a tensor in another part": (SHARDED, {INDEX: indexed("model.norm.weight", FIRST)}, ".", None),
+    "a tensor in a part that is gone": (SHARDED, {INDEX: indexed("lm_head.weight", "gone.safetensors")}, ".", None),
+    "a tensor of a part that is gone": (
+        SHARDED,
+        {INDEX: indexed("lm_head.weight", "gone.safetensors"), FIRST: None},
+        ".",
+        "gone.safetensors and 1 more of 4 parts are missing",
+    ),
     "some parts, no index": (SHARDED, {INDEX: None, FIRST: None, SECOND: None}, ".", f"{FIRST} and 1 more of 4 parts"),
     "parts missing": (SHARDED, {FIRST: None, SECOND: None}, ".", f"{FIRST} and 1 more of 4 parts are missing"),
     "a part under way": (SHARDED, {FIRST: f"> {FIRST}.incomplete"}, ".", "not finished (" + FIRST),
@@ -147,3 +170,14 @@ def test_of_two_sets_of_weights_the_whole_file_is_read(tmp_path: Path, caplog: p
     (root / INDEX).write_text("{}")
     load(root).weights.close()
     assert caplog.messages == [f"{root} has both {WHOLE} and {INDEX}: the weights are read from the first"]
+
+
+def test_what_of_a_folder_is_not_as_it_seems_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = Path(shutil.copytree(MODELS / SHARDED, tmp_path / "root"))
+    (root / STRAY).write_text("x")
+    (root / INDEX).write_text(indexed("mtp.fc.weight", FIRST))
+    load(root).weights.close()
+    assert caplog.messages == [
+        f"{root} has {STRAY} beside the parts of its weights: it is not read",
+        f"{root} has no file with the tensor 'mtp.fc.weight', which {INDEX} names: the model does without",
+    ]

@@ -22,8 +22,8 @@ from tqdm import tqdm
 from polarlm import model_loaders
 from polarlm.model_loaders import hub as hub_package
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.files.repository import RepositoryFile, gguf_contents
 from polarlm.model_loaders.hub import parse, transfer
-from polarlm.model_loaders.hub.choice import HubFile, quantizations
 from tests.model_loaders.checkpoints import MODELS, finish, gguf_header
 from tests.model_loaders.hub_server import COMMIT, Hub, Repository, git_hash, sha256
 from tests.model_loaders.test_towers import write_gguf
@@ -61,9 +61,42 @@ def ggufs(hub: Hub, small_ggufs: dict[str, bytes]) -> Hub:
 
 def test_what_is_no_name_is_refused() -> None:
     assert parse("user/repo@refs/pr/1").revision == "refs/pr/1"
-    for text in ("hf:", "repo", "hf:a/b/c", "a/b:", "a/b@", "../b", "a/b:c:d", "https://hub/a/b"):
+    wrong = ("hf:", "repo", "hf:a/b/c", "a/b:", "a/b@", "../b", "a/b:c:d", "https://hub/a/b", "hf.co/a", "hf://")
+    for text in (*wrong, "https://huggingface.co/datasets/a/b", "ftp://hf.co/a/b", "hf.co/a/b:c:d"):
         with pytest.raises(LoadError, match="user/repo:Q4_K_M"):
             parse(text)
+
+
+ELSEWHERE = {  # names as other programs and the hub's pages write them, and ours
+    "hf.co/user/repo": "user/repo",
+    "HuggingFace.co/user/repo:Q4_K_M": "user/repo:Q4_K_M",
+    "hf.co/user/repo:latest": "user/repo",
+    "hf://user/repo@v1": "user/repo@v1",
+    "hf:hf.co/user/repo:Q8_0": "user/repo:Q8_0",
+    "user/repo/m-Q8_0.gguf": "user/repo:m-Q8_0.gguf",
+    "user/repo/sub/m-Q8_0.gguf": "user/repo:sub/m-Q8_0.gguf",
+    "user/repo:sub/m.gguf": "user/repo:sub/m.gguf",
+    "hf.co/user/repo/m-Q8_0.gguf": "user/repo:m-Q8_0.gguf",
+    "https://huggingface.co/user/repo/": "user/repo",
+    "https://www.huggingface.co/user/repo?library=gguf#readme": "user/repo",
+    "https://huggingface.co/user/repo/tree/main": "user/repo",
+    "https://huggingface.co/user/repo/tree/v1/Q8_0": "user/repo@v1:Q8_0",
+    "https://huggingface.co/user/repo/blob/main/sub/m-Q8_0.gguf": "user/repo:sub/m-Q8_0.gguf",
+    "https://huggingface.co/user/repo/resolve/refs%2Fpr%2F1/m.gguf?download=true": "user/repo@refs/pr/1:m.gguf",
+    "https://huggingface.co/user/repo/resolve/main/model.safetensors": "user/repo",
+    "https://huggingface.co/user/repo?show_file_info=m-Q8_0.gguf": "user/repo:m-Q8_0.gguf",
+    "https://huggingface.co/user/repo/discussions/3": "user/repo",
+    "http://127.0.0.1:5000/user/repo:Q8_0": "user/repo:Q8_0",
+}
+
+
+def test_names_of_other_places_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:5000")
+    assert {text: str(hub_package.named(text)) for text in ELSEWHERE} == ELSEWHERE
+    assert {text: str(parse(text)) for text in ELSEWHERE} == ELSEWHERE
+    assert [hub_package.named(text) for text in ("user/m.gguf", "./user/repo/m.gguf", "llama3", "qwen3:0.6b")] == [
+        None
+    ] * 4
 
 
 def test_a_folder_gets_the_files_that_it_is_read_with_and_no_others(hub: Hub, small_folder: dict[str, bytes]) -> None:
@@ -104,7 +137,8 @@ def test_it_lies_in_the_cache_as_the_hubs_own_client_puts_it_and_stays(
 
 def test_an_index_says_which_shards_there_are(hub: Hub, small_folder: dict[str, bytes]) -> None:
     weights = small_folder["model.safetensors"]
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    places = {"model.embed_tokens.weight": 1, "model.norm.weight": 2, "mtp.fc.weight": 9}  # 9: a part that nobody needs
+    index = {"weight_map": {name: f"model-0000{part}-of-00002.safetensors" for name, part in places.items()}}
     files = {path: content for path, content in small_folder.items() if path != "model.safetensors"}
     shards = {"model-00001-of-00002.safetensors": weights[:1000], "model-00002-of-00002.safetensors": weights[1000:]}
     files["model.safetensors.index.json"] = json.dumps(index).encode()
@@ -158,7 +192,7 @@ def test_the_part_that_reads_images_comes_with_a_gguf_file_of_a_model_that_has_o
 @pytest.mark.parametrize("wanted", ["q4_k_m", "tiny-Q4_K_M.gguf"])
 def test_the_wanted_quantization_is_fetched_alone(ggufs: Hub, wanted: str) -> None:
     assert fetch(f"user/tiny:{wanted}").name == "tiny-Q4_K_M.gguf"
-    assert ggufs.fetched("tiny-Q8_0.gguf") == [BEGINNING]
+    assert ggufs.fetched("tiny-Q8_0.gguf") == []
 
 
 def test_without_a_wish_the_best_one_that_fits_is_fetched(ggufs: Hub, small_ggufs: dict[str, bytes]) -> None:
@@ -215,10 +249,11 @@ def test_what_cannot_be_chosen_is_told_with_what_there_is(ggufs: Hub, small_gguf
 
 def test_quantizations_come_in_the_order_of_preference() -> None:
     names = ["m-F16", "m-Q2_K", "m-Q4_K_M", "m-q8_0", "m-Q6_K", "m-UD-Q4_K_XL", "m-IQ4_XS", "m-Q4_1", "sub/m-Q5_K_M"]
-    files = [HubFile(f"{name}.gguf", 100 + len(name)) for name in [*names, "mmproj-m-F16", "m-imatrix", "odd"]]
-    parts = [HubFile(f"big/m-BF16-0000{part}-of-00002.gguf", 1000) for part in (2, 1)]
-    parts.append(HubFile("big/m-Q8_0-00001-of-00002.gguf", 1000))  # without its second part
-    models = quantizations([*files, *parts, HubFile("config.json", 1), HubFile("m.imatrix", 1)])
+    files = [RepositoryFile(f"{name}.gguf", 100 + len(name)) for name in [*names, "mmproj-m-F16", "m-imatrix", "odd"]]
+    parts = [RepositoryFile(f"big/m-BF16-0000{part}-of-00002.gguf", 1000) for part in (2, 1)]
+    parts.append(RepositoryFile("big/m-Q8_0-00001-of-00002.gguf", 1000))  # without its second part
+    found = gguf_contents([*files, *parts, RepositoryFile("config.json", 1), RepositoryFile("m.imatrix", 1)])
+    models = [one for one in found if one.is_model]
     labels = ["q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q2_K", "UD-Q4_K_XL", "Q4_1", "odd", "BF16", "F16"]
     assert [model.label for model in models] == labels
     assert [file.path[-19:-5] for model in models if model.label == "BF16" for file in model.files] == [
@@ -242,7 +277,8 @@ def test_a_model_in_parts_is_fetched_with_all_of_them(hub: Hub, tmp_path: Path) 
     assert model.name == "tiny"
     del hub.repositories["user/tiny"].files[max(parts)]
     hub.repositories["user/tiny"].commit = f"{COMMIT}2"
-    assert "nor GGUF files" in refusal("user/tiny")
+    assert "is not whole, as 1 of its" in refusal("user/tiny")
+    assert "is not whole, as 1 of its" in refusal("user/tiny:Q8_0")
 
 
 # -- transfers that are interrupted --------------------------------------------------------------------------------

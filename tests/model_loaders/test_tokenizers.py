@@ -16,7 +16,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from polarlm.engine.sampling import detokenizer
@@ -98,6 +98,7 @@ def test_control_agrees_with_the_library_reading_the_whole_text(name: str, text:
 
 
 TAKES = {"<before>": {"lstrip": True}, "<behind>": {"rstrip": True}, "<both>": {"lstrip": True, "rstrip": True}}
+TAKES |= {"<word>": {"single_word": True}, "word": {"single_word": True, "lstrip": True}}
 SPACED = st.lists(
     st.one_of(st.sampled_from([*TAKES, "<neither>", " ", "  ", "\n", "a", "he", "\u3000", "\x1c"]), st.text(max_size=3))
 ).map("".join)
@@ -105,21 +106,25 @@ SPACED = st.lists(
 
 @cache
 def spaced(kind: str) -> tuple[Tokenizer, tokenizers.Tokenizer]:
-    """A tokenizer.json, of bytes or of pieces, whose control tokens take white space, and the library's reading."""
-    if kind == "bytes":
+    """A tokenizer.json, of bytes or of pieces, whose control tokens take white space, and the library's reading. Those
+    that are found in normalized text take none if its spaces are "▁"."""
+    if kind != "pieces":
         tokens = [*pre_tokenizers.ByteLevel.alphabet(), "he"]
         library = tokenizers.Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, [("h", "e")]))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.normalizer = normalizers.Replace(" ", "▁") if kind == "normalized" else None
     else:
         library = tokenizers.Tokenizer.from_file(str(shared("tokenizers", "llama2", "tokenizer.json")))
-    library.add_special_tokens([tokenizers.AddedToken(name, special=True, **flags) for name, flags in TAKES.items()])
+    is_normalized = kind == "normalized"
+    added = [tokenizers.AddedToken(name, special=True, normalized=is_normalized, **TAKES[name]) for name in TAKES]
+    library.add_special_tokens(added)
     library.add_special_tokens(["<neither>"])
     with tempfile.TemporaryDirectory() as folder:
         library.save(str(Path(folder, "tokenizer.json")))
         return load_for_folder(Path(folder), {}, {}), library
 
 
-@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "normalized"])
 @given(text=SPACED)
 def test_control_tokens_take_white_space_as_the_library_has_it(kind: str, text: str) -> None:
     tokenizer, library = spaced(kind)
@@ -228,7 +233,7 @@ ENDS: list[tuple[list[tuple[str, int]], set[str]]] = [
     # added tokens with their types, besides <unk>, <s> and </s>; and the ends
     ([("<end_of_turn>", vocab.CONTROL)], {"<end_of_turn>"}),
     ([("<turn|>", vocab.USER_DEFINED), ("<|tool_response>", vocab.NORMAL)], {"<turn|>", "<|tool_response>"}),
-    ([("<EOT>", vocab.USER_DEFINED), ("[EOS]", vocab.NORMAL)], {"</s>", "<EOT>"}),
+    ([("<EOT>", vocab.USER_DEFINED), ("[EOS]", vocab.NORMAL)], {"</s>", "<EOT>", "[EOS]"}),
     ([("<|file_sep|>", vocab.USER_DEFINED), ("<|repo_name|>", vocab.NORMAL)], {"</s>", "<|file_sep|>"}),
     ([("<|call|>", vocab.NORMAL), ("<|im_end|>", vocab.UNUSED)], {"</s>", "<|call|>", "<|im_end|>"}),
 ]
@@ -353,6 +358,38 @@ class TestBosAndEos:
         gguf = vocab.tiny_spm()
         del gguf.metadata["tokenizer.ggml.bos_token_id"]
         assert load_for_gguf(gguf).bos_id == 1
+
+    @pytest.mark.parametrize("tiny", [vocab.tiny_bpe, vocab.tiny_spm])
+    def test_an_end_that_a_gguf_takes_for_a_word_is_a_control_token(self, tiny) -> None:
+        """If its name or a key says that it is an end, and text never becomes it."""
+        gguf = tiny(("<eos>", vocab.NORMAL), ("<|fin|>", vocab.NORMAL), ("<x>", vocab.NORMAL))
+        size = len(gguf.metadata["tokenizer.ggml.tokens"])
+        gguf.metadata["tokenizer.ggml.eot_token_id"] = size - 2
+        tokenizer = load_for_gguf(gguf)
+        assert {size - 3, size - 2} <= tokenizer.eos_ids
+        assert tokenizer.tokenize("<eos><|fin|>", control=True)[-2:] == [size - 3, size - 2]
+        assert tokenizer.token_bytes(size - 3) == tokenizer.token_bytes(size - 2) == b""
+        assert tokenizer.token_bytes(size - 1) == b"<x>"
+        assert not tokenizer.eos_ids & set(tokenizer.tokenize("<eos><|fin|>"))
+
+    def test_an_end_that_is_merged_stays_a_word(self) -> None:
+        merges = ["< /", "</ s", "</s >"]
+        words = ("</", "</s", "</s>")
+        gguf = vocab.tiny_bpe(*((word, vocab.NORMAL) for word in words), **{"tokenizer.ggml.merges": merges})
+        tokenizer = load_for_gguf(gguf)
+        assert tokenizer.token_bytes(tokenizer.vocab_size - 1) == b"</s>"
+        assert tokenizer.vocab_size - 1 not in tokenizer.eos_ids
+
+    def test_the_end_that_tokenizer_config_names_is_a_control_token(self, tmp_path: Path) -> None:
+        library = tokenizers.Tokenizer.from_file(str(shared("tokenizers", "llama2", "tokenizer.json")))
+        library.add_tokens(["<|fin|>", "<tool>"])
+        library.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|fin|>"}}')
+        tokenizer = load_for_folder(tmp_path, {}, {})
+        end = tokenizer.control_tokens()["<|fin|>"]
+        assert end in tokenizer.eos_ids
+        assert end not in tokenizer.tokenize("<|fin|>")
+        assert "<tool>" not in tokenizer.control_tokens()
 
     def test_smollm2_has_no_bos(self, demo_path: Path) -> None:
         from polarlm.model_loaders.files.gguf_file import GgufFile

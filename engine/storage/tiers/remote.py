@@ -116,7 +116,7 @@ class Remote:
                 return self._ask(method, name, body=body, start=start)
             if not isinstance(error, http.client.HTTPException):
                 raise
-            raise ConnectionError(f"no answer in HTTP: {error!r}") from None
+            raise ConnectionError(f"no answer in HTTP ({type(error).__name__}: {error})") from None
         except BaseException:
             connection.close()
             raise

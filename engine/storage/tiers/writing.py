@@ -201,7 +201,7 @@ class Writer:
             except Exception as error:  # the thread continues: without it nothing would be kept
                 if not (self._is_troubled or self._given_up):
                     self._is_troubled = True
-                    _LOG.warning("blocks cannot be kept: %r", error)
+                    _LOG.warning("blocks cannot be kept (%s: %s)", type(error).__name__, error)
             finally:
                 for work in works:
                     self._forget(work)

@@ -45,7 +45,8 @@ def in_folder(folder: Path, *files: str) -> Registry:
     for name in files:
         (folder / name).touch()
     (folder / "safe").mkdir()
-    (folder / "safe" / "config.json").touch()
+    for name in ("config.json", "model.safetensors"):
+        (folder / "safe" / name).touch()
     return Registry(common(), folder, (), ())
 
 
@@ -98,7 +99,8 @@ def test_models_of_the_hub_are_found_without_their_quantization_if_there_is_one_
         True,
     )
     assert registry.find("user/two") is None
-    assert registry.find("user/two:Q8_0:latest") is not None
+    for name in ("user/two:Q8_0:latest", "hf.co/user/two:Q8_0", "https://huggingface.co/user/two:Q8_0"):
+        assert registry.find(name) == registry.find("user/two:Q8_0") is not None
 
 
 def test_a_toml_file_names_models_and_their_settings(tmp_path: Path) -> None:
