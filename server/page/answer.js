@@ -245,8 +245,13 @@ function draftsOf(details) {
 
 /** The words of an answer, a line for each block; only the beginning of a long answer. */
 function spoken(body) {
-  const blocks = [...body.querySelectorAll("p, h3, h4, h5, h6, th, td, pre")];
-  const text = withSources(() => blocks.map((block) => block.innerText).join("\n"));
+  let text = "";
+  withSources(() => {
+    for (const block of body.querySelectorAll("p, h3, h4, h5, h6, th, td, pre")) {
+      text += `${text && "\n"}${block.innerText}`;
+      if (text.length > SPOKEN) break;
+    }
+  });
   return text.length > SPOKEN ? `${text.slice(0, SPOKEN)} … The answer continues.` : text;
 }
 

@@ -128,7 +128,7 @@ const thumbnail = ({ name, image }) => Object.assign(make("img"), { src: image, 
 function shownFile({ name, text, tokens, image }) {
   if (image) return thumbnail({ name, image });
   const body = region("pre", "", "", visible(name)), element = fold("file", `${visible(name)} · ${count(tokens, "token")}`, body);
-  element.addEventListener("toggle", () => { if (!body.firstChild) addText(body, visibleCode(text)); });
+  element.addEventListener("toggle", () => { if (!body.firstChild) new Parts(body).addText(visibleCode(text)); });
   return element;
 }
 
