@@ -280,3 +280,8 @@ def test_nothing_moves_for_users_who_prefer_reduced_motion(page: Page) -> None:
     page.until(lambda: page.run(name) == "breathe")
     page.prefers(prefers_reduced_motion="reduce")
     assert page.run(name) == "none"
+
+
+def test_lists_of_terms_have_nothing_but_terms_and_what_is_said_of_them(page: Page) -> None:
+    script = "return [...document.querySelectorAll('dl > *, dl > div > *')].map(({localName}) => localName)"
+    assert set(page.run(script)) == {"div", "dt", "dd"}
