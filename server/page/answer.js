@@ -33,7 +33,7 @@ function variation(message) {
   };
 }
 
-const EMPTY = { text: "", reasoning: "", ending: "", error: "", usage: null, rate: null, thought: null }; // what is known of an answer before it comes
+const EMPTY = { text: "", reasoning: "", ending: "", error: "", usage: null, rate: null, thought: null, varied: {} }; // what is known of an answer before it comes
 const newAnswer = (parent) => addMessage(current, parent, { role: "assistant", ...EMPTY, calls: [] });
 
 /** Generates another version of an answer, which stays; an answer that was never received is requested again. */
