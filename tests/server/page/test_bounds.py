@@ -36,7 +36,6 @@ UNITS = {
     "one word": "x",
     "lines": "a\n",
     "paragraphs": "a\n\n",
-    "figures": "1 2\n\n",  # no letter tells the direction of the text
     "backticks": "`",
     "code spans": "`` ` ",
     "emphasis": "*",
