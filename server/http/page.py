@@ -59,7 +59,9 @@ def _whole() -> str:
         content = folder.joinpath(f"vendor/katex/{match[1]}").read_bytes()
         return f"url(data:font/woff2;base64,{base64.b64encode(content).decode()})"
 
-    text = read("page.html").replace("        <!-- sampling options -->\n", "".join(map(_input, OPTIONS)))
+    text = read("page.html").replace("        <!-- temperature -->\n", _input("temperature"))
+    others = "".join(_input(name) for name in OPTIONS if name != "temperature")
+    text = text.replace("        <!-- other sampling options -->\n", others)
     text = joined(text, r'<link rel="stylesheet" href="(.*?)">', "style")
     text = re.sub(r"url\((fonts/[^)]*woff2)\)[^}]*", font, text)  # the same font in older formats follows
     return joined(text, r'<script src="(.*?)"></script>', "script", '\n"use strict";')

@@ -22,13 +22,27 @@ function say(message, parent = rows.at(-1)?.message ?? null) {
   return answer(newAnswer(said));
 }
 
-const EMPTY = { text: "", reasoning: "", ending: "", error: "", usage: null, rate: null, thought: null }; // what is known of an answer before it comes
+const VARIED = 0.7; // the temperature of another version where it is zero
+
+/** What a request for another version of a message has in place of the settings: greedy decoding would say the same again, and so would the same seed. */
+function variation(message) {
+  const { temperature, seed } = Object.fromEntries(["temperature", "seed"].map((name) => [name, $(name).value || $(name).placeholder]));
+  return {
+    ...(temperature !== "" && Number(temperature) === 0 && { temperature: VARIED }),
+    ...(Number.isFinite(Number(seed)) && { seed: Number(seed) + above(current, message).children.length }),
+  };
+}
+
+const EMPTY = { text: "", reasoning: "", ending: "", error: "", usage: null, rate: null, thought: null, varied: {} }; // what is known of an answer before it comes
 const newAnswer = (parent) => addMessage(current, parent, { role: "assistant", ...EMPTY, calls: [] });
 
 /** Generates another version of an answer, which stays; an answer that was never received is requested again. */
 function regenerate(message) {
   const { text, calls } = message;
-  const other = () => (message.role === "summary" ? addMessage(current, parentOf(message), newSummary()) : newAnswer(parentOf(message)));
+  const other = () => {
+    const varied = variation(message);
+    return Object.assign(message.role === "summary" ? addMessage(current, parentOf(message), newSummary()) : newAnswer(parentOf(message)), { varied });
+  };
   resume(message, text || calls.length ? other : undefined);
 }
 
@@ -93,7 +107,7 @@ async function answer(message) {
   try {
     await mcpReady(mine.stop.signal);
     const asked = message.role === "summary" ? await summaryRequest(message, mine.stop.signal) : { messages: messagesUpTo(message), ...requestSettings() };
-    const body = { ...asked, stream: true, stream_options: { include_usage: true }, return_progress: true };
+    const body = { ...asked, ...message.varied, stream: true, stream_options: { include_usage: true }, return_progress: true };
     const response = await ask("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: mine.stop.signal });
     for await (const event of events(response)) {
       usage = event.usage ?? usage;
@@ -103,6 +117,7 @@ async function answer(message) {
       message.ending = choice?.finish_reason ?? message.ending;
       const piece = choice && take(message, choice.delta ?? {}, pace);
       if (!piece) continue;
+      if (!flow && live === mine) look(); // now that it is computed
       begins.push(flow.length);
       flow += piece;
       drawing ||= requestAnimationFrame(() => {
@@ -245,8 +260,13 @@ function draftsOf(details) {
 
 /** The words of an answer, a line for each block; only the beginning of a long answer. */
 function spoken(body) {
-  const blocks = [...body.querySelectorAll("p, h3, h4, h5, h6, th, td, pre")];
-  const text = withSources(() => blocks.map((block) => block.innerText).join("\n"));
+  let text = "";
+  withSources(() => {
+    for (const block of body.querySelectorAll("p, h3, h4, h5, h6, th, td, pre")) {
+      text += `${text && "\n"}${block.innerText}`;
+      if (text.length > SPOKEN) break;
+    }
+  });
   return text.length > SPOKEN ? `${text.slice(0, SPOKEN)} … The answer continues.` : text;
 }
 

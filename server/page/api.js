@@ -72,7 +72,7 @@ const string = (value) => (typeof value === "string" ? value : "");
 
 // -- small values in the browser's storage ----------------------------------------------------------------------------
 
-const SETTINGS = "polarlm.settings", KEY = "polarlm.key";
+const SETTINGS = "polarlm.settings", KEY = "polarlm.key", DRAFT = "polarlm.draft", ENGINE = "polarlm.engine";
 
 /** Values for this page only: storage may be full or forbidden, and even reading its name may throw. */
 const held = {};

@@ -26,6 +26,7 @@ function fenced({ name, text }) {
 async function attach(files) {
   const troubles = [];
   sayAttached("");
+  look(); // at whether the model loads
   await Promise.all([...files].map(async (file) => {
     const entry = { name: file.name.slice(0, 200), text: null, tokens: null };
     attached.push(entry);
@@ -36,11 +37,13 @@ async function attach(files) {
       await (isImage ? readImage(entry, file) : readText(entry, file));
     } catch (error) {
       attached = attached.filter((other) => other !== entry);
+      sending = null;
       troubles.push(`${visible(entry.name)}: ${error instanceof Failure ? error.message : "This file cannot be read."}`);
       sayAttached(troubles.join(" "));
     }
     drawAttached();
   }));
+  sendRead();
 }
 
 async function readText(entry, file) {
@@ -102,6 +105,8 @@ const sayAttached = (sentence) => { $("attached-says").textContent = sentence; }
 function drawAttached() {
   $("attached").replaceChildren(...chips(attached, (file) => {
     attached = attached.filter((other) => other !== file);
+    sending = null;
+    tellWaiting();
     sayAttached("");
     drawAttached();
     $("attach").focus();
@@ -128,7 +133,7 @@ const thumbnail = ({ name, image }) => Object.assign(make("img"), { src: image, 
 function shownFile({ name, text, tokens, image }) {
   if (image) return thumbnail({ name, image });
   const body = region("pre", "", "", visible(name)), element = fold("file", `${visible(name)} · ${count(tokens, "token")}`, body);
-  element.addEventListener("toggle", () => { if (!body.firstChild) addText(body, visibleCode(text)); });
+  element.addEventListener("toggle", () => { if (!body.firstChild) new Parts(body).addText(visibleCode(text)); });
   return element;
 }
 

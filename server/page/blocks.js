@@ -1,99 +1,219 @@
 // Blocks of Markdown that grow: words, code, the rows of a table.
 
-const SEGMENT = 2000; // characters after which the end of a mark, such as `**`, is no longer looked for
-const COLOURED = 50_000; // characters of code beyond which it gets no colours
-const PIECE = new RegExp(`^[^]{1,${2 * SEGMENT}}`, "u"); // the most text that is read at a time; it cuts no character
+/** Bounds of an answer: elements of its formulas, and milliseconds in which its code is coloured. */
+const roomOf = () => ({ elements: FORMULAS.all, milliseconds: COLOURS.all });
 
-/** A paragraph, a heading or an item. When it grows, only text whose meaning may still change is read again. */
+/** A paragraph, a heading, an item or a cell. When it grows, only text whose meaning may still change is read again. */
 class Words {
   /** before: nodes in front of the words. */
-  constructor(element, ...before) {
+  constructor(element, room, ...before) {
     this.element = put(element, ...before);
-    this.text = ""; // the text after the fixed nodes
-    this.fixed = before.length; // the number of nodes that no longer change
+    this.parts = new Parts(element);
+    this.room = room;
+    this.text = ""; // the text after the fixed nodes, and one character before it
+    this.from = 0; // the place in `text` after that character
+    this.fixed = element.lastChild; // the last node that no longer changes
+    this.lent = 0; // what the other nodes took of the room
     this.whole = "";
     this.lines = 1;
+    this.unread = ""; // lines in which no formula has been looked for
+    this.closing = ""; // what ends the formula that they may belong to
+    this.within = 0; // its characters
   }
 
   write(text) {
     this.text += text;
     this.whole += text;
-    if (this.text.length > 4 * SEGMENT) this.flush();
+    this.unread += text;
   }
 
   /** Whether the next line belongs to a formula. */
-  get opened() { return openedAt(this.text) >= 0; }
+  get opened() {
+    const lines = this.unread.split("\n");
+    this.unread = "";
+    for (const line of lines) this.#look(line);
+    return this.closing !== "";
+  }
+
+  #look(line) {
+    const begun = !this.closing && /^(?:\$\$(?!\$)|\\\[)/.exec(line)?.[0];
+    if (begun) [this.closing, this.within] = [begun === "$$" ? "$$" : "\\]", 0];
+    this.within += line.length + 1;
+    if (this.closing && (line.includes(this.closing, begun ? 2 : 0) || this.within > FORMULAS.longest)) this.closing = "";
+  }
 
   flush() {
-    while (this.text.length > 4 * SEGMENT) this.#settle(PIECE.exec(this.text)[0]);
-    this.#settle(this.text);
-    this.#show(this.text);
-  }
-
-  /** Fixes the nodes of the longest beginning of the text that later text cannot change. */
-  #settle(text) {
-    let cut = settledUpTo(text);
-    if (text.length - cut > SEGMENT) cut = Math.max(cut, text.lastIndexOf(" ")) || text.length;
-    if (!cut) return;
-    this.#show(text.slice(0, cut));
-    this.fixed = this.element.childNodes.length;
-    this.text = this.text.slice(cut);
-  }
-
-  #show(text) {
-    while (this.element.childNodes.length > this.fixed) this.element.lastChild.remove();
-    this.element.append(...inline(text));
+    const { marks, settled } = read(this.text, this.from), { text, room, parts } = this;
+    direct(this.element, text);
+    while (parts.last.lastChild !== this.fixed) parts.last.lastChild.remove();
+    room.elements += this.lent;
+    parts.add(nodesOf(text, marks, this.from, settled, room));
+    this.fixed = parts.last.lastChild;
+    this.lent = room.elements;
+    parts.last.append(...nodesOf(text, marks, settled, text.length, room));
+    this.lent -= room.elements;
+    if (settled === this.from) return;
+    this.text = text.slice(settled - 1);
+    this.from = 1;
   }
 }
 
-/** A block of code. Text is appended to it, and read again once, when it is complete. */
+/**
+ * Bounds of colours: characters of a block of code, and of the pieces in which highlight.js reads it, since it takes
+ * quadratic time for some; milliseconds for all code of an answer; colours in each other; and how much a block grows before
+ * it is coloured again.
+ */
+const COLOURS = { longest: 50_000, piece: 500, all: 500, depth: 20, growth: 1.2 };
+const PIECE = new RegExp(`[^]{1,${COLOURS.piece}}(?<=\\n)|[^]{1,${COLOURS.piece}}`);
+
+let colouredUntil = 0; // when highlight.js stops
+
+/** highlight.js's name of the language that reads `language` in pieces; undefined if it does not know it. */
+function inPieces(language) {
+  const known = hljs.getLanguage(language), subLanguage = known && hljs.listLanguages().find((name) => hljs.getLanguage(name) === known);
+  const name = subLanguage && `pieces of ${subLanguage}`;
+  if (name && !hljs.getLanguage(name)) {
+    const stops = () => { if (performance.now() > colouredUntil) throw new Error("the time is over"); }; // highlight.js returns what it has by then
+    hljs.registerLanguage(name, () => ({ unicodeRegex: true, contains: [{ begin: PIECE, subLanguage, "on:begin": stops }] }));
+  }
+  return name;
+}
+
+/** A block of code. Text is appended to it, and coloured when it has grown and when it is complete. */
 class Code {
-  constructor(fence, indent, language) {
-    Object.assign(this, { fence, indent, language, lines: 0, text: "", fresh: "" });
+  constructor(fence, indent, language, room) {
+    Object.assign(this, { fence, indent, language, room, lines: 0, text: "", fresh: "", coloured: 0 });
     const copying = copyButton("Copy code", () => this.text + this.fresh);
     const bar = put(make("figcaption"), make("span", "language", language || "Code"), copying);
     this.pre = region("pre", "", "", language ? `Code, ${language}` : "Code");
-    this.pre.append(make("code"));
+    this.parts = new Parts(this.pre.appendChild(make("code")), "\n", Infinity);
     this.element = put(make("figure", "code"), bar, this.pre);
+    this.pieces = inPieces(/^[\w+#.-]*/.exec(language)[0]);
   }
 
   write(text) { this.fresh += text; }
 
   flush() {
-    if (!this.fresh) return;
-    addText(this.pre.firstChild, visibleCode(this.fresh));
-    this.text += this.fresh;
-    this.fresh = "";
+    this.#append();
+    const whole = this.text.lastIndexOf("\n") + 1;
+    if (whole > COLOURS.growth * this.coloured) this.#colour(whole, this.room.milliseconds - COLOURS.all / 2);
   }
 
   /** Colours the code if highlight.js knows its language. */
   close() {
-    this.flush();
-    const language = /^[\w+#.-]*/.exec(this.language)[0];
-    if (this.text.length > COLOURED || !hljs.getLanguage(language)) return;
-    const { _emitter } = hljs.highlight(visibleCode(this.text), { language, ignoreIllegals: true });
-    this.pre.replaceChildren(put(make("code"), ..._emitter.rootNode.children.map(coloured)));
+    this.#append();
+    this.#colour(this.text.length, this.room.milliseconds);
+  }
+
+  #append() {
+    this.parts.addText(visibleCode(this.fresh));
+    this.text += this.fresh;
+    this.fresh = "";
+  }
+
+  /** Colours the first `length` characters, if it takes no more than so many milliseconds; those that come later stay as they are. */
+  #colour(length, milliseconds) {
+    if (!this.pieces || length > COLOURS.longest || milliseconds <= 0) return;
+    const begun = performance.now(), text = visibleCode(this.text.slice(0, length));
+    colouredUntil = begun + milliseconds;
+    const { _emitter } = hljs.highlight(text, { language: this.pieces, ignoreIllegals: true });
+    const nodes = _emitter.rootNode.children.flatMap((piece) => piece.children ?? piece).map((node) => coloured(node));
+    const parts = new Parts(make("code"), "\n", Infinity), done = nodes.reduce((sum, { textContent }) => sum + textContent.length, 0);
+    parts.add(nodes);
+    parts.addText(text.slice(done) + visibleCode(this.text.slice(length)));
+    this.#replace(parts);
+    this.coloured = length;
+    this.room.milliseconds -= performance.now() - begun;
+  }
+
+  /** Shows other nodes, but keeps those at the beginning that are the same, and with them what somebody has selected. */
+  #replace(parts) {
+    const code = this.pre.firstChild;
+    let kept = null;
+    for (let next = code.firstChild; next && parts.element.firstChild?.isEqualNode(next); next = next.nextSibling) {
+      parts.element.firstChild.remove();
+      kept = next;
+    }
+    while (code.lastChild !== kept) code.lastChild.remove();
+    const isWhole = parts.last === parts.element;
+    while (parts.element.firstChild) code.append(parts.element.firstChild);
+    this.parts = Object.assign(parts, { element: code, last: isWhole ? code : code.lastChild });
   }
 }
 
-/** A node of highlight.js's tree: a text, or an element around others. */
-const coloured = (node) => (typeof node === "string" ? node : put(make("span", colourOf(node)), ...node.children.map(coloured)));
+/** A node of highlight.js's tree as a node of the page: a text, or an element around others. */
+function coloured(node, depth = 0) {
+  if (typeof node === "string") return document.createTextNode(node);
+  if (depth === COLOURS.depth) return document.createTextNode(textUnder(node));
+  return put(make("span", colourOf(node)), ...node.children.map((child) => coloured(child, depth + 1)));
+}
+
 const colourOf = ({ scope }) => (!scope || scope.includes(":") ? "" : `hljs-${scope.split(".")[0]}`); // with a colon: a language in another
 
-/** A row of a table. */
+/** The text in a node of highlight.js's tree, which may be deeper than the stack. */
+function textUnder(node) {
+  const texts = [], waiting = [node];
+  while (waiting.length) {
+    const next = waiting.pop();
+    if (typeof next === "string") texts.push(next);
+    else waiting.push(...next.children.slice().reverse());
+  }
+  return texts.join("");
+}
+
+/** A row of a table, whose cells grow one after the other. */
 class Row {
-  constructor(element, cell, aligns) {
-    Object.assign(this, { element, cell, aligns, text: "" });
+  constructor(element, cell, aligns, room) {
+    Object.assign(this, { element, cell, aligns, room, begun: false, held: "", words: null, cells: 0 });
+    this.missing = make(cell); // one element in place of the cells that have not come
+    this.missing.colSpan = aligns.length;
+    element.append(this.missing);
+    this.dirty = new Set();
   }
 
-  write(text) { this.text += text; }
+  write(text) {
+    const parts = (this.held + text).split(/(?<!\\)\|/), last = parts.pop();
+    for (const part of parts) {
+      this.#put(part.trimEnd());
+      if (this.begun) this.#begin(); // a bar before the first cell only opens the row
+      this.begun = true;
+      this.words = null;
+    }
+    const known = last.replace(/\\$/, "").trimEnd();
+    const rest = last.slice(known.length); // spaces, and a sign that may be the bar's
+    this.held = `${/\s/.test(rest) ? " " : ""}${rest.endsWith("\\") ? "\\" : ""}`;
+    this.#put(known);
+  }
+
+  /** Ends the row: nothing follows what was held back. */
+  complete() {
+    this.#put(this.held.trimEnd());
+    this.held = "";
+  }
 
   flush() {
-    const texts = cells(this.text), wanted = this.aligns.length || texts.length;
-    this.element.replaceChildren(...Array.from({ length: wanted }, (_, column) => {
-      const text = texts[column] ?? "";
-      return put(make(this.cell, this.aligns[column] ?? ""), ...inline(text.slice(0, SEGMENT)), visible(text.slice(SEGMENT)));
-    }));
+    for (const words of this.dirty) words.flush();
+    this.dirty.clear();
+  }
+
+  #put(text) {
+    const shown = this.words ? text : text.trimStart();
+    if (!shown) return;
+    this.begun = true;
+    this.#begin();
+    this.words.write(shown.replaceAll("\\|", "|"));
+    this.dirty.add(this.words);
+  }
+
+  /** Begins a cell if none is begun. */
+  #begin() {
+    if (this.words) return;
+    this.words = new Words(make(this.cell, this.aligns[this.cells] ?? ""), this.room);
+    this.cells += 1;
+    if (this.cells > this.aligns.length) return; // as in other Markdown, a row has no more cells than the head
+    this.missing.before(this.words.element);
+    if (this.cells === this.aligns.length) this.missing.remove();
+    else this.missing.colSpan = this.aligns.length - this.cells;
   }
 }
 

@@ -1,8 +1,12 @@
 // Elements and their texts. What a model writes is never HTML: every character ends up in a text node.
 
-/** Invisible characters, and characters that reorder text, are shown as signs. */
+/**
+ * Invisible characters, and characters that reorder text, are shown as signs. A circle goes between marks on one letter
+ * that no language has in such numbers: browsers take quadratic time to place them.
+ */
 const CONTROLS = /[\0-\x08\x0b-\x1f\x7f]/g, REORDERING = /[\u202a-\u202e\u2066-\u2069]/g;
-const visible = (text) => text.replace(CONTROLS, (sign) => String.fromCharCode(sign === "\x7f" ? 0x2421 : 0x2400 + sign.charCodeAt()));
+const STACKED = /[\p{M}\p{Emoji_Modifier}\u0e33\u0eb3]{10}(?=[\p{M}\p{Emoji_Modifier}\u0e33\u0eb3])/gu, STACK = 20; // characters in which such a run is seen
+const visible = (text) => text.replace(CONTROLS, (sign) => String.fromCharCode(sign === "\x7f" ? 0x2421 : 0x2400 + sign.charCodeAt())).replace(STACKED, "$&\u25cc");
 const visibleCode = (text) =>
   visible(text).replace(REORDERING, (sign) => `⟨U+${sign.charCodeAt().toString(16).toUpperCase()}⟩`);
 
@@ -77,17 +81,64 @@ function sign(button, name) {
   return button;
 }
 
-/** Appends to the text of an element, in several nodes: a browser lays out a whole node anew whenever it grows. */
-function addText(element, text) {
-  for (const part of text.match(/[^]{1,8000}/gu) ?? []) {
-    const last = element.lastChild;
-    if (last?.length < 8000) last.appendData(part);
-    else element.append(part);
+const PART = 4000; // characters after which the content of an element goes on in a block, and the most of a text node
+const NODE = 20; // characters that a node counts for beside its text
+
+/** The content of an element that grows, in blocks of about PART characters: a browser lays out a whole block anew whenever it grows. */
+class Parts {
+  /** ends: the signs after which a block may end; after `most` characters it ends anywhere. */
+  constructor(element, ends = " \n", most = 2 * PART) {
+    Object.assign(this, { element, ends, most, last: element, size: 0 });
+  }
+
+  add(nodes) {
+    let fragment = new DocumentFragment();
+    for (const node of nodes) {
+      if (this.#isFull(fragment.lastChild ?? this.last.lastChild)) {
+        this.last.append(fragment);
+        this.last = this.element.appendChild(make("span", "part"));
+        this.size = 0;
+      }
+      this.size += node.textContent.length + NODE;
+      fragment.append(node);
+    }
+    this.last.append(fragment);
+  }
+
+  /** Adds a text, to the last node if that is a short text. */
+  addText(text) {
+    for (const piece of this.#shown(text).match(/[^]{1,4000}(?<=\n)|[^]{1,4000}/gu) ?? []) {
+      const { lastChild } = this.last;
+      if (!(lastChild?.length < PART) || this.#isFull(lastChild)) this.add([document.createTextNode(piece)]);
+      else {
+        lastChild.appendData(piece);
+        this.size += piece.length;
+      }
+    }
+  }
+
+  #isFull(node) { return this.size > PART && (this.ends.includes(node.textContent.at(-1)) || this.size > this.most); }
+
+  /** A text as `visible` shows it behind the text that is there. */
+  #shown(text) {
+    const { lastChild } = this.last, before = lastChild?.nodeType === Node.TEXT_NODE ? lastChild.data.slice(-STACK) : "";
+    return visible(before + text).slice(before.length);
   }
 }
 
-/** Sets the direction of an element by its own letters, and returns it. */
+/** Has the browser set the direction of an element by its own letters, and returns it. */
 const dir = (element) => Object.assign(element, { dir: "auto" });
+
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
+
+/** Sets the direction of an element that grows, and of the item or the quote that it begins, by the first letter: the browser would look for it anew with each node. */
+function direct(element, text) {
+  const letter = !element.dir && /\p{L}/u.exec(text);
+  if (!letter) return;
+  element.dir = RIGHT_TO_LEFT.test(letter[0]) ? "rtl" : "ltr";
+  const around = element.parentElement;
+  if (around?.matches("li, blockquote")) around.dir ||= element.dir;
+}
 
 /** A button that copies what `text` returns; with `signed`, it shows a sign, not a word. */
 function copyButton(name, text, signed = false) {

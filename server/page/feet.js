@@ -53,13 +53,13 @@ function arrows({ message }) {
   return [element];
 }
 
-function figuresOf({ usage, rate, ending, drafts, error, text, model }) {
+function figuresOf({ usage, rate, ending, drafts, error, text, model, varied }) {
   if (!ending || (error && !usage)) return "";
   const most = Number(current.settings.max_tokens || Infinity);
   const why = ending === "length" && usage?.completion >= most ? "as long as the settings allow" : ENDINGS[ending];
   return [
     model && visible(model), usage && fromCache(usage), usage && count(usage.completion, "token"), rate && `${number(rate, 1)} tokens/s`,
-    drafts && `${number(drafts.accepted)} of ${count(drafts.all, "drafted token")} right`, why && ending === "stopped" && !text ? "stopped before the first token" : why,
+    drafts && `${number(drafts.accepted)} of ${count(drafts.all, "drafted token")} right`, varied?.temperature && `temperature ${varied.temperature}, to differ`, varied?.seed && `seed ${varied.seed}, to differ`, why && ending === "stopped" && !text ? "stopped before the first token" : why,
   ].filter(Boolean).join(" · ");
 }
 

@@ -49,6 +49,7 @@ function insert(text) {
   if ($("settings").classList.contains("open")) sheet("settings", false);
   const { selectionStart, selectionEnd } = $("message");
   $("message").setRangeText(text, selectionStart, selectionEnd, "end");
+  keepDraft();
   $("message").focus();
 }
 

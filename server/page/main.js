@@ -67,15 +67,48 @@ $("message").addEventListener("keydown", (event) => {
   $("say").requestSubmit();
 });
 
+let sending = null; // the conversation whose message goes once its files are read
+let waiting = ""; // what is said of that
+
+const areRead = () => attached.every(({ text }) => text !== null);
+
+/** Says what the files of the next message wait for. */
+function tellWaiting() {
+  if (live) return;
+  const loads = stats?.state && (askedModel() ?? stats.model), said = waiting;
+  waiting = areRead() ? "" : loads ? `Loading ${visible(loads)} …` : sending === current ? "The message goes once its files are read …" : "";
+  if (waiting || (said && $("status").textContent === said)) tell(waiting);
+}
+
+/** Sends the message that has waited for its files, now that they are read. */
+function sendRead() {
+  tellWaiting();
+  if (sending === current && areRead()) $("say").requestSubmit();
+}
+
+/** Keeps what is not sent yet in this tab, also over a reload. */
+const keepDraft = () => keep("sessionStorage", DRAFT, $("message").value);
+
+$("message").addEventListener("input", () => {
+  sending = null; // it is still being written
+  tellWaiting();
+  keepDraft();
+});
+
 onSubmit($("say"), async () => {
   const conversation = current;
   const empty = () => !$("message").value.trim() && !attached.length;
   if (empty() || live || !settingsHold()) return;
-  if (attached.some(({ text }) => text === null)) return tell("The files are being read …");
+  if (!areRead()) {
+    sending = conversation;
+    return tellWaiting();
+  }
+  sending = null;
   if (isNearlyFull($("message").value, attachedTokens()) && (!(await compact()) || current !== conversation)) return; // the field keeps the message
   if (empty()) return;
   const text = $("message").value.trim(), files = attached;
   $("message").value = "";
+  keepDraft();
   attached = [];
   drawAttached();
   sayAttached("");
@@ -117,6 +150,7 @@ for (const name of ["chats", "settings"]) {
 
 $("open-meters").addEventListener("click", () => {
   const open = $("meters").classList.toggle("open");
+  if (open) $("engine").open = true;
   $("open-meters").setAttribute("aria-expanded", String(open));
 });
 
@@ -160,6 +194,9 @@ document.addEventListener("visibilitychange", () => {
   if (!document.hidden) look();
 });
 
+$("message").value = kept("sessionStorage", DRAFT) ?? "";
+$("engine").open = kept("localStorage", ENGINE) === "open";
+$("engine").addEventListener("toggle", () => keep("localStorage", ENGINE, $("engine").open ? "open" : ""));
 showSettings(current.settings);
 drawList();
 inTurn(openShelved); // first: the server may name conversations that were deleted, and the browser has to delete them, too

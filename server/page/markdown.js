@@ -2,6 +2,8 @@
 
 const LONGEST_MARK = 500; // characters of a line after which its kind is certain
 
+const ROWS = 300; // of a table, which goes on in another one: a browser lays out a whole table anew whenever it grows
+
 const FENCE = /^( *)(`{3,}|~{3,}) *([^`\n]*)$/;
 const ITEM = /^( *)([-*+]|(\d{1,9})[.)]) +(?:\[([ xX])\] +)?(?=\S)/;
 const HEADING = /^ {0,3}(#{1,6}) +(?=\S)/;
@@ -11,10 +13,11 @@ const TABS = /^ *\t[ \t]*/; // at the beginning of a line
 const RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
 const RULER = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)*\|? *$/; // between the head of a table and its rows
 /** Beginnings of a line that may still become another kind of line. */
-const UNDECIDED = /^ *(?:(?:[-*+_]|\d{1,9}[.)]?) *(?: \[(?:[ xX]?|[ xX]\] *))?|\[(?:\^(?:\d{1,3}(?:\](?:: *)?)?)?)?|#{1,6} *|> *|`{1,2}|`{3,}[^`]*|~{1,2}|~{3,}.*|([-*_])(?: *\1)* *|[|:\- ]*)?$/;
+const UNDECIDED = /^ *(?:(?:[-*+_]|\d{1,9}[.)]?) *(?: \[(?:[ xX]?|[ xX]\] *))?|\[(?:\^(?:\d{1,3}(?:\](?:: *)?)?)?)?|#{1,6} *|>[ \t]*|`{1,2}|`{3,}[^`]*|~{1,2}|~{3,}.*|([-*_])(?: *\1)* *|[|:\- ]*)?$/;
 
 /** Writes Markdown into an element piece by piece: `write` any text, then `flush` once a frame. */
 class Markdown {
+  #half = ""; // what may be the first half of a line's end
   #rest = ""; // the line so far, while its kind is not known
   #open = null; // the block that gets the line's characters, once it is known
   #block = null; // what the next line may continue: words, code or a table
@@ -24,6 +27,7 @@ class Markdown {
   #rows = null; // the table's element; `#aligns` has the alignment of its columns
   #aligns = [];
   #dirty = new Set();
+  #room = roomOf();
 
   constructor(target) {
     this.target = target;
@@ -31,7 +35,9 @@ class Markdown {
   }
 
   write(text) {
-    const lines = text.replaceAll("\r\n", "\n").split("\n");
+    const all = this.#half + text;
+    this.#half = all.endsWith("\r") ? "\r" : "";
+    const lines = all.slice(0, all.length - this.#half.length).replaceAll("\r\n", "\n").split("\n");
     lines.forEach((piece, index) => {
       if (index) this.#newline();
       if (piece) this.#piece(piece);
@@ -40,7 +46,10 @@ class Markdown {
 
   /** Ends the text. */
   end() {
+    if (this.#half) this.#piece(this.#half);
+    this.#half = "";
     if (this.#rest) this.#begin(this.#rest, true);
+    this.#endLine();
     this.flush();
     this.#block?.close?.();
   }
@@ -59,12 +68,20 @@ class Markdown {
 
   #newline() {
     if (!this.#open) this.#begin(this.#rest, true);
+    this.#endLine();
+  }
+
+  #endLine() {
+    if (this.#open instanceof Row) {
+      this.#open.complete();
+      this.#dirty.add(this.#open);
+    }
     this.#open = null;
   }
 
   #settled(line) {
     if (line.length > LONGEST_MARK) return true;
-    if (this.#block instanceof Code) return !/^ *(?:`*|~*) *$/.test(line);
+    if (this.#block instanceof Code) return !/^\s*(?:`*|~*)\s*$/.test(line);
     if (this.#inFormula) return line.trim();
     if (this.#block instanceof Row && !line.includes("|")) return false;
     return !UNDECIDED.test(line);
@@ -115,24 +132,24 @@ class Markdown {
 
   #quoted(_match, text) {
     this.#lists = [];
-    if (!this.#quote) this.#target.append(this.#quote = dir(make("blockquote")));
+    if (!this.#quote) this.#target.append(this.#quote = make("blockquote"));
     this.#blank = false;
     if (!text.trim()) { this.#block = null; return this.#none(); }
     if (this.#block instanceof Words && this.#block.element.parentNode === this.#quote) {
       this.#open = this.#block;
       return this.#put(`\n${text.trimStart()}`);
     }
-    const paragraph = dir(make("p"));
+    const paragraph = make("p");
     this.#quote.append(paragraph);
-    return this.#into(new Words(paragraph), text);
+    return this.#into(new Words(paragraph, this.#room), text);
   }
 
   #note([, number], text) {
     this.#leave(0);
     const paragraph = make("p", "footnote");
     paragraph.dataset.note = number;
-    this.#add(dir(paragraph));
-    return this.#into(new Words(paragraph, make("sup", "", number)), text);
+    this.#add(paragraph);
+    return this.#into(new Words(paragraph, this.#room, make("sup", "", number)), text);
   }
 
   #item([, , sign, number, task], text, indent) {
@@ -153,16 +170,16 @@ class Markdown {
       list = { element, indent, item: null };
       this.#lists.push(list);
     }
-    list.item = dir(make("li"));
+    list.item = make("li");
     list.element.append(list.item);
     this.#blank = false;
     const box = task && Object.assign(make("input", "", "", "Done"), { type: "checkbox", disabled: true, checked: task !== " " });
-    return this.#into(new Words(list.item.appendChild(make("p")), ...(box ? [box] : [])), text);
+    return this.#into(new Words(list.item.appendChild(make("p")), this.#room, ...(box ? [box] : [])), text);
   }
 
   #fence([, spaces, fence, language], indent) {
     if (this.#blank || indent === 0) this.#leave(indent);
-    const code = new Code(fence, spaces.length, visible(language.trim().slice(0, 40)));
+    const code = new Code(fence, spaces.length, visible(language.trim().slice(0, 40)), this.#room);
     this.#add(code.element);
     this.#block = code;
     return this.#none();
@@ -202,9 +219,14 @@ class Markdown {
   }
 
   #row(line, cell) {
+    if (this.#rows.childElementCount === ROWS) {
+      const more = make("table");
+      this.#rows.after(more);
+      this.#rows = more;
+    }
     const element = make("tr");
     this.#rows.append(element);
-    return this.#into(new Row(element, cell, this.#aligns), line);
+    return this.#into(new Row(element, cell, this.#aligns, this.#room), line);
   }
 
   /** Ends the quote, and the lists to whose items a line with this indent does not belong. */
@@ -225,8 +247,8 @@ class Markdown {
   }
 
   #start(element, text) {
-    this.#add(dir(element));
-    return this.#into(new Words(element), text);
+    this.#add(element);
+    return this.#into(new Words(element, this.#room), text);
   }
 
   #into(block, text) {

@@ -59,15 +59,18 @@ function grow(row) {
 function think(row) {
   const { message } = row;
   if (!row.thoughts) {
-    row.thoughts = fold("thinking", "", dir(make("div", "thoughts")));
+    const text = make("div", "thoughts");
+    row.thoughts = fold("thinking", "", text);
+    Object.assign(row.thoughts, { parts: new Parts(text), written: 0 });
     row.body.before(row.thoughts);
   }
-  const [summary, text] = row.thoughts.children, busy = live?.row === row && !message.text && !message.calls.length;
+  const [summary] = row.thoughts.children, busy = live?.row === row && !message.text && !message.calls.length;
   const seconds = message.thought === null || message.thought === undefined ? "" : `${number(message.thought, 1)} s`;
   const line = busy ? `Thinking … ${seconds}` : seconds ? `Thought for ${seconds}` : "Thoughts";
   setText(summary, line);
-  const written = row.thoughts.written ?? 0;
-  if (message.reasoning.length > written) addText(text, visible(message.reasoning.slice(written)));
+  const more = message.reasoning.slice(row.thoughts.written);
+  direct(row.thoughts.lastChild, more);
+  row.thoughts.parts.addText(more);
   row.thoughts.written = message.reasoning.length;
 }
 
@@ -80,12 +83,26 @@ function showCall(row, call, index) {
   const busy = live?.row === row && index === row.message.calls.length - 1, [summary, text] = element.children;
   const line = `${busy ? "Calling" : "Called"} ${visible(call.name)}${busy ? " …" : ""}`;
   setText(summary, line);
-  if (element.shown === call.arguments && element.busy === busy) return;
+  const { shown, busy: wasBusy } = element, grows = busy && wasBusy;
+  if (shown === call.arguments && wasBusy === busy) return;
+  if (!grows) {
+    text.replaceChildren();
+    element.parts = new Parts(text);
+  }
+  element.parts.addText(visibleCode(busy ? call.arguments.slice(grows ? shown.length : 0) : indented(call.arguments)));
   Object.assign(element, { shown: call.arguments, busy });
-  text.textContent = visibleCode(busy ? call.arguments : indented(call.arguments));
 }
 
+const INDENTED = 8; // times its length that a JSON text may grow by
+
+/** A JSON text with a line for each value; as it is if it is no JSON, or so deep that it would be mostly spaces. */
 function indented(json) {
+  let depth = 0, spaces = 0;
+  for (const [sign] of json.matchAll(/[[\]{},]/g)) {
+    if (sign !== ",") depth += "[{".includes(sign) ? 1 : -1;
+    spaces += 2 * Math.max(0, depth);
+  }
+  if (spaces > INDENTED * (json.length + 100)) return json;
   try { return JSON.stringify(JSON.parse(json), null, 2); } catch { return json; }
 }
 

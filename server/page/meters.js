@@ -23,6 +23,7 @@ function speed(tokens, milliseconds) {
 function meter() {
   $("compact").disabled = !canCompact();
   if (!stats) return;
+  tellWaiting();
   showChoice();
   if (stats.state) return meterless();
   const about = used.exact ? "" : "≈ ";
@@ -91,7 +92,7 @@ async function look() {
     if (!live) tell(worry);
   }
   clearTimeout(looking);
-  if (!document.hidden) looking = setTimeout(look, live ? BUSY_MS : IDLE_MS);
+  if (!document.hidden) looking = setTimeout(look, live || !areRead() ? BUSY_MS : IDLE_MS);
 }
 
 // -- the picture of the cache -----------------------------------------------------------------------------------------

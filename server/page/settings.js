@@ -2,6 +2,7 @@
 
 const NUMBERS = [...document.querySelectorAll("#fields input[type=number]")].map((input) => input.id);
 const FIELDS = ["system", ...NUMBERS, "cache_salt", "tools", "tool_choice", "schema"];
+const FOLDS = [$("sampling"), $("more")]; // a conversation that has chosen something in them opens them
 const SWITCHES = ["loop_check", "auto_compact"];
 
 /** The settings in an untrusted value: a string for each field that is not empty, the model, the SWITCHES that are off, and the MCP servers that are on. */
@@ -27,7 +28,7 @@ function showSettings(settings) {
   chosenModel = settings.model ?? "";
   showChoice();
   for (const name of ["tools", "schema"]) checkJson(name);
-  $("more").open ||= Boolean(settings.tools || settings.schema);
+  for (const fold of FOLDS) fold.open ||= [...fold.querySelectorAll("input, textarea")].some(({ value }) => value);
 }
 
 function remember() {
@@ -55,7 +56,7 @@ function settingsHold() {
   if ($("fields").checkValidity()) return true;
   const field = $("fields").querySelector(":invalid");
   if (isShut("settings")) sheet("settings", true);
-  if ($("more").contains(field)) $("more").open = true;
+  for (const fold of FOLDS) fold.open ||= fold.contains(field);
   field.focus();
   $("fields").reportValidity();
   return false;

@@ -10,6 +10,7 @@
  *   "user": text, files: [{ name, text, tokens, image }]: an image, as a data URL, has no text,
  *   "assistant": text, reasoning, calls: [{ id, name, arguments, server, tool, begun, result }]: the last four for a call of
  *      an MCP server's tool, begun and result ({ text, failed }) until all calls have results; after its end also ending, error, usage, drafts, rate, thought,
+ *      varied, what its request had in place of the settings (temperature, seed),
  *      and model, its name, where the server has several;
  *   "summary": the same as an answer, and off, whether it is not in use; left, the messages that did not fit into its
  *      request; compacted, the tokens of the prompt that it begins;
@@ -84,14 +85,14 @@ const readAttached = ({ name, text, tokens, image }) =>
 const readResult = ({ id, name, text, failed }) =>
   ({ id: string(id), name: string(name), text: string(text), ...(failed === true && { failed }) });
 
-function readAnswer({ text, reasoning, ending, error, calls, usage, drafts, rate, thought, model }) {
+function readAnswer({ text, reasoning, ending, error, calls, usage, drafts, rate, thought, model, varied }) {
   const has = (counts, ...names) => counts && names.every((name) => figure(counts[name]) !== null);
   return {
     text: string(text), reasoning: string(reasoning), ending: string(ending), error: string(error), calls: listOf(calls, readCall),
     usage: has(usage, "prompt", "completion")
       ? { prompt: usage.prompt, completion: usage.completion, cached: figure(usage.cached), places: figures(usage.places) } : null,
     drafts: has(drafts, "all", "accepted") ? { all: drafts.all, accepted: drafts.accepted } : null,
-    rate: figure(rate), thought: figure(thought), model: string(model),
+    rate: figure(rate), thought: figure(thought), model: string(model), varied: figures({ temperature: varied?.temperature, seed: varied?.seed }),
   };
 }
 

@@ -14,10 +14,12 @@ BELOW = "return log.scrollHeight - log.scrollTop - log.clientHeight"
 
 
 def test_everything_can_be_reached_by_keyboard(page: Page) -> None:
+    page.run("sampling.open = true")
     numbers = page.run("return NUMBERS")
     assert len(numbers) == 8
-    chats, settings = ["new", "search", "import", "log", "system", "SUMMARY"], ["cache_salt", "loop_check"]
-    order = [*chats, *numbers, *settings, "auto_compact", "SUMMARY", "reset", "attach", "message", "send"]
+    chats, settings = ["new", "search", "import", "log", "SUMMARY", "system", "SUMMARY"], ["cache_salt", "loop_check"]
+    sampling = [*numbers[:2], "SUMMARY", *numbers[2:]]
+    order = [*chats, *sampling, *settings, "auto_compact", "SUMMARY", "reset", "attach", "message", "send"]
     page.run("document.getElementById('new').focus()")
     reached = []
     for number in range(len(order)):
@@ -280,3 +282,8 @@ def test_nothing_moves_for_users_who_prefer_reduced_motion(page: Page) -> None:
     page.until(lambda: page.run(name) == "breathe")
     page.prefers(prefers_reduced_motion="reduce")
     assert page.run(name) == "none"
+
+
+def test_lists_of_terms_have_nothing_but_terms_and_what_is_said_of_them(page: Page) -> None:
+    script = "return [...document.querySelectorAll('dl > *, dl > div > *')].map(({localName}) => localName)"
+    assert set(page.run(script)) == {"div", "dt", "dd"}

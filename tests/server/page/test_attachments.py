@@ -14,8 +14,8 @@ from tests.server.pdfs import made_pdf
 pytestmark = pytest.mark.slow
 
 
-def attach(page: Page, **files: bytes) -> None:
-    """Chooses files; the first _ of a name is the dot."""
+def attach(page: Page, wait: bool = True, **files: bytes) -> None:
+    """Chooses files; the first _ of a name is the dot. wait: until they are read."""
     script = """
         const chosen = new DataTransfer();
         for (const [name, data] of arguments[0]) {
@@ -26,7 +26,7 @@ def attach(page: Page, **files: bytes) -> None:
         attachments.dispatchEvent(new Event("change"));
     """
     page.run(script, [[name.replace("_", ".", 1), base64.b64encode(data).decode()] for name, data in files.items()])
-    page.until(lambda: page.run("return attached.every(({text}) => text !== null)"))
+    page.until(lambda: not wait or page.run("return attached.every(({text}) => text !== null)"))
 
 
 def chips(page: Page) -> list[str]:
@@ -141,3 +141,47 @@ def test_an_image_that_is_too_large_is_scaled_and_a_model_without_images_gets_no
     image = page.run("return attached[0].image")
     assert image.startswith("data:image/jpeg;base64,")
     assert len(image) < len(picture)
+
+
+SLOW_COUNT = """
+    const real = window.fetch;
+    window.fetch = async (path, options) => {
+      if (path.startsWith("stats") && window.state) return Response.json({model: "coder", state: window.state});
+      while (/input_tokens|documents/.test(path) && !window.counted) await new Promise((done) => setTimeout(done, 20));
+      return real(path, options);
+    };
+"""
+
+
+def test_a_message_goes_as_soon_as_its_files_are_counted(page: Page) -> None:
+    page.says(["one"])
+    page.run(SLOW_COUNT)
+    attach(page, wait=False, a_txt=b"first")
+    page.type("#message", "words" + ENTER)
+    page.until(lambda: page.text("#status") == "The message goes once its files are read …")
+    page.run("window.state = 'loading'; look()")
+    page.until(lambda: page.text("#status") == "Loading coder …")
+    assert page.texts() == []
+    page.run("window.state = ''; window.counted = true; look()")
+    page.until(lambda: page.done() and page.texts() == ["words", "one"])
+    assert page.contents() == ["a.txt:\n```\nfirst\n```\n\nwords"]
+    assert page.text("#status") == "Answered."
+
+
+def test_a_message_that_is_still_written_or_has_lost_its_file_does_not_go_by_itself(page: Page) -> None:
+    page.says(["one"])
+    page.run(SLOW_COUNT)
+    attach(page, wait=False, a_txt=b"first")
+    page.type("#message", "wor" + ENTER)
+    page.type("#message", "ds")
+    assert page.text("#status") == ""
+    page.run("window.counted = true")
+    page.until(lambda: page.run("return attached[0].text") == "first")
+    page.run("window.counted = false")
+    attach(page, wait=False, b_pdf=b"%PDF-1.7")
+    page.type("#message", ENTER)
+    page.until(lambda: page.text("#status").startswith("The message goes"))
+    page.run("window.counted = true")
+    page.until(lambda: page.text("#attached-says").startswith("b.pdf: "))
+    assert page.text("#status") == ""
+    assert page.texts() == []

@@ -150,6 +150,7 @@ def test_the_memory_saved_is_shown_as_a_factor(page: Page) -> None:
     page.run(show, 3 << 20, 12 << 20)
     assert page.text("#memory") == "3.0 MiB, 4.0× saved"
     assert page.text("#saved") == "f16 would take 12.0 MiB"
+    page.click("#engine summary")
     assert page.shown("#bytes")
     page.run(show, 3 << 20, 3 << 20)  # a short conversation, whose blocks are all halves
     assert (page.text("#memory"), page.text("#saved")) == ("3.0 MiB", "")
@@ -250,3 +251,57 @@ def test_a_key_is_asked_for_and_kept_until_it_is_forgotten(
             other.until(lambda: other.shown("#key"))
             assert "sk-1" not in other.run("return JSON.stringify(localStorage)")
             assert not other.shown("#keyed")
+
+
+@pytest.mark.parametrize(
+    ("settings", "first", "second", "said"),
+    [
+        ({"temperature": 0}, {"temperature": 0}, {"temperature": 0.7}, "temperature 0.7, to differ"),
+        ({"temperature": 0.5, "seed": 5}, {"seed": 5}, {"temperature": 0.5, "seed": 6}, "seed 6, to differ"),
+        ({"temperature": 0.5}, {"temperature": 0.5}, {"temperature": 0.5}, ""),
+    ],
+)
+def test_another_version_differs_and_says_by_what(
+    page: Page, settings: dict[str, float], first: dict[str, float], second: dict[str, float], said: str
+) -> None:
+    page.says([usage(9, 20), "one"], [usage(9, 20), "two"])
+    page.choose(**settings)
+    page.send_and_wait("go")
+    assert {name: page.asked()[name] for name in first} == first
+    assert "to differ" not in page.figures()
+    page.press_button("Regenerate")
+    page.until(lambda: page.done() and page.text_of() == "two")
+    assert {name: page.asked()[name] for name in second} == second
+    assert said in page.figures()
+    assert ("to differ" in page.figures()) == bool(said)
+    assert all(value == settings.get(name, value) for name, value in page.asked().items() if not said)
+    page.reload()
+    page.until(lambda: page.texts() == ["go", "two"])
+    assert said in page.figures()
+
+
+def test_a_version_of_a_model_that_is_greedy_by_itself_is_not(page: Page) -> None:
+    page.run("temperature.placeholder = '0'")
+    page.talk("one")
+    assert "temperature" not in page.asked()
+    page.press_button("Regenerate")
+    page.until(lambda: page.done() and page.asked().get("temperature") == 0.7)
+
+
+def test_what_is_not_sent_is_there_after_a_reload(page: Page) -> None:
+    page.type("#message", "half a qu")
+    page.reload()
+    page.until(lambda: page.run("return document.getElementById('message').value") == "half a qu")
+    page.says(["one"])
+    page.send_and_wait("estion")
+    assert page.texts() == ["half a question", "one"]
+    page.reload()
+    page.until(lambda: page.texts() == ["half a question", "one"])
+    assert page.run("return document.getElementById('message').value") == ""
+
+
+def test_the_meters_are_read_while_a_short_answer_comes(page: Page) -> None:
+    page.run("window.looks = []; const real = look; look = () => { looks.push(live?.message.text); return real(); }")
+    page.says(["one", {"wait": 300}, " two"])
+    page.send_and_wait("go")
+    assert any(text and text.startswith("one") for text in page.run("return looks"))

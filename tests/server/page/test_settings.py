@@ -51,3 +51,18 @@ def test_an_invalid_setting_keeps_the_message(page: Page) -> None:
     page.choose(top_p=1.5)
     page.send("the rain")
     assert page.run("return [rows.length, message.value, document.activeElement.id]") == [0, "the rain", "top_p"]
+
+
+def test_what_beginners_do_not_need_is_folded_until_it_is_used(page: Page) -> None:
+    def seen() -> list[bool]:
+        return [page.shown(each) for each in ("#temperature", "#max_tokens", "#context", "#top_p", "#seed", "#bits")]
+
+    assert seen() == [True, True, True, False, False, False]
+    page.click("#engine summary")
+    page.choose(top_p=0.5)
+    page.reload()
+    page.until(lambda: seen() == [True] * 6)  # the engine stays open, and a setting shows its fold
+    page.click("#sampling summary")
+    page.run("top_p.value = 1.5")
+    page.send("the rain")
+    assert page.focused() == "top_p"

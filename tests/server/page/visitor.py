@@ -29,8 +29,7 @@ class Page(Browser):
 
     def choose(self, **settings: float | str) -> None:
         for name, value in settings.items():
-            if name in ("tools", "schema"):
-                self.run("document.getElementById('more').open = true")
+            self.run("for (const fold of FOLDS) fold.open ||= fold.contains($(arguments[0]))", name)
             self.type(f"#{name}", str(value))
 
     def send(self, message: str) -> None:
