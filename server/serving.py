@@ -44,6 +44,8 @@ def driven(model: EngineConfig, config: ServerConfig, logged: str | None = None)
         if missing and not engine.model.config.is_encoder:
             note(missing)
         note(engine.fit_line())
+        if (most := engine.model.generation.max_tokens) >= 0 and config.max_tokens is None:
+            note(f"Answers of this model end after {most} tokens, unless a request or --max-tokens says otherwise")
         journal.set_up(logged)
         yield Driver(engine, config, sessions)
 

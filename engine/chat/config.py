@@ -17,6 +17,8 @@ from polarlm.engine.config import EngineConfig, names_of, setting
 from polarlm.engine.limits import complaint
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.params import SAMPLING, SamplingParams
+from polarlm.engine.sampling.sample import most_tokens, resolve
+from polarlm.model_loaders.config import GenerationDefaults
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,26 @@ def changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
         raise FlagError(f"there is no parameter {name}" + (f"; did you mean {meant}?" if meant else ""))
     made = parser({"Sampling": SamplingParams}, prog="/set", description="", checks=_CHECKS)
     return replace(params, **vars(made.parse_args([f"{flag}={value}" if value else flag])))
+
+
+def in_words(params: SamplingParams, defaults: GenerationDefaults) -> str:
+    """The parameters as `/set` takes them, with the values in force: "temp 0, top-k 40". defaults: of the model's
+    files."""
+    used = vars(params) | vars(resolve(params, defaults))
+    used |= {"max_tokens": most_tokens(params, defaults), "logit_bias": params.logit_bias}  # without the model's bans
+    words = ((_FLAGS[name].removeprefix("--"), _in_word(used[name])) for name in _FLAGS)
+    return ", ".join(f"{name} {value}" for name, value in words if value)
+
+
+def _in_word(value: Any) -> str:
+    """A value as on the command line; empty for a switch that is off, and for no values."""
+    if isinstance(value, dict):
+        return " ".join(f"{token}{bias:+g}" for token, bias in value.items())
+    if isinstance(value, tuple):
+        return " ".join(map(repr, value))
+    if isinstance(value, bool):
+        return "on" if value else ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _read_text(flag: str, file: str) -> str:

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,9 +31,11 @@ HANG = 120.0  # seconds after which a chat that says nothing counts as hung
 class Terminal:
     """A program behind a pseudo-terminal, driven by what it shows."""
 
-    def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str], **streams: int):
+    def __init__(
+        self, command: Sequence[str | Path], environment: Mapping[str, str], columns: int = 200, **streams: int
+    ):
         self._own, other = pty.openpty()
-        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         self.process = subprocess.Popen(
             command,
             **{"stdin": other, "stdout": other, "stderr": other, **streams},
@@ -140,16 +143,98 @@ def test_a_long_prompt_shows_how_far_it_is_and_can_be_stopped(open_chat):
     chat.until("There is no answer yet.")
 
 
-@pytest.mark.slow
-def test_ctrl_c_at_the_empty_prompt_leaves_the_second_time(open_chat):
+def test_impatient_presses_of_ctrl_c_lose_no_conversation(open_chat):
+    """Two in a row stop an answer and leave nothing; two more at the prompt leave, and `/load` continues."""
     chat = open_chat()
-    chat.until("> ")
+    chat.say("remember me")
+    chat.until("you said: remember me")
+    chat.say("slow")
+    chat.until("slow slow slow")
     chat.type(CTRL_C)
-    chat.until("Ctrl-C again")
-    chat.until("> ")
+    time.sleep(0.1)
     chat.type(CTRL_C)
+    chat.until("Ctrl-D or /exit leaves")
+    chat.say("still there?")
+    chat.until("you said: still there?")
+    for said in ("Ctrl-D or /exit leaves", "/load in the next chat continues this conversation."):
+        chat.until("> ")
+        chat.type(CTRL_C)
+        chat.until(said)
     assert chat.end() == 0
     assert "Traceback" not in chat.shown
+    again = open_chat()
+    again.say("/load")
+    again.until("The last conversation continues.\r\n> still there?\r\nyou said: still there?")
+    again.say("/regen")
+    again.until("you said: still there?")
+    assert again.leave() == 0
+
+
+def test_a_second_ctrl_c_within_a_step_ends_it_and_keeps_the_chat(open_chat):
+    chat = open_chat("-p", "stuck")
+    chat.until("stuck")
+    while chat.flags() & termios.ECHO:  # until the step begins
+        time.sleep(0.01)
+    chat.type(CTRL_C)
+    time.sleep(0.2)
+    chat.type(CTRL_C)
+    chat.until("Stopped before the first token.")
+    chat.say("still there?")
+    chat.until("you said: still there?")
+
+
+def test_what_is_typed_during_an_answer_waits_for_the_prompt(open_chat):
+    chat = open_chat("-p", "slow")
+    chat.until("slow slow")
+    chat.type("hellp")
+    chat.until("slow slow slow")
+    chat.type("\x7fo")
+    chat.until("slow slow slow")
+    chat.type(CTRL_C)
+    assert "h" not in chat.until("The answer").replace("The answer", "")
+    chat.until("> ")
+    chat.until("hello")
+    chat.type(ENTER)
+    chat.until("you said: hello")
+
+
+def test_the_last_conversation_is_the_one_that_load_continues(open_chat, tmp_path):
+    """One that was saved, or one of another chat that was had later; not the one that is there."""
+    chat = open_chat()
+    for line, answer in (
+        *(("one", "you said: one"), ("/save", "12 tokens."), ("/system x", "A new"), ("two", "you said: two")),
+        *(("/load", "chat.session continues: 12 tokens."), ("three", "you said: three")),
+    ):
+        chat.say(line)
+        chat.until(answer)
+    assert chat.leave() == 0
+    again = open_chat()
+    again.say("four")
+    again.until("you said: four")
+    again.say("/load")
+    again.until("The last conversation continues. /load ")
+    again.until("> three")
+    for line, answer in (("five", "you said: five"), ("/clear", "forgotten")):
+        again.say(line)
+        again.until(answer)
+    assert again.leave() == 0
+    (folder,) = tmp_path.rglob("talks")
+    assert {file.stat().st_mode & 0o077 for file in [folder, *folder.iterdir()]} == {0}
+    talks = [[message["content"] for message in json.loads(file.read_text())["messages"]] for file in folder.iterdir()]
+    assert sorted(talk[-1] for talk in talks) == [f"you said: {what}" for what in ("four", "one", "three", "two")]
+
+
+def test_notes_are_wrapped_at_the_edge(open_chat):
+    chat = open_chat(columns=44)
+    chat.say("/help")
+    chat.until("/?")
+    chat.until("starts with /.")
+    chat.say("error")
+    chat.until("shorten it")
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", chat.shown).splitlines()
+    told = [line for line in lines if not line.startswith(">")]
+    assert max(map(len, told)) <= 44
+    assert "error: the prompt has 200 tokens and the" in told
 
 
 def test_ctrl_c_clears_what_was_typed(open_chat):
@@ -230,11 +315,12 @@ def test_messages_of_earlier_chats_come_back(open_chat, tmp_path):
 def test_the_terminal_is_left_as_it_was(open_chat):
     chat = open_chat("-p", "slow")
     chat.until("slow slow")
-    assert not chat.flags() & termios.ECHOCTL
+    assert not chat.flags() & termios.ECHO
     chat.type(CTRL_C)
     chat.until("The answer was stopped.")
     assert chat.leave() == 0
-    assert chat.flags() & termios.ECHOCTL
+    assert chat.flags() & termios.ECHO
+    assert chat.flags() & termios.ICANON
 
 
 @pytest.mark.slow
