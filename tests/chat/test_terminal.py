@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 
 from polarlm.engine.chat.console import ctrl_c_asked
 from polarlm.engine.chat.line_editor import _history_file
+from polarlm.model_loaders import first_model
 from polarlm.model_loaders.first_model import CHOICES
 from polarlm.model_loaders.user_dirs import state_folder
 from tests.model_loaders.hub_server import Repository
@@ -111,6 +113,12 @@ def open_chat(tmp_path, monkeypatch):
     yield start
     for terminal in opened:
         terminal.close()
+
+
+def put_choices(hub):
+    for name, _ in CHOICES:
+        repo, _, label = name.partition(":")
+        hub.repositories[repo] = Repository({f"{repo.partition('/')[2]}-{label}.gguf": bytes(3 << 19)})
 
 
 @pytest.mark.slow
@@ -266,9 +274,7 @@ def test_words_are_wrapped_at_the_edge(open_chat):
     ("answer", "model"), [("", "Qwen/Qwen3-0.6B-GGUF:Q8_0"), ("7\n2", CHOICES[1][0]), ("3", "fake")]
 )
 def test_a_first_chat_asks_once_for_a_model(open_chat, hub, tmp_path, answer, model):
-    for name, _ in CHOICES:
-        repo, _, label = name.partition(":")
-        hub.repositories[repo] = Repository({f"{repo.partition('/')[2]}-{label}.gguf": bytes(3 << 19)})
+    put_choices(hub)
     chat = open_chat(asked=False)
     chat.until("1.5 MiB  answers everyday questions")
     chat.until("Enter takes 1): ")
@@ -281,10 +287,22 @@ def test_a_first_chat_asks_once_for_a_model(open_chat, hub, tmp_path, answer, mo
     assert "Which model" not in again.shown
 
 
-def test_a_first_chat_without_a_hub_asks_nothing(open_chat, hub):
+def test_a_first_chat_without_a_hub_asks_nothing_and_the_next_one_does(open_chat, hub):
     chat = open_chat(asked=False)
     chat.until("Reading the weights of fake")
     assert chat.leave() == 0
+    put_choices(hub)
+    chat = open_chat(asked=False)
+    chat.until("Enter takes 1): ")
+    assert "Reading the weights" not in chat.shown
+
+
+def test_a_hub_that_is_silent_holds_no_chat_up(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(first_model.hub, "size", lambda name: ended.wait(60))
+    monkeypatch.setattr(first_model, "_SECONDS", 0.01)
+    assert first_model.choose(pytest.fail, pytest.fail) is None
+    ended.set()
 
 
 def test_a_message_may_have_several_lines(open_chat):
