@@ -220,10 +220,11 @@ def _explain(field: Field[Any]) -> str:
 
 def _meant(word: str, groups: Mapping[str, type]) -> str:
     """A hint at the flag that an unknown one resembles; empty if there is none."""
-    known = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in _names(field)]
     if not word.startswith("-"):
         return ""
     name = word.partition("=")[0]
+    flags = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in _names(field)]
+    known = [flag for flag in flags if flag.startswith("--") or not name.startswith("--")]  # --nope is not -np
     asks = get_close_matches(name, ["--help", "--version"], cutoff=0.8)  # --temp is not meant to be --help
     flag = close_to(name, [*asks, *known])
     return f" (did you mean {flag}?)" if flag else ""
