@@ -87,13 +87,11 @@ async def until_signalled(
     ready: Callable[[], None],
     drain: Callable[[], Awaitable[object]],
 ) -> None:
-    """Wait for SIGTERM, SIGINT or the event `ends`, accept no more connections, `drain`, and close the servers, which
-    have been started. ready: called when signals are handled."""
+    """Wait for SIGTERM, SIGINT or the event `ends`, `drain`, and close the servers, which have been started: until then
+    monitors and clients are told that no more requests are taken. ready: called when signals are handled."""
     with _signals(ends):
         ready()
         await ends.wait()
-        for server in servers:
-            server.refuse()
         await drain()
         await asyncio.gather(*(server.close() for server in servers))
 
