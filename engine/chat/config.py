@@ -87,7 +87,7 @@ def read_command_line(
 ) -> tuple[EngineConfig, SamplingParams, ChatConfig]:
     """The settings on the command line `argv`, which lacks the program's name, of its environment and its file. Raises
     FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0)."""
-    argv, places = with_sources(argv, GROUPS, "chat", environment, _CHECKS)
+    argv, places = with_sources(argv, GROUPS, "chat", environment, CHECKS)
     engine, sampling, chat = parse(
         argv,
         GROUPS,
@@ -96,7 +96,7 @@ def read_command_line(
             "Chat with a local language model; /help in the chat lists its commands. Piped input is a part of the "
             "message of -p or -f; without them, each line is a message. Standard output holds the answers alone."
         ),
-        checks=_CHECKS,
+        checks=CHECKS,
     )
     with naming(places):
         settle(None, engine, {})  # here already, before a model is downloaded and read
@@ -134,7 +134,7 @@ def changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
     if flag is None:
         meant = close_to(name, PARAMETERS)
         raise FlagError(f"there is no parameter {name}" + (f"; did you mean {meant}?" if meant else ""))
-    made = parser({"Sampling": SamplingParams}, prog="/set", description="", checks=_CHECKS)
+    made = parser({"Sampling": SamplingParams}, prog="/set", description="", checks=CHECKS)
     return replace(params, **vars(made.parse_args([f"{flag}={value}" if value else flag])))
 
 
@@ -184,7 +184,7 @@ def _sampling(name: str, value: Any) -> str | None:
 
 _SOME_TEXT = that(lambda text: text != "", "this needs text that is not empty")
 
-_CHECKS: Mapping[str, Check] = {
+CHECKS: Mapping[str, Check] = {
     **{name: partial(_sampling, name) for name in SAMPLING},
     "config_file": that(lambda text: Path(text).expanduser().is_file(), "there is no such file"),
     "logit_bias": that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),

@@ -43,6 +43,7 @@ IGNORED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("--spec-ngram-size-n",): ("N", "ngram-simple looks for the newest 4 tokens"),
 }
 """llama.cpp's flags that have no effect here: names → the name of the value (empty for a switch), and why."""
+WITHOUT_EFFECT = {name: reason for names, (_, reason) in IGNORED.items() for name in names}
 _VALUED = {name for names, (value, _) in IGNORED.items() if value for name in names}
 _IGNORED_VALUE = re.compile(r"-?\d+|on|off|auto|all", re.IGNORECASE)
 
