@@ -243,6 +243,10 @@ class ChatSession:
                             if repeats.circle(_LOOP_TOKENS, _LOOP_ROUNDS):
                                 reason = "loop"
                                 break
+        except EngineError:
+            if asked():  # Ctrl-C has ended a process, too, which had just been started to read the template
+                raise KeyboardInterrupt from None
+            raise
         finally:
             self._console.end_progress()
             self._console.end_answer()

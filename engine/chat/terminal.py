@@ -167,6 +167,11 @@ class _Conversation:
         watched = self._watched
         try:
             turn = answer()
+        except KeyboardInterrupt:
+            if not watched:
+                raise
+            self._console.note("Stopped before the first token.")
+            return
         except EngineError as error:
             self._failed(error)
             if error.code == "context_length_exceeded" and watched:

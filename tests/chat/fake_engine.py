@@ -86,6 +86,7 @@ class FakeEngine:
         if said.startswith("error"):
             raise EngineError("the prompt has 200 tokens and the context 128; shorten it", "context_length_exceeded")
         if said == "stuck":
+            yield Chunk("stuck ", (100,))
             time.sleep(600)
         if said == "crash":
             raise ZeroDivisionError("division by zero")

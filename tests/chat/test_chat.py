@@ -19,6 +19,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.model_loaders.config import GenerationDefaults
+from polarlm.model_loaders.errors import LoadError
 
 from .fake_engine import FakeEngine
 
@@ -535,6 +536,18 @@ def test_ctrl_c_while_a_prompt_is_prepared_stops_this_answer_alone(engine):
     engine.model.template = Slow("{{ messages }}")
     turn = ChatSession(engine, SamplingParams(), Console()).send("hi")
     assert (turn.finish_reason, turn.token_ids) == ("cancelled", ())
+
+
+def test_ctrl_c_that_ends_the_process_of_a_template_as_well_is_no_error(engine):
+    class Killed(ChatTemplate):
+        @cached_property
+        def channels(self):
+            signal.raise_signal(signal.SIGINT)
+            raise LoadError("its process crashed (SIGINT)")
+
+    engine.model.template = Killed("{{ messages }}")
+    with pytest.raises(KeyboardInterrupt):
+        ChatSession(engine, SamplingParams(), Console()).send("hi")
 
 
 def test_ctrl_c_without_a_terminal_ends_the_chat():
