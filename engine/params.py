@@ -47,14 +47,14 @@ class SamplingParams(Settings):
     Raises EngineError, naming the field, for a value of a wrong type or out of range.
     """
 
-    max_tokens: int = option(
-        -1,
-        (Numbers(-1, whole=True), "a whole number; -1 is no limit"),
+    max_tokens: int | None = option(
+        None,
+        (Numbers(-1, whole=True, optional=True), "a whole number; -1 is no limit"),
         "-n",
         "--predict",
         json=("n_predict", "max_tokens", "max_completion_tokens"),
         metavar="N",
-        help="most tokens to generate; -1 continues to the end of the context",
+        help="most tokens to generate; -1 continues to the end of the context [the model's, else -1]",
         elsewhere=("num_predict", "max_gen_len"),
     )
     temperature: float | None = option(

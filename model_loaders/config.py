@@ -297,6 +297,7 @@ class GenerationDefaults:
 
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams that the files name → values
     greedy: bool = False  # the file says do_sample: false
+    max_tokens: int = -1  # most tokens of an answer; -1: no limit
     banned: tuple[int, ...] = ()  # tokens that the model must not write
     banned_first: tuple[int, ...] = ()  # tokens that must not be the first of an answer
     banned_sequences: tuple[tuple[int, ...], ...] = ()  # sequences of two tokens or more that must not occur

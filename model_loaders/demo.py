@@ -33,8 +33,9 @@ FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # The file has no generation config. At the model card's temperature half of its answers are nonsense; greedily sampled,
 # 13 of 30 everyday questions get an answer that repeats itself, which DRY prevents. DRY looks at the answer alone: with
 # earlier answers in range, a repeated question would get another answer, and the capital of France would become London.
+# It does not find the end of a story: the limit is where it has said what it has to say.
 DEMO_GENERATION = GenerationDefaults(
-    {"dry_multiplier": 0.8, "dry_penalty_last_n": -2, "dry_sequence_breakers": ()}, greedy=True
+    {"dry_multiplier": 0.8, "dry_penalty_last_n": -2, "dry_sequence_breakers": ()}, greedy=True, max_tokens=300
 )
 # The template's text for conversations without a system message, and the one that takes its place, 4 tokens shorter: of
 # 100 easy questions the model answers 70 right with the first, 79 with the second.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ CHOICES = (
     ("Qwen/Qwen3-0.6B-GGUF:Q8_0", "answers everyday questions"),
     ("Qwen/Qwen3-4B-GGUF:Q4_K_M", "writes, explains and programs well, on a GPU or with patience"),
 )
+_SECONDS = 4.0  # for the hub, since a network may drop what is sent, and a chat begins
 _DEMO = "the demonstration: fast, and often wrong"
 _BETTER = (
     "This is a small model for a demonstration. A better one is one command away: polarlm chat "
@@ -36,13 +38,10 @@ def forget(name: str) -> None:
 
 def choose(tell: Callable[[str], None], ask: Callable[[str], str]) -> str | None:
     """The model that was chosen, or is chosen now among three, if nobody was asked before; None for the demonstration
-    model. The hub says how large models are; without it nothing is asked. Raises EOFError or KeyboardInterrupt."""
+    model. The hub says how large models are; without it a later chat asks. Raises EOFError or KeyboardInterrupt."""
     if _read("model") is not None:
         return remembered()
-    try:
-        sizes = [hub.size(hub.parse(name)) for name, _ in CHOICES]
-    except LoadError:
-        _write("model", "")
+    if (sizes := _sizes()) is None:
         return None  # the first answer is followed by what to do
     rows = [*zip((*CHOICES, ("SmolLM2-135M", _DEMO)), (*sizes, FILE_BYTES), strict=True)]
     tell("Which model should answer? You are asked once; polarlm chat MODEL takes any other.")
@@ -61,6 +60,20 @@ def better() -> str | None:
         return None
     _write("told", "")
     return _BETTER
+
+
+def _sizes() -> list[int] | None:
+    """Bytes of the choices; None if the hub does not say them in time."""
+    found: list[list[int]] = []
+
+    def look() -> None:
+        with suppress(LoadError):
+            found.append([hub.size(hub.parse(name)) for name, _ in CHOICES])
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(_SECONDS)
+    return found[0] if found else None
 
 
 def _file(name: str) -> Path | None:

@@ -26,13 +26,13 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import DeviceLost
 from polarlm.engine.state.plan import parse_size
 from polarlm.model_loaders import first_model
-from polarlm.server.config import GROUPS, HUB, KEY_VARIABLE, ServerConfig, read_command_line
+from polarlm.server.config import CHECKS, GROUPS, HUB, KEY_VARIABLE, ServerConfig, read_command_line
 from polarlm.server.mcp.session import read_mcp_file
 from polarlm.server.running import journal, listening
 from polarlm.server.running.conversations import ConversationStore
 from polarlm.server.running.journal import note
 
-__all__ = ["GROUPS", "main"]
+__all__ = ["CHECKS", "GROUPS", "main"]
 
 _FAILED, _BAD_REQUEST, _SIGNALLED = 1, 2, 128
 

@@ -175,14 +175,14 @@ def read_command_line(
 ) -> tuple[EngineConfig, ServerConfig]:
     """The settings on a command line without the program's name, and of its environment and its files. Raises FlagError
     or EngineError."""
-    argv, places = with_sources(argv, GROUPS, "server", environment, _CHECKS)
+    argv, places = with_sources(argv, GROUPS, "server", environment, CHECKS)
     argv, hub_models = _without_hub_models(argv)
     engine, server = parse(
         argv,
         GROUPS,
         prog="polarlm serve",
         description="Serve a local language model, or several by name: OpenAI's HTTP API, JSON lines over a socket.",
-        checks=_CHECKS,
+        checks=CHECKS,
     )
     server = replace(server, hub_models=hub_models)
     with naming(places):
@@ -257,7 +257,7 @@ _PATH = that(lambda text: text != "" and "\0" not in text, "this needs a path")
 _OF_ONE_MODEL = ("alias", "unix", "socket_port", "share_blocks")
 _OF_MODELS = ("models_memory", "idle_unload", "pin", "allow_pull")
 
-_CHECKS: Mapping[str, Check] = {
+CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("port", "socket_port"), _PORT),
     **dict.fromkeys(("max_body", "max_connections", "max_tokens", "request_seconds"), _POSITIVE),
     **dict.fromkeys(("unix", "sessions", "conversations", "api_key_file"), _PATH),

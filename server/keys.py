@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.errors import counted
 
 FLAG = "--api-key-file"
 _WORD = re.compile(r"[!-~]+")  # what fits in an HTTP header
@@ -67,7 +68,7 @@ class Keys:
             if (now := _state(self._file)) != self._seen:
                 self._seen = now
                 self._listed = _read(self._file)
-                _LOG.warning("%s has changed: %d keys are valid", self._file, len(self._listed))
+                _LOG.warning("%s has changed, and has %s now", self._file, counted(len(self._listed), "valid key"))
         except FlagError as error:
             _LOG.warning("%s; the keys that were read before stay valid", error)
 

@@ -44,6 +44,8 @@ def driven(model: EngineConfig, config: ServerConfig, logged: str | None = None)
         if missing and not engine.model.config.is_encoder:
             note(missing)
         note(engine.fit_line())
+        if (most := engine.model.generation.max_tokens) >= 0 and config.max_tokens is None:
+            note(f"Answers of this model end after {most} tokens, unless a request or --max-tokens says otherwise")
         journal.set_up(logged)
         yield Driver(engine, config, sessions)
 
@@ -85,13 +87,11 @@ async def until_signalled(
     ready: Callable[[], None],
     drain: Callable[[], Awaitable[object]],
 ) -> None:
-    """Wait for SIGTERM, SIGINT or the event `ends`, accept no more connections, `drain`, and close the servers, which
-    have been started. ready: called when signals are handled."""
+    """Wait for SIGTERM, SIGINT or the event `ends`, `drain`, and close the servers, which have been started: until then
+    monitors and clients are told that no more requests are taken. ready: called when signals are handled."""
     with _signals(ends):
         ready()
         await ends.wait()
-        for server in servers:
-            server.refuse()
         await drain()
         await asyncio.gather(*(server.close() for server in servers))
 

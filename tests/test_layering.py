@@ -164,6 +164,7 @@ ROOMS["chat"] = {
     "cli.flags",
     "cli.sources",
     "sampling",
+    "storage.files",
     "storage.sessions",
 } | TOLD
 

@@ -10,7 +10,7 @@ import pytest
 
 from polarlm.engine.chat import config as chat
 from polarlm.engine.cli.commands import command
-from polarlm.engine.cli.flags import parser
+from polarlm.engine.cli.flags import FlagError
 from polarlm.server import config as server
 from polarlm.server.models.registry import Registry
 
@@ -97,17 +97,46 @@ def test_help_is_there_whatever_the_variables_say() -> None:
         server.read_command_line(["--help"], {"POLARLM_PORT": "x"})
 
 
-def test_a_misspelt_variable_gets_a_note_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_variable_gets_a_note_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     """Nor does a variable of another command, or one that is no flag."""
-    server.read_command_line([], {"POLARLM_CTX_SIZ": "8"})
-    assert capsys.readouterr().err == "note: POLARLM_CTX_SIZ has no effect; did you mean POLARLM_CTX_SIZE?\n"
-    files = [file for room in ("engine", "model_loaders", "tests") for file in (ROOT / room).rglob("*.py")]
-    used = {name for file in files for name in re.findall("POLARLM_[A-Z_]+", file.read_text(encoding="utf-8"))}
-    used -= {"POLARLM_CTX_SIZ"}
-    for one, other in ((chat, server), (server, chat)):
-        flags = parser(other.GROUPS, prog="", description="")._option_string_actions
-        own = parser(one.GROUPS, prog="", description="")._option_string_actions
-        names = used | {f"POLARLM_{flag[2:].upper().replace('-', '_')}" for flag in flags}
-        strange = {name for name in names if f"--{name[8:].lower().replace('_', '-')}" not in own}
-        one.read_command_line([], dict.fromkeys(strange, "x"))
+    for read in (chat.read_command_line, server.read_command_line):
+        read([], {"POLARLM_CTX_SZIE": "8", "POLARLM_FOO": "1"})
+        assert capsys.readouterr().err.splitlines() == [
+            "note: POLARLM_CTX_SZIE has no effect; did you mean POLARLM_CTX_SIZE?",
+            "note: POLARLM_FOO has no effect: no flag has this name",
+        ]
+        read([], {"POLARLM_PORT": "1", "POLARLM_MAX_SESSIONS_SIZE": "1G", "POLARLM_TEMP": "1", "POLARLM_LINES": "on"})
+    chat.read_command_line([], {"POLARLM_MODELS": "/no/such", "POLARLM_MCP_CONFIG": "/no/such"})
+    files = [file for room in ("engine", "model_loaders", "server") for file in (ROOT / room).rglob("*.py")]
+    used = {name for file in files for name in re.findall('"(POLARLM_[A-Z_]+)"', file.read_text(encoding="utf-8"))}
+    assert "POLARLM_CPU_LEVEL" in used
+    chat.read_command_line([], dict.fromkeys(used, "x"))
+    server.read_command_line([], dict.fromkeys(used, "x"))
     assert capsys.readouterr().err == ""
+
+
+def test_a_wrong_value_of_another_commands_variable_is_told() -> None:
+    for read, variable, value in (
+        (server.read_command_line, "POLARLM_TEMP", "hot"),
+        (server.read_command_line, "POLARLM_TOP_P", "7"),
+        (server.read_command_line, "POLARLM_LINES", "maybe"),
+        (chat.read_command_line, "POLARLM_PORT", "99999"),
+    ):
+        with pytest.raises(FlagError, match=f"^{variable}: "):
+            read([], {variable: value})
+
+
+def test_flags_of_llama_cpp_without_effect_are_taken_from_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.gguf").touch()
+    tables = "[server]\nmetrics = true\nflash_attn = true\nn-gpu-layers = 99\n[a]\npath = 'a.gguf'\nslots = false"
+    words = ["--models", written(tmp_path, tables), "--jinja"]
+    engine, _ = server.read_command_line(words, {"POLARLM_MLOCK": "1"})
+    assert len(Registry(engine, tmp_path / "flags.toml", (), ()).models()) == 1
+    said = capsys.readouterr().err.splitlines()
+    for flag in ("--metrics", "--flash-attn", "--n-gpu-layers", "--jinja", "--mlock", "[a]: slots"):
+        assert sum(f"{flag} has no effect: " in line for line in said) == 1, flag
+    assert len(said) == 6
+    with pytest.raises(FlagError, match="there is no flag metrix; did you mean metrics"):
+        server.read_command_line(["--config", written(tmp_path, "[server]\nmetrix = true")], {})

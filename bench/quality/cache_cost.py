@@ -110,7 +110,7 @@ class _Measurement:
         note(f"More tables and pictures are on the page {self._file}, all figures in {self._file.with_suffix('.json')}")
 
     def _measure(self) -> None:
-        note(f"Loading {self._about['model']} with {len(self._types)} cache types")
+        note(f"Loading {self._about['model']} with {counted(len(self._types), 'cache type')}")
         length = self._options.window or MOST
         if self._base is not None:
             length = self._base.ids.shape[1]

@@ -17,6 +17,8 @@ from polarlm.engine.config import EngineConfig, names_of, setting
 from polarlm.engine.limits import complaint
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.params import SAMPLING, SamplingParams
+from polarlm.engine.sampling.sample import most_tokens, resolve
+from polarlm.model_loaders.config import GenerationDefaults
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def read_command_line(
 ) -> tuple[EngineConfig, SamplingParams, ChatConfig]:
     """The settings on the command line `argv`, which lacks the program's name, of its environment and its file. Raises
     FlagError or EngineError with a sentence that names the flag; `--help` raises SystemExit(0)."""
-    argv, places = with_sources(argv, GROUPS, "chat", environment, _CHECKS)
+    argv, places = with_sources(argv, GROUPS, "chat", environment, CHECKS)
     engine, sampling, chat = parse(
         argv,
         GROUPS,
@@ -94,7 +96,7 @@ def read_command_line(
             "Chat with a local language model; /help in the chat lists its commands. Piped input is a part of the "
             "message of -p or -f; without them, each line is a message. Standard output holds the answers alone."
         ),
-        checks=_CHECKS,
+        checks=CHECKS,
     )
     with naming(places):
         settle(None, engine, {})  # here already, before a model is downloaded and read
@@ -132,8 +134,28 @@ def changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
     if flag is None:
         meant = close_to(name, PARAMETERS)
         raise FlagError(f"there is no parameter {name}" + (f"; did you mean {meant}?" if meant else ""))
-    made = parser({"Sampling": SamplingParams}, prog="/set", description="", checks=_CHECKS)
+    made = parser({"Sampling": SamplingParams}, prog="/set", description="", checks=CHECKS)
     return replace(params, **vars(made.parse_args([f"{flag}={value}" if value else flag])))
+
+
+def in_words(params: SamplingParams, defaults: GenerationDefaults) -> str:
+    """The parameters as `/set` takes them, with the values in force: "temp 0, top-k 40". defaults: of the model's
+    files."""
+    used = vars(params) | vars(resolve(params, defaults))
+    used |= {"max_tokens": most_tokens(params, defaults), "logit_bias": params.logit_bias}  # without the model's bans
+    words = ((_FLAGS[name].removeprefix("--"), _in_word(used[name])) for name in _FLAGS)
+    return ", ".join(f"{name} {value}" for name, value in words if value)
+
+
+def _in_word(value: Any) -> str:
+    """A value as on the command line; empty for a switch that is off, and for no values."""
+    if isinstance(value, dict):
+        return " ".join(f"{token}{bias:+g}" for token, bias in value.items())
+    if isinstance(value, tuple):
+        return " ".join(map(repr, value))
+    if isinstance(value, bool):
+        return "on" if value else ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _read_text(flag: str, file: str) -> str:
@@ -162,7 +184,7 @@ def _sampling(name: str, value: Any) -> str | None:
 
 _SOME_TEXT = that(lambda text: text != "", "this needs text that is not empty")
 
-_CHECKS: Mapping[str, Check] = {
+CHECKS: Mapping[str, Check] = {
     **{name: partial(_sampling, name) for name in SAMPLING},
     "config_file": that(lambda text: Path(text).expanduser().is_file(), "there is no such file"),
     "logit_bias": that(lambda pair: pair[1] != math.inf, "-inf bans a token, but +inf cannot force one"),

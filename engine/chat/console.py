@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from polarlm.engine.chat.line_editor import PROMPT, LineEditor
-from polarlm.engine.chat.wrapping import Wrapping
+from polarlm.engine.chat.wrapping import Wrapping, wrapped
 from polarlm.engine.errors import EngineError
 
 try:
@@ -27,6 +27,7 @@ except ModuleNotFoundError:  # Windows, whose console does not write ^C
     termios = None  # type: ignore[assignment]
 
 _WAIT = 1.0  # seconds until it is said that standard input is read
+_ERROR = "error:"
 _DIM, _RED, _GREEN, _PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
 # A model's text must not move the cursor or retitle the window: control characters except \t and \n show as symbols.
 _VISIBLE = {c: 0x2400 + c for c in range(0x20) if c not in b"\t\n"} | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
@@ -43,7 +44,7 @@ class Console:
         self.interactive = self._in.isatty() and (self.on_terminal or self._err.isatty())
         self._colored = color == "on" or (color == "auto" and self._err.isatty() and _colors_wanted())
         self._line_open = False
-        self._wrapping = Wrapping(lambda: shutil.get_terminal_size().columns)
+        self._wrapping = Wrapping(columns)
         self._bar: tqdm[None] | None = None
         self._editor = LineEditor(self._paint(_GREEN, PROMPT), self._colored, completed) if self.interactive else None
 
@@ -115,10 +116,11 @@ class Console:
             self._line_open = False
 
     def note(self, text: str) -> None:
-        self._tell(self._paint(_DIM, self._visible(text)))
+        self._tell(self._paint(_DIM, self._laid_out(text)))
 
     def error(self, text: str) -> None:
-        self._tell(self._paint(_RED, "error: ") + self._visible(text))
+        laid_out = self._laid_out(f"{_ERROR} {text}")
+        self._tell(self._paint(_RED, _ERROR) + laid_out.removeprefix(_ERROR))
 
     def progress(self, what: str, done: int, total: int, amount: str = "") -> None:
         """Shows progress as a bar that appears after a second. amount: what precedes the time that is left."""
@@ -133,9 +135,10 @@ class Console:
             self._bar.close()
             self._bar = None
 
-    def _visible(self, text: str) -> str:
-        """`text` with control characters replaced: notes quote files and messages, too."""
-        return text.translate(_VISIBLE) if self._err.isatty() else text
+    def _laid_out(self, text: str) -> str:
+        """On a terminal, `text` between words into lines, and with control characters replaced: notes quote files and
+        messages, too."""
+        return wrapped(text.translate(_VISIBLE), columns) if self._err.isatty() else text
 
     def _piped(self, read: Callable[[], str]) -> str:
         try:
@@ -169,21 +172,22 @@ def ctrl_c_asked() -> Iterator[Callable[[], bool]]:
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:
-        with _without_ctrl_c_echo():
+        with _without_echo():
             yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def _without_ctrl_c_echo() -> Iterator[None]:
-    """Keeps the terminal from writing ^C into the model's text."""
+def _without_echo() -> Iterator[None]:
+    """Keeps the terminal from writing what is typed, such as ^C, into the model's text. It waits for the prompt, with
+    each key as it was pressed."""
     terminal = _own_terminal()
     if terminal is None:
         yield
         return
     before = termios.tcgetattr(terminal)
-    flags = before[3] & ~termios.ECHOCTL
+    flags = before[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH  # Ctrl-C drops no keys
     termios.tcsetattr(terminal, termios.TCSANOW, [*before[:3], flags, *before[4:]])
     try:
         yield
@@ -202,6 +206,11 @@ def _own_terminal() -> int | None:
         return number if os.tcgetpgrp(number) == os.getpgrp() else None
     except OSError:  # a terminal, but not the one that controls this process
         return None
+
+
+def columns() -> int:
+    """The width of the terminal now."""
+    return shutil.get_terminal_size().columns
 
 
 def _colors_wanted() -> bool:

@@ -14,6 +14,7 @@ from textwrap import shorten
 from typing import Any
 
 from polarlm.engine.chat.console import Console, ctrl_c_asked
+from polarlm.engine.chat.kept_talks import KeptTalks
 from polarlm.engine.chat.line_editor import PROMPT
 from polarlm.engine.engine import Engine
 from polarlm.engine.errors import EngineError, counted
@@ -21,13 +22,17 @@ from polarlm.engine.outputs import Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.sampling.channel_reader import ChannelReader, Inline
 from polarlm.engine.sampling.repeats import Repeats
+from polarlm.engine.sampling.sample import most_tokens, resolve
 from polarlm.engine.storage.sessions import Progress
+from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.user_dirs import state_folder
+from polarlm.model_loaders.user_dirs import last_used, state_folder
 
 _MIB = 1 << 20
 _LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer is stopped if at least so many tokens repeat at least so many times
 _OF_PROMPT = "{n:.0f}/{total} tokens, "  # on the bar of a prompt
+_PLACE = re.compile(r"^messages\[0\]\.content\[0\]: ")  # in an error about an image
+_AGAIN = 0.6  # temperature of an answer that is given again by a greedy model: 7 of the demonstration's 8 differed
 _BRIEF = 200  # characters of the last messages that `/load` shows
 
 
@@ -56,27 +61,39 @@ class ChatSession:
         system: str | None = None,
         *,
         loop_check: bool = True,
+        kept: KeptTalks | None = None,
     ) -> None:
+        """kept: keeps the messages after each answer."""
         self.engine, self.params = engine, params
         self._console = console
         self._loop_check = loop_check
+        self._kept = kept
+        self._again = 0  # answers that were given again
         self.last: Turn | None = None
         self.set_system(system)
 
     def set_system(self, text: str | None) -> None:
         """Starts a new conversation with `text` as the system prompt; None for no system prompt."""
         self.system = text
-        self.clear()
+        if self._kept is not None:
+            self._kept.begin()
+        self._empty()
 
     def clear(self) -> None:
+        """Forgets the conversation."""
+        if self._kept is not None:
+            self._kept.forget()
+        self._empty()
+
+    def _empty(self) -> None:
         self.images: list[dict[str, Any]] = []  # of the next message
         self.messages: list[Mapping[str, Any]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
 
     def attach(self, path: str) -> str:
-        """Adds the image in a file, whose path may be in quotes, to the next message; returns a sentence. Raises
-        EngineError."""
+        """Reads the image in a file, whose path may be in quotes, and adds it to the next message; returns a sentence.
+        Raises EngineError."""
         if not self.engine.reads_images:
             raise EngineError(f"{self.engine.model.name} takes text alone: load a model that reads images")
         try:
@@ -86,7 +103,13 @@ class ChatSession:
             raise EngineError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         # As text, so that the conversation can be saved, and without the file, which may change.
         address = f"data:;base64,{base64.b64encode(data).decode()}"
-        self.images.append({"type": "image_url", "image_url": {"url": address}})
+        image = {"type": "image_url", "image_url": {"url": address}}
+        try:
+            self.engine.prompt_ids([{"role": "user", "content": [image]}])
+        except EngineError as error:
+            error.args = (f"{path}: {_PLACE.sub('', str(error))}",)
+            raise
+        self.images.append(image)
         return f"{counted(len(self.images), 'image')} will go with the next message."
 
     def send(self, text: str) -> Turn:
@@ -95,10 +118,20 @@ class ChatSession:
         return self._answer([*self.messages, {"role": "user", "content": content}])
 
     def regenerate(self) -> Turn | None:
-        """Answers the last message once more; None when nothing was answered yet. Raises EngineError."""
+        """Answers the last message once more, and otherwise unless the temperature was set to 0; None when nothing was
+        answered yet. Raises EngineError."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             return None
-        return self._answer(self.messages[:-1])
+        params = self.params
+        self._again += 1
+        if params.seed >= 0:
+            params = replace(params, seed=(params.seed + self._again) % (1 << 63))
+        if resolve(params, self.engine.model.generation).temperature == 0:
+            if params.temperature is None:
+                params = replace(params, temperature=_AGAIN)
+            else:
+                self._console.note("temp is 0, and so the answer is the same; with /set temp 0.7 it differs.")
+        return self._answer(self.messages[:-1], params)
 
     def save(self, path: str) -> str:
         """Writes the conversation and its cache to a file; returns a sentence. An empty path is the default one. Raises
@@ -111,19 +144,32 @@ class ChatSession:
         return f"The conversation is saved in {file}: {counted(count, 'token')}."
 
     def load(self, path: str) -> str:
-        """Replaces this conversation with a saved one; returns a sentence and the saved one's last messages. Raises
-        EngineError, or KeyboardInterrupt after Ctrl-C; the conversation is unchanged then."""
+        """Replaces this conversation with a saved one; returns a sentence and the saved one's last messages. An empty
+        path is the default one, or another conversation that was kept later. Raises EngineError, or KeyboardInterrupt
+        after Ctrl-C; the conversation is unchanged then."""
         file = _session_file(path)
+        if not path and self._kept is not None:
+            saved = last_used(file.stat()) if file.exists() else None
+            if (messages := _messages(self._kept.last(since=saved or 0))) is not None:
+                other = "" if saved is None else f" /load {file} continues the one that /save has written."
+                return self._continue(messages, f"The last conversation continues.{other}")
         with self._transfer("loading") as progress:
             session = self.engine.load_session(file, progress=progress)
         messages = _messages(session.note)
         if messages is None:
             raise EngineError(f"{file} holds no conversation: give a file that /save has written", "session")
+        size = counted(len(session.token_ids), "token")
+        return self._continue(messages, f"The conversation saved in {file} continues: {size}.")
+
+    def _continue(self, messages: list[Mapping[str, Any]], sentence: str) -> str:
+        """Takes these messages in place of this conversation's; returns the sentence, and the last messages in
+        brief."""
         self.messages, self.last = messages, None
         self.system = messages[0]["content"] if messages[0]["role"] == "system" else None
+        if self._kept is not None:
+            self._kept.begin()
         question, answer = (shorten(_text(message) or "", _BRIEF, placeholder=" …") for message in messages[-2:])
-        size = counted(len(session.token_ids), "token")
-        return f"The conversation saved in {file} continues: {size}.\n{PROMPT}{question}\n{answer}"
+        return f"{sentence}\n{PROMPT}{question}\n{answer}"
 
     @contextmanager
     def _transfer(self, what: str) -> Iterator[Progress]:
@@ -141,17 +187,32 @@ class ChatSession:
                 self._console.end_progress()
 
     def complete(self, prompt: str) -> Turn:
-        return self._stream(prompt)
+        return self._stream(prompt, self.params)
 
-    def _answer(self, messages: list[Mapping[str, Any]]) -> Turn:
-        turn = self._stream(messages)
+    def _answer(self, messages: list[Mapping[str, Any]], params: SamplingParams | None = None) -> Turn:
+        turn = self._stream(messages, params or self.params)
         if turn.token_ids or turn.finish_reason != "cancelled":
             self.messages = [*messages, turn.message]
+            self._keep()
         return turn
 
-    def _stream(self, prompt: str | list[Mapping[str, Any]]) -> Turn:
-        """Writes the answer as it is generated; Ctrl-C ends it after the token, or the prompt's chunk, in progress.
-        With the loop check, an answer that repeats itself over and over ends as well."""
+    @property
+    def is_kept(self) -> bool:
+        """Whether `/load` finds this conversation in a later chat."""
+        return self._kept is not None and self._kept.has_own
+
+    def _keep(self) -> None:
+        if self._kept is None:
+            return
+        try:
+            self._kept.keep(self.messages)
+        except OSError as error:
+            self._console.note(f"This conversation is not kept for later ({error.strerror}): /save PATH saves it.")
+            self._kept = None
+
+    def _stream(self, prompt: str | list[Mapping[str, Any]], params: SamplingParams) -> Turn:
+        """Writes the answer as it is generated; Ctrl-C ends it after the token, or the prompt's chunk, in progress, and
+        a second Ctrl-C at once. With the loop check, an answer that repeats itself over and over ends as well."""
         ids: list[int] = []
         repeats = Repeats()
         reason, usage = None, None
@@ -161,8 +222,9 @@ class ChatSession:
         try:
             with ctrl_c_asked() as asked:  # before the template is read, which takes seconds the first time
                 shown = _Shown(self.engine, prompt)
-                params = replace(self.params, shown_tokens=shown.tokens)
-                with closing(self.engine.stream(prompt, params, as_written, progress=True)) as chunks:
+                params = replace(params, shown_tokens=shown.tokens)
+                stream = self.engine.stream(prompt, params, as_written, progress=True)
+                with suppress(KeyboardInterrupt), closing(stream) as chunks:  # Ctrl-C again, within a step
                     for chunk in chunks:
                         if chunk.prompt_tokens:
                             self._console.progress(
@@ -181,6 +243,10 @@ class ChatSession:
                             if repeats.circle(_LOOP_TOKENS, _LOOP_ROUNDS):
                                 reason = "loop"
                                 break
+        except EngineError:
+            if asked():  # Ctrl-C has ended a process, too, which had just been started to read the template
+                raise KeyboardInterrupt from None
+            raise
         finally:
             self._console.end_progress()
             self._console.end_answer()
@@ -261,7 +327,7 @@ def _messages(note: Any) -> list[Mapping[str, Any]] | None:
     return messages if messages[-1]["role"] == "assistant" else None
 
 
-def why_it_ended(turn: Turn, params: SamplingParams) -> str | None:
+def why_it_ended(turn: Turn, params: SamplingParams, defaults: GenerationDefaults) -> str | None:
     """A sentence for an answer that the model did not end, else None."""
     if turn.finish_reason == "cancelled":
         return "The answer was stopped." if turn.token_ids else "Stopped before the first token."
@@ -272,8 +338,10 @@ def why_it_ended(turn: Turn, params: SamplingParams) -> str | None:
         )
     if turn.finish_reason != "length":
         return None
-    if 0 <= params.max_tokens <= len(turn.token_ids):
-        return f"The answer ends here: it has the {counted(params.max_tokens, 'token')} that -n/--predict allows."
+    if 0 <= (most := most_tokens(params, defaults)) <= len(turn.token_ids):
+        of_model = "answers of this model have; /set predict N, or -n/--predict N, allows more"
+        whose = of_model if params.max_tokens is None else "-n/--predict allows"
+        return f"The answer ends here: it has the {counted(most, 'token')} that {whose}."
     return "The answer ends here: the context is full; /clear starts anew, and -c/--ctx-size sets its size."
 
 

@@ -12,12 +12,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from polarlm.engine.backends.select import NO_DRIVER, driver_version
-from polarlm.engine.chat.config import PARAMETERS, ChatConfig, changed, read_command_line, read_prompt
-from polarlm.engine.chat.console import Console
+from polarlm.engine.chat.config import PARAMETERS, ChatConfig, changed, in_words, read_command_line, read_prompt
+from polarlm.engine.chat.console import Console, columns
+from polarlm.engine.chat.kept_talks import KeptTalks
 from polarlm.engine.chat.session import ChatSession, Turn, cpu, kernels, numbers, why_it_ended
+from polarlm.engine.chat.wrapping import wrapped
 from polarlm.engine.cli.commands import lost_output, note_in_flags, use_utf8
 from polarlm.engine.cli.flags import FlagError, close_to, in_flags
 from polarlm.engine.config import EngineConfig
@@ -36,7 +38,7 @@ _HELP = """\
 /system TEXT    start anew with TEXT as the system prompt
 /image PATH     send the image in a file with the next message
 /save [PATH]    write the conversation and its cache to a file
-/load [PATH]    continue with a conversation that was saved
+/load [PATH]    continue with a conversation that was saved; /load alone with the last one
 /set NAME VALUE set a parameter of answers, such as temp, top-p, seed or predict; /set alone shows them
 /stats          show speed, context and cache of the last answer
 /exit, /quit, /bye  leave, as Ctrl-D does
@@ -90,7 +92,8 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
         if chat.verbose and (names := kernels(engine)):
             console.note(names)
         system = chat.system_prompt if chat.conversation else None
-        session = ChatSession(engine, params, console, system, loop_check=chat.loop_check)
+        kept = KeptTalks() if console.interactive and chat.conversation and not chat.single_turn else None
+        session = ChatSession(engine, params, console, system, loop_check=chat.loop_check, kept=kept)
         conversation = _Conversation(session, console, chat, is_demo=config.weights is None)
         return conversation.run(prompt) if chat.conversation else conversation.complete(prompt or "")
 
@@ -103,7 +106,7 @@ class _Conversation:
         self._one_turn = chat.single_turn or not chat.conversation
         self._code = 0
         self._over = False
-        self._ctrl_c = False  # whether the last input was Ctrl-C
+        self._ctrl_c = False  # whether the last input was Ctrl-C at the prompt
 
     def run(self, prompt: str | None) -> int:
         """Answers `prompt` first, if given, and then the input; returns the exit code."""
@@ -111,17 +114,35 @@ class _Conversation:
             self._console.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.")
         if prompt is not None:
             self._console.show_message(prompt)
-            self._send(prompt)
+            self._interruptible(lambda: self._send(prompt))
         try:
             while not self._over:
-                text = self._read()
-                if text.startswith("/") and not text.startswith("//"):
-                    self._command(text)
-                elif text.strip():
-                    self._send(text[1:] if text.startswith("//") else text)
+                self._interruptible(self._next)
         finally:
             self._console.keep_message()
         return self._code
+
+    def _interruptible(self, work: Callable[[], None]) -> None:
+        """Lets Ctrl-C leave the chat when it is pressed twice at the prompt; what stops an answer is no such press."""
+        try:
+            work()
+        except KeyboardInterrupt:
+            if not self._watched:
+                raise
+            if not self._ctrl_c:
+                self._console.note("Ctrl-D or /exit leaves, and so does Ctrl-C once more.")
+            elif self._session.is_kept:
+                self._console.note("/load in the next chat continues this conversation.")
+            self._over, self._ctrl_c = self._ctrl_c, True
+
+    def _next(self) -> None:
+        """Does what the next line of input says."""
+        text = self._read()
+        self._ctrl_c = False
+        if text.startswith("/") and not text.startswith("//"):
+            self._command(text)
+        elif text.strip():
+            self._send(text[1:] if text.startswith("//") else text)
 
     def complete(self, prompt: str) -> int:
         """Continues plain text, which a terminal shows before the model's text; returns the exit code."""
@@ -131,21 +152,12 @@ class _Conversation:
         return self._code
 
     def _read(self) -> str:
-        """The next line of input; empty at its end and after Ctrl-C."""
+        """The next line of input; empty at its end."""
         try:
-            text = self._console.read()
+            return self._console.read()
         except EOFError:
             self._over = True
             return ""
-        except KeyboardInterrupt:
-            if not self._console.interactive:
-                raise
-            if not self._ctrl_c:
-                self._console.note("Ctrl-C again, or Ctrl-D, leaves.")
-            self._over, self._ctrl_c = self._ctrl_c, True
-            return ""
-        self._ctrl_c = False
-        return text
 
     def _send(self, message: str) -> None:
         self._over = self._one_turn
@@ -155,6 +167,11 @@ class _Conversation:
         watched = self._watched
         try:
             turn = answer()
+        except KeyboardInterrupt:
+            if not watched:
+                raise
+            self._console.note("Stopped before the first token.")
+            return
         except EngineError as error:
             self._failed(error)
             if error.code == "context_length_exceeded" and watched:
@@ -164,10 +181,9 @@ class _Conversation:
         if turn is None:
             self._console.note("There is no answer yet.")
             return
-        self._ctrl_c = turn.finish_reason == "cancelled"
-        if self._ctrl_c and not watched:
+        if turn.finish_reason == "cancelled" and not watched:
             raise KeyboardInterrupt
-        if (sentence := why_it_ended(turn, self._session.params)) is not None:
+        if (sentence := why_it_ended(turn, self._session.params, self._session.engine.model.generation)) is not None:
             self._console.note(sentence)
         if self._chat.show_timings:
             self._console.note(numbers(turn, self._session.engine))
@@ -203,7 +219,7 @@ class _Conversation:
         return "\n".join(line for line in lines if line)
 
     def _set(self, argument: str) -> str:
-        """Sets a parameter, and returns the parameters that are set."""
+        """Sets a parameter, and returns the values of all that are in force."""
         name, value = [*argument.removeprefix("parameter ").split(maxsplit=1), "", ""][:2]  # Ollama's word
         if name:
             try:
@@ -211,9 +227,7 @@ class _Conversation:
             except FlagError as error:
                 known = ", ".join(sorted(flag.lstrip("-") for flag in {*PARAMETERS.values()}))
                 return f"{error}{'' if str(error).endswith('?') else '.'} /set takes {known}."
-        params, plain = self._session.params, SamplingParams()
-        differ = (f.name for f in fields(params) if getattr(params, f.name) != getattr(plain, f.name))
-        return ", ".join(f"{name} {getattr(params, name)}" for name in differ) or "All parameters are the model's."
+        return in_words(self._session.params, self._session.engine.model.generation)
 
     def _command(self, text: str) -> None:
         name, argument = [*text.split(maxsplit=1), ""][:2]
@@ -254,4 +268,5 @@ class _Conversation:
 
 
 def _complain(sentence: str) -> None:
-    print(f"error: {sentence}", file=sys.stderr)
+    text = f"error: {sentence}"
+    print(wrapped(text, columns) if sys.stderr.isatty() else text, file=sys.stderr)

@@ -49,5 +49,10 @@ class Wrapping:
         return piece
 
 
+def wrapped(text: str, width: Callable[[], int]) -> str:
+    """A whole text in lines. width: see `Wrapping`."""
+    return Wrapping(width).feed(f"{text}\n")[:-1]
+
+
 def _is_wide(piece: str) -> bool:
     return get_cwidth(piece) > len(piece)

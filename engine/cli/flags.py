@@ -43,6 +43,7 @@ IGNORED: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("--spec-ngram-size-n",): ("N", "ngram-simple looks for the newest 4 tokens"),
 }
 """llama.cpp's flags that have no effect here: names → the name of the value (empty for a switch), and why."""
+WITHOUT_EFFECT = {name: reason for names, (_, reason) in IGNORED.items() for name in names}
 _VALUED = {name for names, (value, _) in IGNORED.items() if value for name in names}
 _IGNORED_VALUE = re.compile(r"-?\d+|on|off|auto|all", re.IGNORECASE)
 
@@ -220,10 +221,11 @@ def _explain(field: Field[Any]) -> str:
 
 def _meant(word: str, groups: Mapping[str, type]) -> str:
     """A hint at the flag that an unknown one resembles; empty if there is none."""
-    known = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in _names(field)]
     if not word.startswith("-"):
         return ""
     name = word.partition("=")[0]
+    flags = [flag for cls in groups.values() for field in _on_command_line(cls) for flag in _names(field)]
+    known = [flag for flag in flags if flag.startswith("--") or not name.startswith("--")]  # --nope is not -np
     asks = get_close_matches(name, ["--help", "--version"], cutoff=0.8)  # --temp is not meant to be --help
     flag = close_to(name, [*asks, *known])
     return f" (did you mean {flag}?)" if flag else ""

@@ -6,10 +6,10 @@ The variable POLARLM_CTX_SIZE and the key ctx-size in a table of a TOML file sta
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,12 @@ else:
 
 CONFIG_HELP = "take flags that are neither typed nor variables (POLARLM_CTX_SIZE) from the table [{}] of this TOML file"
 PREFIX = "POLARLM_"
-_SIMILAR = 0.92  # names of which one is misspelt; POLARLM_MODELS, which is for the server alone, is not --model
-_NO_FLAGS = ("help", "version", "ignored")
+_COMMANDS = ("chat", "serve")  # which take variables
+# Variables that are no flags.
+_OTHERS = {PREFIX + name for name in ("CACHE", "CACHE_KEY", "CPU_LEVEL", "OVERLAP_LAUNCHES")}
+_PLACES = ("FILE", "PLACE")  # values of flags that may be there when another command looks, from another folder
+_NO_FLAGS = ("help", "version")
+_IGNORED = "ignored"  # the field of all flags of llama.cpp that are taken and change nothing
 _MODEL = {"weights", "hf_repo", "models"}  # a model that is typed takes the place of one in a variable
 _SWITCHED = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 # In double quotes, a backslash of TOML is the beginning of another character.
@@ -41,14 +45,13 @@ def with_sources(
     """(`argv` behind words for flags that it lacks, their fields with the places of their values).
 
     A place is a variable, or else a key of `table` in the file of --config, then of --models. Writes a note to standard
-    error about variables that seem misspelt. groups, checks: as of `parse`. Raises FlagError that names the place.
+    error about variables that no command has. groups, checks: as of `parse`. Raises FlagError that names the place.
     """
     typed = join_values(argv, groups)
     if {"-h", "--help", "--version"} & {*typed}:
         return [*argv], {}
     made = parser(groups, prog="", description="", checks=checks)
-    flags = {name: action for action in made._actions for name in action.option_strings}
-    keys = {flag[2:]: action for flag, action in flags.items() if flag[:2] == "--" and action.dest not in _NO_FLAGS}
+    flags, keys = made._option_string_actions, _keys(made)
     try:
         given = {*vars(made.parse_known_intermixed_args(typed)[0])}
     except FlagError:  # which `parse` tells
@@ -58,21 +61,19 @@ def with_sources(
 
     def give(key: str, value: Any, place: str) -> None:
         field = keys[key].dest
-        if field not in given:
-            try:
-                words.extend(new := [*_words(key, keys[key], value)])
-                made.parse_args(new)
-            except FlagError as error:
-                raise FlagError(f"{place}: {str(error).partition(': ')[2] or error}") from None
+        if field not in given or field == _IGNORED:
+            words.extend(_checked(made, key, value, place))
             given.add(field)
             places[field] = place
 
-    variables = {PREFIX + key.upper().replace("-", "_"): key for key in keys}
+    variables, unknown = _variables(keys), list[str]()
     for variable, value in environment.items():
         if (key := variables.get(variable)) is not None:
-            give(key, _SWITCHED.get(value.lower(), value) if keys[key].nargs == 0 else value, variable)
-        elif variable.startswith(PREFIX):
-            _note_misspelt(variable, [*variables])
+            give(key, _switched(keys[key], value), variable)
+        elif variable.startswith(PREFIX) and variable not in _OTHERS:
+            unknown.append(variable)
+    if unknown:
+        _check_unknown({variable: environment[variable] for variable in unknown}, [*variables])
     del keys["config"]
     for option in ("--config", "--models"):
         named = [word.partition("=")[2] for word in [*words, *typed] if word.startswith(f"{option}=")]
@@ -92,9 +93,57 @@ def with_sources(
     return [*words, *argv], places
 
 
+def _keys(made: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Long names without dashes → flags."""
+    flags = made._option_string_actions.items()
+    return {flag[2:]: action for flag, action in flags if flag[:2] == "--" and action.dest not in _NO_FLAGS}
+
+
+def _variables(keys: Iterable[str]) -> dict[str, str]:
+    return {PREFIX + key.upper().replace("-", "_"): key for key in keys}
+
+
+def _switched(action: argparse.Action, value: str) -> str | bool:
+    return _SWITCHED.get(value.lower(), value) if action.nargs == 0 else value
+
+
+def _checked(made: argparse.ArgumentParser, key: str, value: Any, place: str) -> list[str]:
+    """The words for a flag of this parser. Raises FlagError that names the place of the value."""
+    try:
+        words = [*_words(key, _keys(made)[key], value)]
+        made.parse_args(words)
+    except FlagError as error:
+        raise FlagError(f"{place}: {str(error).partition(': ')[2] or error}") from None
+    return words
+
+
+def _check_unknown(unknown: Mapping[str, str], own: Sequence[str]) -> None:
+    """Check variables that may be those of another command. Writes a note about each that is not. own: the variables of
+    the command that runs. Raises FlagError for a wrong value."""
+    from polarlm.command import COMMANDS  # whose modules are imported by name
+
+    others: dict[str, tuple[argparse.ArgumentParser, str]] = {}
+    for name in _COMMANDS:
+        module = importlib.import_module(COMMANDS[name][0])
+        made = parser(module.GROUPS, prog="", description="", checks=module.CHECKS)
+        others |= {variable: (made, key) for variable, key in _variables(_keys(made)).items()}
+    for variable, value in unknown.items():
+        if variable in others:
+            made, key = others[variable]
+            if (action := _keys(made)[key]).metavar not in _PLACES:
+                _checked(made, key, _switched(action, value), variable)
+        else:
+            close = close_to(variable[len(PREFIX) :], [name[len(PREFIX) :] for name in own])
+            meant = f"; did you mean {PREFIX}{close}?" if close else ": no flag has this name"
+            print(f"note: {variable} has no effect{meant}", file=sys.stderr)
+
+
 def _words(key: str, action: argparse.Action, value: Any) -> Iterator[str]:
     """The words for a flag. value: a switch's is a bool; that of a flag which may be repeated may be a list, or a table
     of names. Raises FlagError."""
+    if action.dest == _IGNORED:
+        yield f"--{key}" if action.nargs == 0 else f"--{key}={value}"
+        return
     if (action.nargs == 0) is not isinstance(value, bool):
         raise FlagError("takes true or false" if action.nargs == 0 else "takes a value, not true or false")
     if isinstance(value, Mapping):
@@ -105,12 +154,6 @@ def _words(key: str, action: argparse.Action, value: Any) -> Iterator[str]:
         yield from (f"--{key}={one}" for one in (value if isinstance(value, list) else [value]))
     elif value:
         yield f"--{key}"
-
-
-def _note_misspelt(variable: str, known: Sequence[str]) -> None:
-    close = get_close_matches(variable[len(PREFIX) :], [name[len(PREFIX) :] for name in known], 1, _SIMILAR)
-    for name in close:
-        print(f"note: {variable} has no effect; did you mean {PREFIX}{name}?", file=sys.stderr)
 
 
 @contextmanager

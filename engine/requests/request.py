@@ -24,7 +24,7 @@ from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
 from polarlm.engine.sampling.detokenizer import Detokenizer, StopFilter
-from polarlm.engine.sampling.sample import Sampled, Sampling, resolve
+from polarlm.engine.sampling.sample import Sampled, Sampling, most_tokens, resolve
 from polarlm.engine.state.places import Places
 from polarlm.engine.state.store import RowAdapter, SequenceKV, Span
 from polarlm.engine.storage.copies import Snapshot
@@ -137,7 +137,8 @@ class Request:
             params = replace(params, stop=(*params.stop, *model.template.stops))
         is_answer = is_chat(prompt) and not options.continue_final_message
         room = context - len(ids)
-        most = room if params.max_tokens < 0 else min(params.max_tokens, room)
+        most = most_tokens(params, model.generation)
+        most = room if most < 0 else min(most, room)
         request = cls(
             TokenSequence(tuple(ids), most, text_from=places.images[-1].stop if places else 0),
             params,

@@ -73,6 +73,11 @@ def resolve(params: SamplingParams, defaults: GenerationDefaults, vocab_size: in
     return Sampling(**{name: getattr(params, name) for name in others}, **chosen)
 
 
+def most_tokens(params: SamplingParams, defaults: GenerationDefaults) -> int:
+    """The most tokens of an answer: as the request says, else as the model's files do; -1 for no limit."""
+    return defaults.max_tokens if params.max_tokens is None else params.max_tokens
+
+
 class Penalties(NamedTuple):
     """Amounts that are subtracted from the logits of some tokens."""
 

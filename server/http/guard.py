@@ -55,8 +55,11 @@ class Guard:
                 "this name, or with an API key to let clients call it by any"
             )
             return ApiError(421, sentence, "misdirected_request", "Host")
-        if self._keys.needed and not self._knows_key(headers) and scope["path"] not in _OPEN:
+        sent = _keys(headers)
+        if self._keys.needed and not self._knows_one(sent) and scope["path"] not in _OPEN:
             sentence = "This server needs its API key, as in 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+            if any(sent):
+                sentence = "The key is not known: this server has another API key, or this one was withdrawn"
             return ApiError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         may_lack_type = scope["path"].startswith(_UNTYPED) and not _BROWSERS & set(headers.keys())
         wanted = _TYPES.get(scope["path"], "application/json")
@@ -79,16 +82,19 @@ class Guard:
         address, everywhere = literal_address(name), literal_address(self._host)
         return address is not None and (address.is_loopback or (everywhere is not None and everywhere.is_unspecified))
 
-    def _knows_key(self, headers: Headers) -> bool:
-        """Whether the key is sent as a bearer token, or in the header of Anthropic's clients, which may send both."""
-        bearer, bare = headers.getlist("authorization"), headers.getlist("x-api-key")
-        scheme, _, key = (bearer[0] if len(bearer) == 1 else "").partition(" ")
-        sent = [key.strip()] if scheme.lower() == "bearer" else []
-        names = map(self._keys.name_of, [*sent, *(bare if len(bare) == 1 else [])])
-        name = next((name for name in names if name is not None), None)
+    def _knows_one(self, sent: list[str]) -> bool:
+        name = next((name for name in map(self._keys.name_of, sent) if name is not None), None)
         if name and (entry := journal.current()):
             entry.key = name
         return name is not None
+
+
+def _keys(headers: Headers) -> list[str]:
+    """The keys that are sent: as a bearer token, and in the header of Anthropic's clients, which may send both."""
+    bearer, bare = headers.getlist("authorization"), headers.getlist("x-api-key")
+    scheme, _, key = (bearer[0] if len(bearer) == 1 else "").partition(" ")
+    sent = [key.strip()] if scheme.lower() == "bearer" else []
+    return [*sent, *(bare if len(bare) == 1 else [])]
 
 
 def _is(wanted: str, content_types: list[str], may_be_missing: bool) -> bool:

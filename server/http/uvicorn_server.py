@@ -183,12 +183,8 @@ class Web(uvicorn.Server):
         """Install no signal handlers: `server.__main__` has its own."""
         yield
 
-    def refuse(self) -> None:
-        for server in self.servers:
-            server.close()
-
     async def close(self) -> None:
-        """Wait a few seconds for responses to end, then close all connections."""
+        """Accept no more connections, wait a few seconds for responses to end, then close all connections."""
         self.should_exit = True
         await self._task
 

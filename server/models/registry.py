@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from polarlm.engine import EngineError
-from polarlm.engine.cli.flags import FlagError, close_to, in_flags
+from polarlm.engine.cli.flags import WITHOUT_EFFECT, FlagError, close_to, in_flags
 from polarlm.engine.cli.sources import QUOTES, read_toml
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.checks import settle
@@ -21,6 +21,7 @@ from polarlm.model_loaders.files.repository import files_of, models_in
 from polarlm.model_loaders.hub import local
 from polarlm.model_loaders.user_dirs import cache_folder
 from polarlm.server.config import HUB
+from polarlm.server.running.journal import note
 
 _LATEST = ":latest"  # the tag that Ollama's clients add to a name
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
@@ -182,7 +183,9 @@ def _model(at: str, folder: Path, name: str, table: Any, common: EngineConfig) -
         raise FlagError(f'{at}: a model is a table, as in [{name}] with path = "FILE.gguf"')
     known = [*_KEYS, *(key for key in _SETTINGS if key not in _SOURCES)]
     for key in table:
-        if key not in known:
+        if (why := WITHOUT_EFFECT.get(f"--{key}")) is not None:
+            note(f"note: {at}: {key} has no effect: {why}")
+        elif key not in known:
             meant = close_to(key, known)
             raise FlagError(f"{at}: there is no setting {key}" + (f"; did you mean {meant}?" if meant else ""))
     path, on_hub = _value(at, table, "path", str), _value(at, table, "hf", str)
@@ -199,7 +202,7 @@ def _model(at: str, folder: Path, name: str, table: Any, common: EngineConfig) -
     if not all(isinstance(alias, str) for alias in aliases):
         raise FlagError(f"{at}: aliases must be an array of names")
     idle = _value(at, table, "idle-unload", (int, float))
-    settings = {_SETTINGS[key]: value for key, value in table.items() if key not in _KEYS}
+    settings = {_SETTINGS[key]: value for key, value in table.items() if key in _SETTINGS and key not in _KEYS}
     try:
         if path is None:
             hub.parse(source)

@@ -55,7 +55,7 @@ function arrows({ message }) {
 
 function figuresOf({ usage, rate, ending, drafts, error, text, model, varied }) {
   if (!ending || (error && !usage)) return "";
-  const most = Number(current.settings.max_tokens || Infinity);
+  const most = Number(current.settings.max_tokens || $("max_tokens").placeholder); // which is a number for some models
   const why = ending === "length" && usage?.completion >= most ? "as long as the settings allow" : ENDINGS[ending];
   return [
     model && visible(model), usage && fromCache(usage), usage && count(usage.completion, "token"), rate && `${number(rate, 1)} tokens/s`,

@@ -225,7 +225,7 @@ class Driver:
 
     def _limited(self, params: SamplingParams) -> SamplingParams:
         limit = self.config.max_tokens
-        if limit is None or 0 <= params.max_tokens <= limit:
+        if limit is None or (params.max_tokens is not None and 0 <= params.max_tokens <= limit):
             return params
         return replace(params, max_tokens=limit)
 

@@ -304,11 +304,8 @@ class SocketServer:
             lambda: Connection(self._driver, self._connections), sock=self._bound, backlog=BACKLOG
         )
 
-    def refuse(self) -> None:
-        self._server.close()
-
     async def close(self) -> None:
-        self.refuse()
+        self._server.close()
         await asyncio.gather(*(connection.close(LAST_SECONDS) for connection in list(self._connections)))
 
 

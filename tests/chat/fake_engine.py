@@ -1,8 +1,8 @@
 """An engine without a model for the chat's tests; run as a script, it is the chat over that engine.
 
 It answers by what the last message says: "error…" raises, "slow" is an answer and "long" a prompt of half a
-minute, "loop" is answered by the same four words 1,000 times, "crash" fails unexpectedly, anything else comes
-back as "you said: …", a word per chunk.
+minute, "stuck" a step of ten, "loop" is answered by the same four words 1,000 times, "crash" fails unexpectedly,
+anything else comes back as "you said: …", a word per chunk.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.outputs import CacheStats, Chunk, Status, Threads, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
+from polarlm.engine.sampling.sample import most_tokens
 from polarlm.engine.storage.sessions import Session
 from polarlm.model_loaders.chat.templates import ChatTemplate
+from polarlm.model_loaders.config import GenerationDefaults
 
 
 @dataclass
@@ -43,6 +45,7 @@ class FakeEngine:
             name="fake",
             template=ChatTemplate("{{ messages }}"),
             config=SimpleNamespace(is_encoder=False),
+            generation=GenerationDefaults({"top_k": 20}),
         )
     )
 
@@ -82,6 +85,9 @@ class FakeEngine:
         said = said if isinstance(said, str) else said[-1]["text"]
         if said.startswith("error"):
             raise EngineError("the prompt has 200 tokens and the context 128; shorten it", "context_length_exceeded")
+        if said == "stuck":
+            yield Chunk("stuck ", (100,))
+            time.sleep(600)
         if said == "crash":
             raise ZeroDivisionError("division by zero")
         units = 3000 if said == "long" else 2
@@ -96,7 +102,7 @@ class FakeEngine:
             for number, word in enumerate(words):
                 if said == "slow":
                     time.sleep(0.01)
-                if number == params.max_tokens:
+                if number == most_tokens(params, self.model.generation):
                     yield self._last("length", number)
                     return
                 token = 100 + number if said != "loop" else len(word)
@@ -105,6 +111,11 @@ class FakeEngine:
         except GeneratorExit:
             self.cancelled += 1
             raise
+
+    def prompt_ids(self, prompt: Any) -> list[int]:
+        if not prompt[0]["content"][0]["image_url"]["url"].startswith("data:;base64,QQ"):
+            raise EngineError("messages[0].content[0]: this is no image of a kind that is read (A)")
+        return [1]
 
     def save_session(self, path: Path, *, note: Any = None, progress: Any = None) -> int:
         self._transfer(path, progress)

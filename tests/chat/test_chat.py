@@ -18,6 +18,8 @@ from polarlm.engine.chat.terminal import main
 from polarlm.engine.errors import EngineError
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.model_loaders.chat.templates import ChatTemplate
+from polarlm.model_loaders.config import GenerationDefaults
+from polarlm.model_loaders.errors import LoadError
 
 from .fake_engine import FakeEngine
 
@@ -252,6 +254,10 @@ def test_images_go_with_the_next_message_and_are_saved(chat, engine, tmp_path):
     assert [one["content"] for one in engine.prompts[-1] if one["role"] == "user"][1:] == ["two", "three"]
     assert "a.png cannot be read: No such file" in err
     assert "Which image?" in err
+    (tmp_path / "notes.txt").write_text("no image")
+    *_, err = chat(lines=f"/image {tmp_path / 'notes.txt'}\nfour\n")
+    assert f"error: {tmp_path / 'notes.txt'}: this is no image of a kind that is read" in err
+    assert engine.prompts[-1][-1]["content"] == "four"  # it does not go with the message
     engine.reads_images = False
     assert "fake takes text alone" in chat(lines=f"/image {tmp_path / 'two words.png'}\n")[2]
 
@@ -314,14 +320,20 @@ def test_the_numbers_of_a_turn(chat, argv, lines):
 
 def test_parameters_are_set_by_any_of_their_names(chat, engine):
     lines = "/set temperature 0.5\n/set parameter top-k 3\n/set n 2\n/set ignore-eos\nhi\n/set\n"
-    assert "max_tokens 2, temperature 0.5, top_k 3, ignore_eos True" in chat(lines=lines)[2].splitlines()
+    said = chat(lines=lines)[2].splitlines()[-1]
+    assert said.startswith("predict 2, temp 0.5, top-k 3, top-p 0.95, ")
+    assert said.endswith(", ignore-eos on")
     (params,) = engine.params
     assert (params.temperature, params.top_k, params.max_tokens, params.ignore_eos) == (0.5, 3, 2, True)
 
 
+def test_parameters_that_nobody_set_have_the_models_values(chat, engine):
+    engine.model.generation = GenerationDefaults({"top_k": 20}, greedy=True, max_tokens=300, banned=(7,))
+    assert "predict 300, temp 0, top-k 20, top-p 0.95, min-p 0.05, repeat-penalty 1, " in chat(lines="/set\n")[2]
+
+
 def test_a_parameter_that_cannot_be_set_is_a_sentence(chat):
-    err = chat(lines="/set\n/set tempratur 1\n/set temp warm\n/set top-p 0\n")[2]
-    assert "All parameters are the model's." in err
+    err = chat(lines="/set tempratur 1\n/set temp warm\n/set top-p 0\n")[2]
     assert "there is no parameter tempratur; did you mean temperature? /set takes dry-allowed-length, " in err
     assert "--temp: takes a number, not 'warm'" in err
     assert "--top-p: this is 0.0, but must be a number above 0 and at most 1" in err
@@ -354,7 +366,23 @@ def test_stats_say_how_many_threads_a_step_takes_and_why(chat):
 
 
 def test_an_answer_that_was_cut_off_says_why(chat):
-    assert "-n/--predict" in chat("-p", "hi", "-st", "-n", "1")[2]
+    assert "1 token that -n/--predict allows." in chat("-p", "hi", "-st", "-n", "1")[2]
+
+
+def test_a_limit_of_the_models_is_told_and_one_of_the_users_counts(chat, engine):
+    engine.model.generation = GenerationDefaults(max_tokens=2)
+    assert "2 tokens that answers of this model have; /set predict N" in chat("-p", "hi", "-st")[2]
+    assert "ends here" not in chat("-p", "hi", "-st", "-n", "-1")[2]
+
+
+def test_an_answer_that_is_given_again_differs(chat, engine):
+    """Unless the user wants the most likely words."""
+    engine.model.generation = GenerationDefaults(greedy=True)
+    chat("-s", "5", lines="one\n/regen\n/regen\ntwo\n")
+    assert [params.temperature for params in engine.params] == [None, 0.6, 0.6, None]
+    assert [params.seed for params in engine.params] == [5, 6, 7, 5]
+    assert "temp is 0, and so the answer is the same" in chat("--temp", "0", lines="one\n/regen\n")[2]
+    assert engine.params[-1].temperature == 0
 
 
 def test_raw_completion_goes_on_from_the_text_itself(chat, engine):
@@ -508,6 +536,18 @@ def test_ctrl_c_while_a_prompt_is_prepared_stops_this_answer_alone(engine):
     engine.model.template = Slow("{{ messages }}")
     turn = ChatSession(engine, SamplingParams(), Console()).send("hi")
     assert (turn.finish_reason, turn.token_ids) == ("cancelled", ())
+
+
+def test_ctrl_c_that_ends_the_process_of_a_template_as_well_is_no_error(engine):
+    class Killed(ChatTemplate):
+        @cached_property
+        def channels(self):
+            signal.raise_signal(signal.SIGINT)
+            raise LoadError("its process crashed (SIGINT)")
+
+    engine.model.template = Killed("{{ messages }}")
+    with pytest.raises(KeyboardInterrupt):
+        ChatSession(engine, SamplingParams(), Console()).send("hi")
 
 
 def test_ctrl_c_without_a_terminal_ends_the_chat():

@@ -11,6 +11,8 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import pytest
 
 from polarlm.engine.chat.console import ctrl_c_asked
 from polarlm.engine.chat.line_editor import _history_file
+from polarlm.model_loaders import first_model
 from polarlm.model_loaders.first_model import CHOICES
 from polarlm.model_loaders.user_dirs import state_folder
 from tests.model_loaders.hub_server import Repository
@@ -30,9 +33,11 @@ HANG = 120.0  # seconds after which a chat that says nothing counts as hung
 class Terminal:
     """A program behind a pseudo-terminal, driven by what it shows."""
 
-    def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str], **streams: int):
+    def __init__(
+        self, command: Sequence[str | Path], environment: Mapping[str, str], columns: int = 200, **streams: int
+    ):
         self._own, other = pty.openpty()
-        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         self.process = subprocess.Popen(
             command,
             **{"stdin": other, "stdout": other, "stderr": other, **streams},
@@ -110,6 +115,12 @@ def open_chat(tmp_path, monkeypatch):
         terminal.close()
 
 
+def put_choices(hub):
+    for name, _ in CHOICES:
+        repo, _, label = name.partition(":")
+        hub.repositories[repo] = Repository({f"{repo.partition('/')[2]}-{label}.gguf": bytes(3 << 19)})
+
+
 @pytest.mark.slow
 def test_text_is_shown_while_it_comes_and_ctrl_c_keeps_the_session(open_chat):
     chat = open_chat()
@@ -141,15 +152,98 @@ def test_a_long_prompt_shows_how_far_it_is_and_can_be_stopped(open_chat):
 
 
 @pytest.mark.slow
-def test_ctrl_c_at_the_empty_prompt_leaves_the_second_time(open_chat):
+def test_impatient_presses_of_ctrl_c_lose_no_conversation(open_chat):
+    """Two in a row stop an answer and leave nothing; two more at the prompt leave, and `/load` continues."""
     chat = open_chat()
-    chat.until("> ")
+    chat.say("remember me")
+    chat.until("you said: remember me")
+    chat.say("slow")
+    chat.until("slow slow slow")
     chat.type(CTRL_C)
-    chat.until("Ctrl-C again")
-    chat.until("> ")
+    time.sleep(0.1)
     chat.type(CTRL_C)
+    chat.until("Ctrl-D or /exit leaves")
+    chat.say("still there?")
+    chat.until("you said: still there?")
+    for said in ("Ctrl-D or /exit leaves", "/load in the next chat continues this conversation."):
+        chat.until("> ")
+        chat.type(CTRL_C)
+        chat.until(said)
     assert chat.end() == 0
     assert "Traceback" not in chat.shown
+    again = open_chat()
+    again.say("/load")
+    again.until("The last conversation continues.\r\n> still there?\r\nyou said: still there?")
+    again.say("/regen")
+    again.until("you said: still there?")
+    assert again.leave() == 0
+
+
+def test_a_second_ctrl_c_within_a_step_ends_it_and_keeps_the_chat(open_chat):
+    chat = open_chat("-p", "stuck")
+    chat.until("stuck")
+    chat.until("stuck")
+    chat.type(CTRL_C)
+    time.sleep(0.2)
+    chat.type(CTRL_C)
+    chat.until("The answer was stopped.")
+    chat.say("still there?")
+    chat.until("you said: still there?")
+
+
+def test_what_is_typed_during_an_answer_waits_for_the_prompt(open_chat):
+    chat = open_chat("-p", "slow")
+    chat.until("slow slow")
+    chat.type("hellp")
+    chat.until("slow slow slow")
+    chat.type("\x7fo")
+    chat.until("slow slow slow")
+    chat.type(CTRL_C)
+    assert "h" not in chat.until("The answer").replace("The answer", "")
+    chat.until("> ")
+    chat.until("hello")
+    chat.type(ENTER)
+    chat.until("you said: hello")
+
+
+@pytest.mark.slow
+def test_the_last_conversation_is_the_one_that_load_continues(open_chat, tmp_path):
+    """One that was saved, or one of another chat that was had later; not the one that is there."""
+    chat = open_chat()
+    for line, answer in (
+        *(("one", "you said: one"), ("/save", "12 tokens."), ("/system x", "A new"), ("two", "you said: two")),
+        *(("/load", "chat.session continues: 12 tokens."), ("three", "you said: three")),
+    ):
+        chat.say(line)
+        chat.until(answer)
+    assert chat.leave() == 0
+    again = open_chat()
+    again.say("four")
+    again.until("you said: four")
+    again.say("/load")
+    again.until("The last conversation continues. /load ")
+    again.until("> three")
+    for line, answer in (("five", "you said: five"), ("/clear", "forgotten")):
+        again.say(line)
+        again.until(answer)
+    assert again.leave() == 0
+    (folder,) = tmp_path.rglob("talks")
+    assert {file.stat().st_mode & 0o077 for file in [folder, *folder.iterdir()]} == {0}
+    talks = [[message["content"] for message in json.loads(file.read_text())["messages"]] for file in folder.iterdir()]
+    assert sorted(talk[-1] for talk in talks) == [f"you said: {what}" for what in ("four", "one", "three", "two")]
+
+
+def test_notes_are_wrapped_at_the_edge(open_chat):
+    chat = open_chat(columns=44)
+    chat.say("/help")
+    chat.until("/?")
+    chat.until("starts with /.")
+    chat.say("error")
+    chat.until("shorten it")
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", chat.shown).splitlines()
+    told = [line for line in lines if not line.startswith(">")]
+    assert max(map(len, told)) <= 44
+    assert "error: the prompt has 200 tokens and the" in told
 
 
 def test_ctrl_c_clears_what_was_typed(open_chat):
@@ -165,7 +259,8 @@ def test_tab_completes_a_command(open_chat):
     chat = open_chat()
     chat.until("> ")
     chat.type("/reg\t")
-    chat.until("/regen")
+    chat.until("/reg")
+    chat.until("en")
     chat.type(ENTER)
     chat.until("There is no answer yet.")
 
@@ -181,9 +276,7 @@ def test_words_are_wrapped_at_the_edge(open_chat):
     ("answer", "model"), [("", "Qwen/Qwen3-0.6B-GGUF:Q8_0"), ("7\n2", CHOICES[1][0]), ("3", "fake")]
 )
 def test_a_first_chat_asks_once_for_a_model(open_chat, hub, tmp_path, answer, model):
-    for name, _ in CHOICES:
-        repo, _, label = name.partition(":")
-        hub.repositories[repo] = Repository({f"{repo.partition('/')[2]}-{label}.gguf": bytes(3 << 19)})
+    put_choices(hub)
     chat = open_chat(asked=False)
     chat.until("1.5 MiB  answers everyday questions")
     chat.until("Enter takes 1): ")
@@ -196,10 +289,22 @@ def test_a_first_chat_asks_once_for_a_model(open_chat, hub, tmp_path, answer, mo
     assert "Which model" not in again.shown
 
 
-def test_a_first_chat_without_a_hub_asks_nothing(open_chat, hub):
+def test_a_first_chat_without_a_hub_asks_nothing_and_the_next_one_does(open_chat, hub):
     chat = open_chat(asked=False)
     chat.until("Reading the weights of fake")
     assert chat.leave() == 0
+    put_choices(hub)
+    chat = open_chat(asked=False)
+    chat.until("Enter takes 1): ")
+    assert "Reading the weights" not in chat.shown
+
+
+def test_a_hub_that_is_silent_holds_no_chat_up(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(first_model.hub, "size", lambda name: ended.wait(60))
+    monkeypatch.setattr(first_model, "_SECONDS", 0.01)
+    assert first_model.choose(pytest.fail, pytest.fail) is None
+    ended.set()
 
 
 def test_a_message_may_have_several_lines(open_chat):
@@ -230,11 +335,12 @@ def test_messages_of_earlier_chats_come_back(open_chat, tmp_path):
 def test_the_terminal_is_left_as_it_was(open_chat):
     chat = open_chat("-p", "slow")
     chat.until("slow slow")
-    assert not chat.flags() & termios.ECHOCTL
+    assert not chat.flags() & termios.ECHO
     chat.type(CTRL_C)
     chat.until("The answer was stopped.")
     assert chat.leave() == 0
-    assert chat.flags() & termios.ECHOCTL
+    assert chat.flags() & termios.ECHO
+    assert chat.flags() & termios.ICANON
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The Dockerfile and the unit of systemd name commands, flags, extras and folders that there are."""
+"""The Dockerfile and the unit of systemd name commands, flags, extras and folders that there are; nginx takes what the
+server takes."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ import pytest
 from polarlm.command import COMMANDS
 from polarlm.engine.cli.flags import parser
 from polarlm.engine.cli.sources import read_toml
+from polarlm.engine.state.plan import parse_size
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
-from polarlm.server.config import GROUPS, read_command_line
+from polarlm.server.config import GROUPS, ServerConfig, read_command_line
+from polarlm.server.http.bodies import LARGER
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE, UNIT = (ROOT / "examples" / "deploy" / name for name in ("Dockerfile", "polarlm.service"))
@@ -74,6 +77,16 @@ def test_the_image_is_healthy_when_the_server_is(status: int) -> None:
         environment = {"POLARLM_PORT": str(server.server_port)}
         done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, check=False, timeout=60)
     assert (done.returncode == 0) == (status == 200)
+
+
+def test_nginx_lets_through_what_the_server_takes() -> None:
+    """There is one configuration in the documents, whose limits are beyond those of a server as it starts."""
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")]
+    (config,) = re.findall(r"^```nginx\n(.*?)^```$", "".join(pages), re.MULTILINE | re.DOTALL)
+    values = dict(re.findall(r"^ *(\w+) ([^;{]+);", config, re.MULTILINE))
+    assert parse_size(values["client_max_body_size"].upper()) > LARGER * ServerConfig.max_body
+    assert int(values["proxy_read_timeout"].removesuffix("s")) >= ServerConfig.request_seconds
+    assert values["proxy_buffering"] == "off"
 
 
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:

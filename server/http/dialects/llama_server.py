@@ -17,7 +17,7 @@ from polarlm.engine.cli.flags import release
 from polarlm.engine.params import OPTIONS
 from polarlm.engine.parsing.pieces import Answer, Piece
 from polarlm.engine.requests.prompts import chat_text
-from polarlm.engine.sampling.sample import CHAIN, resolve
+from polarlm.engine.sampling.sample import CHAIN, most_tokens, resolve
 from polarlm.model_loaders import Model
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import TOO_LONG, ApiError
@@ -284,8 +284,8 @@ def generation_settings(model: Model, params: SamplingParams, context: int) -> d
     used = resolve(params, model.generation)
     return {
         "n_ctx": context,
-        "n_predict": params.max_tokens,
         **{name: getattr(used, name, getattr(params, name)) for name in EXTENSIONS if name in OPTIONS},
+        **dict.fromkeys(("n_predict", "max_tokens"), most_tokens(params, model.generation)),
         "logit_bias": [[token, bias if abs(bias) < 1e9 else False] for token, bias in params.logit_bias.items()],
         "n_probs": params.logprobs or 0,
         "samplers": list(CHAIN),

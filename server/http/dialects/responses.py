@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from polarlm.engine import EngineError
 from polarlm.engine.parsing.pieces import Piece
+from polarlm.engine.sampling.sample import most_tokens
 from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter, read_choice, tools_of
 from polarlm.server.http.dialects._shared import Places, known, located, members, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
@@ -73,7 +74,7 @@ class Responses(Endpoint):
         logprobs = None if params.logprobs is None else ChatLogprobs(about.model.tokenizer)
         repeated = {
             "instructions": body.get("instructions"),
-            "max_output_tokens": None if params.max_tokens < 0 else params.max_tokens,
+            "max_output_tokens": None if (most := most_tokens(params, about.model.generation)) < 0 else most,
             "metadata": _metadata(body.get("metadata", {})),
             "parallel_tool_calls": flag("parallel_tool_calls", body.get("parallel_tool_calls", True)),
             "temperature": params.temperature,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
-from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -19,6 +19,10 @@ from polarlm.engine.cli.flags import release
 from polarlm.engine.outputs import CompilationCounts, ExpertStatus, SnapshotStatus, Status, TierStatus
 from polarlm.engine.state.cache_types import stored
 from polarlm.server.running.counters import Totals
+
+# The text format that all scrapers read, also those that ask for OpenMetrics first. prometheus_client's OpenMetrics has
+# vllm_ where the names have vllm:, and the number of its own type, 1.0.0, is that of OpenMetrics, too.
+_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Family = CounterMetricFamily | GaugeMetricFamily
 
@@ -33,7 +37,7 @@ class _Page(Collector):
 
 def page(*metrics: Iterable[Metric]) -> Response:
     """The page that Prometheus reads."""
-    return Response(generate_latest(_Page(chain(*metrics))), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return Response(generate_latest(_Page(chain(*metrics))), headers={"Content-Type": _TYPE})
 
 
 def exposition(engine: Engine, done: Totals, now: Status, *, without_cached: bool) -> Response:

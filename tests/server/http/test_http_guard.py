@@ -226,6 +226,17 @@ def test_without_the_key_there_is_only_the_health(tiny: Engine, headers_sent: li
         assert server.outcomes() == {}
 
 
+def test_a_wrong_key_is_told_apart_from_a_missing_one(tiny: Engine) -> None:
+    with serving(tiny, api_key=KEY) as server, httpx.Client(base_url=server.http.base_url) as bare:
+        for sent, sentence in (
+            ({}, "This server needs its API key"),
+            ({"Authorization": "Bearer"}, "This server needs its API key"),
+            ({"Authorization": "Bearer sk-another"}, "The key is not known"),
+            ({"X-Api-Key": "sk-another"}, "The key is not known"),
+        ):
+            assert bare.get("/v1/models", headers=sent).json()["error"]["message"].startswith(sentence)
+
+
 def test_the_key_may_come_as_anthropics_clients_send_it(tiny: Engine) -> None:
     with serving(tiny, api_key=KEY) as server, httpx.Client(base_url=server.http.base_url) as bare:
         for more in ({}, {"Authorization": "Bearer sk-of-another-server"}):

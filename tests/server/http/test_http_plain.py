@@ -187,9 +187,9 @@ def test_an_unexpected_error_is_generic_for_clients(server: Serving, monkeypatch
 
 def metrics(server: Serving) -> dict[str, float]:
     """Every sample, as "name" or "name{labels}"."""
-    response = server.http.get("/metrics")
+    response = server.http.get("/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0, */*;q=0.1"})
     assert response.status_code == 200
-    assert response.headers["content-type"].startswith("text/plain; version=")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"  # which is what it is
     samples = {}
     for family in text_string_to_metric_families(response.text):
         assert family.documentation

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,32 @@ def test_settings_are_there_after_a_reload_and_part_of_the_request(page: Page) -
     assert {name: asked[name] for name in chosen} == chosen
     page.click("#fields button[type=reset]")
     page.until(lambda: page.run("return localStorage.getItem('polarlm.settings')") == "{}")
+
+
+LIMITED = """
+from dataclasses import replace
+from polarlm.engine import Engine
+load = Engine.load
+def limited(*arguments, **more):
+    engine = load(*arguments, **more)
+    engine.model = replace(engine.model, generation=replace(engine.model.generation, max_tokens=5))
+    return engine
+Engine.load = staticmethod(limited)
+"""
+
+
+def test_a_limit_of_the_models_is_shown_and_told(
+    visit: Callable[[Process], Page], tiny_path: Path, tmp_path: Path
+) -> None:
+    with Process(tiny_path, tmp_path, troubled=True, prelude=LIMITED) as process:
+        assert process.errors.read_text().count("Answers of this model end after 5 tokens, unless a request or") == 1
+        page = visit(process)
+        page.until(lambda: page.run("return max_tokens.placeholder") == "5")
+        page.choose(temperature=0)
+        page.send_and_wait("the rain ran")
+        assert "5 tokens" in page.figures()
+        assert "as long as the settings allow" in page.figures()
+        page.open("about:blank")
 
 
 def test_empty_fields_show_what_is_in_force(page: Page, server: Process) -> None:

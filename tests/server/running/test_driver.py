@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from polarlm.engine import Completion, Engine, EngineError, SamplingParams
 from polarlm.engine.outputs import fold
+from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
 from polarlm.server.running.counters import Totals
@@ -77,6 +79,20 @@ def test_the_limit_of_tokens(engine: Engine, asked: int, generated: int) -> None
         assert (await whole(driver, params=greedy(asked))).usage.completion_tokens == generated
 
     run(test, engine, max_tokens=5)
+
+
+def test_a_limit_of_the_models_counts_where_nobody_named_one(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "model", replace(tiny.model, generation=GenerationDefaults(max_tokens=3)))
+    prompt = [7] * (tiny.context - 40)
+
+    async def test(driver: Driver) -> None:
+        of_server = driver.config.max_tokens
+        for asked, generated in ((None, of_server or 3), (-1, of_server or 40), (4, 4)):
+            answer = await whole(driver, prompt, replace(greedy(), max_tokens=asked))
+            assert (answer.usage.completion_tokens, answer.finish_reason) == (generated, "length")
+
+    run(test, tiny)
+    run(test, tiny, max_tokens=5)
 
 
 def test_a_snapshot_stays_as_it_is(tiny: Engine) -> None:

@@ -85,6 +85,7 @@ def test_a_file_that_breaks_leaves_the_keys_and_is_told_once(
     assert "0123456789" not in message
     rewrite(file, f"ben {BEN}\n")
     assert [keys.name_of(key) for key in (ANNA, BEN)] == [None, "ben"]
+    assert caplog.messages[-1].endswith("has 1 valid key now")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of files")

@@ -196,6 +196,30 @@ def until_closing(client: Client) -> None:
 
 
 @pytest.mark.slow
+def test_while_answers_end_monitors_and_clients_learn_that_it_closes(tiny_path: Path, tmp_path: Path) -> None:
+    """Over new connections, which a balancer opens to look."""
+    with (
+        Process(tiny_path, tmp_path, "--socket-port", "0", troubled=True) as process,
+        process.client() as client,
+        process.held() as let,
+    ):
+        running(client, let)
+        process.signal(signal.SIGTERM)
+        until_closing(client)
+        for path in ("/health", "/ping"):
+            assert process.ask(path, "GET") == (503, {"status": "closing"})
+        status, answer = process.ask("/v1/completions", prompt="a", max_tokens=1)
+        assert (status, answer["error"]["code"]) == (503, "closing")
+        with process.client() as another:
+            assert another.ask(id=1, prompt="a")[1]["error"]["code"] == "closing"
+        let(1000)
+        while not (last := client.receive()).get("done"):
+            pass
+        assert last["finish_reason"] == "length"
+        assert process.wait() == 0
+
+
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(tiny_path: Path, tmp_path: Path) -> None:
     with (
         Process(tiny_path, tmp_path, "--socket-port", "0", troubled=True) as process,

@@ -1,0 +1,74 @@
+"""Conversations at a terminal, as they were after their last answer: files of the user's, which `/load` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from polarlm.engine.storage import files
+from polarlm.model_loaders.user_dirs import last_used, state_folder
+
+_MOST = 8  # conversations, since other terminals have theirs
+
+
+class KeptTalks:
+    """The messages of a conversation, and of earlier ones and those at other terminals. What the cache has of them is
+    not kept: their next prompt is computed."""
+
+    def __init__(self) -> None:
+        folder = state_folder()
+        self._folder = None if folder is None else folder / "talks"
+        self._own: Path | None = None  # the file of this conversation, once it is kept
+
+    @property
+    def has_own(self) -> bool:
+        """Whether this conversation is kept."""
+        return self._own is not None
+
+    def keep(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the conversation, in place of what was kept of it before. Raises OSError."""
+        if self._folder is None:
+            return
+        if self._own is None:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for old in self._files()[_MOST - 1 :]:
+                old.unlink(missing_ok=True)
+            number, name = tempfile.mkstemp(suffix=".json", dir=self._folder)
+            os.close(number)
+            self._own = Path(name)
+        # Without ids, which another model does not have.
+        texts = [{name: value for name, value in message.items() if name != "token_ids"} for message in messages]
+        files.write(self._own, [json.dumps({"messages": texts}).encode()], is_durable=False)
+
+    def begin(self) -> None:
+        """What is kept from now on is another conversation."""
+        self._own = None
+
+    def forget(self) -> None:
+        """Removes what is kept of this conversation."""
+        with suppress(OSError):
+            if self._own is not None:
+                self._own.unlink(missing_ok=True)
+        self._own = None
+
+    def last(self, since: int) -> Any:
+        """What was kept last of another conversation, as JSON; None if that was before `since`, in nanoseconds since
+        the epoch."""
+        for file in self._files():
+            with suppress(OSError, ValueError):
+                if file != self._own and last_used(file.stat()) > since:
+                    return json.loads(file.read_bytes())
+        return None
+
+    def _files(self) -> list[Path]:
+        """The newest first."""
+        found = []
+        with suppress(OSError):
+            for file in () if self._folder is None else self._folder.glob("*.json"):
+                found.append((last_used(file.stat()), file))
+        return [file for _, file in sorted(found, reverse=True)]
