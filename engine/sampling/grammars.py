@@ -44,6 +44,8 @@ _WORDS = {
     "^lexer precomputation failed.*": "it is too complex",
     "; try avoiding .*": "",
 }
+_PLACE = re.compile(r"at (\d+)\(\d+\): ")  # line and column that begin a reason
+_SCHEMA_AT = r"^at \d+\(\d+\): failed to compile JSON schema: "
 _KEPT_SECONDS = 2.0  # that the kept grammars took to compile, if there are several: a measure of their memory
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 
@@ -55,7 +57,7 @@ class Grammars:
         """size: the size of the vocabulary, including rows of the embedding that are padding."""
         self._tokenizer, self._size = tokenizer, size
         self._compiled: Recent[Key, _Compiled] = Recent(1.0, lambda one: max(1 / _KEPT, one.seconds / _KEPT_SECONDS))
-        self._refused: Recent[bytes, str] = Recent(_KEPT_REFUSED)  # hash of the key → reason
+        self._refused: Recent[bytes, tuple[str, int | None]] = Recent(_KEPT_REFUSED)  # hash of the key → reason, line
         self._compilations: Compilations[_Compiled] = Compilations(self._known, self._compile)
 
     def close(self) -> None:
@@ -90,14 +92,15 @@ class Grammars:
 
     def _known(self, key: Key) -> _Compiled | None:
         """The kept constraint of a key, if there is one. Raises EngineError if the key was refused recently."""
-        if (reason := self._refused.get(_hash(key))) is not None:
-            raise _unusable(key[0], reason)
+        if (refused := self._refused.get(_hash(key))) is not None:
+            raise _unusable(key[0], *refused)
         return self._compiled.get(key)
 
     def _refuse(self, key: Key, reason: str) -> EngineError:
-        reason = _in_words(reason)
-        self._refused.put(_hash(key), reason)
-        return _unusable(key[0], reason)
+        place = _PLACE.match(reason)
+        refused = _in_words(reason), int(place[1]) if place else None
+        self._refused.put(_hash(key), refused)
+        return _unusable(key[0], *refused)
 
     def _compile(self, key: Key, seconds: float, gone: Callable[[], bool]) -> _Compiled:
         """Compile a constraint, after a worker process has compiled it within the limits. Raises NeedsLonger, or
@@ -265,9 +268,11 @@ def _library() -> Any:
         raise EngineError("Constraints need the package llguidance: pip install 'polarlm[json]' installs it") from None
 
 
-def _unusable(field: str, reason: str) -> EngineError:
-    names = {"schema": "JSON schema", "grammar": "grammar", "regex": "regular expression"}
-    return ConstraintError(f"The {names[field]} cannot be used: {_in_words(reason)}")
+def _unusable(field: str, reason: str, line: int | None = None) -> EngineError:
+    names, reason = {"schema": "JSON schema", "grammar": "grammar", "regex": "regular expression"}, _in_words(reason)
+    refusal = ConstraintError(f"The {names[field]} cannot be used: {reason}")
+    refusal.line, refusal.reason = line, re.sub(_SCHEMA_AT, "", reason)
+    return refusal
 
 
 def _in_words(reason: str) -> str:

@@ -1,7 +1,8 @@
 """Prepares JSON schemas of answers and tool calls for llguidance: closed, and lenient unless they are strict.
 
 An object with listed properties gets no others unless its schema sets `additionalProperties`: small models would add
-properties without end. A lenient schema may have keywords that llguidance does not know; they are ignored.
+properties without end. A lenient schema may have keywords that llguidance does not know; they are ignored. A keyword
+that is null says nothing: programs write so what a schema lacks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _LISTED = ("properties", "patternProperties")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")  # schemas of the same value
 _OF_PARTS = ("items", "additionalItems", "additionalProperties")
 _BY_NAME = (*_LISTED, "$defs", "definitions")
+_VALUES = ("const", "default", "enum", "examples")  # keywords whose null is a value
+_CHOICES = ("anyOf", "oneOf")  # keywords of which an empty one allows nothing
 _LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 
 
@@ -33,7 +36,7 @@ def prepared_for_text(schema: Mapping[str, Any]) -> dict[str, Any]:
 def prepared(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """A closed copy of a schema with llguidance's options; the schema's options take precedence. Raises ValueError if
     nothing fulfils it, since a value would have to contain another one of its kind, without end."""
-    root = _copy(schema)
+    root = without_nulls(schema)
     _check_ends(root)
     asked = root.get(OPTIONS, {})
     root[OPTIONS] = {"lenient": True, **options, **asked} if isinstance(asked, dict) else asked
@@ -47,6 +50,32 @@ def prepared(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
         if isinstance(asked, dict) and asked.get("lenient", True) and _LOOKS_AROUND.search(str(node.get("pattern"))):
             _LOG.warning("a JSON schema holds in part: the pattern %r looks around", shown(node.pop("pattern")))
     return root
+
+
+def without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a schema without keywords that are null, or empty where that has no meaning, as `"properties": []`."""
+    root: dict[str, Any] = _copy(schema)
+    for node in _nodes(root):
+        for name in [name for name, value in node.items() if _says_nothing(name, value)]:
+            del node[name]
+        for name in node.keys() & {*_IN_PLACE, "required"}:
+            if isinstance(node[name], list) and None in node[name]:
+                node[name] = [one for one in node[name] if one is not None]
+        for name in node.keys() & {*_BY_NAME}:  # a name without a schema has any value
+            if isinstance(node[name], dict):
+                node[name] = {key: True if one is None else one for key, one in node[name].items()}
+        for name, meant in {"prefixItems": True, "items": True, "type": "null"}.items():
+            if isinstance(node.get(name), list):
+                node[name] = [meant if one is None else one for one in node[name]]
+    return root
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    if name in _VALUES:
+        return name == "enum" and value is None
+    if name in _CHOICES:
+        return value is None or (isinstance(value, list) and value != [] and all(one is None for one in value))
+    return value is None or value in ("", [])
 
 
 def _copy(value: Any) -> Any:

@@ -19,7 +19,7 @@ from polarlm.engine.requests.request import Ticket
 from polarlm.engine.sampling.schemas import prepared_for_text
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.errors import LoadError
-from polarlm.server.answers.call_grammar import Grammar, channel_grammar, functions_of
+from polarlm.server.answers.call_grammar import Grammar, channel_grammar, functions_of, refusal_of_calls
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.running.driver import Driver
 
@@ -53,9 +53,12 @@ async def answer(
         try:
             ticket = driver.engine.submit(prompt, plan.params, options, **more)
         except ConstraintError as error:
-            is_own = plan.params.grammar is params.grammar
-            refusal = error if is_own else ConstraintError(f"tools: {error}", error.code)
-            refusal.field = asked.constrained_by if is_own else "tools"
+            if plan.params.grammar is params.grammar:
+                error.field = asked.constrained_by
+                raise
+            assert asked.tools is not None
+            refusal = refusal_of_calls(error, str(plan.params.grammar), asked.tools.callable)
+            refusal.field = refusal.field or asked.constrained_by
             raise refusal from None
         conversation = ticket.conversation
         if warnings is not None:

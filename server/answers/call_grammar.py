@@ -19,7 +19,10 @@ from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.server.answers.quoted_grammar import QuotedRules, shared_rules
+from polarlm.server.reading.parts import in_words
 
+_ARGUMENTS = re.compile(r"arguments(\d+)(?:_\w+)?: ")  # begins the rules of a function's arguments
+_TEXTS = ("text: %json", "json: %json")  # begin the rule of a text that has a schema
 ID = "[a-zA-Z0-9]{9}"  # the id of a call, if the model writes one
 
 
@@ -140,9 +143,26 @@ def _refused(function: Function) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        refusal = ConstraintError(f"The parameters of the function {function.name} cannot be used: {error}")
-        refusal.field = "tools"
-        raise refusal from None
+        raise _refusal(f"the function {function.name}", str(error)) from None
+
+
+def _refusal(of: str, reason: str) -> ConstraintError:
+    refusal = ConstraintError(f"The parameters of {of} cannot be used: {reason}")
+    refusal.field = "tools"
+    return refusal
+
+
+def refusal_of_calls(error: ConstraintError, grammar: str, tools: Sequence[Mapping[str, Any]]) -> ConstraintError:
+    """What is said of an error in the grammar of calls of `tools`: the function whose arguments it is about, by name.
+    It has no field if it is about the schema of the text."""
+    names, reason = [tool["function"]["name"] for tool in tools], error.reason or str(error)
+    line = "".join(grammar.splitlines()[error.line - 1 : error.line]) if error.line else ""
+    if line.startswith(_TEXTS):
+        return ConstraintError(f"The JSON schema cannot be used: {reason}")
+    rule = _ARGUMENTS.match(line)
+    if rule or len(names) == 1:
+        return _refusal(f"the function {names[int(rule[1]) if rule else 0]}", reason)
+    return _refusal(f"one of the functions {in_words(names)}", reason)
 
 
 def literal(text: str, control: Mapping[str, int]) -> str:

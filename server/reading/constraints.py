@@ -34,7 +34,7 @@ def _response_format(field: str, value: Any) -> dict[str, Any]:
     if kind in ("text", ""):
         return {}
     if kind == "json_object":  # llama-server takes a schema here as well
-        return _schema(f"{field}.schema", value.get("schema", _JSON_OBJECT))
+        return _schema(f"{field}.schema", value.get("schema"))
     if kind != "json_schema":
         raise wrong(f"{field}.type", "text, json_object or json_schema", kind)
     inside = f"{field}.json_schema"
@@ -42,7 +42,7 @@ def _response_format(field: str, value: Any) -> dict[str, Any]:
     if wrapped is None and value.get("schema") is not None:  # as llama-server's documentation has it
         return _schema(f"{field}.schema", value["schema"])
     wrapped = mapping(inside, wrapped, "an object with a schema")
-    schema = _schema(f"{inside}.schema", wrapped.get("schema", _JSON_OBJECT))
+    schema = _schema(f"{inside}.schema", wrapped.get("schema"))
     strict = wrapped.get("strict")
     return _strict(schema) if strict is not None and flag(f"{inside}.strict", strict) else schema
 
@@ -58,6 +58,7 @@ def _strict(constraint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(field: str, value: Any) -> dict[str, Any]:
+    value = _JSON_OBJECT if value is None else value
     if not isinstance(value, (dict, str)):
         raise wrong(field, "a JSON schema, which is an object, or its text", value)
     return {"schema": value}

@@ -12,7 +12,7 @@ import pytest
 from polarlm.engine import EngineError, SamplingParams
 from polarlm.engine.sampling.constraints import allowed_bits
 from polarlm.engine.sampling.grammars import Grammars
-from polarlm.engine.sampling.schemas import STRICT
+from polarlm.engine.sampling.schemas import STRICT, prepared
 
 NUMBER = {"type": "integer"}
 A = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}
@@ -62,6 +62,28 @@ def test_objects_have_the_properties_that_are_listed(
 ) -> None:
     assert is_answer(grammars, schema, text) == may
     assert is_answer(grammars, json.dumps(schema), text) == may
+
+
+@pytest.mark.parametrize(
+    ("schema", "same"),
+    [
+        ({**A, "additionalProperties": None, "$defs": None, "$ref": None, "anyOf": None, "allOf": []}, A),
+        ({**A, "type": "", "required": None, "properties": None}, {}),
+        ({"type": "object", "properties": [], "required": ""}, {"type": "object"}),
+        ({"properties": {"required": None}}, {"properties": {"required": True}}),
+        ({"properties": {"x": {**A, "required": None}}}, {"properties": {"x": {**A, "required": []}}}),
+        ({"items": {"enum": None, "minLength": None, "pattern": ""}}, {"items": {}}),
+        ({"items": [None, A]}, {"items": [True, A]}),
+        ({"anyOf": [A, None]}, {"anyOf": [A]}),
+        ({"oneOf": [None]}, {}),
+        ({**A, "required": ["a", None]}, A),
+        ({"type": ["string", None]}, {"type": ["string", "null"]}),
+    ],
+)
+def test_null_in_a_schema_is_as_good_as_absent(schema: dict[str, Any], same: dict[str, Any]) -> None:
+    assert prepared(schema, {}) == prepared(same, {})
+    values = {"const": None, "enum": [None], "default": None, "examples": [None]}
+    assert prepared({"items": values}, {})["items"] == values
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {

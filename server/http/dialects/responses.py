@@ -143,7 +143,7 @@ def _text_settings(value: Any) -> dict[str, Any]:
     ours = {"verbosity": settings["verbosity"]} if "verbosity" in settings else {}
     if settings.get("format"):
         format = members("text.format", settings["format"])
-        ours["response_format"] = {"type": format.get("type"), "json_schema": {"schema": None, **format}}
+        ours["response_format"] = {"type": format.get("type"), "json_schema": format}
     return ours
 
 

@@ -88,6 +88,25 @@ def test_an_answer_is_of_the_schema(server: Serving, name: str) -> None:
     assert reply.reason == "stop"
 
 
+@pytest.mark.parametrize("name", [*CALLING, "ollama"])
+def test_a_schema_is_taken_with_nulls_in_it_and_one_that_fails_names_its_tool(hermes: Serving, name: str) -> None:
+    api, plain = APIS[name], {"type": "object", "properties": {"a": {"type": "string"}}}
+    nulls = {**plain, "type": ["object"], "required": None, "properties": {"a": {"type": "string", "enum": None}}}
+
+    def tokens(**more: Any) -> int:
+        return api.ask(hermes, QUESTION, max_tokens=2, **more).prompt_tokens
+
+    def tools(parameters: Any) -> list[Any]:
+        return [TOOLS[0], {"name": "broken", "description": None, "parameters": parameters}]
+
+    assert tokens(tools=tools(nulls)) == tokens(tools=tools(plain))
+    assert tokens(schema=nulls) == tokens(schema=None)
+    for wrong in ({"type": "text"}, {"pattern": "("}, {"$ref": "#/no"}):
+        body = api.body(QUESTION, tools=tools({**plain, "properties": {"a": {"type": "string", **wrong}}}))
+        told = json.dumps(hermes.refused(api.path, body))
+        assert re.search('The parameters of the function broken cannot be used: [^":]*(: [a-z]+)?"', told), told
+
+
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_a_turn_sent_back_finds_its_prefix_and_a_server_may_hide_it(tiny: Engine, name: str) -> None:
     api = CONVERSATIONS[name]
