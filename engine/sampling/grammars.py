@@ -219,6 +219,7 @@ def _key(params: SamplingParams, after: str) -> Key | None:
     field, text = next(((field, text) for field, text in texts.items() if text is not None), ("", ""))
     if not field:
         return None
+    text = text.removeprefix("\ufeff")
     if len(text) > MOST_TEXT:
         raise ConstraintError(f"{field} has {len(text):,} characters, but at most {MOST_TEXT:,} are taken")
     _library()
@@ -229,7 +230,7 @@ def _schema_text(schema: dict[str, Any] | str | None) -> str | None:
     if schema is None:
         return None
     try:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
+        schema = json.loads(schema.removeprefix("\ufeff")) if isinstance(schema, str) else schema
         text = json.dumps(schema)
     except (ValueError, TypeError, RecursionError) as error:
         raise _unusable("schema", str(error)) from None

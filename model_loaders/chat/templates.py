@@ -41,6 +41,7 @@ class ChatTemplate:
     """A Jinja template that turns messages into the text a model was trained on."""
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", is_default: bool = False) -> None:
+        source = source.removeprefix("\ufeff")  # a byte order mark would stand in every prompt
         self.source = source
         self.is_default = is_default
         # The plain default has no token that ends an answer: a base model would write the user's next message as well.
@@ -216,6 +217,6 @@ def _named_template(file: Path, value: object) -> str | None:
 
 def _text(file: Path, advice: str = "download it again") -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"{file} cannot be read ({error}): {advice}.") from error

@@ -84,7 +84,7 @@ class WordPieceTokenizer(LibraryTokenizer):
 def load(file: Path, content: bytes, settings: FolderSettings) -> LibraryTokenizer:
     """Reads a tokenizer.json. Raises LoadError if it is damaged or of an unknown kind."""
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")
         description = json.loads(text)
         library = tokenizers.Tokenizer.from_str(text)
         steps = list(_steps(description))
