@@ -256,8 +256,8 @@ def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 
 
 def is_batch(prompt: Prompt | Batch) -> TypeGuard[Batch]:
-    """Whether these are several prompts: texts alone, or lists alone."""
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)) or not prompt:
+    """Whether these are several prompts, or none: texts alone, or lists alone."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
         return False
     return all(isinstance(one, (str, list, tuple)) for one in prompt)
 

@@ -47,12 +47,12 @@ _NAMES = {
     "response_format": "format",
     "logprobs": "top_logprobs",
     "chat_template_kwargs": "think",
+    "reasoning_effort": "think",
 }
 _OWN_NAMES = (
     *("messages", "prompt", "system", "suffix", "raw", "images", "tools"),
     *("stream", "options", "format", "think", "logprobs", "top_logprobs"),
 )
-_EFFORTS = ("low", "medium", "high")
 
 
 def routes(driver: Driver) -> list[Route]:
@@ -177,18 +177,14 @@ def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
         raise wrong("format", 'a JSON schema or "json"', format)
     if flag("logprobs", body.get("logprobs", False)):
         ours["logprobs"] = body.get("top_logprobs", 0)
-    if "think" in body:
-        ours["chat_template_kwargs"] = _thinking(body["think"])
+    think = body.get("think")
+    if isinstance(think, bool):
+        ours["chat_template_kwargs"] = {"enable_thinking": think}
+    elif isinstance(think, str):
+        ours["reasoning_effort"] = think
+    elif think is not None:
+        raise wrong("think", 'true, false, or an effort such as "high"', think)
     return ours
-
-
-def _thinking(value: Any) -> dict[str, Any]:
-    """The template's variables that say whether the model reasons before it answers, and with which effort."""
-    if isinstance(value, bool):
-        return {"enable_thinking": value}
-    if value not in _EFFORTS:
-        raise wrong("think", f"true, false or one of {', '.join(_EFFORTS)}", value)
-    return {"enable_thinking": True, "reasoning_effort": value}
 
 
 def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -233,7 +233,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"max_tokens": "many"}, "max_tokens"),
         ({"stop_sequences": "on"}, "stop_sequences"),
         ({"stop_sequences": ["on", 5]}, "stop_sequences[1]"),
-        ({"tools": [{"name": "look", "input_schema": []}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "look", "input_schema": [1]}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
@@ -271,7 +271,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"options": {"mirostat": 2}}, "options.mirostat"),
         ({"options": 5}, "options"),
         ({"format": "xml"}, "format"),
-        ({"think": "hard"}, "think"),
+        ({"think": 5}, "think"),
     ],
     "generate": [
         ({"prompt": 5}, "prompt"),
