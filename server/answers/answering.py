@@ -13,7 +13,6 @@ from polarlm.engine.errors import ConstraintError
 from polarlm.engine.parsing.answer_parser import AnswerParser, shown_tokens
 from polarlm.engine.parsing.channel_parser import ChannelParser, channel_tokens
 from polarlm.engine.parsing.pieces import Piece, Progress, fold, keep
-from polarlm.engine.requests.answers import Conversation
 from polarlm.engine.requests.prompts import Prompt, is_chat, place_of_answer
 from polarlm.engine.requests.request import Ticket
 from polarlm.engine.sampling.schemas import prepared_for_text
@@ -39,11 +38,11 @@ async def answer(
     """Yield answer `index` in pieces. Closing the generator cancels it. Raises what the driver raises. The first piece
     of a streamed answer says that the engine has accepted the request; `warnings` then has its ticket's warnings."""
     plan = _Plan(asked.params)
-    conversation: Conversation | None = None
+    ticket: Ticket | None = None
 
     def submit(prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
         """Plan and queue the answer in one call in a thread. An error in a constraint names the request's field."""
-        nonlocal plan, conversation
+        nonlocal plan, ticket
         # Each answer has a seed of its own, so that they differ and can be repeated.
         numbered = params if params.seed < 0 else replace(params, seed=params.seed + index)
         plan = _plan(driver.engine, asked, numbered)
@@ -60,7 +59,6 @@ async def answer(
             refusal = refusal_of_calls(error, str(plan.params.grammar), asked.tools.callable)
             refusal.field = refusal.field or asked.constrained_by
             raise refusal from None
-        conversation = ticket.conversation
         if warnings is not None:
             warnings.extend(ticket.warnings)
         return ticket
@@ -76,6 +74,7 @@ async def answer(
     )
     pieces: list[Piece] = []
     ids: list[int] = []
+    is_first = True
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
             if chunk.prompt_tokens and not chunk.prefilled:
@@ -84,16 +83,21 @@ async def answer(
             if chunk.prefilled:
                 yield Piece(progress=Progress(chunk.prompt_tokens, chunk.cached_tokens, chunk.prefilled))
                 continue
+            assert ticket is not None
             if plan.parser is None:
-                yield _piece(chunk, plan.params.stop)
-                continue
-            ids += chunk.token_ids
-            parsed = list(_parsed(chunk, plan.parser, plan.params.stop))
-            pieces += parsed
-            if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
-                keep(conversation, fold(pieces), ids)
+                parsed = [_piece(chunk, plan.params.stop)]
+            else:
+                ids += chunk.token_ids
+                parsed = list(_parsed(chunk, plan.parser, plan.params.stop))
+                pieces += parsed
+                if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
+                    keep(ticket.conversation, fold(pieces), ids)
             for piece in parsed:
-                yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
+                shown = replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
+                if is_first:
+                    shown = replace(shown, prompt_tokens=ticket.prompt_tokens, cached_tokens=ticket.cached_tokens())
+                    is_first = False
+                yield shown
 
 
 def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan:

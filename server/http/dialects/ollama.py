@@ -23,7 +23,7 @@ from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
-from polarlm.server.http.streams import LINES, Event
+from polarlm.server.http.streams import HEADERS, LINES, Event
 from polarlm.server.http.warnings import unknown_fields
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
@@ -154,7 +154,9 @@ class _Server(Endpoints):
             raise ApiError(501, f"This server pulls no models: it has {model} alone", "not_supported", "model")
         stream = flag("stream", True if body.get("stream") is None else body["stream"])
         done = {"status": "success"}
-        return Response(LINES.frame(done), media_type=LINES.media_type) if stream else JSONResponse(done)
+        if not stream:
+            return JSONResponse(done)
+        return Response(LINES.frame(done), headers=HEADERS, media_type=LINES.media_type)
 
     @cached_property
     def _entry(self) -> dict[str, Any]:

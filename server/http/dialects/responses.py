@@ -16,7 +16,7 @@ from polarlm.server.http.dialects._shared import Places, known, located, members
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import About, Endpoint, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
-from polarlm.server.http.streams import NAMED
+from polarlm.server.http.streams import HEADERS, NAMED
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
@@ -100,7 +100,7 @@ class _Generation(Generation):
                 raise
             _, writer = await self._asked(body)
             events = [*writer.events(0, Piece(), first=True), writer.failure(api_error(error))]
-            return Response(b"".join(map(NAMED.frame, events)), media_type=NAMED.media_type)
+            return Response(b"".join(map(NAMED.frame, events)), headers=HEADERS, media_type=NAMED.media_type)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
