@@ -33,10 +33,10 @@ class _Plan:
 
 
 async def answer(
-    driver: Driver, asked: ParsedRequest, index: int = 0, warnings: list[str] | None = None
+    driver: Driver, asked: ParsedRequest, index: int = 0, told: list[str] | None = None
 ) -> AsyncGenerator[Piece, None]:
     """Yield answer `index` in pieces. Closing the generator cancels it. Raises what the driver raises. The first piece
-    of a streamed answer says that the engine has accepted the request; `warnings` then has its ticket's warnings."""
+    of a streamed answer says that the engine has accepted the request; `told` then has its ticket's warnings."""
     plan = _Plan(asked.params)
     ticket: Ticket | None = None
 
@@ -59,8 +59,6 @@ async def answer(
             refusal = refusal_of_calls(error, str(plan.params.grammar), asked.tools.callable)
             refusal.field = refusal.field or asked.constrained_by
             raise refusal from None
-        if warnings is not None:
-            warnings.extend(ticket.warnings)
         return ticket
 
     stream = driver.stream(
@@ -71,6 +69,7 @@ async def answer(
         progress=asked.progress,
         submit=submit,
         compiles=asked.tools is not None,
+        told=told,
     )
     pieces: list[Piece] = []
     ids: list[int] = []

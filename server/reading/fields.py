@@ -8,14 +8,20 @@ warning. fields.json, from which docs/http-fields.md is made, has the APIs, a se
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from polarlm.engine.limits import MOST_DRAFTED, PENALTY_WINDOW
 from polarlm.engine.sampling.sample import CHAIN
 from polarlm.server.reading.values import Body, is_empty, is_number, shown, unquoted
+
+_MOST_UNKNOWN = 5  # unknown fields that are named
+_LONGEST_NAME = 40
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,21 @@ def warnings(body: Body) -> list[tuple[str, str]]:
         if name in body and capped(name, body[name]) != body[name]:
             told.append((name, f"{name} is {shown(body[name])}, and the most that there is here, {most}, counts"))
     return told
+
+
+def unknown_fields(body: Body, known: Collection[str], inside: str = "") -> list[str]:
+    """A sentence for each of the first unknown fields of `body`. inside: the path of `body`, such as "options."."""
+    strange = [name for name, value in body.items() if name not in known and not is_empty(value)]
+    sentences = [_unknown(name, known, inside) for name in strange[:_MOST_UNKNOWN]]
+    more = len(strange) - _MOST_UNKNOWN
+    return [*sentences, f"{more} more fields are unknown"] if more > 0 else sentences
+
+
+def _unknown(name: str, known: Collection[str], inside: str) -> str:
+    name = name[:_LONGEST_NAME]
+    name = name if _PLAIN.fullmatch(name) else ascii(name)
+    (meant,) = get_close_matches(name, known, n=1, cutoff=0.75) or ("",)
+    return f"{inside}{name} is unknown and ignored" + (f": did you mean {inside}{meant}?" if meant else "")
 
 
 def capped(name: str, value: Any) -> Any:

@@ -24,8 +24,7 @@ from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import HEADERS, LINES, Event
-from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.fields import asking
+from polarlm.server.reading.fields import asking, unknown_fields
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
 from polarlm.server.reading.sampling import EXTENSIONS

@@ -17,6 +17,7 @@ from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import About, Endpoint, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import HEADERS, NAMED
+from polarlm.server.http.warnings import in_stream, warn
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.sampling import EXTENSIONS
@@ -98,9 +99,10 @@ class _Generation(Generation):
         except EngineError as error:
             if error.code != TOO_LONG or not body.get("stream"):
                 raise
-            _, writer = await self._asked(body)
+            _, writer, told = await self._asked(body)
             events = [*writer.events(0, Piece(), first=True), writer.failure(api_error(error))]
-            return Response(b"".join(map(NAMED.frame, events)), headers=HEADERS, media_type=NAMED.media_type)
+            failed = b"".join(map(NAMED.frame, in_stream(events, told)))
+            return warn(Response(failed, headers=HEADERS, media_type=NAMED.media_type), told)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:

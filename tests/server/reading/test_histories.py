@@ -313,9 +313,11 @@ def test_the_log_has_what_the_socket_left_out(start: Callable[..., Serving], mon
     entries: list[journal.Entry] = []
     monkeypatch.setattr(journal.Entry, "line", lambda entry: entries.append(entry) or {})  # type: ignore[func-returns-value]
     with Client(start().address) as client:
-        client.send(id=1, messages=[user("the", images=["AAAA"]), NEXT], max_tokens=1)
-        client.rest_of(1)
-    assert "left out" in str(entries[0].warning)
+        client.send(id=1, messages=[user("the", images=["AAAA"]), NEXT], max_tokens=1, temprature=0)
+        _, last = client.rest_of(1)
+    assert entries[0].warnings == last["warnings"]
+    assert "left out" in last["warnings"][0]
+    assert last["warnings"][1] == "temprature is unknown and ignored: did you mean temperature?"
 
 
 F_OF_ANTHROPIC = {"name": "f", "input_schema": {"type": "object"}}
