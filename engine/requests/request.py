@@ -19,7 +19,7 @@ from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Batch, Drafting, Drafts
-from polarlm.engine.requests.prompts import Prompt, check_vectors, checked_ids, is_chat, prompt_ids, yes_and_no
+from polarlm.engine.requests.prompts import Prompt, check_vectors, checked_ids, is_chat, prompt_ids, within, yes_and_no
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
@@ -131,7 +131,8 @@ class Request:
             raise EngineError("Images have neither vectors nor log-probabilities: leave them out")
         limit = context - room if options.truncate else context
         ids = prompt_ids(conversation.prompt, model, options, context=limit, warn=warnings.append, cut=read.cut)
-        ids = checked_ids(ids[:limit] if options.truncate else ids, model, context, room, read.ids)
+        ids = within(ids, limit, warnings.append) if options.truncate else ids
+        ids = checked_ids(ids, model, context, room, read.ids)
         places, of_rows = read.places(ids, sections=model.config.has_sections)
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from starlette.responses import Response
 
@@ -35,6 +35,17 @@ def warn(response: Response, told: Iterable[str]) -> Response:
         response.body = bytes(response.body[:-1]) + comma + f'"{FIELD}":{json.dumps(sentences)}}}'.encode()
         response.headers["content-length"] = str(len(response.body))
     return response
+
+
+def of_each(field: str, told: Mapping[int, str]) -> list[str]:
+    """Sentences about items of an array, told by their numbers: each sentence once, behind the places that it is of."""
+    places: dict[str, list[str]] = {}
+    for number, sentence in told.items():
+        places.setdefault(sentence, []).append(f"{field}[{number}]")
+    return [
+        f"{', '.join(each[:_MOST])}{f' and {len(each) - _MOST} more' if len(each) > _MOST else ''}: {sentence}"
+        for sentence, each in places.items()
+    ]
 
 
 def in_stream(events: Sequence[Event], told: Iterable[str]) -> Sequence[Event]:
