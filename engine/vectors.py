@@ -81,11 +81,8 @@ class Vectors:
             if instruction is not None:
                 raise EngineError(f"{self.model.name} reads no instruction, only query and document: leave it out")
             options = PromptOptions(pooling=RANK)
-            cut = {"truncate": truncate, "most": most_of_document}
-            pairs = (
-                pair_ids(query, one, self.model, context, **cut, warn=partial(warn, index))
-                for index, one in enumerate(documents)
-            )
+            join = partial(pair_ids, query, model=self.model, context=context, truncate=truncate, most=most_of_document)
+            pairs = (join(document, warn=partial(warn, index)) for index, document in enumerate(documents))
             return [(ids, params, options) for ids in pairs]
         if self.model.config.is_encoder:
             raise EngineError(

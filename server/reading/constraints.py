@@ -23,10 +23,13 @@ def read_constraint(body: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]
     for field, read in _FIELDS.items():
         if body.get(field) is not None and (constraint := read(field, body[field])):
             constraints[field] = constraint
-    if len(constraints) > 1:
-        first, second, *_ = constraints
-        raise BadRequest(second, f"{first} and {second} both constrain the answer: leave one of them out")
-    return next(iter(constraints.items()), (None, {}))
+    if len(constraints) > 1:  # any object is what a schema beside it describes
+        constraints = {field: one for field, one in constraints.items() if one.get("schema") is not _JSON_OBJECT}
+    (first, constraint), *others = constraints.items() or [(None, {})]
+    for second, other in others:
+        if other != constraint:
+            raise BadRequest(second, f"{first} and {second} both constrain the answer: leave one of them out")
+    return first, constraint
 
 
 def _response_format(field: str, value: Any) -> dict[str, Any]:

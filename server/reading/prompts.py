@@ -9,6 +9,7 @@ from typing import Any
 
 from polarlm.engine import PromptOptions
 from polarlm.engine.requests.prompts import Prompt
+from polarlm.server.reading.fields import only
 from polarlm.server.reading.messages import read_messages
 from polarlm.server.reading.tools import Tools, check_depth
 from polarlm.server.reading.values import (
@@ -67,11 +68,6 @@ def spelling(body: Mapping[str, Any], names: Sequence[str], told: Told) -> str:
     first, *others = [name for name in there if not is_empty(body[name])] or there or names
     told += [(other, only(first, other)) for other in others if other in body and body[other] != body[first]]
     return first
-
-
-def only(first: str, other: str) -> str:
-    """What is said of two spellings of one field."""
-    return f"{other} is ignored: {first} is given as well"
 
 
 def read_truncate(body: Mapping[str, Any], default: bool) -> bool:

@@ -109,7 +109,6 @@ RESPONSES: dict[str, Piece] = {
     "without text": lambda *_: [
         {"type": "image_generation_call", "result": "AAAA"},
         {"type": "compaction", "encrypted_content": "AAAA"},
-        {"type": "item_reference", "id": "a"},
         {"type": "made_up"},
     ],
     "reasoning": lambda t, _: [
@@ -276,6 +275,21 @@ def test_what_is_asked_now_must_be_text(part: dict[str, Any]) -> None:
         prompt, (warning,) = read("chat", [user("a", part), *more])
         assert prompt[0]["content"] in ("a", "a[image left out]", "a[document left out]")
         assert warning == f"parts of messages that have no text are left out, of type '{part['type']}'"
+
+
+def test_reasoning_that_only_its_maker_reads_is_told() -> None:
+    hidden = {"type": "reasoning", "summary": [], "encrypted_content": "AAAA"}
+    for api, items in (("responses", [hidden, ON]), ("anthropic", [assistant({"type": "redacted_thinking"}, "on")])):
+        prompt, (warning,) = read(api, [user("q"), *items, NEXT])
+        assert [one["content"] for one in prompt] == ["q", "on", "next"]
+        assert re.search("left out, of type '(encrypted reasoning|redacted_thinking)'", warning)
+    shown = hidden | {"content": [typed("reasoning_text", "hm")]}
+    assert read("responses", [user("q"), shown, ON, NEXT])[1] == []
+
+
+def test_a_call_in_both_spellings_is_one_call() -> None:
+    call = {**CALL, "function_call": {"name": "f", "arguments": "{}"}}
+    assert read("chat", [user("q"), call, NEXT]) == read("chat", [user("q"), CALL, NEXT])
 
 
 def test_earlier_messages_of_roles_that_no_api_has_are_the_users() -> None:
