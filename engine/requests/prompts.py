@@ -278,7 +278,7 @@ def is_batch(prompt: Prompt | Batch) -> TypeGuard[Batch]:
 
 def one_prompt(prompt: Prompt, of_several: str = "generate") -> Prompt:
     """Return `prompt`. Raises EngineError for several. of_several: the method that takes them."""
-    if is_batch(prompt):
+    if is_batch(prompt) and len(prompt) > 0:
         raise EngineError(f"This is a list of {counted(len(prompt), 'prompt')}, which {of_several} takes; give one")
     return prompt
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +28,6 @@ from polarlm.model_loaders.limited_process import TOO_LONG, LimitedProcess, Proc
 from polarlm.model_loaders.recent import Recent
 from polarlm.model_loaders.tokenizers import Tokenizer
 
-_LOG = logging.getLogger(__name__)
 MOST_TEXT = 1 << 17  # characters of a schema, grammar or regular expression
 _KEPT = 32  # compiled grammars
 _KEPT_REFUSED = 512  # reasons
@@ -74,13 +72,14 @@ class Grammars:
         params: SamplingParams,
         other: Constraint | None = None,
         gone: Callable[[], bool] | None = None,
-        *,
         after: str = "",
+        told: list[str] | None = None,
     ) -> Constraint | None:
         """A new constraint as `params` ask for, else `other`, which may be None. Raises EngineError.
 
         gone: returns True once nobody waits for the request; then nothing is compiled for it. after: the tag that
-        closes the reasoning with which the answer begins, and behind which the constraint begins; empty for none.
+        closes the reasoning with which the answer begins, and behind which the constraint begins; empty for none. told:
+        gets a sentence for each part of it that does not hold.
         """
         key = _key(params, after)
         if key is None:
@@ -88,6 +87,8 @@ class Grammars:
         if other is not None:
             raise EngineError(f"constraint and {key[0]} both constrain the answer; leave one of them out")
         known = self._known(key) or self._compilations.result(key, gone or (lambda: False))
+        if told is not None:
+            told += [f"the constraint holds in part: {why}" for why in known.unheld]
         return _Matched(known.matcher.deep_copy())
 
     def _known(self, key: Key) -> _Compiled | None:
@@ -109,7 +110,8 @@ class Grammars:
 
         try:
             field, text, after = key
-            source = _source(field, text)
+            unheld = dict[str, None]()
+            source = _source(field, text, lambda why: unheld.update({why: None}))
             source = _after(after, source, self._tokenizer.control_tokens()) if after else source
             with wanted_until(gone):
                 answer = self._workers[seconds].ask({"grammar": source, "seconds": seconds})
@@ -125,9 +127,8 @@ class Grammars:
         matched = library_matcher(self._library_tokenizer, source)
         if matched.is_error():
             raise self._refuse(key, matched.get_error())
-        for warning in matched.get_grammar_warnings():
-            _LOG.warning("a constraint holds in part: %r", _in_words(warning))
-        compiled = _Compiled(matched, time.perf_counter() - began)
+        unheld |= dict.fromkeys(map(_in_words, matched.get_grammar_warnings()))
+        compiled = _Compiled(matched, time.perf_counter() - began, tuple(unheld))
         self._compiled.put(key, compiled)
         return compiled
 
@@ -152,10 +153,11 @@ class Grammars:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """llguidance's matcher before the first token, and how long it took to make."""
+    """llguidance's matcher before the first token."""
 
     matcher: Any
-    seconds: float
+    seconds: float  # that it took to make
+    unheld: tuple[str, ...]  # what of it does not hold
 
 
 class _Adapter:
@@ -239,11 +241,11 @@ def _schema_text(schema: dict[str, Any] | str | None) -> str | None:
     return text
 
 
-def _source(field: str, text: str) -> str:
-    """The grammar as llguidance compiles it. Raises ValueError."""
+def _source(field: str, text: str, warn: Callable[[str], None]) -> str:
+    """The grammar as llguidance compiles it. warn: called with what does not hold. Raises ValueError."""
     library = _library()
     if field == "schema":
-        schema = schemas.prepared_for_text(json.loads(text))
+        schema = schemas.prepared_for_text(json.loads(text), warn)
         return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     if field == "regex":
         return str(library.LLMatcher.grammar_from_regex(text))

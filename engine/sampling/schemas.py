@@ -7,15 +7,13 @@ that is null says nothing: programs write so what a schema lacks.
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from polarlm.engine.errors import shown
 
-_LOG = logging.getLogger(__name__)
 OPTIONS = "x-guidance"  # llguidance's options, at the top of a schema
 STRICT = {OPTIONS: {"lenient": False}}  # at the top of a schema whose keywords must all be known
 _SPACE = r" |\n[ \t]{0,24}"  # between the parts of JSON; without this limit, some models write space without end
@@ -28,14 +26,17 @@ _CHOICES = ("anyOf", "oneOf")  # keywords of which an empty one allows nothing
 _LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 
 
-def prepared_for_text(schema: Mapping[str, Any]) -> dict[str, Any]:
+def prepared_for_text(schema: Mapping[str, Any], warn: Callable[[str], None] = lambda why: None) -> dict[str, Any]:
     """`prepared` for an answer's text, with the white space of printed JSON. Raises ValueError."""
-    return prepared(schema, {"whitespace_pattern": _SPACE})
+    return prepared(schema, {"whitespace_pattern": _SPACE}, warn)
 
 
-def prepared(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """A closed copy of a schema with llguidance's options; the schema's options take precedence. Raises ValueError if
-    nothing fulfils it, since a value would have to contain another one of its kind, without end."""
+def prepared(
+    schema: Mapping[str, Any], options: Mapping[str, Any], warn: Callable[[str], None] = lambda why: None
+) -> dict[str, Any]:
+    """A closed copy of a schema with llguidance's options; the schema's options take precedence. warn: called with what
+    does not hold. Raises ValueError if nothing fulfils it, since a value would have to contain another one of its kind,
+    without end."""
     root = without_nulls(schema)
     _check_ends(root)
     asked = root.get(OPTIONS, {})
@@ -48,7 +49,7 @@ def prepared(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
             _close(node)
         # Pydantic and zod write look-around for numbers and e-mail addresses; no token mask can look ahead.
         if isinstance(asked, dict) and asked.get("lenient", True) and _LOOKS_AROUND.search(str(node.get("pattern"))):
-            _LOG.warning("a JSON schema holds in part: the pattern %r looks around", shown(node.pop("pattern")))
+            warn(f"the pattern {shown(node.pop('pattern'))} looks around")
     return root
 
 

@@ -49,7 +49,6 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._process = LimitedProcess(_WORKER, source)
         self._places: Recent[str, Place] = Recent(_MOST_VARIABLES)
-        self._logged: set[str] = set()
         self.changes: Recent[str, tuple[int, bool]] = Recent(MOST_SHAPES)  # see `put_otherwise`
 
     def with_text(self, old: str, new: str) -> ChatTemplate:
@@ -70,12 +69,6 @@ class ChatTemplate:
             f"written {how}. For answers, take a model with Instruct or Chat in its name; polarlm chat -no-cnv and "
             "/v1/completions continue text"
         )
-
-    def log_once(self, warning: str) -> None:
-        """Log a sentence, the first time that it is passed."""
-        if warning not in self._logged:
-            self._logged.add(warning)
-            _LOG.warning("%s", warning)
 
     @cached_property
     def calls(self) -> CallFormat:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,12 +45,14 @@ async def answer(
         nonlocal plan, ticket
         # Each answer has a seed of its own, so that they differ and can be repeated.
         numbered = params if params.seed < 0 else replace(params, seed=params.seed + index)
-        plan = _plan(driver.engine, asked, numbered)
+        unheld: list[str] = []
+        plan = _plan(driver.engine, asked, numbered, unheld.append)
         if plan.is_begun and not options.continue_final_message:
             prompt = [*prompt, {"role": "assistant", "content": ""}]
             options = replace(options, continue_final_message=True)
         try:
             ticket = driver.engine.submit(prompt, plan.params, options, **more)
+            ticket = replace(ticket, warnings=[*unheld, *ticket.warnings])
         except ConstraintError as error:
             if plan.params.grammar is params.grammar:
                 error.field = asked.constrained_by
@@ -99,16 +101,17 @@ async def answer(
                 yield shown
 
 
-def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan:
+def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams, warn: Callable[[str], None]) -> _Plan:
+    """warn: called with a sentence for each part of a constraint that does not hold."""
     if not is_chat(asked.prompt):
         return _Plan(params)
     template, control = engine.model.template, engine.model.tokenizer.control_tokens()
-    schema = _schema_of_text(asked, params)
+    schema = _schema_of_text(asked, params, warn)
     if schema is not None:
         params = replace(params, schema=None)  # the grammar of the calls has it
     try:
         if template.channels is not None:
-            return _plan_of_channels(template.channels, engine, asked, params, schema)
+            return _plan_of_channels(template.channels, engine, asked, params, schema, warn)
         place = place_of_answer(asked.prompt, engine.model, asked.options)
         reasoning = None if place == "after" else template.tags
         format = None if asked.tools is None else template.calls
@@ -125,7 +128,7 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
         if not params.is_constrained:
             begins = reasoning if place == "before" else None  # a constraint begins behind reasoning that is open
             calls, several = asked.tools.calls, asked.tools.several
-            text = Grammar(format, functions, control, calls, several, begins, schema).text()
+            text = Grammar(format, functions, control, calls, several, begins, schema, warn).text()
             params = replace(params, grammar=text)
         if asked.tools.calls == "none":
             format = None
@@ -133,12 +136,13 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     return _Plan(replace(params, shown_tokens=shown), parser)
 
 
-def _schema_of_text(asked: ParsedRequest, params: SamplingParams) -> dict[str, Any] | None:
+def _schema_of_text(asked: ParsedRequest, params: SamplingParams, warn: Callable[[str], None]) -> dict[str, Any] | None:
     """The schema of the text of an answer that may call tools instead. Raises ConstraintError."""
     if params.schema is None or asked.tools is None or asked.tools.calls != "may":
         return None
     try:
-        return prepared_for_text(json.loads(params.schema) if isinstance(params.schema, str) else params.schema)
+        schema = json.loads(params.schema) if isinstance(params.schema, str) else params.schema
+        return prepared_for_text(schema, lambda why: warn(f"the constraint holds in part: {why}"))
     except (ValueError, AttributeError, RecursionError) as error:
         refusal = ConstraintError(f"The JSON schema cannot be used: {error}")
         refusal.field = asked.constrained_by
@@ -146,7 +150,12 @@ def _schema_of_text(asked: ParsedRequest, params: SamplingParams) -> dict[str, A
 
 
 def _plan_of_channels(
-    channels: Channels, engine: Engine, asked: ParsedRequest, params: SamplingParams, schema: dict[str, Any] | None
+    channels: Channels,
+    engine: Engine,
+    asked: ParsedRequest,
+    params: SamplingParams,
+    schema: dict[str, Any] | None,
+    warn: Callable[[str], None],
 ) -> _Plan:
     """How an answer of messages in channels is generated and parsed. A constraint applies to the text alone."""
     format, control = engine.model.template.calls, engine.model.tokenizer.control_tokens()
@@ -154,7 +163,7 @@ def _plan_of_channels(
     names: Sequence[str] = ()
     if asked.tools is not None and not begun:
         functions = functions_of(asked.tools.callable)
-        text = channel_grammar(channels, format, functions, control, calls=asked.tools.calls, schema=schema)
+        text = channel_grammar(channels, format, functions, control, calls=asked.tools.calls, schema=schema, warn=warn)
         params = replace(params, grammar=text)
         names = [] if asked.tools.calls == "none" else [function.name for function in functions]
     parser = ChannelParser(channels, format, names, begun=begun, inline=asked.reasoning == "inline")

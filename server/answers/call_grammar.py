@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from polarlm.engine.errors import ConstraintError
@@ -44,6 +45,7 @@ class Grammar:
     several: bool  # whether there may be more than one call, if the format has several
     tags: Tags | None = None  # the tags around reasoning that may begin the answer
     schema: Mapping[str, Any] | None = None  # for the text of an answer without calls, prepared for %json
+    warn: Callable[[str], None] = lambda sentence: None  # called with what does not hold
 
     def text(self) -> str:
         return "\n".join(["%llguidance {}", *self._start(), *self._free(), *self._calls()]) + "\n"
@@ -119,10 +121,11 @@ class Grammar:
         return lines
 
     def _arguments(self, name: str, function: Function) -> list[str]:
-        schema = schema_of(function, self.format.separators)
+        schema = schema_of(function, self.format.separators, self.warn)
         if not self.format.quote:
             return [f"{name}: %json {json.dumps(schema)}"]
-        rules = QuotedRules(name, self.format.quote, self._literal, strict=function.strict)
+        warn = partial(_warn_of, function, self.warn)
+        rules = QuotedRules(name, self.format.quote, self._literal, warn, strict=function.strict)
         with _refused(function):
             return rules.lines(schema)
 
@@ -130,12 +133,18 @@ class Grammar:
         return literal(text, self.control)
 
 
-def schema_of(function: Function, separators: tuple[str, str]) -> dict[str, Any]:
-    """The schema of a function's arguments, for %json; `separators` of items and of keys. Raises ConstraintError."""
+def schema_of(function: Function, separators: tuple[str, str], warn: Callable[[str], None]) -> dict[str, Any]:
+    """The schema of a function's arguments, for %json; `separators` of items and of keys. warn: called with a sentence
+    for what does not hold. Raises ConstraintError."""
     item, key = separators
     options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
     with _refused(function):
-        return prepared({**function.schema, OPTIONS: {"lenient": not function.strict}}, options)
+        schema = {**function.schema, OPTIONS: {"lenient": not function.strict}}
+        return prepared(schema, options, partial(_warn_of, function, warn))
+
+
+def _warn_of(function: Function, warn: Callable[[str], None], why: str) -> None:
+    warn(f"the parameters of the function {function.name} hold in part: {why}")
 
 
 @contextmanager
@@ -202,9 +211,11 @@ def channel_grammar(
     *,
     calls: Literal["may", "must", "none"],
     schema: Mapping[str, Any] | None = None,
+    warn: Callable[[str], None] = lambda sentence: None,
 ) -> str:
     """The grammar of an answer: any messages, then a call or text. control: name → id of control tokens. schema: of the
-    text, prepared for %json. Models name the function before the channel, as their template does, or after it."""
+    text, prepared for %json. warn: as of `Grammar`. Models name the function before the channel, as their template
+    does, or after it."""
     channel = format.middle[0].removeprefix(channels.channel).split(maxsplit=1)[0]  # the channel of calls
     last = {"may": "(call | said)", "must": "call", "none": "said"}[calls]
     said = [literal(channels.header(name), control) for name in (channels.reasoning, channel, channels.final)]
@@ -225,5 +236,5 @@ def channel_grammar(
     for number, function in enumerate(functions):
         name = f"{after} {literal(function.name, control)}"
         lines.append(f"call{number}: ({name} {before} | {before} {name}) kind arguments{number}")
-        lines.append(f"arguments{number}: %json {json.dumps(schema_of(function, format.separators))}")
+        lines.append(f"arguments{number}: %json {json.dumps(schema_of(function, format.separators, warn))}")
     return "\n".join(lines) + "\n"

@@ -16,6 +16,7 @@ from typing import Any
 
 from polarlm.engine import Chunk
 from polarlm.engine.requests.prompts import Prompt
+from polarlm.engine.requests.request import WARNINGS
 
 _REQUESTS = logging.getLogger("server.requests")
 KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where another process has checked it
@@ -163,3 +164,4 @@ def set_up(model: str | None = None) -> None:
     handler.setFormatter(_ForPeople(model) if sys.stderr.isatty() else _Json(model))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     _REQUESTS.setLevel(logging.INFO)
+    WARNINGS.disabled = True  # the lines of requests have them

@@ -11,12 +11,14 @@ import ollama
 import pytest
 from starlette.responses import Response
 
+from polarlm.engine import Engine
+from polarlm.engine.requests.request import WARNINGS
 from polarlm.server.http.app import create_app
 from polarlm.server.http.warnings import HEADER, warn
 from polarlm.server.running import journal
 from tests.lazily import anthropic, openai
 from tests.pairs import in_turn
-from tests.server.apis import APIS, events
+from tests.server.apis import APIS, CALLING, events
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
@@ -129,6 +131,33 @@ def test_the_makers_own_clients_read_an_answer_with_the_field(server: Serving, c
             (answer,) = answers
             (told,) = answer.model_extra["warnings"]
             assert told.startswith("temprature is unknown and ignored")
+
+
+_HELD_IN_PART = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!a)b"}}, "not": {}}
+
+
+@pytest.mark.parametrize("name", [*CALLING, "ollama"])
+def test_what_of_a_constraint_does_not_hold_is_told_each_time(hermes: Serving, name: str) -> None:
+    api = APIS[name]
+    tools = [{"name": "f", "parameters": _HELD_IN_PART}]
+    of_tool = "the parameters of the function f hold in part: the pattern '^(?!a)b' looks around"
+    of_both = 'the constraint holds in part: these keywords are not supported: "not"'
+    for more, expected in (
+        ({"tools": tools}, {of_tool, of_both}),
+        ({"schema": _HELD_IN_PART}, {of_both, "the constraint holds in part: the pattern '^(?!a)b' looks around"}),
+    ):
+        for _ in range(2):
+            response = hermes.post(api.path, api.body([QUESTION], max_tokens=2, **more))
+            assert {*response.json()["warnings"]} == expected
+
+
+def test_a_program_that_calls_the_engine_finds_it_in_its_log_once(
+    hermes_engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WARNINGS, "disabled", False)  # which a server's log has turned off
+    for _ in range(2):
+        hermes_engine.generate("the", schema={"type": "string", "format": "logged"}, max_tokens=1)
+    assert [one[-22:] for one in caplog.messages if "logged" in one] == ["Unknown format: logged"]
 
 
 def fields(*types: Any) -> set[str]:
