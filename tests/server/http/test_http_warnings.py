@@ -53,6 +53,28 @@ def test_an_unknown_field_is_told_with_the_nearest_one(server: Serving, path: st
         assert warning(server, path, stream=stream, nothing_like_it=None) is None, stream
 
 
+_CHAT = {"messages": [QUESTION]}
+OF_NO_ANSWERS: list[tuple[str, dict[str, Any]]] = [
+    *(("/tokenize", body) for body in ({"content": "a"}, {"prompt": "a"}, _CHAT)),
+    ("/detokenize", {"tokens": [5]}),
+    ("/v1/embeddings", {"input": "a"}),
+    ("/api/embed", {"input": "a"}),
+    ("/api/embeddings", {"prompt": "a"}),
+    ("/apply-template", _CHAT),
+    ("/v1/chat/completions/input_tokens", _CHAT),
+    ("/v1/messages/count_tokens", _CHAT),
+    ("/v1/responses/input_tokens", {"input": "a"}),
+]
+
+
+@in_turn("path body", OF_NO_ANSWERS)
+def test_endpoints_without_answers_tell_as_well(server: Serving, path: str, body: Any) -> None:
+    assert HEADER not in server.post(path, body).headers
+    response = server.post(path, {**body, "temprature": 0})
+    assert response.json()["warnings"] == [response.headers[HEADER]]
+    assert response.headers[HEADER].startswith("temprature is unknown and ignored")
+
+
 def test_several_are_told_in_a_header_of_bounded_length(server: Serving) -> None:
     path = "/v1/completions"
     told = str(warning(server, path, **{f"x{number}" + "y" * 500: 1 for number in range(1000)}))
