@@ -34,7 +34,7 @@ def read_constraint(body: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]
 
 def _response_format(field: str, value: Any) -> dict[str, Any]:
     kind = mapping(field, value, _FORMATS).get("type")
-    if kind in ("text", ""):
+    if kind in ("text", "") or all(part is None for part in value.values()):
         return {}
     if kind == "json_object":  # llama-server takes a schema here as well
         return _schema(f"{field}.schema", value.get("schema"))

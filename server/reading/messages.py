@@ -270,7 +270,7 @@ def _placed(at: str, item: Mapping[str, Any]) -> list[tuple[str, Any]]:
     beside = enumerate(images if isinstance(images, list) else ())
     placed = [(f"{at}.images[{index}]", {"type": "image", "data": one}) for index, one in beside]
     if isinstance(content, list):
-        return placed + [(f"{at}.content[{index}]", part) for index, part in enumerate(content)]
+        return placed + [(f"{at}.content[{index}]", part) for index, part in enumerate(content) if part is not None]
     return [*placed, (f"{at}.content", "" if content is None else content)]
 
 

@@ -48,6 +48,8 @@ def said(part: Any, losses: Losses) -> str:
         if isinstance(part.get(name), str):
             return str(part[name])
     inside = list(_inside(part, losses, _MOST_DEPTH))
+    if not inside and kind.endswith("text") and part.get("text") is None:  # an empty one, however it is written
+        return ""
     if not inside:
         losses.left_out[kind] = None
         return ""

@@ -134,7 +134,7 @@ def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
     check_depth(field, value)
     written = json.dumps(value, ensure_ascii=False)
     at_most(MOST_VARIABLES, field, len(written), "characters")
-    return asked | value
+    return asked | {name: part for name, part in value.items() if part is not None}
 
 
 def read_salt(value: Any) -> str:
@@ -190,7 +190,7 @@ def _listed(value: Any, names: list[str]) -> tuple[str, float] | None:
         if not names:
             raise BadRequest(f"{at}.id", f"{at}.id: this server has no adapters: start it with --lora NAME=PATH")
         name = names[count(f"{at}.id", one.get("id"), 0, len(names) - 1)]
-        if scale := number(f"{at}.scale", one.get("scale", 0)):
+        if scale := number(f"{at}.scale", 0 if one.get("scale") is None else one["scale"]):
             chosen[name] = scale
     if len(chosen) > 1:
         raise BadRequest("lora", f"lora asks for {' and '.join(chosen)}, but a request has one adapter")

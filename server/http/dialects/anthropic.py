@@ -95,7 +95,8 @@ def _tool(place: str, value: Any) -> dict[str, Any]:
 def _tool_choice(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
-    choice = members("tool_choice", value)
+    if not (choice := members("tool_choice", value)):
+        return {}
     kind = one_of("tool_choice.type", choice.get("type"), ("tool", *_CHOICES))
     ours: dict[str, Any] = {"tool_choice": _CHOICES.get(kind)}
     if kind == "tool":
@@ -118,9 +119,8 @@ def _check_edits(value: Any) -> None:
 def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
     """The template's variables that say whether the model reasons before it answers, and with which effort."""
     variables: dict[str, Any] = {}
-    if "thinking" in body:
-        kind = members("thinking", body["thinking"]).get("type")
-        one_of("thinking.type", kind, ("enabled", "adaptive", "disabled"))
+    if thinking := members("thinking", body.get("thinking", {})):
+        kind = one_of("thinking.type", thinking.get("type"), ("enabled", "adaptive", "disabled"))
         if kind != "adaptive":
             variables["enable_thinking"] = kind == "enabled"
     effort = members("output_config", body.get("output_config", {})).get("effort")

@@ -20,6 +20,7 @@ from polarlm.server.http.streams import HEADERS, NAMED
 from polarlm.server.http.warnings import in_stream, warn
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
+from polarlm.server.reading.parts import in_words
 from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import BadRequest, array, at_most, flag, one_of, text
 from polarlm.server.running.driver import Driver
@@ -45,6 +46,7 @@ _OWN_NAMES = (
     *("tools", "tool_choice", "reasoning", "metadata", "truncation"),
 )
 _LOGPROBS = "message.output_text.logprobs"
+_ENCRYPTED = "reasoning.encrypted_content"  # reasoning is in the response as it is
 _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
 
@@ -86,7 +88,11 @@ class Responses(Endpoint):
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
-        return cut + super().warnings(body)
+        included = body.get("include")
+        names = included if isinstance(included, list) else ()
+        asked = [str(one) for one in names if one not in (None, _LOGPROBS, _ENCRYPTED)]
+        more = [f"include names {in_words(asked)}, which responses here do not have"] if asked else []
+        return [*cut, *more, *super().warnings(body)]
 
 
 class _Generation(Generation):

@@ -56,7 +56,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "text": [{"format": {"type": "text"}, "verbosity": ""}, {"format": {}}],
     "reasoning": [{"effort": None}, {"effort": "", "summary": "auto"}, {"effort": "default"}],
     "output_config": [{"effort": "", "format": {}}],
-    "thinking": [{"type": "adaptive", "budget_tokens": 0}],
+    "thinking": [{"type": "adaptive", "budget_tokens": 0}, {"type": None}],
     "options": [
         {**GREEDY, **dict.fromkeys(OF_THE_MACHINE, -1)},
         {**GREEDY, **dict.fromkeys(OF_THE_MACHINE, 1 << 40), "stop": [""], "seed": -1},
