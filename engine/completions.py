@@ -69,7 +69,7 @@ class Completions(Vectors):
         prompts = cast(Sequence[Prompt], prompt)
         each = [Folding(self, one, params, options, settings) for one in prompts]
         jobs = [(one, folding.params, options) for one, folding in zip(prompts, each, strict=True)]
-        answers = compute_each(self, jobs, **each[0].settings)
+        answers = compute_each(self, jobs, **each[0].settings) if each else []
         return [folding.fold(chunks) for folding, chunks in zip(each, answers, strict=True)]
 
     def chat(self, messages: Messages, params: Params = None, options: Options = None, **settings: Any) -> Completion:

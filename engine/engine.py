@@ -277,9 +277,9 @@ class Engine(Completions):
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
         params = replace(params, **settings)
-        more |= {"answers": self._answers, "drafting": self._drafting, "adapters": self.adapters}
+        more |= {"answers": self._answers, "drafting": self._drafting, "adapters": self.adapters, "warnings": []}
         params, after = behind_reasoning(prompt, params, options, self.model)
-        more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone, after=after)}
+        more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone, after, more["warnings"])}
         request = Request.create(prompt, params, options, self.model, self.context, **more)
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
             request.hit = self._tiers.find(request.sequence.prompt[:-1], request.salt)

@@ -47,6 +47,8 @@ class ConstraintError(EngineError):
     """A schema, a grammar or a regular expression cannot constrain an answer."""
 
     field: str | None = None  # the field of the request that asked for it, where a server knows it
+    line: int | None = None  # of a grammar's text, from 1 on, where the compiler names it
+    reason: str = ""  # what is wrong, without saying of what
 
 
 def shown(value: Any) -> str:

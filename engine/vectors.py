@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.outputs import Chunk, Embedding, embedding
 from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.engine.requests.prompts import Prompt, naming, one_prompt, pair_ids, yes_and_no
+from polarlm.engine.requests.prompts import Prompt, naming, one_prompt, pair_ids, within, yes_and_no
 from polarlm.engine.requests.request import Ticket
 from polarlm.model_loaders import Model
 
@@ -32,6 +33,8 @@ class Vectors:
     context: int
     submit: Callable[..., Ticket]
     work: Callable[[], bool]
+    prompt_ids: Callable[..., list[int]]
+    detokenize: Callable[..., str]
 
     def embed(self, prompt: Prompt, pooling: str | None = None, options: PromptOptions | None = None) -> Embedding:
         """The embedding of `prompt`, a vector of the model's size.
@@ -58,16 +61,28 @@ class Vectors:
         return _embeddings(self, self.rank_jobs(query, documents, instruction))
 
     def rank_jobs(
-        self, query: str, documents: Sequence[str], instruction: str | None = None, truncate: bool = False
+        self,
+        query: str,
+        documents: Sequence[str],
+        instruction: str | None = None,
+        *,
+        truncate: bool = False,
+        most: int | None = None,
+        most_of_document: int | None = None,
+        warn: Callable[[int, str], None] = lambda index, sentence: None,
     ) -> list[Job]:
-        """The requests of `rerank`, for servers. truncate: a cross-encoder reads the beginning of a document that is
-        too long. Raises EngineError for a model that cannot rank."""
-        params = SamplingParams(max_tokens=0)
+        """The requests of `rerank`, for servers. truncate: the beginning is read of a document that is too long for
+        the context. most: tokens of a request. most_of_document: of a document. warn: called with the number of each
+        document that is cut, and a sentence. Raises EngineError for a model that cannot rank."""
+        params, context = SamplingParams(max_tokens=0), self.context
+        if most is not None:
+            truncate, context = True, min(most, context)
         if self.model.config.scores_pairs:
             if instruction is not None:
                 raise EngineError(f"{self.model.name} reads no instruction, only query and document: leave it out")
             options = PromptOptions(pooling=RANK)
-            pairs = (pair_ids(query, one, self.model, self.context, truncate=truncate) for one in documents)
+            join = partial(pair_ids, query, model=self.model, context=context, truncate=truncate, most=most_of_document)
+            pairs = (join(document, warn=partial(warn, index)) for index, document in enumerate(documents))
             return [(ids, params, options) for ids in pairs]
         if self.model.config.is_encoder:
             raise EngineError(
@@ -77,11 +92,36 @@ class Vectors:
         yes_and_no(self.model.tokenizer)
         options = PromptOptions(pooling=RANK, template_variables={"enable_thinking": False})
         asked = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
-        prompts = [
-            [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked + document}]
-            for document in documents
-        ]
-        return [(prompt, params, options) for prompt in prompts]
+
+        def prompt(document: str) -> Prompt:
+            return [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked + document}]
+
+        def over(document: str) -> int:
+            """How many tokens too long its prompt is, which an answer of one token follows."""
+            return len(self.prompt_ids(prompt(document), options)) - (context - 1) if truncate else 0
+
+        if truncate or most_of_document is not None:
+            room = max(0, -over("")) if truncate else self.context
+            room = room if most_of_document is None else min(room, most_of_document)
+            documents = [self._beginning(one, room, over, partial(warn, at)) for at, one in enumerate(documents)]
+        return [(prompt(document), params, options) for document in documents]
+
+    def _beginning(self, text: str, most: int, over: Callable[[str], int], warn: Callable[[str], None]) -> str:
+        """The beginning of a text that has at most `most` tokens, or fewer: until it is not `over` a limit. warn: see
+        `within`."""
+        if len(text.encode("utf-8", "replace")) <= most:  # a token has a byte or more
+            return text
+        ids = self.model.tokenizer.tokenize(text, continued=True)
+        if len(ids) <= most and over(text) <= 0:
+            return text
+        begun = ""
+        while most > 0:  # tokens at the ends of a text may be others between what stands around it
+            begun = self.detokenize(ids[:most]).rstrip("\ufffd")  # half of a character
+            if (more := over(begun)) <= 0:
+                break
+            most -= more
+        within(ids, max(0, most), warn)
+        return begun if most > 0 else ""
 
     def embedding_options(self, pooling: str | None, options: PromptOptions | None = None) -> PromptOptions:
         """`options` of a request for an embedding, with `pooling`, or else the model's pooling."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import signal
 import socket
 import sys
@@ -104,6 +105,8 @@ def _warn(config: ServerConfig, http: socket.socket, connections: int) -> None:
     """Say what is wrong with a server without a key, or with so many connections."""
     if not config.keys.needed and not listening.is_local(http):
         note(f"warning: --host {config.host} lets other machines in, and no key keeps them out: set {KEY_VARIABLE}")
+    elif not config.keys.needed and KEY_VARIABLE in os.environ:
+        note(f"note: {KEY_VARIABLE} is empty, which is no key: clients need none")
     for warning in filter(None, (config.keys.warning(), listening.allow_open_files(connections))):
         note(warning)
 

@@ -106,3 +106,17 @@ def test_a_server_ranks_with_it(engine: Engine) -> None:
     order = sorted(range(3), key=lambda index: -scores[index])
     assert [one["index"] for one in answer["results"]] == order
     assert [one["relevance_score"] for one in answer["results"]] == pytest.approx([scores[at] for at in order])
+
+
+def test_the_beginning_is_read_of_a_document_that_is_too_long(engine: Engine) -> None:
+    told = dict[int, str]()
+    ((bare, _, options),) = engine.rank_jobs(QUERY, [""])
+    tokens = len(engine.prompt_ids(bare, options))
+    long = "it rained on the hat € " * 60
+    (cut, *_), whole = engine.rank_jobs(QUERY, [long, "the sea"], most=tokens + 16, warn=told.__setitem__)
+    assert tokens + 9 < len(engine.prompt_ids(cut, options)) <= tokens + 15
+    assert long.startswith(cut[1]["content"].partition("<Document>: ")[2])  # type: ignore[index, call-overload]
+    assert whole == engine.rank_jobs(QUERY, ["the sea"])[0]
+    assert [*told] == [0]
+    (few, *_), *_ = engine.rank_jobs(QUERY, [long], most_of_document=5)
+    assert len(engine.prompt_ids(few, options)) == tokens + 5

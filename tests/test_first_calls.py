@@ -17,7 +17,7 @@ from tests.tiny import assert_idle
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ANEW = PromptOptions(cache_prompt=False)
 SAID = [{"role": "user", "content": "the rain"}]
-SEVERAL = [["the end", "rain", "on"], ("the end",), [[5, 6, 7], [8]], [SAID, [*SAID, *SAID]]]
+SEVERAL: list[Any] = [[], ["the end", "rain", "on"], ("the end",), [[5, 6, 7], [8]], [SAID, [*SAID, *SAID]]]
 
 
 @pytest.mark.parametrize("prompts", SEVERAL, ids=str)

@@ -38,6 +38,7 @@ BEHIND_THE_ENGINE = {
 TOLD = {"config", "params", "limits", "errors", "outputs"}  # what users say and hear
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "data_urls": set(),
     "cli.progress": set(),
     "limits": {"errors"},
     "config": {"errors", "limits"},
@@ -87,7 +88,7 @@ ROOMS: dict[str, set[str]] = {
         "storage.payloads",
     }
     | TOLD,
-    "images": {"model", "state"} | TOLD,
+    "images": {"data_urls", "model", "state"} | TOLD,
     "requests": {
         "images",
         "state",
@@ -218,6 +219,7 @@ PURE: dict[str, set[str]] = {
     "engine.config": set(),
     "engine.params": set(),
     "engine.errors": set(),
+    "engine.data_urls": set(),
     "engine.limits": set(),
     "engine.state.blocks": set(),
     "engine.state.tables": set(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from polarlm.engine import Engine, EngineError, PromptOptions
 from polarlm.engine.limits import RANK
 from polarlm.engine.requests.prompts import pair_ids
 from polarlm.model_loaders import LoadError, load
+from polarlm.server.http.warnings import HEADER
 from tests.conftest import ENCODERS
 from tests.encoders import make_gguf, make_reranker
 from tests.model.test_encoder import BACKENDS, read_encoder
@@ -162,23 +164,52 @@ def test_answers_have_the_shape_of_what_is_asked(server: Serving) -> None:
     assert [1 / (1 + np.exp(-one["score"])) for one in raw] == pytest.approx([scores[at] for at in order], abs=1e-6)
 
 
-def test_a_long_document_is_cut_if_the_client_asks_for_it(server: Serving) -> None:
+CUTS = [{}, {"truncate": True}, {"truncation": True}, {"truncate": "END"}, {"truncate_prompt_tokens": -1}]
+
+
+def test_a_long_document_fails_no_request_and_is_told(server: Serving) -> None:
     document, model = "rain " * 1000, server.engine.model
     ((ids, *_),) = server.engine.rank_jobs(QUERY, [document], truncate=True)
     *whole, closing = pair_ids(QUERY, document, model, 10_000)
     assert ids == [*whole[:63], closing]
-    (cut,) = server.post("/rerank", {"query": QUERY, "texts": [document], "truncate": True}).json()
-    assert 0 < cut["score"] < 1
+    (alone,) = (float(one.vector[0]) for one in server.engine.rerank(QUERY, DOCUMENTS[:1]))
+    for more in CUTS:
+        response = server.post("/v1/rerank", {"query": QUERY, "documents": [DOCUMENTS[0], document], **more})
+        scores = {one["index"]: one["relevance_score"] for one in response.json()["results"]}
+        assert scores[0] == pytest.approx(alone, abs=1e-6)
+        (told,) = response.json()["warnings"]
+        assert told == response.headers[HEADER]
+        assert re.fullmatch(r"documents\[1\]: only the first \d+ tokens are read", told)
+    texts = server.post("/rerank", {"query": QUERY, "texts": [document]})
+    assert 0 < texts.json()[0]["score"] < 1
+    assert texts.headers[HEADER].startswith("texts[0]: only")
+    bare = len(pair_ids(QUERY, "", model, 64))
+    for more, tokens in ({"max_tokens_per_doc": 7}, bare + 7), ({"truncate_prompt_tokens": 20}, 20):
+        response = server.post("/v2/rerank", {"query": QUERY, "documents": [document], **more}).json()
+        assert response["usage"]["total_tokens"] == tokens
+        assert response["warnings"] == [f"documents[0]: only the first {tokens - bare} tokens are read"]
+
+
+def test_of_two_spellings_one_counts(server: Serving) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS, "texts": DOCUMENTS, "return_text": True, "top_n": 2}
+    same = server.post("/v1/rerank", body)
+    assert [len(one["document"]["text"]) > -1 for one in same.json()["results"]] == [True, True]
+    assert HEADER not in same.headers
+    other = server.post("/v1/rerank", {**body, "texts": ["a"], "top_k": 1}).json()
+    assert other["results"] == same.json()["results"]
+    assert other["warnings"] == [
+        "texts is ignored: documents is given as well",
+        "top_k is ignored: top_n is given as well",
+    ]
 
 
 WRONG = [
-    ({"documents": ["a"], "texts": ["a"]}, "give either documents or texts"),
-    ({"texts": ["rain " * 100]}, "exceeds the available context size of 64 tokens"),
+    ({"texts": ["rain " * 100], "truncate": False}, "exceeds the available context size of 64 tokens"),
+    ({"documents": ["rain " * 100], "truncation": False}, "exceeds the available context size of 64 tokens"),
     ({"documents": []}, "documents"),
     ({"documents": ["a"] * 10_000}, "documents has 10,000 texts, but at most 2,048"),
-    ({"documents": ["rain " * 100]}, "exceeds the available context size of 64 tokens"),
     ({"documents": ["a"], "query": "rain " * 100}, "exceeds the available context size of 64 tokens"),
-    ({"documents": ["a", "rain " * 100_000]}, "exceeds the available context size of 64 tokens"),
+    ({"documents": ["a", "rain " * 100_000], "truncate": "NONE"}, "exceeds the available context size of 64 tokens"),
     ({"documents": ["a"], "instruction": "find"}, "reads no instruction"),
     ({"query": None, "documents": ["a"]}, '"query"'),
     ({"query": "", "documents": ["a"]}, '"query"'),
@@ -186,6 +217,8 @@ WRONG = [
     ({"documents": ["a", 5]}, '"documents[1]"'),
     ({"documents": [{"title": "a"}]}, '"documents[0].text"'),
     ({"documents": ["a"], "top_n": "x"}, '"top_n"'),
+    ({"documents": ["a"], "truncate": "LEFT"}, '"truncate"'),
+    ({"documents": ["a"], "max_tokens_per_doc": "x"}, '"max_tokens_per_doc"'),
     ({"documents": ["a"], "return_documents": "x"}, '"return_documents"'),
     ({"documents": ["a"], "instruction": 1}, '"instruction"'),
 ]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from polarlm.engine.chat import config as chat
 from polarlm.engine.cli.commands import command
-from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.cli.flags import FlagError, parser
 from polarlm.server import config as server
 from polarlm.server.models.registry import Registry
 
@@ -54,6 +55,29 @@ def test_a_switch_is_turned_on_or_off_by_a_variable() -> None:
         assert server.read_command_line([], {"POLARLM_LOG_PROMPTS": value})[1].log_prompts is is_on
 
 
+@pytest.mark.parametrize("one", [chat, server])
+def test_an_empty_variable_is_not_set(one: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = parser(one.GROUPS, prog="", description="")._option_string_actions
+    names = {f"POLARLM_{flag[2:].upper().replace('-', '_')}" for flag in flags if flag.startswith("--")}
+    for empty in ("", " \n"):
+        assert one.read_command_line([], dict.fromkeys(names, empty)) == one.read_command_line([], {})
+    assert capsys.readouterr().err == ""
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "marked"
+    for text in ("[server]\r\nport = 1\r\n", "[chat]\nctx-size = 256\njson-schema = '" + str(file) + ".json'"):
+        file.with_suffix(".json").write_text("{}", encoding="utf-8-sig")
+        file.write_bytes(text.encode("utf-8-sig"))
+        one = server if "server" in text else chat
+        assert one.read_command_line(["--config", str(file)], {}) != one.read_command_line([], {})
+    file.write_bytes(text.encode("utf-8-sig"))
+    assert chat.read_prompt(chat.ChatConfig(file=str(file)), lambda: "") == text
+    file.write_bytes(text.encode("utf-16"))
+    with pytest.raises(FlagError, match="is no text in UTF-8"):
+        chat.read_command_line(["--config", str(file)], {})
+
+
 def test_models_and_the_servers_flags_share_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     file = written(tmp_path, '[a]\npath = "a.gguf"\n[server]\nport = 1\npin = ["a"]\n')
@@ -65,7 +89,7 @@ def test_models_and_the_servers_flags_share_a_file(tmp_path: Path) -> None:
 VARIABLES = {
     "POLARLM_PORT=x": "POLARLM_PORT: takes a whole number",
     "POLARLM_PORT=65536": "POLARLM_PORT: a port is a number",
-    "POLARLM_LOG_PROMPTS=": "POLARLM_LOG_PROMPTS: takes true or false",
+    "POLARLM_LOG_PROMPTS=maybe": "POLARLM_LOG_PROMPTS: takes true or false",
     "POLARLM_STATE_TYPE=q": "POLARLM_STATE_TYPE: invalid choice",
     "POLARLM_CONFIG=/no/such": "POLARLM_CONFIG: there is no such file",
     "POLARLM_CTX_SIZE=-1": r"--ctx-size -1: give a number.*\(POLARLM_CTX_SIZE\)",

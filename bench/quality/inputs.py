@@ -106,7 +106,7 @@ def read_text(file: str) -> str:
     try:
         if file == "-":
             return sys.stdin.read(_MOST_CHARACTERS)
-        with Path(file).open(encoding="utf-8") as text:  # universal newlines: CRLF becomes LF
+        with Path(file).open(encoding="utf-8-sig") as text:  # universal newlines: CRLF becomes LF
             return text.read(_MOST_CHARACTERS)
     except OSError as error:
         raise FlagError(f"TEXT: {file} cannot be read: {error.strerror}") from None

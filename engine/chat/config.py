@@ -160,7 +160,7 @@ def _in_word(value: Any) -> str:
 
 def _read_text(flag: str, file: str) -> str:
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise FlagError(f"{flag}: {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

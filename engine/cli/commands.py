@@ -21,12 +21,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def use_utf8() -> None:
-    """Require UTF-8 of standard input, and let output replace characters that its encoding lacks. An output that the
-    process was started without becomes the null device."""
+    """Require UTF-8 of standard input, where a byte order mark is no text, and let output replace characters that its
+    encoding lacks. An output that the process was started without becomes the null device."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

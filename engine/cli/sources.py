@@ -1,6 +1,7 @@
 """Flags from the environment and from a file. They become words of a command line, ahead of the words that are typed.
 
-The variable POLARLM_CTX_SIZE and the key ctx-size in a table of a TOML file stand for --ctx-size.
+The variable POLARLM_CTX_SIZE and the key ctx-size in a table of a TOML file stand for --ctx-size. A variable that is
+empty is not set: Docker Compose passes ${X:-} so.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def with_sources(
 
     variables, unknown = _variables(keys), list[str]()
     for variable, value in environment.items():
+        if not value.strip():
+            continue
         if (key := variables.get(variable)) is not None:
             give(key, _switched(keys[key], value), variable)
         elif variable.startswith(PREFIX) and variable not in _OTHERS:
@@ -104,7 +107,7 @@ def _variables(keys: Iterable[str]) -> dict[str, str]:
 
 
 def _switched(action: argparse.Action, value: str) -> str | bool:
-    return _SWITCHED.get(value.lower(), value) if action.nargs == 0 else value
+    return _SWITCHED.get(value.strip().lower(), value) if action.nargs == 0 else value
 
 
 def _checked(made: argparse.ArgumentParser, key: str, value: Any, place: str) -> list[str]:
@@ -171,9 +174,11 @@ def read_toml(at: str, file: Path) -> dict[str, Any]:
     """The tables of a TOML file. at: the flag that names it. Raises FlagError."""
     text = ""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # editors on Windows begin files with a byte order mark
         return tomllib.loads(text)
     except OSError as error:
         raise FlagError(f"{at}: cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except UnicodeDecodeError:
+        raise FlagError(f"{at}: is no text in UTF-8: save it as UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
         raise FlagError(f"{at}: is not a TOML file: {error}" + QUOTES * ("\\" in text)) from None

@@ -8,7 +8,6 @@ whatever is named by ids (blocks in the prefix cache, in tiers and in sessions) 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import math
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from polarlm.engine.data_urls import file_in, is_data_url
 from polarlm.engine.errors import EngineError, counted, shown
 from polarlm.engine.model.towers._rows import PlacedImage
 from polarlm.engine.state.places import IMAGE_IDS, Places
@@ -249,10 +249,10 @@ def _bytes_of(part: Mapping[str, Any]) -> bytes:
     opens = part.get("type") == "image" and "image" in part and not isinstance(image, Mapping)
     if isinstance(image, Mapping):
         image = image.get("url")
-    if isinstance(image, str) and image.startswith("data:"):
+    if isinstance(image, str) and is_data_url(image):
         try:
-            return base64.b64decode(image.partition(",")[2], validate=True)
-        except (binascii.Error, ValueError):
+            return file_in(image)
+        except ValueError:
             raise EngineError("this data URL is no base64") from None
     if isinstance(image, (bytes, bytearray, memoryview)):
         return bytes(image)

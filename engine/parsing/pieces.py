@@ -41,6 +41,8 @@ class Piece:
     stopped_by: str | None = None  # in the last piece: the client's stop string that ended the answer
     progress: Progress | None = None  # in pieces before the first token, if requested
     is_waiting: bool = False  # in a piece with nothing else: the next one has not come yet
+    prompt_tokens: int = 0  # in the first piece after those
+    cached_tokens: int = 0  # in the same piece: tokens of the prompt that were found in the cache
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def prompt_ids(
             ids = [tokenizer.bos_id, *ids]
         closing = tokenizer.closing_id if options.pooling is not None else None
         if context is not None and options.truncate:
-            ids = ids[: context - (closing is not None)]
+            ids = within(ids, context - (closing is not None), warn)
         return ids if closing is None else [*ids, closing]
     if is_chat(prompt):
         check_roles(prompt)
@@ -114,10 +114,17 @@ def _before(model: model_loaders.Model, options: PromptOptions) -> str:
 
 @_told()
 def pair_ids(
-    query: str, document: str, model: model_loaders.Model, context: int, *, truncate: bool = False
+    query: str,
+    document: str,
+    model: model_loaders.Model,
+    context: int,
+    *,
+    truncate: bool = False,
+    most: int | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> list[int]:
     """Return the ids of a pair of texts as the model's tokenizer joins them; with `truncate`, a document that is too
-    long is cut. Raises EngineError as `prompt_ids`."""
+    long is cut. most: tokens of the document. warn: see `within`. Raises EngineError as `prompt_ids`."""
     tokenizer, pair = model.tokenizer, model.tokenizer.pair
     if pair is None:
         raise EngineError(f"{model.name} cannot rank documents: its tokenizer does not say how two texts are joined")
@@ -125,8 +132,15 @@ def pair_ids(
     _check_fits(model, None if truncate else context, document)
     ends = [[one] if one is not None else [] for one in (tokenizer.bos_id, tokenizer.closing_id)]
     before, ids = [*ends[0], *tokenizer.tokenize(query), *pair.between], tokenizer.tokenize(document)
-    room = max(0, context - len(before) - len(ends[1]))
-    return [*before, *(ids[:room] if truncate else ids), *ends[1]]
+    room = max(0, context - len(before) - len(ends[1])) if truncate else len(ids)
+    return [*before, *within(ids, room if most is None else min(room, most), warn), *ends[1]]
+
+
+def within(ids: Sequence[int], most: int, warn: Callable[[str], None] | None) -> list[int]:
+    """Return the first `most` of a text's ids. warn: called with a sentence if there are more."""
+    if len(ids) > most and warn is not None:
+        warn(f"only the first {counted(most, 'token')} are read")
+    return list(ids[:most])
 
 
 def second_of(ids: Sequence[int], tokenizer: Tokenizer) -> int:
@@ -256,15 +270,15 @@ def is_chat(prompt: Prompt) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 
 
 def is_batch(prompt: Prompt | Batch) -> TypeGuard[Batch]:
-    """Whether these are several prompts: texts alone, or lists alone."""
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)) or not prompt:
+    """Whether these are several prompts, or none: texts alone, or lists alone."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
         return False
     return all(isinstance(one, (str, list, tuple)) for one in prompt)
 
 
 def one_prompt(prompt: Prompt, of_several: str = "generate") -> Prompt:
     """Return `prompt`. Raises EngineError for several. of_several: the method that takes them."""
-    if is_batch(prompt):
+    if is_batch(prompt) and len(prompt) > 0:
         raise EngineError(f"This is a list of {counted(len(prompt), 'prompt')}, which {of_several} takes; give one")
     return prompt
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
@@ -19,7 +21,7 @@ from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Conversation
 from polarlm.engine.requests.drafts import Batch, Drafting, Drafts
-from polarlm.engine.requests.prompts import Prompt, check_vectors, checked_ids, is_chat, prompt_ids, yes_and_no
+from polarlm.engine.requests.prompts import Prompt, check_vectors, checked_ids, is_chat, prompt_ids, within, yes_and_no
 from polarlm.engine.requests.sampler import Sampler
 from polarlm.engine.requests.scheduler import TokenSequence
 from polarlm.engine.sampling.constraints import Constraint
@@ -34,6 +36,16 @@ from polarlm.model_loaders.tokenizers import Tokenizer
 _EMPTY = Chunk("", ())
 
 
+WARNINGS = logging.getLogger(f"{__name__}.warnings")
+"""What is not done as a request asks, for programs that call the engine; a server tells its clients."""
+
+
+@lru_cache(512)
+def _log_once(sentence: str) -> None:
+    """Log a sentence the first time that it comes: a conversation repeats it at each turn."""
+    WARNINGS.warning("%s", sentence)
+
+
 @dataclass(frozen=True)
 class Ticket:
     """The submitter's handle of a queued request."""
@@ -42,7 +54,7 @@ class Ticket:
     cancel: Callable[[], None]  # may be called at any time, from any thread, more than once
     cached_tokens: Callable[[], int] = lambda: 0  # prompt tokens found in the store; 0 before the prefix is matched
     conversation: Conversation | None = None  # the one that the answer ends; None if the answer's ids are not kept
-    warnings: Sequence[str] = ()  # sentences about messages that the template refused, and got otherwise
+    warnings: Sequence[str] = ()  # sentences about what is not done as the request asks
 
 
 @dataclass
@@ -120,18 +132,21 @@ class Request:
         outbox: Outbox,
         wants_progress: bool,
         constraint: Constraint | None = None,
+        warnings: list[str],
     ) -> Request:
-        """Return a request to continue `prompt`. Raises EngineError if it cannot be served."""
+        """Return a request to continue `prompt`. warnings: become the request's. Raises EngineError if it cannot be
+        served."""
         check_vectors(prompt, params, options, model)
         sampling = resolve(params, model.generation, model.vocabulary.stop)
-        room, warnings = 0 if model.config.is_encoder else 1, list[str]()
+        room = 0 if model.config.is_encoder else 1
         conversation = answers.conversation(prompt, options.cache_salt, warnings.append)
         read = conversation.read
         if read.images and (options.pooling is not None or params.prompt_logprobs is not None):
             raise EngineError("Images have neither vectors nor log-probabilities: leave them out")
         limit = context - room if options.truncate else context
         ids = prompt_ids(conversation.prompt, model, options, context=limit, warn=warnings.append, cut=read.cut)
-        ids = checked_ids(ids[:limit] if options.truncate else ids, model, context, room, read.ids)
+        ids = within(ids, limit, warnings.append) if options.truncate else ids
+        ids = checked_ids(ids, model, context, room, read.ids)
         places, of_rows = read.places(ids, sections=model.config.has_sections)
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
@@ -155,6 +170,8 @@ class Request:
             images=of_rows,
             warnings=warnings,
         )
+        for sentence in warnings:
+            _log_once(sentence)
         request.adapter, _ = adapters.asked(options.lora, options.lora_scale)
         request.salt = adapters.salt(options)
         if request.sampler.reach_ahead:

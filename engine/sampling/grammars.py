@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +28,6 @@ from polarlm.model_loaders.limited_process import TOO_LONG, LimitedProcess, Proc
 from polarlm.model_loaders.recent import Recent
 from polarlm.model_loaders.tokenizers import Tokenizer
 
-_LOG = logging.getLogger(__name__)
 MOST_TEXT = 1 << 17  # characters of a schema, grammar or regular expression
 _KEPT = 32  # compiled grammars
 _KEPT_REFUSED = 512  # reasons
@@ -44,6 +42,8 @@ _WORDS = {
     "^lexer precomputation failed.*": "it is too complex",
     "; try avoiding .*": "",
 }
+_PLACE = re.compile(r"at (\d+)\(\d+\): ")  # line and column that begin a reason
+_SCHEMA_AT = r"^at \d+\(\d+\): failed to compile JSON schema: "
 _KEPT_SECONDS = 2.0  # that the kept grammars took to compile, if there are several: a measure of their memory
 _WORKER = Path(__file__).with_name("grammar_worker.py")
 
@@ -55,7 +55,7 @@ class Grammars:
         """size: the size of the vocabulary, including rows of the embedding that are padding."""
         self._tokenizer, self._size = tokenizer, size
         self._compiled: Recent[Key, _Compiled] = Recent(1.0, lambda one: max(1 / _KEPT, one.seconds / _KEPT_SECONDS))
-        self._refused: Recent[bytes, str] = Recent(_KEPT_REFUSED)  # hash of the key → reason
+        self._refused: Recent[bytes, tuple[str, int | None]] = Recent(_KEPT_REFUSED)  # hash of the key → reason, line
         self._compilations: Compilations[_Compiled] = Compilations(self._known, self._compile)
 
     def close(self) -> None:
@@ -72,13 +72,14 @@ class Grammars:
         params: SamplingParams,
         other: Constraint | None = None,
         gone: Callable[[], bool] | None = None,
-        *,
         after: str = "",
+        told: list[str] | None = None,
     ) -> Constraint | None:
         """A new constraint as `params` ask for, else `other`, which may be None. Raises EngineError.
 
         gone: returns True once nobody waits for the request; then nothing is compiled for it. after: the tag that
-        closes the reasoning with which the answer begins, and behind which the constraint begins; empty for none.
+        closes the reasoning with which the answer begins, and behind which the constraint begins; empty for none. told:
+        gets a sentence for each part of it that does not hold.
         """
         key = _key(params, after)
         if key is None:
@@ -86,18 +87,21 @@ class Grammars:
         if other is not None:
             raise EngineError(f"constraint and {key[0]} both constrain the answer; leave one of them out")
         known = self._known(key) or self._compilations.result(key, gone or (lambda: False))
+        if told is not None:
+            told += [f"the constraint holds in part: {why}" for why in known.unheld]
         return _Matched(known.matcher.deep_copy())
 
     def _known(self, key: Key) -> _Compiled | None:
         """The kept constraint of a key, if there is one. Raises EngineError if the key was refused recently."""
-        if (reason := self._refused.get(_hash(key))) is not None:
-            raise _unusable(key[0], reason)
+        if (refused := self._refused.get(_hash(key))) is not None:
+            raise _unusable(key[0], *refused)
         return self._compiled.get(key)
 
     def _refuse(self, key: Key, reason: str) -> EngineError:
-        reason = _in_words(reason)
-        self._refused.put(_hash(key), reason)
-        return _unusable(key[0], reason)
+        place = _PLACE.match(reason)
+        refused = _in_words(reason), int(place[1]) if place else None
+        self._refused.put(_hash(key), refused)
+        return _unusable(key[0], *refused)
 
     def _compile(self, key: Key, seconds: float, gone: Callable[[], bool]) -> _Compiled:
         """Compile a constraint, after a worker process has compiled it within the limits. Raises NeedsLonger, or
@@ -106,7 +110,8 @@ class Grammars:
 
         try:
             field, text, after = key
-            source = _source(field, text)
+            unheld = dict[str, None]()
+            source = _source(field, text, lambda why: unheld.update({why: None}))
             source = _after(after, source, self._tokenizer.control_tokens()) if after else source
             with wanted_until(gone):
                 answer = self._workers[seconds].ask({"grammar": source, "seconds": seconds})
@@ -122,9 +127,8 @@ class Grammars:
         matched = library_matcher(self._library_tokenizer, source)
         if matched.is_error():
             raise self._refuse(key, matched.get_error())
-        for warning in matched.get_grammar_warnings():
-            _LOG.warning("a constraint holds in part: %r", _in_words(warning))
-        compiled = _Compiled(matched, time.perf_counter() - began)
+        unheld |= dict.fromkeys(map(_in_words, matched.get_grammar_warnings()))
+        compiled = _Compiled(matched, time.perf_counter() - began, tuple(unheld))
         self._compiled.put(key, compiled)
         return compiled
 
@@ -149,10 +153,11 @@ class Grammars:
 
 @dataclass(frozen=True)
 class _Compiled:
-    """llguidance's matcher before the first token, and how long it took to make."""
+    """llguidance's matcher before the first token."""
 
     matcher: Any
-    seconds: float
+    seconds: float  # that it took to make
+    unheld: tuple[str, ...]  # what of it does not hold
 
 
 class _Adapter:
@@ -216,6 +221,7 @@ def _key(params: SamplingParams, after: str) -> Key | None:
     field, text = next(((field, text) for field, text in texts.items() if text is not None), ("", ""))
     if not field:
         return None
+    text = text.removeprefix("\ufeff")
     if len(text) > MOST_TEXT:
         raise ConstraintError(f"{field} has {len(text):,} characters, but at most {MOST_TEXT:,} are taken")
     _library()
@@ -226,7 +232,7 @@ def _schema_text(schema: dict[str, Any] | str | None) -> str | None:
     if schema is None:
         return None
     try:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
+        schema = json.loads(schema.removeprefix("\ufeff")) if isinstance(schema, str) else schema
         text = json.dumps(schema)
     except (ValueError, TypeError, RecursionError) as error:
         raise _unusable("schema", str(error)) from None
@@ -235,11 +241,11 @@ def _schema_text(schema: dict[str, Any] | str | None) -> str | None:
     return text
 
 
-def _source(field: str, text: str) -> str:
-    """The grammar as llguidance compiles it. Raises ValueError."""
+def _source(field: str, text: str, warn: Callable[[str], None]) -> str:
+    """The grammar as llguidance compiles it. warn: called with what does not hold. Raises ValueError."""
     library = _library()
     if field == "schema":
-        schema = schemas.prepared_for_text(json.loads(text))
+        schema = schemas.prepared_for_text(json.loads(text), warn)
         return str(library.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     if field == "regex":
         return str(library.LLMatcher.grammar_from_regex(text))
@@ -265,9 +271,11 @@ def _library() -> Any:
         raise EngineError("Constraints need the package llguidance: pip install 'polarlm[json]' installs it") from None
 
 
-def _unusable(field: str, reason: str) -> EngineError:
-    names = {"schema": "JSON schema", "grammar": "grammar", "regex": "regular expression"}
-    return ConstraintError(f"The {names[field]} cannot be used: {_in_words(reason)}")
+def _unusable(field: str, reason: str, line: int | None = None) -> EngineError:
+    names, reason = {"schema": "JSON schema", "grammar": "grammar", "regex": "regular expression"}, _in_words(reason)
+    refusal = ConstraintError(f"The {names[field]} cannot be used: {reason}")
+    refusal.line, refusal.reason = line, re.sub(_SCHEMA_AT, "", reason)
+    return refusal
 
 
 def _in_words(reason: str) -> str:

@@ -1,20 +1,19 @@
 """Prepares JSON schemas of answers and tool calls for llguidance: closed, and lenient unless they are strict.
 
 An object with listed properties gets no others unless its schema sets `additionalProperties`: small models would add
-properties without end. A lenient schema may have keywords that llguidance does not know; they are ignored.
+properties without end. A lenient schema may have keywords that llguidance does not know; they are ignored. A keyword
+that is null says nothing: programs write so what a schema lacks.
 """
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from polarlm.engine.errors import shown
 
-_LOG = logging.getLogger(__name__)
 OPTIONS = "x-guidance"  # llguidance's options, at the top of a schema
 STRICT = {OPTIONS: {"lenient": False}}  # at the top of a schema whose keywords must all be known
 _SPACE = r" |\n[ \t]{0,24}"  # between the parts of JSON; without this limit, some models write space without end
@@ -22,18 +21,23 @@ _LISTED = ("properties", "patternProperties")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")  # schemas of the same value
 _OF_PARTS = ("items", "additionalItems", "additionalProperties")
 _BY_NAME = (*_LISTED, "$defs", "definitions")
+_VALUES = ("const", "default", "enum", "examples")  # keywords whose null is a value
+_CHOICES = ("anyOf", "oneOf")  # keywords of which an empty one allows nothing
 _LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 
 
-def prepared_for_text(schema: Mapping[str, Any]) -> dict[str, Any]:
+def prepared_for_text(schema: Mapping[str, Any], warn: Callable[[str], None] = lambda why: None) -> dict[str, Any]:
     """`prepared` for an answer's text, with the white space of printed JSON. Raises ValueError."""
-    return prepared(schema, {"whitespace_pattern": _SPACE})
+    return prepared(schema, {"whitespace_pattern": _SPACE}, warn)
 
 
-def prepared(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """A closed copy of a schema with llguidance's options; the schema's options take precedence. Raises ValueError if
-    nothing fulfils it, since a value would have to contain another one of its kind, without end."""
-    root = _copy(schema)
+def prepared(
+    schema: Mapping[str, Any], options: Mapping[str, Any], warn: Callable[[str], None] = lambda why: None
+) -> dict[str, Any]:
+    """A closed copy of a schema with llguidance's options; the schema's options take precedence. warn: called with what
+    does not hold. Raises ValueError if nothing fulfils it, since a value would have to contain another one of its kind,
+    without end."""
+    root = without_nulls(schema)
     _check_ends(root)
     asked = root.get(OPTIONS, {})
     root[OPTIONS] = {"lenient": True, **options, **asked} if isinstance(asked, dict) else asked
@@ -45,8 +49,34 @@ def prepared(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
             _close(node)
         # Pydantic and zod write look-around for numbers and e-mail addresses; no token mask can look ahead.
         if isinstance(asked, dict) and asked.get("lenient", True) and _LOOKS_AROUND.search(str(node.get("pattern"))):
-            _LOG.warning("a JSON schema holds in part: the pattern %r looks around", shown(node.pop("pattern")))
+            warn(f"the pattern {shown(node.pop('pattern'))} looks around")
     return root
+
+
+def without_nulls(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a schema without keywords that are null, or empty where that has no meaning, as `"properties": []`."""
+    root: dict[str, Any] = _copy(schema)
+    for node in _nodes(root):
+        for name in [name for name, value in node.items() if _says_nothing(name, value)]:
+            del node[name]
+        for name in node.keys() & {*_IN_PLACE, "required"}:
+            if isinstance(node[name], list) and None in node[name]:
+                node[name] = [one for one in node[name] if one is not None]
+        for name in node.keys() & {*_BY_NAME}:  # a name without a schema has any value
+            if isinstance(node[name], dict):
+                node[name] = {key: True if one is None else one for key, one in node[name].items()}
+        for name, meant in {"prefixItems": True, "items": True, "type": "null"}.items():
+            if isinstance(node.get(name), list):
+                node[name] = [meant if one is None else one for one in node[name]]
+    return root
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    if name in _VALUES:
+        return name == "enum" and value is None
+    if name in _CHOICES:
+        return value is None or (isinstance(value, list) and value != [] and all(one is None for one in value))
+    return value is None or value in ("", [])
 
 
 def _copy(value: Any) -> Any:

@@ -54,7 +54,6 @@ def chat_ids(
     numbered = [{**message.shown, "number": number} for number, message in enumerate(checked)]
     put = put_otherwise(template, numbered, tools, variables or {})
     for warning in put.warnings:
-        template.log_once(warning)
         if warn is not None:
             warn(warning)
     checked, with_tools = [_taken(shown, checked) for shown in put.messages], put.variables

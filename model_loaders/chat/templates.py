@@ -42,6 +42,7 @@ class ChatTemplate:
     """A Jinja template that turns messages into the text a model was trained on."""
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", is_default: bool = False) -> None:
+        source = source.removeprefix("\ufeff")  # a byte order mark would stand in every prompt
         self.source = source
         self.is_default = is_default
         # The plain default has no token that ends an answer: a base model would write the user's next message as well.
@@ -49,7 +50,6 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._process = LimitedProcess(_WORKER, source)
         self._places: Recent[str, Place] = Recent(_MOST_VARIABLES)
-        self._logged: set[str] = set()
         self.changes: Recent[str, tuple[int, bool]] = Recent(MOST_SHAPES)  # see `put_otherwise`
 
     def with_text(self, old: str, new: str) -> ChatTemplate:
@@ -70,12 +70,6 @@ class ChatTemplate:
             f"written {how}. For answers, take a model with Instruct or Chat in its name; polarlm chat -no-cnv and "
             "/v1/completions continue text"
         )
-
-    def log_once(self, warning: str) -> None:
-        """Log a sentence, the first time that it is passed."""
-        if warning not in self._logged:
-            self._logged.add(warning)
-            _LOG.warning("%s", warning)
 
     @cached_property
     def calls(self) -> CallFormat:
@@ -219,6 +213,6 @@ def _named_template(file: Path, value: object) -> str | None:
 
 def _text(file: Path, advice: str = "download it again") -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"{file} cannot be read ({error}): {advice}.") from error

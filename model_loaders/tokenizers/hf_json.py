@@ -85,7 +85,7 @@ class WordPieceTokenizer(LibraryTokenizer):
 def load(file: Path, content: bytes, settings: FolderSettings) -> LibraryTokenizer:
     """Reads a tokenizer.json. Raises LoadError if it is damaged or of an unknown kind."""
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")
         description = json.loads(text)
         ends = [token_string(settings.tokenizer.get(f"{name}_token")) for name in ("bos", "eos")]
         slips = [one for one in description["added_tokens"] if one["content"] in ends and not one["special"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +13,12 @@ from polarlm.engine.errors import ConstraintError
 from polarlm.engine.parsing.answer_parser import AnswerParser, shown_tokens
 from polarlm.engine.parsing.channel_parser import ChannelParser, channel_tokens
 from polarlm.engine.parsing.pieces import Piece, Progress, fold, keep
-from polarlm.engine.requests.answers import Conversation
 from polarlm.engine.requests.prompts import Prompt, is_chat, place_of_answer
 from polarlm.engine.requests.request import Ticket
 from polarlm.engine.sampling.schemas import prepared_for_text
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.errors import LoadError
-from polarlm.server.answers.call_grammar import Grammar, channel_grammar, functions_of
+from polarlm.server.answers.call_grammar import Grammar, channel_grammar, functions_of, refusal_of_calls
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.running.driver import Driver
 
@@ -34,32 +33,34 @@ class _Plan:
 
 
 async def answer(
-    driver: Driver, asked: ParsedRequest, index: int = 0, warnings: list[str] | None = None
+    driver: Driver, asked: ParsedRequest, index: int = 0, told: list[str] | None = None
 ) -> AsyncGenerator[Piece, None]:
     """Yield answer `index` in pieces. Closing the generator cancels it. Raises what the driver raises. The first piece
-    of a streamed answer says that the engine has accepted the request; `warnings` then has its ticket's warnings."""
+    of a streamed answer says that the engine has accepted the request; `told` then has its ticket's warnings."""
     plan = _Plan(asked.params)
-    conversation: Conversation | None = None
+    ticket: Ticket | None = None
 
     def submit(prompt: Prompt, params: SamplingParams, options: PromptOptions, **more: Any) -> Ticket:
         """Plan and queue the answer in one call in a thread. An error in a constraint names the request's field."""
-        nonlocal plan, conversation
+        nonlocal plan, ticket
         # Each answer has a seed of its own, so that they differ and can be repeated.
         numbered = params if params.seed < 0 else replace(params, seed=params.seed + index)
-        plan = _plan(driver.engine, asked, numbered)
+        unheld: list[str] = []
+        plan = _plan(driver.engine, asked, numbered, unheld.append)
         if plan.is_begun and not options.continue_final_message:
             prompt = [*prompt, {"role": "assistant", "content": ""}]
             options = replace(options, continue_final_message=True)
         try:
             ticket = driver.engine.submit(prompt, plan.params, options, **more)
+            ticket = replace(ticket, warnings=[*unheld, *ticket.warnings])
         except ConstraintError as error:
-            is_own = plan.params.grammar is params.grammar
-            refusal = error if is_own else ConstraintError(f"tools: {error}", error.code)
-            refusal.field = asked.constrained_by if is_own else "tools"
+            if plan.params.grammar is params.grammar:
+                error.field = asked.constrained_by
+                raise
+            assert asked.tools is not None
+            refusal = refusal_of_calls(error, str(plan.params.grammar), asked.tools.callable)
+            refusal.field = refusal.field or asked.constrained_by
             raise refusal from None
-        conversation = ticket.conversation
-        if warnings is not None:
-            warnings.extend(ticket.warnings)
         return ticket
 
     stream = driver.stream(
@@ -70,9 +71,11 @@ async def answer(
         progress=asked.progress,
         submit=submit,
         compiles=asked.tools is not None,
+        told=told,
     )
     pieces: list[Piece] = []
     ids: list[int] = []
+    is_first = True
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
             if chunk.prompt_tokens and not chunk.prefilled:
@@ -81,28 +84,34 @@ async def answer(
             if chunk.prefilled:
                 yield Piece(progress=Progress(chunk.prompt_tokens, chunk.cached_tokens, chunk.prefilled))
                 continue
+            assert ticket is not None
             if plan.parser is None:
-                yield _piece(chunk, plan.params.stop)
-                continue
-            ids += chunk.token_ids
-            parsed = list(_parsed(chunk, plan.parser, plan.params.stop))
-            pieces += parsed
-            if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
-                keep(conversation, fold(pieces), ids)
+                parsed = [_piece(chunk, plan.params.stop)]
+            else:
+                ids += chunk.token_ids
+                parsed = list(_parsed(chunk, plan.parser, plan.params.stop))
+                pieces += parsed
+                if chunk.finish_reason is not None and chunk.stopped_by is None and not plan.parser.is_cut_off:
+                    keep(ticket.conversation, fold(pieces), ids)
             for piece in parsed:
-                yield replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
+                shown = replace(piece, reasoning="") if asked.reasoning == "dropped" else piece
+                if is_first:
+                    shown = replace(shown, prompt_tokens=ticket.prompt_tokens, cached_tokens=ticket.cached_tokens())
+                    is_first = False
+                yield shown
 
 
-def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan:
+def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams, warn: Callable[[str], None]) -> _Plan:
+    """warn: called with a sentence for each part of a constraint that does not hold."""
     if not is_chat(asked.prompt):
         return _Plan(params)
     template, control = engine.model.template, engine.model.tokenizer.control_tokens()
-    schema = _schema_of_text(asked, params)
+    schema = _schema_of_text(asked, params, warn)
     if schema is not None:
         params = replace(params, schema=None)  # the grammar of the calls has it
     try:
         if template.channels is not None:
-            return _plan_of_channels(template.channels, engine, asked, params, schema)
+            return _plan_of_channels(template.channels, engine, asked, params, schema, warn)
         place = place_of_answer(asked.prompt, engine.model, asked.options)
         reasoning = None if place == "after" else template.tags
         format = None if asked.tools is None else template.calls
@@ -119,7 +128,7 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
         if not params.is_constrained:
             begins = reasoning if place == "before" else None  # a constraint begins behind reasoning that is open
             calls, several = asked.tools.calls, asked.tools.several
-            text = Grammar(format, functions, control, calls, several, begins, schema).text()
+            text = Grammar(format, functions, control, calls, several, begins, schema, warn).text()
             params = replace(params, grammar=text)
         if asked.tools.calls == "none":
             format = None
@@ -127,12 +136,13 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams) -> _Plan
     return _Plan(replace(params, shown_tokens=shown), parser)
 
 
-def _schema_of_text(asked: ParsedRequest, params: SamplingParams) -> dict[str, Any] | None:
+def _schema_of_text(asked: ParsedRequest, params: SamplingParams, warn: Callable[[str], None]) -> dict[str, Any] | None:
     """The schema of the text of an answer that may call tools instead. Raises ConstraintError."""
     if params.schema is None or asked.tools is None or asked.tools.calls != "may":
         return None
     try:
-        return prepared_for_text(json.loads(params.schema) if isinstance(params.schema, str) else params.schema)
+        schema = json.loads(params.schema) if isinstance(params.schema, str) else params.schema
+        return prepared_for_text(schema, lambda why: warn(f"the constraint holds in part: {why}"))
     except (ValueError, AttributeError, RecursionError) as error:
         refusal = ConstraintError(f"The JSON schema cannot be used: {error}")
         refusal.field = asked.constrained_by
@@ -140,7 +150,12 @@ def _schema_of_text(asked: ParsedRequest, params: SamplingParams) -> dict[str, A
 
 
 def _plan_of_channels(
-    channels: Channels, engine: Engine, asked: ParsedRequest, params: SamplingParams, schema: dict[str, Any] | None
+    channels: Channels,
+    engine: Engine,
+    asked: ParsedRequest,
+    params: SamplingParams,
+    schema: dict[str, Any] | None,
+    warn: Callable[[str], None],
 ) -> _Plan:
     """How an answer of messages in channels is generated and parsed. A constraint applies to the text alone."""
     format, control = engine.model.template.calls, engine.model.tokenizer.control_tokens()
@@ -148,7 +163,7 @@ def _plan_of_channels(
     names: Sequence[str] = ()
     if asked.tools is not None and not begun:
         functions = functions_of(asked.tools.callable)
-        text = channel_grammar(channels, format, functions, control, calls=asked.tools.calls, schema=schema)
+        text = channel_grammar(channels, format, functions, control, calls=asked.tools.calls, schema=schema, warn=warn)
         params = replace(params, grammar=text)
         names = [] if asked.tools.calls == "none" else [function.name for function in functions]
     parser = ChannelParser(channels, format, names, begun=begun, inline=asked.reasoning == "inline")

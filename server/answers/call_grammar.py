@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from polarlm.engine.errors import ConstraintError
@@ -19,7 +20,10 @@ from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.chat.reasoning import Tags
 from polarlm.server.answers.quoted_grammar import QuotedRules, shared_rules
+from polarlm.server.reading.parts import in_words
 
+_ARGUMENTS = re.compile(r"arguments(\d+)(?:_\w+)?: ")  # begins the rules of a function's arguments
+_TEXTS = ("text: %json", "json: %json")  # begin the rule of a text that has a schema
 ID = "[a-zA-Z0-9]{9}"  # the id of a call, if the model writes one
 
 
@@ -41,6 +45,7 @@ class Grammar:
     several: bool  # whether there may be more than one call, if the format has several
     tags: Tags | None = None  # the tags around reasoning that may begin the answer
     schema: Mapping[str, Any] | None = None  # for the text of an answer without calls, prepared for %json
+    warn: Callable[[str], None] = lambda sentence: None  # called with what does not hold
 
     def text(self) -> str:
         return "\n".join(["%llguidance {}", *self._start(), *self._free(), *self._calls()]) + "\n"
@@ -116,10 +121,11 @@ class Grammar:
         return lines
 
     def _arguments(self, name: str, function: Function) -> list[str]:
-        schema = schema_of(function, self.format.separators)
+        schema = schema_of(function, self.format.separators, self.warn)
         if not self.format.quote:
             return [f"{name}: %json {json.dumps(schema)}"]
-        rules = QuotedRules(name, self.format.quote, self._literal, strict=function.strict)
+        warn = partial(_warn_of, function, self.warn)
+        rules = QuotedRules(name, self.format.quote, self._literal, warn, strict=function.strict)
         with _refused(function):
             return rules.lines(schema)
 
@@ -127,12 +133,18 @@ class Grammar:
         return literal(text, self.control)
 
 
-def schema_of(function: Function, separators: tuple[str, str]) -> dict[str, Any]:
-    """The schema of a function's arguments, for %json; `separators` of items and of keys. Raises ConstraintError."""
+def schema_of(function: Function, separators: tuple[str, str], warn: Callable[[str], None]) -> dict[str, Any]:
+    """The schema of a function's arguments, for %json; `separators` of items and of keys. warn: called with a sentence
+    for what does not hold. Raises ConstraintError."""
     item, key = separators
     options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
     with _refused(function):
-        return prepared({**function.schema, OPTIONS: {"lenient": not function.strict}}, options)
+        schema = {**function.schema, OPTIONS: {"lenient": not function.strict}}
+        return prepared(schema, options, partial(_warn_of, function, warn))
+
+
+def _warn_of(function: Function, warn: Callable[[str], None], why: str) -> None:
+    warn(f"the parameters of the function {function.name} hold in part: {why}")
 
 
 @contextmanager
@@ -140,9 +152,26 @@ def _refused(function: Function) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        refusal = ConstraintError(f"The parameters of the function {function.name} cannot be used: {error}")
-        refusal.field = "tools"
-        raise refusal from None
+        raise _refusal(f"the function {function.name}", str(error)) from None
+
+
+def _refusal(of: str, reason: str) -> ConstraintError:
+    refusal = ConstraintError(f"The parameters of {of} cannot be used: {reason}")
+    refusal.field = "tools"
+    return refusal
+
+
+def refusal_of_calls(error: ConstraintError, grammar: str, tools: Sequence[Mapping[str, Any]]) -> ConstraintError:
+    """What is said of an error in the grammar of calls of `tools`: the function whose arguments it is about, by name.
+    It has no field if it is about the schema of the text."""
+    names, reason = [tool["function"]["name"] for tool in tools], error.reason or str(error)
+    line = "".join(grammar.splitlines()[error.line - 1 : error.line]) if error.line else ""
+    if line.startswith(_TEXTS):
+        return ConstraintError(f"The JSON schema cannot be used: {reason}")
+    rule = _ARGUMENTS.match(line)
+    if rule or len(names) == 1:
+        return _refusal(f"the function {names[int(rule[1]) if rule else 0]}", reason)
+    return _refusal(f"one of the functions {in_words(names)}", reason)
 
 
 def literal(text: str, control: Mapping[str, int]) -> str:
@@ -182,9 +211,11 @@ def channel_grammar(
     *,
     calls: Literal["may", "must", "none"],
     schema: Mapping[str, Any] | None = None,
+    warn: Callable[[str], None] = lambda sentence: None,
 ) -> str:
     """The grammar of an answer: any messages, then a call or text. control: name → id of control tokens. schema: of the
-    text, prepared for %json. Models name the function before the channel, as their template does, or after it."""
+    text, prepared for %json. warn: as of `Grammar`. Models name the function before the channel, as their template
+    does, or after it."""
     channel = format.middle[0].removeprefix(channels.channel).split(maxsplit=1)[0]  # the channel of calls
     last = {"may": "(call | said)", "must": "call", "none": "said"}[calls]
     said = [literal(channels.header(name), control) for name in (channels.reasoning, channel, channels.final)]
@@ -205,5 +236,5 @@ def channel_grammar(
     for number, function in enumerate(functions):
         name = f"{after} {literal(function.name, control)}"
         lines.append(f"call{number}: ({name} {before} | {before} {name}) kind arguments{number}")
-        lines.append(f"arguments{number}: %json {json.dumps(schema_of(function, format.separators))}")
+        lines.append(f"arguments{number}: %json {json.dumps(schema_of(function, format.separators, warn))}")
     return "\n".join(lines) + "\n"

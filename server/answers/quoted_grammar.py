@@ -42,7 +42,11 @@ def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool,
 
 
 class QuotedRules:
-    def __init__(self, name: str, quote: str, literal: Callable[[str], str], *, strict: bool) -> None:
+    def __init__(
+        self, name: str, quote: str, literal: Callable[[str], str], warn: Callable[[str], None], *, strict: bool
+    ) -> None:
+        """warn: called with what does not hold."""
+        self._warn = warn
         self._name, self._quote, self._literal, self._strict = name, quote, literal, strict
         self._lines: list[str] = []
         self._references: dict[str, str] = {}
@@ -67,6 +71,8 @@ class QuotedRules:
         unknown = [key for key in schema if key not in _NOTES and key not in _HELD and not is_scalar]
         if self._strict and unknown:
             raise ValueError(f"{unknown[0]} does not hold for this model, so the function cannot be strict")
+        if unknown:
+            self._warn(f"{', '.join(unknown)} does not hold for this model")
         if "$ref" in schema:
             return self._reference(str(schema["$ref"]))
         if "const" in schema or "enum" in schema:

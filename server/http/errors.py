@@ -24,6 +24,7 @@ _FULL = {  # what is said of a full context, with the words by which each API's 
     "ollama": "the input length exceeds the context length. {message}",
     "llama-server": "{message}",
 }
+_MOST_PATH = 200  # characters of a path, which clients choose
 _RETRYING_IS_NO_USE = {"X-Should-Retry": "false"}  # a header that OpenAI's clients obey
 
 # Code of an engine's error that is not the client's fault → HTTP status; all others are a 400.
@@ -88,10 +89,6 @@ def api_error(error: Exception) -> ApiError:
         if error.retry_after is not None:
             headers["Retry-After"] = str(error.retry_after)
         return ApiError(_REFUSED_STATUS.get(error.code, 503), error.message, error.code, headers=headers)
-    if isinstance(error, HTTPException):
-        sentence = f"{error.detail}: this API has no such path, or not with this method"
-        code = error.detail.lower().replace(" ", "_")
-        return ApiError(error.status_code, sentence, code, headers=error.headers or {})
     return ApiError(500, "The server could not answer this request", "internal", headers=CLOSE)
 
 
@@ -110,4 +107,9 @@ class ErrorShapes:
         return JSONResponse(self.body(path, error), error.status, error.headers)
 
     async def handle(self, request: Request, error: Exception) -> Response:
-        return self.response(request.url.path, api_error(error))
+        path = request.scope["path"]
+        if isinstance(error, HTTPException):
+            sentence = f"{error.detail}: this API has no {request.method} {path[:_MOST_PATH]}"
+            code = error.detail.lower().replace(" ", "_")
+            error = ApiError(error.status_code, sentence, code, headers=error.headers or {})
+        return self.response(path, api_error(error))

@@ -19,8 +19,8 @@ from polarlm.server.answers.answering import answer
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import COMMENT, DATA, NOTHING, Event, EventStream, Framing, Pieces, merged, while_there
-from polarlm.server.http.warnings import unknown_fields, warn
-from polarlm.server.reading.fields import FIELDS
+from polarlm.server.http.warnings import in_stream, warn
+from polarlm.server.reading.fields import FIELDS, unknown_fields
 from polarlm.server.reading.parameters import About, ParsedRequest
 from polarlm.server.reading.prompts import with_adapter
 from polarlm.server.reading.values import BadRequest
@@ -76,19 +76,19 @@ class Generation(Endpoints):
 
     async def count(self, request: Request) -> Response:
         """{…, "input_tokens"}. Raises BadRequest, Refused, EngineError or ApiError."""
-        asked, _ = await self._asked(await self._body(request))
+        asked, _, told = await self._asked(await self._body(request))
         engine = self._driver.engine
-        warnings = [sentence for _, sentence in asked.warnings]
-        work = partial(engine.prompt_ids, asked.prompt, asked.options, warnings.append)
+        work = partial(engine.prompt_ids, asked.prompt, asked.options, told.append)
         ids = await self._counted(request, "tokenized", work, asked.prompt)
         counted = JSONResponse({**self._beside, "input_tokens": len(ids)})
-        return warn(counted, warnings)
+        return warn(counted, told)
 
-    async def _asked(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
-        """The request in a body, with its adapter, and what writes its response. Raises BadRequest."""
+    async def _asked(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer, list[str]]:
+        """The request in a body, with its adapter, what writes its response, and sentences about what is not done as
+        it asks. Raises BadRequest."""
         return await asyncio.to_thread(self._read, body) if self._about.reads_images else self._read(body)
 
-    def _read(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer]:
+    def _read(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer, list[str]]:
         chosen = with_adapter(PromptOptions(), body, self._driver.engine.adapters.scales)
         about = self._about
         if chosen.lora:  # by a name that chooses it again
@@ -96,12 +96,11 @@ class Generation(Endpoints):
             about = replace(about, name=name)
         asked, writer = self._endpoint.read(body, about)
         options = replace(asked.options, lora=chosen.lora, lora_scale=chosen.lora_scale)
-        return replace(asked, options=options), writer
+        told = [*(sentence for _, sentence in asked.warnings), *self._endpoint.warnings(body)]
+        return replace(asked, options=options), writer, told
 
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
-        asked, writer = await self._asked(body)
-        warnings = [sentence for _, sentence in asked.warnings] + self._endpoint.warnings(body)
-        told: list[str] = []  # while the prompt is tokenized
+        asked, writer, told = await self._asked(body)  # to which is added what is found when the prompt is tokenized
         if asked.answers > (room := self._driver.room):
             field = "prompt" if asked.more_prompts else "n"
             wanted = f"{field} asks for {asked.answers} answers" if asked.more_prompts else f"n is {asked.n}"
@@ -114,10 +113,10 @@ class Generation(Endpoints):
             framing = self._endpoint.framing
             stream = EventStream(first, events, framing, writer.failure, partial(_sign, writer, framing))
             stream.silent_seconds = asked.sign_seconds if asked.sign_seconds is not None else stream.silent_seconds
-            return warn(stream, [*warnings, *dict.fromkeys(told)])
+            return warn(stream, told)
         asked = replace(asked, progress=False)
         whole = await while_there(request.receive, self._whole(asked, writer, told))
-        return warn(whole, [*warnings, *dict.fromkeys(told)])
+        return warn(whole, told)
 
     def _pieces(self, asked: ParsedRequest, told: list[str]) -> Pieces:
         return merged([answer(self._driver, one, index, told) for one in asked.each() for index in range(asked.n)])
@@ -135,6 +134,7 @@ class Generation(Endpoints):
         begun: set[int] = set()
         accepted = 0
         usages: dict[int, Usage] = {}
+        last: list[Event] = []  # the events of the last piece
         async with aclosing(self._pieces(asked, told)) as pieces:
             async for index, piece in pieces:
                 if piece.is_waiting:
@@ -145,12 +145,16 @@ class Generation(Endpoints):
                 events = writer.events(index, piece, first=index not in begun)
                 if piece.prompt_logprobs:  # a long prompt has many
                     events = await asyncio.to_thread(list, events)
-                for event in events:
-                    yield event
                 begun.add(index)
                 if piece.usage is not None:
                     usages[index] = piece.usage
-        for event in writer.ending([usages[index] for index in range(asked.answers)]):
+                if len(usages) == asked.answers:
+                    last = [*events]
+                    continue
+                for event in events:
+                    yield event
+        ending = writer.ending([usages[index] for index in range(asked.answers)])
+        for event in in_stream([*last, *ending], told):
             yield event
 
 

@@ -24,7 +24,7 @@ def is_here(client: Address | None) -> bool:
 
 
 class Guard:
-    """ASGI middleware that checks Host, API key, Content-Type, and how the body is framed.
+    """ASGI middleware that checks Host, API key, Content-Type, and how the body is framed. Slashes in a row are one.
 
     A web page of another origin cannot use the API. Its browser asks before it sends JSON, and only --cors-origin
     permits that. If an attacker's name resolves to this machine (DNS rebinding), Host has that name. With an API key,
@@ -39,7 +39,11 @@ class Guard:
         self._keys = config.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" else None
+        error = None
+        if scope["type"] == "http":
+            scope["path"] = re.sub("//+", "/", scope["path"])  # a base URL that ends with a slash gives two
+            scope["raw_path"] = re.sub(b"//+", b"/", scope.get("raw_path") or b"")
+            error = self._refusal(scope)
         app = self._app if error is None else self._errors.response(scope["path"], error)
         await app(scope, receive, send)
 

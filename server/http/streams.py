@@ -115,6 +115,10 @@ LINES = Framing("application/x-ndjson", lambda event: f"{_json(event)}\n".encode
 """A line for each event."""
 
 
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""Of every stream. nginx, and what is built on it, would hold pieces back."""
+
+
 class EventStream(Response):
     """A response that is sent event by event, with a sign of life where nothing was sent for a while.
 
@@ -132,7 +136,7 @@ class EventStream(Response):
         sign: Callable[[], bytes] | None = None,
     ) -> None:
         """failure: the event that tells of an error. sign: returns a sign of life; without it there is none."""
-        super().__init__(headers={"Cache-Control": "no-store"}, media_type=framing.media_type)
+        super().__init__(headers=HEADERS, media_type=framing.media_type)
         del self.headers["content-length"]
         self.silent_seconds = SILENT_SECONDS if sign else 0.0
         self._first, self._events, self._frame = first, events, framing.frame

@@ -1,45 +1,59 @@
-"""Warnings about a request, in a header of the response and in the log: unknown fields, which may be misspelt."""
+"""What of a request is not done as it asks: said once in its response, by a field and a header, and once in the log."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from difflib import get_close_matches
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from starlette.responses import Response
 
-from polarlm.server.reading.values import is_empty
+from polarlm.server.http.streams import Event, EventStream
 from polarlm.server.running import journal
 
 HEADER = "X-PolarLM-Warning"
+FIELD = "warnings"  # of the object in a response's body: an array of sentences
 
-_MOST = 5  # warnings
-_LONGEST_NAME = 40
-_LONGEST = 200  # characters of a warning
-_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
+_MOST = 6  # sentences in a header, whose size clients limit
+_LONGEST = 200  # characters of each
 _UNSAFE = re.compile(r"[^ -~]")  # characters that a header cannot have
 
 
-def unknown_fields(body: Mapping[str, Any], known: Collection[str], inside: str = "") -> list[str]:
-    """A sentence for each of the first unknown fields of `body`. inside: the path of `body`, such as "options."."""
-    strange = [name for name, value in body.items() if name not in known and not is_empty(value)]
-    sentences = [_unknown(name, known, inside) for name in strange[:_MOST]]
-    return [*sentences, f"{len(strange) - _MOST} more fields are unknown"] if len(strange) > _MOST else sentences
-
-
-def _unknown(name: str, known: Collection[str], inside: str) -> str:
-    name = name[:_LONGEST_NAME]
-    name = name if _PLAIN.fullmatch(name) else ascii(name)
-    (meant,) = get_close_matches(name, known, n=1, cutoff=0.75) or ("",)
-    return f"{inside}{name} is unknown and ignored" + (f": did you mean {inside}{meant}?" if meant else "")
-
-
-def warn(response: Response, sentences: Sequence[str]) -> Response:
-    """`response` with the warnings in a header; they are also added to the request's line in the log."""
-    if sentences:
-        warning = "; ".join(_UNSAFE.sub("?", sentence)[:_LONGEST] for sentence in sentences[: _MOST + 1])
-        response.headers[HEADER] = warning
-        if entry := journal.current():
-            entry.warning = warning
+def warn(response: Response, told: Iterable[str]) -> Response:
+    """`response` with the sentences in its header and, if its body is a JSON object, in a field of that; they are also
+    added to the request's line in the log. A stream has the field by `in_stream`."""
+    if not (sentences := list(dict.fromkeys(told))):
+        return response
+    shown = [_UNSAFE.sub("?", sentence)[:_LONGEST] for sentence in sentences[:_MOST]]
+    more = [f"and {len(sentences) - _MOST} more"] if len(sentences) > _MOST else []
+    response.headers[HEADER] = "; ".join([*shown, *more])
+    if entry := journal.current():
+        entry.warnings = sentences
+    if not isinstance(response, EventStream) and bytes(response.body[-1:]) == b"}":
+        # The body is not parsed again: it may be long.
+        comma = b"" if bytes(response.body) == b"{}" else b","
+        response.body = bytes(response.body[:-1]) + comma + f'"{FIELD}":{json.dumps(sentences)}}}'.encode()
+        response.headers["content-length"] = str(len(response.body))
     return response
+
+
+def of_each(field: str, told: Mapping[int, str]) -> list[str]:
+    """Sentences about items of an array, told by their numbers: each sentence once, behind the places that it is of."""
+    places: dict[str, list[str]] = {}
+    for number, sentence in told.items():
+        places.setdefault(sentence, []).append(f"{field}[{number}]")
+    return [
+        f"{', '.join(each[:_MOST])}{f' and {len(each) - _MOST} more' if len(each) > _MOST else ''}: {sentence}"
+        for sentence, each in places.items()
+    ]
+
+
+def in_stream(events: Sequence[Event], told: Iterable[str]) -> Sequence[Event]:
+    """The last events of a stream, with the sentences in the last one that has a usage, or else in the last object; in
+    OpenAI's Responses that is the response in it."""
+    objects = [event for event in events if event is not None]
+    if (sentences := list(dict.fromkeys(told))) and objects:
+        last = next((event for event in reversed(objects) if event.get("usage")), objects[-1])
+        response = last.get("response")
+        (response if isinstance(response, dict) else last)[FIELD] = sentences
+    return events

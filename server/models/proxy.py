@@ -18,7 +18,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import LARGER, read_bytes, too_large
 from polarlm.server.http.described import head
 from polarlm.server.http.errors import ApiError, ErrorShapes, api_error
-from polarlm.server.http.streams import DATA, LINES, NAMED, send_soon, while_there
+from polarlm.server.http.streams import DATA, HEADERS, LINES, NAMED, send_soon, while_there
 from polarlm.server.models.child import CLIENT, KEY_NAME
 from polarlm.server.models.process import READY, ModelProcess, Served
 from polarlm.server.models.supervisor import Supervisor
@@ -162,7 +162,7 @@ class _Passed(Response):
     async def _show_life(self, send: Send, seconds: float) -> None:
         name, path = self._served.model.name, self._path
         if not self._began:
-            begun = Response(headers={"Cache-Control": "no-store"}, media_type=self._framing.media_type)
+            begun = Response(headers=HEADERS, media_type=self._framing.media_type)
             del begun.headers["content-length"]
             await self._begin(send, 200, begun.raw_headers)
         if self._framing is LINES:

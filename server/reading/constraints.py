@@ -23,18 +23,21 @@ def read_constraint(body: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]
     for field, read in _FIELDS.items():
         if body.get(field) is not None and (constraint := read(field, body[field])):
             constraints[field] = constraint
-    if len(constraints) > 1:
-        first, second, *_ = constraints
-        raise BadRequest(second, f"{first} and {second} both constrain the answer: leave one of them out")
-    return next(iter(constraints.items()), (None, {}))
+    if len(constraints) > 1:  # any object is what a schema beside it describes
+        constraints = {field: one for field, one in constraints.items() if one.get("schema") is not _JSON_OBJECT}
+    (first, constraint), *others = constraints.items() or [(None, {})]
+    for second, other in others:
+        if other != constraint:
+            raise BadRequest(second, f"{first} and {second} both constrain the answer: leave one of them out")
+    return first, constraint
 
 
 def _response_format(field: str, value: Any) -> dict[str, Any]:
     kind = mapping(field, value, _FORMATS).get("type")
-    if kind in ("text", ""):
+    if kind in ("text", "") or all(part is None for part in value.values()):
         return {}
     if kind == "json_object":  # llama-server takes a schema here as well
-        return _schema(f"{field}.schema", value.get("schema", _JSON_OBJECT))
+        return _schema(f"{field}.schema", value.get("schema"))
     if kind != "json_schema":
         raise wrong(f"{field}.type", "text, json_object or json_schema", kind)
     inside = f"{field}.json_schema"
@@ -42,7 +45,7 @@ def _response_format(field: str, value: Any) -> dict[str, Any]:
     if wrapped is None and value.get("schema") is not None:  # as llama-server's documentation has it
         return _schema(f"{field}.schema", value["schema"])
     wrapped = mapping(inside, wrapped, "an object with a schema")
-    schema = _schema(f"{inside}.schema", wrapped.get("schema", _JSON_OBJECT))
+    schema = _schema(f"{inside}.schema", wrapped.get("schema"))
     strict = wrapped.get("strict")
     return _strict(schema) if strict is not None and flag(f"{inside}.strict", strict) else schema
 
@@ -58,6 +61,7 @@ def _strict(constraint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(field: str, value: Any) -> dict[str, Any]:
+    value = _JSON_OBJECT if value is None else value
     if not isinstance(value, (dict, str)):
         raise wrong(field, "a JSON schema, which is an object, or its text", value)
     return {"schema": value}

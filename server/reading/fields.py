@@ -8,14 +8,21 @@ warning. fields.json, from which docs/http-fields.md is made, has the APIs, a se
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from polarlm.engine.limits import MOST_DRAFTED, PENALTY_WINDOW
+from polarlm.engine.params import OPTIONS
 from polarlm.engine.sampling.sample import CHAIN
 from polarlm.server.reading.values import Body, is_empty, is_number, shown, unquoted
+
+_MOST_UNKNOWN = 5  # unknown fields that are named
+_LONGEST_NAME = 40
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,36 @@ def warnings(body: Body) -> list[tuple[str, str]]:
     return told
 
 
+def unknown_fields(body: Body, known: Collection[str], inside: str = "") -> list[str]:
+    """A sentence for each of the first unknown fields of `body`. inside: the path of `body`, such as "options."."""
+    strange = [name for name, value in body.items() if name not in known and not is_empty(value)]
+    sentences = [_unknown(name, known, inside) for name in strange[:_MOST_UNKNOWN]]
+    more = len(strange) - _MOST_UNKNOWN
+    return [*sentences, f"{more} more fields are unknown"] if more > 0 else sentences
+
+
+def _unknown(name: str, known: Collection[str], inside: str) -> str:
+    name = name[:_LONGEST_NAME]
+    name = name if _PLAIN.fullmatch(name) else ascii(name)
+    (meant,) = get_close_matches(name, known, n=1, cutoff=0.75) or ("",)
+    return f"{inside}{name} is unknown and ignored" + (f": did you mean {inside}{meant}?" if meant else "")
+
+
+def one_spelling_each(body: Body, told: list[tuple[str, str]]) -> dict[str, Any]:
+    """`body` with one spelling of each field, the first of SPELLINGS that it has. told: gets a sentence for each other
+    one that has another value."""
+    kept = dict(body)
+    for names in SPELLINGS:
+        first, *others = [name for name in names if name in body] or [""]
+        told += [(other, only(first, other)) for other in others if kept.pop(other) != body[first]]
+    return kept
+
+
+def only(first: str, other: str) -> str:
+    """What is said of two spellings of one field."""
+    return f"{other} is ignored: {first} is given as well"
+
+
 def capped(name: str, value: Any) -> Any:
     """`value`, limited to the maximum of a field of CAPS; a negative number means the maximum too."""
     most = CAPS.get(name)
@@ -105,6 +142,14 @@ RULES: Mapping[str, Rule] = {
 }
 CAPS = {"repeat_last_n": PENALTY_WINDOW, "speculative.n_max": MOST_DRAFTED}
 """Fields with a maximum, which also replaces larger and negative numbers."""
+
+SPELLINGS = (
+    *(tuple(reversed(option["json"])) for option in OPTIONS.values() if option["json"]),
+    ("n", "n_cmpl"),
+    ("tools", "functions"),
+    ("tool_choice", "function_call"),
+)
+"""Spellings of one field each; the first that a body has counts."""
 
 _MEANT_EMPTY: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("messages", "prompt", "input", "content"), ("", [], {})),

@@ -1,9 +1,10 @@
 """Reads a conversation in JSON, in the shapes of every API, into the messages that chat templates take.
 
 Agents send their history with every turn, so a part of it that this server cannot use must not end the conversation: it
-is put otherwise, or left out with a warning. Only what the user asks now is refused for the media in it. How a part is
-put does not depend on later ones, so that a prompt begins with the prompt of the turn before, but for a result, which
-goes to its call unless an answer was begun without it.
+is put otherwise, or left out with a warning. Only what the user asks now is refused for the media in it, and so is a
+reference to an item: without the model's own turns the conversation would be another one. How a part is put does not
+depend on later ones, so that a prompt begins with the prompt of the turn before, but for a result, which goes to its
+call unless an answer was begun without it.
 """
 
 from __future__ import annotations
@@ -99,6 +100,11 @@ class _Reader:
     def read(self, at: str, entry: Any, *, asked: bool, is_last: bool) -> None:
         """Read a message or an item. asked: whether it is what the user asks now. Raises BadRequest."""
         kind = mapping(at, entry, "an object with a role and a content").get("type", "message")
+        if kind == "item_reference" or {*entry} - {"places"} == {"id"}:  # its type may be left out
+            sentence = (
+                f"{at}: item_reference: this server keeps no items of earlier responses, and would leave them out"
+            )
+            raise BadRequest(at, f"{sentence}: send the items themselves, as clients do where store is false")
         if entry.get("role") is None and isinstance(kind, str) and kind != "message":
             self._item(at, entry, kind)
             return
@@ -134,7 +140,9 @@ class _Reader:
                 thoughts.append(_text(part.get("thinking")))
             elif is_answer and kind == "tool_use":
                 calls.append(_call(place, part, part.get("input"), "input"))
-            elif kind != "redacted_thinking":  # which only its maker can read
+            elif kind == "redacted_thinking":  # which only its maker can read
+                self._losses.left_out[kind] = None
+            else:
                 pieces.append(self._image_or_text(place, part, asked) if role == "user" else self._part(place, part))
         if is_answer:
             pieces.append(_text(item.get("refusal")))
@@ -170,7 +178,10 @@ class _Reader:
     def _item(self, at: str, item: Mapping[str, Any], kind: str) -> None:
         if kind == "reasoning":  # an encrypted part is for its maker alone
             parts = item.get("content") or item.get("summary")
-            self._thoughts += [said(part, Losses()) for part in (parts if isinstance(parts, list) else ())]
+            thoughts = [said(part, Losses()) for part in (parts if isinstance(parts, list) else ())]
+            self._thoughts += thoughts
+            if item.get("encrypted_content") and not any(thoughts):
+                self._losses.left_out["encrypted reasoning"] = None
         elif kind.endswith("_output"):
             content = item["output"] if item.get("output") is not None else item.get("status")
             self._result(item.get("call_id") or item.get("id"), None, content)
@@ -259,7 +270,7 @@ def _placed(at: str, item: Mapping[str, Any]) -> list[tuple[str, Any]]:
     beside = enumerate(images if isinstance(images, list) else ())
     placed = [(f"{at}.images[{index}]", {"type": "image", "data": one}) for index, one in beside]
     if isinstance(content, list):
-        return placed + [(f"{at}.content[{index}]", part) for index, part in enumerate(content)]
+        return placed + [(f"{at}.content[{index}]", part) for index, part in enumerate(content) if part is not None]
     return [*placed, (f"{at}.content", "" if content is None else content)]
 
 
@@ -278,7 +289,7 @@ def _content(pieces: list[Piece]) -> str | list[Message]:
 
 def _calls(at: str, message: Mapping[str, Any]) -> Iterator[Message]:
     calls, call = message.get("tool_calls"), message.get("function_call")
-    if call and isinstance(call, dict):  # OpenAI's, before there were tools
+    if call and isinstance(call, dict) and not calls:  # OpenAI's, before there were tools
         yield _call(f"{at}.function_call", call, call.get("arguments"), "arguments")
     for index, call in enumerate(array(f"{at}.tool_calls", [] if calls is None else calls, "an array of calls")):
         place = f"{at}.tool_calls[{index}]"

@@ -10,7 +10,7 @@ from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.model_loaders import Model
 from polarlm.server.reading.constraints import read_constraint
-from polarlm.server.reading.fields import asking, complaint, warnings
+from polarlm.server.reading.fields import asking, complaint, one_spelling_each, warnings
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
 from polarlm.server.reading.sampling import read_sampling
 from polarlm.server.reading.tools import Tools, read_tools
@@ -66,13 +66,13 @@ def read(
     `top_logprobs`; otherwise `logprobs` is the count. Fields that ask for nothing and unknown fields are ignored.
     Raises BadRequest.
     """
-    body = asking(body)
+    told: Told = []
+    body = one_spelling_each(asking(body), told)
     if refused := complaint(body):
         raise BadRequest(*refused)
     usage = mapping("stream_options", body.get("stream_options", {})).get("include_usage")
     text("model", body.get("model", ""))  # any name is accepted
     answers = "n" if "n" in body else "n_cmpl"
-    told: Told = []
     tools = read_tools(body, told)
     params = read_sampling(body, about.model.tokenizer.tokenize, switched_logprobs=switched_logprobs)
     if tools is not None and tools.calls != "none" and params.is_constrained and params.schema is None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from polarlm.engine.data_urls import file_in, is_data_url
 from polarlm.server.reading.values import BadRequest, shown
 
 _MEDIA = {
@@ -23,6 +23,7 @@ _TEXTS = {  # members that have text, or objects with text
     *("title", "url", "filename", "context", "text", "refusal", "content", "source", "summary", "message"),
     *("output", "outputs", "results", "logs", "stdout", "stderr", "error", "error_code"),
 }
+_LONGEST_SCHEME = 16  # characters of an address up to its colon; base64 has none
 _MOST_DEPTH = 8  # nesting of the texts in a part
 _MOST_NAMED, _LONGEST = 5, 38  # names in a sentence, and characters of each
 
@@ -47,6 +48,8 @@ def said(part: Any, losses: Losses) -> str:
         if isinstance(part.get(name), str):
             return str(part[name])
     inside = list(_inside(part, losses, _MOST_DEPTH))
+    if not inside and kind.endswith("text") and part.get("text") is None:  # an empty one, however it is written
+        return ""
     if not inside:
         losses.left_out[kind] = None
         return ""
@@ -72,12 +75,11 @@ def image_in(at: str, part: Mapping[str, Any]) -> bytes:
         value = next((value[name] for name in ("image_url", "source", "url", "data") if value.get(name)), None)
     if not isinstance(value, str):
         raise BadRequest(at, f"{at} has no image in it: send one in base64, or as a data URL")
-    head, comma, data = value.partition(",")
-    if ":" in head[:16] and not head.startswith("data:"):
+    if ":" in value[:_LONGEST_SCHEME] and not is_data_url(value):
         sentence = "this server fetches no addresses: send the image itself, as a data URL: data:image/png;base64,…"
         raise BadRequest(at, f"{at}: {sentence}")
     try:
-        return base64.b64decode("".join((data if comma else value).split()), validate=True)
+        return file_in(value)
     except ValueError:
         raise BadRequest(at, f"{at} has an image that is not base64") from None
 

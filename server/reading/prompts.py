@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from polarlm.engine import PromptOptions
 from polarlm.engine.requests.prompts import Prompt
+from polarlm.server.reading.fields import only
 from polarlm.server.reading.messages import read_messages
 from polarlm.server.reading.tools import Tools, check_depth
 from polarlm.server.reading.values import (
@@ -29,6 +30,7 @@ from polarlm.server.reading.values import (
 
 MOST_SALT = 1024  # characters
 MOST_VARIABLES = 4096  # characters of all variables of a template as JSON
+_CUTS = {"END": True, "NONE": False}  # words of Cohere's; others would leave the beginning out
 _LONGEST_EFFORT = 32  # characters: a word, such as "high"
 
 
@@ -40,9 +42,11 @@ def read_prompt(
     reads_images: bool,
 ) -> Prompt:
     """The prompt under one of the names in `takes`. told, reads_images: see `read_messages`. Raises BadRequest."""
+    told = [] if told is None else told
     name = one_given(body, takes)
+    told += [(other, only(name, other)) for other in ("messages", "prompt") if other not in takes and other in body]
     if name == "messages":
-        return read_messages(body["messages"], [] if told is None else told, reads_images=reads_images)
+        return read_messages(body["messages"], told, reads_images=reads_images)
     (prompt,) = read_prompts(name, body[name], 1)
     return prompt
 
@@ -55,6 +59,23 @@ def one_given(body: Mapping[str, Any], names: Collection[str]) -> str:
         return filled[0]
     sentence = f"give either {' or '.join(names)}, not both" if filled else f"{' or '.join(names)} is missing"
     raise BadRequest(next(iter(names)), sentence)
+
+
+def spelling(body: Mapping[str, Any], names: Sequence[str], told: Told) -> str:
+    """The one of several spellings of a field that counts in a body: the first that it has, and is not empty. told:
+    gets a sentence for each of the others that has another value."""
+    there = [name for name in names if body.get(name) is not None]
+    first, *others = [name for name in there if not is_empty(body[name])] or there or names
+    told += [(other, only(first, other)) for other in others if other in body and body[other] != body[first]]
+    return first
+
+
+def read_truncate(body: Mapping[str, Any], default: bool) -> bool:
+    """Whether a text that is too long is cut, by the fields of Ollama, Text Embeddings Inference and Cohere, or of
+    Voyage and Jina. Raises BadRequest."""
+    asked = [(name, body[name]) for name in ("truncate", "truncation") if body.get(name) is not None]
+    words = {name: _CUTS.get(value, value) if isinstance(value, str) else value for name, value in asked}
+    return all(flag(name, value) for name, value in words.items()) if asked else default
 
 
 def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools | None = None) -> PromptOptions:
@@ -71,11 +92,11 @@ def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools |
 
 def read_vector_options(body: Mapping[str, Any], *, truncates: bool = False) -> dict[str, Any]:
     """`dimensions`, `prompt_name`, and `truncate`, whose default is `truncates`, of an embedding. Raises BadRequest."""
-    dimensions, truncate, name = body.get("dimensions"), body.get("truncate"), body.get("prompt_name")
+    dimensions, name = body.get("dimensions"), body.get("prompt_name")
     return {
         "prompt_name": None if name is None else text("prompt_name", name),
         "dimensions": None if dimensions in (None, 0, -1) else count("dimensions", dimensions, 1, LARGEST),
-        "truncate": truncates if truncate is None else flag("truncate", truncate),
+        "truncate": read_truncate(body, truncates),
     }
 
 
@@ -113,7 +134,7 @@ def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
     check_depth(field, value)
     written = json.dumps(value, ensure_ascii=False)
     at_most(MOST_VARIABLES, field, len(written), "characters")
-    return asked | value
+    return asked | {name: part for name, part in value.items() if part is not None}
 
 
 def read_salt(value: Any) -> str:
@@ -169,7 +190,7 @@ def _listed(value: Any, names: list[str]) -> tuple[str, float] | None:
         if not names:
             raise BadRequest(f"{at}.id", f"{at}.id: this server has no adapters: start it with --lora NAME=PATH")
         name = names[count(f"{at}.id", one.get("id"), 0, len(names) - 1)]
-        if scale := number(f"{at}.scale", one.get("scale", 0)):
+        if scale := number(f"{at}.scale", 0 if one.get("scale") is None else one["scale"]):
             chosen[name] = scale
     if len(chosen) > 1:
         raise BadRequest("lora", f"lora asks for {' and '.join(chosen)}, but a request has one adapter")

@@ -130,6 +130,8 @@ def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
     biases: dict[int, float] = {}
     characters = 0
     for token, sent in pairs:
+        if sent is None:
+            continue
         bias = -math.inf if sent is False else number(f"logit_bias.{shown(token)}", sent)
         if isinstance(token, int):
             biases[token] = bias

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from polarlm.engine.sampling.schemas import without_nulls
 from polarlm.server.reading.parts import in_words
-from polarlm.server.reading.values import BadRequest, Told, array, at_most, flag, mapping, one_of, text, wrong
+from polarlm.server.reading.values import BadRequest, Told, array, at_most, flag, is_empty, mapping, one_of, text, wrong
 
 MOST_TOOLS = 128
 MOST_TEXT = 1 << 17  # characters of all tools as JSON
@@ -127,11 +128,14 @@ def _tool(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
     if function.get("description") is not None:
         tool["description"] = text(f"{field}.description", function["description"])
     parameters = function.get("parameters")
-    if parameters is None:
+    if is_empty(parameters):
         parameters = {"type": "object", "properties": {}}
-    parameters = mapping(f"{field}.parameters", parameters, "a JSON schema, which is an object")
-    if parameters.get("type", "object") != "object":
-        raise wrong(f"{field}.parameters.type", "object: arguments have names", parameters["type"])
+    parameters = without_nulls(mapping(f"{field}.parameters", parameters, "a JSON schema, which is an object"))
+    kind = parameters.get("type", "object")
+    if isinstance(kind, list) and "object" in kind:
+        kind = parameters["type"] = "object"
+    if kind != "object":
+        raise wrong(f"{field}.parameters.type", "object: arguments have names", kind)
     tool["parameters"] = parameters
     if function.get("strict") is not None:
         tool["strict"] = flag(f"{field}.strict", function["strict"])

@@ -123,12 +123,14 @@ class Driver:
         progress: bool = False,
         submit: Submit | None = None,
         compiles: bool = False,
+        told: list[str] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the answer to `prompt` in chunks; the last one has a finish_reason and the usage.
 
         queued: first yield a chunk with nothing but the number of the prompt's tokens, once the engine has accepted the
         request. progress: also yield chunks without text while the prompt is computed. submit: called in a thread in
-        place of `Engine.submit`. compiles: whether `submit` adds a constraint.
+        place of `Engine.submit`. compiles: whether `submit` adds a constraint. told: gets the ticket's warnings before
+        the first chunk.
 
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
@@ -137,6 +139,8 @@ class Driver:
             job.entry.adapter = options.lora if options and options.lora else None
             start = partial(submit or self.engine.submit, prompt, self._limited(params), options, progress=progress)
             ticket = await self._submitted(job, prompt, start, compiles=compiles or params.is_constrained)
+            if told is not None:
+                told += ticket.warnings
             last = False
             try:
                 if queued:
@@ -157,10 +161,11 @@ class Driver:
         jobs: Sequence[tuple[Prompt, SamplingParams, PromptOptions]],
         write: Callable[[Embedding], T],
         outcome: str,
+        told: Callable[[int, str], None] = lambda index, sentence: None,
     ) -> list[T]:
         """What `write`, called in a thread, returns for the embedding of each job, which are parts of one request.
-        outcome: what it counts as. Raises Refused or EngineError. Cancelling the task that waits cancels the
-        request."""
+        outcome: what it counts as. told: gets the number of a job, and a warning of its ticket. Raises Refused or
+        EngineError. Cancelling the task that waits cancels the request."""
 
         def written_of(chunks: Sequence[Chunk]) -> T:
             vector = embedding(chunks)
@@ -176,7 +181,9 @@ class Driver:
                 part = jobs[first : first + together]
                 for number, (prompt, params, options) in enumerate(part):
                     start = partial(self.engine.submit, prompt, params, options)
-                    await self._submitted(job, prompt, start, _Place(job, number))
+                    ticket = await self._submitted(job, prompt, start, _Place(job, number))
+                    for sentence in ticket.warnings:
+                        told(first + number, sentence)
                 chunks: list[list[Chunk]] = [[] for _ in part]
                 while not all(each and each[-1].finish_reason is not None for each in chunks):
                     number, chunk = await self._next(job)

@@ -16,6 +16,7 @@ from typing import Any
 
 from polarlm.engine import Chunk
 from polarlm.engine.requests.prompts import Prompt
+from polarlm.engine.requests.request import WARNINGS
 
 _REQUESTS = logging.getLogger("server.requests")
 KEY = "polarlm.key"  # in an ASGI scope: the name of the key, where another process has checked it
@@ -42,7 +43,7 @@ class Entry:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    warning: str | None = None  # about fields of the request that have no effect
+    warnings: list[str] = field(default_factory=list)  # about what of the request is not done as it asks
     prompt: Prompt | None = None  # None unless prompts are logged
     answer: str | None = None
     silent: bool = False  # whether it gets no line: it is routine, or another process writes the line
@@ -57,7 +58,7 @@ class Entry:
 
     def line(self) -> dict[str, Any]:
         fields = {name: value for name, value in vars(self).items() if name not in ("silent", "_started")}
-        known = {name: value for name, value in fields.items() if value is not None}
+        known = {name: value for name, value in fields.items() if value is not None and value != []}
         return known | {"seconds": round(time.monotonic() - self._started, 6)}
 
 
@@ -147,8 +148,8 @@ def _in_words(line: Mapping[str, Any]) -> str:
     if line["prompt_tokens"]:
         cached, prompt = line["cached_tokens"], line["prompt_tokens"]
         facts.insert(0, f"{cached} of {prompt} prompt tokens cached, {line['completion_tokens']} new")
-    if "warning" in line:
-        facts.append(f"warning: {line['warning']}")
+    if "warnings" in line:
+        facts.append(f"warning: {'; '.join(line['warnings'])}")
     texts = [
         f"{name} {json.dumps(line[name], ensure_ascii=False, default=_bytes)}"
         for name in ("prompt", "answer")
@@ -163,3 +164,4 @@ def set_up(model: str | None = None) -> None:
     handler.setFormatter(_ForPeople(model) if sys.stderr.isatty() else _Json(model))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     _REQUESTS.setLevel(logging.INFO)
+    WARNINGS.disabled = True  # the lines of requests have them

@@ -16,6 +16,7 @@ from polarlm.children import Lines
 from polarlm.engine import Chunk, EngineError, TokenLogprob
 from polarlm.engine.cli.flags import in_flags
 from polarlm.model_loaders.tokenizers import Tokenizer
+from polarlm.server.reading.fields import FIELDS, unknown_fields
 from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.prompts import read_prompt, read_salt, with_adapter
 from polarlm.server.reading.values import BadRequest, read_json
@@ -34,6 +35,7 @@ LAST_SECONDS = 5.0  # time for clients to read their last messages
 
 _LOG = logging.getLogger(__name__)
 _MOST_ID = 200  # characters
+_KNOWN = (*FIELDS, "id", "api_key", "cancel", "save", "load")
 Id = str | int
 Work = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -184,12 +186,13 @@ class Connection(asyncio.Protocol):
             return lambda: self._transferred(self._driver.load_session(loaded, salt))
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
         asked = read(body, self._driver.about)
+        told = [*(sentence for _, sentence in asked.warnings), *unknown_fields(body, _KNOWN)]
         asked = replace(asked, options=with_adapter(asked.options, body, self._driver.engine.adapters.scales))
         if asked.tools is not None:
             raise BadRequest("tools", "tools are taken over HTTP alone: this socket sends answers as text")
         if asked.n != 1:
             raise BadRequest("n", "n must be 1 here: send a request for each answer")
-        return lambda: self._answer(request_id, asked)
+        return lambda: self._answer(request_id, asked, told)
 
     def _cancel(self, request_id: Id, value: Any) -> None:
         """Cancel a request, unless it has ended and sent its last message already."""
@@ -212,10 +215,11 @@ class Connection(asyncio.Protocol):
             _LOG.exception("a request of the socket ended with an unexpected error")
             self._finish(request_id, error_of(Refused("internal", f"unexpected {type(error).__name__}")))
 
-    async def _answer(self, request_id: Id, asked: ParsedRequest) -> dict[str, Any]:
-        if asked.warnings and (entry := journal.current()):
-            entry.warning = "; ".join(sentence for _, sentence in asked.warnings)
-        async with aclosing(self._driver.stream(asked.prompt, asked.params, asked.options)) as chunks:
+    async def _answer(self, request_id: Id, asked: ParsedRequest, told: list[str]) -> dict[str, Any]:
+        """told: sentences about what is not done as asked."""
+        if entry := journal.current():
+            entry.warnings = told
+        async with aclosing(self._driver.stream(asked.prompt, asked.params, asked.options, told=told)) as chunks:
             text = ""
             logprobs: list[dict[str, Any]] = []
             tokenizer = self._driver.engine.model.tokenizer
@@ -225,7 +229,7 @@ class Connection(asyncio.Protocol):
                 if (text or logprobs) and (asked.stream or chunk.finish_reason):
                     self._send(request_id, {"delta": text} | ({"logprobs": logprobs} if logprobs else {}))
                     text, logprobs = "", []
-        return last_of(chunk, self._config.hide_cached_tokens)
+        return last_of(chunk, self._config.hide_cached_tokens) | ({"warnings": told} if told else {})
 
     async def _transferred(self, session: Awaitable[int]) -> dict[str, Any]:
         tokens = await session

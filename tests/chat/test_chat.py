@@ -440,7 +440,7 @@ def test_input_that_is_not_utf8_ends_in_a_sentence(chat, monkeypatch, engine, ca
 
 
 def test_input_is_utf8_whatever_the_locale_says():
-    done = run_fake(input="größe\n".encode(), env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    done = run_fake(input="größe\n".encode("utf-8-sig"), env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0
     assert done.stdout == b"you said: gr??e\n"
 

@@ -48,6 +48,8 @@ class TestWhereItComesFrom:
             ({}, {"chat_template": [{"name": name, "template": name} for name in ("tool_use", "default")]}, "default"),
             ({}, {"chat_template": [{"name": name, "template": name} for name in ("rag", "tool_use")]}, "rag"),
             ({"chat_template.jinja": "Grüß"}, {"chat_template": "other"}, "Grüß"),
+            ({"chat_template.jinja": "\ufeffGrüß"}, {}, "Grüß"),
+            ({}, {"chat_template": "\ufeffGrüß"}, "Grüß"),
             ({"chat_template.json": '{"chat_template": {"default": "Hi"}}'}, {}, "Hi"),
             ({"chat_template.json": '{"chat_template": {"default": "Hi"}}'}, {"chat_template": "x"}, "x"),
         ],

@@ -71,7 +71,7 @@ def _remote(where: str, most: int) -> TierStore:
         try:
             from polarlm.engine.storage.tiers.remote import Remote  # http.client takes time to import
 
-            return Remote(where, most, os.environ.get(KEY_VARIABLE))
+            return Remote(where, most, os.environ.get(KEY_VARIABLE) or None)
         except ValueError as error:
             reason = str(error)
     else:

@@ -95,7 +95,8 @@ def _tool(place: str, value: Any) -> dict[str, Any]:
 def _tool_choice(value: Any) -> dict[str, Any]:
     if value is None:
         return {}
-    choice = members("tool_choice", value)
+    if not (choice := members("tool_choice", value)):
+        return {}
     kind = one_of("tool_choice.type", choice.get("type"), ("tool", *_CHOICES))
     ours: dict[str, Any] = {"tool_choice": _CHOICES.get(kind)}
     if kind == "tool":
@@ -118,9 +119,8 @@ def _check_edits(value: Any) -> None:
 def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
     """The template's variables that say whether the model reasons before it answers, and with which effort."""
     variables: dict[str, Any] = {}
-    if "thinking" in body:
-        kind = members("thinking", body["thinking"]).get("type")
-        one_of("thinking.type", kind, ("enabled", "adaptive", "disabled"))
+    if thinking := members("thinking", body.get("thinking", {})):
+        kind = one_of("thinking.type", thinking.get("type"), ("enabled", "adaptive", "disabled"))
         if kind != "adaptive":
             variables["enable_thinking"] = kind == "enabled"
     effort = members("output_config", body.get("output_config", {})).get("effort")
@@ -174,12 +174,12 @@ class MessageWriter(Writer):
         for call in answer.calls:
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": begun(call.arguments)})
         end = _end(answer.finish_reason, answer.stopped_by)
-        return self._message(content) | end | {"usage": self._usage(answer.usage)}
+        return self._message(content) | end | {"usage": self._usage_of(answer.usage)}
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
         """The events of a piece; before the `first` piece, the events that begin the message."""
         if first:
-            usage = {"input_tokens": 0, "output_tokens": 0}  # the last event has the counts
+            usage = self._usage(piece.prompt_tokens, piece.cached_tokens, 0)
             empty = {"stop_reason": None, "stop_sequence": None, "usage": usage}
             yield {"type": "message_start", "message": self._message([]) | empty}
             yield {"type": "ping"}
@@ -198,7 +198,7 @@ class MessageWriter(Writer):
             assert piece.usage is not None
             yield from self._stop()
             end = _end(piece.finish_reason, piece.stopped_by)
-            yield {"type": "message_delta", "delta": end, "usage": self._usage(piece.usage)}
+            yield {"type": "message_delta", "delta": end, "usage": self._usage_of(piece.usage)}
 
     def ending(self, usages: Sequence[Usage]) -> Iterator[Event]:
         yield {"type": "message_stop"}
@@ -224,14 +224,17 @@ class MessageWriter(Writer):
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
 
-    def _usage(self, usage: Usage) -> dict[str, Any]:
+    def _usage_of(self, usage: Usage) -> dict[str, Any]:
+        return self._usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+
+    def _usage(self, prompt: int, cached: int, output: int) -> dict[str, Any]:
         """The usage; tokens that were read from the cache do not count as input."""
-        cached = usage.cached_tokens if self.tells_cached else 0
+        cached = cached if self.tells_cached else 0
         return {
-            "input_tokens": usage.prompt_tokens - cached,
+            "input_tokens": prompt - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": usage.completion_tokens,
+            "output_tokens": output,
         }
 
 

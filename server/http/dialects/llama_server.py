@@ -86,11 +86,11 @@ class _Server(Endpoints):
     async def apply_template(self, request: Request) -> Response:
         """{"messages"} → {"prompt"}: the messages as the model's template writes them, with marks of images."""
         engine, body = self._driver.engine, await self._body(request)
-        asked, _ = ChatCompletions().read(body, self._driver.about)
+        asked, _ = (chat := ChatCompletions()).read(body, self._driver.about)
         marked = _marked(asked.prompt)
         work = partial(chat_text, marked, engine.model, asked.options)
         shown = JSONResponse({"prompt": await self._counted(request, "templated", work, marked)})
-        return warn(shown, [sentence for _, sentence in asked.warnings])
+        return warn(shown, [*(sentence for _, sentence in asked.warnings), *chat.warnings(body)])
 
     async def adapters(self, _request: Request) -> Response:
         """The adapters (LoRA), with the numbers that `lora` gives. Their scales are 0: a request chooses its own."""

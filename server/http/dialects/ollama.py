@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,9 +23,9 @@ from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
-from polarlm.server.http.streams import LINES, Event
-from polarlm.server.http.warnings import unknown_fields
-from polarlm.server.reading.fields import asking
+from polarlm.server.http.streams import HEADERS, LINES, Event
+from polarlm.server.http.warnings import warn
+from polarlm.server.reading.fields import asking, unknown_fields
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options
 from polarlm.server.reading.sampling import EXTENSIONS
@@ -34,6 +34,7 @@ from polarlm.server.running.driver import Driver
 
 PATHS = ("/api",)
 
+_OF_VECTORS = known("ollama", "model", "truncate", "dimensions", "prompt_name", "options", "cache_prompt", "cache_salt")
 _SAME_NAMES = ("model", "cache_prompt", "cache_salt")  # but for the first, not in Ollama's API
 _OPTIONS = {
     **{name: name for name in EXTENSIONS if name in OPTIONS and name != "max_tokens"},
@@ -47,12 +48,9 @@ _NAMES = {
     "response_format": "format",
     "logprobs": "top_logprobs",
     "chat_template_kwargs": "think",
+    "reasoning_effort": "think",
 }
-_OWN_NAMES = (
-    *("messages", "prompt", "system", "suffix", "raw", "images", "tools"),
-    *("stream", "options", "format", "think", "logprobs", "top_logprobs"),
-)
-_EFFORTS = ("low", "medium", "high")
+_OF_BOTH = known("ollama", *_SAME_NAMES, "stream", "options", "format", "think", "logprobs", "top_logprobs")
 
 
 def routes(driver: Driver) -> list[Route]:
@@ -74,8 +72,8 @@ def routes(driver: Driver) -> list[Route]:
 class Generating(Endpoint):
     prompt_of: Callable[[Mapping[str, Any]], dict[str, Any]]  # the prompt of a body, in our own names
     content: Callable[[dict[str, Any]], dict[str, Any]]  # wraps text, reasoning and calls in the fields of an answer
+    known: Collection[str] = field()
     framing = LINES
-    known = known("ollama", *_SAME_NAMES, *_OWN_NAMES)
 
     def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, LinesWriter]:
         body = asking(body)
@@ -107,28 +105,32 @@ class _Server(Endpoints):
         """POST /api/embed: {"input"} → {"embeddings"}"""
         since = time.monotonic()
         body = await self._body(request)
-        vectors, tokens = await self._embed(request, body, read_prompts("input", body.get("input"), MOST_INPUTS))
+        prompts = read_prompts("input", body.get("input"), MOST_INPUTS)
+        vectors, tokens, told = await self._embed(request, body, prompts, "input")
         name, took = self._driver.engine.model.name, nanoseconds(time.monotonic() - since)
         counts = {"model": name, "total_duration": took, "load_duration": 0, "prompt_eval_count": tokens}
         content = f'{json.dumps(counts)[:-1]},"embeddings":[{",".join(vectors)}]}}'
-        return Response(content, media_type="application/json")
+        return warn(Response(content, media_type="application/json"), told)
 
     async def embed_older(self, request: Request) -> Response:
         """POST /api/embeddings: {"prompt"} → {"embedding"}, which is [] for an empty text. Raises as `embed` does."""
         body = await self._body(request)
         prompt = text("prompt", body.get("prompt") or "")
-        vectors, _ = await self._embed(request, body, [prompt] if prompt else [])
-        return Response(f'{{"embedding":{vectors[0] if vectors else "[]"}}}', media_type="application/json")
+        vectors, _, told = await self._embed(request, body, [prompt] if prompt else [], "prompt")
+        content = f'{{"embedding":{vectors[0] if vectors else "[]"}}}'
+        return warn(Response(content, media_type="application/json"), told)
 
     async def _embed(
-        self, request: Request, body: Mapping[str, Any], prompts: Sequence[Prompt]
-    ) -> tuple[list[str], int]:
+        self, request: Request, body: Mapping[str, Any], prompts: Sequence[Prompt], field: str
+    ) -> tuple[list[str], int, list[str]]:
+        """(JSON of each vector, tokens of all prompts, sentences about what is not done as asked)."""
         text("model", body.get("model") or "")
         isolated = {name: body[name] for name in _SAME_NAMES if body.get(name) is not None}
         options = read_options(isolated, parse_special=self._driver.config.parse_special)
         options = self._driver.engine.embedding_options(None, options)
         options = replace(options, **read_vector_options(asking(body), truncates=True))
-        return await vectors_of(request, self._driver, prompts, options)
+        told = unknown_fields(body, (field, *_OF_VECTORS))
+        return *await vectors_of(request, self._driver, prompts, options, field, told), told
 
     async def tags(self, _request: Request) -> Response:
         return JSONResponse({"models": [self._entry]})
@@ -154,7 +156,9 @@ class _Server(Endpoints):
             raise ApiError(501, f"This server pulls no models: it has {model} alone", "not_supported", "model")
         stream = flag("stream", True if body.get("stream") is None else body["stream"])
         done = {"status": "success"}
-        return Response(LINES.frame(done), media_type=LINES.media_type) if stream else JSONResponse(done)
+        if not stream:
+            return JSONResponse(done)
+        return Response(LINES.frame(done), headers=HEADERS, media_type=LINES.media_type)
 
     @cached_property
     def _entry(self) -> dict[str, Any]:
@@ -177,18 +181,14 @@ def _shared(body: Mapping[str, Any]) -> dict[str, Any]:
         raise wrong("format", 'a JSON schema or "json"', format)
     if flag("logprobs", body.get("logprobs", False)):
         ours["logprobs"] = body.get("top_logprobs", 0)
-    if "think" in body:
-        ours["chat_template_kwargs"] = _thinking(body["think"])
+    think = body.get("think")
+    if isinstance(think, bool):
+        ours["chat_template_kwargs"] = {"enable_thinking": think}
+    elif isinstance(think, str):
+        ours["reasoning_effort"] = think
+    elif think is not None:
+        raise wrong("think", 'true, false, or an effort such as "high"', think)
     return ours
-
-
-def _thinking(value: Any) -> dict[str, Any]:
-    """The template's variables that say whether the model reasons before it answers, and with which effort."""
-    if isinstance(value, bool):
-        return {"enable_thinking": value}
-    if value not in _EFFORTS:
-        raise wrong("think", f"true, false or one of {', '.join(_EFFORTS)}", value)
-    return {"enable_thinking": True, "reasoning_effort": value}
 
 
 def _conversation(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,10 +217,12 @@ def _as_response(content: dict[str, Any]) -> dict[str, Any]:
     return {("response" if name == "content" else name): value for name, value in content.items()}
 
 
-CHAT = Generating(_conversation, lambda content: {"message": {"role": "assistant", **content}})
+CHAT = Generating(
+    _conversation, lambda content: {"message": {"role": "assistant", **content}}, {*_OF_BOTH, "messages", "tools"}
+)
 """POST /api/chat"""
 
-GENERATE = Generating(_completion, _as_response)
+GENERATE = Generating(_completion, _as_response, {*_OF_BOTH, "prompt", "system", "suffix", "raw", "images"})
 """POST /api/generate"""
 
 

@@ -17,9 +17,11 @@ from polarlm.server.http.dialects._shared import Places, known, located, members
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import About, Endpoint, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
-from polarlm.server.http.streams import NAMED
+from polarlm.server.http.streams import HEADERS, NAMED
+from polarlm.server.http.warnings import in_stream, warn
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
+from polarlm.server.reading.parts import in_words
 from polarlm.server.reading.sampling import EXTENSIONS
 from polarlm.server.reading.values import BadRequest, array, at_most, flag, one_of, text
 from polarlm.server.running.driver import Driver
@@ -45,6 +47,7 @@ _OWN_NAMES = (
     *("tools", "tool_choice", "reasoning", "metadata", "truncation"),
 )
 _LOGPROBS = "message.output_text.logprobs"
+_ENCRYPTED = "reasoning.encrypted_content"  # reasoning is in the response as it is
 _MOST_PAIRS, _LONGEST = 16, 576  # characters of a pair of metadata
 
 
@@ -86,7 +89,11 @@ class Responses(Endpoint):
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
-        return cut + super().warnings(body)
+        included = body.get("include")
+        names = included if isinstance(included, list) else ()
+        asked = [str(one) for one in names if one not in (None, _LOGPROBS, _ENCRYPTED)]
+        more = [f"include names {in_words(asked)}, which responses here do not have"] if asked else []
+        return [*cut, *more, *super().warnings(body)]
 
 
 class _Generation(Generation):
@@ -99,9 +106,10 @@ class _Generation(Generation):
         except EngineError as error:
             if error.code != TOO_LONG or not body.get("stream"):
                 raise
-            _, writer = await self._asked(body)
+            _, writer, told = await self._asked(body)
             events = [*writer.events(0, Piece(), first=True), writer.failure(api_error(error))]
-            return Response(b"".join(map(NAMED.frame, events)), media_type=NAMED.media_type)
+            failed = b"".join(map(NAMED.frame, in_stream(events, told)))
+            return warn(Response(failed, headers=HEADERS, media_type=NAMED.media_type), told)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +152,7 @@ def _text_settings(value: Any) -> dict[str, Any]:
     ours = {"verbosity": settings["verbosity"]} if "verbosity" in settings else {}
     if settings.get("format"):
         format = members("text.format", settings["format"])
-        ours["response_format"] = {"type": format.get("type"), "json_schema": {"schema": None, **format}}
+        ours["response_format"] = {"type": format.get("type"), "json_schema": format}
     return ours
 
 

@@ -16,12 +16,18 @@ from polarlm.engine.limits import POOLINGS
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.streams import while_there
-from polarlm.server.reading.fields import asking
-from polarlm.server.reading.prompts import one_given, read_options, read_prompts, read_vector_options
-from polarlm.server.reading.values import BadRequest, one_of, text
+from polarlm.server.http.warnings import of_each, warn
+from polarlm.server.reading.fields import asking, unknown_fields
+from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options, spelling
+from polarlm.server.reading.values import BadRequest, Told, one_of, text
 from polarlm.server.running.driver import Driver
 
 MOST_INPUTS = 2048  # as at OpenAI
+_TEXTS = ("input", "content")  # two spellings
+_KNOWN = (
+    *(*_TEXTS, "model", "encoding_format", "pooling", "embd_normalize", "dimensions", "prompt_name", "user"),
+    *("truncate", "truncation", "truncate_prompt_tokens", "parse_special", "cache_prompt", "cache_salt"),
+)
 
 
 class Embeddings(Endpoints):
@@ -34,24 +40,26 @@ class Embeddings(Endpoints):
 
     async def openai(self, request: Request) -> Response:
         """{"input"} → {"data": [{"index", "embedding"}], "usage"}, and the "pooling" that was used."""
-        vectors, tokens, options = await self._embed(request)
+        vectors, tokens, options, told = await self._embed(request)
         parts = (f'{{"object":"embedding","index":{i},"embedding":{vector}}}' for i, vector in enumerate(vectors))
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         about = {"model": self._driver.engine.model.name, "pooling": options.pooling, "usage": usage}
         content = f'{{"object":"list","data":[{",".join(parts)}],{json.dumps(about)[1:]}'
-        return Response(content, media_type="application/json")
+        return warn(Response(content, media_type="application/json"), told)
 
     async def plain(self, request: Request) -> Response:
         """{"content"} → [{"index", "embedding": [vector]}]"""
-        vectors, *_ = await self._embed(request)
+        vectors, _, _, told = await self._embed(request)
         parts = (f'{{"index":{index},"embedding":[{vector}]}}' for index, vector in enumerate(vectors))
-        return Response(f"[{','.join(parts)}]", media_type="application/json")
+        return warn(Response(f"[{','.join(parts)}]", media_type="application/json"), told)
 
-    async def _embed(self, request: Request) -> tuple[list[str], int, PromptOptions]:
-        """(JSON of each vector, tokens of all texts, options) of a request. Raises BadRequest and as `vectors_of`."""
-        body = asking(await self._body(request))
-        name = one_given(body, ("input", "content"))
-        prompts = read_prompts(name, body[name], MOST_INPUTS)
+    async def _embed(self, request: Request) -> tuple[list[str], int, PromptOptions, list[str]]:
+        """(JSON of each vector, tokens of all texts, options, sentences about what is not done as asked) of a request.
+        Raises BadRequest and as `vectors_of`."""
+        sent = await self._body(request)
+        body, fields = asking(sent), Told()
+        name = spelling(body, _TEXTS, fields)
+        prompts = read_prompts(name, body.get(name), MOST_INPUTS)
         if body.get("truncate_prompt_tokens") not in (None, -1):
             sentence = "a text is cut to the context alone, with truncate or -1; leave it out"
             raise BadRequest("truncate_prompt_tokens", f"truncate_prompt_tokens: {sentence}")
@@ -63,14 +71,25 @@ class Embeddings(Endpoints):
         options = self._driver.engine.embedding_options(pooling, options)
         options = replace(options, **read_vector_options(body, truncates="truncate_prompt_tokens" in body))
         encoding = one_of("encoding_format", body.get("encoding_format", "float"), ("float", "base64"))
-        vectors, tokens = await vectors_of(request, self._driver, prompts, options, as_base64=encoding == "base64")
-        return vectors, tokens, options
+        told = [*(sentence for _, sentence in fields), *unknown_fields(sent, _KNOWN)]
+        as_base64 = encoding == "base64"
+        vectors, tokens = await vectors_of(request, self._driver, prompts, options, name, told, as_base64=as_base64)
+        return vectors, tokens, options, told
 
 
 async def vectors_of(
-    request: Request, driver: Driver, prompts: Sequence[Prompt], options: PromptOptions, *, as_base64: bool = False
+    request: Request,
+    driver: Driver,
+    prompts: Sequence[Prompt],
+    options: PromptOptions,
+    field: str,
+    told: list[str],
+    *,
+    as_base64: bool = False,
 ) -> tuple[list[str], int]:
-    """(JSON of the vector of each prompt, tokens of all prompts). Raises Refused, EngineError or ClientDisconnect."""
+    """(JSON of the vector of each prompt, tokens of all prompts). told: gets sentences about prompts of `field` that
+    are not read as a whole. Raises Refused, EngineError or ClientDisconnect."""
+    cut = dict[int, str]()
 
     def written(embedding: Embedding) -> tuple[str, int]:
         vector, tokens = embedding.vector.astype("<f4"), embedding.usage.prompt_tokens
@@ -79,5 +98,6 @@ async def vectors_of(
         return json.dumps(vector.tolist(), separators=(",", ":")), tokens
 
     jobs = [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
-    pairs = await while_there(request.receive, driver.each(jobs, written, "embedded"))
+    pairs = await while_there(request.receive, driver.each(jobs, written, "embedded", cut.__setitem__))
+    told += of_each(field, cut)
     return [vector for vector, _ in pairs], sum(tokens for _, tokens in pairs)

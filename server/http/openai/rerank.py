@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -16,12 +18,17 @@ from polarlm.engine import Embedding
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.openai.embeddings import MOST_INPUTS
 from polarlm.server.http.streams import while_there
-from polarlm.server.reading.fields import asking
-from polarlm.server.reading.prompts import one_given, read_salt
-from polarlm.server.reading.values import LARGEST, array, at_most, count, flag, text, wrong
+from polarlm.server.http.warnings import of_each, warn
+from polarlm.server.reading.fields import asking, unknown_fields
+from polarlm.server.reading.prompts import read_salt, read_truncate, spelling
+from polarlm.server.reading.values import LARGEST, Told, array, at_most, count, flag, text, wrong
 
 _PATHS = ("/v1/rerank", "/v2/rerank", "/v1/reranking", "/rerank", "/reranking")
-_RETURNS = {"documents": "return_documents", "texts": "return_text"}  # field of the texts → whether results have them
+_TEXTS, _LIMITS, _RETURNS = ("documents", "texts"), ("top_n", "top_k"), ("return_documents", "return_text")  # spellings
+_KNOWN = (
+    *("query", *_TEXTS, *_LIMITS, *_RETURNS, "model", "raw_scores", "instruction", "user", "cache_salt"),
+    *("truncate", "truncation", "truncate_prompt_tokens", "max_tokens_per_doc"),
+)
 _LEAST, _MOST = 2.0**-149, 1 - 2.0**-25  # scores of which no float32 is nearer to 0, or to 1
 
 
@@ -32,32 +39,37 @@ class Rerank(Endpoints):
     async def serve(self, request: Request) -> Response:
         """{"query", "documents"} → {"results": [{"index", "relevance_score"}]}, the best first, at most "top_n";
         {"query", "texts"} → [{"index", "score"}]."""
-        body = asking(await self._body(request))
-        name = one_given(body, _RETURNS)
-        documents = _documents(name, body[name])
+        sent = await self._body(request)
+        body, fields = asking(sent), Told()
+        name = spelling(body, _TEXTS, fields)
+        documents = _documents(name, body.get(name))
         query = text("query", body.get("query", ""))
         if not query:
             raise wrong("query", "a text that is not empty", query)
-        top = body.get("top_n")
-        most = len(documents) if top in (None, 0, -1) else count("top_n", top, 1, LARGEST)
-        flags = (_RETURNS[name], "raw_scores", "truncate")
-        returns, raw, truncate = (flag(field, body.get(field, False)) for field in flags)
+        limit = spelling(body, _LIMITS, fields)
+        most = len(documents) if body.get(limit) in (None, 0, -1) else count(limit, body[limit], 1, LARGEST)
+        returns, raw = (any(flag(one, body.get(one, False)) for one in names) for names in (_RETURNS, ("raw_scores",)))
         engine = self._driver.engine
         salt = read_salt(body.get("cache_salt"))
         instruction = text("instruction", body["instruction"]) if "instruction" in body else None
+        told = [*(sentence for _, sentence in fields), *unknown_fields(sent, _KNOWN)]
+        cut = dict[int, str]()  # number of a document → what is said of it
 
         def score(document: Embedding) -> tuple[float, int]:
             return float(document.vector[0]), document.usage.prompt_tokens
 
-        ranked = await asyncio.to_thread(engine.rank_jobs, query, documents, instruction, truncate)
+        rank = partial(engine.rank_jobs, query, documents, instruction, **_cuts(body), warn=cut.__setitem__)
+        ranked = await asyncio.to_thread(rank)
+        told += of_each(name, cut)
         jobs = [(prompt, params, replace(options, cache_salt=salt)) for prompt, params, options in ranked]
         scores = await while_there(request.receive, self._driver.each(jobs, score, "ranked"))
         best = sorted(range(len(scores)), key=lambda index: -scores[index][0])[:most]
         if name == "texts":
             ranks = ((at, _logit(scores[at][0]) if raw else scores[at][0]) for at in best)
-            return JSONResponse(
-                [{"index": at, "score": score} | ({"text": documents[at]} if returns else {}) for at, score in ranks]
-            )
+            shown = [
+                {"index": at, "score": score} | ({"text": documents[at]} if returns else {}) for at, score in ranks
+            ]
+            return warn(JSONResponse(shown), told)
         tokens = sum(count for _, count in scores)
         results = [
             {"index": at, "relevance_score": scores[at][0]} | ({"document": {"text": documents[at]}} if returns else {})
@@ -71,7 +83,14 @@ class Rerank(Endpoints):
             "meta": {"api_version": {"version": "2"}, "tokens": {"input_tokens": tokens, "output_tokens": 0}},
             "results": results,
         }
-        return JSONResponse(answer)
+        return warn(JSONResponse(answer), told)
+
+
+def _cuts(body: Mapping[str, Any]) -> dict[str, Any]:
+    """How `Engine.rank_jobs` cuts documents. Raises BadRequest."""
+    names = {"truncate_prompt_tokens": "most", "max_tokens_per_doc": "most_of_document"}
+    given = {field: count(field, body[field], 1, LARGEST) for field in names if body.get(field) not in (None, -1)}
+    return {"truncate": read_truncate(body, default=True), **{names[field]: value for field, value in given.items()}}
 
 
 def _logit(score: float) -> float:

@@ -15,12 +15,13 @@ from polarlm.engine import EngineError
 from polarlm.model_loaders.tokenizers import Tokenizer
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.warnings import warn
-from polarlm.server.reading.fields import asking
+from polarlm.server.reading.fields import FIELDS, asking, unknown_fields
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
-from polarlm.server.reading.values import LARGEST, array, count, flag, is_empty, text
+from polarlm.server.reading.values import LARGEST, Body, Told, array, count, flag, is_empty, text
 
 MOST_TOKENS = 1 << 18  # in a response; as JSON, a token takes several times its bytes
 MOST_PIECES = 1 << 15
+_OF_VLLM = {*FIELDS, "return_token_strs"} - {"tools"}  # a chat's body, whose tools are not counted here
 
 
 class Tokens(Endpoints):
@@ -43,19 +44,21 @@ class Tokens(Endpoints):
         sent = await self._body(request)
         body = asking(sent)
         if is_empty(body.get("content")) and any(sent.get(name) is not None for name in ("prompt", "messages")):
-            return await self._tokenize_as_vllm(request, body)
+            return await self._tokenize_as_vllm(request, sent)
         content = text("content", body.get("content"))
         usual = {"add_special": False, "parse_special": self._driver.config.parse_special, "with_pieces": False}
         options = {name: flag(name, body.get(name, value)) for name, value in usual.items()}
         work = partial(self._ids, content, **options)
-        return JSONResponse({"tokens": await self._counted(request, "tokenized", work, content)})
+        tokens = JSONResponse({"tokens": await self._counted(request, "tokenized", work, content)})
+        return warn(tokens, unknown_fields(sent, ("content", "model", *usual)))
 
-    async def _tokenize_as_vllm(self, request: Request, body: dict[str, Any]) -> Response:
+    async def _tokenize_as_vllm(self, request: Request, sent: Body) -> Response:
         """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}. Without
         "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs"."""
+        body, fields = asking(sent), Told()
         named = flag("return_token_strs", body.get("return_token_strs", False))
         special = flag("add_special_tokens", body.get("add_special_tokens", True))
-        prompt = read_prompt(body, reads_images=self._driver.engine.reads_images)
+        prompt = read_prompt(body, told=fields, reads_images=self._driver.engine.reads_images)
         options = read_options(body, parse_special=self._driver.config.parse_special)
         options = replace(options, continue_final_message=read_continues(body, prompt))
 
@@ -72,7 +75,8 @@ class Tokens(Endpoints):
             names = [self._tokenizer.token_name(i) for i in ids] if named else None
             return {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
 
-        return warn(JSONResponse(await self._counted(request, "tokenized", work, prompt)), told)
+        counted = JSONResponse(await self._counted(request, "tokenized", work, prompt))
+        return warn(counted, [*(sentence for _, sentence in fields), *unknown_fields(sent, _OF_VLLM), *told])
 
     def _ids(self, content: str, *, add_special: bool, parse_special: bool, with_pieces: bool) -> list[Any]:
         ids = self._tokenizer.tokenize(content, control=parse_special)
@@ -85,9 +89,11 @@ class Tokens(Endpoints):
 
     async def detokenize(self, request: Request) -> Response:
         """{"tokens": [ids]} → {"content": text}, with names of control tokens, as at llama-server."""
-        tokens = array("tokens", (await self._body(request)).get("tokens"), "an array of token ids")
+        body = await self._body(request)
+        tokens = array("tokens", body.get("tokens"), "an array of token ids")
         ids = [count(f"tokens[{index}]", token, 0, LARGEST) for index, token in enumerate(tokens)]
-        return JSONResponse({"content": await self._counted(request, "detokenized", lambda: self._text(ids), ids)})
+        content = await self._counted(request, "detokenized", lambda: self._text(ids), ids)
+        return warn(JSONResponse({"content": content}), unknown_fields(body, ("tokens", "model")))
 
     def _text(self, tokens: Sequence[int]) -> str:
         """The text of the tokens. Raises EngineError if it is longer than a request's body: tokens can be long."""

@@ -242,11 +242,11 @@ def allowed(what: Any) -> dict[str, Any]:
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "names a function twice"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "must be an object with a name"),
         ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools[0].function.name", "letters, digits"),
-        (schema([]), "tools[0].function.parameters", "must be a JSON schema"),
+        (schema([1]), "tools[0].function.parameters", "must be a JSON schema"),
         (schema({"type": "string"}), "tools[0].function.parameters.type", "arguments have names"),
         (schema(deep(60)), "tools[0].function", "nested more than 64 levels deep"),
         (schema({"description": "a" * 140_000}), "tools", "at most 131,072 are taken"),
-        (schema({"properties": {"a": {"$ref": "#/nowhere"}}}), "tools", "tools: .*nowhere"),
+        (schema({"properties": {"a": {"$ref": "#/nowhere"}}}), "tools", "the function f cannot be used: .*nowhere"),
         (
             schema({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
             "tools",
@@ -255,7 +255,7 @@ def allowed(what: Any) -> dict[str, Any]:
         (
             schema({"properties": {"a": {"type": "integer", "minimum": 3, "maximum": 1}}, "required": ["a"]}),
             "tools",
-            "tools: .*unsatisfiable",
+            "the function f cannot be used: .*unsatisfiable",
         ),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g', which is not one"),
         ({"tool_choice": 5}, "tool_choice", "must be auto, none, required, or an object such as .*, not 5"),

@@ -118,7 +118,8 @@ def test_reasoning_is_turned_on_and_off(thinking: Serving) -> None:
         return thinking.post("/api/chat", body).json()["prompt_eval_count"]
 
     assert chat(False) - chat(True) == pair
-    assert chat("high") == chat(True)
+    assert chat("high") == chat("max") == chat(True)
+    assert chat("none") == chat(False)
 
     def completions(**more: Any) -> int:
         body = {"messages": MESSAGES, **more}

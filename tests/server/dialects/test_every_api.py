@@ -88,6 +88,25 @@ def test_an_answer_is_of_the_schema(server: Serving, name: str) -> None:
     assert reply.reason == "stop"
 
 
+@pytest.mark.parametrize("name", [*CALLING, "ollama"])
+def test_a_schema_is_taken_with_nulls_in_it_and_one_that_fails_names_its_tool(hermes: Serving, name: str) -> None:
+    api, plain = APIS[name], {"type": "object", "properties": {"a": {"type": "string"}}}
+    nulls = {**plain, "type": ["object"], "required": None, "properties": {"a": {"type": "string", "enum": None}}}
+
+    def tokens(**more: Any) -> int:
+        return api.ask(hermes, QUESTION, max_tokens=2, **more).prompt_tokens
+
+    def tools(parameters: Any) -> list[Any]:
+        return [TOOLS[0], {"name": "broken", "description": None, "parameters": parameters}]
+
+    assert tokens(tools=tools(nulls)) == tokens(tools=tools(plain))
+    assert tokens(schema=nulls) == tokens(schema=None)
+    for wrong in ({"type": "text"}, {"pattern": "("}, {"$ref": "#/no"}):
+        body = api.body(QUESTION, tools=tools({**plain, "properties": {"a": {"type": "string", **wrong}}}))
+        told = json.dumps(hermes.refused(api.path, body))
+        assert re.search('The parameters of the function broken cannot be used: [^":]*(: [a-z]+)?"', told), told
+
+
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_a_turn_sent_back_finds_its_prefix_and_a_server_may_hide_it(tiny: Engine, name: str) -> None:
     api = CONVERSATIONS[name]
@@ -214,7 +233,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"max_tokens": "many"}, "max_tokens"),
         ({"stop_sequences": "on"}, "stop_sequences"),
         ({"stop_sequences": ["on", 5]}, "stop_sequences[1]"),
-        ({"tools": [{"name": "look", "input_schema": []}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "look", "input_schema": [1]}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
@@ -230,7 +249,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"input": [{"role": "robot", "content": "hi"}]}, "input[0].role"),
         ({"input": user(5)}, "input[0].content"),
         ({"input": user({"type": "input_image"}, "a")}, "input[0].content[0].type"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input"),
+        ({"input": [{"role": "user", "content": "a"}, {"type": "item_reference", "id": "a"}]}, "input[1]"),
+        ({"input": [{"id": "msg_1"}, {"role": "user", "content": "a"}]}, "input[0]"),
         ({"instructions": 5}, "instructions"),
         ({"max_output_tokens": "many"}, "max_output_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),
@@ -252,7 +272,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"options": {"mirostat": 2}}, "options.mirostat"),
         ({"options": 5}, "options"),
         ({"format": "xml"}, "format"),
-        ({"think": "hard"}, "think"),
+        ({"think": 5}, "think"),
     ],
     "generate": [
         ({"prompt": 5}, "prompt"),

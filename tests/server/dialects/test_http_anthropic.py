@@ -10,7 +10,7 @@ import pytest
 
 from polarlm.engine import Engine
 from tests.lazily import anthropic
-from tests.server.apis import alone
+from tests.server.apis import alone, events
 from tests.server.http_server import KEY, Serving, serving
 from tests.tiny import forget
 
@@ -44,6 +44,16 @@ def test_the_clients_stream_accumulates_the_message(server: Serving, client: ant
     for field in ("stop_reason", "stop_sequence", "usage", "role", "model"):
         assert getattr(streamed, field) == getattr(whole, field), field
     assert [block.text for block in streamed.content] == [block.text for block in whole.content]
+
+
+def test_a_stream_begins_with_the_counts_of_its_prompt(server: Serving) -> None:
+    body = {"messages": [{"role": "user", "content": "then he ran on " * 4}], "max_tokens": 2, "stream": True}
+    for cached in (False, True):
+        parts = events(server.post("/v1/messages", body).text)
+        begin, end = parts[0]["message"]["usage"], parts[-2]["usage"]
+        assert begin == end | {"output_tokens": 0}
+        assert begin["input_tokens"] + begin["cache_read_input_tokens"] > 16
+        assert bool(begin["cache_read_input_tokens"]) is cached
 
 
 def test_each_event_is_named_by_its_type(server: Serving) -> None:

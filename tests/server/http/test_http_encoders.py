@@ -60,11 +60,14 @@ def test_a_long_text_is_an_error_unless_it_may_be_cut(shared: Serving) -> None:
         response = shared.post(path, body)
         assert response.status_code == 400
         assert "152 tokens exceeds the available context size of 64 tokens" in response.text
-    assert close(shared.post("/api/embed", {"input": long}).json()["embeddings"][0], cut)
+    of_ollama = shared.post("/api/embed", {"input": [long, "rain", long]}).json()
+    assert close(of_ollama["embeddings"][0], cut)
+    assert of_ollama["warnings"] == ["input[0], input[2]: only the first 63 tokens are read"]  # and the closing one
     for more in ({"truncate": True}, {"truncate_prompt_tokens": -1}):
         answer = shared.post("/v1/embeddings", {"input": long, **more}).json()
         assert close(answer["data"][0]["embedding"], cut)
         assert answer["usage"]["prompt_tokens"] == 64
+        assert answer["warnings"] == ["input[0]: only the first 63 tokens are read"]
 
 
 def test_many_texts_come_in_order(shared: Serving) -> None:

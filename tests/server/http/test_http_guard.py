@@ -263,6 +263,15 @@ def test_other_paths_and_methods_are_errors_of_the_same_shape(server: Serving) -
     response = server.http.get("/v1/chat/completions")
     assert_error(response, 405, "method_not_allowed")
     assert response.headers["allow"] == "POST"
+    assert "POST /v1/images/gen" in server.refused("/v1/images/gen", {"prompt": "the"}, 404)["message"]
+
+
+def test_slashes_in_a_row_are_one(server: Serving) -> None:
+    """A base URL that ends with a slash gives two."""
+    for path in ("//v1/completions", "/v1//completions", "///completion"):
+        assert server.post(server.url + path, BODY).status_code == 200
+    assert server.http.get(f"{server.url}//health").status_code == 200
+    assert server.refused(f"{server.url}//api/chat", {"messages": 5}).startswith("messages")  # Ollama's shape
 
 
 def test_a_body_of_two_lengths_is_refused_and_the_connection_closed(server: Serving) -> None:

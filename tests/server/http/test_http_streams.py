@@ -29,6 +29,7 @@ def test_each_event_is_a_line_of_data_and_the_last_says_done(server: Serving, us
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-store"
+    assert response.headers["x-accel-buffering"] == "no"
     assert response.content.isascii()  # so that no line separator of Unicode's cuts an event in two
     *events, done, rest = response.text.split("\n\n")
     assert rest == ""

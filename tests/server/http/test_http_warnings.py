@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -11,12 +11,14 @@ import ollama
 import pytest
 from starlette.responses import Response
 
+from polarlm.engine import Engine
+from polarlm.engine.requests.request import WARNINGS
 from polarlm.server.http.app import create_app
 from polarlm.server.http.warnings import HEADER, warn
 from polarlm.server.running import journal
 from tests.lazily import anthropic, openai
 from tests.pairs import in_turn
-from tests.server.apis import APIS
+from tests.server.apis import APIS, CALLING, events
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
@@ -25,8 +27,14 @@ BODIES = {api.path: api.body("then", max_tokens=2) for api in APIS.values()}
 
 
 def warning(server: Serving, path: str, **more: Any) -> str | None:
+    """What the header says, and the field, once."""
     response = server.post(path, {**BODIES[path], **more})
     assert response.status_code == 200, response.text
+    body = {**BODIES[path], **more}
+    parts = events(response.text) if body["stream"] else [response.json()]
+    places = [*parts, *(part["response"] for part in parts if isinstance(part.get("response"), dict))]
+    told = [sentence for place in places for sentence in place.get("warnings", ())]
+    assert "; ".join(told) == response.headers.get(HEADER, "")
     return response.headers.get(HEADER)
 
 
@@ -45,9 +53,31 @@ def test_an_unknown_field_is_told_with_the_nearest_one(server: Serving, path: st
         assert warning(server, path, stream=stream, nothing_like_it=None) is None, stream
 
 
+_CHAT = {"messages": [QUESTION]}
+OF_NO_ANSWERS: list[tuple[str, dict[str, Any]]] = [
+    *(("/tokenize", body) for body in ({"content": "a"}, {"prompt": "a"}, _CHAT)),
+    ("/detokenize", {"tokens": [5]}),
+    ("/v1/embeddings", {"input": "a"}),
+    ("/api/embed", {"input": "a"}),
+    ("/api/embeddings", {"prompt": "a"}),
+    ("/apply-template", _CHAT),
+    ("/v1/chat/completions/input_tokens", _CHAT),
+    ("/v1/messages/count_tokens", _CHAT),
+    ("/v1/responses/input_tokens", {"input": "a"}),
+]
+
+
+@in_turn("path body", OF_NO_ANSWERS)
+def test_endpoints_without_answers_tell_as_well(server: Serving, path: str, body: Any) -> None:
+    assert HEADER not in server.post(path, body).headers
+    response = server.post(path, {**body, "temprature": 0})
+    assert response.json()["warnings"] == [response.headers[HEADER]]
+    assert response.headers[HEADER].startswith("temprature is unknown and ignored")
+
+
 def test_several_are_told_in_a_header_of_bounded_length(server: Serving) -> None:
     path = "/v1/completions"
-    told = warning(server, path, **{f"x{number}" + "y" * 500: 1 for number in range(1000)})
+    told = str(warning(server, path, **{f"x{number}" + "y" * 500: 1 for number in range(1000)}))
     assert told.count("is unknown") == 5
     assert told.endswith("; 995 more fields are unknown")
     assert len(told) < 500
@@ -67,8 +97,89 @@ def test_the_log_has_the_warning_in_the_line_of_the_request() -> None:
     with journal.entry("127.0.0.1:4000", "POST /v1/completions") as entry:
         warn(Response(), ["temprature is unknown and ignored"])
         warn(Response(), [])
-    assert entry.line()["warning"] == "temprature is unknown and ignored"
+    assert entry.line()["warnings"] == ["temprature is unknown and ignored"]
     assert "warning: temprature is unknown" in journal._in_words(entry.line() | {"prompt_tokens": 0})
+
+
+def test_a_header_is_shorter_than_the_field_and_an_array_has_the_header_alone() -> None:
+    sentences = [f"{number}: " + "é" * 300 for number in range(9)]
+    for body, field in (("{}", sentences), ('{"a":1}', sentences), ("[{}]", None)):
+        response = warn(Response(body), [*sentences, *sentences])
+        content = json.loads(bytes(response.body))
+        assert (content.get("warnings") if isinstance(content, dict) else None) == field
+        assert response.headers["content-length"] == str(len(response.body))
+        assert response.headers[HEADER].endswith("; and 3 more")
+        assert response.headers[HEADER].isascii()
+        assert len(response.headers[HEADER]) < 1300
+
+
+def of_openai(server: Serving) -> Iterator[Any]:
+    more: Any = {"model": "any", "extra_body": {"temprature": 0}}
+    for usage in (False, True):
+        chat = server.openai.chat.completions.create(
+            messages=[QUESTION], n=2, stream=True, max_tokens=2, stream_options={"include_usage": usage}, **more
+        )
+        yield [chunk for chunk in chat if "warnings" in chunk.model_extra]
+    yield [server.openai.chat.completions.create(messages=[QUESTION], max_tokens=2, **more)]
+    yield [server.openai.completions.create(prompt="then", max_tokens=2, **more)]
+    yield [server.openai.embeddings.create(input="then", **more)]
+    yield [server.openai.responses.create(input="then", max_output_tokens=16, **more)]
+    with server.openai.responses.stream(input="then", max_output_tokens=16, **more) as stream:
+        *_, last = stream
+        yield [last.response]
+
+
+def of_anthropic(server: Serving) -> Iterator[Any]:
+    more: Any = {"model": "any", "messages": [QUESTION], "max_tokens": 2, "extra_body": {"temprature": 0}}
+    with server.anthropic() as client:
+        yield [client.messages.create(**more)]
+        yield [event for event in client.messages.create(**more, stream=True) if "warnings" in event.model_extra]
+        with client.messages.stream(**more) as stream:
+            assert stream.get_final_message().content
+
+
+def of_ollama(server: Serving) -> Iterator[Any]:
+    """Its client keeps no field that it does not know."""
+    client, options = ollama.Client(server.url), {"num_predict": 2, "temprature": 0}
+    assert client.chat("any", [QUESTION], options=options).done
+    assert [*client.generate("any", "then", options=options, stream=True)][-1].done
+    yield []
+
+
+@pytest.mark.parametrize("clients", [of_openai, of_anthropic, of_ollama])
+def test_the_makers_own_clients_read_an_answer_with_the_field(server: Serving, clients: Any) -> None:
+    for answers in clients(server):
+        if clients is not of_ollama:
+            (answer,) = answers
+            (told,) = answer.model_extra["warnings"]
+            assert told.startswith("temprature is unknown and ignored")
+
+
+_HELD_IN_PART = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!a)b"}}, "not": {}}
+
+
+@pytest.mark.parametrize("name", [*CALLING, "ollama"])
+def test_what_of_a_constraint_does_not_hold_is_told_each_time(hermes: Serving, name: str) -> None:
+    api = APIS[name]
+    tools = [{"name": "f", "parameters": _HELD_IN_PART}]
+    of_tool = "the parameters of the function f hold in part: the pattern '^(?!a)b' looks around"
+    of_both = 'the constraint holds in part: these keywords are not supported: "not"'
+    for more, expected in (
+        ({"tools": tools}, {of_tool, of_both}),
+        ({"schema": _HELD_IN_PART}, {of_both, "the constraint holds in part: the pattern '^(?!a)b' looks around"}),
+    ):
+        for _ in range(2):
+            response = hermes.post(api.path, api.body([QUESTION], max_tokens=2, **more))
+            assert {*response.json()["warnings"]} == expected
+
+
+def test_a_program_that_calls_the_engine_finds_it_in_its_log_once(
+    hermes_engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WARNINGS, "disabled", False)  # which a server's log has turned off
+    for _ in range(2):
+        hermes_engine.generate("the", schema={"type": "string", "format": "logged"}, max_tokens=1)
+    assert [one[-22:] for one in caplog.messages if "logged" in one] == ["Unknown format: logged"]
 
 
 def fields(*types: Any) -> set[str]:
@@ -130,7 +241,7 @@ def test_what_a_template_refuses_is_told_once_and_its_file_never(tmp_path: Path)
     with tool_engine(tmp_path, _REFUSING) as engine, serving(engine) as server:
         for path, body in late.items():
             for stream in (False, True):
-                assert warning(server, path, **body, stream=stream) == expected, path
+                assert warning(server, path, **{**body, "stream": stream}) == expected, path
         assert "be brief" in server.post("/apply-template", {"messages": _LATE}).json()["prompt"]
         failed = server.refused("/v1/chat/completions", {"messages": [{"role": "user", "content": "fail"}]})
         assert failed["message"] == "The model's chat template failed: always."

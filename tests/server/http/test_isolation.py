@@ -53,7 +53,7 @@ def test_a_salt_separates(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> 
 
     one = (TEXT, SamplingParams(max_tokens=0), PromptOptions(pooling="mean"))  # this model cannot rank
     monkeypatch.setattr(engine, "submit", noted)
-    monkeypatch.setattr(engine, "rank_jobs", lambda *_: [one])
+    monkeypatch.setattr(engine, "rank_jobs", lambda *_, **__: [one])
 
     def cached(**more: Any) -> int:
         before = filling.driver.snapshot().cached_tokens

@@ -56,7 +56,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "text": [{"format": {"type": "text"}, "verbosity": ""}, {"format": {}}],
     "reasoning": [{"effort": None}, {"effort": "", "summary": "auto"}, {"effort": "default"}],
     "output_config": [{"effort": "", "format": {}}],
-    "thinking": [{"type": "adaptive", "budget_tokens": 0}],
+    "thinking": [{"type": "adaptive", "budget_tokens": 0}, {"type": None}],
     "options": [
         {**GREEDY, **dict.fromkeys(OF_THE_MACHINE, -1)},
         {**GREEDY, **dict.fromkeys(OF_THE_MACHINE, 1 << 40), "stop": [""], "seed": -1},
@@ -79,8 +79,8 @@ APIS: dict[str, tuple[dict[str, Any], set[str], dict[str, list[Any]]]] = {
     "/tokenize": ({"content": TEXT}, {"add_special", "parse_special", "with_pieces", "prompt", "messages"}, NEUTRAL),
     "/v1/embeddings": ({"input": TEXT}, {*EMBEDDED, "content", "truncate_prompt_tokens"}, NEUTRAL),
     "/v1/rerank": ({"query": "a", "documents": [TEXT]}, {"top_n", "return_documents", "instruction", "model"}, NEUTRAL),
-    "/api/chat": ({"messages": MESSAGES, **OLLAMA}, {*ollama.Generating.known}, NEUTRAL),
-    "/api/generate": ({"prompt": TEXT, **OLLAMA}, {*ollama.Generating.known}, NEUTRAL),
+    "/api/chat": ({"messages": MESSAGES, **OLLAMA}, {*ollama.CHAT.known}, NEUTRAL),
+    "/api/generate": ({"prompt": TEXT, **OLLAMA}, {*ollama.GENERATE.known}, NEUTRAL),
     "/api/embed": ({"input": TEXT}, {"truncate", "dimensions", "keep_alive", "options", "model"}, NEUTRAL),
     "/api/show": ({}, {"model", "name", "system", "template", "options", "verbose"}, NEUTRAL),
 }
@@ -91,7 +91,7 @@ CHANGING = (*REPEATED, "id", "created", "created_at", "usage", "timings", "token
 @pytest.fixture
 def server(filling: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     one = (TEXT, SamplingParams(max_tokens=0), PromptOptions(pooling="mean"))  # this model cannot rank
-    monkeypatch.setattr(filling.engine, "rank_jobs", lambda *_: [one])
+    monkeypatch.setattr(filling.engine, "rank_jobs", lambda *_, **__: [one])
     with serving(filling.engine, max_tokens=3) as running:
         yield running
 

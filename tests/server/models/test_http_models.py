@@ -194,6 +194,8 @@ def test_the_front_asks_for_the_key_and_knows_the_paths(running: Front) -> None:
         assert (wrong.status_code, wrong.json()["error"][:10]) == (400, "keep_alive")
     odd = {"anthropic-version": "é".encode("latin-1"), "accept": b"\xff"}
     assert running.http.post("/tokenize", json={"model": "big", "content": "a"}, headers=odd).status_code == 200
+    slashes = running.http.post(f"{running.url}//tokenize", json={"model": "big", "content": "a"})
+    assert slashes.status_code == 200
     refusal = running.http.post("/api/pull", json={"model": "user/repo"})
     assert (refusal.status_code, "--allow-pull" in refusal.json()["error"]) == (501, True)
     assert running.http.post("/api/pull", json={"model": "big", "stream": False}).json() == {"status": "success"}

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.server.reading import fields, parameters
-from polarlm.server.reading.fields import FIELDS, RULES, Field
+from polarlm.server.reading.fields import FIELDS, RULES, SPELLINGS, Field
 from polarlm.server.reading.values import BadRequest
 from tests.lazily import openai
 
@@ -162,6 +162,34 @@ def test_harmless_fields_are_ignored() -> None:
             assert list(asked.warnings) == (told if value else []), (name, value)
     usual = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
     assert read(samplers=usual).warnings == ()
+
+
+def test_of_several_spellings_the_first_counts_and_another_value_is_told() -> None:
+    tool = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    values: dict[str, list[Any]] = {
+        "tools": [[{"type": "function", "function": tool}], [tool]],
+        "tool_choice": ["none", {"name": "look"}],
+    }
+    for first, *others in SPELLINGS:
+        for other in others:
+            one, another = values.get(first, [3, 4])
+            base = {"messages": [{"role": "user", "content": "a"}], first: one}
+            asked, alone = (parameters.read(body, ABOUT) for body in (base | {other: another}, base))
+            assert asked.warnings == ((other, f"{other} is ignored: {first} is given as well"),)
+            assert (asked.params, asked.tools, asked.n) == (alone.params, alone.tools, alone.n)
+            assert first in values or parameters.read(base | {other: one}, ABOUT).warnings == ()
+    (warning,) = parameters.read(base | {"prompt": "a"}, ABOUT, ("messages",)).warnings
+    assert warning == ("prompt", "prompt is ignored: messages is given as well")
+
+
+def test_a_constraint_may_be_spelt_several_times() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    for more in ({"guided_json": schema}, {"json_schema": schema, "structured_outputs": {"json": schema}}):
+        assert read(response_format=format, **more).params == read(response_format=format).params
+    assert read(response_format={"type": "json_object"}, json_schema=schema).params == read(json_schema=schema).params
+    with pytest.raises(BadRequest, match="response_format and guided_json both constrain"):
+        read(response_format=format, guided_json={"type": "integer"})
 
 
 def test_the_most_that_there_is_stands_for_more() -> None:

@@ -109,7 +109,6 @@ RESPONSES: dict[str, Piece] = {
     "without text": lambda *_: [
         {"type": "image_generation_call", "result": "AAAA"},
         {"type": "compaction", "encrypted_content": "AAAA"},
-        {"type": "item_reference", "id": "a"},
         {"type": "made_up"},
     ],
     "reasoning": lambda t, _: [
@@ -278,6 +277,21 @@ def test_what_is_asked_now_must_be_text(part: dict[str, Any]) -> None:
         assert warning == f"parts of messages that have no text are left out, of type '{part['type']}'"
 
 
+def test_reasoning_that_only_its_maker_reads_is_told() -> None:
+    hidden = {"type": "reasoning", "summary": [], "encrypted_content": "AAAA"}
+    for api, items in (("responses", [hidden, ON]), ("anthropic", [assistant({"type": "redacted_thinking"}, "on")])):
+        prompt, (warning,) = read(api, [user("q"), *items, NEXT])
+        assert [one["content"] for one in prompt] == ["q", "on", "next"]
+        assert re.search("left out, of type '(encrypted reasoning|redacted_thinking)'", warning)
+    shown = hidden | {"content": [typed("reasoning_text", "hm")]}
+    assert read("responses", [user("q"), shown, ON, NEXT])[1] == []
+
+
+def test_a_call_in_both_spellings_is_one_call() -> None:
+    call = {**CALL, "function_call": {"name": "f", "arguments": "{}"}}
+    assert read("chat", [user("q"), call, NEXT]) == read("chat", [user("q"), CALL, NEXT])
+
+
 def test_earlier_messages_of_roles_that_no_api_has_are_the_users() -> None:
     history = [{"role": role, "content": role} for role in ("critic", "human", "model", "ai")]
     prompt, (warning,) = read("chat", [*history, NEXT])
@@ -313,9 +327,11 @@ def test_the_log_has_what_the_socket_left_out(start: Callable[..., Serving], mon
     entries: list[journal.Entry] = []
     monkeypatch.setattr(journal.Entry, "line", lambda entry: entries.append(entry) or {})  # type: ignore[func-returns-value]
     with Client(start().address) as client:
-        client.send(id=1, messages=[user("the", images=["AAAA"]), NEXT], max_tokens=1)
-        client.rest_of(1)
-    assert "left out" in str(entries[0].warning)
+        client.send(id=1, messages=[user("the", images=["AAAA"]), NEXT], max_tokens=1, temprature=0)
+        _, last = client.rest_of(1)
+    assert entries[0].warnings == last["warnings"]
+    assert "left out" in last["warnings"][0]
+    assert last["warnings"][1] == "temprature is unknown and ignored: did you mean temperature?"
 
 
 F_OF_ANTHROPIC = {"name": "f", "input_schema": {"type": "object"}}

@@ -45,6 +45,28 @@ def complaint(body: dict[str, Any]) -> BadRequest:
 # -- what is taken ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("with_null", "without"),
+    [
+        ({"messages": [{**USER, "content": [None, {"type": "text", "text": "Hi"}]}]}, {"messages": [USER]}),
+        ({"messages": [{**USER, "content": [{"type": "text", "text": None}, "Hi"]}]}, {"messages": [USER]}),
+        ({"messages": [{**USER, "tool_calls": None, "images": None, "name": None}]}, {"messages": [USER]}),
+        ({"response_format": {"type": None, "json_schema": None}}, {}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": None, "strict": None}}},
+            {"json_schema": {"type": "object"}},
+        ),
+        ({"chat_template_kwargs": {"enable_thinking": None}}, {}),
+        ({"logit_bias": {"5": None, "6": 1}}, {"logit_bias": {"6": 1}}),
+        ({"stream_options": {"include_usage": None}, "structured_outputs": {"json": None}}, {}),
+    ],
+)
+def test_null_inside_of_a_field_is_as_good_as_absent(with_null: dict[str, Any], without: dict[str, Any]) -> None:
+    asked, other = (read({"messages": [USER], **body}) for body in (with_null, without))
+    assert (asked.prompt, asked.params, asked.options) == (other.prompt, other.params, other.options)
+    assert asked.warnings == ()
+
+
 def test_parameters_that_json_spells_differently() -> None:
     assert params(stop="END") == SamplingParams(stop=("END",))
     assert params(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))

@@ -101,11 +101,15 @@ def test_a_server_without_a_key_warns_unless_it_is_local(capsys, monkeypatch) ->
         assert ("warning" in capsys.readouterr().err) == warned, words
 
 
-def test_the_key_may_come_from_the_environment() -> None:
+def test_the_key_may_come_from_the_environment(capsys, monkeypatch) -> None:
     assert read_command_line([], {KEY_VARIABLE: "sk-1"})[1].api_key == "sk-1"
     assert read_command_line(["--api-key", "sk-2"], {KEY_VARIABLE: "sk-1"})[1].api_key == "sk-2"
-    with pytest.raises(FlagError, match=KEY_VARIABLE):
-        read_command_line([], {KEY_VARIABLE: ""})
+    monkeypatch.setenv(KEY_VARIABLE, "")
+    assert not read_command_line([])[1].keys.needed
+    main(["--port", "0", "--weights", "/no/such/model"])
+    assert f"note: {KEY_VARIABLE} is empty, which is no key" in capsys.readouterr().err
+    with pytest.raises(FlagError, match="--api-key"):
+        read_command_line(["--api-key", ""])
 
 
 def test_the_addresses_of_a_server_that_still_loads_are_in_use(tmp_path: Path, capsys) -> None:

@@ -16,7 +16,7 @@ _LEAST_CUDA = 12030  # the first version whose graphs keep these launches
 def is_wanted(capability: tuple[int, int]) -> bool:
     """Whether the environment turns these launches on; if it says nothing, whether they are proved on such a GPU."""
     asked = os.environ.get(VARIABLE)
-    return capability in _PROVED if asked is None else asked == "1"
+    return capability in _PROVED if not asked else asked == "1"
 
 
 def is_there(capability: tuple[int, int], *cuda_versions: int) -> bool:
