@@ -38,7 +38,7 @@ def main() -> int:
         page.choose(temperature=0.6, repeat_penalty=1.08, seed=4, max_tokens=280)
         for question in QUESTIONS:
             page.send_and_wait(question)
-        page.run("document.querySelector('.side').scrollTop = 0")
+        page.run("engine.open = true; document.querySelector('.side').scrollTop = 0")
         page.until(lambda: page.done() and page.text("#requests").startswith("0 running"))
         photograph(page, "chat-page.png")
         page.size(390, 844)
