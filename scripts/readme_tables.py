@@ -34,9 +34,9 @@ DEFAULT, HALF = EngineConfig.cache_type, "f16"
 _REWRITTEN = {
     "Xeon": ("2026-11-27", "The Xeon's prompt predates the kernels for AMX, which read 1.8 times as fast"),
     "NVIDIA": (
-        "2026-11-28",
-        "In the older version `balanced` was `ring4/ring3.5`; a GPU's matrix products, launches, encoding and "
-        "scheduling have been rewritten since",
+        "2026-11-29",
+        "Attention to blocks of two kinds, dequantizing and scheduling have changed since 2026-11-28: the GPU has run "
+        "their tests, and nothing has been timed. On 2026-11-26 `balanced` was `ring4/ring3.5`",
     ),
 }
 

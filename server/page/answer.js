@@ -22,7 +22,7 @@ function say(message, parent = rows.at(-1)?.message ?? null) {
   return answer(newAnswer(said));
 }
 
-const VARIED = 0.7; // the temperature of another version where it is zero
+const VARIED = 0.6; // the temperature of another version where it is zero
 
 /** What a request for another version of a message has in place of the settings: greedy decoding would say the same again, and so would the same seed. */
 function variation(message) {
