@@ -97,7 +97,8 @@ class Terminal:
 
 @pytest.fixture
 def open_chat(tmp_path, monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    for variable in ("NO_COLOR", "COLUMNS"):  # some runners of tests set a width, which would count as the terminal's
+        monkeypatch.delenv(variable, raising=False)
     settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(tmp_path), "PYTHONUTF8": "1"}
     opened = []
     (tmp_path / "polarlm").mkdir()

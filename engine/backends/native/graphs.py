@@ -42,6 +42,10 @@ class Graphs:
         self._launch.replay(recording)
         return recording.result
 
+    def forget(self) -> None:
+        """See `Ops.forget`."""
+        self._recordings.clear()
+
     def _record(self, work: Callable[..., Result], inputs: Sequence[Any]) -> tuple[list[Any], Recording] | None:
         """Copies of the inputs in fixed memory, and the launches of `work` on them; None if it cannot be recorded."""
         fixed = [x.copy() if isinstance(x, np.ndarray) else x for x in inputs]

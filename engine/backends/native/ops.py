@@ -72,7 +72,7 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
         return self._graphs.run(key, work, inputs)
 
     def forget(self) -> None:
-        self._graphs = Graphs(self._launch)
+        self._graphs.forget()
 
     def room_beside(self, weights: int) -> int:
         return host_memory.room_beside(weights)
