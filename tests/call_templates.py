@@ -126,3 +126,43 @@ GEMMA_OF_APRIL = _GEMMA_VALUES + (  # the first one, which ends a turn after its
     "{% if add_generation_prompt %}{% if ns.kind != 'result' %}{{ '<|turn>model\n' }}{% endif %}"
     "{% if not thinks %}{{ '<|channel>thought\n<channel|>' }}{% endif %}{% endif %}"
 )
+
+# Calls whose arguments are no object: tags around names and values, and calls as in Python. Strings in tags stand as
+# they are.
+_TURNS = (
+    "{{ bos_token }}{% if tools %}{{ '<|im_start|>system\nTools: ' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' }}"
+    "{{ '<tool_response>' + m.content + '</tool_response>' if m.role == 'tool' else m.content or '' }}"
+)
+_TURNS_END = "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+PARAMETER_TAGS = (  # words as in Python, behind an empty line where there is text
+    _TURNS + "{% for c in m.tool_calls or [] %}{{ '\n\n' if loop.first and m.content else '\n' if not loop.first }}"
+    "{{ '<tool_call>\n<function=' + c.function.name + '>\n' }}{% for k, v in c.function.arguments.items() %}"
+    "{{ '<parameter=' + k + '>\n' }}{{ v | tojson if v is mapping or (v is sequence and v is not string) else v }}"
+    "{{ '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}" + _TURNS_END
+)
+
+KEY_TAGS = (
+    _TURNS + "{% for c in m.tool_calls or [] %}{{ '\n<tool_call>' + c.function.name + '\n' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ '<arg_key>' + k + '</arg_key>\n<arg_value>' }}"
+    "{{ v if v is string else v | tojson }}{{ '</arg_value>\n' }}{% endfor %}{{ '</tool_call>' }}{% endfor %}"
+    + _TURNS_END
+)
+
+KEY_TAGS_IN_A_LINE = (
+    KEY_TAGS.replace("\\n<", "<")
+    .replace("\n<arg", "<arg")
+    .replace("name + '\n'", "name")
+    .replace("</arg_value>\n", "</arg_value>")
+)
+
+PYTHON = (
+    "{% macro value(v) %}{% if v is string %}"
+    r"{{ '\'' + v | replace('\\', '\\\\') | replace('\'', '\\\'') | replace('\n', '\\n') + '\'' }}"
+    "{% else %}{{ v }}{% endif %}{% endmacro %}"
+    + _TURNS
+    + "{% if m.tool_calls %}{{ '<|tool_call_start|>[' }}{% for c in m.tool_calls %}{{ c.function.name + '(' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k + '=' }}{{ value(v) }}{{ ', ' if not loop.last }}{% endfor %}"
+    "{{ ')' }}{{ ', ' if not loop.last }}{% endfor %}{{ ']<|tool_call_end|>' }}{% endif %}" + _TURNS_END
+)

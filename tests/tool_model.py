@@ -18,12 +18,14 @@ _GEMMA = (
     *("<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>"),
     *("<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
 )
+_KEYS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_PYTHON = ("<|tool_call_start|>", "<|tool_call_end|>")
 _TEXT = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # added, but not control tokens
 
 
 def tool_model(folder: Path, template: str, text: Collection[str] = ()) -> Path:
     """The path of a model with this chat template. text: names of its tokens that are text, not control tokens."""
-    further = {"<|channel|>": _CHANNELS, "<|turn>": _GEMMA}
+    further = {"<|channel|>": _CHANNELS, "<|turn>": _GEMMA, "<arg_key>": _KEYS, "<|tool_call_start|>": _PYTHON}
     control = (*_CONTROL, *(name for part, names in further.items() if part in template for name in names))
     text = [name for name in control if name in text]
     path = folder / "model-Q8_0.gguf"

@@ -6,11 +6,12 @@ text shows what it is, so the parts do not depend on how the text is cut into ch
 
 from __future__ import annotations
 
-import json
 import secrets
 import string
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
+from polarlm.engine.parsing.argument_readers import FieldArguments, JsonArguments, QuotedArguments
 from polarlm.engine.parsing.pieces import CallStart, Piece
 from polarlm.engine.sampling.detokenizer import overlap
 from polarlm.model_loaders.chat.call_format import CallFormat
@@ -31,6 +32,8 @@ def shown_tokens(control: Mapping[str, int], tags: Tags | None, format: CallForm
     if format is not None:
         literals += [format.begin, format.opening, *format.middle, format.closing]
         literals += [format.between, format.end, format.quote]
+        if (fields := format.fields) is not None:
+            literals += [fields.before, fields.between, fields.after, fields.separator]
     return tuple(token for name, token in control.items() if any(name in literal for literal in literals))
 
 
@@ -38,16 +41,18 @@ class AnswerParser:
     def __init__(
         self,
         format: CallFormat | None = None,
-        names: Collection[str] = (),
+        names: Collection[str] | Mapping[str, Any] = (),
         control: Collection[str] = (),
         tags: Tags | None = None,
         *,
         thinks: bool = False,
     ) -> None:
-        """format: how calls are written; None if there are none. names: the functions that may be called. control: as
-        for `CallFormat.marker`. tags: the tags around reasoning. thinks: whether the prompt ends with the opening tag.
+        """format: how calls are written; None if there are none. names: the functions that may be called, perhaps with
+        the schemas of their parameters, which tell a text that is no string from one that is. control: as for
+        `CallFormat.marker`. tags: the tags around reasoning. thinks: whether the prompt ends with the opening tag.
         """
         self._format, self._names, self._tags = format, frozenset(names), tags
+        self._schemas = names if isinstance(names, Mapping) else {}
         self._marker = "" if format is None else format.marker(control)
         self._state = self._reasoning if thinks else self._start if tags else self._text
         self._held = ""  # text that is not yet known to be text, reasoning or a call
@@ -55,7 +60,7 @@ class AnswerParser:
         self._space = ""  # white space at the end of the text so far
         self._trims = False  # whether white space at the beginning of the following text is dropped
         self._clean = True  # whether all of the answer so far is white space
-        self._reader: JsonArguments | QuotedArguments = JsonArguments()
+        self._reader: JsonArguments | QuotedArguments | FieldArguments = JsonArguments()
         self.calls = 0  # calls that have begun
         self.is_cut_off = False  # at the end of the answer: whether it ends inside a call
 
@@ -140,12 +145,15 @@ class AnswerParser:
 
     def _text_or_json(self, opening: str) -> list[Piece] | None:
         """The parts if calls have no marker: then only the first text of an answer may be a call."""
-        text = self._held.lstrip()
+        text, format = self._held.lstrip(), self._format
+        begins = [opening]
+        if format is not None and format.fields is not None:  # names alone tell a list of calls from other lists
+            begins = [f"{opening}{name}{format.middle[0]}" for name in self._names]
         if (self._clean or self._trims) and not self.calls:
-            if text.startswith(opening):
+            if any(map(text.startswith, begins)):
                 self._begin_call(text, opening)
                 return []
-            if opening.startswith(text):
+            if any(begin.startswith(text) for begin in begins):
                 return None
         return self._say(len(self._held))
 
@@ -171,17 +179,25 @@ class AnswerParser:
 
     def _naming(self) -> list[Piece] | None:
         assert self._format is not None
+        heads = [f"{name}{self._format.middle[0]}" for name in self._names]
+        if not any(self._held.startswith(head) or head.startswith(self._held) for head in heads):
+            return self._no_call()
         name, *id, rest = self._split_head()
         if rest is None:
             longest = max(map(len, self._names), default=0) + _LONGEST_ID + sum(map(len, self._format.middle))
             return None if len(self._held) <= longest else self._no_call()
         if not rest:
             return None
-        if name not in self._names or rest[0] != "{":
-            return self._no_call()
+        fields, quote = self._format.fields, self._format.quote
+        begins = ("{",) if fields is None else (fields.before, self._format.closing)
+        if name not in self._names or not any(rest.startswith(begin) for begin in begins):
+            waits = name in self._names and any(begin.startswith(rest) for begin in begins)
+            return None if waits else self._no_call()
         self._held, self._begun, self._space = rest, "", ""
-        quote = self._format.quote
-        self._reader = QuotedArguments(quote) if quote else JsonArguments()
+        if fields is not None:
+            self._reader = FieldArguments(fields, self._format.closing, self._schemas.get(name))
+        else:
+            self._reader = QuotedArguments(quote) if quote else JsonArguments()
         self._state = self._arguments
         start = CallStart(self.calls, (id[0] if id else None) or new_id(), name)
         self.calls += 1
@@ -191,10 +207,12 @@ class AnswerParser:
     def _split_head(self) -> tuple[str | None, ...]:
         """(name, the id if the format has one, text from the arguments on); the last is None if it is incomplete."""
         assert self._format is not None
+        fields = self._format.fields
+        begin = "{" if fields is None else fields.before[:1]
         parts: list[str | None] = []
         rest: str | None = self._held
         for literal in self._format.middle:
-            before, sign, after = (rest or "").partition(literal or "{")
+            before, sign, after = (rest or "").partition(literal or begin)
             parts.append(before)
             rest = (after if literal else sign + after) if sign and rest is not None else None
         return (*parts, rest)
@@ -236,89 +254,3 @@ class AnswerParser:
             return None
         self._held, self._state = self._held.removeprefix(format.end), self._text
         return []
-
-
-_CONSTANTS = {"None": "null", "True": "true", "False": "false"}  # as templates in Python's language may write them
-
-
-class JsonArguments:
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        for at, character in enumerate(text):
-            if self._escaped:
-                self._escaped = False
-            elif self._in_string:
-                self._escaped, self._in_string = character == "\\", character != '"'
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return text[: at + 1], text[at + 1 :]
-        return text, None
-
-
-class QuotedArguments:
-    """Arguments whose strings stand between quotes of the model's own: see `model_loaders.chat.call_arguments`."""
-
-    def __init__(self, quote: str) -> None:
-        self._quote = quote
-        self._held = ""  # text that is not read yet
-        self._open = ""  # the brackets that are open
-        self._in_string = False
-        self._word = ""  # a name, or a value that is no string, so far
-        self._names = False  # whether a name is next
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        self._held += text
-        said = ""
-        while self._held:
-            if self._in_string:
-                inside, ended, rest = self._held.partition(self._quote)
-                keep = 0 if ended else overlap(inside, self._quote)
-                self._held = rest if ended else inside[len(inside) - keep :]
-                said += json.dumps(inside[: len(inside) - keep], ensure_ascii=False)[1:-1] + ('"' if ended else "")
-                self._in_string = not ended
-                if not ended:
-                    break
-            elif self._held.startswith(self._quote):
-                self._held, self._in_string = self._held[len(self._quote) :], True
-                said += '"'
-            elif self._quote.startswith(self._held):
-                break
-            else:
-                said += self._structure()
-                if not self._open:
-                    rest, self._held = self._held, ""
-                    return said, rest
-        return said, None
-
-    def _structure(self) -> str:
-        character, self._held = self._held[0], self._held[1:]
-        if character not in (",{}[]:" if self._names else ",{}[]"):
-            self._word += character
-            return ""
-        word = self._word.strip()
-        self._word = ""
-        said = _value(word) if word and character != ":" else json.dumps(word, ensure_ascii=False) if word else ""
-        if character in "{[":
-            self._open += character
-        elif character in "}]":
-            self._open = self._open[:-1]
-        self._names = character in "{,}]" and self._open.endswith("{")
-        return said + character
-
-
-def _value(word: str) -> str:
-    """A value without quotes as JSON: as it is, or as a string if it is none."""
-    try:
-        json.loads(word, parse_constant=int)  # which raises for NaN and infinity
-    except ValueError:
-        return _CONSTANTS.get(word) or json.dumps(word, ensure_ascii=False)
-    return word

@@ -32,7 +32,7 @@ class ToolAnswer:
     ) -> ToolAnswer:
         """The answer to messages, of which nothing is parsed yet. Raises EngineError."""
         template, control = model.template, model.tokenizer.control_tokens()
-        names = [_name(tool) for tool in options.tools]
+        names = {_name(tool): tool["function"].get("parameters") for tool in options.tools}
         parser: AnswerParser | ChannelParser
         try:
             if template.channels is not None:

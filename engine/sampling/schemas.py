@@ -23,6 +23,7 @@ _OF_PARTS = ("items", "additionalItems", "additionalProperties")
 _BY_NAME = (*_LISTED, "$defs", "definitions")
 _VALUES = ("const", "default", "enum", "examples")  # keywords whose null is a value
 _CHOICES = ("anyOf", "oneOf")  # keywords of which an empty one allows nothing
+KINDS = frozenset(("string", "number", "boolean", "null", "array", "object"))
 _LOOKS_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
 
 
@@ -136,6 +137,44 @@ def _target(root: Any, reference: Any) -> Any:
         name = part.replace("~1", "/").replace("~0", "~")
         node = node.get(name) if isinstance(node, dict) else None
     return node
+
+
+def kinds_of_property(schema: Any, name: str) -> frozenset[str]:
+    """The types of JSON that a schema of objects allows for the property `name`; a "number" may be an integer. What is
+    no schema allows all."""
+    root = dict(schema) if isinstance(schema, Mapping) else {}
+    for node in (root, *_in_place(root, root)):
+        if isinstance(listed := node.get("properties"), Mapping) and name in listed:
+            return _kinds(root, listed[name])
+    return _kinds(root, root.get("additionalProperties"))
+
+
+def _kinds(root: dict[str, Any], node: Any, levels: int = 32) -> frozenset[str]:
+    if not isinstance(node, Mapping) or not levels:
+        return KINDS
+    kinds, named = KINDS, node.get("type")
+    if isinstance(named, (str, list)):
+        names = [named] if isinstance(named, str) else named
+        kinds = frozenset("number" if one == "integer" else str(one) for one in names)
+    values = [node["const"]] if "const" in node else node.get("enum")
+    if isinstance(values, list):
+        kinds &= {kind_of(value) for value in values}
+    if "$ref" in node:
+        kinds &= _kinds(root, _target(root, node["$ref"]), levels - 1)
+    for name in _IN_PLACE:
+        if isinstance(node.get(name), list) and node[name]:
+            each = [_kinds(root, inner, levels - 1) for inner in node[name]]
+            kinds &= frozenset.intersection(*each) if name == "allOf" else frozenset.union(*each)
+    return kinds
+
+
+def kind_of(value: Any) -> str:
+    """The type of a JSON value, as schemas name it, but "number" for integers."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, (int, float)):
+        return "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
 def _needed(root: dict[str, Any], node: dict[str, Any]) -> Iterator[Any]:

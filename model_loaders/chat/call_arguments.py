@@ -1,12 +1,15 @@
 """Arguments of calls: clients send and get them as text, a JSON object; templates may write them otherwise.
 
 Where a template writes a call as `name{key:<|"|>text<|"|>,count:7}`, strings stand between quotes of its own, in which
-nothing is escaped, and names of fields have none.
+nothing is escaped, and names of fields have none. Where it writes each argument between texts of its own, in tags or as
+in a call of Python's, `Fields` describes these.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 _MOST_DEPTH = 64  # levels of nested arguments
@@ -39,6 +42,40 @@ def quoted(value: Any, quote: str) -> str:
     if isinstance(value, list):
         return "[" + ",".join(quoted(inner, quote) for inner in value) + "]"
     return json.dumps(value)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """How arguments are written that are no object: a name, its value, and texts around them.
+
+    Of values outside of lists and objects, a string without quotes is its text itself, whatever it has.
+    """
+
+    before: str  # before a name
+    between: str  # between a name and its value
+    after: str  # after a value
+    separator: str  # between two arguments
+    quote: str = ""  # around a string, with escapes: ' or "; empty if strings are not quoted
+    python: tuple[str, ...] = ()  # of "words" (truth values and null), "array", "object": what is no JSON but Python's
+
+    def written(self, arguments: Mapping[str, Any]) -> str:
+        """The text of arguments; empty if there are none."""
+        texts = (
+            f"{self.before}{name}{self.between}{self.value(value)}{self.after}" for name, value in arguments.items()
+        )
+        return self.separator.join(texts)
+
+    def value(self, value: Any) -> str:
+        """The text of an argument's value."""
+        if isinstance(value, str):
+            if not self.quote:
+                return value
+            return f"'{value.translate(_ESCAPES)}'" if self.quote == "'" else json.dumps(value, ensure_ascii=False)
+        kind = "array" if isinstance(value, list) else "object" if isinstance(value, dict) else "words"
+        return repr(value) if kind in self.python else json.dumps(value, ensure_ascii=False)
+
+
+_ESCAPES = str.maketrans({"\\": "\\\\", "'": "\\'", "\n": "\\n"})
 
 
 def in_order(field: tuple[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """How a model writes tool calls, and how its chat template takes them.
 
 What surrounds names and arguments in the template's own renderings is what the model was trained to write
-(`find_calls.py`). A template that accepts no tools, or writes a call otherwise than as a name and then an object, gets
-our general format: a system text that lists the tools, and calls in <tool_call> tags.
+(`find_calls.py`). A template that accepts no tools, or whose calls nothing here reads, gets our general format: a
+system text that lists the tools, and calls in <tool_call> tags.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polarlm.model_loaders.chat.call_arguments import json_object, quoted
+from polarlm.model_loaders.chat.call_arguments import Fields, json_object, quoted
 from polarlm.model_loaders.errors import LoadError
 
 Message = Mapping[str, Any]
@@ -41,6 +41,7 @@ class CallFormat:
     shown_closing: tuple[str, ...] = ("}\n</tool_call>",)  # two parts around an id
     separators: tuple[str, str] = (", ", ": ")  # between arguments, and after a name
     quote: str = ""  # before and after a string in the arguments; empty if they are JSON (see `call_arguments.quoted`)
+    fields: Fields | None = None  # how arguments are written that are no object
     several: bool = True  # whether an answer may have several calls
     native: bool = False  # whether the template accepts tools and calls; else they become text of messages
     arguments_as_text: bool = False  # whether the template expects arguments as JSON text, not as a value
@@ -50,6 +51,7 @@ class CallFormat:
     content_is_reasoning: bool = False  # whether the template takes content next to calls for reasoning
     needs_descriptions: bool = False  # whether the template accepts only functions with a description
     takes_results: bool = False  # whether the template takes results as "tool_responses" of the message that calls
+    unknown: bool = False  # whether the template lists tools, but writes calls as nothing here reads
 
     @property
     def has_id(self) -> bool:
@@ -66,9 +68,16 @@ class CallFormat:
 
     def written(self, arguments: Mapping[str, Any]) -> str:
         """The text of arguments, as the template writes them."""
+        if self.fields is not None:
+            return self.fields.written(arguments)
         if self.quote:
             return quoted(dict(arguments), self.quote)
         return json.dumps(arguments, ensure_ascii=False, separators=self.separators)
+
+    def as_written(self, text: str) -> str:
+        """Arguments of a past call, JSON text, as the template writes them; the same text if they are cut off."""
+        value = json_object(text) if self.fields is not None or self.quote else None
+        return text if value is None else self.written(value)
 
     def marker(self, control: Iterable[str]) -> str:
         """The text with which calls begin; empty if it is only the beginning of JSON.
@@ -125,8 +134,8 @@ class CallFormat:
         return text if self.arguments_as_text else value
 
 
-# The beginning of a call in JSON, perhaps of a list of them.
-_JSON_BEGINS = re.compile(r'\s*(\[\s*)?\{\s*"[^"]*"\s*:\s*"$')
+# The beginning of a call in JSON, perhaps of a list of them, or of a list of calls as in Python.
+_JSON_BEGINS = re.compile(r'\s*((\[\s*)?\{\s*"[^"]*"\s*:\s*"|\[)$')
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from polarlm.model_loaders.chat.call_arguments import Fields
 from polarlm.model_loaders.chat.call_format import CallFormat, Message, Render
 from polarlm.model_loaders.errors import LoadError
 
@@ -20,6 +21,7 @@ _IDS = ("alphaid01", "betaid002")  # some templates insist on 9 letters and digi
 _LONG_ID = "call_0123456789abcdef"
 _KEY, _VALUE, _COUNT, _NUMBER = "alphakey", "alphavalue", "alphacount", 7
 _ARGUMENTS = {_KEY: _VALUE, _COUNT: _NUMBER}
+_FURTHER = {"words": True, "array": ["a"], "object": {"a": "b"}}
 _QUESTION, _ANSWER, _RESULT = "alphaquestion", "alphaanswer", "alpharesult"
 _TOOLS = [
     {
@@ -36,37 +38,42 @@ _BRIEF_TOOLS = [{"type": "function", "function": {"name": _NAMES[0], "parameters
 
 
 def find_call_format(render: Render) -> CallFormat:
-    """The format of the template's calls; the general one if it accepts none. Raises LoadError if it cannot run."""
+    """The format of the template's calls; the general one if it accepts none, or writes them as nothing here reads.
+    Raises LoadError if it cannot run."""
     user = {"role": "user", "content": _QUESTION}
     plain: list[Message] = [user, {"role": "assistant", "content": _ANSWER}]
     variants = [(as_text, content) for content in ("", None) for as_text in (False, True)]
     conversations: list[list[Message]] = [[user], plain]
     for as_text, content in variants:
         one, two = _called(1, as_text, content), _called(2, as_text, content)
-        conversations += [[user, one], [user, two], [user, one, _result(_IDS[0])]]
+        none = _called(1, as_text, content, arguments="{}" if as_text else {})
+        conversations += [[user, one], [user, two], [user, one, _result(_IDS[0])], [user, none]]
     prompt, answered, *rest = render(conversations, tools=_TOOLS, add_generation_prompt=False)
     (asked,) = render([[user]], tools=_TOOLS)
     if not isinstance(prompt, str) or not isinstance(answered, str) or _NAMES[0] not in prompt:
         return CallFormat()
-    for (as_text, content), texts in zip(variants, zip(*[iter(rest)] * 3, strict=True), strict=True):
+    for (as_text, content), texts in zip(variants, zip(*[iter(rest)] * 4, strict=True), strict=True):
         format = _format(answered, *texts, as_text=as_text, content=content)
         format = format or _as_message(asked, texts[0], texts[2], arguments_as_text=as_text, no_content=content)
         if format:
             one = _called(1, as_text, content, _LONG_ID)
             cut = _called(1, as_text, content, arguments=f'{{"{_KEY}": "')
             inside = {**one, "tool_responses": [{"name": _NAMES[0], "response": _RESULT}]}
-            long, text, whole = render(
-                [[user, one, _result(_LONG_ID)], [user, cut, _result(_IDS[0])], [user, inside]], tools=_TOOLS
+            further = _called(1, as_text, content, arguments=json.dumps(_FURTHER) if as_text else _FURTHER)
+            long, text, whole, values = render(
+                [[user, one, _result(_LONG_ID)], [user, cut, _result(_IDS[0])], [user, inside], [user, further]],
+                tools=_TOOLS,
             )
             (brief,) = render([[user]], tools=_BRIEF_TOOLS)
             return replace(
                 format,
                 short_ids=not isinstance(long, str),
-                takes_any_text=isinstance(text, str) and _KEY in text and not format.quote,
+                fields=format.fields and _with_values(format.fields, values),
+                takes_any_text=isinstance(text, str) and _KEY in text and not (format.quote or format.fields),
                 needs_descriptions=not isinstance(brief, str),
                 takes_results=isinstance(whole, str) and _RESULT in whole,
             )
-    return CallFormat()
+    return CallFormat(unknown=True)
 
 
 def _result(id: str) -> Message:
@@ -74,7 +81,8 @@ def _result(id: str) -> Message:
 
 
 def _called(count: int, as_text: bool, content: str | None, *ids: str, arguments: Any = None) -> Message:
-    arguments = arguments or (json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS)
+    if arguments is None:
+        arguments = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
     calls = [
         {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         for name, id in zip(_NAMES[:count], ids or _IDS, strict=False)
@@ -87,18 +95,25 @@ def _format(
     one: str | LoadError,
     two: str | LoadError,
     result: str | LoadError,
+    none: str | LoadError,
     *,
     as_text: bool,
     content: str | None,
 ) -> CallFormat | None:
-    """The format, from renderings of an answer, one call, two calls and a result; None if they do not show it."""
+    """The format, from renderings of an answer, one call, two calls, a result, and a call without arguments; None if
+    they do not show it. White space before the calls is the end of a text before them, or stands for it."""
     if not isinstance(one, str) or not isinstance(result, str) or _RESULT not in result:
         return None
     head, _, tail = answered.partition(_ANSWER)
     is_open = not one.endswith(tail)  # the turn goes on with the result
     tail = "" if is_open else tail
     calls = _between(one, head, tail) if _ANSWER in answered else None
+    calls = None if calls is None else calls.lstrip()
     first = None if calls is None else _CallSpan.find(calls, 0)
+    fields = None
+    if calls is not None and first is None and isinstance(none, str):
+        fields = _fields(calls, (_between(none, head, tail) or "").lstrip())
+        first = _CallSpan.find(calls, 0, fields)
     if calls is None or first is None or calls.count(_NAMES[0]) != 1:
         return None
     before, after = calls[: first.name], tuple(calls[first.end :].split(_IDS[0], 1))
@@ -106,6 +121,7 @@ def _format(
         "middle": first.middle,
         "separators": first.separators,
         "quote": first.quote,
+        "fields": fields,
         "native": True,
         "arguments_as_text": as_text,
         "no_content": content,
@@ -115,8 +131,9 @@ def _format(
     )
     alone = None if is_open else single
     both = _between(two, head, tail) if isinstance(two, str) else None
-    second = None if both is None else _CallSpan.find(both, 1)
-    place = None if both is None else _CallSpan.find(both, 0)
+    both = None if both is None else both.lstrip()
+    second = None if both is None else _CallSpan.find(both, 1, fields)
+    place = None if both is None else _CallSpan.find(both, 0, fields)
     if both is None or second is None or place is None or not both.startswith(before):
         return alone
     gap = tuple(both[place.end : second.name].split(_IDS[0], 1))
@@ -165,6 +182,41 @@ _QUOTED = re.compile(
 )
 
 
+# The same as names and values between texts: before and between these, and behind the last.
+_APART = re.compile(
+    rf"{_NAMES[0]}(.+?){_KEY}(.+?){_VALUE}(.*?){_COUNT}(.+?){_NUMBER}(.*)",
+    re.DOTALL,
+)
+
+
+def _fields(calls: str, none: str) -> Fields | None:
+    """How a call's arguments are written that are no object, from a call and the same without arguments."""
+    apart, empty = _APART.search(calls), none.partition(_NAMES[0])[2]
+    if apart is None:
+        return None
+    first, to_text, next, between, last = apart.groups()
+    quote = to_text.removeprefix(between)
+    if quote not in ("", "'", '"') or not next.startswith(quote):
+        return None
+    next = next.removeprefix(quote)
+    before = first[len(_whole_tags(_common_start(first, empty))) :]
+    after = _whole_tags(_common_start(next, last))
+    fields = Fields(before, between, after, next[len(after) : len(next) - len(before)], quote)
+    is_right = calls.replace(fields.written(_ARGUMENTS), "", 1) == none and last != after
+    return fields if is_right and (quote or after.strip()) else None
+
+
+def _with_values(fields: Fields, text: str | LoadError) -> Fields:
+    """`fields` with how a call in `text` writes what is neither a string nor a number."""
+    shown = {name: f"{name}{fields.between}{value!r}" for name, value in _FURTHER.items()}
+    return replace(fields, python=tuple(name for name in shown if isinstance(text, str) and shown[name] in text))
+
+
+def _whole_tags(text: str) -> str:
+    """`text` without the beginning of a tag at its end."""
+    return re.sub(r"<[^<>]*$", "", text)
+
+
 @dataclass(frozen=True)
 class _CallSpan:
     """Where a call is in a text: the offset of its name, the text up to its arguments, the arguments' offsets."""
@@ -177,9 +229,13 @@ class _CallSpan:
     quote: str
 
     @classmethod
-    def find(cls, text: str, index: int) -> _CallSpan | None:
-        """Call `index` in `text`; None if that is not a name and then an object."""
+    def find(cls, text: str, index: int, fields: Fields | None = None) -> _CallSpan | None:
+        """Call `index` in `text`; None if that is not a name and then its arguments: an object, or these `fields`."""
         name = text.find(_NAMES[index])
+        if fields is not None:
+            start = text.find(shown := fields.written(_ARGUMENTS), name)
+            middle = tuple(text[name + len(_NAMES[index]) : start].split(_IDS[index], 1))
+            return cls(name, middle, start, start + len(shown), (", ", ": "), "") if 0 <= name < start else None
         key = min((at for at in (text.find(_KEY, name), text.find(_COUNT, name)) if at >= 0), default=-1)
         start = text.rfind("{", 0, key)
         written = _WRITTEN.match(text, start) or _QUOTED.match(text, start) if 0 <= name <= start else None

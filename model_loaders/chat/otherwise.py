@@ -25,6 +25,10 @@ _WORD = re.compile(r"alpha\d+text")  # in place of a text
 _REPEATS = re.compile(r"(.{1,8}?)\1{3,}", re.DOTALL)
 MOST_SHAPES = 256  # conversation shapes whose changes are kept
 _LOST = "this model's chat template leaves out the text of a message"
+_UNKNOWN = (
+    "this model's chat template writes calls of tools in a form that is not known here: tools are listed, and calls "
+    "written, in a general form, for which the model may not have been trained"
+)
 
 
 class Template(Protocol):
@@ -76,7 +80,7 @@ def put_otherwise(
         shown = [dict(message) for message in messages]
         as_text = format is not None and (not format.native or choice & _AS_TEXT)
         if format is not None and as_text:
-            shown = _calls_as_text(shown, () if format.native else tools, shown=format.shown)
+            shown = _calls_as_text(shown, () if format.native else tools, format)
         for bit, (change, _) in enumerate(_CHANGES):
             shown = change(shown) if choice >> bit & 1 else shown
         return shown if format is None or as_text else format.as_messages(shown)
@@ -91,6 +95,7 @@ def put_otherwise(
     choice, is_lost = needed
     refused = [why for bit, (_, why) in enumerate(_CHANGES) if choice >> bit & 1] + [_CALLS] * (choice >= _AS_TEXT)
     warnings = [f"this model's chat template refuses {why}" for why in refused] + [_LOST] * is_lost
+    warnings += [_UNKNOWN] * (format is not None and format.unknown)
     return Put(put(messages, choice), with_tools, warnings)
 
 
@@ -273,13 +278,9 @@ _TEXT = (
 def _calls_as_text(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
-    *,
-    shown: Callable[[Iterable[tuple[str, str, str]]], str],
+    format: CallFormat,
 ) -> list[dict[str, Any]]:
-    """Messages of text alone: a system message lists the tools, calls follow an answer's text, results are the user's.
-
-    shown: `CallFormat.shown`.
-    """
+    """Messages of text alone: a system message lists the tools, calls follow an answer's text, results are a user's."""
     said: list[dict[str, Any]] = []
     for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
         if are_results:
@@ -290,7 +291,7 @@ def _calls_as_text(
             plain = {name: value for name, value in message.items() if name != "tool_calls"}
             if calls := _calls(message):
                 functions = [call["function"] for call in calls]
-                written = shown((function["name"], function["arguments"], "") for function in functions)
+                written = format.shown((one["name"], format.as_written(one["arguments"]), "") for one in functions)
                 plain["content"] = "\n".join(filter(None, (message["content"], written)))
             said.append(plain)
     if not tools:

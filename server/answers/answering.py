@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -121,10 +121,10 @@ def _plan(engine: Engine, asked: ParsedRequest, params: SamplingParams, warn: Ca
     if tags is None and format is None:
         return _Plan(replace(params, shown_tokens=shown_tokens(control, reasoning, None)))
     shown = shown_tokens(control, reasoning, format)
-    names: Sequence[str] = ()
+    names: Mapping[str, Mapping[str, Any]] = {}
     if asked.tools is not None and format is not None:
         functions = functions_of(asked.tools.callable)
-        names = [function.name for function in functions]
+        names = {function.name: function.schema for function in functions}
         if not params.is_constrained:
             begins = reasoning if place == "before" else None  # a constraint begins behind reasoning that is open
             calls, several = asked.tools.calls, asked.tools.several

@@ -19,7 +19,7 @@ from polarlm.engine.sampling.schemas import OPTIONS, prepared
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.chat.reasoning import Tags
-from polarlm.server.answers.quoted_grammar import QuotedRules, shared_rules
+from polarlm.server.answers.quoted_grammar import FieldRules, QuotedRules, shared_field_rules, shared_rules
 from polarlm.server.reading.parts import in_words
 
 _ARGUMENTS = re.compile(r"arguments(\d+)(?:_\w+)?: ")  # begins the rules of a function's arguments
@@ -54,6 +54,11 @@ class Grammar:
     def _marker(self) -> str:
         return self.format.marker(self.control)
 
+    @property
+    def _begins_with_name(self) -> bool:
+        """Whether only the names of functions tell that an answer begins with a call."""
+        return not self._marker and self.format.fields is not None
+
     def _start(self) -> list[str]:
         rest = {"may": "text | called", "must": "calls", "none": "text"}[self.calls]
         if self.tags is None:
@@ -79,6 +84,9 @@ class Grammar:
         if self.schema is not None:
             return [f"text: %json {json.dumps(self.schema)}", "called: calls"]
         begins = f"\\s*{_escaped(self.format.begin + self.format.opening)}(?s:.*)"  # as calls without a marker do
+        if self._begins_with_name:
+            names = "|".join(_escaped(function.name) for function in self.functions)
+            begins = begins.replace("(?s:", f"({names}){_escaped(self.format.middle[0])}(?s:")
         barred = [_containing(self._marker) if self._marker else begins]
         thinks = self.tags is not None and self.tags.open not in self.control
         first = f"\\s*{_escaped(self.tags.open)}(?s:.*)" if self.tags is not None and thinks else ""
@@ -102,7 +110,8 @@ class Grammar:
         several = self.several and self.format.several
         more = " (more)*" if several else ""
         end = self._literal(self.format.end)
-        lines = [f"calls: {self._literal(first)} call{more} {end}"]
+        begins = "call_first" if self._begins_with_name else f"{self._literal(first)} call"
+        lines = [f"calls: {begins}{more} {end}"]
         if self.calls == "may" and self.schema is None and self._marker and self._marker not in self.control:
             lines.append(f"begun: {self._literal(first.removeprefix(self._marker))} call{more} {end}")
         if several:
@@ -114,20 +123,27 @@ class Grammar:
             name = self._literal(function.name + middle[0])
             lines.append(f"call{number}: {name}{id} arguments{number} {closing}")
             lines += self._arguments(f"arguments{number}", function)
+            if self._begins_with_name:  # in one lexeme, which no text begins with
+                name = self._literal(first + function.name + middle[0])
+                lines.append(f"call_first{number}: {name}{id} arguments{number} {closing}")
         if self.format.quote:
             quote, is_control = self.format.quote, self.format.quote in self.control
             lines += shared_rules(quote, self._literal, is_control=is_control, escaped=_escaped(quote))
-        lines.append("call: " + " | ".join(f"call{number}" for number in range(len(self.functions))))
+        if self.format.fields is not None:
+            lines += shared_field_rules(self.format.fields, self._literal, self.control, _escaped)
+        for rule in ("call", "call_first") if self._begins_with_name else ("call",):
+            lines.append(f"{rule}: " + " | ".join(f"{rule}{number}" for number in range(len(self.functions))))
         return lines
 
     def _arguments(self, name: str, function: Function) -> list[str]:
         schema = schema_of(function, self.format.separators, self.warn)
-        if not self.format.quote:
-            return [f"{name}: %json {json.dumps(schema)}"]
-        warn = partial(_warn_of, function, self.warn)
-        rules = QuotedRules(name, self.format.quote, self._literal, warn, strict=function.strict)
+        warn, quote, fields = partial(_warn_of, function, self.warn), self.format.quote, self.format.fields
         with _refused(function):
-            return rules.lines(schema)
+            if fields is not None:
+                return FieldRules(name, fields, self._literal, warn, strict=function.strict).lines(schema)
+            if quote:
+                return QuotedRules(name, quote, self._literal, warn, strict=function.strict).lines(schema)
+        return [f"{name}: %json {json.dumps(schema)}"]
 
     def _literal(self, text: str) -> str:
         return literal(text, self.control)

@@ -1,19 +1,19 @@
-"""Rules for arguments whose strings stand between quotes of the model's own, from the JSON schema of a function.
+"""Rules for arguments that are no JSON object, from the JSON schema of a function.
 
-Fields come in the order in which templates write them. Numbers, truth values and null are JSON, and have all of their
-schema's keywords. Of strings, `enum` and `const` hold; schemas of one value that are to hold together are not joined.
-A strict function must not have keywords that do not hold.
+Fields come in the order in which templates write them. What is JSON (numbers, and mostly truth values and null; in tags
+lists and objects) has all of its schema's keywords. Of strings, `enum` and `const` hold; schemas of one value that are
+to hold together are not joined. A strict function must not have keywords that do not hold.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 from polarlm.engine.sampling.schemas import OPTIONS
-from polarlm.model_loaders.chat.call_arguments import in_order, quoted
+from polarlm.model_loaders.chat.call_arguments import Fields, in_order, quoted
 
 _SCALARS = ("number", "integer", "boolean", "null")
 _TYPES = ("object", "array", "string", *_SCALARS)
@@ -22,6 +22,7 @@ _HELD = (
     *("type", "enum", "const", "anyOf", "oneOf", "$ref"),
     *("properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
 )
+_STRING = r"""/'([^'\\]|\\[^xuUN0-9])*'|"([^"\\]|\\[^xuUN0-9])*"/"""  # of Python; some templates escape nothing
 _NAME = r"/[^\s:,{}\[\]<>\"]+/"  # name of a field that the schema does not list
 
 
@@ -41,13 +42,38 @@ def shared_rules(quote: str, literal: Callable[[str], str], *, is_control: bool,
     ]
 
 
+def shared_field_rules(
+    fields: Fields, literal: Callable[[str], str], control: Iterable[str], escaped: Callable[[str], str]
+) -> list[str]:
+    """The rules of all functions with such arguments. control: the names of control tokens. escaped: writes a text in
+    a regular expression."""
+    first = min((at for name in control if (at := fields.after.find(name)) >= 0), default=len(fields.after))
+    text, rest = fields.after[:first], literal(fields.after[first:])
+    value = '"True" | "False" | "None" | "[" (python (", " python)*)? "]" | "{" (pair (", " pair)*)? "}"'
+    raw = [f"raw: RAW {rest}" if rest else "raw[lazy]: RAW", f"RAW: /(?s:.*){escaped(text)}/"]
+    return [
+        *([] if fields.quote else raw),
+        "ARGUMENT: /[\\w.$@-]+/",  # name of an argument that the schema does not list
+        f"STRING: {_STRING}",
+        f"python: STRING | number | {value}",
+        'pair: STRING ": " python',
+        'number: %json {"type": "number"}',
+    ]
+
+
 class QuotedRules:
+    """Rules of values whose strings stand between quotes of the model's own; subclasses have other notations."""
+
+    separator, brackets = ",", ("{", "}")  # between items and between fields, around fields
+    any_value, any_name = "anything", 'FIELD ":"'  # where there is no schema: a value, and what stands before a field's
+
     def __init__(
         self, name: str, quote: str, literal: Callable[[str], str], warn: Callable[[str], None], *, strict: bool
     ) -> None:
         """warn: called with what does not hold."""
         self._warn = warn
         self._name, self._quote, self._literal, self._strict = name, quote, literal, strict
+        self._root: Mapping[str, Any] = {}
         self._lines: list[str] = []
         self._references: dict[str, str] = {}
 
@@ -55,6 +81,27 @@ class QuotedRules:
         """The rule of this name, and the rules that it uses. Raises ValueError for a schema that cannot hold."""
         self._root = schema
         return [f"{self._name}: {self._value(schema)}", *self._lines]
+
+    def _written(self, value: Any) -> str:
+        return quoted(value, self._quote)
+
+    def _named(self, name: str) -> str:
+        """What stands before the value of a field."""
+        return f"{name}:"
+
+    def _ordered(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        return sorted(properties.items(), key=in_order)
+
+    def _holds(self, kind: str) -> bool:
+        """Whether all keywords of a schema of this type hold."""
+        return kind in _SCALARS
+
+    def _inner(self, schema: Any) -> str:
+        """The value of a field."""
+        return self._value(schema)
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        return "string"
 
     def _rule(self, expression: str) -> str:
         name = f"{self._name}_{len(self._lines)}"
@@ -65,10 +112,10 @@ class QuotedRules:
         if not isinstance(schema, Mapping):
             if schema is False:
                 raise ValueError("a schema is false, so that no value fulfils it")
-            return "anything"
+            return self.any_value
         kinds = schema.get("type")
-        is_scalar = kinds in _SCALARS if isinstance(kinds, str) else False
-        unknown = [key for key in schema if key not in _NOTES and key not in _HELD and not is_scalar]
+        holds = isinstance(kinds, str) and self._holds(kinds)
+        unknown = [key for key in schema if key not in _NOTES and key not in _HELD and not holds]
         if self._strict and unknown:
             raise ValueError(f"{unknown[0]} does not hold for this model, so the function cannot be strict")
         if unknown:
@@ -77,7 +124,7 @@ class QuotedRules:
             return self._reference(str(schema["$ref"]))
         if "const" in schema or "enum" in schema:
             values = [schema["const"]] if "const" in schema else schema["enum"]
-            return self._one_of([self._literal(quoted(value, self._quote)) for value in values])
+            return self._one_of([self._literal(self._written(value)) for value in values])
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
                 return self._one_of([self._value(inner) for inner in schema[key]])
@@ -86,12 +133,13 @@ class QuotedRules:
         kind = kinds or ("object" if "properties" in schema else "array" if "items" in schema else None)
         if kind is not None and kind not in _TYPES:
             raise ValueError(f"the type {kind!r} is none of JSON's")
-        if kind in _SCALARS:
-            constraint = {key: value for key, value in schema.items() if key not in _NOTES}
-            return self._rule(f"%json {json.dumps(constraint)}")
-        return {"string": lambda _: "string", "array": self._array, "object": self._object}.get(
-            str(kind), lambda _: "anything"
-        )(schema)
+        if kind is None:
+            return self.any_value
+        return {"string": self._string, "array": self._array, "object": self._object}.get(kind, self._scalar)(schema)
+
+    def _scalar(self, schema: Mapping[str, Any]) -> str:
+        constraint = {key: value for key, value in schema.items() if key not in _NOTES}
+        return self._rule(f"%json {json.dumps(constraint)}")
 
     def _one_of(self, choices: list[str]) -> str:
         if not choices:
@@ -115,22 +163,136 @@ class QuotedRules:
         if most == 0:
             return '"[]"'
         further = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        items = f'{item} ("," {item}){further}'
+        items = f"{item} ({json.dumps(self.separator)} {item}){further}"
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         """Fields in order; the rule of the fields from one on is written for both, whether others precede it or not."""
-        fields = sorted((schema.get("properties") or {}).items(), key=in_order)
+        fields, separator = self._ordered(schema.get("properties") or {}), self._literal(self.separator) or '""'
         required = set(schema.get("required") or ())
         others = schema.get("additionalProperties", True)
-        other = "" if others is False else f'FIELD ":" {self._value(others)}'
-        after = {False: f'({other} ("," {other})*)?' if other else '""', True: f'("," {other})*' if other else '""'}
+        other = "" if others is False else f"{self.any_name} {self._inner(others)}"
+        after = {
+            False: f"({other} ({separator} {other})*)?" if other else '""',
+            True: f"({separator} {other})*" if other else '""',
+        }
         for name, inner in reversed(fields):
-            field = f"{self._literal(name + ':')} {self._value(inner)}"
+            field = f"{self._literal(self._named(name))} {self._inner(inner)}"
             rules = {}
             for follows in (False, True):
                 taken = f"{field} {after[True]}"
-                taken = f'"," {taken}' if follows else taken
+                taken = f"{separator} {taken}" if follows else taken
                 rules[follows] = self._rule(taken if name in required else f"{taken} | {after[follows]}")
             after = rules
-        return f'"{{" {after[False]} "}}"'
+        opening, closing = map(json.dumps, self.brackets)
+        return f"{opening} {after[False]} {closing}"
+
+
+class _PythonRules(QuotedRules):
+    """Rules of literals of Python."""
+
+    separator, any_value, any_name = ", ", "python", 'STRING ": "'
+
+    def __init__(self, whole: QuotedRules) -> None:
+        """whole: the rules of what these are values in."""
+        super().__init__(f"{whole._name}_value", whole._quote, whole._literal, whole._warn, strict=whole._strict)
+        self._root, self._lines = whole._root, whole._lines
+
+    def _written(self, value: Any) -> str:
+        return repr(value)
+
+    def _named(self, name: str) -> str:
+        return f"{name!r}: "
+
+    def _ordered(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        return list(properties.items())
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        return "STRING"
+
+    def _scalar(self, schema: Mapping[str, Any]) -> str:
+        return {"boolean": '("True" | "False")', "null": '"None"'}.get(schema["type"]) or super()._scalar(schema)
+
+
+class _ValueRules(QuotedRules):
+    """Rules of the value of one of several `Fields`, and of the text after it."""
+
+    def __init__(self, whole: FieldRules) -> None:
+        super().__init__(f"{whole._name}_field", whole._quote, whole._literal, whole._warn, strict=whole._strict)
+        self._root, self._lines, self._fields = whole._root, whole._lines, whole.fields
+        self._after, self._python = self._literal(self._fields.after), _PythonRules(self)
+        self.any_value = "raw"
+        if self._quote:
+            either = "python" if "words" in self._fields.python else self._rule("%json {}")
+            self.any_value = f"{either} {self._after}"
+
+    def _written(self, value: Any) -> str:
+        return self._fields.value(value) + self._fields.after
+
+    def _holds(self, kind: str) -> bool:
+        return super()._holds(kind) or (self._quote == '"' if kind == "string" else kind not in self._fields.python)
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        if not self._quote:
+            return "raw"
+        written = super()._scalar(schema) if self._quote == '"' else "STRING"
+        return f"{written} {self._after}"
+
+    def _scalar(self, schema: Mapping[str, Any]) -> str:
+        written = self._python._scalar(schema) if "words" in self._fields.python else super()._scalar(schema)
+        return f"{written} {self._after}"
+
+    def _array(self, schema: Mapping[str, Any], kind: str = "array") -> str:
+        if kind in self._fields.python:
+            return f"{self._python._value(schema)} {self._after}"
+        if '"$ref"' in json.dumps(schema):  # references are to the whole schema, which goes along
+            schema = {**_moved(schema), "$defs": {"whole": _moved(self._root)}}
+        return f"{self._rule(f'%json {json.dumps({**schema, OPTIONS: self._root[OPTIONS]})}')} {self._after}"
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        return self._array(schema, "object")
+
+
+class FieldRules(QuotedRules):
+    """Rules of arguments that are names and values between texts."""
+
+    brackets = ("", "")
+
+    def __init__(
+        self, name: str, fields: Fields, literal: Callable[[str], str], warn: Callable[[str], None], *, strict: bool
+    ) -> None:
+        """warn: as of `QuotedRules`."""
+        super().__init__(name, fields.quote, literal, warn, strict=strict)
+        self.fields, self.separator = fields, fields.separator
+        self.any_name = f"{literal(fields.before)} ARGUMENT {literal(fields.between)}"
+
+    def lines(self, schema: Mapping[str, Any]) -> list[str]:
+        self._root = schema
+        self._values = _ValueRules(self)
+        self.any_value = self._object({})
+        return super().lines(schema)
+
+    def _written(self, value: Any) -> str:
+        return self.fields.written(value)
+
+    def _named(self, name: str) -> str:
+        return f"{self.fields.before}{name}{self.fields.between}"
+
+    def _ordered(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        return list(properties.items())
+
+    def _inner(self, schema: Any) -> str:
+        return self._values._value(schema)
+
+
+def _moved(schema: Any) -> Any:
+    """A copy of a schema whose references are to `#/$defs/whole`."""
+    if isinstance(schema, list):
+        return [_moved(inner) for inner in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        name: f"#/$defs/whole{inner[1:]}" if name == "$ref" and str(inner).startswith("#") else _moved(inner)
+        for name, inner in schema.items()
+        if name != OPTIONS
+    }

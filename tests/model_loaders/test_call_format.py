@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from polarlm.model_loaders.chat.call_arguments import Fields
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder
@@ -48,6 +49,11 @@ def plain(opening: str, *middle: str, **more: Any) -> CallFormat:
     return CallFormat("", opening, middle, "", "", "", ("",), native=True, **more)
 
 
+def apart(fields: Fields, **more: Any) -> CallFormat:
+    """A format whose arguments are no object."""
+    return CallFormat(fields=fields, shown_closing=(more["closing"],), native=True, takes_any_text=False, **more)
+
+
 FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and the marker
     "HERMES": (TAGGED, "<tool_call>"),
     "MISTRAL": (
@@ -79,7 +85,47 @@ FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and t
     ),
     "TEXT_ARGUMENTS": (plain("[TOOL_CALLS]", "[ARGS]", arguments_as_text=True), "[TOOL_CALLS]"),
     **dict.fromkeys(("GEMMA", "GEMMA_OF_APRIL"), (GEMMA, "<|tool_call>call:")),
-    **dict.fromkeys(("NO_TOOLS", "XML", "deepseek-r1-distill"), (GENERAL, "<tool_call>")),
+    **dict.fromkeys(("NO_TOOLS", "deepseek-r1-distill"), (GENERAL, "<tool_call>")),
+    "PARAMETER_TAGS": (
+        apart(
+            Fields("<parameter=", ">\n", "\n</parameter>\n", "", python=("words",)),
+            opening="<tool_call>\n<function=",
+            middle=(">\n",),
+            closing="</function>\n</tool_call>",
+        ),
+        "<tool_call>\n<function=",
+    ),
+    "KEY_TAGS": (
+        apart(
+            Fields("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", ""),
+            opening="<tool_call>",
+            middle=("\n",),
+            closing="</tool_call>",
+        ),
+        "<tool_call>",
+    ),
+    "KEY_TAGS_IN_A_LINE": (
+        apart(
+            Fields("<arg_key>", "</arg_key><arg_value>", "</arg_value>", ""),
+            opening="<tool_call>",
+            middle=("",),
+            closing="</tool_call>",
+        ),
+        "<tool_call>",
+    ),
+    "PYTHON": (
+        apart(
+            Fields("", "=", "", ", ", "'", python=("words", "array", "object")),
+            begin="<|tool_call_start|>[",
+            opening="",
+            middle=("(",),
+            closing=")",
+            between=", ",
+            end="]<|tool_call_end|>",
+        ),
+        "<|tool_call_start|>",
+    ),
+    "XML": (CallFormat(unknown=True), "<tool_call>"),
     **dict.fromkeys(("qwen3", "qwq", "qwen2.5"), (TAGGED, "<tool_call>")),
     "gpt-oss": (
         plain(
@@ -99,9 +145,9 @@ def test_the_format_is_found(name: str) -> None:
     (expected, marker), format = FORMATS[name], template_of(name).calls
     assert format == expected
     assert format.marker(("[TOOL_CALLS]", "[ARGS]")) == marker
-    if format.native and not format.quote:
+    if format.native:
         text = rendered(template_of(name), format.as_messages(MESSAGES), tools=TOOLS)
-        assert format.shown([("f", '{"a": [1, "b"]}', "abcdefgh1")]) in text
+        assert format.shown([("f", format.as_written('{"a": [1, "b"]}'), "abcdefgh1")]) in text
 
 
 CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "b"]}'}}
@@ -111,6 +157,19 @@ MESSAGES = [
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "abcdefgh1", "content": "so"},
 ]
+
+
+def test_a_form_that_is_not_known_is_told_where_there_are_tools() -> None:
+    warnings = [
+        put_otherwise(template_of(name), messages, tools, {}).warnings
+        for name, messages, tools in (
+            ("XML", MESSAGES[:1], TOOLS),
+            ("XML", MESSAGES[:1], ()),
+            ("PYTHON", MESSAGES, TOOLS),
+        )
+    ]
+    assert [len(told) for told in warnings] == [1, 0, 0]
+    assert "a form that is not known" in warnings[0][0]
 
 
 def test_without_tools_in_the_template_calls_are_text() -> None:

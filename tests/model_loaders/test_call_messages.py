@@ -16,10 +16,8 @@ from polarlm.model_loaders.tokenizers import Tokenizer, load_for_gguf
 from tests import call_templates
 from tests.tool_model import tool_model
 
-FAMILIES = {
-    "qwen3": call_templates.QWEN3,
-    **{name: getattr(call_templates, name) for name in ("LLAMA", "MISTRAL", "MISTRAL_IDS", "NO_TOOLS", "GEMMA")},
-}
+NAMES = ("LLAMA", "MISTRAL", "MISTRAL_IDS", "NO_TOOLS", "GEMMA", "PARAMETER_TAGS", "KEY_TAGS", "PYTHON")
+FAMILIES = {"qwen3": call_templates.QWEN3, **{name: getattr(call_templates, name) for name in NAMES}}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -78,5 +76,5 @@ def test_a_call_that_was_cut_off_is_shown_as_its_text(family: tuple[Tokenizer, C
     messages, tools = conversation("word")
     messages[1]["tool_calls"][0]["function"]["arguments"] = CUT_OFF
     (text,) = template.render_each([put_otherwise(template, messages, tools, {}).messages])
-    shown = (CUT_OFF, json.dumps(CUT_OFF)) if template.calls.takes_any_text else ("call:f{}",)
-    assert any(one in text for one in shown)
+    shown = (CUT_OFF, json.dumps(CUT_OFF), template.calls.shown([("f", template.calls.written({}), "")]))
+    assert any(one in text for one in (shown[:2] if template.calls.takes_any_text else shown[2:]))

@@ -126,21 +126,45 @@ FRAGMENTS = st.sampled_from(
         '[TOOL_CALLS] [{"name": "time", "arguments": {}}]',
     ]
 )
+APART = {
+    name: ChatTemplate(getattr(call_templates, name), bos_token="<s>", eos_token="</s>").calls
+    for name in ("PARAMETER_TAGS", "KEY_TAGS", "PYTHON")
+}
+APART_FRAGMENTS = st.sampled_from(
+    [
+        *("<tool_call>", "\n<function=", "time", ">\n", "<parameter=", "a", "\n</parameter>\n", "</function>\n"),
+        *(
+            "</tool_call>",
+            "<arg_key>",
+            "</arg_key>",
+            "\n",
+            "<arg_value>",
+            "</arg_value>\n",
+            "<|tool_call_start|>[",
+            "(",
+        ),
+        *("=", ", ", "'", '"', "\\", "x4", "{", "[", "]", ")", "]<|tool_call_end|>", "7", "None", " ", "<think>"),
+        *(format.shown([("time", format.written({"a": "b"}), "")]) for format in APART.values()),
+    ]
+)
 
 
 @given(
-    st.lists(FRAGMENTS, max_size=12).map("".join),
-    st.sampled_from([*FORMS]),
+    st.one_of(
+        st.tuples(st.lists(FRAGMENTS, max_size=12).map("".join), st.sampled_from([*FORMS.values()])),
+        st.tuples(st.lists(APART_FRAGMENTS, max_size=12).map("".join), st.sampled_from([*APART.values()])),
+    ),
     st.booleans(),
     st.booleans(),
     st.lists(st.integers(0, 200), max_size=8),
 )
 def test_the_parts_do_not_depend_on_how_the_text_comes(
-    text: str, name: str, tagged: bool, thinks: bool, cuts: list[int]
+    written: tuple[str, CallFormat], tagged: bool, thinks: bool, cuts: list[int]
 ) -> None:
+    text, format = written
     tags = THINK if tagged else None
     places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
     pieces = [text[a:b] for a, b in pairwise(places)]
-    whole = parsed(parser(FORMS[name], tags, thinks=tagged and thinks), text)
-    assert parsed(parser(FORMS[name], tags, thinks=tagged and thinks), *pieces) == whole
-    assert parsed(parser(FORMS[name], tags, thinks=tagged and thinks), *text) == whole
+    whole = parsed(parser(format, tags, thinks=tagged and thinks), text)
+    assert parsed(parser(format, tags, thinks=tagged and thinks), *pieces) == whole
+    assert parsed(parser(format, tags, thinks=tagged and thinks), *text) == whole

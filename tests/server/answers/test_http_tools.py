@@ -17,7 +17,18 @@ from tests.server.apis import APIS
 from tests.server.http_server import Serving, serving
 from tests.tool_model import tool_engine
 
-NAMES = ("HERMES", "LLAMA", "MISTRAL", "MISTRAL_ARGS", "MISTRAL_IDS", "GEMMA", "GEMMA_OF_APRIL")
+NAMES = (
+    "HERMES",
+    "LLAMA",
+    "MISTRAL",
+    "MISTRAL_ARGS",
+    "MISTRAL_IDS",
+    "GEMMA",
+    "GEMMA_OF_APRIL",
+    "PARAMETER_TAGS",
+    "KEY_TAGS",
+    "PYTHON",
+)
 FAMILIES = {
     "qwen3": call_templates.QWEN3,
     **{name: getattr(call_templates, name) for name in NAMES},
@@ -39,7 +50,7 @@ TOOLS: list[Any] = [
 MESSAGES: list[Any] = [{"role": "user", "content": "How is it?"}]
 
 
-@pytest.fixture(params=["qwen3", "MISTRAL_IDS", "GEMMA", "gpt-oss"], scope="module")
+@pytest.fixture(params=["qwen3", "MISTRAL_IDS", "GEMMA", "PYTHON", "gpt-oss"], scope="module")
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with (
         tool_engine(tmp_path_factory.mktemp("model"), FAMILIES[request.param]) as engine,

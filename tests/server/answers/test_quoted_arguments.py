@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine.errors import ConstraintError
-from polarlm.engine.parsing.answer_parser import QuotedArguments
+from polarlm.engine.parsing.argument_readers import QuotedArguments
 from polarlm.model_loaders.chat.call_arguments import quoted
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.server.answers.call_grammar import Grammar, functions_of

@@ -1,0 +1,237 @@
+"""Reads the arguments of a call while they are generated, and gives them as JSON.
+
+Each has `push`, which gives the JSON text so far, and, once they are complete, the text behind them: else None.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+from polarlm.engine.sampling.detokenizer import overlap
+from polarlm.engine.sampling.schemas import KINDS, kind_of, kinds_of_property
+from polarlm.model_loaders.chat.call_arguments import Fields
+
+_CONSTANTS = {"None": "null", "True": "true", "False": "false"}  # as templates in Python's language may write them
+_WORD = re.compile(r"\A\s*[\w.+-]*")
+# Of a string with escapes: text, an escape, or a quote. Nothing matches an escape that is not complete.
+_PART = re.compile(
+    r"""[^\\'"]+|['"]|\\(?P<escape>x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}"""
+    r"""|(?!x[0-9a-fA-F]?\Z|u[0-9a-fA-F]{0,3}\Z|U[0-9a-fA-F]{0,7}\Z).)""",
+    re.DOTALL,
+)
+_ESCAPES = {
+    **{"\\": "\\", "'": "'", '"': '"', "/": "/", "\n": "", "0": "\0"},
+    **{"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v"},
+}
+
+
+class JsonArguments:
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        for at, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped, self._in_string = character == "\\", character != '"'
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return text[: at + 1], text[at + 1 :]
+        return text, None
+
+
+class QuotedArguments:
+    """Arguments whose strings stand between quotes of the model's own: see `model_loaders.chat.call_arguments`.
+
+    Also one value of JSON or Python: it ends with its last bracket or quote, or where a word ends.
+    """
+
+    def __init__(self, *quotes: str, escapes: bool = False) -> None:
+        """quotes: which may stand around strings. escapes: whether there are escapes in them."""
+        self._quotes, self._escapes = quotes, escapes
+        self._held = ""  # text that is not read yet
+        self._open = ""  # the brackets that are open
+        self._quote = ""  # of the string that is being read
+        self._word = ""  # a name, or a value that is no string, so far
+        self._names = False  # whether a name is next
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        self._held += text
+        said = ""
+        while self._held:
+            if self._quote:
+                said += self._escaped() if self._escapes else self._inside()
+                if not self._held.startswith(self._quote):
+                    break
+                self._held, self._quote = self._held[len(self._quote) :], ""
+                said += '"'
+            elif quote := next((quote for quote in self._quotes if self._held.startswith(quote)), ""):
+                self._held, self._quote = self._held[len(quote) :], quote
+                said += '"'
+                continue
+            elif any(quote.startswith(self._held) for quote in self._quotes):
+                break
+            elif self._open or self._held[0] in "{[":
+                said += self._structure()
+            else:
+                rest = _WORD.sub("", self._held, count=1)
+                self._word, self._held = self._word + self._held[: len(self._held) - len(rest)], rest
+                if not rest:
+                    break
+                said += _value(self._word.strip())
+            if not self._open:
+                rest, self._held = self._held, ""
+                return said, rest
+        return said, None
+
+    def _inside(self) -> str:
+        """What is held of a string without escapes, as JSON; its quote, or what may begin one, stays."""
+        inside, ended, _ = self._held.partition(self._quote)
+        end = len(inside) - (0 if ended else overlap(inside, self._quote))
+        self._held = self._held[end:]
+        return json.dumps(inside[:end], ensure_ascii=False)[1:-1]
+
+    def _escaped(self) -> str:
+        """The same of a string with escapes, as JSON and Python have them; an unknown one is itself."""
+        said = ""
+        while (part := _PART.match(self._held)) is not None and part[0] != self._quote:
+            escape, self._held = part["escape"], self._held[part.end() :]
+            if escape is None:
+                said += json.dumps(part[0], ensure_ascii=False)[1:-1]
+            elif escape[0] in "xuU" and len(escape) > 1:
+                code = int(escape[1:], 16)
+                said += f"\\u{code:04x}" if code < 1 << 16 else chr(code) if code < 0x110000 else "\ufffd"
+            else:
+                said += json.dumps(_ESCAPES.get(escape, part[0]), ensure_ascii=False)[1:-1]
+        return said
+
+    def _structure(self) -> str:
+        character, self._held = self._held[0], self._held[1:]
+        if character not in (",{}[]:" if self._names else ",{}[]"):
+            self._word += character
+            return ""
+        word = self._word.strip()
+        self._word = ""
+        said = _value(word) if word and character != ":" else json.dumps(word, ensure_ascii=False) if word else ""
+        if character in "{[":
+            self._open += character
+        elif character in "}]":
+            self._open = self._open[:-1]
+        self._names = character in "{,}]" and self._open.endswith("{")
+        return said + character
+
+
+def _value(word: str) -> str:
+    """A value without quotes as JSON: as it is, or as a string if it is none."""
+    try:
+        json.loads(word, parse_constant=int)  # which raises for NaN and infinity
+    except ValueError:
+        return _CONSTANTS.get(word) or json.dumps(word, ensure_ascii=False)
+    return word
+
+
+class FieldArguments:
+    """Arguments that are names and values between texts, as JSON: see `Fields`.
+
+    A value without quotes is text where its schema allows strings alone; else it is JSON if it is of a type that the
+    schema allows.
+    """
+
+    def __init__(self, fields: Fields, closing: str, schema: Any) -> None:
+        """closing: what follows the arguments. schema: of all arguments, as an object."""
+        self._fields, self._closing, self._schema = fields, closing, schema
+        self._begin = fields.before  # what the next argument begins with
+        self._state: Callable[[], str | None] | None = self._next
+        self._kinds = KINDS  # that the value may have
+        self._reader = QuotedArguments()
+        self._held = ""  # text that is not read yet
+        self._opening = "{"  # what is to be written before the next name
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        self._held += text
+        said = ""
+        while self._state is not None:
+            if (more := self._state()) is None:
+                return said, None
+            said += more
+        return said, self._held
+
+    # Each state is a method that returns the JSON that it finds, or None if it needs more text.
+
+    def _next(self) -> str | None:
+        closing, begin, fields = self._closing, self._begin.strip(), self._fields
+        if closing.startswith(self._held) and closing != self._held:
+            return None
+        ends = self._held.startswith(closing)
+        if not ends:
+            self._held = self._held.lstrip()  # models are freer with white space than templates
+        if not ends and begin.startswith(self._held) and (begin != self._held or not begin):
+            return None
+        if ends or self._held.startswith(closing) or not self._held.startswith(begin):
+            self._state = None
+            return "{}" if self._opening == "{" else "}"
+        name, sign, rest = self._held[len(begin) :].partition(fields.between)
+        if not sign:
+            return None
+        name, self._held, self._begin = name.strip(), rest, fields.separator + fields.before
+        said, self._opening = f"{self._opening}{json.dumps(name, ensure_ascii=False)}: ", ", "
+        if fields.quote:
+            self._reader, self._state = QuotedArguments("'", '"', escapes=True), self._literal
+            return said
+        self._kinds = kinds_of_property(self._schema, name)
+        is_text = self._kinds == {"string"}
+        self._state = self._text if is_text else self._any
+        return said + '"' * is_text
+
+    def _literal(self) -> str | None:
+        if not self._held:
+            return None
+        said, rest = self._reader.push(self._held)
+        self._held = rest or ""
+        if rest is not None:
+            self._state = self._after
+        return said
+
+    def _after(self) -> str | None:
+        after = self._fields.after
+        if after.startswith(self._held) and after != self._held and after:
+            return None
+        self._held, self._state = self._held.removeprefix(after), self._next
+        return ""
+
+    def _text(self) -> str | None:
+        text, ended, rest = self._held.partition(self._fields.after)
+        end = len(text) - (0 if ended else overlap(text, self._fields.after))
+        self._held, self._state = (rest, self._next) if ended else (self._held[end:], self._text)
+        said = json.dumps(text[:end], ensure_ascii=False)[1:-1] + '"' * bool(ended)
+        return said if said else None
+
+    def _any(self) -> str | None:
+        text, ended, rest = self._held.partition(self._fields.after)
+        if not ended:
+            return None
+        self._held, self._state = rest, self._next
+        return _typed(text, self._kinds)
+
+
+def _typed(text: str, kinds: Collection[str]) -> str:
+    """A value without quotes as JSON: of one of these types where its text has one of them, else a string."""
+    word = _CONSTANTS.get(text, text)
+    try:
+        kind = kind_of(json.loads(word, parse_constant=int))  # which raises for NaN and infinity
+    except (ValueError, RecursionError):
+        said, rest = QuotedArguments("'", '"', escapes=True).push(text.strip() if text.strip()[:1] in "[{" else "")
+        return said if rest == "" and "string" not in kinds else json.dumps(text, ensure_ascii=False)
+    is_text = "string" in kinds and (kind not in kinds or kind == "string" or text != text.strip())
+    return json.dumps(text, ensure_ascii=False) if is_text else word
