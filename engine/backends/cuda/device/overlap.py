@@ -8,8 +8,8 @@ import os
 VARIABLE = "POLARLM_OVERLAP_LAUNCHES"  # 1 turns these launches on, where the GPU and CUDA support them; 0 off
 
 _LEAST_CAPABILITY = 9, 0
-# Compute capabilities of GPUs on which `make gpu-test`, which launches in both ways, has passed: last on 2026-11-26, and on
-# 2026-11-28 with overlapped launches.
+# Compute capabilities of GPUs on which `make gpu-test`, which launches in both ways, has passed: last on 2026-11-26,
+# and on 2026-11-28 with overlapped launches.
 _PROVED = ((9, 0),)
 _LEAST_CUDA = 12030  # the first version whose graphs keep these launches
 
