@@ -572,7 +572,7 @@ def test_a_pass_answers_the_same_recorded_or_not(device, name: str, monkeypatch:
 @pytest.mark.slow
 def test_recordings_hold_no_dequantized_weights(device, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are in memory that products of all numbers of rows share, recorded or not."""
-    monkeypatch.setattr(wide, "WIDE_RECORDED_ROWS", 16)
+    monkeypatch.setattr(wide, "WIDE_ROWS", 16)
     ops, rng = CudaOps(device), np.random.default_rng(0)
     matrix = random_matrix(rng, "q8_0", 512, 256)
     weight, values = Linear(ops.load([matrix])), matrix.values

@@ -128,7 +128,7 @@ def test_a_compilation_ends_when_its_client_goes(grammars: Grammars) -> None:
     with pytest.raises(EngineError, match=SLOW):
         grammars.constraint(SamplingParams(schema=PRIME | {"title": "the worker starts"}))
     process, ask = worker._worker, worker.ask
-    worker.ask = lambda request, gone: (begun.set(), ask({**request, "seconds": 1000}, gone))[1]  # type: ignore
+    worker.ask = lambda request: (begun.set(), ask({**request, "seconds": 1000}))[1]  # type: ignore
     before = grammars.counts().outcomes["abandoned"]
     try:
         with pytest.raises(EngineError) as caught:
