@@ -166,9 +166,11 @@ def _begun_ids(message: Mapping[str, Any], model: model_loaders.Model, check: Ca
     """Return the ids of the beginning of an answer: the ids it was generated as, or its text tokenized as an answer's,
     with the leading space that some tokenizers add, behind the header of a message if answers have headers."""
     tokenizer, channels = model.tokenizer, model.template.channels
-    if message.get("token_ids") is not None:
-        ids = list(message["token_ids"])
-        return ids[:-1] if ids and ids[-1] in tokenizer.eos_ids else ids
+    ids = list(message.get("token_ids") or ())
+    if ids and ids[-1] in tokenizer.eos_ids:
+        ids.pop()
+    if ids:  # an answer that ended at once has no header
+        return ids
     check(message["content"])
     if channels is not None:
         header = tokenizer.tokenize(channels.header(channels.final), control=True, continued=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from polarlm.engine import Engine, SamplingParams
+from polarlm.engine import Engine, PromptOptions, SamplingParams
 from polarlm.engine.chat.console import Console
 from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.sampling.detokenizer import text_of
@@ -109,6 +109,14 @@ def test_the_chat_shows_reasoning_and_the_template_leaves_it_out_later(
     assert capsys.readouterr().out.strip() == family.shown
     ids = engine.prompt_ids([*session.messages, {"role": "user", "content": "More?"}])
     assert family.kept in text_of(engine.model.tokenizer, ids, control=True)
+
+
+@GPT
+def test_the_text_of_an_answer_that_had_ended_at_once_gets_its_header(engine: Engine) -> None:
+    tokenizer, begun = engine.model.tokenizer, {"role": "assistant", "content": ""}
+    options = PromptOptions(continue_final_message=True)
+    ended = begun | {"token_ids": [next(iter(tokenizer.eos_ids))]}
+    assert engine.prompt_ids([*MESSAGES, ended], options) == engine.prompt_ids([*MESSAGES, begun], options)
 
 
 @GPT
