@@ -137,6 +137,7 @@ def test_prompts_with_images_are_counted_and_shown(server: Serving) -> None:
     assert "<__media__>What is it?" in server.post("/apply-template", chat).json()["prompt"]
 
 
+@pytest.mark.slow
 def test_slow_images_of_clients_that_leave_hold_up_nobody(
     server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

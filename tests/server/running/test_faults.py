@@ -136,6 +136,7 @@ NumpyOps.check = check
 """
 
 
+@pytest.mark.slow
 def test_a_device_that_is_lost_ends_the_server(tiny_path: Path, tmp_path: Path) -> None:
     """Every client is told why, those that wait, too; then there is an exit code for whatever starts servers again."""
     with Process(tiny_path, tmp_path, "--parallel", "2", troubled=True, prelude=LOSES_ITS_DEVICE) as process:
