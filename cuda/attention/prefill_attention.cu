@@ -67,8 +67,13 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
 ) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
-    // Wide heads in full precision leave no register for parts of an address that the compiler would keep beside it.
+    // Wide heads in full precision leave no register for parts of an address that the compiler for sm_90 would keep
+    // beside it. For sm_80 it would keep more.
+#if __CUDA_ARCH__ == 900
     constexpr bool HIDES_ADDRESS = KEYS_ARE_FULL && VALUES_ARE_FULL && DP > 128;
+#else
+    constexpr bool HIDES_ADDRESS = false;
+#endif
     const unsigned number = tiles[2 * blockIdx.x];
     const auto *const from = reinterpret_cast<const unsigned char *>(spans);
     const auto *const hidden = reinterpret_cast<const Span *>(at_record<4>(from, number * span_stride));
