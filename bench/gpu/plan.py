@@ -16,7 +16,7 @@ from polarlm.bench.gpu.attention import measure_attention, measure_encoding
 from polarlm.bench.gpu.cache import Content
 from polarlm.bench.gpu.peer import half_attention
 from polarlm.bench.gpu.products import FORMATS, MATRICES, measure_products, torch_products
-from polarlm.bench.gpu.requests import Asked, batched_bench, llama_bench, serve
+from polarlm.bench.gpu.requests import LoadedModel, batched_bench, llama_bench, serve
 from polarlm.bench.gpu.setup import Gpu, Sizes
 from polarlm.bench.gpu.tables import Limits, Row
 from polarlm.bench.random_weights import RandomMatrix
@@ -46,7 +46,7 @@ class Plan:
     def __post_init__(self) -> None:
         attention = self.sizes.config.attention
         self._content = Content.random(self.sizes.blocks, self.sizes.block_size, attention.kv_heads, attention.head_dim)
-        self._asked: Asked | EngineError | None = None  # or why there is none
+        self._load_result: LoadedModel | EngineError | None = None  # or why there is none
         self._of_model = self.types[:2]
 
     def section(self, name: str) -> Iterator[Task]:
@@ -55,21 +55,21 @@ class Plan:
 
     # -- a model ---------------------------------------------------------------------------------------------------
 
-    def _loaded(self) -> Asked:
-        if self._asked is None:
+    def _loaded(self) -> LoadedModel:
+        if self._load_result is None:
             try:
-                self._asked = Asked(self.model, self.sizes, self.types[0])
+                self._load_result = LoadedModel(self.model, self.sizes, self.types[0])
             except EngineError as error:
-                self._asked = error
-        if isinstance(self._asked, EngineError):
-            raise EngineError(f"there is no model: {self._asked}")
-        return self._asked
+                self._load_result = error
+        if isinstance(self._load_result, EngineError):
+            raise EngineError(f"there is no model: {self._load_result}")
+        return self._load_result
 
     def unload(self) -> None:
         """Free the model's memory."""
-        if isinstance(self._asked, Asked):
-            self._asked.close()
-        self._asked = None
+        if isinstance(self._load_result, LoadedModel):
+            self._load_result.close()
+        self._load_result = None
 
     def _prompts(self) -> Iterator[Task]:
         for tokens in self.sizes.prompts:  # what has no time lacks it for all types alike
@@ -80,17 +80,17 @@ class Plan:
         for types in self._of_model:
             for depth in self.sizes.depths:
                 yield f"generation at {depth}, {types.label}", self._asking("generation", types, depth)
-        yield from self._beside("llama-bench", llama_bench)
+        yield from self._peer("llama-bench", llama_bench)
 
     def _sequences(self) -> Iterator[Task]:
         for count in self.sizes.sequences:
             yield f"{count} sequences", self._asking("sequences", self.types[0], count)
-        yield from self._beside("llama-batched-bench", batched_bench)
+        yield from self._peer("llama-batched-bench", batched_bench)
 
     def _asking(self, name: str, *arguments: Any) -> Work:
         return lambda: [getattr(self._loaded(), name)(*arguments)]
 
-    def _beside(self, program: str, measure: Callable[..., Iterable[Row]]) -> Iterator[Task]:
+    def _peer(self, program: str, measure: Callable[..., Iterable[Row]]) -> Iterator[Task]:
         if self.llama_cpp and self.model:
             path, model = Path(self.llama_cpp) / program, self.model
             yield program, lambda: list(measure(path, model, self.sizes, self._left()))

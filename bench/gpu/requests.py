@@ -78,7 +78,7 @@ class ServerTimes:
     between_tokens: tuple[float, float]
 
 
-class Asked:
+class LoadedModel:
     """A model on the GPU with a KV store for each cache type that it is asked for."""
 
     def __init__(self, path: str | None, sizes: Sizes, types: CacheType) -> None:

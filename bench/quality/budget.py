@@ -27,10 +27,10 @@ def choose(seconds: float, token_seconds: float, text_tokens: int, max_context: 
     length = most
     while length > LEAST and seconds < _WANTED * window_seconds(token_seconds, length):
         length = max(LEAST, length // 2)
-    return of_length(length, seconds, token_seconds, text_tokens // length)
+    return windows_of_length(length, seconds, token_seconds, text_tokens // length)
 
 
-def of_length(length: int, seconds: float, token_seconds: float, most: int) -> Windows:
+def windows_of_length(length: int, seconds: float, token_seconds: float, most: int) -> Windows:
     """As many windows of `length` tokens as there is time for; at least one, and `most` at most."""
     each = window_seconds(token_seconds, length)
     count = max(1, min(int(seconds / each), most))

@@ -15,7 +15,7 @@ from polarlm.bench import report
 from polarlm.bench.command import CacheType, model_files, model_named
 from polarlm.bench.quality import answers, kld_base, page
 from polarlm.bench.quality import types as compared
-from polarlm.bench.quality.budget import MOST, Windows, choose, of_length, window_seconds
+from polarlm.bench.quality.budget import MOST, Windows, choose, window_seconds, windows_of_length
 from polarlm.bench.quality.inputs import (
     ENOUGH_TOKENS,
     LEAST_TOKENS,
@@ -185,7 +185,7 @@ class _Measurement:
             count = min(self._options.windows, -(-most // length))
             plan = Windows(count, length, count * window_seconds(token_seconds, length))
         elif length:
-            plan = of_length(min(length, survey.context, most), seconds, token_seconds, most // length)
+            plan = windows_of_length(min(length, survey.context, most), seconds, token_seconds, most // length)
         else:
             plan = choose(seconds, token_seconds, most, survey.context)
         self._say_plan(plan, seconds, most)

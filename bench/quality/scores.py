@@ -115,7 +115,7 @@ def by_position(windows: Sequence[Divergence], first: int = 0) -> list[Stretch]:
 
 
 def _mean(windows: Sequence[np.ndarray]) -> tuple[float, float | None]:
-    def of_windows(chosen: np.ndarray) -> float:
+    def mean_of(chosen: np.ndarray) -> float:
         return float(np.concatenate([windows[i] for i in chosen]).mean())
 
-    return of_windows(np.arange(len(windows))), error_of(of_windows, len(windows))
+    return mean_of(np.arange(len(windows))), error_of(mean_of, len(windows))

@@ -186,7 +186,7 @@ def test_the_file_that_is_written_is_the_one_that_it_writes(
     models: SimpleNamespace, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For the same windows: all bytes but the last bits of floats and of codes."""
-    monkeypatch.setattr(kld_base, "choose", lambda *arguments: budget.of_length(TOKENS, 60, 1e-3, WINDOWS))
+    monkeypatch.setattr(kld_base, "choose", lambda *arguments: budget.windows_of_length(TOKENS, 60, 1e-3, WINDOWS))
     assert run(models.base, "text.txt", "--kld-base", "out.kld") == 0
     said = capsys.readouterr().out.split()
     assert said[:2] == ["out.kld:", "perplexity"]
