@@ -87,11 +87,8 @@ COPY = """
     cp_async_wait<0>();
 """
 
-# The last block adds what all have stored.
-LAST_BLOCK = """
-    __shared__ int last;
-    y[64 * blockIdx.x + threadIdx.x] = x[threadIdx.x];  // here
-    {barrier}
+# A block that comes last has `last`; the others return.
+ARRIVAL = """    {barrier}
     if (threadIdx.x == 0) {{
         {release}
         const int before = atomicAdd(count, 1);
@@ -100,24 +97,20 @@ LAST_BLOCK = """
     }}
     __syncthreads();
     if (!last) return;
-    float sum = 0;
+"""
+# The last block adds what all have stored.
+LAST_BLOCK = f"""
+    __shared__ int last;
+    y[64 * blockIdx.x + threadIdx.x] = x[threadIdx.x];  // here
+{ARRIVAL}    float sum = 0;
     for (int b = 0; b < gridDim.x; ++b) sum += y[64 * b + (threadIdx.x + 1) % 64];  // here
     total[threadIdx.x] = sum;
 """
 # The last block stores where others have loaded.
-LAST_STORES = """
+LAST_STORES = f"""
     __shared__ int last;
     const float seen = y[64 * blockIdx.x + threadIdx.x];  // here
-    {barrier}
-    if (threadIdx.x == 0) {{
-        {release}
-        const int before = atomicAdd(count, 1);
-        {acquire}
-        last = before + 1 == gridDim.x;
-    }}
-    __syncthreads();
-    if (!last) return;
-    for (int b = 0; b < gridDim.x; ++b) y[64 * b + (threadIdx.x + 1) % 64] = seen;  // here
+{ARRIVAL}    for (int b = 0; b < gridDim.x; ++b) y[64 * b + (threadIdx.x + 1) % 64] = seen;  // here
 """
 RIGHT = {"barrier": "__syncthreads();", "release": "__threadfence();", "acquire": "__threadfence();"}
 
