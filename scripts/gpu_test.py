@@ -96,7 +96,7 @@ def _run(
     began = time.monotonic()
     command = [*python("scripts.gpu_test"), "-m", "pytest", *map(str, group), *arguments]
     running = subprocess.Popen(
-        command, env={**os.environ, "POLARLM_TEST_GPU": "1", **environment}, cwd=ROOT, start_new_session=True
+        command, env={**os.environ, "TESTS_GPU": "1", **environment}, cwd=ROOT, start_new_session=True
     )
     try:
         code = running.wait(timeout=limit)

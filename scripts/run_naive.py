@@ -2,7 +2,7 @@
 
     python -m scripts.run_naive
 
-takes the CUDA emulator of the tests, which needs g++ and no GPU; with POLARLM_TEST_GPU=1 in the environment, the GPU.
+takes the CUDA emulator of the tests, which needs g++ and no GPU; with TESTS_GPU=1 in the environment, the GPU.
 Random keys and values of a few sequences become blocks as the engine has them: the first and the last in full
 precision, the others as codes of ring4. One launch computes attention of one new token per sequence over them.
 """

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from polarlm.engine import Engine
 from polarlm.engine.backends.numpy import host_memory
+from polarlm.engine.cli.sources import NO_FLAGS, PREFIX
 from polarlm.engine.loading import assembly, kept_arrays
 from polarlm.engine.storage.tiers import opening
 from polarlm.model_loaders.demo import demo_model
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 # A suite in the background of a shell ignores Ctrl-C, and so would the programs that tests stop with it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Flags that the developer's shell has as variables are not those of the programs under test.
+for name in [name for name in os.environ if name.startswith(PREFIX) and name not in NO_FLAGS]:
+    del os.environ[name]
 
 # The make that tests start takes nothing from the one that started the tests.
 for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS"):

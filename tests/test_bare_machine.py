@@ -33,7 +33,7 @@ def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str
 def bare_pytest(*arguments: str) -> str:
     """The output of pytest on a bare GPU machine, where it must pass."""
     command = [sys.executable, "-m", "tests.bare_machine", "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    done = run(command, POLARLM_TEST_GPU="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    done = run(command, TESTS_GPU="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -26,9 +26,9 @@ CONFIG_HELP = "take flags that are neither typed nor variables (POLARLM_CTX_SIZE
 PREFIX = "POLARLM_"
 _COMMANDS = ("chat", "serve")  # which take variables
 # Variables that are no flags.
-_OTHERS = {PREFIX + name for name in ("CACHE", "CACHE_KEY", "CPU_LEVEL", "OVERLAP_LAUNCHES")}
+NO_FLAGS = {PREFIX + name for name in ("CACHE", "CACHE_KEY", "CPU_LEVEL", "OVERLAP_LAUNCHES")}
 _PLACES = ("FILE", "PLACE")  # values of flags that may be there when another command looks, from another folder
-_NO_FLAGS = ("help", "version")
+_NO_KEYS = ("help", "version")
 _IGNORED = "ignored"  # the field of all flags of llama.cpp that are taken and change nothing
 _MODEL = {"weights", "hf_repo", "models"}  # a model that is typed takes the place of one in a variable
 _SWITCHED = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
@@ -73,7 +73,7 @@ def with_sources(
             continue
         if (key := variables.get(variable)) is not None:
             give(key, _switched(keys[key], value), variable)
-        elif variable.startswith(PREFIX) and variable not in _OTHERS:
+        elif variable.startswith(PREFIX) and variable not in NO_FLAGS:
             unknown.append(variable)
     if unknown:
         _check_unknown({variable: environment[variable] for variable in unknown}, [*variables])
@@ -99,7 +99,7 @@ def with_sources(
 def _keys(made: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Long names without dashes → flags."""
     flags = made._option_string_actions.items()
-    return {flag[2:]: action for flag, action in flags if flag[:2] == "--" and action.dest not in _NO_FLAGS}
+    return {flag[2:]: action for flag, action in flags if flag[:2] == "--" and action.dest not in _NO_KEYS}
 
 
 def _variables(keys: Iterable[str]) -> dict[str, str]:

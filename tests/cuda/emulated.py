@@ -1,4 +1,4 @@
-"""The device of tests of the CUDA ops: the emulator, or a GPU if the environment has POLARLM_TEST_GPU."""
+"""The device of tests of the CUDA ops: the emulator, or a GPU if the environment has TESTS_GPU."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class EmulatedDevice:
 
 
 def open_device(*, checked: bool = True) -> Device:
-    if os.environ.get("POLARLM_TEST_GPU"):
+    if os.environ.get("TESTS_GPU"):
         from polarlm.engine.backends.cuda.device.cupy_device import open_device as open_gpu
 
         return open_gpu()

@@ -22,7 +22,7 @@ class GpuSizes:
 
 
 SMALL = GpuSizes(schedules=1, prompt=29, steps=5, long=1280, large_blocks=(5, 2))
-SIZES = GpuSizes() if os.environ.get("POLARLM_TEST_GPU") else SMALL
+SIZES = GpuSizes() if os.environ.get("TESTS_GPU") else SMALL
 
 # Beside the matrices of a test: the context of its process, kernels, and what earlier tests have left in the pool.
 _BESIDE = 1 << 30

@@ -1,11 +1,11 @@
-"""`Program` for tests of kernels: the emulator's, or a GPU's if the environment has POLARLM_TEST_GPU."""
+"""`Program` for tests of kernels: the emulator's, or a GPU's if the environment has TESTS_GPU."""
 
 from __future__ import annotations
 
 import os
 from functools import cache
 
-_ON_GPU = bool(os.environ.get("POLARLM_TEST_GPU"))
+_ON_GPU = bool(os.environ.get("TESTS_GPU"))
 
 if _ON_GPU:
     from tests.cuda.gpu_program import Program, capability

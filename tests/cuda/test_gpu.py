@@ -1,6 +1,6 @@
 """Tests that need a GPU: CUDA graphs, long contexts, whole models, running out of memory.
 
-The other tests of this folder run on a GPU as well where the environment has POLARLM_TEST_GPU; these need one.
+The other tests of this folder run on a GPU as well where the environment has TESTS_GPU; these need one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.cuda.test_packed_model import mixed_model
 from tests.shared_data import shared
 
 pytestmark = pytest.mark.skipif(
-    not os.environ.get("POLARLM_TEST_GPU"), reason="needs a GPU, and POLARLM_TEST_GPU=1 in the environment"
+    not os.environ.get("TESTS_GPU"), reason="needs a GPU, and TESTS_GPU=1 in the environment"
 )
 
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {})

@@ -25,7 +25,7 @@ from tests.cuda.test_gpu import GREEDY, Unrecorded
 from tests.pairs import pairs
 
 pytestmark = pytest.mark.skipif(
-    not os.environ.get("POLARLM_TEST_GPU"), reason="needs a GPU, and POLARLM_TEST_GPU=1 in the environment"
+    not os.environ.get("TESTS_GPU"), reason="needs a GPU, and TESTS_GPU=1 in the environment"
 )
 
 LAYERS = 3

@@ -1,10 +1,10 @@
 """Kernels of AArch64 under an emulator: equal to NumPy's at the highest level of three CPUs; and the demonstration
 model.
 
-The environment variable POLARLM_ARM64_PYTHON names a folder with a program `python`, which runs an AArch64 Python with
-the engine's dependencies and pytest, on the CPU that POLARLM_ARM_CPU names as QEMU does: `.ci/arm64 FOLDER` makes
+The environment variable TESTS_ARM64_PYTHON names a folder with a program `python`, which runs an AArch64 Python with
+the engine's dependencies and pytest, on the CPU that TESTS_ARM_CPU names as QEMU does: `.ci/arm64 FOLDER` makes
 one. It is 20 to 50 times slower than the machine, so a few cases of each test run, and one CPU answers; with
-POLARLM_ARM64_TESTS=all, all of them.
+TESTS_ARM64_SELECTION=all, all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from polarlm.model_loaders.user_dirs import cache_folder
 from tests.jit.emulated import HOST
 from tests.test_bare_python import ROOT
 
-VARIABLE, ALL = "POLARLM_ARM64_PYTHON", "POLARLM_ARM64_TESTS"
+VARIABLE, ALL = "TESTS_ARM64_PYTHON", "TESTS_ARM64_SELECTION"
 LEVEL_OF = {"cortex-a72": "neon", "neoverse-n1": "neon-dot", "neoverse-v1": "neon-i8mm"}
 DEMO = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -65,10 +65,10 @@ def emulated(request: pytest.FixtureRequest) -> tuple[list[str], dict[str, str],
     """The command of a Python of a CPU, its environment, and the CPU's highest level."""
     if not (folder := os.environ.get(VARIABLE)):
         pytest.skip(f"{VARIABLE} names no folder with an AArch64 Python, for which QEMU is needed")
-    variables = {"POLARLM_ARM_CPU": request.param, "OPENBLAS_NUM_THREADS": "1", HOST: sys.executable}
+    variables = {"TESTS_ARM_CPU": request.param, "OPENBLAS_NUM_THREADS": "1", HOST: sys.executable}
     command, environment = [str(Path(folder) / "python")], {**os.environ, **variables}
     if subprocess.run([*command, "-c", ""], env=environment, capture_output=True).returncode:
-        environment["POLARLM_ARM_CPU"] = "max"  # QEMU 7.2 has no Neoverse V1
+        environment["TESTS_ARM_CPU"] = "max"  # QEMU 7.2 has no Neoverse V1
     return command, environment, LEVEL_OF[request.param]
 
 
