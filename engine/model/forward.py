@@ -282,7 +282,7 @@ class Transformer:
         """
         first_spans, inputs, is_last = self._ropes.arrays, None, stage == len(self._stages) - 1
         if stage == 0:
-            x, inputs = self._embed(x, recorded=True)
+            x, inputs = self._embed(x)
         ropes = self._ropes.joined(tables)
         of_rows = tables[first_spans + len(self.store.groups) :]
         of_rows, of_mtp = (of_rows[:-3], of_rows[-3:]) if is_last and self.mtp is not None else (of_rows, ())
@@ -292,21 +292,19 @@ class Transformer:
             rope, spans = self._ropes.of_layer(number, ropes), tables[first_spans + self.store.group_of(number)]
             if number == self.config.depth:
                 break
-            seen = layer.mixer.project(x, rope, spans, adapters=adapters, recorded=True)
-            layer.mixer.mix(x, seen, spans, adapters=adapters, recorded=True)
-            layer.finish(x, inputs, adapters=adapters, recorded=True)
+            seen = layer.mixer.project(x, rope, spans, adapters=adapters)
+            layer.mixer.mix(x, seen, spans, adapters=adapters)
+            layer.finish(x, inputs, adapters=adapters)
         if not is_last:
             return x
-        logits = self._head(x, recorded=True)
+        logits = self._head(x)
         if self.mtp is None:
             return (logits,)
         self.ops.rms_norm(x, (self.weights.norm, self.config.norm_eps))
         self.mtp.append(x, rope, spans, *of_mtp)
         return logits, x
 
-    def _embed(
-        self, ids: Array, images: Sequence[ImagePart] = (), *, recorded: bool = False
-    ) -> tuple[Array, Array | None]:
+    def _embed(self, ids: Array, images: Sequence[ImagePart] = ()) -> tuple[Array, Array | None]:
         """ids (T,) int32 → embeddings (T, E), rows of images in their places, and the inputs of all layers (T, L·P) if
         they have any."""
         ops = self._stages[0].ops
@@ -318,12 +316,12 @@ class Transformer:
         if self.weights.layer_inputs is None:
             return x, None
         scale, eps = math.sqrt(self.config.layer_embedding / 2), self.config.norm_eps * self.config.hidden_size
-        return x, self.weights.layer_inputs.of(ops, ids, x, scale, eps, recorded=recorded)
+        return x, self.weights.layer_inputs.of(ops, ids, x, scale, eps)
 
-    def _head(self, hidden: Array, *, recorded: bool = False) -> Array:
+    def _head(self, hidden: Array) -> Array:
         """hidden (T, E) → logits (T, V)."""
         norm = self.weights.norm, self.config.norm_eps
-        logits = self.ops.linear(hidden, self.weights.head, norm=norm, recorded=recorded)
+        logits = self.ops.linear(hidden, self.weights.head, norm=norm)
         if self.config.logit_softcap is not None:
             self.ops.softcap(logits, self.config.logit_softcap)
         return logits

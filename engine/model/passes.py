@@ -30,7 +30,7 @@ _FEW_ROWS, _SHORT = 256, 1 << 30
 class Passes:
     """The recorded passes of a model on one device, whose layers all have K/V, or read the K/V of others.
 
-    embed: as `Transformer`'s, with recorded=True.
+    embed: as `Transformer`'s.
     """
 
     def __init__(
@@ -74,23 +74,23 @@ class Passes:
         kept, number = slice(count - outputs, count), len(self._layers) - 1
         layer, last = self._layers[number], store.spans(parts, kept)[store.group_of(number)]
         adapters = Routing(*(self._ops.to_device(table[kept]) for table in of_rows)) if of_rows else None
-        layer.mixer.mix(x[kept], seen[kept], last, adapters=adapters, recorded=False)
-        layer.finish(x[kept], more[0][kept] if more else None, adapters=adapters, recorded=False)
+        layer.mixer.mix(x[kept], seen[kept], last, adapters=adapters)
+        layer.finish(x[kept], more[0][kept] if more else None, adapters=adapters)
         return x[kept]
 
     def _rows(self, ids: Array, *tables: Array) -> tuple[Array, ...]:
         """All layers up to the last one's attention: ids (T,) int32 → hidden states (T, E), that layer's queries, and
         the inputs of all layers (T, L·P), if any. tables: as `RopeTables.tables`, then as `row_adapters`."""
         first, last = self._ropes.arrays, len(self._layers) - 1
-        x, inputs = self._embed(ids, recorded=True)
+        x, inputs = self._embed(ids)
         ropes = self._ropes.joined(tables)
         adapters = Routing(*tables[first:]) if tables[first:] else None
         for number, layer in enumerate(self._layers):
             spans = self._groups[self._store.group_of(number)]
             spans.layer = number
-            seen = layer.mixer.project(x, self._ropes.of_layer(number, ropes), spans, adapters=adapters, recorded=True)
+            seen = layer.mixer.project(x, self._ropes.of_layer(number, ropes), spans, adapters=adapters)
             if number < last:
-                layer.mixer.mix(x, seen, spans, adapters=adapters, recorded=True)
-                layer.finish(x, inputs, adapters=adapters, recorded=True)
+                layer.mixer.mix(x, seen, spans, adapters=adapters)
+                layer.finish(x, inputs, adapters=adapters)
         self._ops.between(*spans.between(), is_last=True)
         return (x, seen) if inputs is None else (x, seen, inputs)

@@ -150,7 +150,7 @@ class Prefill:
         unit_rope = None if rope is None else tuple([array[rows] for array in rope])  # no calls for each layer
         adapters = of_rows and of_rows.part(rows)
         mixed = self.of_mtp(x, rows) if is_last and self.of_mtp is not None else x[rows]
-        projected = mixer.project(mixed, unit_rope, unit.spans[group], adapters=adapters, recorded=False, tap=tap)
+        projected = mixer.project(mixed, unit_rope, unit.spans[group], adapters=adapters, tap=tap)
         if complete:
             self.store.seal(layer, *complete)
         for span in complete:
@@ -160,7 +160,5 @@ class Prefill:
         if skipped < len(projected):
             spans, kept = unit.last if is_last else unit.spans[group], slice(rows.start + skipped, rows.stop)
             adapters = of_rows and of_rows.part(kept)
-            mixer.mix(x[kept], projected[skipped:], spans, adapters=adapters, recorded=False)
-            self.layers[layer].finish(
-                x[kept], None if inputs is None else inputs[kept], adapters=adapters, recorded=False
-            )
+            mixer.mix(x[kept], projected[skipped:], spans, adapters=adapters)
+            self.layers[layer].finish(x[kept], None if inputs is None else inputs[kept], adapters=adapters)

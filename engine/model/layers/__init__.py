@@ -47,22 +47,19 @@ def projected(
     residual: Array | None = None,
     activation: str | None = None,
     then: Linear | None = None,
-    recorded: bool,
 ) -> Array:
     """`Ops.linear`, whose product has what the adapter of each row adds. adapters: None if no row has one."""
     if adapters is None or w.deltas is None:
         then = then if adapters is None else None  # what follows may read the result in float32
-        return ops.linear(x, w, norm=norm, residual=residual, activation=activation, then=then, recorded=recorded)
-    y, deltas = ops.linear(x, w, norm=norm, residual=residual, recorded=recorded), w.deltas
-    ops.experts(x, adapters, deltas.a, deltas.b, None, norm=norm, residual=y, recorded=recorded)
+        return ops.linear(x, w, norm=norm, residual=residual, activation=activation, then=then)
+    y, deltas = ops.linear(x, w, norm=norm, residual=residual), w.deltas
+    ops.experts(x, adapters, deltas.a, deltas.b, None, norm=norm, residual=y)
     return y if activation is None else ops.activate_halves(y, activation)
 
 
-def add_projected(
-    ops: Ops, x: Array, y: Array, w: Linear, adapters: Routing | None, post_norm: Norm, *, recorded: bool
-) -> None:
+def add_projected(ops: Ops, x: Array, y: Array, w: Linear, adapters: Routing | None, post_norm: Norm) -> None:
     """Add the projection w of y (T, in) to x (T, E), in place; `post_norm` norms it first, unless it is None."""
     if post_norm is None:
-        projected(ops, y, w, adapters, residual=x, recorded=recorded)
+        projected(ops, y, w, adapters, residual=x)
     else:
-        ops.rms_norm(projected(ops, y, w, adapters, recorded=recorded), post_norm, residual=x)
+        ops.rms_norm(projected(ops, y, w, adapters), post_norm, residual=x)

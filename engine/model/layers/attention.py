@@ -61,14 +61,13 @@ class Attention:
         spans: Spans,
         *,
         adapters: Routing | None,
-        recorded: bool,
         tap: Tap | None = None,
     ) -> Array:
         """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are. rope:
         cos and sin (T, D/2), and factors of queries (T, 1) if they grow."""
         ops, w, shape = self._ops, self._weights, self.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
-        qkv = projected(ops, x, w.qkv, adapters, norm=self._norm, recorded=recorded)
+        qkv = projected(ops, x, w.qkv, adapters, norm=self._norm)
         (cos, sin, *growth), norms = rope, self._qk_norms
         if growth:  # before RoPE, which turns queries of any length alike
             ops.scale(qkv[:, : heads * dim], growth[0])
@@ -89,13 +88,13 @@ class Attention:
         ops.append_kv(self._cache, spans, k, v)
         return q
 
-    def mix(self, x: Array, q: Array, spans: Spans, *, adapters: Routing | None, recorded: bool) -> None:
+    def mix(self, x: Array, q: Array, spans: Spans, *, adapters: Routing | None) -> None:
         """Add the projected attention of queries q (T, H, D) to x (T, E), in place."""
         w, shape = self._weights, self.shape
         then = w.out if w.output_gate is None and adapters is None else None
         mixed = self._ops.attention(q, self._cache, spans, self._rule, self._transform, then)
         mixed = mixed.reshape(-1, shape.heads * shape.head_dim)
         if w.output_gate is not None:
-            gate = projected(self._ops, x, w.output_gate, adapters, norm=self._norm, recorded=recorded)
+            gate = projected(self._ops, x, w.output_gate, adapters, norm=self._norm)
             self._ops.gate(mixed, gate)
-        add_projected(self._ops, x, mixed, w.out, adapters, self._post_norm, recorded=recorded)
+        add_projected(self._ops, x, mixed, w.out, adapters, self._post_norm)

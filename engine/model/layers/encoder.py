@@ -62,9 +62,9 @@ class EncoderLayer:
             qkv, turned, self._transform, lengths, shape.score_scale, shape.window, self._qk_norms
         )
         mixed = mixed.reshape(len(x), shape.heads * dim)
-        add_projected(ops, x, mixed, self._attention.out, None, self._post_norm, recorded=False)
+        add_projected(ops, x, mixed, self._attention.out, None, self._post_norm)
         if self._sum_norms is not None:
             of_encoders.layer_norm(x, self._sum_norms[0])
-        self._network.add(x, adapters=None, recorded=False)
+        self._network.add(x, adapters=None)
         if self._sum_norms is not None:
             of_encoders.layer_norm(x, self._sum_norms[1])

@@ -29,11 +29,8 @@ class GatedMLP:
         self._ops, self._shape, self._weights = ops, shape, weights
         self._norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
 
-    def add(self, x: Array, *, adapters: Routing | None, recorded: bool) -> None:
-        """Add the network's result to x (T, E), in place. adapters: the adapters of the rows. recorded: whether this
-        is a step, which may be recorded."""
+    def add(self, x: Array, *, adapters: Routing | None) -> None:
+        """Add the network's result to x (T, E), in place. adapters: the adapters of the rows."""
         ops, w, activation = self._ops, self._weights, self._shape.activation
-        y = projected(
-            ops, x, w.gate_up, adapters, norm=self._norm, activation=activation, then=w.down, recorded=recorded
-        )
-        add_projected(ops, x, y, w.down, adapters, self._post_norm, recorded=recorded)
+        y = projected(ops, x, w.gate_up, adapters, norm=self._norm, activation=activation, then=w.down)
+        add_projected(ops, x, y, w.down, adapters, self._post_norm)

@@ -33,16 +33,14 @@ class Mixer(Protocol):
     def state_shape(shape: Any) -> OwnShape:
         """Return how the state of a layer is stored. Not called for attention, whose codecs the settings choose."""
 
-    def project(
-        self, x: Array, rope: Any, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
-    ) -> Any:
+    def project(self, x: Array, rope: Any, spans: Any, *, adapters: Routing | None, tap: Tap | None = None) -> Any:
         """Append the state of the rows x (T, E), and return what `mix` needs of them; `mix` may get only its last rows.
 
         rope: a table of `RopeTables` for attention, else None. spans: as `LayerState.spans` returns them. adapters: the
-        rows' adapters, if any. recorded: whether this is a step, which may be recorded and has no tap.
+        rows' adapters, if any. tap: never in `Ops.run_graph`.
         """
 
-    def mix(self, x: Array, projected: Any, spans: Any, *, adapters: Routing | None, recorded: bool) -> None:
+    def mix(self, x: Array, projected: Any, spans: Any, *, adapters: Routing | None) -> None:
         """Add the mixer's result to x (T, E), in place."""
 
 
@@ -92,12 +90,12 @@ class DecoderLayer(NamedTuple):
     scale: Array | None = None  # (1,)
     embedding: LayerEmbedding | None = None
 
-    def finish(self, x: Array, inputs: Array | None, *, adapters: Routing | None, recorded: bool) -> None:
+    def finish(self, x: Array, inputs: Array | None, *, adapters: Routing | None) -> None:
         """Compute all that follows the mixer, for rows x (T, E), in place. inputs: of all layers (T, L·P), if any."""
         if self.ffn is not None:
-            self.ffn.add(x, adapters=adapters, recorded=recorded)
+            self.ffn.add(x, adapters=adapters)
         if self.embedding is not None:
-            self.embedding.add(x, inputs, adapters=adapters, recorded=recorded)
+            self.embedding.add(x, inputs, adapters=adapters)
         if self.scale is not None:
             self.ops.scale(x, self.scale)
 

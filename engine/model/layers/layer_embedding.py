@@ -19,14 +19,14 @@ class TokenInputs:
     projection: Linear = slot("layer_projection", "linear")  # (L·P, E)
     norm: Array = slot("layer_projection_norm")  # (P,)
 
-    def of(self, ops: Ops, ids: Array, x: Array, scale: float, eps: float, *, recorded: bool) -> Array:
+    def of(self, ops: Ops, ids: Array, x: Array, scale: float, eps: float) -> Array:
         """Return the inputs (T, L·P) of tokens ids (T,) with embeddings x (T, E): those in the table, times `scale`,
         plus the normed projection of x, which is computed for some rows at a time: it is as large."""
         size = self.norm.shape[0]
         inputs = ops.embed(self.table, ids, scale)
         for first in range(0, len(inputs), ops.prefill_rows):
             part = slice(first, first + ops.prefill_rows)
-            summand = ops.linear(x[part], self.projection, recorded=recorded)
+            summand = ops.linear(x[part], self.projection)
             rows = summand.shape[0] * summand.shape[1] // size
             ops.rms_norm(summand.reshape(rows, size), (self.norm, eps), residual=inputs[part].reshape(rows, size))
         return inputs
@@ -48,8 +48,8 @@ class LayerEmbedding:
         self._columns = slice(number * size, (number + 1) * size)
         self._post_norm: Norm = norm_of(weights.post_norm, eps.after)
 
-    def add(self, x: Array, inputs: Array, *, adapters: Routing | None, recorded: bool) -> None:
+    def add(self, x: Array, inputs: Array, *, adapters: Routing | None) -> None:
         """Add the projection of activation(gate(x)) · inputs to x (T, E), in place. inputs: of all layers (T, L·P)."""
-        y = projected(self._ops, x, self._weights.gate, adapters, recorded=recorded)
+        y = projected(self._ops, x, self._weights.gate, adapters)
         self._ops.activate(y, inputs[:, self._columns], self._activation)
-        add_projected(self._ops, x, y, self._weights.out, adapters, self._post_norm, recorded=recorded)
+        add_projected(self._ops, x, y, self._weights.out, adapters, self._post_norm)

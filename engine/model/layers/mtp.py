@@ -101,8 +101,8 @@ class MtpLayer:
             ops.rms_norm(x[: rows - 1], self._hidden_norm, both[1:, e:])
             ops.scale(both[1:, e:], follows[1:])
         ops.rms_norm(before, self._hidden_norm, both[:, e:])
-        y = ops.linear(both, self._projection, recorded=True)
-        self._layer.mixer.project(y, rope, spans, adapters=None, recorded=True)
+        y = ops.linear(both, self._projection)
+        self._layer.mixer.project(y, rope, spans, adapters=None)
 
     def keep(self, spans: Sequence[Span], states: Array) -> None:
         """Let the spans of a step keep their rows of states (T, E): the model's hidden states, normed."""
@@ -128,9 +128,9 @@ class MtpLayer:
         ops, e, mixer = self._ops, self._size, self._layer.mixer
         ops.rms_norm(both[:, :e], self._embedding_norm)
         ops.rms_norm(both[:, e:], self._hidden_norm)
-        x = ops.linear(both, self._projection, recorded=True)
-        mixer.mix(x, mixer.project(x, rope, spans, adapters=None, recorded=True), spans, adapters=None, recorded=True)
-        self._layer.finish(x, None, adapters=None, recorded=True)
+        x = ops.linear(both, self._projection)
+        mixer.mix(x, mixer.project(x, rope, spans, adapters=None), spans, adapters=None)
+        self._layer.finish(x, None, adapters=None)
         ops.rms_norm(x, self._norm)
-        logits = ops.linear(x, self._head, recorded=True)
+        logits = ops.linear(x, self._head)
         return ops.sample(logits, sampler_inputs), logits, x

@@ -27,13 +27,11 @@ class RecurrentMixer:
         """Return the arguments of the op after its inputs. conv: (width, channels)."""
         raise NotImplementedError
 
-    def project(
-        self, x: Array, rope: None, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
-    ) -> Array:
+    def project(self, x: Array, rope: None, spans: Any, *, adapters: Routing | None, tap: Tap | None = None) -> Array:
         """Add the rows x (T, E) to the layer's state, and return the results of the op for them."""
-        inputs = projected(self._ops, x, self._weights.inputs, adapters, norm=self._norm, recorded=recorded)
+        inputs = projected(self._ops, x, self._weights.inputs, adapters, norm=self._norm)
         return add_rows(self._ops, getattr(self._ops, self.op), inputs, self._of_op, self._slots, spans)
 
-    def mix(self, x: Array, y: Array, spans: Any, *, adapters: Routing | None, recorded: bool) -> None:
+    def mix(self, x: Array, y: Array, spans: Any, *, adapters: Routing | None) -> None:
         """Add the projection of the results y to x (T, E), in place."""
-        add_projected(self._ops, x, y, self._weights.out, adapters, self._post_norm, recorded=recorded)
+        add_projected(self._ops, x, y, self._weights.out, adapters, self._post_norm)
