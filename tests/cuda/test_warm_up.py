@@ -17,7 +17,7 @@ from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.cuda.warm_up import FirstRow
 from polarlm.engine.loading import assembly
-from polarlm.engine.model.file_matrix import FileMatrix
+from polarlm.engine.model.weights import FileMatrix
 from polarlm.engine.requests import prefills
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE

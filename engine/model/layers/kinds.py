@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, Tap, slot
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import Eps, LayerInputs, Tap, slot
 from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
 from polarlm.engine.model.layers.gated_delta import GatedDelta
@@ -20,7 +20,7 @@ from polarlm.model_loaders import config
 
 
 class Mixer(Protocol):
-    """The mixer of one layer. `project` is called for the rows of a unit before `mix` is called for them."""
+    """The mixer of one layer. `project` is called for the rows of a chunk before `mix` is called for them."""
 
     Weights: ClassVar[Any]
     """A dataclass whose fields are `slot`s of a layer."""
@@ -33,14 +33,11 @@ class Mixer(Protocol):
     def state_shape(shape: Any) -> OwnShape:
         """Return how the state of a layer is stored. Not called for attention, whose codecs the settings choose."""
 
-    def project(self, x: Array, rope: Any, spans: Any, *, adapters: Routing | None, tap: Tap | None = None) -> Any:
+    def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Any:
         """Append the state of the rows x (T, E), and return what `mix` needs of them; `mix` may get only its last rows.
+        tap: never in `Ops.run_graph`."""
 
-        rope: a table of `RopeTables` for attention, else None. spans: as `LayerState.spans` returns them. adapters: the
-        rows' adapters, if any. tap: never in `Ops.run_graph`.
-        """
-
-    def mix(self, x: Array, projected: Any, spans: Any, *, adapters: Routing | None) -> None:
+    def mix(self, x: Array, projected: Any, inputs: LayerInputs) -> None:
         """Add the mixer's result to x (T, E), in place."""
 
 
@@ -90,12 +87,13 @@ class DecoderLayer(NamedTuple):
     scale: Array | None = None  # (1,)
     embedding: LayerEmbedding | None = None
 
-    def finish(self, x: Array, inputs: Array | None, *, adapters: Routing | None) -> None:
-        """Compute all that follows the mixer, for rows x (T, E), in place. inputs: of all layers (T, L·P), if any."""
+    def complete(self, x: Array, projected: Any, inputs: LayerInputs) -> None:
+        """Compute all that follows `Mixer.project`, for rows x (T, E), in place."""
+        self.mixer.mix(x, projected, inputs)
         if self.ffn is not None:
-            self.ffn.add(x, adapters=adapters)
+            self.ffn.add(x, inputs)
         if self.embedding is not None:
-            self.embedding.add(x, inputs, adapters=adapters)
+            self.embedding.add(x, inputs)
         if self.scale is not None:
             self.ops.scale(x, self.scale)
 

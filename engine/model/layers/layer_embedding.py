@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polarlm.engine.backends.kv import Norm
-from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, add_projected, norm_of, projected, slot
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import Eps, LayerInputs, adapted_linear, add_output, norm_of, slot
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Activation
 
@@ -48,8 +48,9 @@ class LayerEmbedding:
         self._columns = slice(number * size, (number + 1) * size)
         self._post_norm: Norm = norm_of(weights.post_norm, eps.after)
 
-    def add(self, x: Array, inputs: Array, *, adapters: Routing | None) -> None:
-        """Add the projection of activation(gate(x)) · inputs to x (T, E), in place. inputs: of all layers (T, L·P)."""
-        y = projected(self._ops, x, self._weights.gate, adapters)
-        self._ops.activate(y, inputs[:, self._columns], self._activation)
-        add_projected(self._ops, x, y, self._weights.out, adapters, self._post_norm)
+    def add(self, x: Array, inputs: LayerInputs) -> None:
+        """Add the projection of activation(gate(x)) · `inputs.added` to x (T, E), in place."""
+        y = adapted_linear(self._ops, x, self._weights.gate, inputs.adapters)
+        assert inputs.added is not None
+        self._ops.activate(y, inputs.added[:, self._columns], self._activation)
+        add_output(self._ops, x, y, self._weights.out, inputs.adapters, self._post_norm)
