@@ -134,7 +134,7 @@ def presets() -> str:
 STEP = (
     ("requests/steps.py", "Steps.run", "Steps._begin", "the rows of all running requests begin together"),
     ("state/store.py", "KVStore.open_step", "KVStore.open_step", "the store opens a place for a token's K/V"),
-    ("model/forward.py", "Transformer._run", "Transformer._head", "embedding, layers, logits, a token"),
+    ("model/forward.py", "Transformer._run", "Transformer._embed", "embedding, layers, logits, a token"),
     ("model/decoder.py", "compute", "_compute_chunk", "the loop over the layers"),
     ("model/layers/kinds.py", "DecoderLayer", "DecoderLayer", "a layer: mixer and feed-forward network"),
     ("model/layers/attention.py", "Attention.project", "Attention.mix", "queries, keys, values, projection"),
