@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 
 from polarlm.engine.backends.kv import Spans
 from polarlm.engine.backends.ops import Array, Ops, Result, Routing, SamplerInputs
-from polarlm.engine.model.layers import LayerInputs
-from polarlm.engine.model.layers.kinds import DecoderLayer
+from polarlm.engine.model.layers import Eps, LayerInputs
+from polarlm.engine.model.layers.experts import Experts
+from polarlm.engine.model.layers.gated_mlp import GatedMLP
+from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights, Mixer
+from polarlm.engine.model.layers.layer_embedding import LayerEmbedding
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.state.store import KVStore
+from polarlm.model_loaders import config
 
 
 class MtpInputs(NamedTuple):
@@ -113,6 +117,23 @@ def run_graph(ops: Ops, key: str, function: Callable[[Inputs], Result], inputs: 
     return result
 
 
+def decoder_layer(
+    ops: Ops, layer: config.Layer, eps: Eps, weights: LayerWeights, cache: Any, transform: Any, number: int
+) -> DecoderLayer:
+    """Return the objects that compute `layer`, of this number. cache, transform: as a `Mixer` takes them."""
+    embedding = None
+    if weights.embedding is not None:
+        assert layer.ffn is not None
+        embedding = LayerEmbedding(ops, layer.ffn.activation, number, eps, weights.embedding)
+    return DecoderLayer(
+        ops,
+        MIXERS[type(layer.mixer)](ops, layer.mixer, eps, weights.mixer, cache, transform),
+        None if layer.ffn is None else FFNS[type(layer.ffn)](ops, layer.ffn, eps, weights.ffn),
+        weights.scale,
+        embedding,
+    )
+
+
 class Chunk(NamedTuple):
     """Rows that a layer computes together.
 
@@ -139,6 +160,26 @@ class Rows:
     def project(self, number: int, layer: DecoderLayer, x: Array, chunk: Chunk, inputs: LayerInputs) -> Any:
         """Call `Mixer.project` of a layer for the rows of a chunk of x (T, E), and return its result."""
         return layer.mixer.project(x[chunk.rows], inputs)
+
+
+class DecoderLayer(NamedTuple):
+    """The objects that compute a decoder layer."""
+
+    ops: Ops
+    mixer: Mixer
+    ffn: GatedMLP | Experts | None
+    scale: Array | None = None  # (1,)
+    embedding: LayerEmbedding | None = None
+
+    def complete(self, x: Array, projected: Any, inputs: LayerInputs) -> None:
+        """Compute all that follows `Mixer.project`, for rows x (T, E), in place."""
+        self.mixer.mix(x, projected, inputs)
+        if self.ffn is not None:
+            self.ffn.add(x, inputs)
+        if self.embedding is not None:
+            self.embedding.add(x, inputs)
+        if self.scale is not None:
+            self.ops.scale(x, self.scale)
 
 
 def compute(layers: Iterable[tuple[int, DecoderLayer]], x: Array, rows: Rows) -> Generator[tuple[int, Chunk]]:

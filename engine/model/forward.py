@@ -18,10 +18,10 @@ from polarlm.engine.backends.kv import HeadTransform, Norm, PreparedTransform, S
 from polarlm.engine.backends.ops import Array, ExpertCache, FromCard, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import row_adapters
-from polarlm.engine.model.decoder import Chunk, InputChoice, Inputs, Rows, compute, run_graph
+from polarlm.engine.model.decoder import Chunk, InputChoice, Inputs, Rows, compute, decoder_layer, run_graph
 from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.encoder import EncoderInputs
-from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
+from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.model.passes import Passes

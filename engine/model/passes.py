@@ -15,9 +15,8 @@ import numpy as np
 from polarlm.engine.backends.kv import RecordedSpans
 from polarlm.engine.backends.ops import Array, Ops, Routing
 from polarlm.engine.model.adapters import row_adapters
-from polarlm.engine.model.decoder import Chunk, InputChoice, Inputs, Rows, Work, compute, flatten
+from polarlm.engine.model.decoder import Chunk, DecoderLayer, InputChoice, Inputs, Rows, Work, compute, flatten
 from polarlm.engine.model.layers import LayerInputs
-from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.state.positions import rope_positions
 from polarlm.engine.state.store import Span
 

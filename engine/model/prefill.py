@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from polarlm.engine.backends.ops import Array, FromCard, Ops, Routing
 from polarlm.engine.model.adapters import row_adapters
-from polarlm.engine.model.decoder import Chunk, InputChoice, Inputs, Rows, compute
+from polarlm.engine.model.decoder import Chunk, DecoderLayer, InputChoice, Inputs, Rows, compute
 from polarlm.engine.model.layers import LayerInputs
-from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.model.towers._rows import ImagePart
 from polarlm.engine.state.positions import rope_positions, whole_images
 from polarlm.engine.state.store import Span

@@ -1,9 +1,9 @@
-"""The class that computes each kind of mixer and of feed-forward network, and the two objects of a layer."""
+"""The class that computes each kind of mixer and of feed-forward network."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.model.layers import Eps, LayerInputs, Tap, slot
@@ -11,7 +11,7 @@ from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
 from polarlm.engine.model.layers.gated_delta import GatedDelta
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
-from polarlm.engine.model.layers.layer_embedding import LayerEmbedding, LayerEmbeddingWeights
+from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights
 from polarlm.engine.model.layers.mamba2 import Mamba2
 from polarlm.engine.model.layers.short_conv import ShortConv
 from polarlm.engine.state.layer_shapes import OwnShape
@@ -76,40 +76,3 @@ class LayerWeights:
         """The projections of the layer, by their names."""
         parts = [self.mixer, self.ffn] if self.ffn is not None else [self.mixer]
         return {name: w for part in parts for name, w in vars(part).items() if isinstance(w, Linear)}
-
-
-class DecoderLayer(NamedTuple):
-    """The objects that compute a decoder layer."""
-
-    ops: Ops
-    mixer: Mixer
-    ffn: GatedMLP | Experts | None
-    scale: Array | None = None  # (1,)
-    embedding: LayerEmbedding | None = None
-
-    def complete(self, x: Array, projected: Any, inputs: LayerInputs) -> None:
-        """Compute all that follows `Mixer.project`, for rows x (T, E), in place."""
-        self.mixer.mix(x, projected, inputs)
-        if self.ffn is not None:
-            self.ffn.add(x, inputs)
-        if self.embedding is not None:
-            self.embedding.add(x, inputs)
-        if self.scale is not None:
-            self.ops.scale(x, self.scale)
-
-
-def decoder_layer(
-    ops: Ops, layer: config.Layer, eps: Eps, weights: LayerWeights, cache: Any, transform: Any, number: int
-) -> DecoderLayer:
-    """Return the objects that compute `layer`, of this number. cache, transform: as a `Mixer` takes them."""
-    embedding = None
-    if weights.embedding is not None:
-        assert layer.ffn is not None
-        embedding = LayerEmbedding(ops, layer.ffn.activation, number, eps, weights.embedding)
-    return DecoderLayer(
-        ops,
-        MIXERS[type(layer.mixer)](ops, layer.mixer, eps, weights.mixer, cache, transform),
-        None if layer.ffn is None else FFNS[type(layer.ffn)](ops, layer.ffn, eps, weights.ffn),
-        weights.scale,
-        embedding,
-    )

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.decoder import InputChoice, Inputs, MtpInputs, run_graph
-from polarlm.engine.model.layers.kinds import DecoderLayer, MtpWeights
+from polarlm.engine.model.decoder import DecoderLayer, InputChoice, Inputs, MtpInputs, run_graph
+from polarlm.engine.model.layers.kinds import MtpWeights
 from polarlm.engine.sampling.sample import Sampled, greedy
 from polarlm.engine.state.positions import rope_positions
 from polarlm.engine.state.store import Span
