@@ -142,8 +142,8 @@ def interleaved(x: np.ndarray, row_tile: int, level: Level) -> np.ndarray:
 
 
 def as_words(values: np.ndarray) -> np.ndarray:
-    """Numbers (rows, columns) as `NumberWords` rounds them, float64: in integers of a power of two for 32 numbers, so
-    that their magnitudes add up to less than 2¹⁷, and eight times the largest is."""
+    """Numbers (rows, columns) as `ExpandedNumbers` rounds them, float64: in integers of a power of two for 32 numbers,
+    so that their magnitudes add up to less than 2¹⁷, and eight times the largest is."""
     groups = values.astype(np.float64).reshape(len(values), -1, GROUP)
     magnitudes = np.abs(groups)
     bound = np.maximum(magnitudes.sum(-1, keepdims=True), 8 * magnitudes.max(-1, keepdims=True))

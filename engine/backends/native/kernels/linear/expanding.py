@@ -13,7 +13,13 @@ from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inp
 from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, Outputs, add_block, by_passes
 from polarlm.engine.backends.native.kernels.linear.expanders import expander, has_expander
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, become_words
-from polarlm.engine.backends.native.kernels.linear.words import INPUTS, CodeBytes, CodeWords, NumberWords, Words
+from polarlm.engine.backends.native.kernels.linear.words import (
+    INPUTS,
+    ExpandedBytes,
+    ExpandedCodes,
+    ExpandedNumbers,
+    ExpandedWeights,
+)
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
 from polarlm.engine.jit.lang import F32, Emitter, Level, Value, Values, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -59,7 +65,7 @@ def expanded_sums(
     zero, free = e.zero(vector(F32, ROWS)), kept + len(tiles) * _PANELS * size
     expanded: _InWords | _Bytes
     if kind is Inputs.WORDS or become_words(sizes, e.level, kind):
-        words = {Inputs.WORDS: NumberWords, Inputs.CODES: CodeWords, Inputs.BYTES: CodeBytes}[kind]
+        words = {Inputs.WORDS: ExpandedNumbers, Inputs.CODES: ExpandedCodes, Inputs.BYTES: ExpandedBytes}[kind]
         expanded = _InWords(e, words(e, format), at_once, free)
     else:
         expanded = _Bytes(e, format, at_once, row_tile, kind)
@@ -128,7 +134,7 @@ class _Bytes:
 class _InWords:
     """256 inputs of each tile, which have become words or bytes."""
 
-    def __init__(self, e: Emitter, words: Words, tiles: int, memory: Value) -> None:
+    def __init__(self, e: Emitter, words: ExpandedWeights, tiles: int, memory: Value) -> None:
         self._e, self._words, self.blocks = e, words, words.blocks
         self._places = [memory + number * (INPUTS // GROUP * words.nbytes) for number in range(tiles)]
         self._parts = e.i64(0)

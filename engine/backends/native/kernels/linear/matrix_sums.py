@@ -18,7 +18,7 @@ import numpy as np
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, panel_bytes, place_of_sum
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair
-from polarlm.engine.backends.native.kernels.linear.words import INPUTS, CodeBytes, CodeWords
+from polarlm.engine.backends.native.kernels.linear.words import INPUTS, ExpandedBytes, ExpandedCodes
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes
 from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -105,7 +105,7 @@ def matrix_sums(
                     yield unit, first + place, [[e.load(at, _F16, _MATRIX * which)] for which in range(tiles)]
 
 
-class _Multiplies(CodeWords):
+class _Multiplies(ExpandedCodes):
     """Multiplies 16 rows of a panel by codes in memory.
 
     parts_of_input: each is multiplied by the same codes. are_added: whether by one product, with one sum. shift: what
@@ -168,7 +168,7 @@ class _Multiplies(CodeWords):
         return self._e.load(at, _F16)
 
 
-class _Bytes(CodeBytes, _Multiplies):
+class _Bytes(ExpandedBytes, _Multiplies):
     """Writes blocks of a format as bytes, and multiplies them by signed inputs."""
 
     has_starts = False

@@ -52,7 +52,7 @@ _F16, _I16, _WORDS = vector(F32, ROWS), vector(I32, ROWS), vector(I16, 2 * ROWS)
 _VECTOR = 4 * ROWS  # bytes of a pair, or of a scale, of 16 outputs
 
 
-class Words:
+class ExpandedWeights:
     """Multiplies words.
 
     Subclasses write them. blocks: blocks of a tile in `INPUTS` inputs. parts: 32 inputs each, of a block. vectors: of
@@ -171,7 +171,7 @@ def _whole_rows(row_tile: int) -> range:
     return range(0, row_tile // 3 * 3, 3)
 
 
-class CodeWords(Words):
+class ExpandedCodes(ExpandedWeights):
     def __init__(self, e: Emitter, format: WeightFormat) -> None:
         self._format, self._expander = format, expander(e, format)
         self._layout = layout(format) if self._expander is None else self._expander.layout
@@ -216,7 +216,7 @@ class CodeWords(Words):
             self._write_starts(target)
 
 
-class CodeBytes(CodeWords):
+class ExpandedBytes(ExpandedCodes):
     """Codes less their zero point, int8. They are multiplied by inputs plus 128: sums start with what is too much."""
 
     inputs = Inputs.BYTES
@@ -261,7 +261,7 @@ class CodeBytes(CodeWords):
             total.set(one.end())
 
 
-class NumberWords(Words):
+class ExpandedNumbers(ExpandedWeights):
     """Writes numbers of 16 bits as words: integers, and a power of two for each output and 32 inputs.
 
     A CPU multiplies twice as many words at a time as float32. Memory keeps the numbers of the file; they become words
