@@ -110,8 +110,8 @@ class LinearOps(LoadOps):
             apart = 16 if product.activation is not None and product.width % 512 == 0 else 0
             y = self._launch.empty((rows, product.width + apart))[:, : product.width]
         wanted = tiling(rows, level, product.shared)
-        if product.again is not None and product.again.sizes == wanted:
-            product.repeat(product.again, x, y)
+        if product.repeatable is not None and product.repeatable.sizes == wanted:
+            product.repeat(product.repeatable, x, y)
         else:
             sizes, most = wanted, largest_tiling(level, product.shared)
             if rows > 1:

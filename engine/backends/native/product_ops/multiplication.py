@@ -37,7 +37,7 @@ _X, _OUT = (RowArguments._fields.index(name) for name in ("x", "out"))
 _PANELS, _Y, _OF_ALL_ROWS = (ProductArguments._fields.index(name) for name in ("x", "y", "rows"))
 
 
-class Again(NamedTuple):
+class RepeatableLaunch(NamedTuple):
     """Launches of a product, for a tiling. panels: the bytes of a panel, of each array of panels. uses: the launch, the
     field of its arguments, the number of the array among x, y and these, and the offset in it. by_row: launches with a
     unit for each row."""
@@ -78,22 +78,24 @@ class Multiplication:
         waits, level, bits = recorded or rows == 1, launch.level, launch.input_bits
         self.inputs = [inputs_for(part.format, part.shape[1], level, waits=waits, bits=bits) for part in w.parts]
         self.shared = Inputs.shared(self.inputs)
-        self.again: Again | None = None  # once launched, if it can be repeated
+        self.repeatable: RepeatableLaunch | None = None  # once launched, if it can be repeated
 
-    def repeat(self, again: Again, x: np.ndarray, y: np.ndarray) -> None:
+    def repeat(self, repeatable: RepeatableLaunch, x: np.ndarray, y: np.ndarray) -> None:
         """As the first `launch`, with other rows: what is packed already takes no Python."""
-        rows, (launches, commands) = len(x), (again.prepared.launches, again.prepared.commands)
-        panels = [self._launch.empty((-(-rows // again.sizes.rows), nbytes), np.uint8) for nbytes in again.panels]
+        rows, (launches, commands) = len(x), (repeatable.prepared.launches, repeatable.prepared.commands)
+        panels = [
+            self._launch.empty((-(-rows // repeatable.sizes.rows), nbytes), np.uint8) for nbytes in repeatable.panels
+        ]
         addresses = [address(array) for array in (x, y, *panels)]
-        for number, place, array, offset in again.uses:
+        for number, place, array, offset in repeatable.uses:
             launches[number][1][place] = addresses[array] + offset
         assert commands is not None
         for number, (_, arguments, *_) in enumerate(launches):
-            if number in again.by_row:
+            if number in repeatable.by_row:
                 commands.units[number], commands.grains[number] = rows, self._launch.grain(rows)
             else:
                 arguments[_OF_ALL_ROWS] = rows
-        self._launch.run(again.prepared)
+        self._launch.run(repeatable.prepared)
 
     def kernels(self, sizes: Tiling) -> list[Kernel]:
         panels = [self._panel_kernel(sizes, kind) for kind in dict.fromkeys(self.inputs)]
@@ -138,7 +140,7 @@ class Multiplication:
             first += shape[0]
         prepared = self._launch.in_order(launches)
         if prepared is not None and chosen is None and len(x):
-            self.again = Again(sizes, prepared, [array.shape[1] for array in arrays[2:]], uses, by_row)
+            self.repeatable = RepeatableLaunch(sizes, prepared, [array.shape[1] for array in arrays[2:]], uses, by_row)
 
     def _spec(self, part: Matrix, sizes: Tiling, kind: Inputs) -> Product:
         has_bias = self._w.bias is not None
