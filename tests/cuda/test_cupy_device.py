@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda import wide
-from polarlm.engine.backends.cuda.device import Carried, cublas_lt, overlap, packed_launch
+from polarlm.engine.backends.cuda.device import PaddedInput, cublas_lt, overlap, packed_launch
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
@@ -494,7 +494,7 @@ def test_a_result_is_carried_over_to_later_calls(device, rng: np.random.Generato
     result = device.run_graph("key", work, [ids, rows(rng, 2)])
     for turn in range(12):
         copy, wait = device.to_host_later(result[:3])
-        carried = Carried(np.zeros(3 + turn % 2, np.int32), copy, device)
+        carried = PaddedInput(np.zeros(3 + turn % 2, np.int32), copy, device)
         result = device.run_graph("key", work, [carried, rows(rng, 2 + turn % 3)])
         np.testing.assert_array_equal(wait(), ids)
         np.testing.assert_array_equal(device.to_host(result), [*ids, 0][: 3 + turn % 2])

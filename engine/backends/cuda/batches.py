@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from polarlm.engine.backends.cuda.device import Carried, Moved
+from polarlm.engine.backends.cuda.device import Moved, PaddedInput
 from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanHeader, SpanTable, with_rows
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
 from polarlm.engine.limits import DRAFT_ROWS
@@ -49,7 +49,7 @@ def _filled_up(x: Any, rows: int) -> Any:
         return x.filled_up(rows)
     if isinstance(x, Moved):
         return x._replace(rows=rows)
-    return x._replace(filler=with_rows(x.filler, rows)) if isinstance(x, Carried) else with_rows(x, rows)
+    return x._replace(filler=with_rows(x.filler, rows)) if isinstance(x, PaddedInput) else with_rows(x, rows)
 
 
 def first_rows(result: Any, rows: int) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.batches import filled_up, first_rows
-from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
+from polarlm.engine.backends.cuda.device import Array, Device, Moved, PaddedInput
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.encoders import EncoderOps
 from polarlm.engine.backends.cuda.experts import ExpertOps
@@ -211,7 +211,7 @@ def _on_host(x: Any) -> Any:
     """An input of `Ops.run_graph` as `Device.run_graph` takes it."""
     if isinstance(x, HostTable):
         return x.table
-    return x if isinstance(x, Carried | Moved) else np.ascontiguousarray(x)
+    return x if isinstance(x, PaddedInput | Moved) else np.ascontiguousarray(x)
 
 
 def _gib(size: int) -> str:

@@ -31,7 +31,7 @@ class Addresses(NamedTuple):
     written: int
 
 
-class Carried(NamedTuple):
+class PaddedInput(NamedTuple):
     """An input of `Device.run_graph`: `array` on `device`, this or another one, followed by the rest of `filler` on the
     host."""
 
@@ -134,7 +134,7 @@ class Device(Protocol):
         """
 
     def run_graph(
-        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried | Moved]
+        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | PaddedInput | Moved]
     ) -> Result:
         """work(*inputs on the device), or a replay of its launches if this key, shapes and dtypes were seen before.
 

@@ -10,14 +10,14 @@ from typing import Any
 import cupy
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import MOST_PASSES, MOST_RECORDINGS, Carried, Device, Moved, Result
+from polarlm.engine.backends.cuda.device import MOST_PASSES, MOST_RECORDINGS, Device, Moved, PaddedInput, Result
 
 _runtime = cupy.cuda.runtime
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 
 _ALIGNMENT = 256  # bytes: alignment of each input in the buffer of all inputs
 
-_Input = np.ndarray | Carried | Moved
+_Input = np.ndarray | PaddedInput | Moved
 _Copy = Callable[[cupy.ndarray, cupy.ndarray, Device], None]  # copies an array of a device to the beginning of another
 
 
@@ -166,7 +166,7 @@ class _Recording:
         self._copied.synchronize()
         for staged, x in zip(self._staged, inputs, strict=True):
             if not isinstance(x, Moved):
-                x = x.filler if isinstance(x, Carried) else x
+                x = x.filler if isinstance(x, PaddedInput) else x
                 staged[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         size, target, source = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, self._stream.ptr)
@@ -175,7 +175,7 @@ class _Recording:
         if moved:  # earlier graphs may have written there since: their memory was free when it was allocated
             _runtime.memsetAsync(target + first, 0, moved, self._stream.ptr)
         for to, x in zip(self.inputs, inputs, strict=True):
-            if isinstance(x, Carried | Moved):
+            if isinstance(x, PaddedInput | Moved):
                 self._copy(to, x.array, x.device)
 
     def record(self, work: Callable[..., Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import Array, Carried, Device, row_stride
+from polarlm.engine.backends.cuda.device import Array, Device, PaddedInput, row_stride
 from polarlm.engine.backends.cuda.launch import LaunchConfig, Launcher
 from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, SamplerInputs
 from polarlm.engine.errors import EngineError
@@ -77,7 +77,7 @@ def fetch_later(device: Device, ids: Array, sampler_inputs: Sequence[SamplerInpu
         rows = zip(wait().tolist(), sampler_inputs, strict=True)
         return [token if token >= 0 else _error(token, sampler_input) for token, sampler_input in rows]
 
-    return Fetch(Carried(np.zeros(len(ids), np.int32), copy, device), tokens)
+    return Fetch(PaddedInput(np.zeros(len(ids), np.int32), copy, device), tokens)
 
 
 def _error(token: int, sampler_input: SamplerInput) -> EngineError:
