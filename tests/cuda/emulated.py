@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import NUMBERS, Addresses, Device, Moved, PaddedInput
+from polarlm.engine.backends.cuda.device import NUMBERS, Addresses, Device, PaddedInput, PeerCopy
 from tests.cuda.formats import poisoned, read
 from tests.cuda_emulator import Program
 
@@ -171,15 +171,15 @@ class EmulatedDevice:
         assert all(array.flags.c_contiguous for array in arrays)
         work(*arrays)
 
-    def _input(self, x: np.ndarray | PaddedInput | Moved) -> DeviceArray:
-        if not isinstance(x, PaddedInput | Moved):
+    def _input(self, x: np.ndarray | PaddedInput | PeerCopy) -> DeviceArray:
+        if not isinstance(x, PaddedInput | PeerCopy):
             return self.from_host(x)
         array = self.from_host(x.filler) if isinstance(x, PaddedInput) else self.zeros(x.shape, x.array.dtype)
         array[: len(x.array)] = x.array if x.device is self else self.from_device(x.array, x.device)
         return array
 
     def run_graph(
-        self, key: Hashable, work: Callable[..., Any], inputs: Sequence[np.ndarray | PaddedInput | Moved]
+        self, key: Hashable, work: Callable[..., Any], inputs: Sequence[np.ndarray | PaddedInput | PeerCopy]
     ) -> Any:
         hash(key)
         return work(*map(self._input, inputs))

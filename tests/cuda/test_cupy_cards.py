@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda.cards.ops import CardsOps
-from polarlm.engine.backends.cuda.device import Moved
+from polarlm.engine.backends.cuda.device import PeerCopy
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.errors import EngineError
 from tests.cuda.fake_cupy import Machine
@@ -67,7 +67,7 @@ def test_rows_of_another_gpu_are_an_input_of_recorded_work(
     for rows in (2, 4, 1, 3):
         second.run_graph("other", other, [np.zeros(1)])
         x, shift = rng.standard_normal((rows, 6)).astype(np.float32), rng.standard_normal(6).astype(np.float32)
-        result = second.to_host(second.run_graph("key", work, [Moved(first.from_host(x), first, 4), shift]))
+        result = second.to_host(second.run_graph("key", work, [PeerCopy(first.from_host(x), first, 4), shift]))
         np.testing.assert_array_equal(result[:rows], [shift, *x[1:]])
         assert np.isfinite(result).all()
     (recording,) = [one for one in second._recordings._kept.values() if len(one.inputs) == 2]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from polarlm.engine.backends.cuda.device import Moved, PaddedInput
+from polarlm.engine.backends.cuda.device import PaddedInput, PeerCopy
 from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanHeader, SpanTable, with_rows
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
 from polarlm.engine.limits import DRAFT_ROWS
@@ -47,7 +47,7 @@ def _spans(x: SpanTable, count: int, rows: int, most: int) -> SpanTable:
 def _filled_up(x: Any, rows: int) -> Any:
     if isinstance(x, HostTable):
         return x.filled_up(rows)
-    if isinstance(x, Moved):
+    if isinstance(x, PeerCopy):
         return x._replace(rows=rows)
     return x._replace(filler=with_rows(x.filler, rows)) if isinstance(x, PaddedInput) else with_rows(x, rows)
 

@@ -12,7 +12,7 @@ import numpy as np
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.batches import filled_up, first_rows
-from polarlm.engine.backends.cuda.device import Array, Device, Moved, PaddedInput
+from polarlm.engine.backends.cuda.device import Array, Device, PaddedInput, PeerCopy
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.encoders import EncoderOps
 from polarlm.engine.backends.cuda.experts import ExpertOps
@@ -91,7 +91,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         self._device.forget()
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
-        inputs = [self._moved(x) if isinstance(x, FromCard) else x for x in inputs]
+        inputs = [self._peer_copy(x) if isinstance(x, FromCard) else x for x in inputs]
         rows, inputs = inputs[0].shape[0], filled_up(inputs)
 
         def on_device(*arrays: Array) -> Result:
@@ -105,9 +105,9 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         result = self._device.run_graph(key, on_device, [_on_host(x) for x in inputs])
         return result if rows == inputs[0].shape[0] else first_rows(result, rows)
 
-    def _moved(self, x: FromCard) -> Moved:
+    def _peer_copy(self, x: FromCard) -> PeerCopy:
         assert isinstance(x.ops, CudaOps)
-        return Moved(x.array, x.ops._device, len(x.array))
+        return PeerCopy(x.array, x.ops._device, len(x.array))
 
     def of_layer(self, layer: int) -> CudaOps:
         return self
@@ -181,7 +181,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
 
     def to_device(self, x: Any) -> Array:
         if isinstance(x, FromCard):
-            return self._device.from_device(*self._moved(x)[:2])
+            return self._device.from_device(*self._peer_copy(x)[:2])
         x = np.asarray(x)
         return self._device.from_host(np.ascontiguousarray(x, np.int32 if x.dtype.kind in "iu" else np.float32))
 
@@ -211,7 +211,7 @@ def _on_host(x: Any) -> Any:
     """An input of `Ops.run_graph` as `Device.run_graph` takes it."""
     if isinstance(x, HostTable):
         return x.table
-    return x if isinstance(x, PaddedInput | Moved) else np.ascontiguousarray(x)
+    return x if isinstance(x, PaddedInput | PeerCopy) else np.ascontiguousarray(x)
 
 
 def _gib(size: int) -> str:

@@ -44,7 +44,7 @@ class PaddedInput(NamedTuple):
         return self.filler.shape
 
 
-class Moved(NamedTuple):
+class PeerCopy(NamedTuple):
     """An input of `Device.run_graph` with `rows` rows: `array` on `device`, another one, and rows that nothing reads,
     whose numbers are finite."""
 
@@ -134,7 +134,7 @@ class Device(Protocol):
         """
 
     def run_graph(
-        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | PaddedInput | Moved]
+        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | PaddedInput | PeerCopy]
     ) -> Result:
         """work(*inputs on the device), or a replay of its launches if this key, shapes and dtypes were seen before.
 

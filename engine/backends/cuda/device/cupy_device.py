@@ -15,7 +15,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import Addresses, Device, Moved, PaddedInput, Result, cublas_lt, overlap
+from polarlm.engine.backends.cuda.device import Addresses, Device, PaddedInput, PeerCopy, Result, cublas_lt, overlap
 from polarlm.engine.backends.cuda.device.cupy_recording import Between, HostCall, Recordings, memory_errors, pinned
 from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, OVERLAPS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
@@ -366,7 +366,7 @@ class CupyDevice:
         self._recordings.set_aside(size)
 
     def run_graph(
-        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | PaddedInput | Moved]
+        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | PaddedInput | PeerCopy]
     ) -> Result:
         self.use()
         return self._recordings.run_graph(key, work, inputs)

@@ -10,14 +10,14 @@ from typing import Any
 import cupy
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import MOST_PASSES, MOST_RECORDINGS, Device, Moved, PaddedInput, Result
+from polarlm.engine.backends.cuda.device import MOST_PASSES, MOST_RECORDINGS, Device, PaddedInput, PeerCopy, Result
 
 _runtime = cupy.cuda.runtime
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 
 _ALIGNMENT = 256  # bytes: alignment of each input in the buffer of all inputs
 
-_Input = np.ndarray | PaddedInput | Moved
+_Input = np.ndarray | PaddedInput | PeerCopy
 _Copy = Callable[[cupy.ndarray, cupy.ndarray, Device], None]  # copies an array of a device to the beginning of another
 
 
@@ -147,7 +147,7 @@ class _Recording:
         # All inputs on the host are copied at once from a pinned buffer, which is not overwritten before that copy has
         # finished; inputs of other devices follow them.
         sizes = [math.prod(x.shape) * _dtype(x).itemsize for x in inputs]
-        behind = [isinstance(x, Moved) for x in inputs]
+        behind = [isinstance(x, PeerCopy) for x in inputs]
         places, end, on_host = {}, 0, 0
         for number in sorted(range(len(inputs)), key=behind.__getitem__):
             places[number] = slice(end, end + sizes[number])
@@ -157,7 +157,10 @@ class _Recording:
         self._pinned, self._copied = pinned(on_host), cupy.cuda.Event(disable_timing=True)
         with cupy.cuda.using_allocator(memory.malloc):
             self._buffer = cupy.empty(end, np.uint8)
-        self._moved = on_host, end - on_host  # the part of the buffer for inputs of other devices: first byte, bytes
+        self._peer_copy = (
+            on_host,
+            end - on_host,
+        )  # the part of the buffer for inputs of other devices: first byte, bytes
         self._staged = [self._pinned[places[number]] for number in range(len(inputs))]
         self.inputs = [self._buffer[places[number]].view(_dtype(x)).reshape(x.shape) for number, x in enumerate(inputs)]
 
@@ -165,17 +168,17 @@ class _Recording:
         """Copy the inputs of this call to the device: those on the host, then arrays that are on devices."""
         self._copied.synchronize()
         for staged, x in zip(self._staged, inputs, strict=True):
-            if not isinstance(x, Moved):
+            if not isinstance(x, PeerCopy):
                 x = x.filler if isinstance(x, PaddedInput) else x
                 staged[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         size, target, source = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, self._stream.ptr)
         self._copied.record(self._stream)
-        first, moved = self._moved
+        first, moved = self._peer_copy
         if moved:  # earlier graphs may have written there since: their memory was free when it was allocated
             _runtime.memsetAsync(target + first, 0, moved, self._stream.ptr)
         for to, x in zip(self.inputs, inputs, strict=True):
-            if isinstance(x, PaddedInput | Moved):
+            if isinstance(x, PaddedInput | PeerCopy):
                 self._copy(to, x.array, x.device)
 
     def record(self, work: Callable[..., Any]) -> None:
@@ -222,7 +225,7 @@ class _Recording:
 def _dtype(x: _Input) -> np.dtype:
     if isinstance(x, np.ndarray):
         return x.dtype
-    return np.dtype(x.array.dtype) if isinstance(x, Moved) else x.filler.dtype
+    return np.dtype(x.array.dtype) if isinstance(x, PeerCopy) else x.filler.dtype
 
 
 def _borrowed(result: Any) -> Any:

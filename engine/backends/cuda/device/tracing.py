@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from polarlm.engine.backends.cuda.device import Moved, PaddedInput, Result
+from polarlm.engine.backends.cuda.device import PaddedInput, PeerCopy, Result
 
 GEMM = "gemm"
 
@@ -122,10 +122,10 @@ class TracingDevice:
         """Nothing is recorded."""
 
     def run_graph(
-        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | PaddedInput | Moved]
+        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | PaddedInput | PeerCopy]
     ) -> Result:
         hosts = (x.filler if isinstance(x, PaddedInput) else x for x in inputs)
-        return work(*(self.empty(x.shape, x.array.dtype if isinstance(x, Moved) else x.dtype) for x in hosts))
+        return work(*(self.empty(x.shape, x.array.dtype if isinstance(x, PeerCopy) else x.dtype) for x in hosts))
 
     def set_aside(self, size: int) -> None:
         """There is no memory."""
