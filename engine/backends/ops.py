@@ -40,7 +40,7 @@ class Routing(NamedTuple):
         return Routing(self.ids[rows], self.weights[rows])
 
 
-class FromCard(NamedTuple):
+class PeerArray(NamedTuple):
     """An array of another card's ops, instead of a host array."""
 
     array: Array

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadTransform, Norm, PreparedTransform, Spans
-from polarlm.engine.backends.ops import Array, ExpertCache, FromCard, Ops, Routing
+from polarlm.engine.backends.ops import Array, ExpertCache, Ops, PeerArray, Routing
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import have_adapters, row_adapters
 from polarlm.engine.model.layers import Eps
@@ -261,7 +261,7 @@ class Transformer:
         tables, x, newest = [*ropes, *self._spans.of(spans), *row_adapters(spans)], ids, list[Any]()
         *before, last = self._stages
         for number, (ops, _) in enumerate(before):
-            x, newest = FromCard(ops.run_graph(key, _Work(self, number, False), [x, *tables]), ops), [ids]
+            x, newest = PeerArray(ops.run_graph(key, _Work(self, number, False), [x, *tables]), ops), [ids]
         inputs = [*newest, last.ops.pack_sampler_inputs(sampler_inputs)] if sampler_inputs else []
         of_mtp = [] if self.mtp is None else self.mtp.of_step(spans, ids)
         return last.ops.run_graph(key, _Work(self, len(before), bool(sampler_inputs)), [x, *inputs, *tables, *of_mtp])

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from polarlm.engine.backends.kv import Spans
-from polarlm.engine.backends.ops import Array, FromCard, Ops, Routing
+from polarlm.engine.backends.ops import Array, Ops, PeerArray, Routing
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.layers.kinds import DecoderLayer
 from polarlm.engine.model.rope import RopeTables
@@ -101,7 +101,7 @@ class Prefill:
         done, last = 0, (len(self.layers) - 1, len(units) - 1)
         for number, (ops, layers) in enumerate(self.stages):
             if number:
-                x = ops.to_device(FromCard(x, self.stages[number - 1].ops))
+                x = ops.to_device(PeerArray(x, self.stages[number - 1].ops))
             tables = [tuple(map(ops.to_device, table)) for table in ropes]
             adapters = Routing(*map(ops.to_device, of_rows)) if of_rows else None
             for layer in layers:

@@ -26,7 +26,7 @@ from polarlm.engine.backends.cuda.sampling import sampler
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
 from polarlm.engine.backends.cuda.wide import GROUP_ROWS
-from polarlm.engine.backends.ops import FromCard, KeptTiles, Load, Ops, Result, WarmUp
+from polarlm.engine.backends.ops import KeptTiles, Load, Ops, PeerArray, Result, WarmUp
 from polarlm.engine.errors import DeviceLost, EngineError
 from polarlm.engine.outputs import Threads
 from polarlm.engine.weight_formats import Matrix, StoredMatrix
@@ -91,7 +91,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         self._device.forget()
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
-        inputs = [self._peer_copy(x) if isinstance(x, FromCard) else x for x in inputs]
+        inputs = [self._peer_copy(x) if isinstance(x, PeerArray) else x for x in inputs]
         rows, inputs = inputs[0].shape[0], filled_up(inputs)
 
         def on_device(*arrays: Array) -> Result:
@@ -105,7 +105,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         result = self._device.run_graph(key, on_device, [_on_host(x) for x in inputs])
         return result if rows == inputs[0].shape[0] else first_rows(result, rows)
 
-    def _peer_copy(self, x: FromCard) -> PeerCopy:
+    def _peer_copy(self, x: PeerArray) -> PeerCopy:
         assert isinstance(x.ops, CudaOps)
         return PeerCopy(x.array, x.ops._device, len(x.array))
 
@@ -180,7 +180,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         return WarmUp(ops, wait, ROWS_WITH_KERNELS)
 
     def to_device(self, x: Any) -> Array:
-        if isinstance(x, FromCard):
+        if isinstance(x, PeerArray):
             return self._device.from_device(*self._peer_copy(x)[:2])
         x = np.asarray(x)
         return self._device.from_host(np.ascontiguousarray(x, np.int32 if x.dtype.kind in "iu" else np.float32))
