@@ -148,7 +148,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         """The ops of a GPU's host, for experts in the computer's memory; None if it has none, and on a CPU."""
 
     @property
-    def of_encoders(self) -> EncoderOps | None:
+    def encoder_ops(self) -> EncoderOps | None:
         """The ops that only encoders need; None if the backend has none."""
 
     def of_layer(self, layer: int) -> Ops:

@@ -113,7 +113,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         return self
 
     @property
-    def of_encoders(self) -> CudaOps:
+    def encoder_ops(self) -> CudaOps:
         return self
 
     def wait(self) -> None:

@@ -92,7 +92,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return self
 
     @property
-    def of_encoders(self) -> EncoderOps:
+    def encoder_ops(self) -> EncoderOps:
         return self
 
     def wait(self) -> None:
