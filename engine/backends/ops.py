@@ -186,14 +186,14 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def free_memory(self) -> int:
         """Free bytes of the device's memory."""
 
-    def room_beside(self, weights: int) -> int:
+    def memory_left(self, weights: int) -> int:
         """Bytes that remain for the KV store and for activations once `weights` bytes of weights are loaded.
 
         Raises EngineError if the weights alone do not fit; its number "lacking" says how many bytes are missing.
         """
 
     def work_bytes(self, load: Load) -> int:
-        """Bytes of `room_beside` that activations of a prompt, and of the steps between its chunks, need."""
+        """Bytes of `memory_left` that activations of a prompt, and of the steps between its chunks, need."""
 
     def set_aside(self, load: Load) -> None:
         """Allocate the memory of steps now, before other allocations can take it. Raises MemoryError."""

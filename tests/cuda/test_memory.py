@@ -303,7 +303,7 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int) ->
         config = EngineConfig(ctx_size=ctx_size, parallel=parallel)
         ops, model = CudaOps(Counting(MEMORY)), LLAMA_8B
         shape = cache_shape(config, WHOLE, ops, model)
-        plan = Wanted(config, model, Sizes(2 * WEIGHTS)).plan(ops, shape, ops.room_beside(2 * WEIGHTS))
+        plan = Wanted(config, model, Sizes(2 * WEIGHTS)).plan(ops, shape, ops.memory_left(2 * WEIGHTS))
         heads, kv_heads, dim = model.attention.heads, model.attention.kv_heads, model.attention.head_dim
         token = 4 * model.hidden_size + 2 * kv_heads * dim * 2 + 4 * dim
         chunk = 2048 * (3 * 4 * model.ffn.size + 2 * 4 * heads * dim)

@@ -98,9 +98,9 @@ def test_rows_that_kernels_cannot_read_are_refused(ops: CudaOps) -> None:
 
 def test_weights_that_do_not_fit_are_refused(ops: CudaOps) -> None:
     free, total = ops._device.memory()
-    assert ops.room_beside(free // 2) < free // 2
+    assert ops.memory_left(free // 2) < free // 2
     with pytest.raises(EngineError, match=r"weights take .* GiB .* only .* GiB of its .* GiB are free") as caught:
-        ops.room_beside(2 * total)
+        ops.memory_left(2 * total)
     assert caught.value.code == "out_of_memory"
 
 

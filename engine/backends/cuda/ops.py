@@ -146,7 +146,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     def free_memory(self) -> int:
         return self._memory()[0]
 
-    def room_beside(self, weights: int) -> int:
+    def memory_left(self, weights: int) -> int:
         free, total = self._memory()
         if weights > free:
             raise EngineError(

@@ -74,8 +74,8 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
     def forget(self) -> None:
         self._graphs.forget()
 
-    def room_beside(self, weights: int) -> int:
-        return host_memory.room_beside(weights)
+    def memory_left(self, weights: int) -> int:
+        return host_memory.memory_left(weights)
 
     def threads(self) -> Threads:
         """The number of threads; the reason, which also names the CPU level and kernels that failed to compile."""

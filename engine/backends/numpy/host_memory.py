@@ -37,7 +37,7 @@ def most() -> int:
         return available() + int(psutil.swap_memory().free)
 
 
-def room_beside(weights: int, held_as: str = "") -> int:
+def memory_left(weights: int, held_as: str = "") -> int:
     """Bytes for the KV store and activations once `weights` bytes are loaded: half of the remaining memory.
 
     held_as: for the message, the type of the weights in memory if it is not their file's. Raises EngineError if the

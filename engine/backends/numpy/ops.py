@@ -104,11 +104,11 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def free_memory(self) -> int:
         return host_memory.available()
 
-    def room_beside(self, weights: int) -> int:
-        return host_memory.room_beside(weights, " as float32")
+    def memory_left(self, weights: int) -> int:
+        return host_memory.memory_left(weights, " as float32")
 
     def work_bytes(self, load: Load) -> int:
-        # `room_beside` leaves half of the available memory for it, which the inputs of all layers may exceed.
+        # `memory_left` leaves half of the available memory for it, which the inputs of all layers may exceed.
         return 4 * load.tokens * len(load.model.layers) * load.model.layer_embedding
 
     def set_aside(self, load: Load) -> None:
