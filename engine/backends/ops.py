@@ -195,7 +195,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def work_bytes(self, load: Load) -> int:
         """Bytes of `memory_left` that activations of a prompt, and of the steps between its chunks, need."""
 
-    def set_aside(self, load: Load) -> None:
+    def reserve_workspace(self, load: Load) -> None:
         """Allocate the memory of steps now, before other allocations can take it. Raises MemoryError."""
 
     def kept_as(self, format: WeightFormat) -> WeightFormat:

@@ -201,7 +201,7 @@ class _Loading:
             self._say(lost)
         bars.close()
         if not source.config.is_encoder:
-            ops.set_aside(Load(source.config, plan.shape.widest, plan.tokens, config.parallel))
+            ops.reserve_workspace(Load(source.config, plan.shape.widest, plan.tokens, config.parallel))
         store = _store(config, WHOLE, ops, source, weights, plan, self._verbose)
         for clause in store.in_numpy():
             self._say(f"{clause}.")

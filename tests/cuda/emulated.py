@@ -184,7 +184,7 @@ class EmulatedDevice:
         hash(key)
         return work(*map(self._input, inputs))
 
-    def set_aside(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         pass
 
 

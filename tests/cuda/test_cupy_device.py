@@ -456,7 +456,7 @@ def test_what_is_forgotten_is_not_kept_alive(device, machine: Machine) -> None:
 
 def test_recordings_share_the_memory_set_aside(device, machine: Machine, rng: np.random.Generator) -> None:
     """Results and intermediates of all shapes take no more than the largest shape's."""
-    device.set_aside((32 + 8) * 4 * 40 + 20 * 512 * 6)
+    device.reserve_workspace((32 + 8) * 4 * 40 + 20 * 512 * 6)
     before, work = machine.allocated, doubled(device)
     for count in (*range(1, 21), *range(40, 20, -1)):
         for _ in range(3):
@@ -633,7 +633,7 @@ def test_recording_a_step_uploads_and_allocates_nothing(
 ) -> None:
     """Rotations are uploaded with the model; all else that kernels read, by the first step of a shape."""
     model = model_of(CudaOps(device), "llama_gqa_linear", types)
-    model.ops.set_aside(Load(model.config, model.store.shape.format(0), 16, 4))
+    model.ops.reserve_workspace(Load(model.config, model.store.shape.format(0), 16, 4))
     recording, uploads, recorded = sys.modules[RECORDING]._Recording, [], []
     record, from_host = recording.record, device.from_host
 

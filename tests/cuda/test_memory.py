@@ -86,7 +86,7 @@ class Counting(TracingDevice):
         zeros = super().to_host(x)
         return zeros + np.arange(x.shape[1], dtype=np.int32) if x.ndim == 2 and x.dtype == np.int32 else zeros
 
-    def set_aside(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         self.aside = size
 
 
@@ -286,7 +286,7 @@ def test_step_bytes_bounds_the_peak_of_steps(name: str, types: tuple[str, str], 
             assert counted / 2 <= device.recorded <= counted
         for span in spans:
             model.store.abort(span)
-        model.ops.set_aside(load)
+        model.ops.reserve_workspace(load)
         assert device.aside == counted
 
 

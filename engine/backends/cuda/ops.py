@@ -163,8 +163,8 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         sizes = self.cache_bytes(load.format)[1], self.prefill_rows, self.encoded_at_once
         return prompt_bytes(load, *sizes) + step_bytes(load, self._device)
 
-    def set_aside(self, load: Load) -> None:
-        self._device.set_aside(step_bytes(load, self._device))
+    def reserve_workspace(self, load: Load) -> None:
+        self._device.reserve_workspace(step_bytes(load, self._device))
 
     def warm_up(self) -> WarmUp:
         device, expected = self._device, Expected(self._alike)

@@ -111,7 +111,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         # `memory_left` leaves half of the available memory for it, which the inputs of all layers may exceed.
         return 4 * load.tokens * len(load.model.layers) * load.model.layer_embedding
 
-    def set_aside(self, load: Load) -> None:
+    def reserve_workspace(self, load: Load) -> None:
         """Does nothing: memory is allocated on demand."""
 
     def warm_up(self) -> WarmUp | None:

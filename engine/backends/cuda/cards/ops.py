@@ -52,9 +52,9 @@ class CardsOps(CudaOps):
     def work_bytes(self, load: Load) -> int:
         return sum(card.work_bytes(load) for card in self.cards)
 
-    def set_aside(self, load: Load) -> None:
+    def reserve_workspace(self, load: Load) -> None:
         for card in self.cards:
-            card.set_aside(load)
+            card.reserve_workspace(load)
 
     def wait(self) -> None:
         for card in self.cards:

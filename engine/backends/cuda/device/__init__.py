@@ -145,7 +145,7 @@ class Device(Protocol):
     def forget(self) -> None:
         """Drop all recordings, and with them what their work holds."""
 
-    def set_aside(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         """Allocate `size` contiguous bytes for the memory pool that all recordings share. Raises MemoryError.
 
         Recordings that need more allocate it when they are recorded.

@@ -361,9 +361,9 @@ class CupyDevice:
     def forget(self) -> None:
         self._recordings.forget()
 
-    def set_aside(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         self.use()
-        self._recordings.set_aside(size)
+        self._recordings.reserve_workspace(size)
 
     def run_graph(
         self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | PaddedInput | PeerCopy]

@@ -34,7 +34,7 @@ class Recordings:
         self._allocator = _PermanentAllocator()
         self._memory = cupy.cuda.MemoryPool(self._allocator)
 
-    def set_aside(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         with memory_errors(), cupy.cuda.using_allocator(self._memory.malloc):
             cupy.empty(size, np.uint8)  # freed at once: the pool keeps it and splits it for smaller arrays
 

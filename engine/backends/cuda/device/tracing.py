@@ -127,5 +127,5 @@ class TracingDevice:
         hosts = (x.filler if isinstance(x, PaddedInput) else x for x in inputs)
         return work(*(self.empty(x.shape, x.array.dtype if isinstance(x, PeerCopy) else x.dtype) for x in hosts))
 
-    def set_aside(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         """There is no memory."""
