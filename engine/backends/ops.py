@@ -201,7 +201,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def kept_as(self, format: WeightFormat) -> WeightFormat:
         """The format in which the device keeps matrices that come to it in `format`."""
 
-    def take_inputs(self, bits: int) -> str:
+    def set_activation_bits(self, bits: int) -> str:
         """Let inputs of products with quantized weights have 8 or 16 bits; return why 8 have no effect, or nothing."""
 
     @property

@@ -124,9 +124,9 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
             reason = str(error).strip() or type(error).__name__
             raise DeviceLost(f"{self.name} has stopped with an error ({reason}): start this program again") from error
 
-    def take_inputs(self, bits: int) -> str:
+    def set_activation_bits(self, bits: int) -> str:
         if self.host is not None:
-            return self.host.take_inputs(bits)
+            return self.host.set_activation_bits(bits)
         return "" if bits == 16 else "it is for CPUs"
 
     @property

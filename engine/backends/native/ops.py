@@ -51,7 +51,7 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
         super().__init__(Launcher(self._count.number, choice.level))
         self._graphs = Graphs(self._launch)
 
-    def take_inputs(self, bits: int) -> str:
+    def set_activation_bits(self, bits: int) -> str:
         self._launch.input_bits = bits if self._launch.level.most_code else 16
         if bits == self._launch.input_bits:
             return ""

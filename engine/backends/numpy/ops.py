@@ -81,7 +81,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def threads(self) -> Threads:
         return Threads(blas.threads(), "by the setting threads" if self._is_set else "as BLAS has them")
 
-    def take_inputs(self, bits: int) -> str:
+    def set_activation_bits(self, bits: int) -> str:
         return "" if bits == 16 else "NumPy multiplies float32"
 
     @property
