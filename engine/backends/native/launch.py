@@ -207,7 +207,7 @@ class Launcher:
     def has_loaded(self, kernels: Sequence[Kernel]) -> bool:
         return all(map(self.library.has, kernels))
 
-    def in_numpy(self, op: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    def run_numpy(self, op: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """op(*args, **kwargs). Raises CannotRecord inside a recording, since it is not a kernel."""
         if self._recording is not None:
             raise CannotRecord

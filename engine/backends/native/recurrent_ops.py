@@ -47,7 +47,7 @@ class RecurrentOps(KernelOps):
     ) -> np.ndarray:
         spec = Delta(*_sizes(slots), w.tiled, ends is not None)
         if not supports(spec):
-            return self._launch.in_numpy(super().gated_delta, projected, w, slots, spans, ends)
+            return self._launch.run_numpy(super().gated_delta, projected, w, slots, spans, ends)
         y = self._launch.empty((len(projected), spec.value_heads * spec.value_dim))
         arguments = RecurrentArguments(
             projected=projected,
@@ -74,7 +74,7 @@ class RecurrentOps(KernelOps):
     ) -> np.ndarray:
         spec = Mamba2(*_sizes(slots), w.bias is not None, ends is not None)
         if not mamba2.supports(spec):
-            return self._launch.in_numpy(super().mamba2, projected, w, slots, spans, ends)
+            return self._launch.run_numpy(super().mamba2, projected, w, slots, spans, ends)
         launch, rows = self._launch, len(projected)
         y, kept = launch.empty((rows, spec.inner)), _kept(ends, spans, spec.block)
         blocks = 0 if ends is None else kept["blocks"] + 1

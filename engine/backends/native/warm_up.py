@@ -36,9 +36,9 @@ class WarmUpLauncher(Launcher):
         """True: loading waits for these kernels, even where an op could do without them."""
         return True
 
-    def in_numpy(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_numpy(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Zeros like the first argument if that is an array, else None; `op` is not called."""
-        return super().in_numpy(lambda: np.zeros_like(args[0]) if isinstance(args[0], np.ndarray) else None)
+        return super().run_numpy(lambda: np.zeros_like(args[0]) if isinstance(args[0], np.ndarray) else None)
 
     def replay(self, recording: Recording) -> None:
         for part in recording.parts:

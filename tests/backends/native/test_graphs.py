@@ -60,7 +60,7 @@ def test_a_step_with_an_op_outside_runs_op_by_op() -> None:
     model, graphs = Model(launch), Graphs(launch)
 
     def work(x: np.ndarray) -> np.ndarray:
-        return launch.in_numpy(lambda y: y / 2, model.forward(x))
+        return launch.run_numpy(lambda y: y / 2, model.forward(x))
 
     x = np.ones((1, 64), np.float32)
     for _ in range(2):

@@ -45,7 +45,7 @@ class PromptOps(KernelOps):
     ) -> np.ndarray:
         """Raises KernelError if a group of query heads is larger than a unit has room for."""
         if not isinstance(cache, TileCache):
-            return self._launch.in_numpy(super().attention, q, cache, spans, rule, transform)
+            return self._launch.run_numpy(super().attention, q, cache, spans, rule, transform)
         if (group := q.shape[1] // cache.format.kv_heads) > MOST_QUERIES:
             raise KernelError(f"No kernel attends with {group} query heads for each KV head")
         out = np.empty(q.shape, np.float32)

@@ -40,7 +40,7 @@ class EncodingOps(KernelOps):
         for layers, blocks, sources in alike(filled):
             tiled = [layer for layer in layers if isinstance(layer, TileCache)]  # all of them, or none
             if not tiled:
-                self._launch.in_numpy(super().encode_blocks, [FilledBlocks(layers, blocks, sources)])
+                self._launch.run_numpy(super().encode_blocks, [FilledBlocks(layers, blocks, sources)])
                 continue
             targets = np.array(blocks, np.int64)[:, None]
             codecs, dim = (layers[0].format.codec_k.name, layers[0].format.codec_v.name), layers[0].format.head_dim
@@ -52,7 +52,7 @@ class EncodingOps(KernelOps):
                     launch = _Launch(encoder.kernel, dim, is_half, codecs[side])
                     launches.setdefault(launch, []).append(addresses.reshape(-1, addresses.shape[-1]))
             for side in {0, 1} - tiled[0].block_addresses.keys():
-                self._launch.in_numpy(_encode_side, tiled, blocks, sources, side)
+                self._launch.run_numpy(_encode_side, tiled, blocks, sources, side)
         self._encode({launch: np.concatenate(parts) for launch, parts in launches.items()})
 
     def _encode_one(self, layers: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[KVLocation]) -> bool:
