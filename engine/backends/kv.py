@@ -184,7 +184,7 @@ class KVOps(Protocol):
         Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and on the CPU infinity becomes NaN.
         """
 
-    def in_numpy(self, cache: Cache) -> Mapping[str, str]:
+    def numpy_fallbacks(self, cache: Cache) -> Mapping[str, str]:
         """The parts of a layer with this cache that NumPy computes for lack of compiled kernels → why.
 
         Empty if kernels compute all of it, or if NumPy is the whole backend.

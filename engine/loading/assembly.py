@@ -203,7 +203,7 @@ class _Loading:
         if not source.config.is_encoder:
             ops.reserve_workspace(Load(source.config, plan.shape.widest, plan.tokens, config.parallel))
         store = _store(config, WHOLE, ops, source, weights, plan, self._verbose)
-        for clause in store.in_numpy():
+        for clause in store.numpy_fallbacks():
             self._say(f"{clause}.")
         if warm is not None:
             what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"

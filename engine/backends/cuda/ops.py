@@ -136,7 +136,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     def threads(self) -> Threads | None:
         return None if self.host is None else self.host.threads()
 
-    def in_numpy(self, cache: Any) -> dict[str, str]:
+    def numpy_fallbacks(self, cache: Any) -> dict[str, str]:
         return {}
 
     def _memory(self) -> tuple[int, int]:

@@ -245,7 +245,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
             finer = LayerCache(format.finer, *finer_blocks, *slots)
         return LayerCache(format, *blocks, *slots, finer=finer)
 
-    def in_numpy(self, cache: LayerCache) -> dict[str, str]:
+    def numpy_fallbacks(self, cache: LayerCache) -> dict[str, str]:
         return {}
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Buffer:

@@ -124,7 +124,7 @@ class CacheOps(NumpyOps):
             finer = _tile_cache(format.finer, finer_blocks, slots)
         return _tile_cache(format, blocks, slots, finer)
 
-    def in_numpy(self, cache: LayerCache) -> dict[str, str]:
+    def numpy_fallbacks(self, cache: LayerCache) -> dict[str, str]:
         if isinstance(cache, TileCache):
             sides = zip(("keys", "values"), cache.encoders, strict=True)
             return {f"the encoding of {side}": why for side, why in sides if isinstance(why, str)}
