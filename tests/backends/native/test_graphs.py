@@ -90,7 +90,7 @@ def test_a_call_between_launches_is_made_at_each_replay(threads: int) -> None:
         np.testing.assert_array_equal(graphs.run("step", work, [x.copy()]), expected)
         assert seen[before:] == seen[before - 3 : before]
     fixed, recording = next(entry for entry in graphs._recordings.values() if entry is not None)
-    repeatable = launch.record()
-    with repeatable as alone:
+    second = launch.record()
+    with second as alone:
         model.forward(fixed[0])
     assert recording.buffers.nbytes == alone.buffers.nbytes

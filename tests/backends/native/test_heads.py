@@ -167,9 +167,9 @@ def test_tokens_of_a_prompt_go_to_a_slot_as_the_halves_of_the_reference(level: L
     for found, wanted in (compiled.full_k, plain.full_k), (compiled.full_v, plain.full_v):
         np.testing.assert_array_equal(found, wanted)
         assert not found[1, :, 7:].any()
-    repeatable = NumpyOps(1).buffer(format, 16)
-    HeadOps(launcher(level)).copy_full([compiled], [Move(KVLocation(repeatable, 0), KVLocation(None, 1), 7)])
-    np.testing.assert_array_equal(repeatable[0][:, :7], compiled.full_k[1, :, :7])
+    block = NumpyOps(1).buffer(format, 16)
+    HeadOps(launcher(level)).copy_full([compiled], [Move(KVLocation(block, 0), KVLocation(None, 1), 7)])
+    np.testing.assert_array_equal(block[0][:, :7], compiled.full_k[1, :, :7])
 
 
 @some_levels

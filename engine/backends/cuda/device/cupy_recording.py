@@ -157,7 +157,7 @@ class _Recording:
         self._pinned, self._copied = pinned(on_host), cupy.cuda.Event(disable_timing=True)
         with cupy.cuda.using_allocator(memory.malloc):
             self._buffer = cupy.empty(end, np.uint8)
-        self._peer_copy = (
+        self._peer_range = (
             on_host,
             end - on_host,
         )  # the part of the buffer for inputs of other devices: first byte, bytes
@@ -174,9 +174,9 @@ class _Recording:
         size, target, source = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, self._stream.ptr)
         self._copied.record(self._stream)
-        first, moved = self._peer_copy
-        if moved:  # earlier graphs may have written there since: their memory was free when it was allocated
-            _runtime.memsetAsync(target + first, 0, moved, self._stream.ptr)
+        first, peer_bytes = self._peer_range
+        if peer_bytes:  # earlier graphs may have written there since: their memory was free when it was allocated
+            _runtime.memsetAsync(target + first, 0, peer_bytes, self._stream.ptr)
         for to, x in zip(self.inputs, inputs, strict=True):
             if isinstance(x, PaddedInput | PeerCopy):
                 self._copy(to, x.array, x.device)

@@ -45,12 +45,12 @@ def runs(
     begin, end = units
     first = e.variable(begin)
     e.level.begin_tiles(e, format.group * kind.size // 4)
-    with e.when(begin < end), e.repeat_while() as repeatable:
+    with e.when(begin < end), e.repeat_while() as conditions:
         unit = first.get()
         count = e.imin(e.imin(end - unit, _TILES // tiles), of_matrix - unit % of_matrix)
         yield unit, count
         first.add(count)
-        repeatable.append(first.get() < end)
+        conditions.append(first.get() < end)
     e.level.end_tiles(e)
 
 

@@ -36,7 +36,7 @@ def short_conv(width: int, *, has_bias: bool) -> Kernel[ConvArguments]:
             inputs, y = args.inputs + row * stride * 3, args.y + row * stride
             slot_row = args.slots + (slot * args.slot_rows + place + before) * stride
             repeats = place - (args.slot_rows - 2 * before)
-            repeatable = args.slots + (following * args.slot_rows + repeats) * stride
+            copy = args.slots + (following * args.slot_rows + repeats) * stride
 
             def new(offset: Value, kind: Type, rows_back: int) -> Value:
                 """B · x of an earlier row of these, or of this one."""
@@ -48,7 +48,7 @@ def short_conv(width: int, *, has_bias: bool) -> Kernel[ConvArguments]:
                 with e.when(slot >= 0):
                     e.store(newest, slot_row + offset)
                     with e.when((following >= 0) & (repeats >= 0)):
-                        e.store(newest, repeatable + offset)
+                        e.store(newest, copy + offset)
                 total = e.variable(newest * e.load(args.conv + (stride * before + offset), kind))
                 if has_bias:
                     total.add(e.load(args.bias + offset, kind))
