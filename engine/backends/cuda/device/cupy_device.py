@@ -16,7 +16,13 @@ import cupy
 import numpy as np
 
 from polarlm.engine.backends.cuda.device import Addresses, Device, PaddedInput, PeerCopy, Result, cublas_lt, overlap
-from polarlm.engine.backends.cuda.device.cupy_recording import Between, HostCall, Recordings, memory_errors, pinned
+from polarlm.engine.backends.cuda.device.cupy_recording import (
+    HostCall,
+    Recordings,
+    UnrecordedCall,
+    memory_errors,
+    pinned,
+)
 from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, OVERLAPS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
 from polarlm.engine.backends.cuda.device.packed_launch import Kernel, letters_of, load_driver
@@ -352,7 +358,7 @@ class CupyDevice:
 
     def between(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray], *, is_last: bool = False) -> None:
         if self._recordings.under_way:
-            self._recordings.cut(Between(work, arrays), is_last=is_last)
+            self._recordings.cut(UnrecordedCall(work, arrays), is_last=is_last)
             return
         # Its arrays are no recording's: they would enlarge a pool that never shrinks.
         with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):

@@ -92,7 +92,7 @@ class Recordings:
             self._pinned[place] = pinned(1 << max(0, x.nbytes - 1).bit_length())
         return self._pinned[place][: x.nbytes].view(x.dtype).reshape(x.shape)
 
-    def cut(self, call: HostCall | Between, *, is_last: bool = False) -> None:
+    def cut(self, call: HostCall | UnrecordedCall, *, is_last: bool = False) -> None:
         """End the part of the recording that is under way, and begin another one after `call`, unless it is the last
         one."""
         next(reversed(self._kept.values())).cut(call, is_last=is_last)
@@ -123,7 +123,7 @@ class HostCall:
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, stream.ptr)
 
 
-class Between:
+class UnrecordedCall:
     """A call that launches what is not recorded; see `Device.between`."""
 
     def __init__(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray]):
@@ -139,8 +139,8 @@ class _Recording:
     calls the host or launches what is not recorded, one between any two calls."""
 
     def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, copy: _Copy, inputs: Sequence[_Input]):
-        self.parts: list[cupy.cuda.Graph | HostCall | Between] = []  # in order, once it is recorded
-        self._captured: list[cupy.cuda.Graph | HostCall | Between] = []  # while it is recorded
+        self.parts: list[cupy.cuda.Graph | HostCall | UnrecordedCall] = []  # in order, once it is recorded
+        self._captured: list[cupy.cuda.Graph | HostCall | UnrecordedCall] = []  # while it is recorded
         self._ends = False  # whether its last part has been recorded
         self._result: Any = None
         self._stream, self._memory, self._copy = stream, memory, copy
@@ -198,9 +198,9 @@ class _Recording:
     @property
     def is_pass(self) -> bool | None:
         """Whether something is launched between its parts. None before it is recorded."""
-        return any(isinstance(part, Between) for part in self.parts) if self.parts else None
+        return any(isinstance(part, UnrecordedCall) for part in self.parts) if self.parts else None
 
-    def cut(self, call: HostCall | Between, *, is_last: bool) -> None:
+    def cut(self, call: HostCall | UnrecordedCall, *, is_last: bool) -> None:
         """See `Recordings.cut`."""
         self._captured += [self._stream.end_capture(), call]
         self._ends = is_last
@@ -209,7 +209,7 @@ class _Recording:
 
     def launch(self) -> Any:
         for part in self.parts:
-            if isinstance(part, HostCall | Between):
+            if isinstance(part, HostCall | UnrecordedCall):
                 part.make(self._stream)
             else:
                 part.launch(self._stream)
