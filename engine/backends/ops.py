@@ -164,7 +164,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         passes recorded=True to `linear`.
         """
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
+    def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
         """Call work(*arrays), also whenever `run_graph` runs again what is being recorded: at this place, with views of
         the arrays, which are contiguous. is_last: nothing is recorded after it."""
 

@@ -167,7 +167,9 @@ class EmulatedDevice:
     def forget(self) -> None:
         """Nothing is recorded."""
 
-    def between(self, work: Callable[..., None], arrays: Sequence[DeviceArray], *, is_last: bool = False) -> None:
+    def run_between_graphs(
+        self, work: Callable[..., None], arrays: Sequence[DeviceArray], *, is_last: bool = False
+    ) -> None:
         assert all(array.flags.c_contiguous for array in arrays)
         work(*arrays)
 

@@ -377,7 +377,7 @@ def test_passes_and_other_work_have_limits_of_their_own(device, monkeypatch: pyt
             y = device.empty((1, 8), np.float32)
             silu(device, y, x)
             if key.isupper():
-                device.between(lambda y: None, [y], is_last=key == "A")
+                device.run_between_graphs(lambda y: None, [y], is_last=key == "A")
             return y
 
         for _ in range(3):
@@ -410,7 +410,7 @@ def test_what_is_launched_between_parts_takes_no_memory_of_recordings(device, ma
     def work(x):
         y = device.empty((1, 8), np.float32)
         silu(device, y, x)
-        device.between(launch, [y])
+        device.run_between_graphs(launch, [y])
         return y
 
     for _ in range(3):
@@ -442,7 +442,7 @@ def test_what_is_forgotten_is_not_kept_alive(device, machine: Machine) -> None:
     def work(x, held=held):
         y = device.empty((1, 8), np.float32)
         silu(device, y, held)
-        device.between(lambda y: held, [y])
+        device.run_between_graphs(lambda y: held, [y])
         return y
 
     for _ in range(2):

@@ -48,13 +48,13 @@ class AttentionOps(HeadOps):
         parameters = _Parameters(float(rule.scale), rule.window or 0, scale_back, rule.softcap, rule.sink_scores)
         if isinstance(spans, RecordedSpans):
             out = self._device.zeros(q.shape, np.float32)  # rows that are no span's must be numbers
-            append, arrays = spans.between()
+            append, arrays = spans.run_between_graphs()
 
             def work(out: Array, q: Array, *arrays: Array) -> None:
                 append(*arrays)
                 self._pass(out, q, cache, spans.spans.parts, parameters)
 
-            self._device.between(work, (out, q, *arrays))
+            self._device.run_between_graphs(work, (out, q, *arrays))
             return self.rotate(out, back)
         parts = prompts, steps = spans.parts
         if prompts is not None or steps is None:

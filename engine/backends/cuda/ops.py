@@ -84,8 +84,8 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         self.activate_mul(y, x, activation)
         return y
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
-        self._device.between(work, arrays, is_last=is_last)
+    def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
+        self._device.run_between_graphs(work, arrays, is_last=is_last)
 
     def forget(self) -> None:
         self._device.forget()

@@ -66,7 +66,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
             blas.use_threads(threads)
         self._is_set = threads > 0
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Any], *, is_last: bool = False) -> None:
+    def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Any], *, is_last: bool = False) -> None:
         work(*arrays)
 
     def forget(self) -> None:

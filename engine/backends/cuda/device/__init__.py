@@ -17,7 +17,8 @@ NUMBERS: dict[type, str] = {int: "i", np.int32: "i", np.int64: "q", float: "f", 
 
 MOST_RECORDINGS, MOST_PASSES = 64, 16
 """The most recordings that a device keeps, least recently used first out; each is a graph of some hundred launches.
-Those with calls of `Device.between` are as many graphs as there are layers, and have a limit of their own."""
+Those with calls of `Device.run_between_graphs` are as many graphs as there are layers, and have a limit of their
+own."""
 
 
 class Addresses(NamedTuple):
@@ -126,7 +127,7 @@ class Device(Protocol):
         every replay, between two parts of the recording.
         """
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
+    def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
         """Call work(*arrays), which launches what no recording knows.
 
         Inside `run_graph`, `work` is called at every replay, between two parts of the recording, with views of the

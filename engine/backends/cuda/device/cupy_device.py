@@ -356,7 +356,9 @@ class CupyDevice:
             call.make(self._stream)
             self._stream.synchronize()  # its pinned memory may be replaced by a larger one
 
-    def between(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray], *, is_last: bool = False) -> None:
+    def run_between_graphs(
+        self, work: Callable[..., None], arrays: Sequence[cupy.ndarray], *, is_last: bool = False
+    ) -> None:
         if self._recordings.under_way:
             self._recordings.cut(UnrecordedCall(work, arrays), is_last=is_last)
             return

@@ -124,7 +124,7 @@ class HostCall:
 
 
 class UnrecordedCall:
-    """A call that launches what is not recorded; see `Device.between`."""
+    """A call that launches what is not recorded; see `Device.run_between_graphs`."""
 
     def __init__(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray]):
         # In a recording, later launches may use the same memory.

@@ -115,7 +115,9 @@ class TracingDevice:
     def call_host(self, work: Callable[..., np.ndarray], y: TracingArray, arrays: Sequence[TracingArray]) -> None:
         work(*map(self.to_host, arrays))
 
-    def between(self, work: Callable[..., None], arrays: Sequence[TracingArray], *, is_last: bool = False) -> None:
+    def run_between_graphs(
+        self, work: Callable[..., None], arrays: Sequence[TracingArray], *, is_last: bool = False
+    ) -> None:
         work(*arrays)
 
     def forget(self) -> None:
