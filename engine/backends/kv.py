@@ -137,7 +137,7 @@ class RecordedSpans:
     layer: int = 0
     pending: tuple[Callable[..., None], Sequence[Array]] | None = None
 
-    def between(self) -> tuple[Callable[..., None], Sequence[Array]]:
+    def append_call(self) -> tuple[Callable[..., None], Sequence[Array]]:
         """Return what appends and keeps the layer's K/V, between two parts of a recording, and the arrays that it
         takes."""
         layer, (append, arrays) = self.layer, self.pending or (lambda: None, ())

@@ -92,5 +92,5 @@ class Passes:
             if number < last:
                 layer.mixer.mix(x, seen, spans, adapters=adapters, recorded=True)
                 layer.finish(x, inputs, adapters=adapters, recorded=True)
-        self._ops.between(*spans.between(), is_last=True)
+        self._ops.run_between_graphs(*spans.append_call(), is_last=True)
         return (x, seen) if inputs is None else (x, seen, inputs)

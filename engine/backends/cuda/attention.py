@@ -48,7 +48,7 @@ class AttentionOps(HeadOps):
         parameters = _Parameters(float(rule.scale), rule.window or 0, scale_back, rule.softcap, rule.sink_scores)
         if isinstance(spans, RecordedSpans):
             out = self._device.zeros(q.shape, np.float32)  # rows that are no span's must be numbers
-            append, arrays = spans.run_between_graphs()
+            append, arrays = spans.append_call()
 
             def work(out: Array, q: Array, *arrays: Array) -> None:
                 append(*arrays)
