@@ -151,7 +151,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def encoder_ops(self) -> EncoderOps | None:
         """The ops that only encoders need; None if the backend has none."""
 
-    def of_layer(self, layer: int) -> Ops:
+    def layer_ops(self, layer: int) -> Ops:
         """The ops of the card that has this layer; these ops themselves on a single device."""
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:

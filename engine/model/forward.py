@@ -83,9 +83,9 @@ class Transformer:
     def _make_layers(self, weights: ModelWeights) -> None:
         after = self.config.post_norm_eps
         eps = Eps(self.config.norm_eps, self.config.norm_eps if after is None else after)
-        of_layer, cache, transform = self.ops.of_layer, self.store.cache, self._transforms.get
+        layer_ops, cache, transform = self.ops.layer_ops, self.store.cache, self._transforms.get
         self._layers = [
-            decoder_layer(of_layer(number), layer, eps, w, cache(number), transform(number), number)
+            decoder_layer(layer_ops(number), layer, eps, w, cache(number), transform(number), number)
             for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]
         self._passes = Passes(self.ops, self.store, self._layers, self._ropes, self.config.hidden_size, self._embed)

@@ -33,7 +33,7 @@ class Stage(NamedTuple):
 
 def stages(ops: Ops, layers: int) -> list[Stage]:
     """Return the stages of a model with this number of layers."""
-    runs = itertools.groupby(range(layers), ops.of_layer)
+    runs = itertools.groupby(range(layers), ops.layer_ops)
     return [Stage(card, [*numbers]) for card, numbers in runs]
 
 

@@ -134,7 +134,7 @@ def load_weights(
     readers: dict[Ops, TensorReader] = {}  # one for each card
 
     def reader(layer: int) -> TensorReader:
-        layer_ops = ops.of_layer(layer)
+        layer_ops = ops.layer_ops(layer)
         if layer_ops not in readers:
             readers[layer_ops] = TensorReader(layer_ops, source, progress, weight_type, kept, cache, adapters)
         return readers[layer_ops]
@@ -329,7 +329,7 @@ def load_tower(
     ops: Ops, tower: Tower, source: WeightSource, progress: Callable[[int], None] | None = None
 ) -> ImageReader:
     """Load a tower to the device. progress: called with the bytes of the file that are done since its last call."""
-    module, table, ops = import_module(f"{towers.__name__}.{tower.kind}"), tower_tensors(tower), ops.of_layer(0)
+    module, table, ops = import_module(f"{towers.__name__}.{tower.kind}"), tower_tensors(tower), ops.layer_ops(0)
     read = TensorReader(ops, source, progress)
     top, *layers = (LayerReader(read, read, slots, 0) for slots in (table.top, *table.layers))
     weights, of_layers = top.weights(module.Weights), [layer.weights(module.LayerWeights) for layer in layers]

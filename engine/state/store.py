@@ -116,7 +116,7 @@ class KVStore:
         for layer in plan.shape.kv_layers:
             format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
             blocks = sizes[self.group_of(layer)]
-            caches[layer] = ops.of_layer(layer).cache(format, *blocks, [*caches.values()])
+            caches[layer] = ops.layer_ops(layer).cache(format, *blocks, [*caches.values()])
         self._last_kv = max(plan.shape.kv_layers, default=-1)
         self._images_whole = [first.images_whole for first in firsts]
         # Whether rows of an image see its later rows in some layers: all keys of it must be there before they do.

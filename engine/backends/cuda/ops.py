@@ -109,7 +109,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         assert isinstance(x.ops, CudaOps)
         return PeerCopy(x.array, x.ops._device, len(x.array))
 
-    def of_layer(self, layer: int) -> CudaOps:
+    def layer_ops(self, layer: int) -> CudaOps:
         return self
 
     @property

@@ -88,7 +88,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def inputs(self) -> str:
         return ""
 
-    def of_layer(self, layer: int) -> NumpyOps:
+    def layer_ops(self, layer: int) -> NumpyOps:
         return self
 
     @property

@@ -20,7 +20,7 @@ _OF_ONE_CACHE = ("round_trip", "decode_blocks", "read_blocks", "write_blocks", "
 class CardsOps(CudaOps):
     """The ops of several cards. What belongs to no layer is done on the last one, which has the head of the model.
 
-    A layer's ops are its card's (`of_layer`). Block ids mean the same on every card; ops with a cache, and with
+    A layer's ops are its card's (`layer_ops`). Block ids mean the same on every card; ops with a cache, and with
     the buffer of a prompt, are done where that cache is.
     """
 
@@ -40,7 +40,7 @@ class CardsOps(CudaOps):
         for name in _OF_ONE_CACHE:
             setattr(self, name, partial(self._where_cache_is, name))
 
-    def of_layer(self, layer: int) -> CudaOps:
+    def layer_ops(self, layer: int) -> CudaOps:
         return self.cards[bisect_right(self._ends, layer)]
 
     # -- memory ------------------------------------------------------------------------------------------------
