@@ -83,7 +83,7 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
     ops.append_kv(store.cache(0), table, ops.to_device(k), ops.to_device(v))
     queries = q
     if rows == 1:
-        table, queries = table.filled_up(len(kept) + 1), np.concatenate([q, q[:1]])
+        table, queries = table.pad_rows(len(kept) + 1), np.concatenate([q, q[:1]])
     for seed in (0, 1, 2):
         device.seed = seed
         results.append(ops.to_host(ops.attention(ops.to_device(queries), store.cache(0), table, ScoreRule(0.3))))

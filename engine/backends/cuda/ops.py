@@ -11,7 +11,7 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda.attention import AttentionOps
-from polarlm.engine.backends.cuda.batches import filled_up, first_rows
+from polarlm.engine.backends.cuda.batches import first_rows, pad_rows
 from polarlm.engine.backends.cuda.device import Array, Device, PaddedInput, PeerCopy
 from polarlm.engine.backends.cuda.device.tracing import TracingDevice
 from polarlm.engine.backends.cuda.encoders import EncoderOps
@@ -92,7 +92,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         inputs = [self._peer_copy(x) if isinstance(x, PeerArray) else x for x in inputs]
-        rows, inputs = inputs[0].shape[0], filled_up(inputs)
+        rows, inputs = inputs[0].shape[0], pad_rows(inputs)
 
         def on_device(*arrays: Array) -> Result:
             tables = [

@@ -127,7 +127,7 @@ class HostTable:
             self.copies[device] = device.from_host(self.table)
         return self.copies[device]
 
-    def filled_up(self, rows: int) -> HostTable:
+    def pad_rows(self, rows: int) -> HostTable:
         """A copy of the table, padded to `rows` rows with empty ones."""
         return replace(self, table=with_rows(self.table, rows), copies={})
 

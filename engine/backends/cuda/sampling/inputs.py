@@ -36,7 +36,7 @@ class SamplerInputs(HostTable):
     def has_lists(self) -> bool:
         return self.table.ndim == 1
 
-    def filled_up(self, rows: int) -> SamplerInputs:
+    def pad_rows(self, rows: int) -> SamplerInputs:
         if not self.has_lists:
             return replace(self, table=with_rows(self.table, rows), rows=rows)
         words, lists = self.table[: self.rows * ROW_WORDS], self.table[self.rows * ROW_WORDS :]
