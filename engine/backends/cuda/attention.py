@@ -98,7 +98,7 @@ class AttentionOps(HeadOps):
                 *(spans.on(self._device), tiles, cache.keys.tables, cache.values.tables),
                 *(parameters.scale_back, spans.table.shape[1], kv_heads, heads),
                 *(row_stride(q), parameters.window, parameters.scale, parameters.sink_scores),
-                *(() if finer is None else _of_kind(finer)),
+                *(() if finer is None else _kind_arguments(finer)),
                 layouts=layouts,
                 finer=None if finer is None else finer.layouts,
             )
@@ -131,12 +131,12 @@ class AttentionOps(HeadOps):
             *(spans.on(self._device), cache.keys.tables, cache.values.tables),
             *(parameters.scale_back, back.before, back.after, count, spans.table.shape[1], kv_heads, chunks),
             *(parameters.window, parameters.scale, parameters.sink_scores),
-            *(() if finer is None else _of_kind(finer)),
+            *(() if finer is None else _kind_arguments(finer)),
             layouts=cache.layouts,
             finer=None if finer is None else finer.layouts,
         )
 
 
-def _of_kind(cache: LayerCache) -> tuple[Array, ...]:
+def _kind_arguments(cache: LayerCache) -> tuple[Array, ...]:
     """The arguments of kernels that read two kinds of blocks for one of them."""
     return cache.keys.quantized, cache.values.quantized, cache.keys.tables, cache.values.tables
