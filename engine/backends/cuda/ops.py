@@ -56,7 +56,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     def __init__(self, device: Device, host: Ops | None = None):
         super().__init__(device, host)
         self.name = device.name
-        self._alike = [device]  # devices that get the same kernels
+        self._same_devices = [device]  # devices that get the same kernels
         self.others: Callable[[], Sequence[CudaOps]] = tuple  # the ops of the other GPUs of this process
         self.prefill_rows = _MANY_ROWS if device.memory()[1] >= _LARGE_MEMORY else _ROWS
         self.pass_rows = min(self.prefill_rows, _PASS_ROWS)
@@ -167,7 +167,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         self._device.reserve_workspace(step_bytes(load, self._device))
 
     def warm_up(self) -> WarmUp:
-        device, expected = self._device, Expected(self._alike)
+        device, expected = self._device, Expected(self._same_devices)
         sizes = device.processors, device.shared_memory, device.memory()
         host = None if self.host is None else self.host.warm_up()
         ops = _FirstRows(TracingDevice(expected.add, *sizes, device.overlaps), host and host.ops)

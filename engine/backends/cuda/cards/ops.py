@@ -14,7 +14,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Move
 from polarlm.engine.backends.ops import Load
 
-_OF_ONE_CACHE = ("round_trip", "decode_blocks", "read_blocks", "write_blocks", "read_full", "write_full")
+_CACHE_OPS = ("round_trip", "decode_blocks", "read_blocks", "write_blocks", "read_full", "write_full")
 
 
 class CardsOps(CudaOps):
@@ -34,11 +34,11 @@ class CardsOps(CudaOps):
         self.encoded_at_once = min(card.encoded_at_once for card in cards)
         devices = [card._device for card in cards]
         sizes = [(device.processors, device.shared_memory, device.overlaps) for device in devices]
-        self._alike = [device for device, size in zip(devices, sizes, strict=True) if size == sizes[-1]]
+        self._same_devices = [device for device, size in zip(devices, sizes, strict=True) if size == sizes[-1]]
         self._ends = [*itertools.accumulate(counts)]
         self._by_device: dict[Device, CudaOps] = {card._device: card for card in cards}
-        for name in _OF_ONE_CACHE:
-            setattr(self, name, partial(self._where_cache_is, name))
+        for name in _CACHE_OPS:
+            setattr(self, name, partial(self._run_on_cache_device, name))
 
     def layer_ops(self, layer: int) -> CudaOps:
         return self.cards[bisect_right(self._ends, layer)]
@@ -70,7 +70,7 @@ class CardsOps(CudaOps):
 
     # -- K/V ---------------------------------------------------------------------------------------------------
 
-    def _where_cache_is(self, op: str, cache: LayerCache, *args: Any) -> Any:
+    def _run_on_cache_device(self, op: str, cache: LayerCache, *args: Any) -> Any:
         return getattr(self._by_device[cache.device], op)(cache, *args)
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> CardBuffers:
