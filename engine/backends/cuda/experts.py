@@ -66,7 +66,7 @@ class ExpertOps(LinearOps):
             raise _unsupported(
                 f"experts with matrices of {rows} rows in {format.name}, not a multiple of {packed.ROWS},"
             )
-        return self.stacked(format, [matrix for expert in experts for matrix in expert])
+        return self.stack(format, [matrix for expert in experts for matrix in expert])
 
     def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:
         rows, count = logits.shape
@@ -257,7 +257,7 @@ class ExpertOps(LinearOps):
     ) -> None:
         """The products of groups of pairs. rows: the row of x of each pair; None if x has one for each. count:
         experts."""
-        x, product, weight = self.narrowed(x, product), product._replace(norm=None), product.weight
+        x, product, weight = self.narrow_input(x, product), product._replace(norm=None), product.weight
         config, tile = wide.of_experts(groups.most, weight.format, self._device.shared_memory)
         blocks = -(-weight.shape[0] // count // tile), 1, len(groups.groups)
         operands, sizes = (y, x, weight.data, product.bias), (len(x), x.shape[1], y.shape[1], row_stride(y))
