@@ -72,28 +72,28 @@ class Products:
 
         pitch: numbers from a row of y to the next. aligned: bytes, 256 at most, of which all addresses are multiples.
         """
-        asked, rest = -(-rows // _ROWS) * _ROWS, (pitch, is_biased, aligned)
+        padded_rows, rest = -(-rows // _ROWS) * _ROWS, (pitch, is_biased, aligned)
         layouts = self._layouts(kind, out, width, rows, pitch)
-        description, choice = self._algorithm(kind, out, width, asked, *rest)
-        if asked != rows and not self._serves(description, layouts, choice):
+        description, choice = self._algorithm(kind, out, width, padded_rows, *rest)
+        if padded_rows != rows and not self._serves(description, layouts, choice):
             description, choice = self._algorithm(kind, out, width, rows, *rest)
         return description, *layouts, choice
 
-    def _layouts(self, kind: int, out: int, width: int, rows: int, pitch: int) -> tuple[_Made, ...]:
+    def _layouts(self, kind: int, out: int, width: int, rows: int, pitch: int) -> tuple[_Structure, ...]:
         shapes = (kind, width, out, width), (kind, width, rows, width), (_FLOAT, out, rows, pitch)
-        return tuple(_Made(self._library, "MatrixLayout", *shape) for shape in shapes)
+        return tuple(_Structure(self._library, "MatrixLayout", *shape) for shape in shapes)
 
     def _new_algorithm(
         self, kind: int, out: int, width: int, rows: int, pitch: int, is_biased: bool, aligned: int
-    ) -> tuple[_Made, Any]:
+    ) -> tuple[_Structure, Any]:
         """A description, and what begins with the algorithm that the library names first; arguments as above."""
         library, (a, b, c) = self._library, self._layouts(kind, out, width, rows, pitch)
-        description = _Made(library, "MatmulDesc", _COMPUTE_FLOAT, _FLOAT)
+        description = _Structure(library, "MatmulDesc", _COMPUTE_FLOAT, _FLOAT)
         description.set(_TRANSPOSED, c_int(1))
         if is_biased:
             description.set(_EPILOGUE, c_uint32(_ADDS_BIAS))
             description.set(_BIAS, c_void_p(aligned))  # no address stands for one that is a multiple of anything
-        preference = _Made(library, "MatmulPreference")
+        preference = _Structure(library, "MatmulPreference")
         preference.set(_WORKSPACE, c_uint64(WORKSPACE_BYTES))
         for attribute in _ALIGNMENTS:
             preference.set(attribute, c_uint32(aligned))
@@ -104,14 +104,14 @@ class Products:
             raise RuntimeError(f"cuBLASLt has no algorithm for {(kind, out, width, rows, pitch)}")
         return description, byref(choice)
 
-    def _serves(self, description: _Made, layouts: tuple[_Made, ...], choice: Any) -> bool:
+    def _serves(self, description: _Structure, layouts: tuple[_Structure, ...], choice: Any) -> bool:
         """Whether an algorithm for more rows serves these."""
         (a, b, c), result = layouts, (c_uint64 * 12)()
         status = self._library.cublasLtMatmulAlgoCheck(self._handle, description, a, b, c, c, choice, byref(result))
         return not status and c_size_t.from_buffer(result, _WORKSPACE_PLACE).value <= WORKSPACE_BYTES
 
 
-class _Made:
+class _Structure:
     """A structure of the library, as an argument of its functions."""
 
     def __init__(self, library: Any, kind: str, *args: int):
@@ -136,9 +136,9 @@ def load_library(cuda: int) -> ctypes.CDLL:
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
     name = f"cublasLt64_{cuda // 1000}.dll" if os.name == "nt" else f"libcublasLt.so.{cuda // 1000}"
-    found = load_nvidia_dynamic_lib("cublasLt").abs_path or name  # the newest one, if there are several
-    if not Path(found).name.startswith(name):
-        for other in (name, *Path(found).parents[2].glob(f"*/*/{name}")):  # one that is loaded, or another wheel's
+    path = load_nvidia_dynamic_lib("cublasLt").abs_path or name  # the newest one, if there are several
+    if not Path(path).name.startswith(name):
+        for other in (name, *Path(path).parents[2].glob(f"*/*/{name}")):  # one that is loaded, or another wheel's
             with suppress(OSError):
                 return ctypes.CDLL(str(other))
-    return ctypes.CDLL(found)
+    return ctypes.CDLL(path)
