@@ -72,7 +72,7 @@ def open_device(number: int = 0) -> CupyDevice:
     except OSError as error:
         raise _unavailable(f"The NVIDIA driver's library does not load ({_first_line(error)})") from error
     except MemoryError as error:
-        raise _too_full(number) from error
+        raise _out_of_memory(number) from error
     except _runtime.CUDARuntimeError as error:
         raise _unavailable(f"cuda:{number} does not start ({_first_line(error)})") from error
     capability = _capability()
@@ -82,9 +82,9 @@ def open_device(number: int = 0) -> CupyDevice:
         )
     try:  # a missing compiler, header or library is noticed only when it is used
         with memory_errors():
-            _try(device)
+            _self_test(device)
     except MemoryError as error:
-        raise _too_full(number) from error
+        raise _out_of_memory(number) from error
     except Exception as error:
         version, newest = _nvrtc()
         gpu = f"the GPU, {device.name}, which has compute capability {capability[0]}.{capability[1]}"
@@ -96,7 +96,7 @@ def open_device(number: int = 0) -> CupyDevice:
     return device
 
 
-def _try(device: CupyDevice) -> None:
+def _self_test(device: CupyDevice) -> None:
     """Compute a product and a kernel, then record and replay both. Raises what they raise, and RuntimeError."""
     defines: dict[str, int | float | str] = {"ACTIVATION": "silu", **({OVERLAPS: 1} if device.overlaps else {})}
     text = source("activate_mul", None, None, None, **defines)
@@ -133,7 +133,7 @@ def _nvrtc() -> tuple[str, int]:
         return "NVRTC, which does not load", 1000
 
 
-def _too_full(number: int) -> EngineError:
+def _out_of_memory(number: int) -> EngineError:
     """The error of a GPU whose memory others have."""
     name, left = _runtime.getDeviceProperties(number)["name"].decode(), ""
     with suppress(_runtime.CUDARuntimeError):  # nor is there memory to ask
@@ -168,11 +168,13 @@ class CupyDevice:
         self._driver = load_driver()
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], Kernel] = {}
-        self._accepted: dict[tuple[str, str, tuple[type, ...]], Kernel] = {}  # for the types of arguments in Python
-        self._staged: list[Any] = []  # pinned memory of the newest copies
+        self._kernels_by_types: dict[
+            tuple[str, str, tuple[type, ...]], Kernel
+        ] = {}  # for the types of arguments in Python
+        self._staging: list[Any] = []  # pinned memory of the newest copies
         self._copies: deque[tuple[cupy.cuda.Event, list[Any]]] = deque()  # of earlier ones; and an event after each
         self._recordings = Recordings(self._stream, self._copy_from)
-        self._reached: set[int] = set()  # other GPUs, by their numbers, whose memory this one has been allowed to read
+        self._peers: set[int] = set()  # other GPUs, by their numbers, whose memory this one has been allowed to read
 
     def use(self) -> None:
         """Make this GPU and its stream the current ones of the thread."""
@@ -207,10 +209,10 @@ class CupyDevice:
             self._copy_in(y, x.ctypes.data, x.nbytes)
             self._stream.synchronize()
         elif x.nbytes:
-            staged = cupy.cuda.alloc_pinned_memory(x.nbytes)
-            np.ndarray(x.shape, x.dtype, staged)[...] = x
-            self._copy_in(y, staged.ptr, x.nbytes)
-            self._keep(staged)
+            staging = cupy.cuda.alloc_pinned_memory(x.nbytes)
+            np.ndarray(x.shape, x.dtype, staging)[...] = x
+            self._copy_in(y, staging.ptr, x.nbytes)
+            self._keep(staging)
         return y
 
     def to_host(self, x: cupy.ndarray) -> np.ndarray:
@@ -223,16 +225,16 @@ class CupyDevice:
         return y
 
     def to_host_later(self, x: cupy.ndarray) -> tuple[cupy.ndarray, Callable[[], np.ndarray]]:
-        copy, staged = self.empty(x.shape, x.dtype), pinned(x.nbytes)
-        copied = cupy.cuda.Event(disable_timing=True)
+        copy, staging = self.empty(x.shape, x.dtype), pinned(x.nbytes)
+        copy_event = cupy.cuda.Event(disable_timing=True)
         _runtime.memcpyAsync(copy.data.ptr, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToDevice, self._stream.ptr)
-        _runtime.memcpyAsync(staged.ctypes.data, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToHost, self._stream.ptr)
-        self._stream.record(copied)
-        self._keep(staged)
+        _runtime.memcpyAsync(staging.ctypes.data, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToHost, self._stream.ptr)
+        self._stream.record(copy_event)
+        self._keep(staging)
 
         def wait() -> np.ndarray:
-            copied.synchronize()
-            return staged.view(x.dtype).reshape(x.shape).copy()
+            copy_event.synchronize()
+            return staging.view(x.dtype).reshape(x.shape).copy()
 
         return copy, wait
 
@@ -255,21 +257,21 @@ class CupyDevice:
         device.use()
         ready = device._stream.record(cupy.cuda.Event(disable_timing=True))
         self.use()
-        if device._number not in self._reached:
-            self._reached.add(device._number)
-            _reach(self._number, device._number)
+        if device._number not in self._peers:
+            self._peers.add(device._number)
+            _allow_peer_access(self._number, device._number)
         self._stream.wait_event(ready)
         _runtime.memcpyPeerAsync(y.data.ptr, self._number, x.data.ptr, device._number, x.nbytes, self._stream.ptr)
         device._stream.wait_event(self._stream.record(cupy.cuda.Event(disable_timing=True)))
 
-    def _keep(self, staged: Any) -> None:
+    def _keep(self, staging: Any) -> None:
         """Keep pinned memory alive until its copy has finished."""
-        self._staged.append(staged)
-        if len(self._staged) == _COPIES_AT_ONCE:
+        self._staging.append(staging)
+        if len(self._staging) == _COPIES_AT_ONCE:
             while self._copies and self._copies[0][0].done:
                 self._copies.popleft()
-            self._copies.append((self._stream.record(cupy.cuda.Event(disable_timing=True)), self._staged))
-            self._staged = []
+            self._copies.append((self._stream.record(cupy.cuda.Event(disable_timing=True)), self._staging))
+            self._staging = []
 
     def wait(self) -> None:
         self._stream.synchronize()
@@ -292,31 +294,31 @@ class CupyDevice:
         if cupy.cuda.get_current_stream() is not self._stream:
             self.use()
         key = kernel, text, tuple(map(type, args))
-        if key not in self._accepted:
-            self._accept(*key)
-        known = self._accepted[key]
+        if key not in self._kernels_by_types:
+            self._prepare_launch(*key)
+        loaded = self._kernels_by_types[key]
         if Addresses in key[2]:
             args = [self._upload_addresses(arg) if type(arg) is Addresses else arg for arg in args]
-        if shared > known.allowed:
-            known.allow(shared)
+        if shared > loaded.allowed:
+            loaded.allow(shared)
         array = cupy.ndarray
         values = [arg.data.ptr if type(arg) is array else 0 if arg is None else arg for arg in args]
         # Outside of a recording the host is slower than short kernels, which then have nothing to overlap with.
-        overlaps = known.waits and self.overlaps and self._recordings.under_way
-        sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared, self._stream.ptr, known.attribute, overlaps
-        known.pack(*known.start, *sizes, *values)
-        if status := known.launch(*known.handles):
+        overlaps = loaded.waits and self.overlaps and self._recordings.under_way
+        sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared, self._stream.ptr, loaded.attribute, overlaps
+        loaded.pack(*loaded.start, *sizes, *values)
+        if status := loaded.launch(*loaded.handles):
             raise cupy.cuda.driver.CUDADriverError(status)
 
-    def _accept(self, kernel: str, text: str, types: tuple[type, ...]) -> None:
+    def _prepare_launch(self, kernel: str, text: str, types: tuple[type, ...]) -> None:
         """Compile a kernel, unless it is, and let it be launched with arguments of these types. Raises TypeError."""
-        letters, known = letters_of(types, _POINTERS), self._kernels.get((kernel, text))
-        if known is None:
+        letters, loaded = letters_of(types, _POINTERS), self._kernels.get((kernel, text))
+        if loaded is None:
             function = self._modules.get(text).get_function(kernel)
-            known = self._kernels[kernel, text] = Kernel(self._driver, function, waits(text, kernel), letters)
-        if letters != known.letters:
-            raise TypeError(f"{kernel} takes arguments of the types {known.letters}, as before, not {letters}")
-        self._accepted[kernel, text, types] = known
+            loaded = self._kernels[kernel, text] = Kernel(self._driver, function, waits(text, kernel), letters)
+        if letters != loaded.letters:
+            raise TypeError(f"{kernel} takes arguments of the types {loaded.letters}, as before, not {letters}")
+        self._kernels_by_types[kernel, text, types] = loaded
 
     def expect(self, text: str) -> None:
         self._modules.expect(text)
@@ -348,7 +350,7 @@ class CupyDevice:
         return cublas_lt.Products(cublas_lt.load_library(_runtime.runtimeGetVersion()), self._workspace.data.ptr)
 
     def call_host(self, work: Callable[..., np.ndarray], y: cupy.ndarray, arrays: Sequence[cupy.ndarray]) -> None:
-        call = HostCall(work, y, arrays, self._recordings.staged)
+        call = HostCall(work, y, arrays, self._recordings.staging)
         if self._recordings.under_way:
             self._recordings.cut(call)
         else:
@@ -380,7 +382,7 @@ class CupyDevice:
         return self._recordings.run_graph(key, work, inputs)
 
 
-def _reach(number: int, other: int) -> None:
+def _allow_peer_access(number: int, other: int) -> None:
     """Allow the current GPU, `number`, to read the memory of GPU `other`, if it can: GPUs without NVLink or a common
     PCIe switch often cannot, and GeForce cards cannot."""
     if number == other or not _runtime.deviceCanAccessPeer(number, other):
