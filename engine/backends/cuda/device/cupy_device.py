@@ -304,7 +304,7 @@ class CupyDevice:
         array = cupy.ndarray
         values = [arg.data.ptr if type(arg) is array else 0 if arg is None else arg for arg in args]
         # Outside of a recording the host is slower than short kernels, which then have nothing to overlap with.
-        overlaps = loaded.waits and self.overlaps and self._recordings.under_way
+        overlaps = loaded.waits and self.overlaps and self._recordings.is_recording
         sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared, self._stream.ptr, loaded.attribute, overlaps
         loaded.pack(*loaded.start, *sizes, *values)
         if status := loaded.launch(*loaded.handles):
@@ -351,7 +351,7 @@ class CupyDevice:
 
     def call_host(self, work: Callable[..., np.ndarray], y: cupy.ndarray, arrays: Sequence[cupy.ndarray]) -> None:
         call = HostCall(work, y, arrays, self._recordings.staging)
-        if self._recordings.under_way:
+        if self._recordings.is_recording:
             self._recordings.cut(call)
         else:
             self.use()
@@ -361,7 +361,7 @@ class CupyDevice:
     def run_between_graphs(
         self, work: Callable[..., None], arrays: Sequence[cupy.ndarray], *, is_last: bool = False
     ) -> None:
-        if self._recordings.under_way:
+        if self._recordings.is_recording:
             self._recordings.cut(UnrecordedCall(work, arrays), is_last=is_last)
             return
         # Its arrays are no recording's: they would enlarge a pool that never shrinks.

@@ -25,7 +25,7 @@ class Recordings:
     """The recordings of a device, see `Device.run_graph`. Callers select the stream first."""
 
     def __init__(self, stream: cupy.cuda.Stream, copy: _Copy):
-        self.under_way = False  # whether work is being recorded
+        self.is_recording = False  # whether work is being recorded
         self._stream, self._copy = stream, copy
         self._kept: dict[Hashable, _Recording] = {}  # least recently used first
         self._pinned: dict[int, np.ndarray] = {}  # by the place of an argument of `HostCall`, 0 for the result
@@ -61,7 +61,7 @@ class Recordings:
         """Record work, for which the default pool's free blocks are freed if there is no memory without them: not while
         it is recorded."""
         for is_first in (True, False):
-            self.under_way, self._allocator.may_free = True, False
+            self.is_recording, self._allocator.may_free = True, False
             try:
                 recording.record(work)
                 break
@@ -69,7 +69,7 @@ class Recordings:
                 if not is_first:
                     raise
             finally:
-                self.under_way, self._allocator.may_free = False, True
+                self.is_recording, self._allocator.may_free = False, True
             cupy.get_default_memory_pool().free_all_blocks()
         self._drop_oldest(is_pass=recording.is_pass, most=MOST_PASSES if recording.is_pass else MOST_RECORDINGS)
 
@@ -111,7 +111,7 @@ class HostCall:
         """staged: see `Recordings.staged`."""
         assert all(array.flags.c_contiguous for array in (y, *arrays))
         # In a recording, later launches may use the same memory.
-        self._work, self._y, self._arrays = work, _borrowed(y), [_borrowed(array) for array in arrays]
+        self._work, self._y, self._arrays = work, _unowned_view(y), [_unowned_view(array) for array in arrays]
         self._result, *self._copies = (staged(place, array) for place, array in enumerate((y, *arrays)))
 
     def make(self, stream: cupy.cuda.Stream) -> None:
@@ -128,7 +128,7 @@ class UnrecordedCall:
 
     def __init__(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray]):
         # In a recording, later launches may use the same memory.
-        self._work, self._arrays = work, [_borrowed(array) for array in arrays]
+        self._work, self._arrays = work, [_unowned_view(array) for array in arrays]
 
     def make(self, stream: cupy.cuda.Stream) -> None:
         self._work(*self._arrays)
@@ -140,21 +140,21 @@ class _Recording:
 
     def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, copy: _Copy, inputs: Sequence[_Input]):
         self.parts: list[cupy.cuda.Graph | HostCall | UnrecordedCall] = []  # in order, once it is recorded
-        self._captured: list[cupy.cuda.Graph | HostCall | UnrecordedCall] = []  # while it is recorded
+        self._captured_parts: list[cupy.cuda.Graph | HostCall | UnrecordedCall] = []  # while it is recorded
         self._ends = False  # whether its last part has been recorded
         self._result: Any = None
         self._stream, self._memory, self._copy = stream, memory, copy
         # All inputs on the host are copied at once from a pinned buffer, which is not overwritten before that copy has
         # finished; inputs of other devices follow them.
         sizes = [math.prod(x.shape) * _dtype(x).itemsize for x in inputs]
-        behind = [isinstance(x, PeerCopy) for x in inputs]
+        are_peers = [isinstance(x, PeerCopy) for x in inputs]
         places, end, on_host = {}, 0, 0
-        for number in sorted(range(len(inputs)), key=behind.__getitem__):
+        for number in sorted(range(len(inputs)), key=are_peers.__getitem__):
             places[number] = slice(end, end + sizes[number])
             end += -(-sizes[number] // _ALIGNMENT) * _ALIGNMENT
-            if not behind[number]:
+            if not are_peers[number]:
                 on_host = end
-        self._pinned, self._copied = pinned(on_host), cupy.cuda.Event(disable_timing=True)
+        self._pinned, self._copy_event = pinned(on_host), cupy.cuda.Event(disable_timing=True)
         with cupy.cuda.using_allocator(memory.malloc):
             self._buffer = cupy.empty(end, np.uint8)
         self._peer_range = (
@@ -166,14 +166,14 @@ class _Recording:
 
     def take(self, inputs: Sequence[_Input]) -> None:
         """Copy the inputs of this call to the device: those on the host, then arrays that are on devices."""
-        self._copied.synchronize()
+        self._copy_event.synchronize()
         for staged, x in zip(self._staged, inputs, strict=True):
             if not isinstance(x, PeerCopy):
                 x = x.filler if isinstance(x, PaddedInput) else x
                 staged[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         size, target, source = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, self._stream.ptr)
-        self._copied.record(self._stream)
+        self._copy_event.record(self._stream)
         first, peer_bytes = self._peer_range
         if peer_bytes:  # earlier graphs may have written there since: their memory was free when it was allocated
             _runtime.memsetAsync(target + first, 0, peer_bytes, self._stream.ptr)
@@ -183,7 +183,7 @@ class _Recording:
 
     def record(self, work: Callable[..., Any]) -> None:
         """Capture work(*self.inputs) as graphs without running it."""
-        self._captured, self._ends = [], False
+        self._captured_parts, self._ends = [], False
         self._stream.begin_capture()
         try:
             with cupy.cuda.using_allocator(self._memory.malloc):
@@ -192,8 +192,8 @@ class _Recording:
             with contextlib.suppress(Exception):  # the capture may be invalid; the first error says why
                 self._stream.end_capture()
             raise
-        self._result = _borrowed(result)
-        self.parts = [*self._captured, *([] if self._ends else [self._stream.end_capture()])]
+        self._result = _unowned_view(result)
+        self.parts = [*self._captured_parts, *([] if self._ends else [self._stream.end_capture()])]
 
     @property
     def is_pass(self) -> bool | None:
@@ -202,7 +202,7 @@ class _Recording:
 
     def cut(self, call: HostCall | UnrecordedCall, *, is_last: bool) -> None:
         """See `Recordings.cut`."""
-        self._captured += [self._stream.end_capture(), call]
+        self._captured_parts += [self._stream.end_capture(), call]
         self._ends = is_last
         if not is_last:
             self._stream.begin_capture()
@@ -217,7 +217,7 @@ class _Recording:
 
     def end(self) -> None:
         """Wait until no copy reads pinned memory, so that it can be freed."""
-        self._copied.synchronize()
+        self._copy_event.synchronize()
         if len(self.parts) > 1:
             self._stream.synchronize()
 
@@ -228,10 +228,10 @@ def _dtype(x: _Input) -> np.dtype:
     return np.dtype(x.array.dtype) if isinstance(x, PeerCopy) else x.filler.dtype
 
 
-def _borrowed(result: Any) -> Any:
+def _unowned_view(result: Any) -> Any:
     """Views of a result that do not keep its memory allocated, so that the next recording or launch may reuse it."""
     if isinstance(result, tuple):
-        return tuple(map(_borrowed, result))
+        return tuple(map(_unowned_view, result))
     assert result.flags.c_contiguous
     memory = cupy.cuda.UnownedMemory(result.data.ptr, result.nbytes, None, result.data.device_id)
     return cupy.ndarray(result.shape, result.dtype, cupy.cuda.MemoryPointer(memory, 0))
