@@ -25,7 +25,7 @@ from polarlm.engine.backends.cuda.device.cupy_recording import (
 )
 from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, OVERLAPS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
-from polarlm.engine.backends.cuda.device.packed_launch import Kernel, letters_of, load_driver
+from polarlm.engine.backends.cuda.device.packed_launch import Kernel, load_driver, type_letters
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.forks import cached_property
 
@@ -115,7 +115,7 @@ def _self_test(device: CupyDevice) -> None:
 
 def can_overlap() -> bool:
     """Whether the current GPU, its driver and runtime support overlapped launches."""
-    return overlap.is_there(_capability(), _runtime.driverGetVersion(), _runtime.runtimeGetVersion())
+    return overlap.is_supported(_capability(), _runtime.driverGetVersion(), _runtime.runtimeGetVersion())
 
 
 def _capability() -> tuple[int, int]:
@@ -154,7 +154,7 @@ class CupyDevice:
     """A GPU of the process; CUDA_VISIBLE_DEVICES says which it has."""
 
     def __init__(self, number: int = 0, *, overlaps: bool | None = None) -> None:
-        """overlaps: whether launches overlap if the GPU supports it; None for `overlap.is_wanted`."""
+        """overlaps: whether launches overlap if the GPU supports it; None for `overlap.is_enabled`."""
         self._number = number
         _runtime.setDevice(number)
         properties = _runtime.getDeviceProperties(number)
@@ -164,7 +164,7 @@ class CupyDevice:
         self.processors = int(properties["multiProcessorCount"])
         self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self.overlaps = (overlap.is_wanted(_capability()) if overlaps is None else overlaps) and can_overlap()
+        self.overlaps = (overlap.is_enabled(_capability()) if overlaps is None else overlaps) and can_overlap()
         self._driver = load_driver()
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], Kernel] = {}
@@ -312,7 +312,7 @@ class CupyDevice:
 
     def _prepare_launch(self, kernel: str, text: str, types: tuple[type, ...]) -> None:
         """Compile a kernel, unless it is, and let it be launched with arguments of these types. Raises TypeError."""
-        letters, loaded = letters_of(types, _POINTERS), self._kernels.get((kernel, text))
+        letters, loaded = type_letters(types, _POINTERS), self._kernels.get((kernel, text))
         if loaded is None:
             function = self._modules.get(text).get_function(kernel)
             loaded = self._kernels[kernel, text] = Kernel(self._driver, function, waits(text, kernel), letters)

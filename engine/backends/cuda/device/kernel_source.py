@@ -54,9 +54,9 @@ def source(
     Compiler messages show the lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
     """
     text = _text(f"{kernel}.cu")
-    parts = "".join(map(_text, joined(text)))
+    parts = "".join(map(_text, joined_files(text)))
     if finer is None:
-        return with_readers(parts + text, keys, values, **defines)
+        return source_from_text(parts + text, keys, values, **defines)
     kinds: dict[str, dict[str, Layout | None]] = {
         "finer": {"Key": finer[0], "Value": finer[1]},
         "coarser": {"Key": keys, "Value": values},
@@ -68,13 +68,13 @@ def source(
     return _constants({**defines, "TWO_KINDS": 1}) + prelude() + structs + text
 
 
-def joined(text: str) -> list[str]:
+def joined_files(text: str) -> list[str]:
     """The names of the files that a kernel of this text JOINS."""
     match = _JOINS.search(text)
     return re.split(r",\s(?:// )?", match[1]) if match else []
 
 
-def with_readers(
+def source_from_text(
     text: str, keys: Layout | None = None, values: Layout | None = None, **defines: int | float | str
 ) -> str:
     """`source` for a kernel that is given as text, not by name."""

@@ -48,7 +48,7 @@ class Kernel:
         self._function.max_dynamic_shared_size_bytes = self.allowed = shared
 
 
-def letters_of(types: Sequence[type], pointers: Collection[type]) -> str:
+def type_letters(types: Sequence[type], pointers: Collection[type]) -> str:
     """The C types of arguments of these types, `pointers` among them, as letters of `struct`. Raises TypeError."""
     for kind in types:
         if kind not in pointers and kind not in NUMBERS:
