@@ -57,14 +57,14 @@ class TracingDevice:
 
     def __init__(
         self,
-        launched: Callable[[Launch], None],
+        on_launch: Callable[[Launch], None],
         processors: int,
         shared_memory: int,
         memory: tuple[int, int] = (1 << 40, 1 << 40),
         overlaps: bool = False,
     ) -> None:
         """launched: is called with every launch. The rest describes the GPU that the launches are meant for."""
-        self._launched, self._memory = launched, memory
+        self._on_launch, self._memory = on_launch, memory
         self.processors, self.shared_memory, self.overlaps = processors, shared_memory, overlaps
 
     def use(self) -> None:
@@ -101,7 +101,7 @@ class TracingDevice:
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
-        self._launched(Launch(kernel, text, grid, block, args, shared))
+        self._on_launch(Launch(kernel, text, grid, block, args, shared))
 
     def expect(self, text: str) -> None:
         """Nothing is compiled."""
@@ -110,7 +110,7 @@ class TracingDevice:
         """No text is expected."""
 
     def gemm(self, *arrays: TracingArray | None, add: bool) -> None:
-        self._launched(Launch(GEMM, "", (), (), arrays, 0))
+        self._on_launch(Launch(GEMM, "", (), (), arrays, 0))
 
     def call_host(self, work: Callable[..., np.ndarray], y: TracingArray, arrays: Sequence[TracingArray]) -> None:
         work(*map(self.to_host, arrays))
