@@ -24,7 +24,7 @@ from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.recurrent.ops import RecurrentOps
 from polarlm.engine.backends.cuda.sampling import sampler
 from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
-from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
+from polarlm.engine.backends.cuda.warm_up import ExpectedKernels, FirstRow
 from polarlm.engine.backends.cuda.wide import GROUP_ROWS
 from polarlm.engine.backends.ops import KeptTiles, Load, Ops, PeerArray, Result, WarmUp
 from polarlm.engine.errors import DeviceLost, EngineError
@@ -167,7 +167,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         self._device.reserve_workspace(step_bytes(load, self._device))
 
     def warm_up(self) -> WarmUp:
-        device, expected = self._device, Expected(self._same_devices)
+        device, expected = self._device, ExpectedKernels(self._same_devices)
         sizes = device.processors, device.shared_memory, device.memory()
         host = None if self.host is None else self.host.warm_up()
         ops = _FirstRows(TracingDevice(expected.add, *sizes, device.overlaps), host and host.ops)

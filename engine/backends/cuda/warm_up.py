@@ -12,7 +12,7 @@ from polarlm.engine.backends.cuda.device.tracing import Launch
 from polarlm.engine.weight_formats import StoredMatrix, WeightFormat
 
 
-class Expected:
+class ExpectedKernels:
     """The texts of launches, which devices compile in the background."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
