@@ -122,7 +122,7 @@ class HostTable:
     def shape(self) -> tuple[int, ...]:
         return self.table.shape
 
-    def on(self, device: Device) -> Array:
+    def device_table(self, device: Device) -> Array:
         if device not in self.copies:
             self.copies[device] = device.from_host(self.table)
         return self.copies[device]

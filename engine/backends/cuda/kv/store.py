@@ -134,7 +134,15 @@ class CacheOps(HeadOps):
     def append_kv(self, cache: LayerCache, spans: SpanTable | PassTables, k: Array, v: Array) -> None:
         for table in filter(None, spans.parts):
             (count, width), groups = table.shape, -(-(table.most_rows + 15) // 16)
-            args = (*cache.pools(table.buffer), k, v, table.on(self._device), width, groups, cache.format.kv_heads)
+            args = (
+                *cache.pools(table.buffer),
+                k,
+                v,
+                table.device_table(self._device),
+                width,
+                groups,
+                cache.format.kv_heads,
+            )
             self._launch(
                 "append_kv",
                 (count * groups, cache.format.kv_heads),
@@ -171,7 +179,7 @@ class CacheOps(HeadOps):
         q = self._device.empty((rows, heads - 2 * transform.kv_heads, dim), np.float32)
         assert isinstance(spans, SpanTable)
         count, width = spans.table.shape
-        outputs, span_args = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width, count)
+        outputs, span_args = (q, *cache.pools(spans.buffer)), (spans.device_table(self._device), width, count)
         inputs = qkv, rope, transform, norms, rows * heads
         at_most = launch_configs.step_rows(spans.most_rows)
         self._launch_heads("place_kv", outputs, *inputs, *span_args, layouts=cache.full_layouts, rows=at_most)

@@ -33,7 +33,7 @@ def sample(
         rows = device.empty((count, -(-width // 4) * 4), np.float32)
         rows[:, :width] = logits
     ids = device.empty((count,), np.int32)
-    table, vocabulary, stride = sampler_inputs.on(device), sampler_inputs.vocabulary, np.int64(rows.shape[1])
+    table, vocabulary, stride = sampler_inputs.device_table(device), sampler_inputs.vocabulary, np.int64(rows.shape[1])
     scratch = device.empty((count, scratch_words(vocabulary)), np.uint64)
     saved = device.empty(sampler_inputs.table.shape, np.float32) if sampler_inputs.has_lists else None
     if saved is not None:
