@@ -68,17 +68,17 @@ class CacheOps(HeadOps):
         size = format.kv_heads * sum(layout.nbytes for layout in _layouts(format))
         memory, slots = self._device.zeros((quantized * size,), np.uint8), self._pools(format, full)
 
-        def in_memory(kind: CacheFormat, finer: LayerCache | None) -> LayerCache:
+        def make_cache(kind: CacheFormat, finer: LayerCache | None) -> LayerCache:
             layouts = records.together(*_layouts(kind))
-            each, of_keys = kind.kv_heads * layouts[0].stride, layouts[0].nbytes
+            each, key_bytes = kind.kv_heads * layouts[0].stride, layouts[0].nbytes
             count = quantized * size // each
             blocks = memory[: count * each].reshape(count, kind.kv_heads, layouts[0].stride)
-            pools = blocks[..., :of_keys], blocks[..., of_keys:]
+            pools = blocks[..., :key_bytes], blocks[..., key_bytes:]
             keys, values = self._sides(layouts, kind, pools, on_card)
-            of_both = slots, _full_layouts(kind), blocks, functools.partial(self._move, blocks)
-            return LayerCache(self._device, kind, layouts, keys, values, *of_both, finer, len(on_card))
+            memory_args = slots, _full_layouts(kind), blocks, functools.partial(self._move, blocks)
+            return LayerCache(self._device, kind, layouts, keys, values, *memory_args, finer, len(on_card))
 
-        return in_memory(format, in_memory(finer, None))
+        return make_cache(format, make_cache(finer, None))
 
     def _move(self, blocks: Array, target: int, source: int) -> None:
         self._copy_records(blocks, blocks, np.array([source]), np.array([target]))
@@ -110,7 +110,9 @@ class CacheOps(HeadOps):
         """A side with `pool`; the codec's tables are shared with `like` (same layout) if given."""
         if like is None:
             tables = layout.record.tables
-            like = SideArrays(pool, None, self._upload(tables if tables.size else None), self._upload(_nearest(layout)))
+            like = SideArrays(
+                pool, None, self._upload(tables if tables.size else None), self._upload(_candidates_of(layout))
+            )
         arrays = SideArrays(pool, None, like.tables, like.candidates)
         if metric is None:
             return arrays
@@ -186,8 +188,8 @@ class CacheOps(HeadOps):
         return q
 
     def copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
-        to, of, one = moves[0].target.buffer, moves[0].source.buffer, caches[0]
-        pools = Addresses([(*cache.pools(to), *cache.pools(of)) for cache in caches], written=2)
+        target_pool, source_pool, one = moves[0].target.buffer, moves[0].source.buffer, caches[0]
+        pools = Addresses([(*cache.pools(target_pool), *cache.pools(source_pool)) for cache in caches], written=2)
         blocks = [(target.block, source.block, tokens) for target, source, tokens in moves]
         args = pools, self._upload(np.array(blocks, np.int32)), len(moves), one.format.kv_heads
         grid = len(caches) * len(moves), one.format.kv_heads, 2
@@ -208,15 +210,15 @@ class CacheOps(HeadOps):
         self.copy_full([cache], [Move(place, KVLocation([Buffer(*quantized)], 0), tokens)])
 
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
-        alike: dict[tuple[str, _SomeLayouts, int], list[tuple[int, SideArrays, np.ndarray]]] = {}
+        launches: dict[tuple[str, _SomeLayouts, int], list[tuple[int, SideArrays, np.ndarray]]] = {}
         for caches, blocks, sources in filled:
             moves = np.array([[source.block for source in sources], blocks], np.int32).T
             for cache in caches:
                 sides = zip((cache.keys, cache.values), cache.pools(sources[0].buffer), strict=True)
                 for number, (side, pool) in enumerate(sides):
                     kind = *_encoder(side, number, cache.layouts), cache.format.kv_heads
-                    alike.setdefault(kind, []).append((number, side._replace(full=pool), moves))
-        for (kernel, layouts, heads), rows in alike.items():
+                    launches.setdefault(kind, []).append((number, side._replace(full=pool), moves))
+        for (kernel, layouts, heads), rows in launches.items():
             rows.sort(key=lambda row: row[0])  # keys come first
             numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for *_, moves in rows])
             jobs = np.column_stack([numbers, np.concatenate([moves for *_, moves in rows])])
@@ -241,18 +243,18 @@ class CacheOps(HeadOps):
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         if cache.blocks is not None:
-            both, of_keys = self._gathered(cache.blocks, blocks), cache.layouts[0].nbytes
-            arrays = {"keys": both[..., :of_keys], "values": both[..., of_keys:]}
+            both, key_bytes = self._gather_records(cache.blocks, blocks), cache.layouts[0].nbytes
+            arrays = {"keys": both[..., :key_bytes], "values": both[..., key_bytes:]}
             # What lies in the memory between the fields may have been a block of the other kind.
             sides = zip(arrays.items(), cache.layouts, strict=True)
             return {name: layout.without_padding(array) for (name, array), layout in sides}
         pools = ("keys", cache.keys.quantized), ("values", cache.values.quantized)
-        return {name: self._gathered(pool, blocks) for name, pool in pools}
+        return {name: self._gather_records(pool, blocks) for name, pool in pools}
 
-    def _gathered(self, pool: Array, blocks: Sequence[int]) -> np.ndarray:
-        gathered = self._device.empty((len(blocks), *pool.shape[1:]), np.uint8)
-        self._copy_records(gathered, pool, np.asarray(blocks), np.arange(len(blocks)))
-        return self._device.to_host(gathered)
+    def _gather_records(self, pool: Array, blocks: Sequence[int]) -> np.ndarray:
+        copied_records = self._device.empty((len(blocks), *pool.shape[1:]), np.uint8)
+        self._copy_records(copied_records, pool, np.asarray(blocks), np.arange(len(blocks)))
+        return self._device.to_host(copied_records)
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         stored = transfer.converted(cache.format, len(blocks), arrays, transfer.RECORDS)
@@ -278,11 +280,13 @@ class CacheOps(HeadOps):
             record = layout.pack(codecs.get(codecs.FULL).encode(block))
             self._copy_records(pool, self._upload(record), np.zeros(1), np.full(1, slot))
 
-    def _copy_records(self, to: Array, pool: Array, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy records `sources` of `pool` to records `targets` of the pool `to`."""
+    def _copy_records(self, target_pool: Array, pool: Array, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy records `sources` of `pool` to records `targets` of the pool `target_pool`."""
         moves = self._upload(np.stack([sources, targets], axis=1).astype(np.int32))
-        bytes_each = to.shape[1] * to.shape[2]
-        self._launch("copy_records", (len(sources),), LaunchConfig({}, _COPY_THREADS), to, pool, moves, bytes_each)
+        bytes_each = target_pool.shape[1] * target_pool.shape[2]
+        self._launch(
+            "copy_records", (len(sources),), LaunchConfig({}, _COPY_THREADS), target_pool, pool, moves, bytes_each
+        )
 
 
 def _encoder(side: SideArrays, number: int, layouts: Layouts) -> tuple[str, _SomeLayouts]:
@@ -301,7 +305,7 @@ def feedback_tiles(factor: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _nearest(layout: Layout) -> np.ndarray | None:
+def _candidates_of(layout: Layout) -> np.ndarray | None:
     """The candidates of the codec's points, if it has points in the plane. They take a while to find."""
     points = layout.record.points
     if points is None or points.shape[1] == 1:
