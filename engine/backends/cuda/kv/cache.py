@@ -169,8 +169,10 @@ class SpanTable(HostTable):
             counts = self.column("rows") * group
             spans = np.flatnonzero((self.column("quantized") > 0) == has_codes).tolist()
             tiles = np.array([(i, first) for i in spans for first in range(0, counts[i], size)], np.int32)
-            seen = self.column("position")[tiles[:, 0]] + np.minimum(tiles[:, 1] + size, counts[tiles[:, 0]]) // group
-            self._tiles[key] = device.from_host(tiles[np.argsort(-seen, kind="stable")])  # these take longest
+            visible_ends = (
+                self.column("position")[tiles[:, 0]] + np.minimum(tiles[:, 1] + size, counts[tiles[:, 0]]) // group
+            )
+            self._tiles[key] = device.from_host(tiles[np.argsort(-visible_ends, kind="stable")])  # these take longest
         return self._tiles[key]
 
     def column(self, name: str) -> np.ndarray:
