@@ -105,13 +105,13 @@ def decode_two_kinds(
 def _decode_warps(keys: Layout, values: Layout, most: int) -> int:
     """Warps of a block of decode_attention: fewer where they need more registers."""
     full = [not side.is_quantized for side in (keys, values)]
-    beside_codes = any(full) and not (all(full) and keys.mean_bits == 0)
+    mixes_codes = any(full) and not (all(full) and keys.mean_bits == 0)
     constants = [side.record.constants for side in (keys, values)]
-    by_groups = all(of_side.get("BITS") == 16 for of_side in constants)  # loaded as those before them are decoded
-    words = 0 if by_groups else sum(of_side.get("WORDS", 0) for of_side in constants)  # registers that codes take
+    by_groups = all(table.get("BITS") == 16 for table in constants)  # loaded as those before them are decoded
+    words = 0 if by_groups else sum(table.get("WORDS", 0) for table in constants)  # registers that codes take
     padded = keys.record.geometry.padded
     many = 63 if padded <= 64 else 64  # small heads: more tokens of a part have scores
-    return 8 if padded > 128 or words > many or beside_codes or step_rows(most) > 1 else 12
+    return 8 if padded > 128 or words > many or mixes_codes or step_rows(most) > 1 else 12
 
 
 def decode_attention_by(
@@ -175,9 +175,9 @@ def encode_keys(keys: Layout) -> LaunchConfig | None:
     points, width, numbers = constants["POINTS"], constants["WIDTH"], 1 + len(encode.NORM_FACTORS)
     for tokens in (64, 32, 16):
         rows = -(-tokens * numbers // WARP) * WARP
-        of_rows = rows * dim // width * (1 if points <= 256 else 2)
+        row_code_bytes = rows * dim // width * (1 if points <= 256 else 2)
         floats = 20 * tokens + points * width + 2 * rows + dim + 3 * size + -(-numbers // 4) * 4
-        shared = 4 * floats + max(4 * dim * (tokens + 4), of_rows) + 2 * size * dim // width
+        shared = 4 * floats + max(4 * dim * (tokens + 4), row_code_bytes) + 2 * size * dim // width
         if size % tokens == 0 and shared <= SHARED_BYTES:
             return LaunchConfig({"WARPS": rows // WARP, "TOKENS": tokens, **ROUNDING}, rows, shared)
     raise _too_large(size)
