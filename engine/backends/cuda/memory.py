@@ -51,10 +51,10 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int, encoded_at_once: int) 
     attend = _FLOAT * (heads + 2 * queries) + gate  # queries, and the result before and after its rotation
     post_norm = _post_norm_bytes(model)
     forward = max(_NARROW * e + sum(_products(model)) * _FLOAT * f, (_FLOAT + _NARROW) * f + post_norm)
-    attended = _FLOAT * (heads + queries)
-    experts = chunk * (attended + post_norm) + _experts_bytes(model, chunk)
+    attention_results = _FLOAT * (heads + queries)
+    experts = chunk * (attention_results + post_norm) + _experts_bytes(model, chunk)
     logits = min(tokens, size) * (_FLOAT * model.vocab_size + _NARROW * e)  # scoring asks for all rows of a block
-    layer = max(chunk * max(project, attend, forward + attended), experts, logits)
+    layer = max(chunk * max(project, attend, forward + attention_results), experts, logits)
     layer = max(layer, chunk * _delta_bytes(model) + scratch)
     return whole + full_bytes * blocks + states + spans + layer
 
@@ -84,8 +84,8 @@ def step_bytes(load: Load, device: Device) -> int:
     head = rows * (_FLOAT * logits + _NARROW * e) + parts
     lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # and the logits that they change
     sampling = 8 * rows * scratch_words(model.vocab_size)
-    of_layers = 2 * len(model.layers) * model.layer_embedding  # and the projections that are added to them
-    return inputs + lists + sampling + rows * _FLOAT * (e + 1 + of_layers) + max(layer, head)
+    layer_inputs = 2 * len(model.layers) * model.layer_embedding  # and the projections that are added to them
+    return inputs + lists + sampling + rows * _FLOAT * (e + 1 + layer_inputs) + max(layer, head)
 
 
 def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
