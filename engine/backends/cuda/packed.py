@@ -73,22 +73,24 @@ def gemv_packed(
     tiles = [2 if gated or one.out >= 32 * 2 * processors else 1 for one in weights]
     units = [256 if v == 256 or 16 * 256 * nbytes <= _GEMV_PACKED_COPIED * v else 128 for _, v, nbytes in weights]
     copied = [16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]  # bytes a tile
-    sums = [2 * 4 * most * (16 * of + 4) for of in tiles]  # bytes of a warp
+    sums = [2 * 4 * most * (16 * count + 4) for count in tiles]  # bytes of a warp
     # As many warps of a multiprocessor as shared memory is enough for: 24, if they can do with so few registers.
-    few = all(of == 1 or 8 * one.nbytes <= 5 * one.values for one, of in zip(weights, tiles, strict=True))
-    most_warps = 24 if most == 1 and few else 16
+    needs_few_registers = all(
+        count == 1 or 8 * one.nbytes <= 5 * one.values for one, count in zip(weights, tiles, strict=True)
+    )
+    most_warps = 24 if most == 1 and needs_few_registers else 16
     choices = [(warps, resident) for warps in (8, 4) for resident in range(1, most_warps // warps + 1)]
     for warps, resident in sorted(choices, key=lambda choice: (choice[0] * choice[1], choice[0]), reverse=True):
         free = min(SHARED_BYTES, shared_memory // resident) - SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES
-        slots = [(free // warps - of_sums) // of_unit for of_sums, of_unit in zip(sums, copied, strict=True)]
-        if all(count > of for count, of in zip(slots, tiles, strict=True)):
+        slots = [(free // warps - sum_bytes) // unit_bytes for sum_bytes, unit_bytes in zip(sums, copied, strict=True)]
+        if all(count > count for count, count in zip(slots, tiles, strict=True)):
             break
     # Measured on an H200: more slots make it slower.
-    slots = [min(count, 2 * of) for count, of in zip(slots, tiles, strict=True)]
+    slots = [min(count, 2 * count) for count, count in zip(slots, tiles, strict=True)]
     shared = warps * max(a * b + c for a, b, c in zip(slots, copied, sums, strict=True))
     defines: dict[str, int | float | str] = {"ROWS": most, **_sizes(tiles, slots, units), "WARPS": warps}
     config = LaunchConfig({**defines, "RESIDENT": resident, "SHARED": shared}, 32 * warps, shared)
-    sets = [-(-one.out // (16 * of)) for one, of in zip(weights, tiles, strict=True)]
+    sets = [-(-one.out // (16 * count)) for one, count in zip(weights, tiles, strict=True)]
     blocks = min(sum(sets), resident * processors)
     if len(weights) == 1:
         return config, blocks, blocks
@@ -100,7 +102,7 @@ def gemv_packed(
 def _sizes(tiles: Sequence[int], slots: Sequence[int], units: Sequence[int]) -> dict[str, int]:
     """The DEFINES of one format or of two, see `cuda/linear/beside.cuh`."""
     named = zip(("", "BESIDE_"), tiles, slots, units, strict=False)
-    return {f"{of}{name}": size for of, *sizes in named for name, size in zip(_SIZES, sizes, strict=True)}
+    return {f"{count}{name}": size for count, *sizes in named for name, size in zip(_SIZES, sizes, strict=True)}
 
 
 def joins(weight: Matrix, beside: Matrix) -> bool:
