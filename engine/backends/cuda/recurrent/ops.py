@@ -78,14 +78,14 @@ class RecurrentOps(DeviceOps):
         sizes, pitch, rows = DeltaSizes.of(slot), row_stride(projected), len(projected)
         key_heads, heads, arrays = len(slot.keys), len(slot.updates), self._scratch(sizes, part)
         numbers = key_heads, heads, int(w.tiled), rows, place
-        args = *arrays, projected, *_known(slot), slot.inputs, w.conv, w.decay, w.dt_bias, pitch, *numbers
+        args = *arrays, projected, *_block_state(slot), slot.inputs, w.conv, w.decay, w.dt_bias, pitch, *numbers
         self._launch("delta_blocks", (len(part.kept), key_heads), sizes.blocks(), *args)
         kept, (queries, _, *others) = self._device.from_host(part.kept), arrays
         self._scan(sizes, part, [queries, *others, None], kept, w.tiled)
         config = sizes.finish()
         grid = (-(-rows * heads * WARP // config.threads),)
-        of_results = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
-        self._launch("delta_results", grid, config, *of_results)
+        result_args = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
+        self._launch("delta_results", grid, config, *result_args)
         self._keep_inputs(sizes, part, projected, kept)
 
     def _add_mamba2_rows(self, part: _Part, w: Mamba2Weights) -> None:
@@ -94,11 +94,11 @@ class RecurrentOps(DeviceOps):
         arrays, config = self._scratch(sizes, part), sizes.blocks()
         weights = w.conv, w.bias, w.decay, w.dt_bias, w.skip
         numbers = row_stride(projected), groups, heads, len(projected), place
-        args = y, *arrays, projected, *_known(slot), slot.inputs, *weights, *numbers
+        args = y, *arrays, projected, *_block_state(slot), slot.inputs, *weights, *numbers
         grid = len(part.kept), groups, -(-heads // groups // int(config.defines["MEMBERS"]))
         self._launch("mamba2_blocks", grid, config, *args)
-        kept, (queries, largest, faded, *others) = self._device.from_host(part.kept), arrays
-        self._scan(sizes, part, [queries, faded, None, *others, largest], kept, False)
+        kept, (queries, largest, decayed_keys, *others) = self._device.from_host(part.kept), arrays
+        self._scan(sizes, part, [queries, decayed_keys, None, *others, largest], kept, False)
         self._keep_inputs(sizes, part, projected[:, y.shape[1] :], kept)
 
     def _scratch(self, sizes: DeltaSizes, part: _Part) -> list[Array]:
@@ -110,7 +110,7 @@ class RecurrentOps(DeviceOps):
         slot, (heads, _, dim) = part.slot, part.slot.updates.shape
         config = sizes.scan(heads, self._device.processors, self._device.shared_memory)
         grid = -(-dim // int(config.defines["SLICE"])), heads
-        written, numbers = (part.y, slot.matrices, *_known(slot), part.ends.matrices), (len(part.y), part.place)
+        written, numbers = (part.y, slot.matrices, *_block_state(slot), part.ends.matrices), (len(part.y), part.place)
         self._launch("delta_scan", grid, config, *written, *arrays, kept, len(slot.keys), int(tiled), *numbers)
 
     def _keep_inputs(self, sizes: DeltaSizes, part: _Part, convolved: Array, kept: Array) -> None:
@@ -136,12 +136,14 @@ class RecurrentOps(DeviceOps):
         inputs = self._device.to_host_later(ends.inputs)[1]
         if codes == EIGHT_BITS:
             count, heads, key_dim, dim = ends.matrices.shape
-            made = {
+            codes_and_scales = {
                 "codes": self._device.empty(ends.matrices.shape, np.int8),
                 "scales": self._device.empty((count, heads, dim), np.float32),
             }
-            self._launch("state_codes", (count * heads,), state_codes(key_dim, dim), *made.values(), ends.matrices)
-            fetch = {name: self._device.to_host_later(array)[1] for name, array in made.items()}
+            self._launch(
+                "state_codes", (count * heads,), state_codes(key_dim, dim), *codes_and_scales.values(), ends.matrices
+            )
+            fetch = {name: self._device.to_host_later(array)[1] for name, array in codes_and_scales.items()}
             return lambda: {**{name: wait() for name, wait in fetch.items()}, "inputs": inputs()}
         matrices = self._device.to_host_later(ends.matrices)[1]
         return lambda: {**codes.encode(matrices()), "inputs": inputs()}
@@ -166,9 +168,9 @@ def _parts(y: Array, projected: Array, slots: DeltaSlots, spans: Array, ends: De
             end = min(last, first + PROMPT_ROWS // block * block - place)
             blocks = -(-(place + end - first) // block)
             kept = np.full(blocks, -1, np.int32)
-            for row, wanted in enumerate(ends.numbers):
-                if number <= wanted < number + blocks:
-                    kept[wanted - number] = row
+            for row, block_number in enumerate(ends.numbers):
+                if number <= block_number < number + blocks:
+                    kept[block_number - number] = row
             yield _Part(y[first:end], projected[first:end], slot, ends, place, kept)
             number, place, first = number + blocks, (place + end - first) % block, end
 
@@ -178,10 +180,10 @@ def _span_rows(spans: Array, y: Array) -> int:
     return 1 if len(spans) == len(y) else STEP_ROWS
 
 
-def _known(slot: DeltaSlots) -> tuple[Array, Array, Array]:
+def _block_state(slot: DeltaSlots) -> tuple[Array, Array, Array]:
     """What a slot has of its block's tokens."""
     return slot.keys, slot.updates, slot.decays
 
 
 def _step_state(slots: DeltaSlots) -> tuple[Array, ...]:
-    return *_known(slots), slots.inputs, slots.matrices
+    return *_block_state(slots), slots.inputs, slots.matrices
