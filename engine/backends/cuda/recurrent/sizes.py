@@ -19,7 +19,7 @@ from polarlm.model_loaders.config import Mamba2, Recurrent
 _FLOAT = 4
 _STEP_THREADS = 512
 _SCAN_THREADS = 256
-_HELD = 8  # rows of a matrix that a thread of a step holds
+_THREAD_ROWS = 8  # rows of a matrix that a thread of a step holds
 _SLICES = (64, 32, 16)  # columns of a matrix of a block of delta_scan
 _CHUNKS = (32, 16)  # terms of a product of delta_scan that are copied at a time
 _SLOW_BYTES = 100 << 10  # shared memory of GPUs whose tensor cores add float32 at half their speed
@@ -73,7 +73,7 @@ class DeltaSizes:
     def _matrix_threads(self) -> int:
         """Threads that share out a matrix; each has 4 columns and at most 8 rows, if there are enough."""
         columns = self.value_dim // 4
-        return threads_for(max(columns * -(-self.key_dim // _HELD), self.block // 4), _STEP_THREADS)
+        return threads_for(max(columns * -(-self.key_dim // _THREAD_ROWS), self.block // 4), _STEP_THREADS)
 
     def step(self, most_rows: int) -> LaunchConfig:
         """The launch of gated_delta, or of mamba2, for at most `most_rows` rows of a sequence."""
@@ -82,8 +82,8 @@ class DeltaSizes:
         groups, key_groups = (min(threads // width, self.key_dim) for width in (columns, tokens))
         products = 1 + self.reads  # a query's, and a key's
         sums = products * max(groups * self.value_dim, key_groups * self.block)
-        of_row = 2 * self.key_dim + 2 * self.value_dim + 1
-        shared = _FLOAT * (sums + rows * of_row + (products + 1) * self.block)
+        row_floats = 2 * self.key_dim + 2 * self.value_dim + 1
+        shared = _FLOAT * (sums + rows * row_floats + (products + 1) * self.block)
         return LaunchConfig({**self.defines, "MOST_ROWS": rows, "THREADS": threads, "SHARED": shared}, threads, shared)
 
     def advance(self) -> LaunchConfig:
@@ -123,9 +123,11 @@ class DeltaSizes:
         """Return the shapes of what delta_blocks writes: queries, keys; faded, reads, news, weights, logs.
         mamba2_blocks writes neither keys nor reads, but after queries the largest of their magnitudes and of keys'."""
         a, d, n = self.key_dim, self.value_dim, self.block
-        of_keys = [(n, a), (a, n)] if self.reads else [(n, a), (2,)]
-        of_heads = [(a, n), *([(n, a)] if self.reads else []), (n, d), (n, n), (n,)]
-        return [(blocks, key_heads, *shape) for shape in of_keys] + [(blocks, heads, *shape) for shape in of_heads]
+        key_shapes = [(n, a), (a, n)] if self.reads else [(n, a), (2,)]
+        head_shapes = [(a, n), *([(n, a)] if self.reads else []), (n, d), (n, n), (n,)]
+        return [(blocks, key_heads, *shape) for shape in key_shapes] + [
+            (blocks, heads, *shape) for shape in head_shapes
+        ]
 
 
 class Mamba2Sizes(DeltaSizes):
@@ -166,8 +168,8 @@ def delta_prompt_bytes(mixers: Collection[Recurrent], chunk: int, tokens: int, b
         shapes = sizes_of(mixer, block_size).scratch(mixer.key_heads, mixer.value_heads, count)
         parts.append(sum(map(math.prod, shapes)))
         matrices, before = mixer.value_heads * mixer.key_dim * mixer.value_dim, (mixer.width - 1) * mixer.channels
-        of_tokens = mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 1) + mixer.channels
-        states += (1 + ends) * (matrices + before) + block_size * of_tokens
+        token_floats = mixer.key_heads * mixer.key_dim + mixer.value_heads * (mixer.value_dim + 1) + mixer.channels
+        states += (1 + ends) * (matrices + before) + block_size * token_floats
     return _FLOAT * max(parts), _FLOAT * states
 
 
