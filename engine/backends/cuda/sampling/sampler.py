@@ -35,13 +35,13 @@ def sample(
     ids = device.empty((count,), np.int32)
     table, vocabulary, stride = sampler_inputs.device_table(device), sampler_inputs.vocabulary, np.int64(rows.shape[1])
     scratch = device.empty((count, scratch_words(vocabulary)), np.uint64)
-    saved = device.empty(sampler_inputs.table.shape, np.float32) if sampler_inputs.has_lists else None
-    if saved is not None:
-        launch("sample_adjust", (count,), SAMPLE, rows, saved, table, newest, stride, file="sample")
-    args = ids, scratch, launch.counts(count), rows, table, saved, vocabulary, stride
+    saved_logits = device.empty(sampler_inputs.table.shape, np.float32) if sampler_inputs.has_lists else None
+    if saved_logits is not None:
+        launch("sample_adjust", (count,), SAMPLE, rows, saved_logits, table, newest, stride, file="sample")
+    args = ids, scratch, launch.counts(count), rows, table, saved_logits, vocabulary, stride
     launch("sample", (-(-vocabulary // _PART), count), SAMPLE, *args)
-    if saved is not None:
-        launch("sample_restore", (count,), SAMPLE, rows, saved, table, newest, stride, file="sample")
+    if saved_logits is not None:
+        launch("sample_restore", (count,), SAMPLE, rows, saved_logits, table, newest, stride, file="sample")
     return ids
 
 
@@ -59,12 +59,12 @@ def fetch_tokens(
     any row, rounded up to an even number.
     """
     chosen = device.to_host(ids).tolist()
-    asked = [
+    requested = [
         (row, token, sampler_input.logprobs)
         for row, (token, sampler_input) in enumerate(zip(chosen, sampler_inputs, strict=True))
         if token >= 0 and sampler_input.logprobs is not None
     ]
-    logprobs = _logprobs(device, launch, logits, asked, sampler_inputs[0].vocabulary) if asked else {}
+    logprobs = _logprobs(device, launch, logits, requested, sampler_inputs[0].vocabulary) if requested else {}
     rows = enumerate(zip(chosen, sampler_inputs, strict=True))
     return [logprobs.get(row) or (token if token >= 0 else _error(token, one)) for row, (token, one) in rows]
 
@@ -85,17 +85,19 @@ def _error(token: int, sampler_input: SamplerInput) -> EngineError:
 
 
 def _logprobs(
-    device: Device, launch: Launcher, logits: Array, asked: Sequence[tuple[int, int, int]], vocabulary: int
+    device: Device, launch: Launcher, logits: Array, requested: Sequence[tuple[int, int, int]], vocabulary: int
 ) -> dict[int, TokenLogprob]:
-    """Row → its log-probabilities, for each (row of the logits, token, count) of `asked`."""
-    table = np.array(asked, np.int32)
+    """Row → its log-probabilities, for each (row of the logits, token, count) of `requested`."""
+    table = np.array(requested, np.int32)
     most = int(table[:, 2].max())
     width = _SUMS + 2 * (most + most % 2)
-    out = device.empty((len(asked), width), np.int32)
+    out = device.empty((len(requested), width), np.int32)
     args = out, logits, device.from_host(table), vocabulary, row_stride(logits), width
-    launch("logprobs", (len(asked),), LaunchConfig({}, _THREADS), *args)
+    launch("logprobs", (len(requested),), LaunchConfig({}, _THREADS), *args)
     rows = device.to_host(out)
-    return {row: _token_logprob(words, token, count) for words, (row, token, count) in zip(rows, asked, strict=True)}
+    return {
+        row: _token_logprob(words, token, count) for words, (row, token, count) in zip(rows, requested, strict=True)
+    }
 
 
 def _token_logprob(words: np.ndarray, token: int, count: int) -> TokenLogprob:
@@ -104,7 +106,7 @@ def _token_logprob(words: np.ndarray, token: int, count: int) -> TokenLogprob:
     best, logit = words[2:_SUMS].view(np.float32).astype(np.float64)
     pairs = words[_SUMS : _SUMS + 2 * count].reshape(-1, 2)
     ids, logits = pairs[:, 0], pairs[:, 1].copy().view(np.float32).astype(np.float64)
-    kept = (ids >= 0) & np.isfinite(logits)
-    logprobs = logits[kept] - best - np.log(total)
-    top = zip(ids[kept].tolist(), logprobs.tolist(), strict=True)
+    is_listed = (ids >= 0) & np.isfinite(logits)
+    logprobs = logits[is_listed] - best - np.log(total)
+    top = zip(ids[is_listed].tolist(), logprobs.tolist(), strict=True)
     return TokenLogprob(token, float(logit - best - np.log(total)), tuple(top))
