@@ -258,7 +258,7 @@ class ExpertOps(LinearOps):
         """The products of groups of pairs. rows: the row of x of each pair; None if x has one for each. count:
         experts."""
         x, product, weight = self.narrow_input(x, product), product._replace(norm=None), product.weight
-        config, tile = wide.of_experts(groups.most, weight.format, self._device.shared_memory)
+        config, tile = wide.gemm_wide_experts(groups.most, weight.format, self._device.shared_memory)
         blocks = -(-weight.shape[0] // count // tile), 1, len(groups.groups)
         operands, sizes = (y, x, weight.data, product.bias), (len(x), x.shape[1], y.shape[1], row_stride(y))
         more = groups.groups, rows, _bias_pitch(product)

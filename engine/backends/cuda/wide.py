@@ -26,7 +26,7 @@ GROUP_ROWS = (16, 32, _MOST_ROWS)  # rows of a group of an expert's pairs, at mo
 _UNIT = 256  # inputs: parts have whole units, and at least two of them
 _WARPS = 8  # of a block, at most
 _LEAST_WARPS = 4  # and for experts: with fewer, a warp would copy much of x
-_FOR_FEW = (2, 2)  # WARPS_OUT and WARPS_K where most multiprocessors would have no block
+_FEW_BLOCKS_WARPS = (2, 2)  # WARPS_OUT and WARPS_K where most multiprocessors would have no block
 _LEAST_STAGES = 3
 
 
@@ -68,7 +68,7 @@ def groups_pairs(pairs: int, experts: int) -> bool:
 def warps_for(outs: tuple[int, ...], split: int, processors: int) -> tuple[int, int]:
     """WARPS_OUT and WARPS_K: fewer where all multiprocessors have a block even so, as the matrix and the GPU say."""
     warps = -(-sum(outs) * split // (32 * processors))
-    return (max(_LEAST_WARPS, min(_WARPS, warps)), 1) if warps > _FOR_FEW[0] else _FOR_FEW
+    return (max(_LEAST_WARPS, min(_WARPS, warps)), 1) if warps > _FEW_BLOCKS_WARPS[0] else _FEW_BLOCKS_WARPS
 
 
 @cache
@@ -79,7 +79,7 @@ def gemm_wide(
     WARPS_OUT and WARPS_K. shared_memory: bytes of a multiprocessor. resident: blocks of it. A block that is alone takes
     more than half of its memory: blocks of the next launch, which begins early, would otherwise share the first
     multiprocessor that is free."""
-    out, deep = warps
+    out, warps_k = warps
     for choice in ((out, 128, resident), (out, 64, resident), (_LEAST_WARPS, 64, 1)):
         out, inputs, resident = choice
         limit = shared_memory // resident - SYSTEM_BYTES
@@ -87,12 +87,12 @@ def gemm_wide(
         if _LEAST_STAGES * stage <= limit:
             break
     stages = min(limit // stage, max(4, limit // (2 * stage) + 1))
-    defines: dict[str, int | float | str] = {"ROWS": most, "WARPS_OUT": out, "WARPS_K": deep, "INPUTS": inputs}
+    defines: dict[str, int | float | str] = {"ROWS": most, "WARPS_OUT": out, "WARPS_K": warps_k, "INPUTS": inputs}
     defines |= {"STAGES": stages, "RESIDENT": resident, "SHARED": stages * stage}
-    return LaunchConfig(defines, 32 * out * deep, stages * stage), 32 * out
+    return LaunchConfig(defines, 32 * out * warps_k, stages * stage), 32 * out
 
 
-def of_experts(most: int, format: WeightFormat, shared_memory: int) -> tuple[LaunchConfig, int]:
+def gemm_wide_experts(most: int, format: WeightFormat, shared_memory: int) -> tuple[LaunchConfig, int]:
     """The same for groups of at most `most` rows of experts."""
     config, tile = gemm_wide(most, (format,), (_LEAST_WARPS, 1), shared_memory, resident=2)
     return config._replace(defines={**config.defines, "EXPERTS": 1}), tile
