@@ -55,7 +55,7 @@ class Launcher:
         self._defines = {OVERLAPS: 1} if device.overlaps else {}
         self._counts: dict[int, Any] = {}
         self._halves: Any = ()
-        self._kept: list[Any] = []  # earlier, smaller ones, too
+        self._buffers: list[Any] = []  # earlier, smaller ones, too
 
     def __call__(
         self,
@@ -87,7 +87,7 @@ class Launcher:
         and they are never freed."""
         if len(self._halves) < size:
             self._halves = self._device.from_host(np.zeros(1 << (size - 1).bit_length(), np.float16))
-            self._kept.append(self._halves)
+            self._buffers.append(self._halves)
         return self._halves[:size]
 
 
