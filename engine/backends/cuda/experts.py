@@ -94,13 +94,13 @@ class ExpertOps(LinearOps):
         if gate_up.on_host:
             self._on_host(y, x, routing, gate_up, down, activation, norm, residual)
             return y
-        chosen, n = routing.ids.shape[1], y.shape[1]
+        top_k, n = routing.ids.shape[1], y.shape[1]
         config = LaunchConfig({"ADD": int(residual is not None)}, threads_for(n))
         for first in range(0, len(x), EXPERT_ROWS):
             rows = slice(first, first + EXPERT_ROWS)
             ids, to = routing.ids[rows], y[rows]
-            parts, places = self._pair_results(x[rows], ids.reshape(ids.size), chosen, gate_up, down, activation, norm)
-            args = to, parts, routing.weights[rows], places, chosen, n, row_stride(to)
+            parts, places = self._pair_results(x[rows], ids.reshape(ids.size), top_k, gate_up, down, activation, norm)
+            args = to, parts, routing.weights[rows], places, top_k, n, row_stride(to)
             self._launch("add_experts", (-(-n // config.threads), len(to)), config, *args)
         return y
 
@@ -155,21 +155,21 @@ class ExpertOps(LinearOps):
         self,
         x: Array,
         ids: Array,
-        chosen: int,
+        top_k: int,
         gate_up: ExpertLinear,
         down: ExpertLinear,
         activation: str | None,
         norm: Norm,
     ) -> tuple[Array, Array | None]:
-        """The result of each pair: of row p // chosen of x (T, E) and expert ids[p], ids (P,). Returns the results
+        """The result of each pair: of row p // top_k of x (T, E) and expert ids[p], ids (P,). Returns the results
         (P, E), and the place of each pair among them, (P,) int32; None stands for places in order."""
         if not wide.groups_pairs(len(ids), gate_up.count):
-            first = partial(self._multiply_pairs, ids, chosen, gate_up.count)
+            first = partial(self._multiply_pairs, ids, top_k, gate_up.count)
             hidden = self._product(first, x, len(ids), gate_up, norm, activation, np.float32)
             second = partial(self._multiply_pairs, ids, 1, down.count)
             return self._product(second, hidden, len(ids), down, None, None, np.float32), None
         for most in self._group_rows(len(ids), gate_up.count):
-            result = self._group_results(most, x, ids, chosen, gate_up, down, activation, norm)
+            result = self._group_results(most, x, ids, top_k, gate_up, down, activation, norm)
         return result
 
     def _group_rows(self, pairs: int, count: int) -> Sequence[int]:
@@ -181,14 +181,14 @@ class ExpertOps(LinearOps):
         most: int,
         x: Array,
         ids: Array,
-        chosen: int,
+        top_k: int,
         gate_up: ExpertLinear,
         down: ExpertLinear,
         activation: str | None,
         norm: Norm,
     ) -> tuple[Array, Array]:
         """`_pair_results` in groups of up to `most` rows."""
-        groups = self._group_pairs(ids, chosen, gate_up.count, most)
+        groups = self._group_pairs(ids, top_k, gate_up.count, most)
         first = partial(self._multiply_groups, groups, groups.rows, gate_up.count)
         narrow = input_type(Linear(down.parts), len(ids))
         hidden = self._product(first, x, len(ids), gate_up, norm, activation, narrow)
@@ -244,12 +244,12 @@ class ExpertOps(LinearOps):
         operands, sizes = (y, x, weight.data, product.bias, norm_weight), (1, width, out, row_stride(y), float(eps))
         self._launch(kernel, (blocks, 1, pairs), config, *operands, *sizes, ids, pairs_per_row, _bias_pitch(product))
 
-    def _group_pairs(self, ids: Array, chosen: int, count: int, most: int) -> _Groups:
+    def _group_pairs(self, ids: Array, top_k: int, count: int, most: int) -> _Groups:
         pairs, empty = len(ids), self._device.empty
         number = wide.most_groups(pairs, count, most)
         groups = _Groups(empty((pairs,), np.int32), empty((pairs,), np.int32), empty((number, 3), np.int32), most)
         config = LaunchConfig({"COUNT": count, "ROWS": most}, MOST_THREADS)
-        self._launch("group_pairs", (1,), config, *groups[:3], ids, pairs, chosen, number)
+        self._launch("group_pairs", (1,), config, *groups[:3], ids, pairs, top_k, number)
         return groups
 
     def _multiply_groups(

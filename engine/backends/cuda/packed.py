@@ -83,10 +83,10 @@ def gemv_packed(
     for warps, resident in sorted(choices, key=lambda choice: (choice[0] * choice[1], choice[0]), reverse=True):
         free = min(SHARED_BYTES, shared_memory // resident) - SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES
         slots = [(free // warps - sum_bytes) // unit_bytes for sum_bytes, unit_bytes in zip(sums, copied, strict=True)]
-        if all(count > count for count, count in zip(slots, tiles, strict=True)):
+        if all(slot_count > tile_count for slot_count, tile_count in zip(slots, tiles, strict=True)):
             break
     # Measured on an H200: more slots make it slower.
-    slots = [min(count, 2 * count) for count, count in zip(slots, tiles, strict=True)]
+    slots = [min(slot_count, 2 * tile_count) for slot_count, tile_count in zip(slots, tiles, strict=True)]
     shared = warps * max(a * b + c for a, b, c in zip(slots, copied, sums, strict=True))
     defines: dict[str, int | float | str] = {"ROWS": most, **_sizes(tiles, slots, units), "WARPS": warps}
     config = LaunchConfig({**defines, "RESIDENT": resident, "SHARED": shared}, 32 * warps, shared)
@@ -102,7 +102,7 @@ def gemv_packed(
 def _sizes(tiles: Sequence[int], slots: Sequence[int], units: Sequence[int]) -> dict[str, int]:
     """The DEFINES of one format or of two, see `cuda/linear/beside.cuh`."""
     named = zip(("", "BESIDE_"), tiles, slots, units, strict=False)
-    return {f"{count}{name}": size for count, *sizes in named for name, size in zip(_SIZES, sizes, strict=True)}
+    return {f"{prefix}{name}": size for prefix, *sizes in named for name, size in zip(_SIZES, sizes, strict=True)}
 
 
 def joins(weight: Matrix, beside: Matrix) -> bool:

@@ -53,7 +53,7 @@ class RecurrentOps(DeviceOps):
             return y
         weights, numbers = (w.conv, w.decay, w.dt_bias, w.norm), (key_heads, int(w.tiled), float(w.eps))
         args = y, *_step_state(slots), projected, *weights, spans, row_stride(projected), *numbers
-        self._launch("gated_delta", (heads, len(spans)), DeltaSizes.of(slots).step(_span_rows(spans, y)), *args)
+        self._launch("gated_delta", (heads, len(spans)), DeltaSizes.from_slots(slots).step(_span_rows(spans, y)), *args)
         return y
 
     def mamba2(
@@ -63,7 +63,10 @@ class RecurrentOps(DeviceOps):
         y = self._device.empty((rows, inner), np.float32)
         pitch, size = row_stride(projected), inner // groups
         if ends is None:
-            config, weights = Mamba2Sizes.of(slots).step(_span_rows(spans, y)), (w.conv, w.bias, w.decay, w.dt_bias)
+            config, weights = (
+                Mamba2Sizes.from_slots(slots).step(_span_rows(spans, y)),
+                (w.conv, w.bias, w.decay, w.dt_bias),
+            )
             args = y, *_step_state(slots), projected, *weights, w.skip, spans, pitch, groups
             self._launch("mamba2", (len(w.skip), len(spans)), config, *args)
         else:
@@ -75,7 +78,7 @@ class RecurrentOps(DeviceOps):
 
     def _add_delta_rows(self, part: _Part, w: DeltaWeights) -> None:
         y, projected, slot, _, place, _ = part
-        sizes, pitch, rows = DeltaSizes.of(slot), row_stride(projected), len(projected)
+        sizes, pitch, rows = DeltaSizes.from_slots(slot), row_stride(projected), len(projected)
         key_heads, heads, arrays = len(slot.keys), len(slot.updates), self._scratch(sizes, part)
         numbers = key_heads, heads, int(w.tiled), rows, place
         args = *arrays, projected, *_block_state(slot), slot.inputs, w.conv, w.decay, w.dt_bias, pitch, *numbers
@@ -90,7 +93,7 @@ class RecurrentOps(DeviceOps):
 
     def _add_mamba2_rows(self, part: _Part, w: Mamba2Weights) -> None:
         y, projected, slot, _, place, _ = part
-        sizes, groups, heads = Mamba2Sizes.of(slot), len(slot.keys), len(slot.updates)
+        sizes, groups, heads = Mamba2Sizes.from_slots(slot), len(slot.keys), len(slot.updates)
         arrays, config = self._scratch(sizes, part), sizes.blocks()
         weights = w.conv, w.bias, w.decay, w.dt_bias, w.skip
         numbers = row_stride(projected), groups, heads, len(projected), place
@@ -122,7 +125,7 @@ class RecurrentOps(DeviceOps):
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         key_heads, heads = layers[0].keys.shape[1], layers[0].updates.shape[1]
-        config, numbers = DeltaSizes.of(layers[0]).advance(), self._device.from_host(np.array(slots, np.int32))
+        config, numbers = DeltaSizes.from_slots(layers[0]).advance(), self._device.from_host(np.array(slots, np.int32))
         rows = [(one.matrices, one.inputs, one.keys, one.updates, one.decays) for one in layers]
         grid = heads, len(slots), len(layers)
         self._launch("advance_delta", grid, config, Addresses(rows, written=2), numbers, key_heads, int(tiled))

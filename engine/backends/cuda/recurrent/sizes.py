@@ -43,7 +43,7 @@ class DeltaSizes:
     width: int
 
     @classmethod
-    def of(cls, slots: DeltaSlots) -> DeltaSizes:
+    def from_slots(cls, slots: DeltaSlots) -> DeltaSizes:
         """The sizes of slots, or of one of them."""
         *_, key_dim, block = slots.keys.shape
         return cls(key_dim, slots.updates.shape[-1], block, slots.inputs.shape[-2] - block + 1)
