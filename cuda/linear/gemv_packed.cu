@@ -14,12 +14,12 @@
 // set, its warps take turns at units of UNIT, whole blocks of the format, and their sums are added in shared memory;
 // they copy the units of the next set while they multiply and add.
 // Grid (sets of tiles, or fewer), 32 · WARPS threads. With EXPERTS (0 or 1, default 0) it has pairs in z, and more
-// arguments: chosen_expert.cuh. With BESIDE it has more blocks and arguments: beside.cuh.
+// arguments: chosen_expert.cuh. With SECOND it has more blocks and arguments: second_matrix.cuh.
 // DEFINES: WEIGHT (a packed format), ROWS (most rows: 1, 2), UNIT (128 or 256, a multiple of VALUES), TILES (even if
 // GATED), SLOTS (more than TILES), WARPS, RESIDENT (blocks of a multiprocessor), SHARED (bytes of dynamic shared
 // memory), NORMED (0 or 1), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (type of y, see
-// output_tile.cuh), BESIDE.
-// JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh, chosen_expert.cuh, beside.cuh.
+// output_tile.cuh), SECOND.
+// JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh, chosen_expert.cuh, second_matrix.cuh.
 // Cost: bytes of the weights; at least WARPS · (SLOTS − TILES) units per block are in flight. Each block reads x
 // from L2 or L1 for each set.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS.
@@ -264,16 +264,16 @@ struct Product {
 };
 
 using Own = Product<WEIGHT, UNIT, TILES, SLOTS>;
-#ifdef BESIDE
-using Other = Product<BESIDE, BESIDE_UNIT, BESIDE_TILES, BESIDE_SLOTS>;
-static_assert(SHARED == (Own::ALL_BYTES > Other::ALL_BYTES ? Own::ALL_BYTES : Other::ALL_BYTES), "for either");
+#ifdef SECOND
+using SecondProduct = Product<SECOND, SECOND_UNIT, SECOND_TILES, SECOND_SLOTS>;
+static_assert(SHARED == (Own::ALL_BYTES > SecondProduct::ALL_BYTES ? Own::ALL_BYTES : SecondProduct::ALL_BYTES), "for either");
 #else
 static_assert(SHARED == Own::ALL_BYTES, "the slots of each warp, and the sums of two sets");
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 gemv_packed_kernel(TO *y, const float *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
-                   int in, int out, long long pitch, float eps EXPERT_ARGUMENTS BESIDE_ARGUMENTS) {
+                   int in, int out, long long pitch, float eps EXPERT_ARGUMENTS SECOND_ARGUMENTS) {
     let_next_begin();
     DYNAMIC_SHARED(unsigned char, shared);
 #if NORMED
@@ -288,9 +288,9 @@ gemv_packed_kernel(TO *y, const float *x, const unsigned char *weight, const flo
     constexpr int first_tile = 0;
 #endif
     const auto wait = [] { wait_for_previous(); };
-#ifdef BESIDE
+#ifdef SECOND
     if (int(blockIdx.x) >= border) {
-        Other::run(y + out, x, beside, bias ? bias + out : nullptr, norm, rows, in, beside_out, pitch, eps, 0,
+        SecondProduct::run(y + out, x, second, bias ? bias + out : nullptr, norm, rows, in, second_out, pitch, eps, 0,
                    blockIdx.x - border, gridDim.x - border, shared, partial, wait);
         return;
     }

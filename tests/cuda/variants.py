@@ -18,7 +18,7 @@ from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
 from polarlm.engine.state.cache_types import TWO_KINDS
-from tests.cuda.formats import BESIDE
+from tests.cuda.formats import SECOND
 from tests.cuda.nvrtc import SHARED_LIMIT
 
 Define = int | float | str
@@ -328,14 +328,14 @@ def _gemv_packed() -> list[Variant]:
 def _beside(kernel: str, numbers: Sequence[int]) -> list[Variant]:
     """Products of these numbers of rows with matrices of two formats, of the sizes of queries and values."""
     variants: list[Variant] = []
-    for names, rows, sizes, memory in itertools.product(BESIDE, numbers, ((5120, 1024), (9216, 1024)), _MEMORIES):
+    for names, rows, sizes, memory in itertools.product(SECOND, numbers, ((5120, 1024), (9216, 1024)), _MEMORIES):
         both, normed = tuple(map(weight_formats.get, names)), int(kernel == "gemv_packed")
         if normed:
             of_rows = tuple(map(packed.rows_of, both, sizes))
             config, *_ = packed.gemv_packed(rows, 128, memory, of_rows)
         else:
             config, _ = wide.gemm_wide(rows, both, wide.warps_for(sizes, 4, 128), memory)
-        formats: dict[str, Define] = {"WEIGHT": names[0], "BESIDE": names[1], "NORMED": normed}
+        formats: dict[str, Define] = {"WEIGHT": names[0], "SECOND": names[1], "NORMED": normed}
         defines = {**formats, "ADD": 0, **config.defines}
         variants.append(Variant(kernel, defines, dynamic_shared=config.shared, memory=memory))
     return variants
@@ -435,8 +435,8 @@ def traits(variant: Variant) -> set[tuple[str, str]]:
     format of 16 or 32 weights of a group."""
     cache, constants = variant.cache, ("STEP_ROWS", "SOFTCAP", "SINK_SCORES", "EXPERTS")
     of = {f"{name}={variant.defines[name]}" for name in constants if name in variant.defines}
-    if "BESIDE" in variant.defines:
-        of.add(f"beside {weight_formats.get(str(variant.defines['BESIDE'])).group}")
+    if "SECOND" in variant.defines:
+        of.add(f"beside {weight_formats.get(str(variant.defines['SECOND'])).group}")
     if cache is not None:
         of |= {cache.keys, cache.values, str(cache.head_dim), "one kind" if cache.finer is None else "two kinds"}
     return {(variant.kernel, trait) for trait in of}

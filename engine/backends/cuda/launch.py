@@ -26,7 +26,7 @@ class LaunchConfig(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The arguments of `linear` besides x, for one matrix. add: to y instead of overwriting it. beside: a matrix of
+    """The arguments of `linear` besides x, for one matrix. add: to y instead of overwriting it. second: a matrix of
     another packed format, whose columns of y follow the columns of `weight`."""
 
     weight: Matrix
@@ -34,7 +34,7 @@ class Product(NamedTuple):
     norm: tuple[Any, float] | None
     add: bool
     activation: str | None
-    beside: Matrix | None = None
+    second: Matrix | None = None
 
     def with_types(self, y: Any, config: LaunchConfig) -> LaunchConfig:
         """`config` of one of our own kernels with the DEFINES of this product into y."""
@@ -42,8 +42,8 @@ class Product(NamedTuple):
         flags["NORMED"] = int(self.norm is not None)
         if self.activation is not None:
             flags["ACTIVATION"] = self.activation
-        if self.beside is not None:
-            flags["BESIDE"] = self.beside.format.name
+        if self.second is not None:
+            flags["SECOND"] = self.second.format.name
         return LaunchConfig({**flags, **config.defines}, config.threads, config.shared)
 
 

@@ -134,10 +134,10 @@ class LinearOps(DeviceOps):
         while parts:
             matrix = parts.pop(0)
             is_joined = bool(parts) and packed.joins(matrix, parts[0]) and rows <= wide.WIDE_ROWS
-            beside = parts.pop(0) if is_joined else None
-            columns = slice(end, end := end + matrix.shape[0] + (0 if beside is None else beside.shape[0]))
+            second = parts.pop(0) if is_joined else None
+            columns = slice(end, end := end + matrix.shape[0] + (0 if second is None else second.shape[0]))
             bias = None if w.bias is None else w.bias[columns]
-            product = Product(matrix, bias, norm, residual is not None, None, beside)
+            product = Product(matrix, bias, norm, residual is not None, None, second)
             self._multiply(whole[:, columns], x, product)
         if activation is not None:
             self.activate_mul(y, whole, activation)

@@ -100,26 +100,26 @@ def gemv_packed(
 
 
 def _sizes(tiles: Sequence[int], slots: Sequence[int], units: Sequence[int]) -> dict[str, int]:
-    """The DEFINES of one format or of two, see `cuda/linear/beside.cuh`."""
-    named = zip(("", "BESIDE_"), tiles, slots, units, strict=False)
+    """The DEFINES of one format or of two, see `cuda/linear/second_matrix.cuh`."""
+    named = zip(("", "SECOND_"), tiles, slots, units, strict=False)
     return {f"{prefix}{name}": size for prefix, *sizes in named for name, size in zip(_SIZES, sizes, strict=True)}
 
 
-def joins(weight: Matrix, beside: Matrix) -> bool:
+def joins(weight: Matrix, second: Matrix) -> bool:
     """Whether one launch can multiply by both of these neighbouring matrices."""
-    formats = weight.format, beside.format
+    formats = weight.format, second.format
     return formats[0] is not formats[1] and all(map(is_packed, formats))
 
 
 def multiply(device: Device, launch: Launcher, y: Array, x: Array, product: Product) -> None:
     """`linear` of at most GEMV_ROWS rows into y."""
-    (rows, width), (weight, beside) = x.shape, (product.weight, product.beside)
-    matrices = [weight] if beside is None else [weight, beside]
+    (rows, width), (weight, second) = x.shape, (product.weight, product.second)
+    matrices = [weight] if second is None else [weight, second]
     weights = tuple([rows_of(matrix.format, matrix.shape[0]) for matrix in matrices])
     gated = product.activation is not None
     config, blocks, border = gemv_packed(rows, device.processors, device.shared_memory, weights, gated)
-    out = y.shape[1] - (0 if beside is None else beside.shape[0])
-    more = () if beside is None else (beside.data, beside.shape[0], border)
+    out = y.shape[1] - (0 if second is None else second.shape[0])
+    more = () if second is None else (second.data, second.shape[0], border)
     norm_weight, eps = product.norm or (None, 0.0)
     operands, sizes = (y, x, weight.data, product.bias, norm_weight), (rows, width, out, row_stride(y), float(eps))
     launch("gemv_packed", (blocks,), product.with_types(y, config), *operands, *sizes, *more)

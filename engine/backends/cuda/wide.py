@@ -108,23 +108,25 @@ def _tile_bytes(format: WeightFormat, inputs: int) -> int:
 
 def multiply(device: Device, launch: Launcher, y: Array, x: Array, product: Product) -> None:
     """`linear` of any number of rows into y; x (rows, in) is normalised and of the type that the product takes."""
-    (rows, width), weight, beside, processors = x.shape, product.weight, product.beside, device.processors
-    first, second = weight.shape[0], 0 if beside is None else beside.shape[0]
-    outs, formats = (
-        ((first,), (weight.format,)) if beside is None else ((first, second), (weight.format, beside.format))
-    )
+    (rows, width), weight, second, processors = x.shape, product.weight, product.second, device.processors
+    first_out, second_out = weight.shape[0], 0
+    outs: tuple[int, ...] = (first_out,)
+    formats: tuple[WeightFormat, ...] = (weight.format,)
+    if second is not None:
+        second_out = second.shape[0]
+        outs, formats = (first_out, second_out), (weight.format, second.format)
     split = parts(outs, width, processors)
     most, groups = row_groups(rows)
     config, tile = gemm_wide(most, formats, warps_for(outs, split, processors), device.shared_memory)
-    tiles = -(-first // tile)
-    to, whole, out = y, product, y.shape[1] - second
+    tiles = -(-first_out // tile)
+    to, whole, out = y, product, y.shape[1] - second_out
     if split > 1:
-        to = device.empty((split * rows, first + second), np.float32)
-        whole, out = product._replace(bias=None, add=False, activation=None), first
-    more = () if beside is None else (beside.data, second, tiles)
+        to = device.empty((split * rows, first_out + second_out), np.float32)
+        whole, out = product._replace(bias=None, add=False, activation=None), first_out
+    more = () if second is None else (second.data, second_out, tiles)
     operands, sizes = (to, x, weight.data, whole.bias), (rows, width, out, row_stride(to))
     config = whole.with_types(to, config)
-    launch("gemm_wide", ((tiles + -(-second // tile)) * groups, split), config, *operands, *sizes, *more)
+    launch("gemm_wide", ((tiles + -(-second_out // tile)) * groups, split), config, *operands, *sizes, *more)
     if split > 1:
         _add_parts(launch, y, to, product, split)
 

@@ -50,7 +50,7 @@ def source(
     of blocks with more bits, for a kernel that reads two kinds; then these names, and all that the kernel JOINS, are
     there for each kind, in the namespaces `finer` and `coarser`, and TWO_KINDS is defined. defines: the
     constants that the kernel's DEFINES line names; an int is written as it is, a float as the nearest float32, a str
-    (a type) as text. WEIGHT and BESIDE may name weight formats, whose structs are included.
+    (a type) as text. WEIGHT and SECOND may name weight formats, whose structs are included.
     Compiler messages show the lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
     """
     text = _text(f"{kernel}.cu")
@@ -79,7 +79,7 @@ def source_from_text(
 ) -> str:
     """`source` for a kernel that is given as text, not by name."""
     sides = {"Key": keys, "Value": values}
-    readers = _structs(sides.values()) + _layouts(sides) + _weights(defines.get("WEIGHT"), defines.get("BESIDE"))
+    readers = _structs(sides.values()) + _layouts(sides) + _weights(defines.get("WEIGHT"), defines.get("SECOND"))
     return _constants(defines) + prelude() + readers + text
 
 
