@@ -10,7 +10,7 @@ from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs, packed, wide
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS, SHARED_BYTES
 from polarlm.engine.weight_formats import available, get
-from tests.cuda.formats import SECOND
+from tests.cuda.formats import FORMAT_PAIRS
 
 CODECS = ["f16", "ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo4", "polarquant"]
 WIDTHS = [8, 48, 576, 4096, 28672]
@@ -67,7 +67,7 @@ MACHINES = H100, A100, RTX_4090, SMALL = (132, 228 << 10), (108, 164 << 10), (12
 PACKED = [(name,) for name in available() if packed.is_packed(get(name))]
 
 
-@pytest.mark.parametrize("formats", [*PACKED[::3], *SECOND[::7]], ids="/".join)
+@pytest.mark.parametrize("formats", [*PACKED[::3], *FORMAT_PAIRS[::7]], ids="/".join)
 def test_packed_products_have_every_output_and_fit_their_multiprocessors(formats: tuple[str, ...]) -> None:
     """Blocks that stay are as many as are resident; each has room for the next weights while it multiplies."""
     outs = [(out,) for out in (32, 4096, 128256)]

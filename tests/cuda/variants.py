@@ -18,7 +18,7 @@ from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
 from polarlm.engine.state.cache_types import TWO_KINDS
-from tests.cuda.formats import SECOND
+from tests.cuda.formats import FORMAT_PAIRS
 from tests.cuda.nvrtc import SHARED_LIMIT
 
 Define = int | float | str
@@ -285,7 +285,7 @@ def _gemm_wide() -> list[Variant]:
             for variant in _linear("gemm_wide", WEIGHT=(weight,), **constants)
             if not variant.defines["NORMED"]
         ]
-    return [*variants, *_rounded_results(variants), *_of_groups(), *_beside("gemm_wide", (8, 64))]
+    return [*variants, *_rounded_results(variants), *_of_groups(), *_two_formats("gemm_wide", (8, 64))]
 
 
 def _of_groups() -> list[Variant]:
@@ -322,13 +322,13 @@ def _gemv_packed() -> list[Variant]:
                 for variant in _linear("gemv_packed", WEIGHT=(weight,), **constants)
                 if ("ACTIVATION" in variant.defines) == gated
             ]
-    return [*variants, *_of_experts(variants), *_beside("gemv_packed", (1, 2))]
+    return [*variants, *_of_experts(variants), *_two_formats("gemv_packed", (1, 2))]
 
 
-def _beside(kernel: str, numbers: Sequence[int]) -> list[Variant]:
+def _two_formats(kernel: str, numbers: Sequence[int]) -> list[Variant]:
     """Products of these numbers of rows with matrices of two formats, of the sizes of queries and values."""
     variants: list[Variant] = []
-    for names, rows, sizes, memory in itertools.product(SECOND, numbers, ((5120, 1024), (9216, 1024)), _MEMORIES):
+    for names, rows, sizes, memory in itertools.product(FORMAT_PAIRS, numbers, ((5120, 1024), (9216, 1024)), _MEMORIES):
         both, normed = tuple(map(weight_formats.get, names)), int(kernel == "gemv_packed")
         if normed:
             of_rows = tuple(map(packed.rows_of, both, sizes))
@@ -436,7 +436,7 @@ def traits(variant: Variant) -> set[tuple[str, str]]:
     cache, constants = variant.cache, ("STEP_ROWS", "SOFTCAP", "SINK_SCORES", "EXPERTS")
     of = {f"{name}={variant.defines[name]}" for name in constants if name in variant.defines}
     if "SECOND" in variant.defines:
-        of.add(f"beside {weight_formats.get(str(variant.defines['SECOND'])).group}")
+        of.add(f"second {weight_formats.get(str(variant.defines['SECOND'])).group}")
     if cache is not None:
         of |= {cache.keys, cache.values, str(cache.head_dim), "one kind" if cache.finer is None else "two kinds"}
     return {(variant.kernel, trait) for trait in of}
