@@ -53,7 +53,7 @@ def test_blocks_of_wide_products_have_every_row_and_fit_their_multiprocessors(ro
     formats, warps = [get(name) for name in ("bf16", *(name for (name,) in PACKED[::2]))], ((8, 1), (4, 1), (2, 2))
     for format, (_, memory), (out, deep) in itertools.product(formats, MACHINES, warps):
         alone, tile = wide.gemm_wide(most, (format,), (out, deep), memory)
-        for config in (alone, wide.of_experts(most, format, memory)[0]):
+        for config in (alone, wide.gemm_wide_experts(most, format, memory)[0]):
             assert config.defines["STAGES"] >= 3, format.name
             assert config.shared + 1024 <= memory, format.name
         assert tile == 32 * out or memory == SMALL[1]

@@ -293,7 +293,7 @@ def _of_groups() -> list[Variant]:
     variants = []
     kinds = itertools.product(_MEMORIES, (64, 1024, 4096), _READ, ("silu", "swiglu_clamped", None))
     for memory, pairs, weight, activation in kinds:
-        config, _ = wide.of_experts(wide.expert_groups(pairs, 64)[0], weight_formats.get(weight), memory)
+        config, _ = wide.gemm_wide_experts(wide.expert_groups(pairs, 64)[0], weight_formats.get(weight), memory)
         to = "__nv_bfloat16" if weight == "bf16" else "__half"
         rounded = {"ACTIVATION": activation, "TO": to} if activation else {}
         defines = {"WEIGHT": weight, "NORMED": 0, "ADD": 0, **rounded, **config.defines}
