@@ -16,8 +16,9 @@
 // of equal blockIdx.y take one part of `in`, whole UNITs of 256 inputs, and write their sums to y (parts, rows, pitch),
 // for add_parts.cu.
 // Grid (tiles · ceil(rows / ROWS), parts), 32 · WARPS_OUT · WARPS_K threads; blocks of neighbouring rows of x are
-// neighbours, so that they find the weights in the L2 cache. With SECOND it has more tiles and arguments: second_matrix.cuh.
-// With EXPERTS (0 or 1, default 0) it has (tiles, 1, groups of rows), and more arguments: expert_group.cuh.
+// neighbours, so that they find the weights in the L2 cache. With SECOND it has more tiles and arguments:
+// second_matrix.cuh. With EXPERTS (0 or 1, default 0) it has (tiles, 1, groups of rows), and more arguments:
+// expert_group.cuh.
 // DEFINES: WEIGHT (a weight format), ROWS (8, 16, 32, 48, 64), WARPS_OUT, WARPS_K (1, 2), INPUTS (64, 128), STAGES (at
 // least 3), RESIDENT (blocks of a multiprocessor), SHARED (bytes of dynamic shared memory), ADD (0 or 1), ACTIVATION (a
 // function of activation.cuh, or not defined), TO (type of y, see output_tile.cuh), SECOND.

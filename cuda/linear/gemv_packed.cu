@@ -265,8 +265,8 @@ struct Product {
 
 using Own = Product<WEIGHT, UNIT, TILES, SLOTS>;
 #ifdef SECOND
-using SecondProduct = Product<SECOND, SECOND_UNIT, SECOND_TILES, SECOND_SLOTS>;
-static_assert(SHARED == (Own::ALL_BYTES > SecondProduct::ALL_BYTES ? Own::ALL_BYTES : SecondProduct::ALL_BYTES), "for either");
+using Second = Product<SECOND, SECOND_UNIT, SECOND_TILES, SECOND_SLOTS>;
+static_assert(SHARED == (Own::ALL_BYTES > Second::ALL_BYTES ? Own::ALL_BYTES : Second::ALL_BYTES), "for either");
 #else
 static_assert(SHARED == Own::ALL_BYTES, "the slots of each warp, and the sums of two sets");
 #endif
@@ -290,8 +290,8 @@ gemv_packed_kernel(TO *y, const float *x, const unsigned char *weight, const flo
     const auto wait = [] { wait_for_previous(); };
 #ifdef SECOND
     if (int(blockIdx.x) >= border) {
-        SecondProduct::run(y + out, x, second, bias ? bias + out : nullptr, norm, rows, in, second_out, pitch, eps, 0,
-                   blockIdx.x - border, gridDim.x - border, shared, partial, wait);
+        Second::run(y + out, x, second, bias ? bias + out : nullptr, norm, rows, in, second_out, pitch, eps, 0,
+                    blockIdx.x - border, gridDim.x - border, shared, partial, wait);
         return;
     }
     const int blocks = border;

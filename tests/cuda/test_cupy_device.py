@@ -356,7 +356,7 @@ def test_the_least_recently_used_recording_is_dropped(
     run(4)
     run(4)  # instead of 2
     assert calls == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert oldest._copied.awaited  # its buffer on the host may still be read otherwise
+    assert oldest._copy_event.awaited  # its buffer on the host may still be read otherwise
     del oldest
     assert len(machine.graphs) == 3
     for count in (1, 3, 4, 2, 2, 2):  # 2 begins anew, instead of 1
