@@ -85,7 +85,7 @@ class Recordings:
             self._stream.synchronize()
         self._kept.clear()
 
-    def staged(self, place: int, x: cupy.ndarray) -> np.ndarray:
+    def staging(self, place: int, x: cupy.ndarray) -> np.ndarray:
         """Pinned memory for the argument at a place of a host call, or at 0 for its result. Calls share it: each has
         waited for the one before when it writes there."""
         if place not in self._pinned or self._pinned[place].nbytes < x.nbytes:
@@ -106,13 +106,13 @@ class HostCall:
         work: Callable[..., np.ndarray],
         y: cupy.ndarray,
         arrays: Sequence[cupy.ndarray],
-        staged: Callable[[int, cupy.ndarray], np.ndarray],
+        staging: Callable[[int, cupy.ndarray], np.ndarray],
     ):
-        """staged: see `Recordings.staged`."""
+        """staging: see `Recordings.staging`."""
         assert all(array.flags.c_contiguous for array in (y, *arrays))
         # In a recording, later launches may use the same memory.
         self._work, self._y, self._arrays = work, _unowned_view(y), [_unowned_view(array) for array in arrays]
-        self._result, *self._copies = (staged(place, array) for place, array in enumerate((y, *arrays)))
+        self._result, *self._copies = (staging(place, array) for place, array in enumerate((y, *arrays)))
 
     def make(self, stream: cupy.cuda.Stream) -> None:
         for copy, x in zip(self._copies, self._arrays, strict=True):
@@ -157,20 +157,18 @@ class _Recording:
         self._pinned, self._copy_event = pinned(on_host), cupy.cuda.Event(disable_timing=True)
         with cupy.cuda.using_allocator(memory.malloc):
             self._buffer = cupy.empty(end, np.uint8)
-        self._peer_range = (
-            on_host,
-            end - on_host,
-        )  # the part of the buffer for inputs of other devices: first byte, bytes
-        self._staged = [self._pinned[places[number]] for number in range(len(inputs))]
+        # The part of the buffer for inputs of other devices: first byte, bytes.
+        self._peer_range = on_host, end - on_host
+        self._staging = [self._pinned[places[number]] for number in range(len(inputs))]
         self.inputs = [self._buffer[places[number]].view(_dtype(x)).reshape(x.shape) for number, x in enumerate(inputs)]
 
     def take(self, inputs: Sequence[_Input]) -> None:
         """Copy the inputs of this call to the device: those on the host, then arrays that are on devices."""
         self._copy_event.synchronize()
-        for staged, x in zip(self._staged, inputs, strict=True):
+        for staging, x in zip(self._staging, inputs, strict=True):
             if not isinstance(x, PeerCopy):
                 x = x.filler if isinstance(x, PaddedInput) else x
-                staged[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+                staging[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         size, target, source = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, self._stream.ptr)
         self._copy_event.record(self._stream)
