@@ -69,8 +69,10 @@ class PromptOps(KernelOps):
         launch = self._launcher(q, out, cache.format.kv_heads, span, rule, transform)
         for number, (stored, start, ids) in enumerate(parts):
             is_last = number == len(parts) - 1
-            decoded = _segment(self.decoded(stored, ids), start, len(ids) * cache.format.block_size)
-            launch([decoded, *segments] if is_last else [decoded], is_first=number == 0, is_last=is_last)
+            decode_to_float = _segment(self.decode_to_float(stored, ids), start, len(ids) * cache.format.block_size)
+            launch(
+                [decode_to_float, *segments] if is_last else [decode_to_float], is_first=number == 0, is_last=is_last
+            )
         if not parts:
             launch(segments, is_first=True, is_last=True)
 
@@ -152,7 +154,7 @@ class PromptOps(KernelOps):
 
         return launch
 
-    def decoded(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def decode_to_float(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decode the B quantized blocks `ids` → k, v (K, B·N, D) float32."""
         format, (kernel, arguments) = cache.format, cache.decoding
         k, v = self._launch.empty((2, format.kv_heads, len(ids) * format.block_size, format.head_dim))

@@ -33,7 +33,7 @@ class AttentionOps(PromptOps):
         if not isinstance(cache, TileCache):
             return super().decode_blocks(cache, blocks)
         if len(blocks) > 1:
-            return self.decoded(cache, np.asarray(blocks, np.int64))
+            return self.decode_to_float(cache, np.asarray(blocks, np.int64))
         # Steps decode a block at a time: Python that prepares a launch anew takes three times as long as its kernel.
         if cache.decoding_one is None:
             kernel, fixed = cache.decoding
