@@ -26,8 +26,8 @@ class AttentionOps(PromptOps):
     """The ops `attention` and `spans`. Layers whose cache is not a `TileCache` are computed by NumPy."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> StepTable | Sequence[SpanView]:
-        in_slots = all(span.current.buffer is None for span in spans)
-        return StepTable(spans, block_size) if in_slots else spans
+        is_step = all(span.current.buffer is None for span in spans)
+        return StepTable(spans, block_size) if is_step else spans
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
         if not isinstance(cache, TileCache):
@@ -36,9 +36,9 @@ class AttentionOps(PromptOps):
             return self.decode_to_float(cache, np.asarray(blocks, np.int64))
         # Steps decode a block at a time: Python that prepares a launch anew takes three times as long as its kernel.
         if cache.decoding_one is None:
-            kernel, fixed = cache.decoding
-            of_one = fixed._replace(ids=np.zeros(1, np.int64), count=1)
-            cache.decoding_one = self._launch.prepare([(kernel, cache.format.kv_heads, of_one)])
+            kernel, common = cache.decoding
+            one_block = common._replace(ids=np.zeros(1, np.int64), count=1)
+            cache.decoding_one = self._launch.prepare([(kernel, cache.format.kv_heads, one_block)])
         ((_, arguments, *_),), (ids,) = cache.decoding_one.launches, cache.decoding_one.arrays
         k, v = self._launch.empty((2, cache.format.kv_heads, cache.format.block_size, cache.format.head_dim))
         ids[0], arguments[_K], arguments[_V] = blocks[0], address(k), address(v)
@@ -104,7 +104,7 @@ class AttentionOps(PromptOps):
         out = np.empty(q.shape, np.float32)
         back = NO_ROTATION if transform is None else transform.back
         scale_back = None if transform is None else transform.scale_back
-        merging = MergeArguments(
+        merge_arguments = MergeArguments(
             parts=parts,
             headers=arrays.headers,
             row_sequences=arrays.row_sequences,
@@ -116,8 +116,10 @@ class AttentionOps(PromptOps):
             heads=heads,
             most_chunks=arrays.most_chunks,
         )
-        merged = merge(dim, back.order, is_scaled=scale_back is not None, has_sink_scores=rule.sink_scores is not None)
-        self._launch(merged, rows * heads, merging)
+        merge_kernel = merge(
+            dim, back.order, is_scaled=scale_back is not None, has_sink_scores=rule.sink_scores is not None
+        )
+        self._launch(merge_kernel, rows * heads, merge_arguments)
         return out
 
 
