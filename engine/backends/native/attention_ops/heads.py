@@ -49,7 +49,7 @@ class PreparedTransform(HeadTransform):
 
 class HeadOps(KernelOps):
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
-        return [_prepared(*one) for one in with_rotations(transforms, _rotation, NO_ROTATION)]
+        return [_prepare_transform(*one) for one in with_rotations(transforms, _rotation, NO_ROTATION)]
 
     def transform_heads(
         self, qkv: np.ndarray, rope: Rope, transform: PreparedTransform, norms: Norms = None
@@ -156,16 +156,16 @@ def _rotation(matrix: np.ndarray) -> Rotation:
     return Rotation(signs.order, signs.after / np.sqrt(np.float32(signs.order)), signs.before)
 
 
-def _prepared(transform: HeadTransform, keys: Rotation, values: Rotation, back: Rotation) -> PreparedTransform:
+def _prepare_transform(transform: HeadTransform, keys: Rotation, values: Rotation, back: Rotation) -> PreparedTransform:
     scale = transform.scale
-    of_keys, of_values = (None, None) if scale is None else np.split(scale, [len(scale) - transform.kv_heads])
+    key_scale, value_scale = (None, None) if scale is None else np.split(scale, [len(scale) - transform.kv_heads])
     return PreparedTransform(
         **vars(transform),
         keys=keys,
         values=values,
         back=back,
-        key_factor=_factor(of_keys, keys.before),
-        value_factor=_factor(of_values, values.before),
+        key_factor=_factor(key_scale, keys.before),
+        value_factor=_factor(value_scale, values.before),
     )
 
 
