@@ -123,22 +123,22 @@ def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | str:
         return f"kernels have no room for heads of {dim} channels"
     k, v = keys(format.codec_k, n, dim), values(format.codec_v, n, dim)
     if k is None or v is None:
-        lacking = [codec.name for codec, side in ((format.codec_k, k), (format.codec_v, v)) if side is None]
-        return f"no kernel reads {' and '.join(dict.fromkeys(lacking))}"
+        missing = [codec.name for codec, side in ((format.codec_k, k), (format.codec_v, v)) if side is None]
+        return f"no kernel reads {' and '.join(dict.fromkeys(missing))}"
     return k, v
 
 
 def keys(codec: Codec, block_size: int, head_dim: int) -> KeyTiles | None:
     """The tiles of keys; None if no kernel reads them."""
-    return _made("keys", codec, block_size, head_dim)
+    return _make_tiles("keys", codec, block_size, head_dim)
 
 
 def values(codec: Codec, block_size: int, head_dim: int) -> ValueTiles | None:
     """The tiles of values; None if no kernel reads them."""
-    return _made("values", codec, block_size, head_dim)
+    return _make_tiles("values", codec, block_size, head_dim)
 
 
-def _made(side: str, codec: Codec, block_size: int, head_dim: int) -> Any:
+def _make_tiles(side: str, codec: Codec, block_size: int, head_dim: int) -> Any:
     make = getattr(_module(codecs.file_of(codec)), side, None)
     return None if make is None or block_size % 16 else make(codec, block_size, head_dim)
 
