@@ -32,7 +32,7 @@ def sum_tile(e: Emitter, heads: int, vectors: int) -> int:
 def _multiply(
     e: Emitter,
     block: Value,
-    after: Value,
+    next_tile: Value,
     shape: tuple[int, int],
     unrolled: int,
     factors: Values,
@@ -54,7 +54,7 @@ def _multiply(
         with e.loop(0, rows, unrolled) as row:
             offset = row * (2 * columns)
             if not first:
-                e.prefetch(after + offset, 2 * columns * unrolled)
+                e.prefetch(next_tile + offset, 2 * columns * unrolled)
             at = block + offset
             row_factors = [factor + row * 4 for factor in factors]
             for step in range(unrolled):
@@ -89,9 +89,9 @@ class HalfKeys(KeyTiles):
         for first in range(0, self._head_dim, 16):
             e.store(e.load(q, _F16, 4 * first), out, 4 * first)
 
-    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
+    def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
         unrolled = math.gcd(self._head_dim, 4)
-        _multiply(e, block, after, (self._head_dim, self._tokens), unrolled, queries, out, adds=False)
+        _multiply(e, block, next_tile, (self._head_dim, self._tokens), unrolled, queries, out, adds=False)
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         for channel in range(0, self._head_dim, 16):
@@ -113,8 +113,8 @@ class HalfValues(ValueTiles):
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
         return encoder_alone(self.name, format, side, lambda unit: unit.report(load_halves(unit, unit.block.tiles)))
 
-    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
-        _multiply(e, block, after, (self._tokens, self._row), 4, weights, sums, adds=True)
+    def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
+        _multiply(e, block, next_tile, (self._tokens, self._row), 4, weights, sums, adds=True)
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         with e.loop(0, self._tokens) as token:

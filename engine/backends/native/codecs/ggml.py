@@ -180,18 +180,18 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
             start = e.sum_lanes(integers[0] + integers[1]) * -self._zero
             e.store(start, out, self._head_dim + 4 * self._groups + 4 * group)
 
-    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
+    def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
         parts, run = self._tokens // 16, self._packing.run
         # With one vector of sums at a time, LLVM would spill the queries' factors to the stack for the next one.
         together = sum_tile(e, len(queries), parts)
         totals = [[e.variable(e.zero(_F16)) for _ in range(parts)] for _ in queries]
-        e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
+        e.prefetch(next_tile + self._scales_at, self.nbytes - self._scales_at)
 
         def add(group: Value, chunks: Sequence[int]) -> None:
             """Add the products of 32 channels, of the tokens of these chunks."""
             offset, nbytes = group * self._packing.nbytes(8 * parts), self._packing.nbytes(8 * parts)
             if not chunks[0]:
-                e.prefetch(after + offset, nbytes)
+                e.prefetch(next_tile + offset, nbytes)
             at = block + offset
             scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
             group_queries = [query + group * _GROUP for query in queries]
@@ -237,15 +237,15 @@ class GroupedValues(_GroupedTiles, ValueTiles):
         at = codes + number % fours * (4 * self._head_dim) + number // fours * 16
         return side_by_side([e.load(at, vector(I8, 16), i * self._head_dim).zext(I32) for i in range(4)])
 
-    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
+    def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
         fours, run = self._tokens // 4, self._packing.run
         rounded = [e.stack(self._tokens) for _ in weights]
         half_bytes = self._packing.nbytes(fours)
         # Both halves of a group share the loads of weights where registers have room for the sums of both.
         halves = [(0, 1)] if e.level.has_room else [(0,), (1,)]
-        e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
+        e.prefetch(next_tile + self._scales_at, self.nbytes - self._scales_at)
         with e.loop(0, self._groups) as group:
-            e.prefetch(after + group * (2 * half_bytes), 2 * half_bytes)
+            e.prefetch(next_tile + group * (2 * half_bytes), 2 * half_bytes)
             scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
             steps, starts = [], []
             for weight, target in zip(weights, rounded, strict=True):

@@ -86,7 +86,7 @@ class PolarKeys(PolarTiles, KeyTiles):
                     e.store(products, out + unit * 128, 16 * sums.order.index(4 * half + pair))
         e.store(norm * (sums.step / 127), out, 128 * self.units)
 
-    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
+    def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
         groups = self.tokens // 16
         together = sum_tile(e, 2 * len(queries), groups)  # sums get a quarter of the registers: lookups need many
         sums = _sums(e, self.levels)
@@ -94,7 +94,7 @@ class PolarKeys(PolarTiles, KeyTiles):
             totals = [[e.variable(e.zero(_F16)) for _ in range(together)] for _ in queries]
             with e.loop(0, self.units) as unit:
                 if not first:
-                    self.prefetch(e, after, unit)
+                    self.prefetch(e, next_tile, unit)
                 tables = [query + unit * 128 for query in queries]
                 radii = block + unit * (2 * self.tokens * self.radii)
                 for number in range(together):

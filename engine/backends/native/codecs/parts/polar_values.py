@@ -73,7 +73,7 @@ class PolarValues(PolarTiles, ValueTiles):
                 both = e.part(code, 0, 8) | e.part(code, 8, 8) << 4
                 e.store(both.trunc(I8), out, 16 * pair + 8 * half)
 
-    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
+    def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
         groups, size = self.tokens // 16, max(32, e.level.byte_register or 64)  # lookups take 32 bytes or 64
         largest_radii, inverses = e.stack(4 * self.units), e.stack(4 * self.units)
         with e.loop(0, self.units) as unit:  # for all units first, so that their dependency chains overlap
@@ -90,7 +90,7 @@ class PolarValues(PolarTiles, ValueTiles):
         kind, lanes = vector(I32, size // 4), [lane % 8 for lane in range(size // 2)]
         scaled = [e.stack(2 * self.tokens * factors.sets) for _ in weights]
         with e.loop(0, self.units) as unit:
-            self.prefetch(e, after, unit)
+            self.prefetch(e, next_tile, unit)
             at, rows = block + unit * (64 * groups), block + unit * (32 * groups) + self.rows_at
             radii = block + unit * (2 * self.tokens * self.radii) + self.radii_at
             inverse = e.load(inverses + unit * 4, F32)

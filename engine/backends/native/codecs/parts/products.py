@@ -54,7 +54,7 @@ def _bias(e: Emitter) -> int:
 
 
 def emit_products(
-    e: Emitter, table: CodeTable, block: Value, after: Value, tokens: int, head_dim: int, prepared: Sequence[Values]
+    e: Emitter, table: CodeTable, block: Value, next_tile: Value, tokens: int, head_dim: int, prepared: Sequence[Values]
 ) -> list[list[Value]]:
     """The dot products of a tile's keys with prepared queries: for each query, int32, 16 tokens per vector.
 
@@ -96,7 +96,7 @@ def emit_products(
             previous.update({group: e.variable(e.zero(_I16)) for group in chosen})
         if vectors % code_tile:
             if not first:
-                e.prefetch(after, packing.nbytes(vectors))
+                e.prefetch(next_tile, packing.nbytes(vectors))
             add(block, prepared, vectors, chosen)
             continue
         nbytes = packing.nbytes(code_tile)
@@ -104,7 +104,7 @@ def emit_products(
             offset = part * (code_tile // groups * 4 * width)
             part_queries = [[query + offset for query in queries] for queries in prepared]
             if not first:
-                e.prefetch(after + part * nbytes, nbytes)
+                e.prefetch(next_tile + part * nbytes, nbytes)
             add(block + part * nbytes, part_queries, code_tile, chosen)
     return [[total.get() for total in column] for column in zip(*totals, strict=True)]
 

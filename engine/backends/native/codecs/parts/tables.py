@@ -159,9 +159,9 @@ class TableKeys(_TableTiles, KeyTiles):
             parts = [e.shuffle(part, part, PAIR_LANES) for part in parts]
         store_query(e, parts, self._table, out)
 
-    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
-        totals = emit_products(e, self._table, block, after, self._tokens, self._head_dim, [queries])
-        e.prefetch(after + self._norms_at, self.nbytes - self._norms_at)
+    def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
+        totals = emit_products(e, self._table, block, next_tile, self._tokens, self._head_dim, [queries])
+        e.prefetch(next_tile + self._norms_at, self.nbytes - self._norms_at)
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
         for query, target, total in zip(queries, out, totals, strict=True):
             factor = e.broadcast(query, F32, 16, self._factor_at)
@@ -190,11 +190,11 @@ class TableValues(_TableTiles, ValueTiles):
         tokens = [e.load(first, vector(kind, p), i * self._codes * size).zext(I32) for i in range(64 // p)]
         return self._four_bytes([e.join(tokens[i::4]) for i in range(4)])
 
-    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
+    def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
         chunks, along, run = self._codes // self._lanes, self._tokens * self._lanes // 64, self._packing.run
         width = self._table.width
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
-        e.prefetch(after + self._norms_at, self.nbytes - self._norms_at)
+        e.prefetch(next_tile + self._norms_at, self.nbytes - self._norms_at)
         steps, counts = quantize_weights(e, weights, norms)
         factors = [step * self._table.scale for step in steps]
         extra = [count.to_float() * self._table.beyond for count in counts]
@@ -223,7 +223,7 @@ class TableValues(_TableTiles, ValueTiles):
                     channel.set(e.zero(_I16))
 
         if along % run:
-            e.prefetch(after, self._norms_at)
+            e.prefetch(next_tile, self._norms_at)
             last: dict[int, Value] = {}
             for number, code in enumerate(read_codes(e, self._packing, block, self._vectors)):
                 before = last.get(number % along, e.zero(code[0].type)) if flips else None
@@ -244,7 +244,7 @@ class TableValues(_TableTiles, ValueTiles):
                     at = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
                     offset = start + part * nbytes
                     if channels[0] == 0:
-                        e.prefetch(after + offset, nbytes)
+                        e.prefetch(next_tile + offset, nbytes)
                     earlier_codes = read_low(e, self._packing, earlier + part * nbytes, code_tile if flips else 0)
                     for place, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
                         add(code, next(earlier_codes, None), at, place, channels)
