@@ -44,7 +44,7 @@ def store_query(e: Emitter, parts: Values, table: CodeTable, out: Value) -> None
         total = total + part
         e.store(part.trunc(I8), out, 16 * number)
     e.store(top * (table.scale / 127), out, 16 * len(parts))
-    bias = round(2 * (table.beyond - _bias(e)))  # in halves; a last half is left out
+    bias = round(2 * (table.half_step - _bias(e)))  # in halves; a last half is left out
     e.store((e.sum_lanes(total) * bias).ashr(1), out, 16 * len(parts) + 4)
 
 

@@ -197,7 +197,7 @@ class TableValues(_TableTiles, ValueTiles):
         e.prefetch(next_tile + self._norms_at, self.nbytes - self._norms_at)
         steps, counts = quantize_weights(e, weights, norms)
         factors = [step * self._table.scale for step in steps]
-        extra = [count.to_float() * self._table.beyond for count in counts]
+        extra = [count.to_float() * self._table.half_step for count in counts]
         lookup = self._table.emit(e, 0)
         flips = self._table.flips
         totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
