@@ -22,7 +22,7 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, Tiles, ValueTiles, codes_section
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.codecs.parts.decoding import emit_pack_norms, emit_points
-from polarlm.engine.backends.native.codecs.parts.packing import Packing, side_by_side
+from polarlm.engine.backends.native.codecs.parts.packing import Packing, pack_bytes
 from polarlm.engine.backends.native.kernels.encode.load import load
 from polarlm.engine.backends.native.kernels.encode.rounding import write_codes
 from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder_alone
@@ -168,7 +168,7 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
         row, parts = 4 * self._tokens, self._tokens // 16
         group, part, place = number // (8 * parts), number // 8 % parts, number % 8
         at = codes + (group * 8 + place) * (4 * row) + part * 64
-        return side_by_side([e.load(at, _I16, row * i) for i in range(4)])
+        return pack_bytes([e.load(at, _I16, row * i) for i in range(4)])
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         for group in range(self._groups):
@@ -235,7 +235,7 @@ class GroupedValues(_GroupedTiles, ValueTiles):
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
         fours = self._tokens // 4
         at = codes + number % fours * (4 * self._head_dim) + number // fours * 16
-        return side_by_side([e.load(at, vector(I8, 16), i * self._head_dim).zext(I32) for i in range(4)])
+        return pack_bytes([e.load(at, vector(I8, 16), i * self._head_dim).zext(I32) for i in range(4)])
 
     def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
         fours, run = self._tokens // 4, self._packing.run

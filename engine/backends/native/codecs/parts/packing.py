@@ -61,7 +61,7 @@ class Packing(Planes):
             e.store(functools.reduce(operator.or_, parts), at, 64 * number)
 
 
-def side_by_side(codes: list[Value]) -> Value:
+def pack_bytes(codes: list[Value]) -> Value:
     """Four vectors of codes (16,) int32 below 256 → (16,) int32 whose four bytes are these codes."""
     return functools.reduce(operator.or_, (_shifted(code, 8 * i) for i, code in enumerate(codes)))
 

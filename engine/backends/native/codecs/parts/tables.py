@@ -27,7 +27,7 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, Tiles, ValueTiles, codes_section
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.backends.native.codecs.parts.decoding import emit_norms, emit_pack_norms, emit_points
-from polarlm.engine.backends.native.codecs.parts.packing import Packing, side_by_side
+from polarlm.engine.backends.native.codecs.parts.packing import Packing, pack_bytes
 from polarlm.engine.backends.native.codecs.parts.products import (
     PAIR_LANES,
     emit_products,
@@ -120,7 +120,7 @@ class _TableTiles(Tiles):
     def _four_bytes(self, codes: Values) -> list[Value]:
         """Four vectors of codes (16,) int32 → a vector whose lanes have a byte of each; for ten bits, low and high."""
         parts = [[code & 255 for code in codes], [code >> 8 for code in codes]] if self._table.bits > 8 else [[*codes]]
-        return [side_by_side(part) for part in parts]
+        return [pack_bytes(part) for part in parts]
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
