@@ -67,8 +67,8 @@ def emit_points(
     with e.loop(0, tokens) as token, e.loop(0, len(norms)) as group:
         previous = e.variable(e.i64(0))
         norm = e.load(norms_at + (group * tokens + token) * 4, F32)
-        before = token * codes + group * group_codes
-        with e.loop(before, before + group_codes, code_tile) as first:
+        first_code = token * codes + group * group_codes
+        with e.loop(first_code, first_code + group_codes, code_tile) as first:
             for i in range(code_tile):
                 at = scratch + e.load(all_places + first * 2, I16, 2 * i).zext(I64)
                 code = e.load(at, I8).zext(I64)
@@ -107,7 +107,7 @@ def _from_byte(e: Emitter, code: Value) -> Value:
     """code (16,) int32 → norm (16,) float32. Computed, since a gather of 16 numbers takes longer on most CPUs."""
     steps = (code - _ZERO).to_float()
     size = e.absolute(steps)
-    beyond = e.fmax(size - float(_KNEE), 0.0)
-    octaves = e.fma(beyond * beyond, e.like(_CURVE, size), size * _STEP)
+    excess = e.fmax(size - float(_KNEE), 0.0)
+    octaves = e.fma(excess * excess, e.like(_CURVE, size), size * _STEP)
     norm = e.exp(e.select(steps < 0.0, -octaves, octaves) * math.log(2))
     return e.select(code > 0, norm, e.zero(norm.type))
