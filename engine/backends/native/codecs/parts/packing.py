@@ -28,7 +28,7 @@ class Packing(Planes):
         codes: list[list[Value]] = [[] for _ in range(count)]
         for code, low, byte, place, bits in self.pieces(count):
             is_clean = bits == 8 or (dirty and bits == self.bits > 5)
-            part = _shifted(stored[byte], low % 8 - place)
+            part = _shift(stored[byte], low % 8 - place)
             part = part if is_clean else part & _bytes((1 << bits) - 1 << low % 8)
             if low % 8:
                 codes[code][-1] = codes[code][-1] | part
@@ -43,7 +43,7 @@ class Packing(Planes):
         for code, low, byte, place, bits in self.pieces(count):
             if low > 1:
                 continue
-            part = _shifted(stored[byte], low - place)
+            part = _shift(stored[byte], low - place)
             if code in codes or code >= len(stored):
                 part = part & _bytes((1 << bits) - 1 << low)
             codes[code] = codes[code] | part if code in codes else part
@@ -56,17 +56,17 @@ class Packing(Planes):
             part = codes[code][low // 8].bits(_WORDS)
             if bits < min(self.bits - low // 8 * 8, 8):
                 part = part & _bytes((1 << bits) - 1 << low % 8)
-            words[byte].append(_shifted(part, place - low % 8))
+            words[byte].append(_shift(part, place - low % 8))
         for number, parts in enumerate(words):
             e.store(functools.reduce(operator.or_, parts), at, 64 * number)
 
 
 def pack_bytes(codes: list[Value]) -> Value:
     """Four vectors of codes (16,) int32 below 256 → (16,) int32 whose four bytes are these codes."""
-    return functools.reduce(operator.or_, (_shifted(code, 8 * i) for i, code in enumerate(codes)))
+    return functools.reduce(operator.or_, (_shift(code, 8 * i) for i, code in enumerate(codes)))
 
 
-def _shifted(word: Value, bits: int) -> Value:
+def _shift(word: Value, bits: int) -> Value:
     return word << bits if bits > 0 else word >> -bits if bits else word
 
 
