@@ -164,7 +164,7 @@ def by_lane(e: Emitter, tables: Sequence[np.ndarray], width: int) -> Value:
     return e.constant(vector(I8, width), entries.tolist() * (width // len(entries)))
 
 
-def interleaved(e: Emitter, a: Value, b: Value) -> list[Value]:
+def interleave(e: Emitter, a: Value, b: Value) -> list[Value]:
     """In each 128-bit lane, the low 8 bytes of a and b interleaved; then the high 8 bytes."""
     size = a.lanes
     return [

@@ -24,7 +24,7 @@ from polarlm.engine.backends.native.codecs.parts.polar import (
     PolarTiles,
     by_lane,
     emit_cosines,
-    interleaved,
+    interleave,
     pair_factors,
 )
 from polarlm.engine.codecs.polarquant import PolarQuant
@@ -170,7 +170,7 @@ class _SumsOfPairs:
         first, second = ((wide >> 2) & 0x0C0C0C0C) | (wide & 0x03030303), (wide >> 2) & _CODE
         uppers = [upper.bits(_BYTES) for upper in (first, second)]
         factors = [e.level.lookup_in_lanes(e, table, upper) for table, upper in zip(self._tables, uppers, strict=True)]
-        self._factors = interleaved(e, factors[0], factors[1])
+        self._factors = interleave(e, factors[0], factors[1])
         self._codes = [(codes & _CODE).bits(_BYTES) for codes in (directions, directions >> 4)]
         self._cosines = emit_cosines(e, rows, range(32), 2**14) if self._levels == 4 else None
 
@@ -179,7 +179,7 @@ class _SumsOfPairs:
         products = [
             e.level.lookup_in_lanes(e, e.load(query, _BYTES, 64 * i), code) for i, code in enumerate(self._codes)
         ]
-        each = interleaved(e, products[0], products[1])
+        each = interleave(e, products[0], products[1])
         a, b = (e.level.pair_products(e, factor, product) for factor, product in zip(self._factors, each, strict=True))
         lanes = [16 * (i // 16) + 32 * (i // 8 % 2) + i % 8 for i in range(32)]
         total = e.shuffle(a, b, lanes) + e.shuffle(a, b, [lane + 8 for lane in lanes])

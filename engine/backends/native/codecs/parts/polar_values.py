@@ -25,7 +25,7 @@ from polarlm.engine.backends.native.codecs.parts.polar import (
     PolarTiles,
     by_lane,
     emit_cosines,
-    interleaved,
+    interleave,
     pair_factors,
 )
 from polarlm.engine.codecs.schema.sections import Section
@@ -59,10 +59,10 @@ class PolarValues(PolarTiles, ValueTiles):
         )
 
     def places(self, token: Value) -> tuple[list[list[tuple[Value, Value]]], list[Value]]:
-        eight, within = token // 8, token % 8
+        eight, token_in_eight = token // 8, token % 8
         shift = (eight * 4).trunc(I32)
-        pairs = [[(within + (16 * pair + 8 * half), shift) for pair in range(4)] for half in (0, 1)]
-        return pairs, [eight * 16 + within + 8 * half for half in (0, 1)]
+        pairs = [[(token_in_eight + (16 * pair + 8 * half), shift) for pair in range(4)] for half in (0, 1)]
+        return pairs, [eight * 16 + token_in_eight + 8 * half for half in (0, 1)]
 
     def _emit_pack_codes(self, e: Emitter, directions: Values, rows: Values, out: Value, out_rows: Value) -> None:
         for half, row in enumerate(rows):
@@ -81,9 +81,9 @@ class PolarValues(PolarTiles, ValueTiles):
             largest, inverse = self._largest_radius(e, radii)
             e.store(largest, largest_radii + unit * 4)
             e.store(inverse, inverses + unit * 4)
-        of_tokens = e.stack(8 * self.tokens)
-        self._measure_tokens(e, block + self.radii_at, inverses, of_tokens)
-        tops = [self._store_weights(e, weight, of_tokens) for weight in weights]
+        token_sizes = e.stack(8 * self.tokens)
+        self._measure_tokens(e, block + self.radii_at, inverses, token_sizes)
+        tops = [self._store_weights(e, weight, token_sizes) for weight in weights]
         factors = _Factors(e, self.levels, size)
         step = factors.largest * COSINES[1].max() / (_FACTOR * _DIRECTION) * (2**15 / _WORD)
         directions = [by_lane(e, [np.rint(x * (_DIRECTION / COSINES[1].max()))], size) for x in (COSINES[1], SINES)]
@@ -94,7 +94,7 @@ class PolarValues(PolarTiles, ValueTiles):
             at, rows = block + unit * (64 * groups), block + unit * (32 * groups) + self.rows_at
             radii = block + unit * (2 * self.tokens * self.radii) + self.radii_at
             inverse = e.load(inverses + unit * 4, F32)
-            self._scale(e, radii, rows, inverse, of_tokens + 4 * self.tokens, weights, scaled, factors)
+            self._scale(e, radii, rows, inverse, token_sizes + 4 * self.tokens, weights, scaled, factors)
             by_part = []
             for first in range(0, 64, size):
                 totals = [[e.variable(e.zero(kind)) for _ in directions] for _ in weights]
@@ -166,7 +166,7 @@ class PolarValues(PolarTiles, ValueTiles):
         radii: Value,
         rows: Value,
         inverse: Value,
-        of_tokens: Value,
+        token_sizes: Value,
         weights: Values,
         out: Values,
         factors: _Factors,
@@ -179,8 +179,8 @@ class PolarValues(PolarTiles, ValueTiles):
         for first in range(0, self.tokens, together):
             places = [2 * (first + self.tokens * i) for i in range(self.radii)]
             unit_radii = [e.half_to_float(e.load(radii, vector(I16, together), place)) for place in places]
-            words_of = e.load(of_tokens, vector(F32, together), 4 * first)
-            words = [e.round(radius * inverse * words_of).trunc(I16) for radius in unit_radii]
+            token_words = e.load(token_sizes, vector(F32, together), 4 * first)
+            words = [e.round(radius * inverse * token_words).trunc(I16) for radius in unit_radii]
             if factors.has_level4 < (self.levels == 4):
                 groups = range(first // 16, (first + together) // 16)
                 lanes = [16 * (token // 8) + 8 * half + token % 8 for half in (0, 1) for token in range(16)]
@@ -231,4 +231,4 @@ class _Factors:
         else:
             rest = e.constant(wide.type, [0x0F if pair > 1 else 0x0C for pair in pairs])
             factors = e.level.lookup_in_lanes(e, self._tables[first // size], shifted & rest | wide & level2)
-        return [word.bits(vector(I16, size // 2)) for word in interleaved(e, factors, e.zero(factors.type))]
+        return [word.bits(vector(I16, size // 2)) for word in interleave(e, factors, e.zero(factors.type))]
