@@ -70,34 +70,36 @@ def emit_products(
 
     previous: dict[int, Variable] = {}  # the last code vector of each group
 
-    def add(at: Value, part_queries: Sequence[Values], count: int, chosen: Sequence[int]) -> None:
+    def add(at: Value, part_queries: Sequence[Values], count: int, own_groups: Sequence[int]) -> None:
         """Add the products of `count` code vectors at `at` with the queries at `part_queries`, of the chosen groups."""
         for number, code in enumerate(read_codes(e, packing, at, count)):
             quad, group = divmod(number, groups)
-            if group not in chosen:
+            if group not in own_groups:
                 continue
             e.keep_order()
-            before = None
+            previous_codes = None
             if table.flips:
                 word = code[0].bits(_I16)
-                before = e.same("fshl", word, previous[group].get(), 8).bits(BYTES)  # each byte is the one before it
+                previous_codes = e.same("fshl", word, previous[group].get(), 8).bits(
+                    BYTES
+                )  # each byte is the one before it
                 previous[group].set(word)
-            for channel, value in enumerate(lookup(code, range(width), before)):
+            for channel, value in enumerate(lookup(code, range(width), previous_codes)):
                 for query, total in zip(part_queries[group // each], totals[group], strict=True):
                     e.keep_order()
                     factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
                     total.set(multiply(e, total.get(), value.bits(_I16), factor))
 
     code_tile = math.lcm(packing.run, groups)
-    together = sum_tile(e, len(prepared[0]), groups) if e.level.keeps_order else groups
-    for first in range(0, groups, together):
-        chosen = range(first, first + together)
+    group_tile = sum_tile(e, len(prepared[0]), groups) if e.level.keeps_order else groups
+    for first in range(0, groups, group_tile):
+        own_groups = range(first, first + group_tile)
         if table.flips:
-            previous.update({group: e.variable(e.zero(_I16)) for group in chosen})
+            previous.update({group: e.variable(e.zero(_I16)) for group in own_groups})
         if vectors % code_tile:
             if not first:
                 e.prefetch(next_tile, packing.nbytes(vectors))
-            add(block, prepared, vectors, chosen)
+            add(block, prepared, vectors, own_groups)
             continue
         nbytes = packing.nbytes(code_tile)
         with e.loop(0, vectors // code_tile) as part:
@@ -105,7 +107,7 @@ def emit_products(
             part_queries = [[query + offset for query in queries] for queries in prepared]
             if not first:
                 e.prefetch(next_tile + part * nbytes, nbytes)
-            add(block + part * nbytes, part_queries, code_tile, chosen)
+            add(block + part * nbytes, part_queries, code_tile, own_groups)
     return [[total.get() for total in column] for column in zip(*totals, strict=True)]
 
 
