@@ -34,7 +34,7 @@ def _multiply(
     block: Value,
     next_tile: Value,
     shape: tuple[int, int],
-    unrolled: int,
+    unroll: int,
     factors: Values,
     targets: Values,
     *,
@@ -44,22 +44,22 @@ def _multiply(
     `adds` to them. unrolled: rows at a time."""
     rows, columns = shape
     vectors = columns // 16
-    together = sum_tile(e, len(factors), vectors)
-    for first in range(0, vectors, together):
-        places = [64 * (first + number) for number in range(together)]
+    vector_tile = sum_tile(e, len(factors), vectors)
+    for first in range(0, vectors, vector_tile):
+        places = [64 * (first + number) for number in range(vector_tile)]
         totals = [
             [e.variable(e.load(target, _F16, place) if adds else e.zero(_F16)) for place in places]
             for target in targets
         ]
-        with e.loop(0, rows, unrolled) as row:
+        with e.loop(0, rows, unroll) as row:
             offset = row * (2 * columns)
             if not first:
-                e.prefetch(next_tile + offset, 2 * columns * unrolled)
+                e.prefetch(next_tile + offset, 2 * columns * unroll)
             at = block + offset
             row_factors = [factor + row * 4 for factor in factors]
-            for step in range(unrolled):
+            for step in range(unroll):
                 wide = [e.broadcast(factor, F32, 16, 4 * step) for factor in row_factors]
-                for number in range(together):
+                for number in range(vector_tile):
                     value = e.half_to_float(e.load(at, _I16, 2 * columns * step + 32 * (first + number)))
                     for factor, total in zip(wide, totals, strict=True):
                         total[number].set(e.fma(value, factor, total[number].get()))
@@ -90,8 +90,8 @@ class HalfKeys(KeyTiles):
             e.store(e.load(q, _F16, 4 * first), out, 4 * first)
 
     def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
-        unrolled = math.gcd(self._head_dim, 4)
-        _multiply(e, block, next_tile, (self._head_dim, self._tokens), unrolled, queries, out, adds=False)
+        unroll = math.gcd(self._head_dim, 4)
+        _multiply(e, block, next_tile, (self._head_dim, self._tokens), unroll, queries, out, adds=False)
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         for channel in range(0, self._head_dim, 16):
