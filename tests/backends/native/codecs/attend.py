@@ -86,7 +86,7 @@ def prepared(tiles: KeyTiles, level: Level, queries: np.ndarray) -> np.ndarray:
     return out.reshape(len(queries), -1)
 
 
-def decode_to_float(
+def decoded(
     memory: Sequence[np.ndarray],
     ids: np.ndarray,
     out: np.ndarray,

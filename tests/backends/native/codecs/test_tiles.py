@@ -109,10 +109,10 @@ def check(names: tuple[str, str], level: Level, n: int, d: int, seed: int) -> No
     if bits:
         exact_mean = mean * scale[..., None].astype(np.float64) if bits == 8 else mean.astype(np.float64)
         wanted[0] = wanted[0] + exact_mean[:, ids, None]
-    decode_to_float = np.full((2, heads, len(ids), n, d), np.nan, np.float32)
+    decoded = np.full((2, heads, len(ids), n, d), np.nan, np.float32)
     kernel = decode(Decoding(keys, values, bits, n, d))
-    run(kernel, level, heads * len(ids), attend.decode_to_float(memory, ids, decode_to_float, mean, scale))
-    for side, exact in zip(decode_to_float, wanted, strict=True):
+    run(kernel, level, heads * len(ids), attend.decoded(memory, ids, decoded, mean, scale))
+    for side, exact in zip(decoded, wanted, strict=True):
         assert (np.abs(side - exact) <= 1e-5 * np.abs(exact).max(axis=-1, keepdims=True)).all()
 
 
