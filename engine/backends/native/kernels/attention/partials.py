@@ -74,7 +74,7 @@ class MergeArguments(NamedTuple):
     row_sequences: Pointer
     scale_back: Pointer
     sink_scores: Pointer
-    before: Pointer
+    input_signs: Pointer
     memory: Pointer
     out: Pointer
     heads: Int64
@@ -115,7 +115,7 @@ def merge(head_dim: int, order: int, *, is_scaled: bool, has_sink_scores: bool) 
                 e.store(weighted.get() * factor, scratch, offset)
             if order > 1:
                 for channel, lanes in pieces(head_dim):
-                    signs = e.load(args.before, vector(F32, lanes), 4 * channel)
+                    signs = e.load(args.input_signs, vector(F32, lanes), 4 * channel)
                     e.store(e.load(scratch, signs.type, 4 * channel) * signs, scratch, 4 * channel)
             rotate(e, scratch, args.out + unit * (4 * head_dim), args.memory, head_dim, order)
 

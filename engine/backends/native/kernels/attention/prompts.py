@@ -37,7 +37,7 @@ class PromptArguments(NamedTuple):
     row_sum: Pointer
     sink_scores: Pointer
     scale_back: Pointer
-    before: Pointer
+    input_signs: Pointer
     rotation: Pointer
     rows: Int64
     group: Int64
@@ -100,7 +100,7 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
                     state.suspend(row * group + member, target, args.row_max, args.row_sum, number)
                 with e.when(args.is_last > 0):
                     own_scale = args.scale_back + (head * group + member) * 4
-                    state.finish(row * group + member, target, (own_scale, args.before, args.rotation))
+                    state.finish(row * group + member, target, (own_scale, args.input_signs, args.rotation))
 
     return Kernel(spec.name, emit, PromptArguments, scratch=arrays(spec.dim)[-1])
 
