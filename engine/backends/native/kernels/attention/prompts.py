@@ -85,7 +85,7 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
                 state.open(row * group + member, first_position + row, own_q, args.scale, sink)
                 with e.when(args.is_first < 1):
                     state.resume(row * group + member, out + number * row_bytes, args.row_max, args.row_sum, number)
-            state.fill_up(queries, last_position)
+            state.pad_queries(queries, last_position)
             with e.loop(0, args.count) as index:
                 k, v, head_stride, start, tokens = read(e, Segment, args.segments, index)
                 from_key = e.imax(first_position - args.window + 1 - start, 0) // KEYS * KEYS
@@ -151,7 +151,7 @@ def attend_to_texts(dim: int) -> Kernel[TextArguments]:
             with e.loop(0, text.rows) as row, e.loop(0, group) as member:
                 query = args.q + (text.row + row) * args.q_stride + (head * group + member) * row_bytes
                 state.open(row * group + member, first_position + row, query, args.scale)
-            state.fill_up(queries, first_position + text.rows - 1)
+            state.pad_queries(queries, first_position + text.rows - 1)
             from_key = e.imax(first_position - window + 1, 0) // KEYS * KEYS
             with e.loop(from_key, e.imin(text.length, first_position + text.rows), KEYS) as key:
                 at = head * args.head_stride + (text.first + key) * args.row_stride
