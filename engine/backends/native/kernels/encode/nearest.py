@@ -34,7 +34,7 @@ _UNSURE = 1e-4  # in phases: a turn has at most 72, and the error of an angle is
 _ARC = 0.159151317, -0.0529385678, 0.0308029088, -0.0185298506, 0.00837908509, -0.00186515755
 
 
-class Found(NamedTuple):
+class NearestPoints(NamedTuple):
     """Codes (16,) int32, and each coordinate of their points, (16,) float32."""
 
     codes: Value
@@ -59,7 +59,7 @@ class NearestOfRings:
         scores = np.square(points[:first]).sum(1) / 2
         self._turn_of_zero = (np.arctan2(*points[scores.argmin(), ::-1]) / (2 * np.pi)) % 1 * quarters
 
-    def __call__(self, x: Values) -> Found:
+    def __call__(self, x: Values) -> NearestPoints:
         """Coordinates of vectors of unit variance, each (16,) float32 and finite → the nearest points."""
         e = self._e
         # NaN and infinity must not become an index, and scores must be finite.
@@ -69,7 +69,7 @@ class NearestOfRings:
         image = [e.absolute(value) for value in x]
         return self._with_signs(x, image, *self._nearest(image))
 
-    def _nearest(self, x: Values) -> tuple[Found, Value]:
+    def _nearest(self, x: Values) -> tuple[NearestPoints, Value]:
         """The nearest of the points, or of the points in a quadrant to a pair there, and its score."""
         e, (a, b) = self._e, x
         square = e.fma(a, a, b * b)
@@ -94,17 +94,17 @@ class NearestOfRings:
             other = phase + e.select(beyond > 0.0, e.constant(_I16, 1), e.constant(_I16, -1))
             others.append(start + self._on_circle(other, count))
             code = start + self._on_circle(phase, count)
-            best, score = self._better(x, code, best, score)
+            best, score = self._choose_better(x, code, best, score)
         assert best is not None
         assert unsure is not None
         kept = [e.variable(value) for value in (score, best.codes, *best.points)]
         with e.when(e.any(unsure)):
             for code in others:
-                best, score = self._better(x, code, best, score)
+                best, score = self._choose_better(x, code, best, score)
             for variable, value in zip(kept, (score, best.codes, *best.points), strict=True):
                 variable.set(value)
         score, codes, *points = (variable.get() for variable in kept)
-        return Found(codes, points), score
+        return NearestPoints(codes, points), score
 
     def _on_circle(self, phase: Value, count: Value) -> Value:
         """A phase from −1 to `count` as one below `count`: the next one on the circle, or the end of a quadrant."""
@@ -113,7 +113,7 @@ class NearestOfRings:
             return e.select(phase < 0, e.zero(_I16), e.select(phase < count, phase, count - 1))
         return e.select(phase < 0, phase + count, e.select(phase < count, phase, phase - count))
 
-    def _with_signs(self, x: Values, image: Values, nearest: Found, score: Value) -> Found:
+    def _with_signs(self, x: Values, image: Values, nearest: NearestPoints, score: Value) -> NearestPoints:
         """The nearest to the pair if `nearest`, with `score`, is the nearest to its image in the quadrant.
 
         Among equal scores the lowest code wins, so a coordinate is negative only if that makes the score less.
@@ -126,19 +126,21 @@ class NearestOfRings:
         signs = e.select(is_left, e.constant(_I16, 256), e.zero(_I16)) | e.select(
             is_low, e.constant(_I16, 512), e.zero(_I16)
         )
-        return Found(nearest.codes | signs, [e.select(is_left, -p, p), e.select(is_low, -q, q)])
+        return NearestPoints(nearest.codes | signs, [e.select(is_left, -p, p), e.select(is_low, -q, q)])
 
-    def _better(self, x: Values, code: Value, best: Found | None, score: Value) -> tuple[Found, Value]:
+    def _choose_better(
+        self, x: Values, code: Value, best: NearestPoints | None, score: Value
+    ) -> tuple[NearestPoints, Value]:
         """The better of a candidate and the best so far, and its score; the lower code wins a tie."""
         e = self._e
         points = gather_pairs(e, self._points, code)
         (a, b), (p, q) = x, points
         candidate_score = (p * p + q * q) * 0.5 - a * p - b * q
         if best is None:
-            return Found(code, points), candidate_score
+            return NearestPoints(code, points), candidate_score
         better = (candidate_score < score) | (candidate_score.equals(score) & (code < best.codes))
         chosen = [e.select(better, new, old) for new, old in zip(points, best.points, strict=True)]
-        return Found(e.select(better, code, best.codes), chosen), e.select(better, candidate_score, score)
+        return NearestPoints(e.select(better, code, best.codes), chosen), e.select(better, candidate_score, score)
 
     def _turn(self, a: Value, b: Value) -> Value:
         """The angle of (a, b) in turns, from 0 to 1; of a pair in the quadrant, in quarters of a turn."""
@@ -165,14 +167,14 @@ class NearestLevels:
         self._levels = levels_of(bits).tolist()
         self._thresholds = thresholds_of(bits).tolist()
 
-    def __call__(self, x: Values) -> Found:
+    def __call__(self, x: Values) -> NearestPoints:
         e, (value,) = self._e, x
         codes, level = e.zero(_I16), e.constant(_F16, self._levels[0])
         for number, (threshold, above) in enumerate(zip(self._thresholds, self._levels[1:], strict=True)):
             is_above = value > threshold
             codes = e.select(is_above, e.constant(_I16, number + 1), codes)
             level = e.select(is_above, e.constant(_F16, above), level)
-        return Found(codes, [level])
+        return NearestPoints(codes, [level])
 
 
 class NearestEvenLevels:
@@ -181,10 +183,10 @@ class NearestEvenLevels:
     def __init__(self, e: Emitter, bits: int) -> None:
         self._e = e
 
-    def __call__(self, x: Values) -> Found:
+    def __call__(self, x: Values) -> NearestPoints:
         e, (value,) = self._e, x
         codes = e.fmin(e.fmax(value * float(STEPS) + (MIDDLE + 0.5), 0.0), 255.0).to_int()
-        return Found(codes, [(codes - MIDDLE).to_float() * (1 / STEPS)])
+        return NearestPoints(codes, [(codes - MIDDLE).to_float() * (1 / STEPS)])
 
 
 Search = NearestOfRings | NearestLevels | NearestEvenLevels
