@@ -74,8 +74,8 @@ class NearestOfRings:
         e, (a, b) = self._e, x
         square = e.fma(a, a, b * b)
         word = e.constant(_I16, self._words[0])
-        for limit, outside in zip(self._limits, self._words[1:], strict=True):
-            word = e.select(square < limit, word, e.constant(_I16, outside))
+        for limit, outer_word in zip(self._limits, self._words[1:], strict=True):
+            word = e.select(square < limit, word, e.constant(_I16, outer_word))
         turn = e.select(square > 0.0, self._turn(a, b), e.constant(_F16, self._turn_of_zero))
 
         first, shift = word & 1023, (word >> _ODD & 1).to_float() * 0.5
@@ -83,27 +83,30 @@ class NearestOfRings:
         firsts, shifts = (first, first + phases[0]), (shift, -shift + 0.5)
         if self._symmetric:
             shifts = e.constant(_F16, 0.5), e.constant(_F16, 0.5)
-        others, unsure = [], square < 1e-9 if self._several_innermost else None  # so small, scores round to equal ones
+        others, is_unsure = (
+            [],
+            square < 1e-9 if self._several_innermost else None,
+        )  # so small, scores round to equal ones
         best, score = None, square
         for start, count, shift in zip(firsts, phases, shifts, strict=True):
             steps = turn * count.to_float() - shift  # from −½ to the number of phases
             phase = (steps + 0.5).to_int()
-            beyond = steps - phase.to_float()
-            is_between = e.absolute(beyond) > 0.5 - _UNSURE
-            unsure = is_between if unsure is None else unsure | is_between
-            other = phase + e.select(beyond > 0.0, e.constant(_I16, 1), e.constant(_I16, -1))
+            excess = steps - phase.to_float()
+            is_between = e.absolute(excess) > 0.5 - _UNSURE
+            is_unsure = is_between if is_unsure is None else is_unsure | is_between
+            other = phase + e.select(excess > 0.0, e.constant(_I16, 1), e.constant(_I16, -1))
             others.append(start + self._on_circle(other, count))
             code = start + self._on_circle(phase, count)
             best, score = self._choose_better(x, code, best, score)
         assert best is not None
-        assert unsure is not None
-        kept = [e.variable(value) for value in (score, best.codes, *best.points)]
-        with e.when(e.any(unsure)):
+        assert is_unsure is not None
+        results = [e.variable(value) for value in (score, best.codes, *best.points)]
+        with e.when(e.any(is_unsure)):
             for code in others:
                 best, score = self._choose_better(x, code, best, score)
-            for variable, value in zip(kept, (score, best.codes, *best.points), strict=True):
+            for variable, value in zip(results, (score, best.codes, *best.points), strict=True):
                 variable.set(value)
-        score, codes, *points = (variable.get() for variable in kept)
+        score, codes, *points = (variable.get() for variable in results)
         return NearestPoints(codes, points), score
 
     def _on_circle(self, phase: Value, count: Value) -> Value:
@@ -139,8 +142,8 @@ class NearestOfRings:
         if best is None:
             return NearestPoints(code, points), candidate_score
         better = (candidate_score < score) | (candidate_score.equals(score) & (code < best.codes))
-        chosen = [e.select(better, new, old) for new, old in zip(points, best.points, strict=True)]
-        return NearestPoints(e.select(better, code, best.codes), chosen), e.select(better, candidate_score, score)
+        best_points = [e.select(better, new, old) for new, old in zip(points, best.points, strict=True)]
+        return NearestPoints(e.select(better, code, best.codes), best_points), e.select(better, candidate_score, score)
 
     def _turn(self, a: Value, b: Value) -> Value:
         """The angle of (a, b) in turns, from 0 to 1; of a pair in the quadrant, in quarters of a turn."""
