@@ -22,7 +22,7 @@ from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Value, Values, Varia
 
 _F16, _I16, _BYTES = vector(F32, LANES), vector(I32, LANES), vector(I8, 4 * LANES)
 
-TOGETHER = LANES // STATES  # tokens of a vector
+VECTOR_TOKENS = LANES // STATES  # tokens of a vector
 _LINK = 256  # a link is the state that a survivor comes from, times this, plus its code
 
 
@@ -64,7 +64,7 @@ class _Search:
 
     def tokens(self, row: Value) -> Value:
         """Four neighbours of a row, each in the lanes of its survivors."""
-        four = self.e.load(row, vector(F32, TOGETHER))
+        four = self.e.load(row, vector(F32, VECTOR_TOKENS))
         return self.e.shuffle(four, four, [lane // STATES for lane in range(LANES)])
 
     def run(self, offset: Value) -> None:
@@ -160,7 +160,7 @@ class _Search:
         e, unit = self.e, self.unit
         costs = e.stack(4 * LANES)
         e.store(cost, costs)
-        for token in range(TOGETHER):
+        for token in range(VECTOR_TOKENS):
             first = STATES * token
             best, state = e.load(costs, F32, 4 * first), e.i64(0)
             for other in range(1, STATES):
@@ -190,7 +190,7 @@ def round_to_paths(unit: Unit) -> None:
     for number in range(encoding.rounds):
         if number:
             _feed_back(unit, left, number)
-        with unit.e.loop(number * size, (number + 1) * size, 4 * TOGETHER) as offset:
+        with unit.e.loop(number * size, (number + 1) * size, 4 * VECTOR_TOKENS) as offset:
             search.run(offset)
             if encoding.has_metric:
                 _write_errors(unit, search.at["points"], originals, left, offset)
@@ -249,10 +249,10 @@ def _feed_back(unit: Unit, left: Value, number: int) -> None:
 
 def _write_errors(unit: Unit, points: Value, originals: Value, left: Value, offset: Value) -> None:
     """The errors of four tokens: against their targets → `errors`; against what the block has → `left`, with rounds."""
-    e, kind = unit.e, vector(F32, TOGETHER)
-    state, norm = e.variable(e.zero(vector(I32, TOGETHER))), e.load(unit.norms + offset, kind)
+    e, kind = unit.e, vector(F32, VECTOR_TOKENS)
+    state, norm = e.variable(e.zero(vector(I32, VECTOR_TOKENS))), e.load(unit.norms + offset, kind)
     with e.loop(0, unit.pairs) as pair:
-        code = e.load(unit.codes + pair * unit.row + offset, vector(I32, TOGETHER))
+        code = e.load(unit.codes + pair * unit.row + offset, vector(I32, VECTOR_TOKENS))
         point_pairs = gather_pairs(e, points, (state.get() << unit.encoding.bits) | code)
         state.set(code & (STATES - 1))
         for axis, point in enumerate(point_pairs):
