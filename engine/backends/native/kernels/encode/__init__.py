@@ -13,7 +13,7 @@ Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector
 from __future__ import annotations
 
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load, measure
-from polarlm.engine.backends.native.kernels.encode.paths import in_order, round_to_paths
+from polarlm.engine.backends.native.kernels.encode.paths import in_token_order, round_to_paths
 from polarlm.engine.backends.native.kernels.encode.rounding import (
     round_all_tokens,
     round_alone,
@@ -45,7 +45,7 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
             write_norms(unit)
         codes, norms = unit.codes, unit.norms
         if tiles.by_token and encoding.rounds:
-            codes, norms = in_order(unit)
+            codes, norms = in_token_order(unit)
         elif tiles.by_token:
             codes = unit.errors  # reuses the memory of the errors
             write_codes(unit, codes)

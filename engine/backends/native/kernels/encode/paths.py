@@ -196,7 +196,7 @@ def round_to_paths(unit: Unit) -> None:
                 _write_errors(unit, search.at["points"], originals, token_errors, offset)
 
 
-def in_order(unit: Unit) -> tuple[Value, Value]:
+def in_token_order(unit: Unit) -> tuple[Value, Value]:
     """The codes, transposed to (N, P) bytes, and the norms (N,), in the order of tokens."""
     e, rounds = unit.e, unit.encoding.rounds
     codes, norms = unit.errors, unit.take(unit.row)
