@@ -61,12 +61,14 @@ def _arrays(metric: Metric) -> dict[str, np.ndarray]:
     arrays = {"feedback": metric.feedback, "matrix": metric.matrix, "weights": metric.weights}
     if metric.tilt_mean is not None:
         arrays["mean_query"] = metric.tilt_mean
-    if (along := metric.token_feedback) is not None and along.shape[2] > 1:  # rounds of several tokens
-        arrays["along"] = np.ascontiguousarray(along.swapaxes(2, 3))
-    elif along is not None:
+    if (token_feedback := metric.token_feedback) is not None and token_feedback.shape[
+        2
+    ] > 1:  # rounds of several tokens
+        arrays["token_feedback"] = np.ascontiguousarray(token_feedback.swapaxes(2, 3))
+    elif token_feedback is not None:
         width = metric.feedback.shape[1] // metric.weights.shape[1]
         arrays["feedback"] = diagonals(metric.feedback, width)
-        arrays["along"] = diagonals_of_tokens(along)
+        arrays["token_feedback"] = diagonals_of_tokens(token_feedback)
     return arrays
 
 

@@ -234,7 +234,7 @@ def _feed_back(unit: Unit, token_errors: Value, number: int) -> None:
     """Add to the targets of a round what makes up for the errors `token_errors` by the rounds before it."""
     e, round_tokens = unit.e, unit.tokens // unit.encoding.rounds
     kind = vector(F32, math.gcd(round_tokens, LANES))
-    factors = unit.block.along + 4 * unit.tokens * round_tokens * number
+    factors = unit.block.token_feedback + 4 * unit.tokens * round_tokens * number
     with e.loop(0, unit.dim, 4) as channel, e.loop(0, round_tokens, kind.count) as place:
         sums = [e.variable(e.zero(kind)) for _ in range(4)]
         with e.loop(0, number * round_tokens) as token:

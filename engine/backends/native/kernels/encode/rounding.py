@@ -141,7 +141,7 @@ def _from_tokens(unit: Unit, errors: Value, token: Value) -> list[Value]:
     """Error feedback from earlier tokens to 16 cells. errors: address of these cells; token: the first cell's."""
     e, width, diagonal = unit.e, unit.width, 4 * unit.tokens + 8 * ROW_PAD
     sums = [[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(width)]
-    coefficients = unit.block.along + (-token + (ROW_PAD + unit.tokens - 1)) * 4
+    coefficients = unit.block.token_feedback + (-token + (ROW_PAD + unit.tokens - 1)) * 4
     with e.loop(1, e.imin(token + 1, e.i64(unit.tokens)), 2) as lag:
         factors = coefficients + lag * diagonal
         for step in (0, 1):

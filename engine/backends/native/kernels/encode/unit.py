@@ -45,7 +45,7 @@ class Block(NamedTuple):
     feedback: Pointer
     matrix: Pointer
     mean_query: Pointer
-    along: Pointer
+    token_feedback: Pointer
     weights: Pointer
     paths: Pointer
     tiles: Pointer
