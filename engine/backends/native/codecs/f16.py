@@ -13,7 +13,7 @@ import math
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kernels.encode.load import load, load_halves
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder_alone
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, plain_encoder
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
@@ -83,7 +83,7 @@ class HalfKeys(KeyTiles):
             with e.loop(0, unit.dim * unit.row, 64) as offset:
                 e.store(e.float_to_half(e.load(unit.x + offset, _F16)), tile + (offset >> 1))
 
-        return encoder_alone(self.name, format, side, write)
+        return plain_encoder(self.name, format, side, write)
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         for first in range(0, self._head_dim, 16):
@@ -111,7 +111,7 @@ class HalfValues(ValueTiles):
         super().__init__("half_values", codec, block_size, head_dim, section)
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
-        return encoder_alone(self.name, format, side, lambda unit: unit.report(load_halves(unit, unit.block.tiles)))
+        return plain_encoder(self.name, format, side, lambda unit: unit.report(load_halves(unit, unit.block.tiles)))
 
     def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
         _multiply(e, block, next_tile, (self._tokens, self._row), 4, weights, sums, adds=True)

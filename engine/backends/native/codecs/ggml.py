@@ -25,7 +25,7 @@ from polarlm.engine.backends.native.codecs.parts.decoding import emit_pack_norms
 from polarlm.engine.backends.native.codecs.parts.packing import Packing, pack_bytes
 from polarlm.engine.backends.native.kernels.encode.load import load
 from polarlm.engine.backends.native.kernels.encode.rounding import write_codes
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder_alone
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, plain_encoder
 from polarlm.engine.codecs.ggml import Grouped
 from polarlm.engine.codecs.schema.arrays import SATURATION
 from polarlm.engine.codecs.schema.sections import Section
@@ -67,7 +67,7 @@ class _GroupedTiles(Tiles):
                 codes = unit.errors
             self.emit_pack(e, codes, scales, unit.block.tiles)
 
-        return encoder_alone(self.name, format, side, write, self._packing.bits)
+        return plain_encoder(self.name, format, side, write, self._packing.bits)
 
     @abstractmethod
     def _codes_section(self, codes: Stream) -> Section:

@@ -23,7 +23,7 @@ import numpy as np
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import Tiles
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder_alone
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, plain_encoder
 from polarlm.engine.codecs.polarquant import (
     CENTRES,
     TAN_SQUARED,
@@ -89,7 +89,7 @@ class PolarTiles(Tiles):
             if self.head_dim % 16:
                 write_unit(unit, unit.e.i64(self.head_dim // 16), 1)
 
-        return encoder_alone(self.name, format, side, write)
+        return plain_encoder(self.name, format, side, write)
 
     def prefetch(self, e: Emitter, tile: Value, unit: Value) -> None:
         each = 2 * self.tokens

@@ -16,9 +16,9 @@ from polarlm.engine.backends.native.kernels.encode.load import ANY, load, measur
 from polarlm.engine.backends.native.kernels.encode.paths import in_token_order, round_to_paths
 from polarlm.engine.backends.native.kernels.encode.rounding import (
     round_all_tokens,
-    round_alone,
     round_skewed,
     round_with_best_norms,
+    round_without_feedback,
     write_codes,
     write_norms,
 )
@@ -36,7 +36,7 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
         elif encoding.rounds:
             round_to_paths(unit)
         elif not encoding.has_metric:
-            round_alone(unit)
+            round_without_feedback(unit)
         elif encoding.along_tokens:
             round_skewed(unit)
         else:

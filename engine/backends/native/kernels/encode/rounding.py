@@ -71,7 +71,7 @@ def round_all_tokens(unit: Unit) -> None:
                 e.store(e.load(unit.x + here + at, _F16) - point, unit.errors + here + at)
 
 
-def round_alone(unit: Unit) -> None:
+def round_without_feedback(unit: Unit) -> None:
     """Round without feedback, as `Codec.encode` does; norms are limited to `Encoding.largest`."""
     e = unit.e
     nearest_to = search(e, unit.encoding.bits, unit.width)

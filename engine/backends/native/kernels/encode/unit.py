@@ -240,7 +240,7 @@ def encoder(name: str, encoding: Encoding, write: Callable[[Unit], None]) -> Ker
     return Kernel(name, emit, EncodeArguments)
 
 
-def encoder_alone(
+def plain_encoder(
     name: str, format: CacheFormat, side: int, write: Callable[[Unit], None], bits: int = 8
 ) -> Kernel[EncodeArguments] | None:
     """The kernel that encodes keys (side 0) or values (1) for codecs without an error metric into the tiles `name`, as
