@@ -57,7 +57,7 @@ class _GroupedTiles(Tiles):
         def write(unit: Unit) -> None:
             e = unit.e
             unit.report(load(unit, float(SATURATION)))
-            scales = unit.take(unit.dim // _GROUP * unit.row)
+            scales = unit.allocate(unit.dim // _GROUP * unit.row)
             with e.loop(0, unit.dim // _GROUP) as group, unit.vectors() as offset:
                 first = group * (_GROUP * unit.row) + offset
                 e.store(choose(unit, unit.x + first, unit.codes + first), scales + group * unit.row + offset)

@@ -59,8 +59,8 @@ class _Search:
         self.state = e.constant(_I16, tuple(states.tolist()))
         signs = [np.where(SIGNS[states, axis] < 0, -(2**31), 0) for axis in (0, 1)]
         self.signs = [e.constant(_I16, tuple(sign.tolist())) for sign in signs]
-        self.history = unit.take(unit.dim * (4 * LANES))
-        self.links = unit.take(unit.pairs * (4 * LANES))
+        self.history = unit.allocate(unit.dim * (4 * LANES))
+        self.links = unit.allocate(unit.pairs * (4 * LANES))
 
     def tokens(self, row: Value) -> Value:
         """Four neighbours of a row, each in the lanes of its survivors."""
@@ -199,7 +199,7 @@ def round_to_paths(unit: Unit) -> None:
 def in_token_order(unit: Unit) -> tuple[Value, Value]:
     """The codes, transposed to (N, P) bytes, and the norms (N,), in the order of tokens."""
     e, rounds = unit.e, unit.encoding.rounds
-    codes, norms = unit.errors, unit.take(unit.row)
+    codes, norms = unit.errors, unit.allocate(unit.row)
     with e.loop(0, unit.tokens // rounds) as place:
         for number in range(rounds):
             token, source = place * rounds + number, place * 4 + unit.row // rounds * number
@@ -222,7 +222,7 @@ def _limit_norms(unit: Unit) -> None:
 def _by_round(unit: Unit, source: Value, rows: Value | int) -> Value:
     """Rows of tokens (rows, N) float32 → the same in the order of rounds."""
     e, rounds = unit.e, unit.encoding.rounds
-    out = unit.take(rows * unit.row)
+    out = unit.allocate(rows * unit.row)
     with e.loop(0, rows) as row, e.loop(0, unit.tokens // rounds) as place:
         for number in range(rounds):
             value = e.load(source + row * unit.row + place * (4 * rounds), F32, 4 * number)

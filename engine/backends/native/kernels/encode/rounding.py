@@ -98,7 +98,7 @@ def round_skewed(unit: Unit) -> None:
     nearest_to = search(e, unit.encoding.bits, unit.width)
     pad = row_bytes + unit.row_of_lanes  # zeros that are read for rows and lanes before the first
     nbytes = row_bytes * unit.encoding.rows(unit.pairs) + pad
-    targets, errors, target_errors = (unit.take(nbytes) + pad for _ in range(3))
+    targets, errors, target_errors = (unit.allocate(nbytes) + pad for _ in range(3))
     unit.clear(targets + -pad, nbytes * 3)
     _skew(unit, unit.x, targets)
     norms, inverses = _reversed(unit, unit.norms), _reversed(unit, unit.inverses)
@@ -129,7 +129,7 @@ def round_skewed(unit: Unit) -> None:
 
 def _reversed(unit: Unit, numbers: Value) -> Value:
     """Numbers (N,) float32 of tokens → the address of ROW_PAD zeros, the numbers in reverse order, ROW_PAD zeros."""
-    e, out = unit.e, unit.take(unit.row + 8 * ROW_PAD)
+    e, out = unit.e, unit.allocate(unit.row + 8 * ROW_PAD)
     unit.clear(out, e.i64(unit.row + 8 * ROW_PAD))
     with unit.vectors() as offset:
         value = e.load(numbers + offset, _F16)

@@ -168,23 +168,23 @@ class Unit:
         self.pairs = self.dim // self.width
         self.row_of_lanes = (self.pairs * 4 + 63) & -64  # bytes of a skewed row of one channel of all pairs
         self.scratch = scratch
-        self.target_of_pair = self.take(self.row_of_pairs)
-        self.norms, self.inverses = self.take(self.row), self.take(self.row)
-        self.x = self.take(self.dim * self.row)  # (D, N)
-        self.errors = self.take(self.dim * self.row)  # (D, N)
-        self.codes = self.take(
+        self.target_of_pair = self.allocate(self.row_of_pairs)
+        self.norms, self.inverses = self.allocate(self.row), self.allocate(self.row)
+        self.x = self.allocate(self.dim * self.row)  # (D, N)
+        self.errors = self.allocate(self.dim * self.row)  # (D, N)
+        self.codes = self.allocate(
             encoding.rows(self.pairs) * self.row_of_lanes if encoding.along_tokens else self.pairs * self.row
         )
-        self.mean = self.take(self.dim * 4)
+        self.mean = self.allocate(self.dim * 4)
         if encoding.tries_norms:
-            self.rms, self.costs, self.least = self.take(self.row), self.take(self.row), self.take(self.row)
-            self.best_codes, self.best_norms = self.take(self.pairs * self.row), self.take(self.row)
+            self.rms, self.costs, self.least = self.allocate(self.row), self.allocate(self.row), self.allocate(self.row)
+            self.best_codes, self.best_norms = self.allocate(self.pairs * self.row), self.allocate(self.row)
 
     def report(self, damaged: Value) -> None:
         """damaged: a byte, 1 if x is not finite."""
         self.e.store(damaged, self._args.damaged + self._number)
 
-    def take(self, nbytes: int | Value) -> Value:
+    def allocate(self, nbytes: int | Value) -> Value:
         """The address of the next `nbytes` bytes of scratch."""
         first = self.scratch
         self.scratch = first + nbytes
