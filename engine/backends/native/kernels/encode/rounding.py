@@ -52,14 +52,14 @@ def round_all_tokens(unit: Unit) -> None:
     vector_tile = unit.vector_tile(8 // width)
     with e.loop(0, unit.pairs) as pair:
         rows = [unit.block.feedback + (pair * width + row) * (unit.dim * 4) for row in range(width)]
-        before = (pair * width + 1) & -2  # rounded up to even: the coefficient after an odd number is 0
-        here = pair * unit.row_of_pairs
+        earlier_values = (pair * width + 1) & -2  # rounded up to even: the coefficient after an odd number is 0
+        corner = pair * unit.row_of_pairs
         with e.loop(0, unit.row, 64 * vector_tile) as offset:
             sources = [unit.errors + offset + 64 * number for number in range(vector_tile)]
-            for row, by_source in enumerate(unit.products(rows, sources, before)):
+            for row, by_source in enumerate(unit.products(rows, sources, earlier_values)):
                 for number, total in enumerate(by_source):
                     place = offset + (row * unit.row + 64 * number)
-                    e.store(e.load(unit.x + here + place, _F16) + total, unit.target_of_pair + place)
+                    e.store(e.load(unit.x + corner + place, _F16) + total, unit.target_of_pair + place)
         with unit.vectors() as offset:
             offsets = [offset + row * unit.row for row in range(width)]
             aims = [e.load(unit.target_of_pair + at, _F16) for at in offsets]
@@ -68,7 +68,7 @@ def round_all_tokens(unit: Unit) -> None:
             e.store(nearest.codes, unit.codes + pair * unit.row + offset)
             points = [point * norm for point in nearest.points]
             for at, point in zip(offsets, points, strict=True):
-                e.store(e.load(unit.x + here + at, _F16) - point, unit.errors + here + at)
+                e.store(e.load(unit.x + corner + at, _F16) - point, unit.errors + corner + at)
 
 
 def round_without_feedback(unit: Unit) -> None:
@@ -101,7 +101,7 @@ def round_skewed(unit: Unit) -> None:
     targets, errors, target_errors = (unit.allocate(nbytes) + pad for _ in range(3))
     unit.clear(targets + -pad, nbytes * 3)
     _skew(unit, unit.x, targets)
-    norms, inverses = _reversed(unit, unit.norms), _reversed(unit, unit.inverses)
+    norms, inverses = _reverse(unit, unit.norms), _reverse(unit, unit.inverses)
     axes = [unit.row_of_lanes * axis for axis in range(width)]
     with e.loop(0, unit.encoding.rows(unit.pairs)) as row:
         first = e.imax(row - (unit.tokens - 1), 0) // LANES * LANES
@@ -127,7 +127,7 @@ def round_skewed(unit: Unit) -> None:
     _skew(unit, target_errors, unit.errors, back=True)
 
 
-def _reversed(unit: Unit, numbers: Value) -> Value:
+def _reverse(unit: Unit, numbers: Value) -> Value:
     """Numbers (N,) float32 of tokens → the address of ROW_PAD zeros, the numbers in reverse order, ROW_PAD zeros."""
     e, out = unit.e, unit.allocate(unit.row + 8 * ROW_PAD)
     unit.clear(out, e.i64(unit.row + 8 * ROW_PAD))
@@ -213,9 +213,9 @@ def write_norms(unit: Unit) -> None:
         with e.loop(0, unit.dim, 2) as channel:
             rows = [unit.block.matrix + (channel + row) * (unit.dim * 4) for row in (0, 1)]
             sums = unit.products(rows, sources, channel)
-            here = [e.load(row + channel * 4, vector(F32, 2)) for row in rows]
-            diagonal = [e.splat(e.extract(row, place), LANES) for place, row in enumerate(here)]
-            between = e.splat(e.extract(here[1], 0), LANES)
+            corner = [e.load(row + channel * 4, vector(F32, 2)) for row in rows]
+            diagonal = [e.splat(e.extract(row, place), LANES) for place, row in enumerate(corner)]
+            off_diagonal = e.splat(e.extract(corner[1], 0), LANES)
             means = (
                 [e.broadcast(unit.block.mean_query + channel * 4, F32, LANES, 4 * row) for row in (0, 1)]
                 if tilted
@@ -227,15 +227,15 @@ def write_norms(unit: Unit) -> None:
                     for place in (number, number + vector_tile)
                 )
                 own_x, own_y = ([by_source[place] for by_source in sums] for place in (number, number + vector_tile))
-                own_x[1] = e.fma(between, xs[0], own_x[1])
-                own_y[1] = e.fma(between, ys[0], own_y[1])
+                own_x[1] = e.fma(off_diagonal, xs[0], own_x[1])
+                own_y[1] = e.fma(off_diagonal, ys[0], own_y[1])
                 for row in (0, 1):
                     cost_sums.add(diagonal[row], xs[row], ys[row], own_x[row], own_y[row])
                     if tilted:
                         cost_sums.add_mean(means[row], xs[row], ys[row])
         for number, cost_sums in enumerate(by_vector):
             place = offset + 64 * number
-            ratio, cost = cost_sums.tilted(unit.dim) if tilted else (cost_sums.fitted(), None)
+            ratio, cost = cost_sums.tilted(unit.dim) if tilted else (cost_sums.fitted_ratio(), None)
             if unit.encoding.tries_norms:
                 assert cost is not None
                 e.store(cost, unit.costs + place)
@@ -282,7 +282,7 @@ class _Sums:
         for name, a in (("plain_x", x), ("plain", decoded)):
             self._add(name, a, decoded)
 
-    def fitted(self) -> Value:
+    def fitted_ratio(self) -> Value:
         """The factor of y that minimises the cost of the error."""
         return self._ratio(self.sums["xy"].get(), self.sums["yy"].get())
 
@@ -290,14 +290,14 @@ class _Sums:
         """The factor of what is decoded that minimises the cost for the queries that attend to each key, and that cost;
         see `engine.quantization.encode`."""
         e = self.e
-        got = {name: total.get() for name, total in self.sums.items()}
-        xx, xe, ee, mean_x, mean_e = (got[name] for name in ("xx", "xy", "yy", "mean_x", "mean_y"))
+        totals = {name: total.get() for name, total in self.sums.items()}
+        xx, xe, ee, mean_x, mean_e = (totals[name] for name in ("xx", "xy", "yy", "mean_x", "mean_y"))
         root = e.splat(e.sqrt(dim.trunc(I32).to_float()), LANES)
         lean_x = (xx - mean_x * mean_x) / root + mean_x
         lean_e = (xe - mean_x * mean_e) / root + mean_e
         lean_y = lean_x - lean_e
         with_x, with_e = e.fma(lean_x, lean_y, xx - xe), e.fma(lean_e, lean_y, xe - ee)
-        plain = self._ratio(got["plain_x"], got["plain"])
+        plain = self._ratio(totals["plain_x"], totals["plain"])
         low, high = TILT_RANGE
         ratio = e.fmin(e.fmax(self._ratio(with_x, with_x - with_e), plain * low), plain * high)
         rest = -ratio + 1.0
