@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
-from polarlm.engine.backends.native.kernels.rows import LOWEST, best, over_columns
+from polarlm.engine.backends.native.kernels.rows import LOWEST, best, for_each_column
 from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
 
 MOST_EXPERTS = 4096  # whose scores and counters are in a thread's scratch memory
@@ -93,7 +93,7 @@ def _scores(
         e.store(power, scores + offset)
         sums[kind].add(power)
 
-    over_columns(e, args.count, exponentials)
+    for_each_column(e, args.count, exponentials)
     total = e.sum_lanes(sums[_F16].get()) + sums[F32].get()
 
     def finish(offset: Value, kind: Type) -> None:
@@ -102,7 +102,7 @@ def _scores(
         e.store(score, scores + offset)
         e.store(score + e.load(args.bias + offset, kind) if spec.has_bias else score, ranks + offset)
 
-    over_columns(e, args.count, finish)
+    for_each_column(e, args.count, finish)
 
 
 class ArrangeArguments(NamedTuple):
@@ -194,6 +194,6 @@ def combine(*, adds: bool) -> Kernel[CombineArguments]:
                         total.set(e.fma(result, e.like(weight, result), total.get()))
                 e.store(total.get(), target + offset)
 
-            over_columns(e, args.columns, write)
+            for_each_column(e, args.columns, write)
 
     return Kernel(f"combine{'_add' * adds}", emit, CombineArguments)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST, padded
-from polarlm.engine.backends.native.kernels.rows import capped
+from polarlm.engine.backends.native.kernels.rows import apply_softcap
 from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Values, Variable, vector
 
 _F16 = vector(F32, 16)
@@ -27,7 +27,7 @@ class Query:
     row_sum: Variable  # partial sums in lanes
 
 
-def _over_tokens(e: Emitter, tokens: Value, block_size: int, body: Callable[[Sequence[int], Value], None]) -> None:
+def for_each_token(e: Emitter, tokens: Value, block_size: int, body: Callable[[Sequence[int], Value], None]) -> None:
     """Emit body(offsets in bytes of vectors of 16 tokens, offset to add to these) for all tokens, a multiple of N."""
     step = next(size for size in (64, 48, 32, 16) if block_size % size == 0)
     with e.loop(0, tokens * 4, 4 * step) as first_offset:
@@ -42,9 +42,9 @@ def cap_scores(e: Emitter, queries: Sequence[Query], tokens: Value, block_size: 
         for query in queries:
             for offset in offsets:
                 at = query.scores + first_offset
-                e.store(capped(e, e.load(at, _F16, offset), limit), at, offset)
+                e.store(apply_softcap(e, e.load(at, _F16, offset), limit), at, offset)
 
-    _over_tokens(e, tokens, block_size, write)
+    for_each_token(e, tokens, block_size, write)
 
 
 def mask(e: Emitter, queries: Sequence[Query], lows: Values, highs: Values, tokens: Value) -> None:
@@ -72,7 +72,7 @@ def softmax(e: Emitter, queries: Sequence[Query], tokens: Value, block_size: int
                 score = e.load(query.scores + first_offset, _F16, offset)
                 row_max.set(e.select(score > row_max.get(), score, row_max.get()))
 
-    _over_tokens(e, tokens, block_size, find)
+    for_each_token(e, tokens, block_size, find)
     maxima = [e.fmax_lanes(row_max.get()) for row_max in highest]
     exceeds = [row_max > query.row_max.get() for query, row_max in zip(queries, maxima, strict=True)]
     any_exceeds = exceeds[0]
@@ -94,7 +94,7 @@ def softmax(e: Emitter, queries: Sequence[Query], tokens: Value, block_size: int
                 e.store(weight, query.scores + first_offset, offset)
                 query.row_sum.add(weight)
 
-    _over_tokens(e, tokens, block_size, weigh)
+    for_each_token(e, tokens, block_size, weigh)
 
 
 def _lanes(e: Emitter, dim: int) -> int:

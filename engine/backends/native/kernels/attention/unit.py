@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST
 from polarlm.engine.backends.native.kernels.multiply import multiply, offsets, pieces, rotate
-from polarlm.engine.backends.native.kernels.rows import capped
+from polarlm.engine.backends.native.kernels.rows import apply_softcap
 from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Value, Values, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
@@ -197,7 +197,7 @@ class Unit:
                 visible = (key <= last) & (key >= first)
                 score = e.load(at, _F16, 64 * number)
                 if self._softcap is not None:
-                    score = capped(e, score, e.like(self._softcap, score))
+                    score = apply_softcap(e, score, e.like(self._softcap, score))
                 scores.append(e.select(visible, score, e.like(LOWEST, score)))
             own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
             input_signs = e.load(own_row_max, F32)

@@ -33,7 +33,7 @@ from enum import Enum
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
+from polarlm.engine.backends.native.kernels.rows import for_each_column, inverse_rms
 from polarlm.engine.backends.native.tiles import QUAD, ROWS
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Type, Value, Values, round_to, vector
 from polarlm.engine.jit.lang.level import LARGEST_SPLIT, Level
@@ -262,7 +262,7 @@ def interleave_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kern
                     number = e.extract(value, lane) if value.lanes else value
                     e.store(number, target + offset * row_tile, 4 * row_tile * lane)
 
-            over_columns(e, args.columns, write)
+            for_each_column(e, args.columns, write)
 
     return Kernel(f"interleave{'_normed' * normed}{'_picked' * picks}_{row_tile}", emit, RowArguments)
 

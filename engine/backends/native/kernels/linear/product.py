@@ -21,7 +21,7 @@ from polarlm.engine.backends.native.kernels.linear.block_sums import (
 from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import matrix_sums, runs
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
-from polarlm.engine.backends.native.kernels.rows import gated
+from polarlm.engine.backends.native.kernels.rows import apply_gate
 from polarlm.engine.backends.native.tiles import layout
 from polarlm.engine.jit.lang import F32, Emitter, Int64, Kernel, Level, Pointer, Value, Values, Variable, read, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -238,7 +238,7 @@ def _write(
         if spec.has_bias:
             values = [value + e.load(at + offset, value.type) for value, at in zip(values, biases, strict=True)]
         if spec.activation:
-            return gated(e, spec.activation, *values)
+            return apply_gate(e, spec.activation, *values)
         return values[0] + e.load(y + offset, values[0].type) if spec.adds else values[0]
 
     with e.when(left >= 16):

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from polarlm.engine.backends.native.kernels.multiply import Left, pieces, product
-from polarlm.engine.backends.native.kernels.rows import over_columns
+from polarlm.engine.backends.native.kernels.rows import for_each_column
 from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
 
 _LOG_TERMS = 9  # terms of atanh(z) / z for z up to 1/3
@@ -115,7 +115,7 @@ def repeat_inputs(
                 with e.when(kept[0]):
                     e.store(x, kept[1] + (offset + row_bytes * row))
 
-    over_columns(e, columns, repeat)
+    for_each_column(e, columns, repeat)
 
 
 def silu(e: Emitter, x: Value) -> Value:

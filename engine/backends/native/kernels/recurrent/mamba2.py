@@ -12,7 +12,7 @@ from functools import cache
 from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
 from polarlm.engine.backends.native.kernels.recurrent import common
 from polarlm.engine.backends.native.kernels.recurrent.common import RecurrentArguments
-from polarlm.engine.backends.native.kernels.rows import over_columns
+from polarlm.engine.backends.native.kernels.rows import for_each_column
 from polarlm.engine.jit.lang import F32, I32, Emitter, Kernel, Type, Value, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
@@ -79,7 +79,7 @@ def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
                         places = source + offset, input_row + offset, weights
                         e.store(common.convolved(e, spec, *places, bias), target + offset)
 
-                    over_columns(e, columns, compute)
+                    for_each_column(e, columns, compute)
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
                         kept = common.kept_row(e, args.kept, args.blocks, number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.rows import over_columns
+from polarlm.engine.backends.native.kernels.rows import for_each_column
 from polarlm.engine.jit.lang import I32, I64, Emitter, Int64, Kernel, Pointer, Type, Value
 
 
@@ -60,6 +60,6 @@ def short_conv(width: int, *, has_bias: bool) -> Kernel[ConvArguments]:
                         total.add(weight * e.load(slot_row + (offset - stride * rows_back), kind))
                 e.store(e.load(inputs + stride + offset, kind) * total.get(), y + offset)
 
-            over_columns(e, args.channels, compute)
+            for_each_column(e, args.channels, compute)
 
     return Kernel(f"short_conv_{width}{'_bias' * has_bias}", emit, ConvArguments)
