@@ -32,8 +32,8 @@ def inverse_rms(e: Emitter, x: Value, columns: Value, eps: Value) -> Value:
     total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
 
     def add_square(offset: Value, kind: Type) -> None:
-        value, into = e.load(x + offset, kind), total if kind == _F16 else rest
-        into.set(e.fma(value, value, into.get()))
+        value, target_ = e.load(x + offset, kind), total if kind == _F16 else rest
+        target_.set(e.fma(value, value, target_.get()))
 
     for_each_column(e, columns, add_square)
     mean = (e.sum_lanes(total.get()) + rest.get()) / columns.trunc(I32).to_float() + eps
@@ -60,13 +60,13 @@ def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
 
     def emit(e: Emitter, args: NormArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
-            source, into = args.x + row * args.x_stride, args.target + row * args.stride
+            source, target_ = args.x + row * args.x_stride, args.target + row * args.stride
             weight = args.weight + row % args.weights * args.columns * 4
             factor = inverse_rms(e, source, args.columns, args.eps)
 
             def write(offset: Value, kind: Type) -> None:
                 value = e.load(source + offset, kind) * factor * e.load(weight + offset, kind)
-                e.store(e.load(into + offset, kind) + value if adds else value, into + offset)
+                e.store(e.load(target_ + offset, kind) + value if adds else value, target_ + offset)
 
             for_each_column(e, args.columns, write)
 
@@ -95,8 +95,8 @@ def layer_norm_rows() -> Kernel[LayerNormArguments]:
             total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
 
             def add(offset: Value, kind: Type) -> None:
-                into = total if kind == _F16 else rest
-                into.set(into.get() + e.load(x_row + offset, kind))
+                target_ = total if kind == _F16 else rest
+                target_.set(target_.get() + e.load(x_row + offset, kind))
 
             for_each_column(e, args.columns, add)
             mean = (e.sum_lanes(total.get()) + rest.get()) / args.columns.trunc(I32).to_float()
@@ -298,21 +298,21 @@ def best(e: Emitter, x: Value, columns: Value) -> Value:
     floats, integers = zip(*((vector(F32, n), vector(I32, n)) if n else (F32, I32) for n in widths), strict=True)
     tops = [e.variable(e.constant(kind, LOWEST)) for kind in floats]
     columns_of = [e.variable(e.constant(kind, 0)) for kind in integers]
-    infinite = [e.variable(e.constant(kind, 0.0)) for kind in floats]  # becomes NaN if a number is not finite
+    not_finite = [e.variable(e.constant(kind, 0.0)) for kind in floats]  # becomes NaN if a number is not finite
 
-    def see(number: int, column: Value) -> None:
+    def compare(number: int, column: Value) -> None:
         value = e.load(x + column * 4, floats[number], 4 * _LANES * number if widths[number] else 0)
-        columns_here = e.like(column.trunc(I32), columns_of[number].get())
+        columns_now = e.like(column.trunc(I32), columns_of[number].get())
         better = value > tops[number].get()
         tops[number].set(e.select(better, value, tops[number].get()))
-        columns_of[number].set(e.select(better, columns_here, columns_of[number].get()))
-        infinite[number].set(e.fma(value, e.like(0.0, value), infinite[number].get()))
+        columns_of[number].set(e.select(better, columns_now, columns_of[number].get()))
+        not_finite[number].set(e.fma(value, e.like(0.0, value), not_finite[number].get()))
 
     with e.loop(0, whole, step) as column:
         for number in range(_TOGETHER):
-            see(number, column)
+            compare(number, column)
     with e.loop(whole, columns) as column:
-        see(_TOGETHER, column)
+        compare(_TOGETHER, column)
 
     def max_of_lanes(values: list[Value]) -> Value:
         highest = values[-1]
@@ -326,7 +326,7 @@ def best(e: Emitter, x: Value, columns: Value) -> Value:
         first = tuple(range(_LANES * number, _LANES * (number + 1))) if lanes else 0
         place = (column_of.get() + e.constant(integers[number], first)).to_float()
         places.append(e.select(top_of.get().equals(top), -place, e.like(LOWEST, place)))
-    total = infinite[-1].get()
-    for zeros in infinite[:-1]:
+    total = not_finite[-1].get()
+    for zeros in not_finite[:-1]:
         total = total + e.sum_lanes(zeros.get())
     return e.select(total.equals(0.0), (-max_of_lanes(places)).to_int(), e.constant(I32, NONE))
