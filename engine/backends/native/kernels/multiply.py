@@ -50,7 +50,7 @@ def pieces(channels: int) -> Iterator[tuple[int, int]]:
             first += lanes
 
 
-class Left(NamedTuple):
+class LeftMatrix(NamedTuple):
     """The left matrix of a product, float32 (rows, size). stride: bytes from row to row."""
 
     address: Value
@@ -61,12 +61,12 @@ class Left(NamedTuple):
 
 def product(
     e: Emitter,
-    left: Left,
+    left: LeftMatrix,
     right: tuple[Value, int],
     start: Callable[[Value, int, int], Value],
     finish: Callable[[Value, int, Value], None],
     tile: tuple[int, int],
-    seen: Value | None = None,
+    visible_columns: Value | None = None,
 ) -> None:
     """left @ right (size, columns) + start, by tiles of rows and of vectors of 16 columns.
 
@@ -89,7 +89,7 @@ def product(
 
     for number in range(0, len(parts), vectors):
         group = parts[number : number + vectors]
-        with e.when(seen > group[0][0]) if seen is not None else nullcontext():
+        with e.when(visible_columns > group[0][0]) if visible_columns is not None else nullcontext():
             with e.loop(0, whole, height) as row:
                 compute(row, height, group)
             if height > 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from polarlm.engine.backends.native.kernels.multiply import Left, pieces, product
+from polarlm.engine.backends.native.kernels.multiply import LeftMatrix, pieces, product
 from polarlm.engine.backends.native.kernels.rows import for_each_column
 from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
 
@@ -169,7 +169,7 @@ class Matrix:
         whole = e.exp(at_end)
         product(
             e,
-            Left(self.keys, 4 * self.block, e.i64(self.key_dim), e.i64(self.block)),
+            LeftMatrix(self.keys, 4 * self.block, e.i64(self.key_dim), e.i64(self.block)),
             (scaled, self.value_dim),
             lambda i, first, lanes: e.load(self.matrix + i * value_row, vector(F32, lanes), 4 * first) * whole,
             lambda i, first, value: e.store(value, self.matrix + i * value_row, 4 * first),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
+from polarlm.engine.backends.native.kernels.multiply import LeftMatrix, offsets, pieces, product
 from polarlm.engine.backends.native.kernels.recurrent import common
 from polarlm.engine.backends.native.kernels.recurrent.common import RecurrentArguments
 from polarlm.engine.jit.lang import F32, I32, Emitter, Kernel, Value, vector
@@ -137,12 +137,12 @@ class _Unit:
                 e.store(e.load(key_at + channel * 4, F32), self.keys + (channel * spec.block + at) * 4)
         product(
             e,
-            Left(self.rows, key_row, count * 2, e.i64(spec.key_dim)),
+            LeftMatrix(self.rows, key_row, count * 2, e.i64(spec.key_dim)),
             (self.keys, spec.block),
             lambda i, first, lanes: e.zero(vector(F32, lanes)),
             lambda i, first, value: e.store(value, self.scores + i * (4 * spec.block), 4 * first),
             self.tile,
-            seen=place + count,
+            visible_columns=place + count,
         )
         with e.loop(0, spec.shared) as member:
             self._add_to(self.value_head(member), row, count, place)
@@ -187,7 +187,7 @@ class _Unit:
         self._gates(head, row, count, place, decays)
         product(
             e,
-            Left(self.rows, 4 * spec.key_dim, count * 2, e.i64(spec.key_dim)),
+            LeftMatrix(self.rows, 4 * spec.key_dim, count * 2, e.i64(spec.key_dim)),
             (state.matrix, spec.value_dim),
             lambda i, first, lanes: e.zero(vector(F32, lanes)),
             lambda i, first, value: e.store(value, read + i * value_row, 4 * first),
@@ -208,7 +208,7 @@ class _Unit:
             at = place + i
             product(
                 e,
-                Left(weights + i * block_row, block_row, e.i64(1), at),
+                LeftMatrix(weights + i * block_row, block_row, e.i64(1), at),
                 (updates, spec.value_dim),
                 lambda _, first, lanes: e.load(updates + at * value_row, vector(F32, lanes), 4 * first),
                 lambda _, first, value: e.store(value, updates + at * value_row, 4 * first),
@@ -217,7 +217,7 @@ class _Unit:
         results = read + count * value_row
         product(
             e,
-            Left(weights + count * block_row, block_row, count, place + count),
+            LeftMatrix(weights + count * block_row, block_row, count, place + count),
             (updates, spec.value_dim),
             lambda i, first, lanes: e.load(results + i * value_row, vector(F32, lanes), 4 * first),
             lambda i, first, value: e.store(value, results + i * value_row, 4 * first),

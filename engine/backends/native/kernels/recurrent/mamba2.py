@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
+from polarlm.engine.backends.native.kernels.multiply import LeftMatrix, offsets, pieces, product
 from polarlm.engine.backends.native.kernels.recurrent import common
 from polarlm.engine.backends.native.kernels.recurrent.common import RecurrentArguments
 from polarlm.engine.backends.native.kernels.rows import for_each_column
@@ -120,12 +120,12 @@ def multiply_keys(spec: Mamba2) -> Kernel[RecurrentArguments]:
                 scores = args.scores + (row * spec.groups + group) * (4 * spec.block)
                 product(
                     e,
-                    Left(key + 4 * spec.groups * spec.size, 4 * spec.channels, count, e.i64(spec.size)),
+                    LeftMatrix(key + 4 * spec.groups * spec.size, 4 * spec.channels, count, e.i64(spec.size)),
                     (keys, spec.block),
                     lambda i, first, lanes: e.zero(vector(F32, lanes)),
                     lambda i, first, value: e.store(value, scores + i * (4 * spec.groups * spec.block), 4 * first),
                     common.product_tile(e, spec.is_prompt),
-                    seen=place + count,
+                    visible_columns=place + count,
                 )
                 if spec.is_prompt:
                     with e.when(place + count < spec.block):
@@ -186,7 +186,7 @@ class _Head:
                 e.store(values * step, self.updates + (place + i) * row_bytes, 4 * first)
         product(
             e,
-            Left(query, 4 * spec.channels, count, e.i64(spec.size)),
+            LeftMatrix(query, 4 * spec.channels, count, e.i64(spec.size)),
             (self.matrix, spec.dim),
             lambda i, first, lanes: e.zero(vector(F32, lanes)),
             lambda i, first, value: e.store(
@@ -206,7 +206,7 @@ class _Head:
 
         product(
             e,
-            Left(self.weights, block_row, count, place + count),
+            LeftMatrix(self.weights, block_row, count, place + count),
             (self.updates, spec.dim),
             lambda i, first, lanes: e.load(self.read + i * row_bytes, vector(F32, lanes), 4 * first),
             finish,
@@ -241,8 +241,8 @@ class _Head:
                 numbers = e.constant(vector(I32, lanes), list(range(first, first + lanes)))
                 between = e.exp(-e.load(self.decays, vector(F32, lanes), 4 * first) + decay)
                 weight = between * e.load(scores, between.type, 4 * first)
-                seen = e.select(numbers <= last, weight, e.zero(between.type))
-                e.store(seen, self.weights + i * (4 * spec.block), 4 * first)
+                visible_columns = e.select(numbers <= last, weight, e.zero(between.type))
+                e.store(visible_columns, self.weights + i * (4 * spec.block), 4 * first)
 
     def _end_block(self, number: Value) -> None:
         e, spec, args = self.e, self.spec, self.args
