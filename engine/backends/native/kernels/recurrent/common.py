@@ -62,20 +62,20 @@ def span_of(e: Emitter, spans: Value, number: Value) -> Span:
     return Span(*(e.load(at + 4 * field, I32).sext(I64) for field in range(4)))
 
 
-def by_blocks(e: Emitter, block: int, span: Span, body: Callable[[Value, Value, Value, Value], None]) -> None:
+def for_each_block(e: Emitter, block: int, span: Span, body: Callable[[Value, Value, Value, Value], None]) -> None:
     """Emit body(first row, rows, place, number of the block) for the rows of each block of a span."""
     row, left, place, number = (e.variable(value) for value in (span.first, span.rows, span.place, e.i64(0)))
     with e.repeat_while() as condition:
-        now = e.imin(left.get(), -place.get() + block)
-        body(row.get(), now, place.get(), number.get())
-        row.add(now)
-        left.add(-now)
+        block_rows = e.imin(left.get(), -place.get() + block)
+        body(row.get(), block_rows, place.get(), number.get())
+        row.add(block_rows)
+        left.add(-block_rows)
         place.set(e.i64(0))
         number.add(1)
         condition.append(left.get() > 0)
 
 
-def kept_row(e: Emitter, kept: Value, blocks: Value, number: Value) -> Value:
+def end_row(e: Emitter, kept: Value, blocks: Value, number: Value) -> Value:
     """The row in which the state after a block is kept, or −1. kept: the address of the rows of `blocks` blocks."""
     row = e.variable(e.i64(-1))
     with e.when(number < blocks):

@@ -85,7 +85,7 @@ def gated_delta(spec: Delta) -> Kernel[RecurrentArguments]:
                     with e.when(place + count >= spec.block):
                         _Unit(*arguments).advance(number)
 
-            common.by_blocks(e, spec.block, span, add)
+            common.for_each_block(e, spec.block, span, add)
 
     return Kernel(spec.name, emit, RecurrentArguments, scratch=_arrays(spec)[-1])
 
@@ -97,7 +97,7 @@ class _Unit:
         self, e: Emitter, spec: Delta, args: RecurrentArguments, scratch: Value, slot: Value, head: Value
     ) -> None:
         self.e, self.spec, self.args, self.slot, self.head = e, spec, args, slot, head
-        self.rows, self.scores, self.weights, self.read, self.scaled, self.beta, self.since = (
+        self.rows, self.scores, self.weights, self.read, self.scaled, self.beta, self.start_decay = (
             scratch + at for at in _arrays(spec)[:-1]
         )
         self.keys = args.keys + (slot * spec.key_heads + head) * (4 * spec.key_dim * spec.block)
@@ -131,8 +131,8 @@ class _Unit:
         with e.loop(0, count) as i:
             at, projected = place + i, self.args.projected + (row + i) * (4 * spec.columns)
             key_at, other = self.rows + i * key_row, self.rows + (count + i) * key_row
-            self._normed(key, at, projected, key_at, 1.0)
-            self._normed(query, at, projected, other, spec.key_dim**-0.5)
+            self._normalize(key, at, projected, key_at, 1.0)
+            self._normalize(query, at, projected, other, spec.key_dim**-0.5)
             with e.loop(0, spec.key_dim) as channel:
                 e.store(e.load(key_at + channel * 4, F32), self.keys + (channel * spec.block + at) * 4)
         product(
@@ -156,12 +156,12 @@ class _Unit:
             with e.loop(0, size // _PREFETCHED * _PREFETCHED, _PREFETCHED) as at:
                 e.prefetch(matrix + at, _PREFETCHED)
 
-    def _normed(self, channel: Value, at: Value, projected: Value, target: Value, length: float) -> None:
+    def _normalize(self, channel: Value, at: Value, projected: Value, target: Value, length: float) -> None:
         """Convolve a query or a key, the token of this place, into `target`, with this length."""
         e = self.e
         squares = e.variable(e.constant(F32, _LENGTH_EPS))
         values = [
-            (first, self._convolved(channel, at, projected, first, lanes)) for first, lanes in pieces(self.spec.key_dim)
+            (first, self._convolve(channel, at, projected, first, lanes)) for first, lanes in pieces(self.spec.key_dim)
         ]
         for first, x in values:
             squares.add(e.sum_lanes(x * x) if x.lanes > 1 else e.extract(x, 0) * e.extract(x, 0))
@@ -170,7 +170,7 @@ class _Unit:
         for first, x in values:
             e.store(x * factor, target, 4 * first)
 
-    def _convolved(self, channel: Value, at: Value, projected: Value, first: int, lanes: int) -> Value:
+    def _convolve(self, channel: Value, at: Value, projected: Value, first: int, lanes: int) -> Value:
         """silu of the convolution of `lanes` channels from `channel` + first on; their newest inputs are kept."""
         e, offset = self.e, channel * 4 + 4 * first
         inputs = self.inputs + at * (4 * self.spec.channels) + offset
@@ -197,13 +197,13 @@ class _Unit:
         channel = self.value_channel(head)
         with e.loop(0, count) as i:
             at, projected = place + i, args.projected + (row + i) * (4 * spec.columns)
-            beta, since = (e.load(where + i * 4, F32) for where in (self.beta, self.since))
+            beta, start_decay = (e.load(where + i * 4, F32) for where in (self.beta, self.start_decay))
             for first, lanes in pieces(spec.value_dim):
-                v = self._convolved(channel, at, projected, first, lanes)
-                known = e.load(read + i * value_row, v.type, 4 * first)
-                e.store((v - known * since) * beta, updates + at * value_row, 4 * first)
-                queried = read + (count + i) * value_row
-                e.store(e.load(queried, v.type, 4 * first) * since, queried, 4 * first)
+                v = self._convolve(channel, at, projected, first, lanes)
+                key_read = e.load(read + i * value_row, v.type, 4 * first)
+                e.store((v - key_read * start_decay) * beta, updates + at * value_row, 4 * first)
+                query_read = read + (count + i) * value_row
+                e.store(e.load(query_read, v.type, 4 * first) * start_decay, query_read, 4 * first)
         with e.loop(0, count) as i:
             at = place + i
             product(
@@ -226,7 +226,7 @@ class _Unit:
         self._gate(head, row, count, results)
 
     def _gates(self, head: Value, row: Value, count: Value, place: Value, decays: Value) -> None:
-        """Add the rows' decays, and compute `beta` and `since`."""
+        """Add the rows' decays, and compute `beta` and `start_decay`."""
         e, spec, args = self.e, self.spec, self.args
         before = e.load(decays + e.imax(place - 1, 0) * 4, F32)
         total = e.variable(e.select(place > 0, before, e.constant(F32, 0.0)))
@@ -237,7 +237,7 @@ class _Unit:
             b, a = e.load(logits, F32, offset), e.load(logits, F32, offset + 4 * spec.value_heads)
             total.add(rate * common.softplus(e, a + bias))
             e.store(total.get(), decays + (place + i) * 4)
-            e.store(e.exp(total.get()), self.since + i * 4)
+            e.store(e.exp(total.get()), self.start_decay + i * 4)
             e.store(e.like(1.0, b) / (e.exp(-b) + 1.0), self.beta + i * 4)
 
     def _weigh(self, count: Value, place: Value, decays: Value) -> None:
@@ -249,12 +249,12 @@ class _Unit:
             last = at.trunc(I32)
             for first, lanes in pieces(self.spec.block):
                 numbers = e.constant(vector(I32, lanes), list(range(first, first + lanes)))
-                between = e.exp(-e.load(decays, vector(F32, lanes), 4 * first) + decay)
-                zero, key, query = e.zero(between.type), i * block_row, (count + i) * block_row
-                known = between * e.load(self.scores + key, between.type, 4 * first) * -beta
-                e.store(e.select(numbers < last, known, zero), self.weights + key, 4 * first)
-                queried = between * e.load(self.scores + query, between.type, 4 * first)
-                e.store(e.select(numbers <= last, queried, zero), self.weights + query, 4 * first)
+                pair_decay = e.exp(-e.load(decays, vector(F32, lanes), 4 * first) + decay)
+                zero, key, query = e.zero(pair_decay.type), i * block_row, (count + i) * block_row
+                key_read = pair_decay * e.load(self.scores + key, pair_decay.type, 4 * first) * -beta
+                e.store(e.select(numbers < last, key_read, zero), self.weights + key, 4 * first)
+                query_read = pair_decay * e.load(self.scores + query, pair_decay.type, 4 * first)
+                e.store(e.select(numbers <= last, query_read, zero), self.weights + query, 4 * first)
 
     def _gate(self, head: Value, row: Value, count: Value, results: Value) -> None:
         """RMSNorm(results) · common.silu(z) → out."""
@@ -279,7 +279,7 @@ class _Unit:
         """Make the state at the end of the block that at the start of the next one, and keep it if it is asked for."""
         e, spec, args = self.e, self.spec, self.args
         row_bytes, before = 4 * spec.channels, spec.width - 1
-        kept = common.kept_row(e, args.kept, args.blocks, number)
+        kept = common.end_row(e, args.kept, args.blocks, number)
 
         def repeat(channel: Value, count: int) -> None:
             inputs, target = self.inputs + channel * 4, args.end_inputs + kept * (before * row_bytes) + channel * 4

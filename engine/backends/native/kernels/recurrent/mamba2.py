@@ -82,11 +82,11 @@ def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
                     for_each_column(e, columns, compute)
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
-                        kept = common.kept_row(e, args.kept, args.blocks, number)
+                        kept = common.end_row(e, args.kept, args.blocks, number)
                         end = kept >= 0, args.end_inputs + kept * (before * row_bytes) + channel * 4
                         common.repeat_inputs(e, inputs, (row_bytes, spec.block, before), columns, end)
 
-            common.by_blocks(e, spec.block, span, add)
+            common.for_each_block(e, spec.block, span, add)
 
     return Kernel(spec.name("convolve"), emit, RecurrentArguments)
 
@@ -99,7 +99,7 @@ def multiply_keys(spec: Mamba2) -> Kernel[RecurrentArguments]:
     def emit(e: Emitter, args: RecurrentArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             span, group = common.span_of(e, args.spans, unit // spec.groups), unit % spec.groups
-            of_slot = args.keys + (span.slot * spec.groups + group) * key_bytes
+            slot_keys = args.keys + (span.slot * spec.groups + group) * key_bytes
 
             def copy(target: Value, source: Value) -> None:
                 with e.loop(0, spec.size) as channel:
@@ -108,11 +108,11 @@ def multiply_keys(spec: Mamba2) -> Kernel[RecurrentArguments]:
                         e.store(e.load(source + at, vector(F32, lanes), 4 * first), target + at, 4 * first)
 
             def add(row: Value, count: Value, place: Value, number: Value) -> None:
-                keys = of_slot
+                keys = slot_keys
                 if spec.is_prompt:
                     keys = args.block_keys + (number * spec.groups + group) * key_bytes
                     with e.when(place > 0):
-                        copy(keys, of_slot)
+                        copy(keys, slot_keys)
                 key = args.convolved + (row * spec.channels + group * spec.size + spec.inner) * 4
                 with e.loop(0, count) as i, e.loop(0, spec.size) as channel:
                     x = e.load(key + (i * spec.channels + channel) * 4, F32)
@@ -129,9 +129,9 @@ def multiply_keys(spec: Mamba2) -> Kernel[RecurrentArguments]:
                 )
                 if spec.is_prompt:
                     with e.when(place + count < spec.block):
-                        copy(of_slot, keys)
+                        copy(slot_keys, keys)
 
-            common.by_blocks(e, spec.block, span, add)
+            common.for_each_block(e, spec.block, span, add)
 
     return Kernel(spec.name("multiply_keys"), emit, RecurrentArguments)
 
@@ -158,7 +158,7 @@ def add_rows(spec: Mamba2) -> Kernel[RecurrentArguments]:
     def emit(e: Emitter, args: RecurrentArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             head = _Head(e, spec, args, scratch, common.span_of(e, args.spans, unit // spec.heads), unit % spec.heads)
-            common.by_blocks(e, spec.block, head.span, head.add)
+            common.for_each_block(e, spec.block, head.span, head.add)
 
     return Kernel(spec.name("add_rows"), emit, RecurrentArguments, scratch=_arrays(spec)[-1])
 
@@ -168,7 +168,7 @@ class _Head:
         self, e: Emitter, spec: Mamba2, args: RecurrentArguments, scratch: Value, span: common.Span, head: Value
     ) -> None:
         self.e, self.spec, self.args, self.span, self.head = e, spec, args, span, head
-        self.weights, self.read, self.scaled, self.since, self.step = (scratch + at for at in _arrays(spec)[:-1])
+        self.weights, self.read, self.scaled, self.start_decay, self.step = (scratch + at for at in _arrays(spec)[:-1])
         self.group, number = head // spec.shared, span.slot * spec.heads + head
         self.state = common.Matrix.of(args, number, args.keys, (spec.size, spec.dim, spec.block))
         self.matrix, self.updates, self.decays = self.state.matrix, self.state.updates, self.state.decays
@@ -190,7 +190,7 @@ class _Head:
             (self.matrix, spec.dim),
             lambda i, first, lanes: e.zero(vector(F32, lanes)),
             lambda i, first, value: e.store(
-                value * e.load(self.since + i * 4, F32), self.read + i * row_bytes, 4 * first
+                value * e.load(self.start_decay + i * 4, F32), self.read + i * row_bytes, 4 * first
             ),
             common.product_tile(e, spec.is_prompt),
         )
@@ -217,7 +217,7 @@ class _Head:
                 self._end_block(number)
 
     def _steps(self, row: Value, count: Value, place: Value) -> None:
-        """Add the rows' decays, and compute `step` and `since`."""
+        """Add the rows' decays, and compute `step` and `start_decay`."""
         e, spec, args = self.e, self.spec, self.args
         before = e.load(self.decays + e.imax(place - 1, 0) * 4, F32)
         total = e.variable(e.select(place > 0, before, e.constant(F32, 0.0)))
@@ -227,7 +227,7 @@ class _Head:
             step = common.softplus(e, e.load(source, F32, 4 * (spec.inner + spec.channels)) + bias)
             total.add(rate * step)
             e.store(total.get(), self.decays + (place + i) * 4)
-            e.store(e.exp(total.get()), self.since + i * 4)
+            e.store(e.exp(total.get()), self.start_decay + i * 4)
             e.store(step, self.step + i * 4)
 
     def _weigh(self, row: Value, count: Value, place: Value) -> None:
@@ -239,15 +239,15 @@ class _Head:
             scores = self.args.scores + ((row + i) * spec.groups + self.group) * (4 * spec.block)
             for first, lanes in pieces(spec.block):
                 numbers = e.constant(vector(I32, lanes), list(range(first, first + lanes)))
-                between = e.exp(-e.load(self.decays, vector(F32, lanes), 4 * first) + decay)
-                weight = between * e.load(scores, between.type, 4 * first)
-                visible_columns = e.select(numbers <= last, weight, e.zero(between.type))
+                pair_decay = e.exp(-e.load(self.decays, vector(F32, lanes), 4 * first) + decay)
+                weight = pair_decay * e.load(scores, pair_decay.type, 4 * first)
+                visible_columns = e.select(numbers <= last, weight, e.zero(pair_decay.type))
                 e.store(visible_columns, self.weights + i * (4 * spec.block), 4 * first)
 
     def _end_block(self, number: Value) -> None:
         e, spec, args = self.e, self.spec, self.args
         size = 4 * spec.size * spec.dim
-        kept = common.kept_row(e, args.kept, args.blocks, number)
+        kept = common.end_row(e, args.kept, args.blocks, number)
         target = args.end_matrices + (kept * spec.heads + self.head) * size
         keys = args.block_keys + (number * spec.groups + self.group) * (4 * spec.size * spec.block)
         replace(self.state, keys=keys).advance(

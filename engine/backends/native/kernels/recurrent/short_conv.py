@@ -29,14 +29,14 @@ def short_conv(width: int, *, has_bias: bool) -> Kernel[ConvArguments]:
         before = width - 1
 
         with e.loop(begin, end) as row:
-            slot, place, following, back = (
+            slot, place, next_slot, back = (
                 e.load(args.rows + row * 16 + 4 * field, I32).sext(I64) for field in range(4)
             )
-            slot, following = slot - 1, following - 1
+            slot, next_slot = slot - 1, next_slot - 1
             inputs, y = args.inputs + row * stride * 3, args.y + row * stride
             slot_row = args.slots + (slot * args.slot_rows + place + before) * stride
             repeats = place - (args.slot_rows - 2 * before)
-            copy = args.slots + (following * args.slot_rows + repeats) * stride
+            copy = args.slots + (next_slot * args.slot_rows + repeats) * stride
 
             def new(offset: Value, kind: Type, rows_back: int) -> Value:
                 """B · x of an earlier row of these, or of this one."""
@@ -47,7 +47,7 @@ def short_conv(width: int, *, has_bias: bool) -> Kernel[ConvArguments]:
                 newest = new(offset, kind, 0)
                 with e.when(slot >= 0):
                     e.store(newest, slot_row + offset)
-                    with e.when((following >= 0) & (repeats >= 0)):
+                    with e.when((next_slot >= 0) & (repeats >= 0)):
                         e.store(newest, copy + offset)
                 total = e.variable(newest * e.load(args.conv + (stride * before + offset), kind))
                 if has_bias:
