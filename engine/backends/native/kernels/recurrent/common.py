@@ -42,7 +42,7 @@ class RecurrentArguments(NamedTuple):
     eps: Float32 = 0.0
     bias: Pointer = None
     skip: Pointer = None
-    convolved: Pointer = None
+    convolution: Pointer = None
     block_keys: Pointer = None
     scores: Pointer = None
 
@@ -89,7 +89,7 @@ def product_tile(e: Emitter, is_prompt: bool) -> tuple[int, int]:
     return (min(rows, 6), vectors) if is_prompt else (min(rows, 2), 2 * vectors)
 
 
-def convolved(e: Emitter, spec: Any, x: Value, inputs: Value, weights: Value, start: Value) -> Value:
+def convolution(e: Emitter, spec: Any, x: Value, inputs: Value, weights: Value, start: Value) -> Value:
     """start plus the convolution of numbers at x, silu of it. x, inputs, weights: addresses of a row's numbers, of the
     slot's inputs that are the first ones under the convolution, and of its weights. The numbers become inputs, too."""
     row_bytes, before, newest = 4 * spec.channels, spec.width - 1, e.load(x, start.type)

@@ -175,7 +175,7 @@ class _Unit:
         e, offset = self.e, channel * 4 + 4 * first
         inputs = self.inputs + at * (4 * self.spec.channels) + offset
         start = e.zero(vector(F32, lanes))
-        return common.convolved(e, self.spec, projected + offset, inputs, self.args.conv + offset, start)
+        return common.convolution(e, self.spec, projected + offset, inputs, self.args.conv + offset, start)
 
     def _add_to(self, head: Value, row: Value, count: Value, place: Value) -> None:
         """Add rows to a value head, and compute its results; `rows` and `scores` are its key head's."""
