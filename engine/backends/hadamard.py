@@ -13,14 +13,14 @@ Rotation = TypeVar("Rotation")
 
 
 class Signs(NamedTuple):
-    """diag(before) · H/√order · diag(after), where H has D/order Hadamard matrices on its diagonal.
+    """diag(input_signs) · H/√order · diag(output_signs), where H has D/order Hadamard matrices on its diagonal.
 
-    before, after (D,) float32: ±1.
+    input_signs, output_signs (D,) float32: ±1.
     """
 
     order: int
-    before: np.ndarray
-    after: np.ndarray
+    input_signs: np.ndarray
+    output_signs: np.ndarray
 
 
 def hadamard_signs(rotation: np.ndarray) -> Signs | None:
@@ -29,15 +29,15 @@ def hadamard_signs(rotation: np.ndarray) -> Signs | None:
     order = dim & -dim
     firsts = np.arange(dim) // order * order
     # The first row and the first column of a Hadamard matrix are 1.
-    before = np.sign(rotation[np.arange(dim), firsts])
-    after = np.sign(rotation[firsts, np.arange(dim)]) * before[firsts]
-    plain = before[:, None] * rotation * after * np.sqrt(order)
+    input_signs = np.sign(rotation[np.arange(dim), firsts])
+    output_signs = np.sign(rotation[firsts, np.arange(dim)]) * input_signs[firsts]
+    plain = input_signs[:, None] * rotation * output_signs * np.sqrt(order)
     hadamard: np.ndarray = np.ones((1, 1))
     while len(hadamard) < order:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
     if not np.allclose(plain, np.kron(np.eye(dim // order), hadamard), atol=1e-4):
         return None
-    return Signs(order, before.astype(np.float32), after.astype(np.float32))
+    return Signs(order, input_signs.astype(np.float32), output_signs.astype(np.float32))
 
 
 def with_rotations(

@@ -20,13 +20,13 @@ from polarlm.engine.backends.numpy.kv.cache import LayerCache
 class Rotation:
     """A rotation as kernels apply it.
 
-    order 0: a product with memory (D, D). order 1: no rotation. order ≥ 2: x · before (D,), then D/order Hadamard
+    order 0: a product with memory (D, D). order 1: no rotation. order ≥ 2: x · input_signs (D,), then D/order Hadamard
     matrices, then · memory (D,): the signs after them, divided by √order.
     """
 
     order: int
     memory: np.ndarray
-    before: np.ndarray | None = None
+    input_signs: np.ndarray | None = None
 
 
 NO_ROTATION = Rotation(1, np.zeros(1, np.float32))
@@ -153,7 +153,7 @@ def _rotation(matrix: np.ndarray) -> Rotation:
     signs = hadamard_signs(matrix)
     if signs is None:
         return Rotation(0, np.ascontiguousarray(matrix, np.float32))
-    return Rotation(signs.order, signs.after / np.sqrt(np.float32(signs.order)), signs.before)
+    return Rotation(signs.order, signs.output_signs / np.sqrt(np.float32(signs.order)), signs.input_signs)
 
 
 def _prepare_transform(transform: HeadTransform, keys: Rotation, values: Rotation, back: Rotation) -> PreparedTransform:
@@ -164,8 +164,8 @@ def _prepare_transform(transform: HeadTransform, keys: Rotation, values: Rotatio
         keys=keys,
         values=values,
         back=back,
-        key_factor=_factor(key_scale, keys.before),
-        value_factor=_factor(value_scale, values.before),
+        key_factor=_factor(key_scale, keys.input_signs),
+        value_factor=_factor(value_scale, values.input_signs),
     )
 
 

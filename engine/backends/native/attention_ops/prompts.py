@@ -135,7 +135,7 @@ class PromptOps(KernelOps):
                 row_sum=row_sum,
                 sink_scores=rule.sink_scores,
                 scale_back=scale_back,
-                before=back.before,
+                input_signs=back.input_signs,
                 rotation=back.memory,
                 rows=rows,
                 group=group,

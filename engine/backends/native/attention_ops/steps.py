@@ -110,7 +110,7 @@ class AttentionOps(PromptOps):
             row_sequences=arrays.row_sequences,
             scale_back=scale_back,
             sink_scores=rule.sink_scores,
-            before=back.before,
+            input_signs=back.input_signs,
             memory=back.memory,
             out=out,
             heads=heads,

@@ -32,8 +32,8 @@ def inverse_rms(e: Emitter, x: Value, columns: Value, eps: Value) -> Value:
     total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
 
     def add_square(offset: Value, kind: Type) -> None:
-        value, target_ = e.load(x + offset, kind), total if kind == _F16 else rest
-        target_.set(e.fma(value, value, target_.get()))
+        value, partial = e.load(x + offset, kind), total if kind == _F16 else rest
+        partial.set(e.fma(value, value, partial.get()))
 
     for_each_column(e, columns, add_square)
     mean = (e.sum_lanes(total.get()) + rest.get()) / columns.trunc(I32).to_float() + eps
@@ -60,13 +60,13 @@ def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
 
     def emit(e: Emitter, args: NormArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
-            source, target_ = args.x + row * args.x_stride, args.target + row * args.stride
+            source, target = args.x + row * args.x_stride, args.target + row * args.stride
             weight = args.weight + row % args.weights * args.columns * 4
             factor = inverse_rms(e, source, args.columns, args.eps)
 
             def write(offset: Value, kind: Type) -> None:
                 value = e.load(source + offset, kind) * factor * e.load(weight + offset, kind)
-                e.store(e.load(target_ + offset, kind) + value if adds else value, target_ + offset)
+                e.store(e.load(target + offset, kind) + value if adds else value, target + offset)
 
             for_each_column(e, args.columns, write)
 
@@ -95,8 +95,8 @@ def layer_norm_rows() -> Kernel[LayerNormArguments]:
             total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
 
             def add(offset: Value, kind: Type) -> None:
-                target_ = total if kind == _F16 else rest
-                target_.set(target_.get() + e.load(x_row + offset, kind))
+                partial = total if kind == _F16 else rest
+                partial.set(partial.get() + e.load(x_row + offset, kind))
 
             for_each_column(e, args.columns, add)
             mean = (e.sum_lanes(total.get()) + rest.get()) / args.columns.trunc(I32).to_float()
@@ -302,10 +302,10 @@ def best(e: Emitter, x: Value, columns: Value) -> Value:
 
     def compare(number: int, column: Value) -> None:
         value = e.load(x + column * 4, floats[number], 4 * _LANES * number if widths[number] else 0)
-        columns_now = e.like(column.trunc(I32), columns_of[number].get())
+        column_numbers = e.like(column.trunc(I32), columns_of[number].get())
         better = value > tops[number].get()
         tops[number].set(e.select(better, value, tops[number].get()))
-        columns_of[number].set(e.select(better, columns_now, columns_of[number].get()))
+        columns_of[number].set(e.select(better, column_numbers, columns_of[number].get()))
         not_finite[number].set(e.fma(value, e.like(0.0, value), not_finite[number].get()))
 
     with e.loop(0, whole, step) as column:

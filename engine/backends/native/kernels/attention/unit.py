@@ -200,8 +200,8 @@ class Unit:
                     score = apply_softcap(e, score, e.like(self._softcap, score))
                 scores.append(e.select(visible, score, e.like(LOWEST, score)))
             own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
-            input_signs = e.load(own_row_max, F32)
-            row_max = e.fmax(e.fmax_lanes(_reduce_tree(scores, _larger)), input_signs)
+            old_row_max = e.load(own_row_max, F32)
+            row_max = e.fmax(e.fmax_lanes(_reduce_tree(scores, _larger)), old_row_max)
             # Of keys that are not seen the weight is 0, also where none is and the maximum is LOWEST.
             top = e.select(row_max > LOWEST, row_max, e.zero(F32))
             weights = [e.exp(score - top) for score in scores]
@@ -210,7 +210,7 @@ class Unit:
             # The weight of a score of −infinity is 0: 0 · score makes the sum NaN where a score is not finite.
             checked = [e.fma(score, e.like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)]
             e.store(row_max, own_row_max)
-            e.store(input_signs - row_max, rescale)
+            e.store(old_row_max - row_max, rescale)
             e.store(e.sum_lanes(_reduce_tree(checked, lambda a, b: a + b)), rescale, 64)
         e.store(e.exp(e.load(self._rescale, _F16)), self._rescale)
         for number in range(self._rows):
