@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 decode_two_kinds_kernel(TO *out, float *acc, float *ml, int *counts, const float *q, const unsigned char *keys,
                         const unsigned char *values, const unsigned char *full_k, const unsigned char *full_v,
                         const int *spans, const unsigned char *key_tables, const unsigned char *value_tables,
-                        const float *factors, const float *before, const float *after, int sequences, int span_stride,
+                        const float *factors, const float *input_signs, const float *output_signs, int sequences, int span_stride,
                         int kv_heads, int chunks, int window, float scale, const float *sink_scores,
                         const unsigned char *finer_keys, const unsigned char *finer_values,
                         const unsigned char *finer_key_tables, const unsigned char *finer_value_tables) {
@@ -67,14 +67,14 @@ decode_two_kinds_kernel(TO *out, float *acc, float *ml, int *counts, const float
     __syncthreads();
     if (blockIdx.x >= of_others.share[2]) {
         const coarser::Sums sums = {acc, reinterpret_cast<float2 *>(ml), sequences * kv_heads * chunks};
-        coarser::attend_share({out, factors, before, after, sink_scores}, sums, counts, q,
+        coarser::attend_share({out, factors, input_signs, output_signs, sink_scores}, sums, counts, q,
                               {keys, values, full_k, full_v, kv_heads}, tables, of_others, shared, chunks, scale);
         return;
     }
     const int cells = sequences * kv_heads * chunks;
     const long long size = (2ll * cells + gridDim.x) * finer::HEADS;
     const finer::Sums sums = {acc + size * finer::DP, reinterpret_cast<float2 *>(ml) + size, cells};
-    finer::attend_share({out, factors, before, after, sink_scores}, sums, counts + cells * finer::HEADS, q,
+    finer::attend_share({out, factors, input_signs, output_signs, sink_scores}, sums, counts + cells * finer::HEADS, q,
                         {finer_keys, finer_values, full_k, full_v, kv_heads}, {finer_key_tables, finer_value_tables},
                         of_finer, shared, chunks, scale);
 }

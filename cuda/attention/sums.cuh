@@ -159,20 +159,20 @@ struct HeadScale {
 // Where results go, and what of the kernel's arguments changes them.
 struct Target {
     TO *out;
-    const float *factors, *before, *after, *sink_scores;
+    const float *factors, *input_signs, *output_signs, *sink_scores;
 };
 
 // The end of the op: the mean of values, times the head's factor, rotated back.
 struct Result {
     TO *out;
     const float *factors, *sink_scores;
-    float before[HeadSum::OWN] = {}, after[HeadSum::OWN] = {};  // the lane's signs, loaded long before they are used
+    float input_signs[HeadSum::OWN] = {}, output_signs[HeadSum::OWN] = {};  // the lane's signs, loaded long before they are used
 
     __device__ __forceinline__ explicit Result(const Target &target)
         : out(target.out), factors(target.factors), sink_scores(target.sink_scores) {
         if constexpr (ORDER > 1) {
-            HeadSum::load_channels(before, target.before);
-            HeadSum::load_channels(after, target.after);
+            HeadSum::load_channels(input_signs, target.input_signs);
+            HeadSum::load_channels(output_signs, target.output_signs);
         }
     }
 
@@ -187,12 +187,12 @@ struct Result {
 #pragma unroll
         for (int i = 0; i < HeadSum::OWN; ++i) {
             v[i] *= share;
-            if constexpr (ORDER > 1) v[i] *= before[i];
+            if constexpr (ORDER > 1) v[i] *= input_signs[i];
         }
         if constexpr (ORDER > 1) {
             hadamard<ORDER, HeadSum::NEAR>(v);
 #pragma unroll
-            for (int i = 0; i < HeadSum::OWN; ++i) v[i] *= after[i];
+            for (int i = 0; i < HeadSum::OWN; ++i) v[i] *= output_signs[i];
         }
         HeadSum::store_channels(out + (long long)vector * D, v);
     }
