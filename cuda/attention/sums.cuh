@@ -223,10 +223,10 @@ struct WarpSums {
 #pragma unroll 1
         for (unsigned first = __ffs(here) - 1; first < last; first += HeadSum::BATCH) {
             float loaded[HeadSum::BATCH][HeadSum::OWN] = {};
-            const float *const of_first = acc + (first * HEADS + c) * MERGE_ROW;
+            const float *const first_row = acc + (first * HEADS + c) * MERGE_ROW;
 #pragma unroll
             for (int j = 0; j < HeadSum::BATCH; ++j)
-                if (first + j < last) HeadSum::load_channels(loaded[j], of_first + j * (HEADS * MERGE_ROW));
+                if (first + j < last) HeadSum::load_channels(loaded[j], first_row + j * (HEADS * MERGE_ROW));
 #pragma unroll
             for (int j = 0; j < HeadSum::BATCH; ++j)
                 head.add(loaded[j], __shfl_sync(ALL_LANES, own.y, first + j),
