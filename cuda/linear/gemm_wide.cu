@@ -153,14 +153,14 @@ struct Product {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) w[0][i / 2][i % 2] = Weights<W>::unpack(tiles, own_turn(), i / 2, i % 2, zero);
+        for (int i = 0; i < 4; ++i) w[0][i / 2][i % 2] = Weights<W>::unpack(tiles, k_warp(), i / 2, i % 2, zero);
 #pragma unroll 1
         for (int stage = first; stage < last; ++stage) {
             const int next = slot == (STAGES - 1) * STAGE ? 0 : slot + STAGE;
 #pragma unroll
             for (int i = 0; i < PARTS_OF_WARP; ++i) {
                 const bool ends = i == PARTS_OF_WARP - 1;
-                const int part = i * WARPS_K + own_turn();
+                const int part = i * WARPS_K + k_warp();
                 if (ends) {  // the next stage is there, and nobody needs the one before this
                     cp_async_wait<STAGES - 3>();
                     __syncthreads();
@@ -173,7 +173,7 @@ struct Product {
                 const int from = ends && stage + 1 < last ? next : slot;  // after the last, what is there
                 const auto *const fragments = reinterpret_cast<const uint4 *>(shared + slot + X_AT) + threadIdx.x % 32;
                 add_part(sums, w[i % 2], fragments + part * TILES_N * 32, w[1 - i % 2], tiles + from,
-                         ends ? own_turn() : part + WARPS_K, zero);
+                         ends ? k_warp() : part + WARPS_K, zero);
             }
             free = slot, slot = next;
         }
@@ -191,17 +191,17 @@ struct Product {
 #pragma unroll
         for (int i = 0; i < 2 * TILES_N; ++i) {
             const float(&sum)[4] = sums[i / TILES_N][i % TILES_N];
-            if (own_turn()) others[32 * i + threadIdx.x % 32] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+            if (k_warp()) others[32 * i + threadIdx.x % 32] = make_float4(sum[0], sum[1], sum[2], sum[3]);
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 2 * TILES_N; ++i) {
-            if (own_turn()) break;
+            if (k_warp()) break;
             const float4 other = others[32 * i + threadIdx.x % 32];
             float(&sum)[4] = sums[i / TILES_N][i % TILES_N];
             sum[0] += other.x, sum[1] += other.y, sum[2] += other.z, sum[3] += other.w;
         }
-        return own_turn() == 0;
+        return k_warp() == 0;
     }
 
     __device__ __forceinline__ void write(TO *y, const Sums &sums, const float *bias, const Rows &rows, int first_row,

@@ -27,16 +27,16 @@
 // Floats between the sums of neighbouring rows of x, in shared memory: 8 of them are in different banks.
 constexpr int pitch_of(int tile) { return tile + 4; }
 
-// Adds the sums of all warps, `joined` [WARPS][ROWS][pitch_of(TILE_ROWS)], and writes them to y. thread: the caller's
+// Adds the sums of all warps, `warp_sums` [WARPS][ROWS][pitch_of(TILE_ROWS)], and writes them to y. thread: the caller's
 // number; the first threads write.
 template <int TILE_ROWS>
-__device__ __forceinline__ void store_tile(TO *y, const float *joined, const Tile &tile, const float *bias,
+__device__ __forceinline__ void store_tile(TO *y, const float *warp_sums, const Tile &tile, const float *bias,
                                            int rows, long long pitch, int thread) {
     constexpr int COLUMNS_OF_Y = GATED ? TILE_ROWS / 2 : TILE_ROWS;
     const auto product = [&](int row, int c) {
         float total = 0.0f;
 #pragma unroll
-        for (int k = 0; k < WARPS; ++k) total += joined[(k * ROWS + row) * pitch_of(TILE_ROWS) + c];
+        for (int k = 0; k < WARPS; ++k) total += warp_sums[(k * ROWS + row) * pitch_of(TILE_ROWS) + c];
         return bias ? total + bias[tile.row_of(c)] : total;
     };
     for (int i = thread; i < rows * COLUMNS_OF_Y; i += blockDim.x) {
@@ -176,7 +176,7 @@ struct Product {
         int slots[M];                            // slots of the unit's tiles
 #pragma unroll
         for (int m = 0; m < M; ++m) slots[m] = m * BYTES;
-        float *joined = reinterpret_cast<float *>(shared + WARPS * S * BYTES);
+        float *warp_sums = reinterpret_cast<float *>(shared + WARPS * S * BYTES);
         int first = 0;  // the first thread that writes y: others do for the next set, whose sums have another place
         for (int set = number; set < sets; set += blocks) {
             float sums[M][ROWS][2] = {};  // for rows lane / 4 and lane / 4 + 8 of a tile, over the lane's groups
@@ -252,12 +252,12 @@ struct Product {
                         float sum = sums[m][r][half];
 #pragma unroll
                         for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-                        float *const to = joined + (warp * ROWS + r) * pitch_of(TILE) + m * 16;
+                        float *const to = warp_sums + (warp * ROWS + r) * pitch_of(TILE) + m * 16;
                         if (lane % 4 == 0) to[half * 8 + lane / 4] = sum;
                     }
             __syncthreads();
-            store_tile<TILE>(y, joined, tile_of(set), bias, rows, pitch, (threadIdx.x + first) % THREADS);
-            joined += first % 64 == 0 ? JOINED : -JOINED;
+            store_tile<TILE>(y, warp_sums, tile_of(set), bias, rows, pitch, (threadIdx.x + first) % THREADS);
+            warp_sums += first % 64 == 0 ? JOINED : -JOINED;
             first += 32;
         }
     }
