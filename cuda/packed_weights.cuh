@@ -109,7 +109,8 @@ struct PackedWeights {
         const unsigned char *const low = plane + (2 * lane + half) * LOW;
         Codes c;
         if (F::TABLED) {
-            const unsigned w = *reinterpret_cast<const unsigned *>(low), even = table_bytes(w), odd = table_bytes(w >> 16);
+            const unsigned w = *reinterpret_cast<const unsigned *>(low);
+            const unsigned even = table_bytes(w), odd = table_bytes(w >> 16);
 #pragma unroll
             for (int p = 0; p < 4; ++p)
                 c.pairs[p] = (__byte_perm(even, odd, p | (4 + p) << 8) & 0x00ff00ffu) | 0x64006400u;

@@ -47,8 +47,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 decode_two_kinds_kernel(TO *out, float *acc, float *ml, int *counts, const float *q, const unsigned char *keys,
                         const unsigned char *values, const unsigned char *full_k, const unsigned char *full_v,
                         const int *spans, const unsigned char *key_tables, const unsigned char *value_tables,
-                        const float *factors, const float *input_signs, const float *output_signs, int sequences, int span_stride,
-                        int kv_heads, int chunks, int window, float scale, const float *sink_scores,
+                        const float *factors, const float *input_signs, const float *output_signs, int sequences,
+                        int span_stride, int kv_heads, int chunks, int window, float scale, const float *sink_scores,
                         const unsigned char *finer_keys, const unsigned char *finer_values,
                         const unsigned char *finer_key_tables, const unsigned char *finer_value_tables) {
     let_next_begin();

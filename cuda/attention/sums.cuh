@@ -166,7 +166,8 @@ struct Target {
 struct Result {
     TO *out;
     const float *factors, *sink_scores;
-    float input_signs[HeadSum::OWN] = {}, output_signs[HeadSum::OWN] = {};  // the lane's signs, loaded long before they are used
+    // the lane's signs, loaded long before they are used
+    float input_signs[HeadSum::OWN] = {}, output_signs[HeadSum::OWN] = {};
 
     __device__ __forceinline__ explicit Result(const Target &target)
         : out(target.out), factors(target.factors), sink_scores(target.sink_scores) {

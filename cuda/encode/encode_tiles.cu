@@ -335,8 +335,10 @@ struct TileRounder {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float numerator = sums[h][0], denominator = sums[h][1];
-            numerator += __shfl_xor_sync(0xffffffffu, numerator, 1), numerator += __shfl_xor_sync(0xffffffffu, numerator, 2);
-            denominator += __shfl_xor_sync(0xffffffffu, denominator, 1), denominator += __shfl_xor_sync(0xffffffffu, denominator, 2);
+            numerator += __shfl_xor_sync(0xffffffffu, numerator, 1);
+            numerator += __shfl_xor_sync(0xffffffffu, numerator, 2);
+            denominator += __shfl_xor_sync(0xffffffffu, denominator, 1);
+            denominator += __shfl_xor_sync(0xffffffffu, denominator, 2);
             const int token = first + g + 8 * h;
             const float change = denominator > 0.0f ? numerator / denominator : 0.0f;
             if (t == 0) arrays.norms[token] = fmaxf(arrays.sizes[token] + change * arrays.units[token], 0.0f);

@@ -5,7 +5,9 @@ struct Fitted {
     float norm, cost;
 };
 
-__device__ __forceinline__ float quotient(float numerator, float denominator) { return denominator > 0.0f ? numerator / denominator : 1.0f; }
+__device__ __forceinline__ float quotient(float numerator, float denominator) {
+    return denominator > 0.0f ? numerator / denominator : 1.0f;
+}
 
 // a: a token, e: its error when it was rounded with the norm `size`. aa, ae, ee: a·Ma, a·Me, e·Me; a_mean, e_mean: a·μ,
 // e·μ. plain: the norm of least squares, over `size`. root: √D.

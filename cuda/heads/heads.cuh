@@ -4,9 +4,10 @@
 // qkv (T, H + 2K, D): the heads of queries, keys, values. cos, sin (T, D/2): RoPE rotates channel j with channel j +
 // D/2. With HEAD_NORMS, queries and keys are first x / rms(x) · norm, where norm is q_norm or k_norm (D); with
 // VALUE_EPS, values are first x / rms(x). scale (H + 2K, D), or null for ones, multiplies queries and keys after RoPE,
-// and values at once. Then one rotation is applied to queries and keys, another to values: diag(input_signs) · H/√ORDER ·
-// diag(output_signs), where Hadamard's matrix of that order repeats along the diagonal. The signs `input_signs` and `output_signs` (D) are
-// ±1; order 1 has no rotation and reads no signs. A warp holds one vector: lane l has channels l, l + 32, ….
+// and values at once. Then one rotation is applied to queries and keys, another to values: diag(input_signs) · H/√ORDER
+// · diag(output_signs), where Hadamard's matrix of that order repeats along the diagonal. The signs `input_signs` and
+// `output_signs` (D) are ±1; order 1 has no rotation and reads no signs. A warp holds one vector: lane l has channels
+// l, l + 32, ….
 constexpr int D = HEAD_DIM, HALF = D / 2, OWN = (D + 31) / 32;  // OWN: channels of a lane
 
 template <int ORDER>

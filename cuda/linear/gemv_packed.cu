@@ -27,8 +27,8 @@
 // Floats between the sums of neighbouring rows of x, in shared memory: 8 of them are in different banks.
 constexpr int pitch_of(int tile) { return tile + 4; }
 
-// Adds the sums of all warps, `warp_sums` [WARPS][ROWS][pitch_of(TILE_ROWS)], and writes them to y. thread: the caller's
-// number; the first threads write.
+// Adds the sums of all warps, `warp_sums` [WARPS][ROWS][pitch_of(TILE_ROWS)], and writes them to y. thread: the
+// caller's number; the first threads write.
 template <int TILE_ROWS>
 __device__ __forceinline__ void store_tile(TO *y, const float *warp_sums, const Tile &tile, const float *bias,
                                            int rows, long long pitch, int thread) {

@@ -64,8 +64,8 @@ struct ConvInputs {
     }
 };
 
-// A warp calls keep(token, g) for the tokens of a block. `stored_decays` has g of those before `low`; each of the tokens low …
-// high − 1 adds change(token), and later ones nothing.
+// A warp calls keep(token, g) for the tokens of a block. `stored_decays` has g of those before `low`; each of the
+// tokens low … high − 1 adds change(token), and later ones nothing.
 template <class Change, class Keep>
 __device__ __forceinline__ void add_decays(const float *stored_decays, int low, int high, Change change, Keep keep) {
     const int lane = threadIdx.x % 32;

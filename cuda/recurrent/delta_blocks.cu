@@ -5,10 +5,10 @@
 // inverse of 1 + L is applied to both terms of the right side, so that u = news − reads M. Tokens that the slot has had
 // before keep their updates.
 //
-// queries (blocks, Q, N, A), keys (blocks, Q, A, N); for value heads: decayed_keys (blocks, H, A, N): keys times exp(g_N −
-// g_i), but keys alone of a block that is not complete; reads (blocks, H, N, A), news (blocks, H, N, D), weights
-// (blocks, H, N, N): of updates in results, exp(g_i − g_j) q_i·k_j; logs (blocks, H, N): g. Missing tokens have 0 for
-// all but g. projected: `rows` rows of the prompt, `pitch` numbers apart; the first row's place in its block is
+// queries (blocks, Q, N, A), keys (blocks, Q, A, N); for value heads: decayed_keys (blocks, H, A, N): keys times
+// exp(g_N − g_i), but keys alone of a block that is not complete; reads (blocks, H, N, A), news (blocks, H, N, D),
+// weights (blocks, H, N, N): of updates in results, exp(g_i − g_j) q_i·k_j; logs (blocks, H, N): g. Missing tokens have
+// 0 for all but g. projected: `rows` rows of the prompt, `pitch` numbers apart; the first row's place in its block is
 // `place`. The slot: kept_keys (Q, A, N), kept_updates (H, N, D), kept_decays (H, N), kept_inputs (WIDTH − 1 + N, C).
 // conv (WIDTH, C), decay, dt_bias (H,).
 // Grid (blocks, Q), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, THREADS, SHARED.
@@ -62,8 +62,8 @@ __device__ __forceinline__ void solve(BlockMemory &memory, float *out, int pitch
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-delta_blocks_kernel(float *queries, float *keys, float *decayed_keys, float *reads, float *news, float *weights, float *logs,
-                    const float *projected, const float *kept_keys, const float *kept_updates,
+delta_blocks_kernel(float *queries, float *keys, float *decayed_keys, float *reads, float *news, float *weights,
+                    float *logs, const float *projected, const float *kept_keys, const float *kept_updates,
                     const float *kept_decays, const float *kept_inputs, const float *conv, const float *decay,
                     const float *dt_bias, long long pitch, int key_heads, int value_heads, int tiled, int rows,
                     int place) {
@@ -141,7 +141,8 @@ delta_blocks_kernel(float *queries, float *keys, float *decayed_keys, float *rea
             float *const x = &memory.rows.columns[0][thread];
             if (is_value) {
                 for (int token = 0; token < low; ++token) x[token * THREADS] = updates[token * VALUE_DIM + column];
-                conv_inputs.convolve(conv, heads.value(head) + column, begin + low, begin + high, [&](int token, float value) {
+                conv_inputs.convolve(conv, heads.value(head) + column, begin + low, begin + high,
+                                     [&](int token, float value) {
                     x[(token - begin) * THREADS] = memory.betas[token - begin] * value;
                 });
                 for (int token = high; token < BLOCK; ++token) x[token * THREADS] = 0.0f;

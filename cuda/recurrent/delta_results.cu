@@ -38,5 +38,6 @@ delta_inputs_kernel(float *inputs, float *end_inputs, const float *projected, co
     }
     // What is read of the slot lies after what has been written.
     for (int token = complete > 0 ? current - (WIDTH - 1) : place; token < place + rows; ++token)
-        inputs[(token - current + WIDTH - 1) * static_cast<long long>(channels) + channel] = conv_inputs.at(token, channel);
+        inputs[(token - current + WIDTH - 1) * static_cast<long long>(channels) + channel] =
+            conv_inputs.at(token, channel);
 }

@@ -2,8 +2,8 @@
 // delta_blocks or mamba2_blocks.
 //
 // With the matrix M of a head before a block, its updates are u = news − reads M, its results exp(g) M q and the sum of
-// u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i u_iᵀ of `decayed_keys` keys. With READS 0 the
-// updates are `news`, there are no `reads`, and results are added to what y has.
+// u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i u_iᵀ of `decayed_keys` keys. With READS 0
+// the updates are `news`, there are no `reads`, and results are added to what y has.
 //
 // y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N,
 // D), kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D):
@@ -70,9 +70,9 @@ __device__ __forceinline__ const float *next_chunk(const ScanMemory &memory, int
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updates, float *kept_decays,
-                  float *end_matrices, const float *queries, const float *decayed_keys, const float *reads, const float *news,
-                  const float *weights, const float *logs, const float *largest, const int *end_rows, int key_heads,
-                  int tiled, int rows, int place) {
+                  float *end_matrices, const float *queries, const float *decayed_keys, const float *reads,
+                  const float *news, const float *weights, const float *logs, const float *largest, const int *end_rows,
+                  int key_heads, int tiled, int rows, int place) {
     DYNAMIC_SHARED(ScanMemory, shared);
     ScanMemory &memory = *shared;
     const DeltaHeads heads = {key_heads, static_cast<int>(gridDim.y), tiled};

@@ -21,7 +21,7 @@ __device__ __forceinline__ void prefetch_state(const float *matrix, const float 
 // All threads convolve the rows, which begin at token seen.place; the slot's `inputs` get what is convolved. Keys and
 // queries that heads have in common are kept there by the first of these.
 template <class Heads>
-__device__ __forceinline__ void convolve_rows(StepRows &of, float *inputs, const Heads &heads, int head,
+__device__ __forceinline__ void convolve_rows(StepRows &step_rows, float *inputs, const Heads &heads, int head,
                                               const ConvInputs &conv_inputs, const float *conv, int rows) {
     const int key_head = heads.key_of(head);
     const bool is_first = heads.is_first(head);
@@ -29,13 +29,14 @@ __device__ __forceinline__ void convolve_rows(StepRows &of, float *inputs, const
         const bool is_value = i >= 2 * KEY_DIM;
         const int is_query = i >= KEY_DIM, own = is_value ? i - 2 * KEY_DIM : i - is_query * KEY_DIM;
         const int start = is_value ? heads.value(head) : is_query ? heads.query(key_head) : heads.key(key_head);
-        conv_inputs.convolve(conv, start + own, conv_inputs.place, conv_inputs.place + rows, [&](int token, float x) {
+        const auto write = [&](int token, float x) {
             const int r = token - conv_inputs.place;
-            (is_value ? of.values[r] : of.pairs[r][is_query])[own] = x;
+            (is_value ? step_rows.values[r] : step_rows.pairs[r][is_query])[own] = x;
             if (is_value || is_first)
                 inputs[(token + WIDTH - 1) * static_cast<long long>(conv_inputs.channels) + start + own] =
                     conv_inputs.at(token, start + own);
-        });
+        };
+        conv_inputs.convolve(conv, start + own, conv_inputs.place, conv_inputs.place + rows, write);
     }
 }
 

@@ -20,8 +20,8 @@ struct BlockMemory {
 static_assert(sizeof(BlockMemory) == SHARED, "SHARED is what a block takes");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-mamba2_blocks_kernel(float *y, float *queries, float *largest, float *decayed_keys, float *news, float *weights, float *logs,
-                     const float *projected, const float *kept_keys, const float *kept_updates,
+mamba2_blocks_kernel(float *y, float *queries, float *largest, float *decayed_keys, float *news, float *weights,
+                     float *logs, const float *projected, const float *kept_keys, const float *kept_updates,
                      const float *kept_decays, const float *kept_inputs, const float *conv, const float *bias,
                      const float *decay, const float *dt_bias, const float *skip, long long pitch, int key_heads,
                      int value_heads, int rows, int place) {
@@ -31,7 +31,8 @@ mamba2_blocks_kernel(float *y, float *queries, float *largest, float *decayed_ke
     const int thread = threadIdx.x, warp = thread / 32, block = blockIdx.x, key_head = blockIdx.y;
     const int begin = block * BLOCK;  // the block's first token, counted from the first block's first
     const int low = block == 0 ? place : 0, high = min(BLOCK, place + rows - begin);  // new tokens of the block
-    const ConvInputs conv_inputs = {kept_inputs, projected + heads.first_channel(), pitch, heads.channels(), place, bias};
+    const ConvInputs conv_inputs = {kept_inputs, projected + heads.first_channel(), pitch, heads.channels(), place,
+                                    bias};
     const int first_member = blockIdx.z * MEMBERS;
     const int members = min(MEMBERS, value_heads / key_heads - first_member);
     kept_keys += key_head * KEY_DIM * BLOCK;
@@ -118,12 +119,12 @@ mamba2_blocks_kernel(float *y, float *queries, float *largest, float *decayed_ke
         const int length = (high - low + RANGES - 1) / RANGES;
         for (int at = thread; at < RANGES * VALUE_DIM; at += THREADS) {
             const int column = at % VALUE_DIM, start = low + at / VALUE_DIM * length;
-            conv_inputs.convolve(conv, heads.value(head) + column, begin + min(start, high), begin + min(start + length, high),
-                          [&](int token, float x) {
-                              updates[(token - begin) * VALUE_DIM + column] = own_steps[token - begin] * x;
-                              y[((token - place) * static_cast<long long>(value_heads) + head) * VALUE_DIM + column] =
-                                  own_skip * x;
-                          });
+            const auto write = [&](int token, float x) {
+                updates[(token - begin) * VALUE_DIM + column] = own_steps[token - begin] * x;
+                y[((token - place) * static_cast<long long>(value_heads) + head) * VALUE_DIM + column] = own_skip * x;
+            };
+            conv_inputs.convolve(conv, heads.value(head) + column, begin + min(start, high),
+                                 begin + min(start + length, high), write);
         }
     }
 }

@@ -50,19 +50,19 @@ __device__ __forceinline__ Rank largest(Rank x) {
 // out, and so must be logits of -infinity. Bins divide the logits evenly, so that few have more than some tokens, among
 // which each token counts those before it.
 template <int N>
-__device__ __forceinline__ int sort(const Row &row, const Rank (&ranks)[N]) {
+__device__ __forceinline__ int sort(const Row &row, const Rank (&own_ranks)[N]) {
     Rank worst = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        if (ranks[i] != NONE) worst = max(worst, ranks[i]);
+        if (own_ranks[i] != NONE) worst = max(worst, own_ranks[i]);
     uint4 &own_bins = *reinterpret_cast<uint4 *>(s.bins + 4 * threadIdx.x);
     own_bins = make_uint4(0, 0, 0, 0);
     const float scale = __fdiv_rn(float(BINS), row.best - row.value(largest(worst)));
     int bins[N], places[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        if (ranks[i] == NONE) continue;
-        bins[i] = int(fminf((row.best - row.value(ranks[i])) * scale, BINS - 1.0f));  // NaN becomes the last bin
+        if (own_ranks[i] == NONE) continue;
+        bins[i] = int(fminf((row.best - row.value(own_ranks[i])) * scale, BINS - 1.0f));  // NaN becomes the last bin
         places[i] = atomicAdd(&s.bins[bins[i]], 1u);
     }
     __syncthreads();
@@ -74,19 +74,19 @@ __device__ __forceinline__ int sort(const Row &row, const Rank (&ranks)[N]) {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        if (ranks[i] != NONE) s.ranks[s.bins[bins[i]] + places[i]] = ranks[i];
+        if (own_ranks[i] != NONE) s.ranks[s.bins[bins[i]] + places[i]] = own_ranks[i];
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        if (ranks[i] == NONE) continue;
+        if (own_ranks[i] == NONE) continue;
         const int end = s.bins[bins[i] + 1];
         places[i] = s.bins[bins[i]];
-        for (int other = places[i], first = other; other < end; ++other) places[i] += s.ranks[other] < ranks[i];
+        for (int other = places[i], first = other; other < end; ++other) places[i] += s.ranks[other] < own_ranks[i];
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        if (ranks[i] != NONE) s.ranks[places[i]] = ranks[i];
+        if (own_ranks[i] != NONE) s.ranks[places[i]] = own_ranks[i];
     __syncthreads();
     return int(total);
 }
