@@ -119,5 +119,5 @@ def merge(head_dim: int, order: int, *, is_scaled: bool, has_sink_scores: bool) 
                     e.store(e.load(scratch, signs.type, 4 * channel) * signs, scratch, 4 * channel)
             rotate(e, scratch, args.out + unit * (4 * head_dim), args.memory, head_dim, order)
 
-    name = f"merge_{head_dim}_order{order}{'_scale_row' * is_scaled}{'_sink_scores' * has_sink_scores}"
+    name = f"merge_{head_dim}_order{order}{'_scaled' * is_scaled}{'_sink_scores' * has_sink_scores}"
     return Kernel(name, emit, MergeArguments)

@@ -42,7 +42,7 @@ class RecurrentArguments(NamedTuple):
     eps: Float32 = 0.0
     bias: Pointer = None
     skip: Pointer = None
-    convolution: Pointer = None
+    convolved: Pointer = None
     block_keys: Pointer = None
     scores: Pointer = None
 

@@ -77,7 +77,7 @@ def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
                         bias = e.load(args.bias + channel * 4 + offset, kind) if spec.has_bias else e.zero(kind)
                         weights = args.conv + channel * 4 + offset
                         places = source + offset, input_row + offset, weights
-                        e.store(common.convolved(e, spec, *places, bias), target + offset)
+                        e.store(common.convolution(e, spec, *places, bias), target + offset)
 
                     for_each_column(e, columns, compute)
                 if spec.is_prompt:
