@@ -42,7 +42,7 @@ from polarlm.engine.weight_formats import WeightFormat
 
 GROUP = 32  # inputs that share a scale
 MATRIX_ROW = 4 * GROUP + 16  # bytes of a group of a row of a matrix
-CROSSED = 16  # offset in the numbers of a row of the sums of products of pairs
+PAIR_PRODUCTS = 16  # offset in the numbers of a row of the sums of products of pairs
 
 
 class Inputs(Enum):
@@ -198,10 +198,10 @@ def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
         fours = e.level.dot2(e, zero, words, e.shuffle(words, words, [lane ^ 1 for lane in range(16)]))
     even, odd = range(0, 32, 2), range(1, 16, 2)
     sums = e.shuffle(pairs, fours, even) + e.shuffle(pairs, zero, [*odd, *range(16, 24)])
-    return -_of_lanes(e, sums, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
+    return -_take_lanes(e, sums, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
 
 
-def _of_lanes(e: Emitter, sums: Value, lanes: Sequence[int]) -> Value:
+def _take_lanes(e: Emitter, sums: Value, lanes: Sequence[int]) -> Value:
     """Lanes of the sums of each eight lanes, and of each four, whose numbers follow: of a row, and of its halves."""
     for step in (2, 1):
         sums = sums + e.shuffle(sums, sums, [lane ^ step for lane in range(sums.lanes)])
@@ -211,7 +211,7 @@ def _of_lanes(e: Emitter, sums: Value, lanes: Sequence[int]) -> Value:
 def _write_bytes(e: Emitter, at: Value, row: Value, halves: Values, *, is_paired: bool, is_unsigned: bool) -> Value:
     """Write 32 inputs of a row, int32, to the panel at an address. Returns the sums in its numbers, int32 (3,)."""
     lanes = vector(I32, 8)
-    bytes_ = e.join([_in_quads(e, half) for half in halves]).trunc(I8)
+    bytes_ = e.join([_order_quads(e, half) for half in halves]).trunc(I8)
     if is_paired:
         target = at + (row // 2 * (2 * GROUP) + row % 2 * 8)
         for eight in range(0, GROUP, 8):
@@ -220,16 +220,16 @@ def _write_bytes(e: Emitter, at: Value, row: Value, halves: Values, *, is_paired
         e.store(bytes_ ^ -128 if is_unsigned else bytes_, at + row * GROUP)
     fours = e.level.sum_of_bytes(e, e.zero(lanes), Inputs.BYTES.value)
     fours.add(e.constant(lanes, 0x01010101), bytes_.bits(lanes))
-    return -_of_lanes(e, fours.end(), [0, 8, 12])
+    return -_take_lanes(e, fours.end(), [0, 8, 12])
 
 
-def _in_quads(e: Emitter, integers: Value) -> Value:
+def _order_quads(e: Emitter, integers: Value) -> Value:
     return e.shuffle(integers, integers, [lane & ~3 | QUAD[lane & 3] for lane in range(16)])
 
 
 def _split(e: Emitter, integers: Value) -> Value:
     """int32 (16,) as bytes (32,): see above."""
-    ordered = _in_quads(e, integers)
+    ordered = _order_quads(e, integers)
     high, low = (ordered + 128).ashr(8).trunc(I8), ordered.trunc(I8)
     return e.shuffle(high, low, [lane + 16 * i + first for first in (0, 8) for i in (0, 1) for lane in range(8)])
 

@@ -23,8 +23,8 @@ from functools import reduce
 from itertools import chain
 
 from polarlm.engine.backends.native.kernels.linear.activations import (
-    CROSSED,
     GROUP,
+    PAIR_PRODUCTS,
     Inputs,
     most_code,
     numbers_at,
@@ -78,9 +78,9 @@ class ExpandedWeights:
     def _write_starts(self, at: Value) -> None:
         """Write what sums of products with the words at an address start with."""
         for group in range(self._groups * self._has_starts):
-            self._e.store(-self._crossed(at, group), at, self._starts + _VECTOR * group)
+            self._e.store(-self._pair_products(at, group), at, self._starts + _VECTOR * group)
 
-    def _crossed(self, at: Value, group: int) -> Value:
+    def _pair_products(self, at: Value, group: int) -> Value:
         """The sums of the products of a group's words, of one pair with the next: int32 (16,). at: address of words."""
         e, size, total = self._e, self.vectors // self._groups, self._e.zero(_I16)
         for pair in range(group * size, (group + 1) * size, 2):
@@ -125,7 +125,7 @@ class ExpandedWeights:
         if not self._halves:
             return [e.zero(_I16) for _ in numbers]
         of_words = e.load(at, _I16, self._starts + _VECTOR * group)
-        place = CROSSED if self._groups == 1 else CROSSED + 4 + 4 * group
+        place = PAIR_PRODUCTS if self._groups == 1 else PAIR_PRODUCTS + 4 + 4 * group
         whole = _whole_rows(len(numbers))
         return [
             e.zero(_I16) if row in whole else of_words + e.broadcast(at_numbers, I32, ROWS, place)
@@ -229,7 +229,7 @@ class ExpandedBytes(ExpandedCodes):
             codes = self._codes.quad(at, quad, ROWS).bits(bytes_)
             self._e.store(codes - zero if zero else codes, out, _VECTOR * quad)
 
-    def _crossed(self, at: Value, group: int) -> Value:
+    def _pair_products(self, at: Value, group: int) -> Value:
         """128 times the sum of the codes of a group."""
         e, size, total = self._e, self.vectors // self._groups, self._sum(self._e.zero(_I16))
         for quad in range(group * size, (group + 1) * size):
