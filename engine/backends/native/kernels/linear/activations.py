@@ -129,8 +129,8 @@ def place_of_sum(groups: int, group: int) -> int:
 def panel_bytes(columns: int, row_tile: int, level: Level, inputs: Inputs = Inputs.CODES) -> int:
     """Bytes of a panel of `row_tile` rows; columns is a multiple of 32."""
     are_halves = inputs is Inputs.CODES and are_matrices(level, row_tile, inputs)
-    of_row = MATRIX_ROW if are_halves else row_bytes(level, inputs)
-    return columns // GROUP * of_row * row_tile
+    group_row_bytes = MATRIX_ROW if are_halves else row_bytes(level, inputs)
+    return columns // GROUP * group_row_bytes * row_tile
 
 
 class RowArguments(NamedTuple):
@@ -145,7 +145,7 @@ class RowArguments(NamedTuple):
 
 @cache
 def quantize_rows(
-    normed: bool, row_tile: int, *, inputs: Inputs = Inputs.CODES, is_unsigned: bool = False, picks: bool = False
+    has_norm: bool, row_tile: int, *, inputs: Inputs = Inputs.CODES, is_unsigned: bool = False, picks: bool = False
 ) -> Kernel[RowArguments]:
     """Rows of x → panels of int16 or int8, one unit per row. A group's largest magnitude becomes that of `inputs`.
 
@@ -160,45 +160,45 @@ def quantize_rows(
         with _rows(e, args, begin, end, picks) as (row, source):
             panel, place = row // row_tile, row % row_tile
             start = args.out + panel * groups * (size * row_tile)
-            if normed:
+            if has_norm:
                 factor = inverse_rms(e, source, args.columns, args.eps)
             with e.loop(0, groups) as group:
                 halves = [e.load(source + group * 128, f16, 64 * half) for half in (0, 1)]
-                if normed:
+                if has_norm:
                     norms = [e.load(args.weight + group * 128, f16, 64 * half) for half in (0, 1)]
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
                 integers, top = round_to(e, halves, float(inputs.value))
                 target, each = start + group * (size * row_tile), number_bytes(e.level, inputs)
-                for_matrices = are_matrices(e.level, row_tile, inputs)
+                is_for_matrices = are_matrices(e.level, row_tile, inputs)
                 numbers = target + place * each + GROUP * inputs.size * row_tile
                 if inputs is Inputs.BYTES:
                     is_paired = are_paired(e.level, row_tile, inputs)
                     sums = _write_bytes(e, target, place, integers, is_paired=is_paired, is_unsigned=is_unsigned)
                 else:
-                    if for_matrices:
+                    if is_for_matrices:
                         numbers = _write_matrices(e, target, place, integers)
                     else:
                         for number, half in enumerate(integers):
-                            own = _split(e, half) if splits(e.level, row_tile, inputs) else half.trunc(I16)
-                            e.store(own, target + place * (2 * GROUP), 32 * number)
-                    halved = e.join([half.trunc(I16) for half in integers]).bits(vector(I32, 16))
-                    sums = _negative_sums(e, halved, crossed=each > 16)
+                            packed_half = _split(e, half) if splits(e.level, row_tile, inputs) else half.trunc(I16)
+                            e.store(packed_half, target + place * (2 * GROUP), 32 * number)
+                    words = e.join([half.trunc(I16) for half in integers]).bits(vector(I32, 16))
+                    sums = _negative_sums(e, words, with_pair_products=each > 16)
                 e.store(top * (1 / inputs.value), numbers)
-                e.store(sums.to_float() if for_matrices else sums, numbers, 4)
+                e.store(sums.to_float() if is_for_matrices else sums, numbers, 4)
 
     kind = inputs.suffix + "_unsigned" * is_unsigned
-    return Kernel(f"quantize{kind}{'_normed' * normed}{'_picked' * picks}_{row_tile}", emit, RowArguments)
+    return Kernel(f"quantize{kind}{'_normed' * has_norm}{'_picked' * picks}_{row_tile}", emit, RowArguments)
 
 
-def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
+def _negative_sums(e: Emitter, words: Value, *, with_pair_products: bool) -> Value:
     """The sums in a row's numbers, int32 (3,), or with sums of products (6,). words (16,) int32: its pairs of int16."""
     zero, ones = e.zero(words.type), e.constant(words.type, [0x10001] * 16)
     pairs, fours = e.level.dot2(e, zero, words, ones), zero
-    if crossed:  # in the even lanes; the odd ones hold the same again
+    if with_pair_products:  # in the even lanes; the odd ones hold the same again
         fours = e.level.dot2(e, zero, words, e.shuffle(words, words, [lane ^ 1 for lane in range(16)]))
     even, odd = range(0, 32, 2), range(1, 16, 2)
     sums = e.shuffle(pairs, fours, even) + e.shuffle(pairs, zero, [*odd, *range(16, 24)])
-    return -_take_lanes(e, sums, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
+    return -_take_lanes(e, sums, [0, 16, 20, 8, 24, 28] if with_pair_products else [0, 16, 20])
 
 
 def _take_lanes(e: Emitter, sums: Value, lanes: Sequence[int]) -> Value:
@@ -245,14 +245,14 @@ def _write_matrices(e: Emitter, at: Value, row: Value, halves: Values) -> Value:
 
 
 @cache
-def interleave_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kernel[RowArguments]:
+def interleave_rows(has_norm: bool, row_tile: int, *, picks: bool = False) -> Kernel[RowArguments]:
     """Rows of x → panels of float32, one unit per row. Arguments as of `quantize_rows`, with any number of columns."""
 
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
         with _rows(e, args, begin, end, picks) as (row, source):
             panel = args.out + row // row_tile * args.columns * (4 * row_tile)
             target = panel + row % row_tile * 4
-            factor = inverse_rms(e, source, args.columns, args.eps) if normed else None
+            factor = inverse_rms(e, source, args.columns, args.eps) if has_norm else None
 
             def write(offset: Value, kind: Type) -> None:
                 value = e.load(source + offset, kind)
@@ -264,7 +264,7 @@ def interleave_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kern
 
             for_each_column(e, args.columns, write)
 
-    return Kernel(f"interleave{'_normed' * normed}{'_picked' * picks}_{row_tile}", emit, RowArguments)
+    return Kernel(f"interleave{'_normed' * has_norm}{'_picked' * picks}_{row_tile}", emit, RowArguments)
 
 
 @contextmanager
