@@ -32,15 +32,16 @@ from polarlm.engine.jit.lang.level import ByteSum
 from polarlm.engine.weight_formats import WeightFormat
 
 # Prefetch distance in bytes. The hardware does not prefetch where a loop reads several streams of vectors: without
-# this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third. See `ahead`, too.
-AHEAD = 8192
+# this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third. See
+# `prefetch_distance`, too.
+PREFETCH_BYTES = 8192
 _F16 = vector(F32, ROWS)
 _FEW_SUMS = 8  # a dot product waits for its sum's last one: two begin in a cycle, and each takes four
 
 
-def ahead(level: Level, row_tile: int) -> int:
+def prefetch_distance(level: Level, row_tile: int) -> int:
     """The prefetch distance of products of `row_tile` rows with codes."""
-    return AHEAD if row_tile > level.near_rows else 0
+    return PREFETCH_BYTES if row_tile > level.near_rows else 0
 
 
 class Outputs(NamedTuple):
@@ -53,18 +54,18 @@ class Outputs(NamedTuple):
 ALL = Outputs(0, ROWS)
 
 
-def passes(level: Level, row_tile: int) -> list[Outputs]:
+def output_groups(level: Level, row_tile: int) -> list[Outputs]:
     """The outputs of a tile that products of `row_tile` rows sum in turn, so that the sums stay in registers."""
     count = ROWS if row_tile == 1 else level.code_outputs
     return [Outputs(first, count) for first in range(0, ROWS, count)]
 
 
-def by_passes(
+def sum_by_outputs(
     e: Emitter, start: Sequence[Values], add: Callable[[Outputs, list[list[Variable]]], None]
 ) -> list[list[Value]]:
     """The sums of each tile and row, which begin with `start`: add(some outputs, their sums) adds to them."""
     parts: list[list[list[Value]]] = [[[] for _ in of_tile] for of_tile in start]
-    for outputs in passes(e.level, len(start[0])):
+    for outputs in output_groups(e.level, len(start[0])):
         sums = [[e.variable(e.part(total, *outputs)) for total in of_tile] for of_tile in start]
         add(outputs, sums)
         for of_tile, totals in zip(parts, sums, strict=True):
@@ -122,9 +123,9 @@ def add_block(
         before(part)
         for group in range(32 // format.group):
             place_in_numbers = place_of_sum(GROUP // format.group, group)
-            dots = multiply(e, codes, at, own_inputs, group, _less(e, numbers, place_in_numbers, outputs))
+            dots = multiply(e, codes, at, own_inputs, group, _input_sums(e, numbers, place_in_numbers, outputs))
             e.keep_order()
-            less = _less(e, numbers, place_in_numbers, outputs)  # where order is kept, read again
+            less = _input_sums(e, numbers, place_in_numbers, outputs)  # where order is kept, read again
             for block, own_dots, totals in zip(blocks, dots, sums, strict=True):
                 own_scale = times_sub(e, block.scale, block.subs + sub, place.sub_scale, group, signed=True)
                 own_offset = block.offset
@@ -144,7 +145,7 @@ def _multiplier(level: Level, codes: Codes, row_tile: int) -> Callable[..., list
     return _dots_of_unsigned if codes.are_unsigned else _split_dots if level.splits_words else _dots
 
 
-def _less(e: Emitter, numbers: Values, place: int, outputs: int) -> list[Value]:
+def _input_sums(e: Emitter, numbers: Values, place: int, outputs: int) -> list[Value]:
     """Of each row the sum of its inputs, negative, int32 (outputs,). place: its offset among the numbers of a row."""
     return [e.broadcast(at_numbers, I32, outputs, place) for at_numbers in numbers]
 
@@ -153,7 +154,7 @@ def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less:
     """For each tile and row, the dot products (outputs,) int32 of the row's inputs with the codes of a group, less the
     zero point.
 
-    at: addresses of each tile's codes of 32 inputs. less: see `_less`.
+    at: addresses of each tile's codes of 32 inputs. less: see `_input_sums`.
     """
     size, rows, outputs = codes.place.format.group // 2, range(len(less)), less[0].lanes
     zero = e.zero(less[0].type)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD
+from polarlm.engine.backends.native.kernels.linear.block_sums import PREFETCH_BYTES
 from polarlm.engine.backends.native.tiles import QUAD, ROWS, LatticeField, TileLayout, block_bytes, lattice_layout
 from polarlm.engine.jit.lang import F32, F64, I8, I16, I32, I64, Emitter, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -48,7 +48,7 @@ class LatticeExpander:
 
     def __call__(self, at: Value) -> Value:
         e, out, format = self._e, self._out, self._format
-        e.prefetch(at + AHEAD, block_bytes(format))
+        e.prefetch(at + PREFETCH_BYTES, block_bytes(format))
         e.store(e.load(at, vector(I16, ROWS), self._fields["scale"].start), out)
         parts = format.values // 32
         if self._indices is not None:
@@ -145,7 +145,7 @@ class TritExpander:
 
     def __call__(self, at: Value) -> Value:
         e, out = self._e, self._out
-        e.prefetch(at + AHEAD, block_bytes(self._format))
+        e.prefetch(at + PREFETCH_BYTES, block_bytes(self._format))
         e.store(e.load(at, vector(I16, ROWS)), out)
         packed, codes = at + 2 * ROWS, out + self.layout.codes
         for count, digits in self._runs:

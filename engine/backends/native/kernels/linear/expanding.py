@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
-from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, Outputs, add_block, by_passes
+from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, Outputs, add_block, sum_by_outputs
 from polarlm.engine.backends.native.kernels.linear.expanders import expander, has_expander
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, become_words
 from polarlm.engine.backends.native.kernels.linear.words import (
@@ -126,7 +126,7 @@ class _Bytes:
             blocks = [Block(e, expand.layout, at, expand.factor, outputs) for at in self._expanded]
             add_block(e, self._codes, blocks, inputs, totals)
 
-        results = by_passes(e, [[total.get() for total in totals] for totals in sums], add)
+        results = sum_by_outputs(e, [[total.get() for total in totals] for totals in sums], add)
         for total, value in zip(chain(*sums), chain(*results), strict=True):
             total.set(value)
 

@@ -123,7 +123,7 @@ class _Multiplies(ExpandedCodes):
     ) -> None:
         """Add the products of a panel's rows with words to float32 (16, 16) at `sums`. parts: of 32 inputs. following:
         what is prefetched for the next panel. products: memory for matrices."""
-        e, groups, size, ahead = self._e, self._groups, GROUP * self.inputs.size, self.panel // _TILES
+        e, groups, size, prefetch_distance = self._e, self._groups, GROUP * self.inputs.size, self.panel // _TILES
         each = 1 if self.are_added else self.parts_of_input
         step = groups * each * _MATRIX
         with e.loop(0, parts, _PRODUCTS // (groups * each)) as first:
@@ -139,7 +139,7 @@ class _Multiplies(ExpandedCodes):
                         e.level.multiply_tiles(e, matrices, size, right, out + _MATRIX * place)
             totals = [e.variable(e.load(sums, _F16, _ROW * row)) for row in range(ROWS)]
             with e.loop(0, count) as number:
-                e.prefetch(following + (first + number) * self.panel, ahead + 32, level=2)
+                e.prefetch(following + (first + number) * self.panel, prefetch_distance + 32, level=2)
                 for group in range(groups):
                     out = products + number * step + each * _MATRIX * group
                     panel = own_inputs + number * self.panel

@@ -14,9 +14,9 @@ from polarlm.engine.backends.native.kernels.linear.block_sums import (
     Codes,
     Outputs,
     add_block,
-    ahead,
-    by_passes,
     number_sums,
+    prefetch_distance,
+    sum_by_outputs,
 )
 from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import matrix_sums, runs
@@ -256,7 +256,10 @@ def _packed(
 ) -> list[list[Value]]:
     """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
     format, place = spec.format, layout(spec.format)
-    codes, distance = Codes(e, place, spec.row_tile, spec.inputs), place.codes + ahead(e.level, spec.row_tile)
+    codes, distance = (
+        Codes(e, place, spec.row_tile, spec.inputs),
+        place.codes + prefetch_distance(e.level, spec.row_tile),
+    )
     panel = x + first // spec.row_tile * stride
 
     def add(outputs: Outputs, sums: Sequence[Sequence[Variable]]) -> None:
@@ -271,4 +274,4 @@ def _packed(
 
             add_block(e, codes, [Block(e, place, at, outputs=outputs) for at in starts], inputs, sums, before_part)
 
-    return by_passes(e, [[e.zero(_F16)] * spec.row_tile for _ in tiles], add)
+    return sum_by_outputs(e, [[e.zero(_F16)] * spec.row_tile for _ in tiles], add)

@@ -31,7 +31,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     place_of_sum,
     row_bytes,
 )
-from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes
+from polarlm.engine.backends.native.kernels.linear.block_sums import PREFETCH_BYTES, Block, Codes
 from polarlm.engine.backends.native.kernels.linear.expanders import expander
 from polarlm.engine.backends.native.kernels.linear.tile_reads import is_bfloat, read_plain, times_sub, widened
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
@@ -205,7 +205,7 @@ class ExpandedCodes(ExpandedWeights):
                 out + part * self.nbytes,
                 block.subs + part * ROWS * self._groups,
             )
-            e.prefetch(at + AHEAD, place.part_bytes)
+            e.prefetch(at + PREFETCH_BYTES, place.part_bytes)
             self._write_codes(at, target)
             for group in range(self._groups):
                 scale = times_sub(e, block.scale, sub, place.sub_scale, group, signed=True)
@@ -285,7 +285,7 @@ class ExpandedNumbers(ExpandedWeights):
     def _write(self, numbers: Value, out: Value) -> None:
         """Write the words and scales of 32 inputs to `out`. numbers: address of (32, 16) float16 or bfloat16."""
         e = self._e
-        e.prefetch(numbers + AHEAD, _NUMBER_BYTES)
+        e.prefetch(numbers + PREFETCH_BYTES, _NUMBER_BYTES)
         bound = self._bound(numbers)
         exponents = e.fmax(bound, _LEAST).bits(_I16) & _EXPONENT
         power = (-exponents + (2 * _BIAS + _SUM_BITS - 1 << 23)).bits(_F16)
