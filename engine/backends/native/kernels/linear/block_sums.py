@@ -64,14 +64,14 @@ def sum_by_outputs(
     e: Emitter, start: Sequence[Values], add: Callable[[Outputs, list[list[Variable]]], None]
 ) -> list[list[Value]]:
     """The sums of each tile and row, which begin with `start`: add(some outputs, their sums) adds to them."""
-    parts: list[list[list[Value]]] = [[[] for _ in of_tile] for of_tile in start]
+    parts: list[list[list[Value]]] = [[[] for _ in tile_sums] for tile_sums in start]
     for outputs in output_groups(e.level, len(start[0])):
-        sums = [[e.variable(e.part(total, *outputs)) for total in of_tile] for of_tile in start]
+        sums = [[e.variable(e.part(total, *outputs)) for total in tile_sums] for tile_sums in start]
         add(outputs, sums)
-        for of_tile, totals in zip(parts, sums, strict=True):
-            for of_row, total in zip(of_tile, totals, strict=True):
-                of_row.append(total.get())
-    return [[e.join(of_row) for of_row in of_tile] for of_tile in parts]
+        for tile_sums, totals in zip(parts, sums, strict=True):
+            for row_parts, total in zip(tile_sums, totals, strict=True):
+                row_parts.append(total.get())
+    return [[e.join(row_parts) for row_parts in tile_sums] for tile_sums in parts]
 
 
 class Block:
@@ -106,7 +106,7 @@ def add_block(
     blocks: Sequence[Block],
     inputs: Value,
     sums: Sequence[Sequence[Variable]],
-    before: Callable[[Value], None] = lambda part: None,
+    before_part: Callable[[Value], None] = lambda part: None,
 ) -> None:
     """Add the products of the rows of a panel and of blocks with the same inputs to `sums`, of each block and row. All
     blocks are of the same outputs. The inputs are of the kind of `codes`.
@@ -120,21 +120,21 @@ def add_block(
         numbers = numbers_at(own_inputs, row_tile, e.level, codes.inputs)
         at = [block.codes + part * place.part_bytes for block in blocks]
         sub = part * (16 * (32 // format.group))
-        before(part)
+        before_part(part)
         for group in range(32 // format.group):
             place_in_numbers = place_of_sum(GROUP // format.group, group)
             dots = multiply(e, codes, at, own_inputs, group, _input_sums(e, numbers, place_in_numbers, outputs))
             e.keep_order()
-            less = _input_sums(e, numbers, place_in_numbers, outputs)  # where order is kept, read again
+            input_sums = _input_sums(e, numbers, place_in_numbers, outputs)  # where order is kept, read again
             for block, own_dots, totals in zip(blocks, dots, sums, strict=True):
                 own_scale = times_sub(e, block.scale, block.subs + sub, place.sub_scale, group, signed=True)
                 own_offset = block.offset
                 if own_offset is not None:
                     own_offset = -times_sub(e, own_offset, block.subs + sub, place.sub_offset, group)
-                for at_numbers, dot, x_less, total in zip(numbers, own_dots, less, totals, strict=True):
+                for at_numbers, dot, input_sum, total in zip(numbers, own_dots, input_sums, totals, strict=True):
                     value = dot.to_float() * own_scale
                     if own_offset is not None:
-                        value = e.fma(x_less.to_float(), own_offset, value)
+                        value = e.fma(input_sum.to_float(), own_offset, value)
                     total.set(e.fma(value, e.broadcast(at_numbers, F32, outputs), total.get()))
 
 
@@ -150,19 +150,19 @@ def _input_sums(e: Emitter, numbers: Values, place: int, outputs: int) -> list[V
     return [e.broadcast(at_numbers, I32, outputs, place) for at_numbers in numbers]
 
 
-def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
+def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, input_sums: Values) -> list[list[Value]]:
     """For each tile and row, the dot products (outputs,) int32 of the row's inputs with the codes of a group, less the
     zero point.
 
     at: addresses of each tile's codes of 32 inputs. less: see `_input_sums`.
     """
-    size, rows, outputs = codes.place.format.group // 2, range(len(less)), less[0].lanes
-    zero = e.zero(less[0].type)
+    size, rows, outputs = codes.place.format.group // 2, range(len(input_sums)), input_sums[0].lanes
+    zero = e.zero(input_sums[0].type)
     # Two sums hide the latency of a dot product, where there are few others and registers have room for them.
-    has_room = len(less) == 1 or (e.level.has_room and len(less) * len(at) <= _FEW_SUMS)
+    has_room = len(input_sums) == 1 or (e.level.has_room and len(input_sums) * len(at) <= _FEW_SUMS)
     # Where order is kept, LLVM would still add the products to one of the two as it likes.
     chains = 2 if has_room and not e.level.keeps_order else 1
-    first = [x_less * codes.zero if codes.zero else zero for x_less in less]
+    first = [input_sum * codes.zero if codes.zero else zero for input_sum in input_sums]
     sums = [[[start, *[zero] * (chains - 1)] for start in first] for _ in at]
     # Pairs that share vectors of codes are multiplied in succession, so that few registers hold codes.
     pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)
@@ -174,15 +174,17 @@ def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less:
             words = e.broadcast(inputs, I32, outputs, 2 * GROUP * row + 4 * pair)
             for dots, code in zip(sums, own_codes, strict=True):
                 total = e.level.dot2(e, dots[row][chain], code, words)
-                dots[row][chain] = total if len(less) == 1 else e.in_order(total)
+                dots[row][chain] = total if len(input_sums) == 1 else e.in_order(total)
     return [[dot[0] + dot[1] if chains == 2 else dot[0] for dot in dots] for dots in sums]
 
 
-def _split_dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
+def _split_dots(
+    e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, input_sums: Values
+) -> list[list[Value]]:
     """The same with two rows of bytes at a time: the high and low bytes of inputs, or two rows' inputs of 8 bits."""
-    count, outputs = codes.place.format.group // 4, less[0].lanes
-    are_pairs, zero = codes.inputs is Inputs.BYTES, e.zero(less[0].type)
-    starts = [x_less * codes.zero for x_less in less]
+    count, outputs = codes.place.format.group // 4, input_sums[0].lanes
+    are_pairs, zero = codes.inputs is Inputs.BYTES, e.zero(input_sums[0].type)
+    starts = [input_sum * codes.zero for input_sum in input_sums]
     both = zip(starts[::2], starts[1::2], strict=True) if are_pairs else ((zero, start) for start in starts)
     sums = [[e.level.split_start(e, *start) for start in both_starts] for both_starts in [[*both]] * len(at)]
     # Quads that share vectors of codes are multiplied in succession, as pairs above.
@@ -197,31 +199,35 @@ def _split_dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int,
     return [[*chain(*dots)] if are_pairs else [(high << 8) + low for high, low in dots] for dots in ends]
 
 
-def _dots_of_int8(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
+def _dots_of_int8(
+    e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, input_sums: Values
+) -> list[list[Value]]:
     """The same with inputs of 8 bits."""
-    count, outputs = codes.place.format.group // 4, less[0].lanes
-    starts = [x_less * codes.zero if codes.zero else e.zero(x_less.type) for x_less in less]
+    count, outputs = codes.place.format.group // 4, input_sums[0].lanes
+    starts = [input_sum * codes.zero if codes.zero else e.zero(input_sum.type) for input_sum in input_sums]
     sums = [[codes.sum_of_bytes(start) for start in starts] for _ in at]
     for quad in sorted(range(group * count, (group + 1) * count), key=codes.vector_of_quad):
         e.keep_order()
         own_codes = [codes.quad(address, quad, outputs) for address in at]
-        for row in range(len(less)):
+        for row in range(len(input_sums)):
             fours = e.broadcast(inputs, I32, outputs, GROUP * row + 4 * quad)
-            for of_tile, code in zip(sums, own_codes, strict=True):
-                of_tile[row].add(code, fours)
-    return [[one.end() for one in of_tile] for of_tile in sums]
+            for tile_sums, code in zip(sums, own_codes, strict=True):
+                tile_sums[row].add(code, fours)
+    return [[one.end() for one in tile_sums] for tile_sums in sums]
 
 
 def _dots_of_unsigned(
-    e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values
+    e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, input_sums: Values
 ) -> list[list[Value]]:
     """The same with unsigned codes: none becomes a word."""
-    count, outputs = codes.place.format.group // 4, less[0].lanes
-    zero = e.zero(less[0].type)
-    sums = [[[zero, x_less * codes.zero if codes.zero else zero] for x_less in less] for _ in at]  # high and low bytes
+    count, outputs = codes.place.format.group // 4, input_sums[0].lanes
+    zero = e.zero(input_sums[0].type)
+    sums = [
+        [[zero, input_sum * codes.zero if codes.zero else zero] for input_sum in input_sums] for _ in at
+    ]  # high and low bytes
     for quad in sorted(range(group * count, (group + 1) * count), key=codes.vector_of_quad):
         own_codes = [codes.quad(address, quad, outputs) for address in at]
-        for row in range(len(less)):
+        for row in range(len(input_sums)):
             for half in (0, 1):
                 place = 2 * GROUP * row + 16 * (quad // 2) + 8 * half + 4 * (quad % 2)
                 fours = e.broadcast(inputs, I32, outputs, place)
@@ -243,8 +249,8 @@ class Codes:
         self._e, self.place, self.inputs = e, place, inputs
         format, self._is_signed = place.format, place.planes == (8,)
         are_split = rows > 0 and splits(e.level, rows) and not e.level.splits_words
-        of_bytes = inputs is Inputs.BYTES and rows > 0 and not e.level.signed_dots
-        self.are_unsigned = of_bytes or are_split
+        are_bytes = inputs is Inputs.BYTES and rows > 0 and not e.level.signed_dots
+        self.are_unsigned = are_bytes or are_split
         bias = 128 if self.are_unsigned else 0
         table = None if format.table is None else (format.table.view(np.uint8) ^ bias).astype(np.uint8)
         self._look_up = None if table is None else e.level.table(e, e.constant_bytes(table.tobytes()), 16)
