@@ -111,8 +111,8 @@ class ExpandedWeights:
                 multiply = self._half_products if self._halves else self._products
                 with e.loop(group * size, (group + 1) * size, at_once) as number:
                     multiply([address + number * _VECTOR for address in at], own_inputs + number * 4, dots)
-                for address, of_tile, totals in zip(at, dots, sums, strict=True):
-                    self._add_group(address, group, [dot.get() for dot in of_tile], numbers, totals)
+                for address, tile_sums, totals in zip(at, dots, sums, strict=True):
+                    self._add_group(address, group, [dot.get() for dot in tile_sums], numbers, totals)
 
     def _at_once(self, size: int) -> int:
         """Vectors that are multiplied in a turn of the loop over the `size` vectors of a group: with more, LLVM
@@ -124,11 +124,11 @@ class ExpandedWeights:
         e = self._e
         if not self._halves:
             return [e.zero(_I16) for _ in numbers]
-        of_words = e.load(at, _I16, self._starts + _VECTOR * group)
+        word_sums = e.load(at, _I16, self._starts + _VECTOR * group)
         place = PAIR_PRODUCTS if self._groups == 1 else PAIR_PRODUCTS + 4 + 4 * group
         whole = _whole_rows(len(numbers))
         return [
-            e.zero(_I16) if row in whole else of_words + e.broadcast(at_numbers, I32, ROWS, place)
+            e.zero(_I16) if row in whole else word_sums + e.broadcast(at_numbers, I32, ROWS, place)
             for row, at_numbers in enumerate(numbers)
         ]
 
@@ -139,8 +139,8 @@ class ExpandedWeights:
             words = [e.load(address, _I16, _VECTOR * number) for address in at]
             for row in range(len(dots[0])):
                 pair = e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number)
-                for word, of_tile in zip(words, dots, strict=True):
-                    of_tile[row].set(e.level.dot2(e, of_tile[row].get(), word, pair))
+                for word, tile_sums in zip(words, dots, strict=True):
+                    tile_sums[row].set(e.level.dot2(e, tile_sums[row].get(), word, pair))
 
     def _half_products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         """The same with one product of sums, and the products of the two pairs of inputs and of words in addition: in
@@ -149,9 +149,9 @@ class ExpandedWeights:
         words = [[e.load(address, _WORDS, _VECTOR * number) for number in range(2)] for address in at]
         for row in range(len(dots[0])):
             x, y = (e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number).bits(_WORDS) for number in range(2))
-            for (v, w), of_tile in zip(words, dots, strict=True):
+            for (v, w), tile_sums in zip(words, dots, strict=True):
                 for a, b in ((x, v), (y, w)) if row in whole else ((x + w, y + v),):
-                    of_tile[row].set(e.level.dot2(e, of_tile[row].get(), a.bits(_I16), b.bits(_I16)))
+                    tile_sums[row].set(e.level.dot2(e, tile_sums[row].get(), a.bits(_I16), b.bits(_I16)))
 
     def _add_group(self, at: Value, group: int, dots: Values, numbers: Values, totals: Sequence[Variable]) -> None:
         """Add the dot products of a group, scaled. numbers: of each row, the address of its scale and sums."""
@@ -159,8 +159,8 @@ class ExpandedWeights:
         for at_numbers, dot, total in zip(numbers, dots, totals, strict=True):
             value = dot.to_float() * e.load(at, _F16, self._scales + _VECTOR * group)
             if self._offsets is not None:
-                less = e.broadcast(at_numbers, I32, ROWS, place).to_float()
-                value = e.fma(less, e.load(at, _F16, self._offsets + _VECTOR * group), value)
+                input_sum = e.broadcast(at_numbers, I32, ROWS, place).to_float()
+                value = e.fma(input_sum, e.load(at, _F16, self._offsets + _VECTOR * group), value)
             total.set(e.fma(value, e.broadcast(at_numbers, F32, ROWS), total.get()))
 
 
@@ -250,13 +250,13 @@ class ExpandedBytes(ExpandedCodes):
 
     def _products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         e, count = self._e, self._at_once(self.vectors // self._groups)
-        sums = [[self._sum(total.get()) for total in of_tile] for of_tile in dots]
+        sums = [[self._sum(total.get()) for total in tile_sums] for tile_sums in dots]
         for number in range(count):
             codes = [e.load(address, _I16, _VECTOR * number) for address in at]
             for row in range(len(dots[0])):
                 fours = e.broadcast(inputs, I32, ROWS, GROUP * row + 4 * number)
-                for code, of_tile in zip(codes, sums, strict=True):
-                    of_tile[row].add(fours, code)
+                for code, tile_sums in zip(codes, sums, strict=True):
+                    tile_sums[row].add(fours, code)
         for total, one in zip(chain(*dots), chain(*sums), strict=True):
             total.set(one.end())
 
