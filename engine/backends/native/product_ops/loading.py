@@ -124,13 +124,13 @@ def _groups(matrices: Sequence[Sequence[AnyMatrix]]) -> list[list[Sequence[AnyMa
 
 
 def _joined(matrices: Sequence[AnyMatrix]) -> list[list[AnyMatrix]]:
-    together: list[list[AnyMatrix]] = []
+    units_at_once: list[list[AnyMatrix]] = []
     for matrix in matrices:
-        last = together[-1][-1] if together else None
+        last = units_at_once[-1][-1] if units_at_once else None
         if last is None or last.format != matrix.format or last.shape[0] % tiles.ROWS:
-            together.append([])
-        together[-1].append(matrix)
-    return together
+            units_at_once.append([])
+        units_at_once[-1].append(matrix)
+    return units_at_once
 
 
 def _slabs(matrices: Sequence[StoredMatrix]) -> Iterator[tuple[int, np.ndarray]]:

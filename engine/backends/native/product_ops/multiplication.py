@@ -22,7 +22,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     panel_bytes,
     quantize_rows,
 )
-from polarlm.engine.backends.native.kernels.linear.matrix_sums import together
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import units_at_once
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product, ProductArguments, product, units
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, are_unsigned
 from polarlm.engine.backends.native.launch import Launcher, Launching, Prepared
@@ -207,7 +207,7 @@ class Multiplication:
         if chosen is not None:
             return product(spec), len(chosen) * number, arguments, 0
         at_once = are_matrices(self._launch.level, spec.row_tile, spec.inputs)
-        return product(spec), number, arguments, together(number, half, self._launch.threads) if at_once else 0
+        return product(spec), number, arguments, units_at_once(number, half, self._launch.threads) if at_once else 0
 
     def _multiply_cached(
         self,

@@ -31,7 +31,7 @@ _EXACT = 1 << 24
 _F16, _I16 = vector(F32, ROWS), vector(I32, ROWS)
 
 
-def together(units: int, tiles: int, threads: int) -> int:
+def units_at_once(units: int, tiles: int, threads: int) -> int:
     """Units that a thread takes at a time: many share inputs in the cache, and no thread has none. tiles: of a unit."""
     return max(1, min(_TILES // tiles, units // threads))
 
