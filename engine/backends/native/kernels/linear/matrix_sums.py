@@ -38,7 +38,7 @@ def units_at_once(units: int, tiles: int, threads: int) -> int:
 
 @contextmanager
 def runs(
-    e: Emitter, format: WeightFormat, kind: Inputs, units: tuple[Value, Value], of_matrix: Value, tiles: int
+    e: Emitter, format: WeightFormat, kind: Inputs, units: tuple[Value, Value], matrix_units: Value, tiles: int
 ) -> Iterator[tuple[Value, Value]]:
     """A loop over units from the first to the last, in runs for `matrix_sums`: the first unit of a run, and how many
     there are. of_matrix: units of a matrix; all of a run are of one. tiles: of a unit."""
@@ -47,7 +47,7 @@ def runs(
     e.level.begin_tiles(e, format.group * kind.size // 4)
     with e.when(begin < end), e.repeat_while() as conditions:
         unit = first.get()
-        count = e.imin(e.imin(end - unit, _TILES // tiles), of_matrix - unit % of_matrix)
+        count = e.imin(e.imin(end - unit, _TILES // tiles), matrix_units - unit % matrix_units)
         yield unit, count
         first.add(count)
         conditions.append(first.get() < end)
@@ -74,9 +74,9 @@ def matrix_sums(
     """
     (weight, tile_bytes, distance), (count, tiles), (x, stride, blocks, rows) = weights, units, panels
     words = (_Bytes if kind is Inputs.BYTES else _Words)(e, format)
-    products, of_tiles = kept, kept + _PRODUCTS * _MATRIX
+    products, tile_sums = kept, kept + _PRODUCTS * _MATRIX
     size = INPUTS // GROUP * words.nbytes
-    sums, zero = of_tiles + _TILES * size, e.zero(_F16)
+    sums, zero = tile_sums + _TILES * size, e.zero(_F16)
     with e.loop(0, rows, _PANELS * ROWS) as begin:
         some = (e.imin(rows - begin, _PANELS * ROWS) + (ROWS - 1)) // ROWS
         with e.loop(0, some * _TILES) as number:
@@ -88,7 +88,7 @@ def matrix_sums(
             with e.loop(0, count) as unit:
                 for which in range(tiles):
                     at = weight + (unit + distance * which) * tile_bytes + block * block_bytes(format)
-                    words.write_blocks(at, e.i64(0), own_blocks, of_tiles + (unit * tiles + which) * size)
+                    words.write_blocks(at, e.i64(0), own_blocks, tile_sums + (unit * tiles + which) * size)
             with e.loop(0, some) as panel:
                 first = begin + panel * ROWS
                 inputs = x + first // ROWS * stride + block * (words.parts * words.panel)
@@ -97,7 +97,10 @@ def matrix_sums(
                     with e.when(is_last):
                         for row in range(ROWS):
                             e.prefetch(out + (y[1] * row + number // tiles * _ROW), _ROW, level=2)
-                    tile_words, following = of_tiles + number * size, inputs + stride + number * (words.panel // _TILES)
+                    tile_words, following = (
+                        tile_sums + number * size,
+                        inputs + stride + number * (words.panel // _TILES),
+                    )
                     total = own_sums + number * _MATRIX
                     words.add_matrices(tile_words, own_blocks * words.parts, inputs, following, products, total)
                 with e.when(is_last), e.loop(0, ROWS) as place, e.loop(0, count) as unit:
