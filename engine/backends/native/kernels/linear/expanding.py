@@ -50,7 +50,7 @@ def expanded_sums(
     tiles: Values,
     at_once: int,
     panels: tuple[Value, Value, Value, Value],
-    kept: Value,
+    sums_at: Value,
     kind: Inputs,
 ) -> Iterator[tuple[Value, list[list[Value]]]]:
     """Yields once, inside a loop over all panels: a panel's first row, and the sums of each tile and each of its rows.
@@ -62,38 +62,41 @@ def expanded_sums(
     x, stride, blocks, rows = panels
     row_tile = sizes.rows
     most, size = _PANELS * row_tile, _ROW * row_tile
-    zero, free = e.zero(vector(F32, ROWS)), kept + len(tiles) * _PANELS * size
-    expanded: _InWords | _Bytes
+    zero, words_at = e.zero(vector(F32, ROWS)), sums_at + len(tiles) * _PANELS * size
+    expanded: _WordBlocks | _ByteBlocks
     if kind is Inputs.WORDS or become_words(sizes, e.level, kind):
         words = {Inputs.WORDS: ExpandedNumbers, Inputs.CODES: ExpandedCodes, Inputs.BYTES: ExpandedBytes}[kind]
-        expanded = _InWords(e, words(e, format), at_once, free)
+        expanded = _WordBlocks(e, words(e, format), at_once, words_at)
     else:
-        expanded = _Bytes(e, format, at_once, row_tile, kind)
+        expanded = _ByteBlocks(e, format, at_once, row_tile, kind)
     with e.loop(0, rows, most) as begin:
         count = (e.imin(rows - begin, most) + (row_tile - 1)) // row_tile
         with e.loop(0, count) as panel:
             for place in range(len(tiles) * row_tile):
-                e.store(zero, kept + panel * size, _place(place // row_tile, place % row_tile, row_tile))
+                e.store(zero, sums_at + panel * size, _place(place // row_tile, place % row_tile, row_tile))
         with e.loop(0, blocks, expanded.blocks) as block:
             for first in range(0, len(tiles), at_once):
-                together = range(first, min(first + at_once, len(tiles)))
-                expanded.expand([tiles[number] for number in together], block, blocks)
+                tile_group = range(first, min(first + at_once, len(tiles)))
+                expanded.expand([tiles[number] for number in tile_group], block, blocks)
                 with e.loop(0, count) as panel:
-                    places = [[_place(number, row, row_tile) for row in range(row_tile)] for number in together]
+                    places = [[_place(number, row, row_tile) for row in range(row_tile)] for number in tile_group]
                     totals = [
-                        [e.variable(e.load(kept + panel * size, zero.type, place)) for place in tile_places]
+                        [e.variable(e.load(sums_at + panel * size, zero.type, place)) for place in tile_places]
                         for tile_places in places
                     ]
                     number, step = begin // row_tile + panel, block * (max(format.values, GROUP) // GROUP)
                     inputs = x + number * stride + step * (row_bytes(e.level, kind) * row_tile)
                     expanded.add(inputs, inputs + stride, totals)
                     for total, place in zip(chain(*totals), chain(*places), strict=True):
-                        e.store(total.get(), kept + panel * size, place)
+                        e.store(total.get(), sums_at + panel * size, place)
         with e.loop(0, count) as panel:
             yield (
                 begin + panel * row_tile,
                 [
-                    [e.load(kept + panel * size, zero.type, _place(number, row, row_tile)) for row in range(row_tile)]
+                    [
+                        e.load(sums_at + panel * size, zero.type, _place(number, row, row_tile))
+                        for row in range(row_tile)
+                    ]
                     for number in range(len(tiles))
                 ],
             )
@@ -103,7 +106,7 @@ def _place(tile: int, row: int, row_tile: int) -> int:
     return _ROW * (tile * _PANELS * row_tile + row)
 
 
-class _Bytes:
+class _ByteBlocks:
     """A block of each tile, expanded to codes of 8 bits."""
 
     blocks = 1
@@ -131,7 +134,7 @@ class _Bytes:
             total.set(value)
 
 
-class _InWords:
+class _WordBlocks:
     """256 inputs of each tile, which have become words or bytes."""
 
     def __init__(self, e: Emitter, words: ExpandedWeights, tiles: int, memory: Value) -> None:
