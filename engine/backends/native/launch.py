@@ -21,7 +21,7 @@ from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased, unowned
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
-Launching = tuple[Kernel[Any], Units, Any, int]  # a kernel, its units, its arguments and the grain
+LaunchSpec = tuple[Kernel[Any], Units, Any, int]  # a kernel, its units, its arguments and the grain
 _ENGINE = Path(__file__).resolve().parents[2]
 # The folders whose code decides what these kernels do; their language, `jit/`, is always hashed.
 _SOURCES = tuple(
@@ -35,7 +35,7 @@ class CannotRecord(Exception):
     """A step needs an op that is not a kernel, so it must run op by op."""
 
 
-class Packed(NamedTuple):
+class PackedLaunch(NamedTuple):
     """A launch. arguments: as the kernel reads them, int64; their words are writable between runs. The rest is as in
     `Launcher.__call__`."""
 
@@ -47,14 +47,14 @@ class Packed(NamedTuple):
 
 
 @dataclass
-class Prepared:
+class PreparedLaunches:
     """Launches that can be run again and again with little Python between.
 
     arrays: what the arguments point to, referenced here to keep it alive. Once they have run: commands, and of the
     launches whose number of units varies between runs the entries in it.
     """
 
-    launches: list[Packed]
+    launches: list[PackedLaunch]
     arrays: list[np.ndarray]
     commands: CommandBuffer | None = None
     varying: Sequence[tuple[int, Callable[[], int]]] = ()
@@ -72,14 +72,14 @@ class Recording:
     function returned."""
 
     def __init__(self) -> None:
-        self.parts: list[Prepared | HostCall] = []
+        self.parts: list[PreparedLaunches | HostCall] = []
         self.buffers = Buffers()
         self.result: Any = None
 
-    def add(self, launch: Packed, arrays: Iterable[np.ndarray]) -> None:
+    def add(self, launch: PackedLaunch, arrays: Iterable[np.ndarray]) -> None:
         """Add a launch. arrays: those of its arguments whose memory the recording does not own."""
-        if not self.parts or not isinstance(together := self.parts[-1], Prepared):
-            self.parts.append(together := Prepared([], []))
+        if not self.parts or not isinstance(together := self.parts[-1], PreparedLaunches):
+            self.parts.append(together := PreparedLaunches([], []))
         together.launches.append(launch)
         together.arrays += arrays
 
@@ -136,35 +136,37 @@ class Launcher:
         """
         launch = self._packed(kernel, units, arguments, grain, overlaps)
         if self._recording is None:
-            self.run(Prepared([launch], []))
+            self.run(PreparedLaunches([launch], []))
         else:
             self._recording.add(launch, (x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)))
 
-    def in_order(self, launches: Sequence[Launching]) -> Prepared | None:
+    def in_order(self, launches: Sequence[LaunchSpec]) -> PreparedLaunches | None:
         """As calls with each of the launches, which take less Python so; return them if they have run."""
         if self._recording is not None:
             for launch in launches:
                 self(*launch)
             return None
-        self.run(prepared := Prepared([self._packed(*launch) for launch in launches], []))
+        self.run(prepared := PreparedLaunches([self._packed(*launch) for launch in launches], []))
         return prepared if self.runs_now else None
 
-    def _packed(self, kernel: Kernel[Any], units: Units, arguments: Any, grain: int, overlaps: bool = False) -> Packed:
+    def _packed(
+        self, kernel: Kernel[Any], units: Units, arguments: Any, grain: int, overlaps: bool = False
+    ) -> PackedLaunch:
         count = units if isinstance(units, int) else units()
-        return Packed(kernel, kernel.pack(arguments), units, grain or self.grain(count), overlaps)
+        return PackedLaunch(kernel, kernel.pack(arguments), units, grain or self.grain(count), overlaps)
 
     def grain(self, units: int) -> int:
         """Units that a thread takes at a time, unless a launch says otherwise."""
         return max(1, units // (_CHUNKS * self.threads))
 
-    def prepare(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> Prepared:
+    def prepare(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> PreparedLaunches:
         """Launches for `run`: of each the kernel, its number of units, and its arguments."""
         whole = [*launches]
         grain = self.grain(sum(units for _, units, _ in whole))
         packed = [self._packed(*launch, grain, True) for launch in whole]
-        return Prepared(packed, [x for *_, arguments in whole for x in arguments if isinstance(x, np.ndarray)])
+        return PreparedLaunches(packed, [x for *_, arguments in whole for x in arguments if isinstance(x, np.ndarray)])
 
-    def run(self, prepared: Prepared) -> None:
+    def run(self, prepared: PreparedLaunches) -> None:
         """Run the launches, at the same time or in order."""
         if prepared.commands is None:
             address = self.library.address
@@ -226,7 +228,7 @@ class Launcher:
         """Run the recorded launches. The pool's memory is given back first, if no prompt uses any of it."""
         self._buffers.give_back()
         for part in recording.parts:
-            if isinstance(part, Prepared):
+            if isinstance(part, PreparedLaunches):
                 self.run(part)
             else:
                 part.function(*part.arrays)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.native.launch import Launcher, Prepared, Recording
+from polarlm.engine.backends.native.launch import Launcher, PreparedLaunches, Recording
 from polarlm.engine.jit.lang import Kernel
 
 
@@ -27,7 +27,7 @@ class WarmUpLauncher(Launcher):
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         return np.zeros(shape, dtype)
 
-    def run(self, prepared: Prepared) -> None:
+    def run(self, prepared: PreparedLaunches) -> None:
         for kernel, *_ in prepared.launches:
             self._needed[kernel] = None
             self.library.expect([kernel])
@@ -42,7 +42,7 @@ class WarmUpLauncher(Launcher):
 
     def replay(self, recording: Recording) -> None:
         for part in recording.parts:
-            if isinstance(part, Prepared):  # experts that are read when they are chosen are none of a warm-up's
+            if isinstance(part, PreparedLaunches):  # experts that are read when they are chosen are none of a warm-up's
                 self.run(part)
 
     def wait(self, progress: Callable[[int, int], None] = lambda done, count: None) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from polarlm.engine.backends.native.kernels.linear.product import Product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, expert_tiling
-from polarlm.engine.backends.native.launch import Launching
+from polarlm.engine.backends.native.launch import LaunchSpec
 from polarlm.engine.backends.native.product_ops.experts import ExpertOps
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, with_rows
@@ -184,7 +184,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Product, np.ndarray]]:
     """The products that `experts` launches, and for which experts: entries of `ExpertRows` that have rows."""
     found = []
 
-    def product(self: Multiplication, spec: Product, *rest: Any) -> Launching:
+    def product(self: Multiplication, spec: Product, *rest: Any) -> LaunchSpec:
         found.append((spec, with_rows(rest[-1])))
         return launch(self, spec, *rest)
 

@@ -14,7 +14,7 @@ from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, tiles
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments, Decoding, decode
 from polarlm.engine.backends.native.kernels.encode.unit import Block
 from polarlm.engine.backends.native.kv.encoders import Encoder, encoder
-from polarlm.engine.backends.native.launch import Prepared
+from polarlm.engine.backends.native.launch import PreparedLaunches
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides
 from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -36,8 +36,8 @@ class TileCache(LayerCache):
     key_tiles: KeyTiles
     value_tiles: ValueTiles
     encoders: tuple[Encoder | str, Encoder | str]
-    encoding_one: Prepared | None = field(default=None, init=False)
-    decoding_one: Prepared | None = field(default=None, init=False)
+    encoding_one: PreparedLaunches | None = field(default=None, init=False)
+    decoding_one: PreparedLaunches | None = field(default=None, init=False)
 
     stored_as: ClassVar[str] = transfer.TILES
 

@@ -25,7 +25,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import units_at_once
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product, ProductArguments, product, units
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, are_unsigned
-from polarlm.engine.backends.native.launch import Launcher, Launching, Prepared
+from polarlm.engine.backends.native.launch import Launcher, LaunchSpec, PreparedLaunches
 from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.jit.lang.records import address
@@ -43,7 +43,7 @@ class RepeatableLaunch(NamedTuple):
     unit for each row."""
 
     sizes: Tiling
-    prepared: Prepared
+    prepared: PreparedLaunches
     panels: list[int]
     uses: list[tuple[int, int, int, int]]
     by_row: list[int]
@@ -114,7 +114,7 @@ class Multiplication:
 
         With experts: chosen (n, fields of `ExpertRows`), and sources (P,) int32, the row of x of each place.
         """
-        first, launches, arrays = 0, list[Launching](), [x, y]
+        first, launches, arrays = 0, list[LaunchSpec](), [x, y]
         uses, by_row = list[tuple[int, int, int, int]](), list[int]()
         place_of: dict[Inputs, int] = {}  # among arrays
         for part, kind in zip(self._w.parts, self.inputs, strict=True):
@@ -154,7 +154,7 @@ class Multiplication:
         return quantize_rows(is_normed, sizes.rows, inputs=kind, is_unsigned=is_unsigned, picks=self._is_stack)
 
     def _panels(
-        self, x: np.ndarray, sizes: Tiling, kind: Inputs, sources: np.ndarray | None, launches: list[Launching]
+        self, x: np.ndarray, sizes: Tiling, kind: Inputs, sources: np.ndarray | None, launches: list[LaunchSpec]
     ) -> np.ndarray:
         """The rows of x, after their norm: (panels, bytes of a panel) uint8, which a launch writes, or x itself if that
         is the same."""
@@ -183,7 +183,7 @@ class Multiplication:
         x: np.ndarray,
         y: np.ndarray,
         chosen: np.ndarray | None,
-    ) -> Launching:
+    ) -> LaunchSpec:
         """The launch for the products of panels x with a part of the weights. memory: `count` matrices (out, in) of
         this shape, in tiles one after another. bias (out,); with experts (count, out)."""
         (outputs, columns), half, of_one = shape, 1 if spec.activation is None else 2, len(memory) // count
