@@ -27,7 +27,7 @@ _ENGINE = Path(__file__).resolve().parents[2]
 _SOURCES = tuple(
     _ENGINE / name for name in ("backends", "codecs", "quantization", "records", "sampling", "weight_formats")
 )
-_MOST_KEPT = 1024  # launches to repeat: of each matrix of a large model
+_MOST_REPEATABLE = 1024  # launches to repeat: of each matrix of a large model
 _CHUNKS = 8  # chunks of a launch's units per thread: small enough that no thread waits long for another
 
 
@@ -57,7 +57,7 @@ class PreparedLaunches:
     launches: list[PackedLaunch]
     arrays: list[np.ndarray]
     commands: CommandBuffer | None = None
-    varying: Sequence[tuple[int, Callable[[], int]]] = ()
+    varying_units: Sequence[tuple[int, Callable[[], int]]] = ()
 
 
 class HostCall(NamedTuple):
@@ -78,10 +78,10 @@ class Recording:
 
     def add(self, launch: PackedLaunch, arrays: Iterable[np.ndarray]) -> None:
         """Add a launch. arrays: those of its arguments whose memory the recording does not own."""
-        if not self.parts or not isinstance(together := self.parts[-1], PreparedLaunches):
-            self.parts.append(together := PreparedLaunches([], []))
-        together.launches.append(launch)
-        together.arrays += arrays
+        if not self.parts or not isinstance(last := self.parts[-1], PreparedLaunches):
+            self.parts.append(last := PreparedLaunches([], []))
+        last.launches.append(launch)
+        last.arrays += arrays
 
 
 class Launcher:
@@ -99,18 +99,18 @@ class Launcher:
         self._workers = workers()
         self._recording: Recording | None = None
         self._buffers = Buffers()
-        self._kept: dict[Hashable, Any] = {}  # the latest ones last
+        self._repeatable: dict[Hashable, Any] = {}  # the latest ones last
 
     def take(self, key: Hashable) -> Any | None:
         """What `keep` has kept for a key, which nobody else takes meanwhile; None in a recording."""
-        return self._kept.pop(key, None) if self.runs_now else None
+        return self._repeatable.pop(key, None) if self.runs_now else None
 
     def keep(self, key: Hashable, launches: Any) -> None:
         """Keep launches that can be repeated. key: all that they depend on, but for what is replaced in them."""
         if self.runs_now:
-            self._kept[key] = launches
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.pop(next(iter(self._kept)), None)
+            self._repeatable[key] = launches
+            if len(self._repeatable) > _MOST_REPEATABLE:
+                self._repeatable.pop(next(iter(self._repeatable)), None)
 
     @property
     def runs_now(self) -> bool:
@@ -134,7 +134,7 @@ class Launcher:
         time; 0 cuts them into a few chunks for each thread. overlaps: whether the next launch need not wait for this
         one, if both are recorded.
         """
-        launch = self._packed(kernel, units, arguments, grain, overlaps)
+        launch = self._pack_launch(kernel, units, arguments, grain, overlaps)
         if self._recording is None:
             self.run(PreparedLaunches([launch], []))
         else:
@@ -146,10 +146,10 @@ class Launcher:
             for launch in launches:
                 self(*launch)
             return None
-        self.run(prepared := PreparedLaunches([self._packed(*launch) for launch in launches], []))
+        self.run(prepared := PreparedLaunches([self._pack_launch(*launch) for launch in launches], []))
         return prepared if self.runs_now else None
 
-    def _packed(
+    def _pack_launch(
         self, kernel: Kernel[Any], units: Units, arguments: Any, grain: int, overlaps: bool = False
     ) -> PackedLaunch:
         count = units if isinstance(units, int) else units()
@@ -163,7 +163,7 @@ class Launcher:
         """Launches for `run`: of each the kernel, its number of units, and its arguments."""
         whole = [*launches]
         grain = self.grain(sum(units for _, units, _ in whole))
-        packed = [self._packed(*launch, grain, True) for launch in whole]
+        packed = [self._pack_launch(*launch, grain, True) for launch in whole]
         return PreparedLaunches(packed, [x for *_, arguments in whole for x in arguments if isinstance(x, np.ndarray)])
 
     def run(self, prepared: PreparedLaunches) -> None:
@@ -171,17 +171,17 @@ class Launcher:
         if prepared.commands is None:
             address = self.library.address
             calls: list[Launch] = []
-            varying: list[tuple[int, Callable[[], int]]] = []
+            varying_units: list[tuple[int, Callable[[], int]]] = []
             for kernel, arguments, units, grain, overlaps in prepared.launches:
                 if not isinstance(units, int):
-                    varying.append((len(calls), units))
+                    varying_units.append((len(calls), units))
                     units = 0
                 elif not units:
                     continue
                 calls.append(Launch(address(kernel), arguments, units, grain, int(overlaps)))
-            prepared.varying, prepared.commands = varying, CommandBuffer(calls)
+            prepared.varying_units, prepared.commands = varying_units, CommandBuffer(calls)
         commands = prepared.commands
-        for entry, units in prepared.varying:
+        for entry, units in prepared.varying_units:
             commands.units[entry] = units()
         if len(commands.units):
             self._workers.run(commands, self.threads)
