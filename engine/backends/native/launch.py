@@ -140,7 +140,7 @@ class Launcher:
         else:
             self._recording.add(launch, (x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)))
 
-    def in_order(self, launches: Sequence[LaunchSpec]) -> PreparedLaunches | None:
+    def launch_all(self, launches: Sequence[LaunchSpec]) -> PreparedLaunches | None:
         """As calls with each of the launches, which take less Python so; return them if they have run."""
         if self._recording is not None:
             for launch in launches:

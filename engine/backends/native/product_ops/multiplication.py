@@ -130,7 +130,7 @@ class Multiplication:
             bias, target = None if self._w.bias is None else self._w.bias[..., first:], y[:, first:]
             if isinstance(data, CachedTiles):
                 assert chosen is not None
-                self._launch.in_order(launches)
+                self._launch.launch_all(launches)
                 launches = []
                 work = partial(self._multiply_cached, spec, shape, bias, data)
                 self._launch.call(work, panels, target, chosen)
@@ -138,7 +138,7 @@ class Multiplication:
                 uses += [(len(launches), _PANELS, place_of[kind], 0), (len(launches), _Y, 1, 4 * first)]
                 launches.append(self._product(spec, shape, bias, data.memory, self._count, panels, target, chosen))
             first += shape[0]
-        prepared = self._launch.in_order(launches)
+        prepared = self._launch.launch_all(launches)
         if prepared is not None and chosen is None and len(x):
             self.repeatable = RepeatableLaunch(sizes, prepared, [array.shape[1] for array in arrays[2:]], uses, by_row)
 
