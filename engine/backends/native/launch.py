@@ -103,17 +103,17 @@ class Launcher:
 
     def take(self, key: Hashable) -> Any | None:
         """What `keep` has kept for a key, which nobody else takes meanwhile; None in a recording."""
-        return self._repeatable.pop(key, None) if self.runs_now else None
+        return self._repeatable.pop(key, None) if self.runs_directly else None
 
     def keep(self, key: Hashable, launches: Any) -> None:
         """Keep launches that can be repeated. key: all that they depend on, but for what is replaced in them."""
-        if self.runs_now:
+        if self.runs_directly:
             self._repeatable[key] = launches
             if len(self._repeatable) > _MOST_REPEATABLE:
                 self._repeatable.pop(next(iter(self._repeatable)), None)
 
     @property
-    def runs_now(self) -> bool:
+    def runs_directly(self) -> bool:
         """Whether launches run, and are not recorded."""
         return self.computes and self._recording is None
 
@@ -147,7 +147,7 @@ class Launcher:
                 self(*launch)
             return None
         self.run(prepared := PreparedLaunches([self._pack_launch(*launch) for launch in launches], []))
-        return prepared if self.runs_now else None
+        return prepared if self.runs_directly else None
 
     def _pack_launch(
         self, kernel: Kernel[Any], units: Units, arguments: Any, grain: int, overlaps: bool = False
