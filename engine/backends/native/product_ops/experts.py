@@ -90,15 +90,15 @@ class ExpertOps(KernelOps):
         recorded: bool = False,
     ) -> np.ndarray:
         up = Multiplication(self._launch, gate_up, len(x), norm, activation, recorded=recorded)
-        back = Multiplication(self._launch, down, len(x), None, None, recorded=recorded)
-        order = self._arranged(routing, gate_up.count, (up, back), recorded)
+        down_product = Multiplication(self._launch, down, len(x), None, None, recorded=recorded)
+        order = self._arrange(routing, gate_up.count, (up, down_product), recorded)
         self._expect(order.chosen, gate_up, down)
         y = self._launch.empty((len(order.sources), up.width))
         up.launch(x, y, order.tiling, order.chosen, order.sources)
         if activation is not None and up.activation is None:
             y = self.activate_halves(y, activation)
-        results = self._launch.empty((len(order.panel_places), back.width))
-        back.launch(y, results, order.tiling, order.chosen, order.panel_places)
+        results = self._launch.empty((len(order.panel_places), down_product.width))
+        down_product.launch(y, results, order.tiling, order.chosen, order.panel_places)
         out = self._launch.empty((len(x), results.shape[1])) if residual is None else residual
         arguments = CombineArguments(
             results=results,
@@ -112,15 +112,15 @@ class ExpertOps(KernelOps):
         self._launch(combine(adds=residual is not None), len(x), arguments)
         return out
 
-    def _arranged(self, routing: Routing, count: int, products: Sequence[Multiplication], recorded: bool) -> _Order:
+    def _arrange(self, routing: Routing, count: int, products: Sequence[Multiplication], recorded: bool) -> _Order:
         """The rows in the order of their experts. count: the number of experts."""
 
         def kernels(sizes: Tiling) -> list[Kernel]:
-            return [arrange(sizes.rows), *itertools.chain(*(how.kernels(sizes) for how in products))]
+            return [arrange(sizes.rows), *itertools.chain(*(product.kernels(sizes) for product in products))]
 
         rows, top_k = routing.ids.shape
         pairs, slots = rows * top_k, min(rows * top_k, count)
-        level, inputs = self._launch.level, Inputs.shared(itertools.chain(*(how.inputs for how in products)))
+        level, inputs = self._launch.level, Inputs.shared(itertools.chain(*(product.inputs for product in products)))
         sizes, most = expert_tiling(pairs // count, level, inputs), largest_tiling(level, inputs)
         sizes = compiled_tiling(self._launch, sizes, most, kernels, recorded=recorded)
         row_tile = sizes.rows
