@@ -53,8 +53,8 @@ class LoadOps(KernelOps):
         parts = []
         for groups in _groups(matrices):
             format, rows, columns = _size(groups[0])
-            of_expert, tile_bytes = -(-rows // tiles.ROWS), _tile_bytes(groups[0])
-            memory = self._launch.arena.take(cache.experts * of_expert * tile_bytes).reshape(-1, tile_bytes)
+            expert_tiles, tile_bytes = -(-rows // tiles.ROWS), _tile_bytes(groups[0])
+            memory = self._launch.arena.take(cache.experts * expert_tiles * tile_bytes).reshape(-1, tile_bytes)
             data = CachedTiles(memory, cache.experts, groups, self._pack_group, cache)
             parts.append(Matrix(format, data, (len(groups) * rows, columns)))
         return tuple(parts)
@@ -62,25 +62,25 @@ class LoadOps(KernelOps):
     def _load(self, groups: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None) -> Matrix:
         """Groups of equal sizes, one after another."""
         format, rows, columns = _size(groups[0])
-        of_group, tile_bytes = -(-rows // tiles.ROWS), _tile_bytes(groups[0])
-        shape = len(groups) * of_group, tile_bytes
+        group_tiles, tile_bytes = -(-rows // tiles.ROWS), _tile_bytes(groups[0])
+        shape = len(groups) * group_tiles, tile_bytes
         memory: np.ndarray | None = None
         if not self._launch.computes:
             self._launch.library.expect([pack(format)])
             memory = np.broadcast_to(np.uint8(0), shape)
         elif kept is not None:
-            memory = kept.take(math.prod(shape), partial(self._packed, groups))
+            memory = kept.take(math.prod(shape), partial(self._pack_slabs, groups))
         if memory is None:
             memory = self._launch.arena.take(math.prod(shape)).reshape(shape)
             for number, group in enumerate(groups):
-                self._pack_group(group, memory[number * of_group :])
+                self._pack_group(group, memory[number * group_tiles :])
         return Matrix(format, Tiles(memory.reshape(shape)), (len(groups) * rows, columns))
 
     def _pack_group(self, group: Sequence[StoredMatrix], target: np.ndarray) -> None:
         for first, raw in _slabs(group):
             self._pack(raw, group[0].format, target[first:])
 
-    def _packed(self, groups: Sequence[Sequence[StoredMatrix]]) -> Iterator[np.ndarray]:
+    def _pack_slabs(self, groups: Sequence[Sequence[StoredMatrix]]) -> Iterator[np.ndarray]:
         """The tiles of groups of equal sizes, slab by slab."""
         format, tile_bytes = groups[0][0].format, _tile_bytes(groups[0])
         for group in groups:
@@ -113,17 +113,17 @@ def _groups(matrices: Sequence[Sequence[AnyMatrix]]) -> list[list[Sequence[AnyMa
 
     Raises EngineError if their formats differ.
     """
-    of_experts = [_joined(expert) for expert in matrices]
-    for groups in of_experts:
-        if [_size(group) for group in groups] != [_size(group) for group in of_experts[0]]:
+    expert_groups = [_join_groups(expert) for expert in matrices]
+    for groups in expert_groups:
+        if [_size(group) for group in groups] != [_size(group) for group in expert_groups[0]]:
             raise EngineError(
                 "The experts of a layer are stored in different formats, which is not supported; use another copy of "
                 "the model, or set weight_type (--weight-type q8_0) to convert them."
             )
-    return [list(group) for group in zip(*of_experts, strict=True)]
+    return [list(group) for group in zip(*expert_groups, strict=True)]
 
 
-def _joined(matrices: Sequence[AnyMatrix]) -> list[list[AnyMatrix]]:
+def _join_groups(matrices: Sequence[AnyMatrix]) -> list[list[AnyMatrix]]:
     units_at_once: list[list[AnyMatrix]] = []
     for matrix in matrices:
         last = units_at_once[-1][-1] if units_at_once else None
