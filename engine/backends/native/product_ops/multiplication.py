@@ -34,7 +34,7 @@ from polarlm.model_loaders.config import is_gated
 
 _EXPERT, _ROWS = (ExpertRows._fields.index(name) for name in ("expert", "rows"))
 _X, _OUT = (RowArguments._fields.index(name) for name in ("x", "out"))
-_PANELS, _Y, _OF_ALL_ROWS = (ProductArguments._fields.index(name) for name in ("x", "y", "rows"))
+_PANELS, _Y, _ROW_COUNT = (ProductArguments._fields.index(name) for name in ("x", "y", "rows"))
 
 
 class RepeatableLaunch(NamedTuple):
@@ -94,7 +94,7 @@ class Multiplication:
             if number in repeatable.by_row:
                 commands.units[number], commands.grains[number] = rows, self._launch.grain(rows)
             else:
-                arguments[_OF_ALL_ROWS] = rows
+                arguments[_ROW_COUNT] = rows
         self._launch.run(repeatable.prepared)
 
     def kernels(self, sizes: Tiling) -> list[Kernel]:
@@ -119,12 +119,12 @@ class Multiplication:
         place_of: dict[Inputs, int] = {}  # among arrays
         for part, kind in zip(self._w.parts, self.inputs, strict=True):
             if kind not in place_of:
-                made = self._panels(x, sizes, kind, sources, launches)
-                place_of[kind] = 0 if made is x else len(arrays)
-                if made is not x:
+                row_panels = self._panels(x, sizes, kind, sources, launches)
+                place_of[kind] = 0 if row_panels is x else len(arrays)
+                if row_panels is not x:
                     by_row.append(number := len(launches) - 1)
                     uses += [(number, _X, 0, 0), (number, _OUT, len(arrays), 0)]
-                    arrays.append(made)
+                    arrays.append(row_panels)
             panels = arrays[place_of[kind]]
             spec, shape, data = self._spec(part, sizes, kind), (part.shape[0] // self._count, part.shape[1]), part.data
             bias, target = None if self._w.bias is None else self._w.bias[..., first:], y[:, first:]
@@ -186,8 +186,8 @@ class Multiplication:
     ) -> LaunchSpec:
         """The launch for the products of panels x with a part of the weights. memory: `count` matrices (out, in) of
         this shape, in tiles one after another. bias (out,); with experts (count, out)."""
-        (outputs, columns), half, of_one = shape, 1 if spec.activation is None else 2, len(memory) // count
-        number = units(spec, of_one // half)
+        (outputs, columns), half, matrix_tiles = shape, 1 if spec.activation is None else 2, len(memory) // count
+        number = units(spec, matrix_tiles // half)
         arguments = ProductArguments(
             weights=memory,
             x=x,
@@ -200,8 +200,8 @@ class Multiplication:
             y_stride=y.strides[0],
             rows=len(y),
             outputs=outputs // half,
-            tiles=of_one // half,
-            expert_bytes=of_one * memory.shape[1],
+            tiles=matrix_tiles // half,
+            expert_bytes=matrix_tiles * memory.shape[1],
             bias_bytes=0 if bias is None else bias.strides[0],
         )
         if chosen is not None:
@@ -222,12 +222,12 @@ class Multiplication:
         """Multiply by as many experts at a time as there are slots, and with slots in place of experts."""
         entries, experts = with_rows(chosen), experts_of(chosen)
         for batch in data.batches(experts):
-            of_slots, slot_bias = entries[batch], None
-            of_slots[:, _EXPERT] = slots = data.take([experts[index] for index in batch])
+            slot_entries, slot_bias = entries[batch], None
+            slot_entries[:, _EXPERT] = slots = data.take([experts[index] for index in batch])
             if bias is not None:
                 slot_bias = self._launch.empty((data.slots, bias.shape[1]))
                 slot_bias[slots] = bias[entries[batch, _EXPERT]]
-            self._launch(*self._product(spec, shape, slot_bias, data.memory, data.slots, x, y, of_slots))
+            self._launch(*self._product(spec, shape, slot_bias, data.memory, data.slots, x, y, slot_entries))
 
 
 def compiled_tiling(
