@@ -58,7 +58,7 @@ class RecurrentOps(KernelOps):
             norm=w.norm,
             **slots._asdict(),
             spans=spans,
-            **_kept(ends, spans, spec.block),
+            **_end_arguments(ends, spans, spec.block),
             eps=w.eps,
         )
         self._launch(gated_delta(spec), len(spans) * spec.key_heads, arguments, grain=1)
@@ -76,7 +76,7 @@ class RecurrentOps(KernelOps):
         if not mamba2.supports(spec):
             return self._launch.run_numpy(super().mamba2, projected, w, slots, spans, ends)
         launch, rows = self._launch, len(projected)
-        y, kept = launch.empty((rows, spec.inner)), _kept(ends, spans, spec.block)
+        y, kept = launch.empty((rows, spec.inner)), _end_arguments(ends, spans, spec.block)
         blocks = 0 if ends is None else kept["blocks"] + 1
         arguments = RecurrentArguments(
             projected=projected,
@@ -116,7 +116,7 @@ def _sizes(slots: DeltaSlots) -> tuple[int, int, int, int, int, int]:
     return key_heads, heads // key_heads, key_dim, value_dim, block, slots.inputs.shape[1] - block + 1
 
 
-def _kept(ends: DeltaEnds | None, spans: np.ndarray, block: int) -> dict[str, Any]:
+def _end_arguments(ends: DeltaEnds | None, spans: np.ndarray, block: int) -> dict[str, Any]:
     """The arguments of a kernel that say which ends of blocks are kept, of a prompt's only span."""
     if ends is None:
         return {"kept": None, "end_matrices": None, "end_inputs": None, "blocks": 0}
