@@ -22,14 +22,14 @@ class WarmUpLauncher(Launcher):
     def __init__(self, launch: Launcher) -> None:
         super().__init__(launch.threads, launch.level)
         self.library, self.input_bits = launch.library, launch.input_bits
-        self._needed: dict[Kernel, None] = {}
+        self._kernels: dict[Kernel, None] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         return np.zeros(shape, dtype)
 
     def run(self, prepared: PreparedLaunches) -> None:
         for kernel, *_ in prepared.launches:
-            self._needed[kernel] = None
+            self._kernels[kernel] = None
             self.library.expect([kernel])
 
     def can_run(self, kernels: Sequence[Kernel]) -> bool:
@@ -47,4 +47,4 @@ class WarmUpLauncher(Launcher):
 
     def wait(self, progress: Callable[[int, int], None] = lambda done, count: None) -> None:
         """Wait until all kernels asked for are compiled; see `Library.wait`."""
-        self.library.wait(self._needed, progress)
+        self.library.wait(self._kernels, progress)
