@@ -35,14 +35,14 @@ class AttentionOps(PromptOps):
         if len(blocks) > 1:
             return self.decode_to_float(cache, np.asarray(blocks, np.int64))
         # Steps decode a block at a time: Python that prepares a launch anew takes three times as long as its kernel.
-        if cache.decoding_one is None:
+        if cache.one_block_decoding is None:
             kernel, common = cache.decoding
             one_block = common._replace(ids=np.zeros(1, np.int64), count=1)
-            cache.decoding_one = self._launch.prepare([(kernel, cache.format.kv_heads, one_block)])
-        ((_, arguments, *_),), (ids,) = cache.decoding_one.launches, cache.decoding_one.arrays
+            cache.one_block_decoding = self._launch.prepare([(kernel, cache.format.kv_heads, one_block)])
+        ((_, arguments, *_),), (ids,) = cache.one_block_decoding.launches, cache.one_block_decoding.arrays
         k, v = self._launch.empty((2, cache.format.kv_heads, cache.format.block_size, cache.format.head_dim))
         ids[0], arguments[_K], arguments[_V] = blocks[0], address(k), address(v)
-        self._launch.run(cache.decoding_one)
+        self._launch.run(cache.one_block_decoding)
         return k, v
 
     def attention(

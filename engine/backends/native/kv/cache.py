@@ -36,8 +36,8 @@ class TileCache(LayerCache):
     key_tiles: KeyTiles
     value_tiles: ValueTiles
     encoders: tuple[Encoder | str, Encoder | str]
-    encoding_one: PreparedLaunches | None = field(default=None, init=False)
-    decoding_one: PreparedLaunches | None = field(default=None, init=False)
+    one_block_encoding: PreparedLaunches | None = field(default=None, init=False)
+    one_block_decoding: PreparedLaunches | None = field(default=None, init=False)
 
     stored_as: ClassVar[str] = transfer.TILES
 
@@ -81,16 +81,16 @@ class TileCache(LayerCache):
     def block_addresses(self) -> dict[int, tuple[Encoder, np.ndarray, np.ndarray]]:
         """For each side that kernels encode: its encoder, the `Block` of block 0, without x, int64 (K, 1, its fields),
         and what each next block adds to it, int64 (its fields)."""
-        of_sides = {}
-        for side, of_side in enumerate(self.encoders):
-            if isinstance(of_side, Encoder):
-                first, steps = of_side.addresses[:, None].copy(), np.zeros(len(Block._fields), np.int64)
+        encoders_by_side = {}
+        for side, side_encoder in enumerate(self.encoders):
+            if isinstance(side_encoder, Encoder):
+                first, steps = side_encoder.addresses[:, None].copy(), np.zeros(len(Block._fields), np.int64)
                 for name, array in {"tiles": self.memory[side], **({} if side else self.mean)}.items():
                     field, heads = Block._fields.index(name), np.arange(len(array), dtype=np.int64)
                     first[:, 0, field] = array.ctypes.data + heads * array.strides[0]
                     steps[field] = array.strides[1]
-                of_sides[side] = of_side, first, steps
-        return of_sides
+                encoders_by_side[side] = side_encoder, first, steps
+        return encoders_by_side
 
     @cached_property
     def decoding(self) -> tuple[Kernel[DecodeArguments], DecodeArguments]:
@@ -102,7 +102,7 @@ class TileCache(LayerCache):
         blank = dict.fromkeys(DecodeArguments._fields, None)
         return decode(spec), DecodeArguments(**{**blank, **read, **self.strides})
 
-    def of_one_block(self) -> TileCache:
+    def one_block_cache(self) -> TileCache:
         """A cache with the same format and slots, and memory of its own for one quantized block."""
         (k, v, mean), _ = stored_blocks(replace(self.format, finer=None), 1, transfer.TILES)
         return replace(self, k=k, v=v, mean=mean, finer=None)

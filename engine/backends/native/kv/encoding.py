@@ -60,23 +60,23 @@ class EncodingOps(KernelOps):
         do that again and again: launches that are prepared take less Python."""
         if len(layers) != 1 or len(blocks) != 1 or not isinstance(layer := layers[0], TileCache):
             return False
-        if len(of_sides := layer.block_addresses) < 2:
+        if len(encoders_by_side := layer.block_addresses) < 2:
             return False
-        if layer.encoding_one is None:
+        if layer.one_block_encoding is None:
             heads, dim, launches = layer.format.kv_heads, layer.format.head_dim, []
-            for encoder, first, _ in of_sides.values():
+            for encoder, first, _ in encoders_by_side.values():
                 blank = EncodeArguments(first[:, 0].copy(), np.zeros(heads, np.uint8), dim, is_half=False)
                 launches.append((encoder.kernel, heads, blank))
-            layer.encoding_one = self._launch.prepare(launches)
-        prepared, arrays = layer.encoding_one.launches, layer.encoding_one.arrays
-        for side, (_, first, steps) in of_sides.items():
+            layer.one_block_encoding = self._launch.prepare(launches)
+        prepared, arrays = layer.one_block_encoding.launches, layer.one_block_encoding.arrays
+        for side, (_, first, steps) in encoders_by_side.items():
             x, is_half = _sources(layer, sources, side)
             addresses = arrays[2 * side]
             np.add(first[:, 0], steps * blocks[0], out=addresses)
             addresses[:, _X] = x[:, 0]
             _, arguments, *_ = prepared[side]
             arguments[_IS_HALF] = is_half
-        self._launch.run(layer.encoding_one)
+        self._launch.run(layer.one_block_encoding)
         for damaged, codec in zip(arrays[1::2], (layer.format.codec_k, layer.format.codec_v), strict=True):
             if damaged.any():
                 raise NotFinite(codec.name)
@@ -86,7 +86,7 @@ class EncodingOps(KernelOps):
         if not isinstance(cache, TileCache):
             super().round_trip(cache, place, tokens)
             return
-        format, one = cache.format, cache.of_one_block()
+        format, one = cache.format, cache.one_block_cache()
         with np.errstate(invalid="ignore", over="ignore"):  # the kernels report numbers that are not finite
             blocks = [fill_up(x[:, :tokens].astype(np.float32), format.block_size) for x in cache.full(place)]
         self.encode_blocks([FilledBlocks([one], [0], [KVLocation(blocks, 0)])])
@@ -106,8 +106,8 @@ class EncodingOps(KernelOps):
             for launch, addresses in launches.items()
         )
         self._launch.run(prepared)
-        for launch, of_blocks in damaged.items():
-            if of_blocks.any():
+        for launch, damaged_blocks in damaged.items():
+            if damaged_blocks.any():
                 raise NotFinite(launch.codec)
 
 
