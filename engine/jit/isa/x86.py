@@ -34,7 +34,7 @@ class Avx2(ConvertsHalves):
     needs: tuple[str, ...] = ("avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe", "popcnt")
     lanes = 8
     code_tiles: tuple[tuple[int, int], ...] = ((3, 1), (4, 1))
-    sums_in_order = True
+    orders_sums = True
     float_tile = 6, 1
     unpacks_first = True
     byte_register = 32
@@ -42,11 +42,11 @@ class Avx2(ConvertsHalves):
     most_code = 63  # two products with a larger one may not fit an int16
     multiplies_words = True
 
-    def by_registers(self, e: Emitter, operation: Callable[..., Value], *operands: Value) -> Value:
+    def map_registers(self, e: Emitter, operation: Callable[..., Value], *operands: Value) -> Value:
         """The joined results of operation(bytes of a register, *parts of the operands), register by register."""
         first = operands[0]
         width = 64 if first.lanes * first.element.width == 8 * self.byte_register == 512 else 32
-        return e.by_parts(8 * width // first.element.width, partial(operation, width), *operands)
+        return e.map_parts(8 * width // first.element.width, partial(operation, width), *operands)
 
     def _called(self, e: Emitter, names: dict[int, str], element: Type, *operands: Value) -> Value:
         """The results, of this element, of the intrinsic for registers of each size."""
@@ -54,7 +54,7 @@ class Avx2(ConvertsHalves):
         def call(width: int, *parts: Value) -> Value:
             return e.intrinsic(f"llvm.x86.{names[width]}", vector(element, 8 * width // element.width), *parts)
 
-        return self.by_registers(e, call, *operands)
+        return self.map_registers(e, call, *operands)
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         if not fits:  # widen bytes to int16: bytes of even index, then bytes of odd index
@@ -70,7 +70,7 @@ class Avx2(ConvertsHalves):
             name = f"llvm.x86.{_WORD_PRODUCTS[width]}"
             return total + e.intrinsic(name, total.type, products, e.constant(words, 1))
 
-        return self.by_registers(e, add, total, unsigned, signed)
+        return self.map_registers(e, add, total, unsigned, signed)
 
     def sum_of_bytes(self, e: Emitter, start: Value, most: int) -> ByteSum:
         return _PairSum(e, start, most)
@@ -81,7 +81,7 @@ class Avx2(ConvertsHalves):
             name = f"llvm.x86.{_WORD_PRODUCTS[width]}"
             return total + e.intrinsic(name, total.type, a.bits(words), b.bits(words))
 
-        return self.by_registers(e, add, total, a, b)
+        return self.map_registers(e, add, total, a, b)
 
     def pair_products(self, e: Emitter, unsigned: Value, signed: Value) -> Value:
         return self._called(e, _PAIR_PRODUCTS, I16, unsigned, signed)
@@ -162,7 +162,7 @@ class _PairSum(ByteSum):
         e, bytes_ = self._e, vector(I8, 4 * a.lanes)
         products = e.level.pair_products(e, a.bits(bytes_), b.bits(bytes_))
         pairs = products if self._count == 0 else self._pairs + products
-        self._pairs = e.in_order(pairs.bits(self._total.type)).bits(pairs.type)
+        self._pairs = e.order_sum(pairs.bits(self._total.type)).bits(pairs.type)
         self._count += 1
         if self._count == self.at_once:
             self.end()
@@ -228,14 +228,14 @@ class _Vnni(Avx2):
         def add(width: int, *registers: Value) -> Value:
             return e.intrinsic(f"llvm.x86.avx512.{name}.{8 * width}", registers[0].type, *registers)
 
-        return self.by_registers(e, add, *operands)
+        return self.map_registers(e, add, *operands)
 
 
 class Avx2Vnni(_Vnni):
     name = "avx2-vnni"
     needs = (*Avx2.needs, "avxvnni")
     wishes = ("+fast-dpwssd",)  # vpdpwssd instead of a product and a sum
-    sums_in_order = False
+    orders_sums = False
 
 
 class Avx512(Avx2):
@@ -247,7 +247,7 @@ class Avx512(Avx2):
     registers = 32
     code_tiles: tuple[tuple[int, int], ...] = ((8, 1),)
     float_tile = 6, 4
-    sums_in_order = False  # registers have room
+    orders_sums = False  # registers have room
     unpacks_first = False
     byte_register = 64
 
@@ -299,7 +299,7 @@ class Avx512Vbmi(Avx512Vnni):
         size = min(entries, 64)
         parts = [e.load(pointer, vector(I8, size), first) for first in range(0, entries, size)]
         parts = [e.shuffle(part, part, [lane % size for lane in range(64)]) if size < 64 else part for part in parts]
-        return lambda index: e.by_parts(64, partial(_bytes, e, parts), index)
+        return lambda index: e.map_parts(64, partial(_bytes, e, parts), index)
 
     def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
         return Level.pair_table(self, e, first, second)

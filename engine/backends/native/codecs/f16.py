@@ -99,7 +99,7 @@ class HalfKeys(KeyTiles):
             with e.loop(0, self._tokens, 16) as token:
                 at, target = block + token * 2, out + token * (4 * self._head_dim)
                 rows = [e.half_to_float(e.load(at, _I16, 2 * self._tokens * i)) for i in channels]
-                for number, row in enumerate(e.transposed(rows + rows[-1:] * (16 - len(rows)))):
+                for number, row in enumerate(e.transpose(rows + rows[-1:] * (16 - len(rows)))):
                     e.store(e.part(row, 0, len(channels)), target, 4 * (self._head_dim * number + channel))
 
 

@@ -89,7 +89,7 @@ def _scores(
 
     def exponentials(offset: Value, kind: Type) -> None:
         logit = e.load(logits + offset, kind)
-        power = e.exp(logit - e.like(highest, logit)) if spec.scoring == "softmax" else e.exp(-logit) + 1.0
+        power = e.exp(logit - e.const_like(highest, logit)) if spec.scoring == "softmax" else e.exp(-logit) + 1.0
         e.store(power, scores + offset)
         sums[kind].add(power)
 
@@ -98,7 +98,7 @@ def _scores(
 
     def finish(offset: Value, kind: Type) -> None:
         power = e.load(scores + offset, kind)
-        score = power / e.like(total, power) if spec.scoring == "softmax" else e.like(1.0, power) / power
+        score = power / e.const_like(total, power) if spec.scoring == "softmax" else e.const_like(1.0, power) / power
         e.store(score, scores + offset)
         e.store(score + e.load(args.bias + offset, kind) if spec.has_bias else score, ranks + offset)
 
@@ -191,7 +191,7 @@ def combine(*, adds: bool) -> Kernel[CombineArguments]:
                     weight = e.load(args.weights + first + number * 4, F32)
                     with e.when(~weight.equals(0.0)):
                         result = e.load(args.results + place * args.columns * 4 + offset, kind)
-                        total.set(e.fma(result, e.like(weight, result), total.get()))
+                        total.set(e.fma(result, e.const_like(weight, result), total.get()))
                 e.store(total.get(), target + offset)
 
             for_each_column(e, args.columns, write)

@@ -181,6 +181,8 @@ def _store_halves(e: Emitter, x: Value, target: Value, dim: int) -> None:
     limit = float(HALF_MAX)
     for first, lanes in pieces(dim):
         value = e.load(x, vector(F32, lanes), 4 * first)
-        clipped = e.select(value > limit, e.like(limit, value), e.select(value < -limit, e.like(-limit, value), value))
+        clipped = e.select(
+            value > limit, e.const_like(limit, value), e.select(value < -limit, e.const_like(-limit, value), value)
+        )
         half, is_finite = e.float_to_half(clipped), (value.bits(vector(I32, lanes)) & 0x7FFFFFFF) < 0x7F800000
-        e.store(e.select(is_finite, half, e.like(0x7E00, half)), target, 2 * first)
+        e.store(e.select(is_finite, half, e.const_like(0x7E00, half)), target, 2 * first)

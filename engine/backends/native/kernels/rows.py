@@ -37,7 +37,7 @@ def inverse_rms(e: Emitter, x: Value, columns: Value, eps: Value) -> Value:
 
     for_each_column(e, columns, add_square)
     mean = (e.sum_lanes(total.get()) + rest.get()) / columns.trunc(I32).to_float() + eps
-    return e.like(1.0, mean) / e.sqrt(mean)
+    return e.const_like(1.0, mean) / e.sqrt(mean)
 
 
 class NormArguments(NamedTuple):
@@ -103,7 +103,7 @@ def layer_norm_rows() -> Kernel[LayerNormArguments]:
 
             def centre(offset: Value, kind: Type) -> None:
                 value = e.load(x_row + offset, kind)
-                e.store(value - e.like(mean, value), x_row + offset)
+                e.store(value - e.const_like(mean, value), x_row + offset)
 
             for_each_column(e, args.columns, centre)
             factor = inverse_rms(e, x_row, args.columns, args.eps)
@@ -170,17 +170,17 @@ def apply_gate(e: Emitter, activation: str, x: Value, up: Value) -> Value:
 def _normal_share(e: Emitter, x: Value) -> Value:
     """Φ(x); see `numpy.activations.ERF`."""
     size = e.fmax(x, -x)
-    t = e.like(1.0, x) / (size * (ERF_P / 2**0.5) + 1.0)
+    t = e.const_like(1.0, x) / (size * (ERF_P / 2**0.5) + 1.0)
     sums = t * ERF[-1]
     for factor in ERF[-2::-1]:
         sums = (sums + factor) * t
     tail = e.exp(x * x * -0.5) * sums * 0.5
-    return e.select(x >= 0.0, e.like(1.0, x) - tail, tail)
+    return e.select(x >= 0.0, e.const_like(1.0, x) - tail, tail)
 
 
 def _at_most(e: Emitter, x: Value, limit: float) -> Value:
     """The minimum of x and a limit; NaN for NaN."""
-    return e.select(x > limit, e.like(limit, x), x)
+    return e.select(x > limit, e.const_like(limit, x), x)
 
 
 class RowGateArguments(NamedTuple):
@@ -208,7 +208,7 @@ def gate_rows(*, shared: bool) -> Kernel[RowGateArguments]:
 
             def write(offset: Value, kind: Type) -> None:
                 x = e.load(x_row + offset, kind)
-                logit = e.like(e.load(logits, F32), x) if shared else e.load(logits + offset, kind)
+                logit = e.const_like(e.load(logits, F32), x) if shared else e.load(logits + offset, kind)
                 e.store(x / (e.exp(-logit) + 1.0), x_row + offset)
 
             for_each_column(e, args.columns, write)
@@ -218,7 +218,7 @@ def gate_rows(*, shared: bool) -> Kernel[RowGateArguments]:
 
 def apply_softcap(e: Emitter, x: Value, cap: Value) -> Value:
     """cap · tanh(x / cap) = cap · (1 − 2 / (1 + e^(2x/cap))), float32."""
-    return cap - cap * 2.0 / (e.exp(x * (e.like(2.0, cap) / cap)) + 1.0)
+    return cap - cap * 2.0 / (e.exp(x * (e.const_like(2.0, cap) / cap)) + 1.0)
 
 
 class ChangeArguments(NamedTuple):
@@ -239,7 +239,7 @@ def _softcap_checked(e: Emitter, x: Value, cap: Value) -> Value:
 
 
 def _scale_row(e: Emitter, x: Value, factor: Value) -> Value:
-    return e.select((factor <= 0.0) & (factor >= 0.0), e.like(0.0, x), x * factor)
+    return e.select((factor <= 0.0) & (factor >= 0.0), e.const_like(0.0, x), x * factor)
 
 
 _CHANGES = {"softcap": _softcap_checked, "scale": _scale_row}
@@ -261,7 +261,7 @@ def change_rows(name: str) -> Kernel[ChangeArguments]:
 
             def write(offset: Value, kind: Type) -> None:
                 x = e.load(at + offset, kind)
-                e.store(_CHANGES[name](e, x, e.like(number, x)), at + offset)
+                e.store(_CHANGES[name](e, x, e.const_like(number, x)), at + offset)
 
             for_each_column(e, e.imin(args.columns - first, ROW_PIECE), write)
 
@@ -302,11 +302,11 @@ def best(e: Emitter, x: Value, columns: Value) -> Value:
 
     def compare(number: int, column: Value) -> None:
         value = e.load(x + column * 4, floats[number], 4 * _LANES * number if widths[number] else 0)
-        column_numbers = e.like(column.trunc(I32), columns_of[number].get())
+        column_numbers = e.const_like(column.trunc(I32), columns_of[number].get())
         better = value > tops[number].get()
         tops[number].set(e.select(better, value, tops[number].get()))
         columns_of[number].set(e.select(better, column_numbers, columns_of[number].get()))
-        not_finite[number].set(e.fma(value, e.like(0.0, value), not_finite[number].get()))
+        not_finite[number].set(e.fma(value, e.const_like(0.0, value), not_finite[number].get()))
 
     with e.loop(0, whole, step) as column:
         for number in range(_TOGETHER):
@@ -325,7 +325,7 @@ def best(e: Emitter, x: Value, columns: Value) -> Value:
     for number, (top_of, column_of, lanes) in enumerate(zip(tops, columns_of, widths, strict=True)):
         first = tuple(range(_LANES * number, _LANES * (number + 1))) if lanes else 0
         place = (column_of.get() + e.constant(integers[number], first)).to_float()
-        places.append(e.select(top_of.get().equals(top), -place, e.like(LOWEST, place)))
+        places.append(e.select(top_of.get().equals(top), -place, e.const_like(LOWEST, place)))
     total = not_finite[-1].get()
     for zeros in not_finite[:-1]:
         total = total + e.sum_lanes(zeros.get())

@@ -124,13 +124,13 @@ def _groups(matrices: Sequence[Sequence[AnyMatrix]]) -> list[list[Sequence[AnyMa
 
 
 def _join_groups(matrices: Sequence[AnyMatrix]) -> list[list[AnyMatrix]]:
-    units_at_once: list[list[AnyMatrix]] = []
+    groups: list[list[AnyMatrix]] = []
     for matrix in matrices:
-        last = units_at_once[-1][-1] if units_at_once else None
+        last = groups[-1][-1] if groups else None
         if last is None or last.format != matrix.format or last.shape[0] % tiles.ROWS:
-            units_at_once.append([])
-        units_at_once[-1].append(matrix)
-    return units_at_once
+            groups.append([])
+        groups[-1].append(matrix)
+    return groups
 
 
 def _slabs(matrices: Sequence[StoredMatrix]) -> Iterator[tuple[int, np.ndarray]]:

@@ -108,6 +108,6 @@ def _from_byte(e: Emitter, code: Value) -> Value:
     steps = (code - _ZERO).to_float()
     size = e.absolute(steps)
     excess = e.fmax(size - float(_KNEE), 0.0)
-    octaves = e.fma(excess * excess, e.like(_CURVE, size), size * _STEP)
+    octaves = e.fma(excess * excess, e.const_like(_CURVE, size), size * _STEP)
     norm = e.exp(e.select(steps < 0.0, -octaves, octaves) * math.log(2))
     return e.select(code > 0, norm, e.zero(norm.type))

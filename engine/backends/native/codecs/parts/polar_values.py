@@ -155,7 +155,7 @@ class PolarValues(PolarTiles, ValueTiles):
         """
         parts = [e.load(weights, _F16, 64 * i) * e.load(sizes, _F16, 64 * i) for i in range(self.tokens // 16)]
         top = e.imax_lanes(functools.reduce(e.imax, (part.bits(_I16) for part in parts))).bits(F32)
-        inverse = e.select(top > 0.0, e.like(float(_WORD), top) / top, e.zero(F32))
+        inverse = e.select(top > 0.0, e.const_like(float(_WORD), top) / top, e.zero(F32))
         for number, part in enumerate(parts):
             e.store(e.round(part * inverse).trunc(I16), weights, 32 * number)
         return top

@@ -25,7 +25,7 @@ def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[
         start, run = at + packing.nbytes(first) if first else at, min(packing.run, count - first)
         if e.level.keeps_order and run > 2:
             # Each code is unpacked alone: what LLVM does not need of the others it leaves out.
-            yield from (packing.emit(e, e.unknown(start), run, dirty=dirty)[number] for number in range(run))
+            yield from (packing.emit(e, e.black_box(start), run, dirty=dirty)[number] for number in range(run))
         else:
             yield from packing.emit(e, start, run, dirty=dirty)
 

@@ -108,7 +108,7 @@ def merge(head_dim: int, order: int, *, is_scaled: bool, has_sink_scores: bool) 
                 row_sum.set(e.fma(rescale, e.load(part, F32, 4), row_sum.get()))
                 for offset, weighted in zip(offsets, sums, strict=True):
                     weighted.set(e.fma(e.load(part, _F16, WEIGHTED + offset), rescale, weighted.get()))
-            factor = e.like(1.0, row_sum.get()) / row_sum.get()
+            factor = e.const_like(1.0, row_sum.get()) / row_sum.get()
             if is_scaled:
                 factor = factor * e.load(args.scale_back + (unit % args.heads) * 4, F32)
             for offset, weighted in zip(offsets, sums, strict=True):

@@ -110,7 +110,7 @@ class Unit:
         """
         e, weighted, order = self._e, self._row(i)[1], self._spec.order
         row_sum = e.load(self._row_sum + i * 4, F32)
-        factor = e.like(1.0, row_sum) / row_sum
+        factor = e.const_like(1.0, row_sum) / row_sum
         if epilogue is not None and self._spec.is_scaled:
             factor = factor * e.load(epilogue[0], F32)
         for first, lanes in pieces(self._dim):
@@ -174,7 +174,7 @@ class Unit:
             target = self._keys + first * 4
             whole = self._dim // 16 * 16
             with e.loop(0, whole, 16) as channel:
-                for number, column in enumerate(e.transposed([e.load(row + channel * 4, _F16) for row in rows])):
+                for number, column in enumerate(e.transpose([e.load(row + channel * 4, _F16) for row in rows])):
                     e.store(column, target + channel * (4 * KEYS), 4 * KEYS * number)
             for rest in range(whole, self._dim):
                 e.store(e.collect([e.load(row, F32, 4 * rest) for row in rows]), target, 4 * KEYS * rest)
@@ -197,8 +197,8 @@ class Unit:
                 visible = (key <= last) & (key >= first)
                 score = e.load(at, _F16, 64 * number)
                 if self._softcap is not None:
-                    score = apply_softcap(e, score, e.like(self._softcap, score))
-                scores.append(e.select(visible, score, e.like(LOWEST, score)))
+                    score = apply_softcap(e, score, e.const_like(self._softcap, score))
+                scores.append(e.select(visible, score, e.const_like(LOWEST, score)))
             own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
             old_row_max = e.load(own_row_max, F32)
             row_max = e.fmax(e.fmax_lanes(_reduce_tree(scores, _larger)), old_row_max)
@@ -208,7 +208,9 @@ class Unit:
             for number, weight in enumerate(weights):
                 e.store(weight, at, 64 * number)
             # The weight of a score of −infinity is 0: 0 · score makes the sum NaN where a score is not finite.
-            checked = [e.fma(score, e.like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)]
+            checked = [
+                e.fma(score, e.const_like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)
+            ]
             e.store(row_max, own_row_max)
             e.store(old_row_max - row_max, rescale)
             e.store(e.sum_lanes(_reduce_tree(checked, lambda a, b: a + b)), rescale, 64)

@@ -174,7 +174,7 @@ def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, input
             words = e.broadcast(inputs, I32, outputs, 2 * GROUP * row + 4 * pair)
             for dots, code in zip(sums, own_codes, strict=True):
                 total = e.level.dot2(e, dots[row][chain], code, words)
-                dots[row][chain] = total if len(input_sums) == 1 else e.in_order(total)
+                dots[row][chain] = total if len(input_sums) == 1 else e.order_sum(total)
     return [[dot[0] + dot[1] if chains == 2 else dot[0] for dot in dots] for dots in sums]
 
 

@@ -160,7 +160,7 @@ class _Multiplies(ExpandedCodes):
         if not self.are_added:
             dot = dot + self._product(product + _MATRIX)
         if self.shift:
-            dot = e.fma(less, e.like(-float(self.shift), less), dot)
+            dot = e.fma(less, e.const_like(-float(self.shift), less), dot)
         value = dot * e.load(words, _F16, self._scales + _ROW * group)
         if self._offsets is not None:
             value = e.fma(less, e.load(words, _F16, self._offsets + _ROW * group), value)

@@ -125,7 +125,7 @@ def _emit_numbers(e: Emitter, format: WeightFormat, source: Value, target: Value
     with e.loop(0, whole, ROWS) as column:
         at = source + column * size
         rows = [e.load(at + args.row_bytes * row, vector(element, ROWS)) for row in range(ROWS)]
-        for place, values in enumerate(e.transposed(rows)):
+        for place, values in enumerate(e.transpose(rows)):
             e.store(values, target + column * (ROWS * size), place * ROWS * size)
     with e.loop(whole, args.blocks) as column, e.loop(0, ROWS) as row:
         value = e.load(source + row * args.row_bytes + column * size, element)

@@ -300,7 +300,7 @@ class ExpandedNumbers(ExpandedWeights):
         """A row of numbers times `power`, to the nearest integer: the lowest 16 bits of int32 (16,)."""
         e = self._e
         row = read_plain(e, numbers, self._format, ROWS, 2 * ROWS * number)
-        return e.fma(row, power, e.like(_ROUNDING, row)).bits(_I16)
+        return e.fma(row, power, e.const_like(_ROUNDING, row)).bits(_I16)
 
     def _bound(self, numbers: Value) -> Value:
         """Of each output, the sum of the 32 magnitudes, or eight times the largest if that is more: float32 (16,)."""

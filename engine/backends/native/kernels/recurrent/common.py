@@ -126,9 +126,9 @@ def softplus(e: Emitter, x: Value) -> Value:
     """log(1 + e^x) of a float32: max(x, 0) + 2 atanh(y / (2 + y)) with y = e^−|x|."""
     y = e.exp(-e.absolute(x))
     z = y / (y + 2.0)
-    square, total = z * z, e.like(1.0 / (2 * _LOG_TERMS - 1), x)
+    square, total = z * z, e.const_like(1.0 / (2 * _LOG_TERMS - 1), x)
     for term in range(_LOG_TERMS - 2, -1, -1):
-        total = e.fma(total, square, e.like(1.0 / (2 * term + 1), x))
+        total = e.fma(total, square, e.const_like(1.0 / (2 * term + 1), x))
     return e.fmax(x, 0.0) + z * total * 2.0
 
 

@@ -166,7 +166,7 @@ class _Unit:
         for first, x in values:
             squares.add(e.sum_lanes(x * x) if x.lanes > 1 else e.extract(x, 0) * e.extract(x, 0))
             e.store(x, target, 4 * first)
-        factor = e.like(length, squares.get()) / e.sqrt(squares.get())
+        factor = e.const_like(length, squares.get()) / e.sqrt(squares.get())
         for first, x in values:
             e.store(x * factor, target, 4 * first)
 
@@ -238,7 +238,7 @@ class _Unit:
             total.add(rate * common.softplus(e, a + bias))
             e.store(total.get(), decays + (place + i) * 4)
             e.store(e.exp(total.get()), self.start_decay + i * 4)
-            e.store(e.like(1.0, b) / (e.exp(-b) + 1.0), self.beta + i * 4)
+            e.store(e.const_like(1.0, b) / (e.exp(-b) + 1.0), self.beta + i * 4)
 
     def _weigh(self, count: Value, place: Value, decays: Value) -> None:
         """`scores` → `weights`: what the updates of the block's tokens weigh in the rows' updates and results."""
@@ -269,7 +269,7 @@ class _Unit:
                 x = e.load(result, kind, 4 * first)
                 squares.add(e.sum_lanes(x * x))
             mean = squares.get() * (1.0 / spec.value_dim) + args.eps
-            factor = e.like(1.0, mean) / e.sqrt(mean)
+            factor = e.const_like(1.0, mean) / e.sqrt(mean)
             for first, kind in parts:
                 gate = common.silu(e, e.load(z, kind, 4 * (spec.channels + first)))
                 x = e.load(result, kind, 4 * first) * factor * e.load(args.norm, kind, 4 * first)
