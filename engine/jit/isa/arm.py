@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from polarlm.engine.jit.isa.generic import ConvertsHalves
+from polarlm.engine.jit.isa.generic import NativeHalves
 from polarlm.engine.jit.lang import I8, I16, I32, Emitter, Value, Values, vector
 
 _BYTES, _WORDS, _LANES = vector(I8, 16), vector(I16, 8), vector(I32, 4)  # a register's contents
 _LOOKED_UP = 64  # bytes of a table in the four registers of a `tbl`
 
 
-class Neon(ConvertsHalves):
+class Neon(NativeHalves):
     """NEON of every AArch64 CPU. It multiplies bytes to int16 and adds pairs of those to int32."""
 
     name = "neon"

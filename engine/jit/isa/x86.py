@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
-from polarlm.engine.jit.isa.generic import ConvertsHalves
+from polarlm.engine.jit.isa.generic import NativeHalves
 from polarlm.engine.jit.lang import I8, I16, Emitter, Level, Type, Value, Values, vector
 from polarlm.engine.jit.lang.level import ByteSum
 
@@ -27,7 +27,7 @@ _LINE = 16  # entries of a part of a table
 _PARTS = 8  # parts: 128 entries, all of whose indices are ≥ 0 as signed bytes
 
 
-class Avx2(ConvertsHalves):
+class Avx2(NativeHalves):
     name = "avx2"
     machine = "x86_64"
     cpu = "x86-64-v3"
