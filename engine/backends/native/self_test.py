@@ -13,7 +13,7 @@ import numpy as np
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.errors import KernelError
-from polarlm.engine.jit.compile.target import permitted
+from polarlm.engine.jit.compile.target import permitted_levels
 from polarlm.engine.jit.lang import I8, I32, Emitter, Kernel, Level, Pointer, Value, vector
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
 
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 def choose() -> Choice:
     """The level of this process. Raises KernelError if none works, EngineError if POLARLM_CPU_LEVEL names none."""
-    return _first_that_works(tuple(reversed(permitted())))
+    return _first_that_works(tuple(reversed(permitted_levels())))
 
 
 @cache

@@ -104,7 +104,7 @@ def levels() -> list[Level]:
     return [level for level in runnable if "amx-tile" not in level.needs or _may_use_tiles()]
 
 
-def permitted() -> list[Level]:
+def permitted_levels() -> list[Level]:
     """The levels that this machine can run, up to the one that POLARLM_CPU_LEVEL names, in ascending order.
 
     Raises EngineError if the variable names no level of this machine.
@@ -120,4 +120,4 @@ def permitted() -> list[Level]:
 
 def best() -> Level:
     """The highest level that this machine can run and that POLARLM_CPU_LEVEL permits. Raises EngineError."""
-    return permitted()[-1]
+    return permitted_levels()[-1]

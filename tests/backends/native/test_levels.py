@@ -67,7 +67,7 @@ def test_a_level_with_a_missing_feature_is_never_chosen(monkeypatch: pytest.Monk
         assert not any(missing in other.needs for other in target.levels())
         monkeypatch.setenv(VARIABLE, level.name)
         with pytest.raises(EngineError):
-            target.permitted()
+            target.permitted_levels()
 
 
 def test_every_level_is_found_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
