@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from polarlm.engine.errors import KernelError
-from polarlm.engine.jit.compile.compiler import Loaded, compile_object, finished, load
+from polarlm.engine.jit.compile.compiler import LoadedCode, cacheable_code, compile_object, load
 from polarlm.engine.jit.compile.object_cache import ObjectCache, object_cache
 from polarlm.engine.jit.isa import VARIABLE
 from polarlm.engine.jit.lang import Kernel, Level
@@ -30,14 +30,14 @@ class Library:
     def __init__(self, level: Level, cache: ObjectCache | None) -> None:
         self.level, self._cache = level, cache
         self.compiled, self.compile_seconds = 0, 0.0  # kernels that the cache did not have; CPU time
-        self._loaded: dict[Kernel, Loaded] = {}
+        self._loaded: dict[Kernel, LoadedCode] = {}
         self.renew()
         renew_in_children(self)
 
     def renew(self) -> None:
         """Forget the thread and its queue: for a forked child, which does not have the thread."""
         self._lock = threading.Lock()
-        self._futures: dict[Kernel, Future[Loaded]] = {}  # kernels not loaded yet, or that the compiler refuses
+        self._futures: dict[Kernel, Future[LoadedCode]] = {}  # kernels not loaded yet, or that the compiler refuses
         self._queue: deque[Kernel] = deque()
         self._has_thread = False
 
@@ -68,7 +68,7 @@ class Library:
             self.address(kernel)
         progress(len(requested), len(requested))
 
-    def _request(self, kernel: Kernel, *, first: bool = False) -> Future[Loaded]:
+    def _request(self, kernel: Kernel, *, first: bool = False) -> Future[LoadedCode]:
         """The future of a kernel, which is queued if it is new; first: it moves to the head of the queue."""
         with self._lock:
             future = self._futures.get(kernel)
@@ -113,14 +113,14 @@ class Library:
             if code is not None and self._cache is not None:
                 self._cache.write(kernel.name, code)
 
-    def _load(self, kernel: Kernel) -> tuple[Loaded, bytes | None]:
+    def _load(self, kernel: Kernel) -> tuple[LoadedCode, bytes | None]:
         """The loaded kernel, and its code if the cache did not have it. Raises KernelError."""
         try:
             code = self._cache.read(kernel.name) if self._cache is not None else None
             if code is not None:
                 return load(code, self.level), None
             start = time.thread_time()
-            code = finished(compile_object(kernel, self.level))
+            code = cacheable_code(compile_object(kernel, self.level))
             self.compiled += 1
             self.compile_seconds += time.thread_time() - start
             return load(code, self.level), code
