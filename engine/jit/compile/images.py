@@ -56,9 +56,9 @@ def link(code: bytes) -> bytes:
     number, table, count = _HEADER.unpack_from(code)
     sections = [_Section(*fields) for fields in _SECTION.iter_unpack(code[table : table + count * _SECTION.size])]
     places, memory = _lay_out(code, sections)
-    (of_symbols,) = (section for section in sections if section.type == _SYMTAB)
-    symbols = list(_SYMBOL.iter_unpack(_content(code, of_symbols)))
-    names = _content(code, sections[of_symbols.link])
+    (symbol_table,) = (section for section in sections if section.type == _SYMTAB)
+    symbols = list(_SYMBOL.iter_unpack(_content(code, symbol_table)))
+    names = _content(code, sections[symbol_table.link])
 
     def name(symbol: tuple[int, ...]) -> str:
         return names[symbol[0] :].split(b"\0", 1)[0].decode("ascii")
@@ -75,7 +75,7 @@ def link(code: bytes) -> bytes:
             for offset, kind, symbol, addend in _RELOCATION.iter_unpack(_content(code, section)):
                 at, to = places[section.info] + offset, address(symbols[symbol]) + addend
                 word = int.from_bytes(memory[at : at + 4], "little")
-                memory[at : at + 4] = _relocated(number, kind, word, at, to).to_bytes(4, "little")
+                memory[at : at + 4] = _relocate(number, kind, word, at, to).to_bytes(4, "little")
     (kernel,) = (symbol for symbol in symbols if name(symbol) == "kernel")
     return _HEAD.pack(address(kernel), number) + memory
 
@@ -99,7 +99,7 @@ def _lay_out(code: bytes, sections: Sequence[_Section]) -> tuple[dict[int, int],
     return places, memory
 
 
-def _relocated(number: int, kind: int, word: int, at: int, to: int) -> int:
+def _relocate(number: int, kind: int, word: int, at: int, to: int) -> int:
     """The four bytes at offset `at` of an image, which `word` is in the object file, once they refer to `to`.
 
     number: ELF's, of the machine. Raises ValueError for a kind of relocation that needs more than the image, and for
