@@ -9,7 +9,7 @@ from polarlm.engine.jit.isa.generic import NativeHalves
 from polarlm.engine.jit.lang import I8, I16, I32, Emitter, Value, Values, vector
 
 _BYTES, _WORDS, _LANES = vector(I8, 16), vector(I16, 8), vector(I32, 4)  # a register's contents
-_LOOKED_UP = 64  # bytes of a table in the four registers of a `tbl`
+_TABLE_BYTES = 64  # bytes of a table in the four registers of a `tbl`
 
 
 class Neon(NativeHalves):
@@ -72,12 +72,12 @@ class Neon(NativeHalves):
         def find(index: Value) -> Value:
             parts = [e.part(index, lane, 16) for lane in range(0, index.lanes, 16)]
             results: list[Value | None] = [None for _ in parts]
-            for first in range(0, entries, _LOOKED_UP):
+            for first in range(0, entries, _TABLE_BYTES):
                 lines, at = few, pointer if few else e.black_box(pointer)
                 if not few:
                     e.keep_order()
-                    lines = [e.load(at, _BYTES, line) for line in range(first, min(entries, first + _LOOKED_UP), 16)]
-                parts = [e.black_box(part) - _LOOKED_UP if first else part for part in parts]
+                    lines = [e.load(at, _BYTES, line) for line in range(first, min(entries, first + _TABLE_BYTES), 16)]
+                parts = [e.black_box(part) - _TABLE_BYTES if first else part for part in parts]
                 results = [_lookup(e, lines, part, result) for part, result in zip(parts, results, strict=True)]
             return e.join([result for result in results if result is not None])
 
@@ -90,10 +90,10 @@ class Neon(NativeHalves):
         return map_registers
 
 
-def _lookup(e: Emitter, lines: Values, index: Value, before: Value | None = None) -> Value:
-    """The bytes of up to four registers at the indices of a register; where one is beyond them, `before`, or 0."""
-    name = f"llvm.aarch64.neon.tb{'l' if before is None else 'x'}{len(lines)}.v16i8"
-    return e.intrinsic(name, _BYTES, *([] if before is None else [before]), *lines, index)
+def _lookup(e: Emitter, lines: Values, index: Value, fallback: Value | None = None) -> Value:
+    """The bytes of up to four registers at the indices of a register; where one is beyond them, `fallback`, or 0."""
+    name = f"llvm.aarch64.neon.tb{'l' if fallback is None else 'x'}{len(lines)}.v16i8"
+    return e.intrinsic(name, _BYTES, *([] if fallback is None else [fallback]), *lines, index)
 
 
 def _add_pairs(e: Emitter, total: Value, words: Value) -> Value:
