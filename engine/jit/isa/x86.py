@@ -48,7 +48,7 @@ class Avx2(NativeHalves):
         width = 64 if first.lanes * first.element.width == 8 * self.byte_register == 512 else 32
         return e.map_parts(8 * width // first.element.width, partial(operation, width), *operands)
 
-    def _called(self, e: Emitter, names: dict[int, str], element: Type, *operands: Value) -> Value:
+    def _call_intrinsic(self, e: Emitter, names: dict[int, str], element: Type, *operands: Value) -> Value:
         """The results, of this element, of the intrinsic for registers of each size."""
 
         def call(width: int, *parts: Value) -> Value:
@@ -84,20 +84,20 @@ class Avx2(NativeHalves):
         return self.map_registers(e, add, total, a, b)
 
     def pair_products(self, e: Emitter, unsigned: Value, signed: Value) -> Value:
-        return self._called(e, _PAIR_PRODUCTS, I16, unsigned, signed)
+        return self._call_intrinsic(e, _PAIR_PRODUCTS, I16, unsigned, signed)
 
     def scaled_product(self, e: Emitter, a: Value, b: Value) -> Value:
-        return self._called(e, _SCALED_PRODUCTS, I16, a, b)
+        return self._call_intrinsic(e, _SCALED_PRODUCTS, I16, a, b)
 
     def join_words(self, e: Emitter, low: Value, high: Value) -> Value:
-        return self._called(e, _PACK, I8, low, high)
+        return self._call_intrinsic(e, _PACK, I8, low, high)
 
     def lookup_in_lanes(self, e: Emitter, table: Value, index: Value) -> Value:
-        return self._called(e, _SHUFFLE, I8, table, index)
+        return self._call_intrinsic(e, _SHUFFLE, I8, table, index)
 
     def table(self, e: Emitter, pointer: Value, entries: int) -> Callable[[Value], Value]:
         parts = self._parts(e, pointer, entries)
-        return lambda index: e.join(_shuffled(e, [parts], self._registers(e, index))[0])
+        return lambda index: e.join(_lookup_all(e, [parts], self._registers(e, index))[0])
 
     def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
         if _is_mirrored(first, second):
@@ -105,7 +105,7 @@ class Avx2(NativeHalves):
         tables = [self._parts(e, e.constant_bytes(side), len(side)) for side in (first, second)]
 
         def find(index: Value) -> tuple[Value, Value]:
-            a, b = _shuffled(e, tables, self._registers(e, index))
+            a, b = _lookup_all(e, tables, self._registers(e, index))
             return e.join(a), e.join(b)
 
         return find
@@ -138,7 +138,7 @@ class Avx2(NativeHalves):
         def find(index: Value) -> tuple[Value, Value]:
             pieces = self._registers(e, index)
             low = [piece & (half - 1) for piece in pieces]
-            a, b = _shuffled(e, tables, low)
+            a, b = _lookup_all(e, tables, low)
             for i, (piece, slot) in enumerate(zip(pieces, low, strict=True)):
                 is_image = piece + (128 - half) if half < 128 else piece  # its highest bit
                 byte = _shuffle_bytes(e, change, (slot - (half - _LINE)) | is_image)  # in the last part, and no image
@@ -189,7 +189,7 @@ def _shuffle_bytes(e: Emitter, table: Value, index: Value) -> Value:
     return e.intrinsic(f"llvm.x86.{_SHUFFLE[index.lanes]}", index.type, table, index)
 
 
-def _shuffled(e: Emitter, tables: Sequence[Values], pieces: Values) -> list[list[Value]]:
+def _lookup_all(e: Emitter, tables: Sequence[Values], pieces: Values) -> list[list[Value]]:
     """The bytes that registers of indices look up in each table. Each part is used for all registers in turn."""
     halves = range(0, len(tables[0]), _PARTS)
     low = [piece & 127 for piece in pieces] if len(halves) > 1 else pieces
@@ -201,13 +201,13 @@ def _shuffled(e: Emitter, tables: Sequence[Values], pieces: Values) -> list[list
                 entry = _shuffle_bytes(e, table[first + number], piece)
                 before = totals.get((place, first, i))
                 totals[place, first, i] = entry if before is None else before ^ entry
-    looked_up = []
+    results = []
     for place in range(len(tables)):
         entries = [totals[place, 0, i] for i in range(len(pieces))]
         if len(halves) > 1:
             entries = [e.select(piece < 0, totals[place, _PARTS, i], entries[i]) for i, piece in enumerate(pieces)]
-        looked_up.append(entries)
-    return looked_up
+        results.append(entries)
+    return results
 
 
 class _Vnni(Avx2):
@@ -273,8 +273,8 @@ def _words(e: Emitter, table: Values, index: Value) -> Value:
     parts = [e.intrinsic(name, index.type, a, index, b) for a, b in zip(table[::2], table[1::2], strict=True)]
     bit = 64
     while len(parts) > 1:
-        beyond = (index & bit).equals(bit)
-        parts = [e.select(beyond, b, a) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        is_upper = (index & bit).equals(bit)
+        parts = [e.select(is_upper, b, a) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         bit *= 2
     return parts[0]
 
