@@ -17,7 +17,7 @@ from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Kernel, Level
 from polarlm.engine.jit.lang.records import Record
-from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased, unowned
+from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased, unowned_view
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
@@ -194,7 +194,7 @@ class Launcher:
         if self._recording is None:
             function(*arrays)
         else:
-            self._recording.parts.append(HostCall(function, tuple(map(unowned, arrays))))
+            self._recording.parts.append(HostCall(function, tuple(map(unowned_view, arrays))))
 
     def can_run(self, kernels: Sequence[Kernel]) -> bool:
         """Whether all kernels compile. Waits until they have, or until one fails."""

@@ -133,7 +133,7 @@ class _Memory:
         self.__array_interface__ = x.__array_interface__
 
 
-def unowned(x: np.ndarray) -> np.ndarray:
+def unowned_view(x: np.ndarray) -> np.ndarray:
     """The same array without a share in its memory, which the caller keeps as long as the array is used."""
     return np.asarray(_Memory(x))
 
