@@ -38,7 +38,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return np.frombuffer(memory, kind).reshape(shape)
 
 
-def aligned(nbytes: int) -> np.ndarray:
+def aligned_bytes(nbytes: int) -> np.ndarray:
     """uint8 (nbytes,) zeros from the start of a cache line on; as in `zeros`, pages take memory once written."""
     return _align(zeros((nbytes + _LINE,), np.uint8), nbytes)
 
@@ -103,7 +103,7 @@ class Buffers:
         try:
             memory = free.pop()
         except IndexError:
-            memory = aligned(size)
+            memory = aligned_bytes(size)
             self._all.append(memory)
         return np.asarray(_Lease(memory, free, shape, kind))
 

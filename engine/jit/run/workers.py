@@ -34,7 +34,7 @@ import numpy as np
 from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.lang import I64, POINTER, Emitter, Int64, Kernel, Pointer, Value, Variable, records
-from polarlm.engine.jit.run.buffers import aligned
+from polarlm.engine.jit.run.buffers import aligned_bytes
 from polarlm.model_loaders.forks import cached_property, renew_in_children
 
 MOST_ENTRIES = 1 << 13  # most entries of a command buffer
@@ -322,9 +322,9 @@ class Workers:
 
     def renew(self) -> None:
         """Reset to new state without threads: for a forked child, in which the old threads do not exist."""
-        self._state = aligned(STATE_BYTES)
+        self._state = aligned_bytes(STATE_BYTES)
         set_up(self._state)
-        self._scratch = aligned(SCRATCH)
+        self._scratch = aligned_bytes(SCRATCH)
         self._addresses = self._state.ctypes.data, self._scratch.ctypes.data
         self._number = 0  # number of workers
         self._starting = threading.Lock()
@@ -339,7 +339,7 @@ class Workers:
             while self._number < min(threads, MOST_THREADS) - 1 and not self._is_refused:
                 arguments = SERVE.pack(Serve(state=self._state, number=self._number + 1))
                 try:
-                    keep = arguments, self._state, self._code, aligned(SCRATCH)
+                    keep = arguments, self._state, self._code, aligned_bytes(SCRATCH)
                     threading.Thread(target=self._live, args=keep, name="kernels", daemon=True).start()
                 except (RuntimeError, MemoryError):
                     self._is_refused = True
@@ -366,7 +366,7 @@ class Workers:
         try:
             memory: np.ndarray = self._local.scratch
         except AttributeError:
-            memory = self._local.scratch = aligned(SCRATCH)
+            memory = self._local.scratch = aligned_bytes(SCRATCH)
         return memory.ctypes.data
 
 

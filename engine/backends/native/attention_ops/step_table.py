@@ -13,7 +13,7 @@ import numpy as np
 from polarlm.engine.backends.kv import SpanView, table_width
 from polarlm.engine.backends.native.kernels.attention.partials import FullBlock, RowPlace, SpanHeader, Unit
 from polarlm.engine.backends.ops import STEP_ROWS
-from polarlm.engine.jit.run.buffers import aligned
+from polarlm.engine.jit.run.buffers import aligned_bytes
 from polarlm.model_loaders.forks import cached_property
 
 NO_WINDOW = 1 << 40  # the window of layers without one, in tokens
@@ -151,7 +151,7 @@ class Arrays(NamedTuple):
             (kinds, count * most_chunks(block_size, width), UNIT),
         )
         sizes = [math.prod(shape) for shape in shapes]
-        memory = aligned(8 * sum(sizes)).view(np.int64)
+        memory = aligned_bytes(8 * sum(sizes)).view(np.int64)
         ends = itertools.accumulate(sizes)
         parts = [memory[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)]
         return Arrays(memory, *parts)

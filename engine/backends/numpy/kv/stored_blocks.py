@@ -11,7 +11,7 @@ from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, Sides
 from polarlm.engine.codecs import Field
-from polarlm.engine.jit.run.buffers import aligned, zeros
+from polarlm.engine.jit.run.buffers import aligned_bytes, zeros
 
 SideFields = dict[str, dict[str, Field]]  # the arrays of a block of one KV head: keys "k", values "v", means "mean"
 
@@ -42,7 +42,7 @@ def full_slots(format: CacheFormat, count: int) -> Buffer:
 
 def _memory(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Zeros whose address is a multiple of 64, which kernels need."""
-    return aligned(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+    return aligned_bytes(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
 
 
 def _sides(format: CacheFormat, stored_as: str) -> SideFields:
