@@ -21,15 +21,15 @@ _KEY_TILE = 1024
 _BLOCK_TILE = 64
 
 
-def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, rule: ScoreRule) -> None:
+def attend_sequence(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, rule: ScoreRule) -> None:
     """Attention of scaled q (T, K, G, D), G = H / K, the rows of one sequence, in tiles of queries → out (T, H, D)."""
     tile = max(1, _QUERY_TILE // q.shape[2])
     for first in range(0, len(q), tile):
         # (T, K, G, D) → (K, G, T, D): the group of query heads of a KV head shares one pass over its keys.
         grouped = q[first : first + tile].transpose(1, 2, 0, 3)
         tile_out = attend(grouped, span.position + first, cache, span, rule)
-        into = out[first : first + tile]
-        into[...] = tile_out.transpose(2, 0, 1, 3).reshape(into.shape)
+        target = out[first : first + tile]
+        target[...] = tile_out.transpose(2, 0, 1, 3).reshape(target.shape)
 
 
 def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, rule: ScoreRule) -> np.ndarray:
@@ -99,18 +99,18 @@ def _mask(scores: np.ndarray, position: int, start: int, window: int | None, see
     """Set the scores (K, G, T, S) of masked keys to −inf; rows start at `position`, keys at `start`."""
     count, size = scores.shape[2:]
     newest = max(position, sees)  # that the first row sees
-    ahead = start + size - 1 > newest
-    behind = window is not None and start <= position + count - 1 - window
-    if not (ahead or behind):
+    hides_new = start + size - 1 > newest
+    hides_old = window is not None and start <= position + count - 1 - window
+    if not (hides_new or hides_old):
         return
     # If no key is older than a window, only keys that the first row does not see can be masked.
-    seen = 0 if behind else max(0, newest + 1 - start)
+    first_hidden = 0 if hides_old else max(0, newest + 1 - start)
     rows = position + np.arange(count)[:, None]
-    keys = start + np.arange(seen, size)
+    keys = start + np.arange(first_hidden, size)
     hidden = keys > np.maximum(rows, sees)
     if window is not None:
         hidden |= keys <= rows - window
-    np.copyto(scores[..., seen:], -np.inf, where=hidden)
+    np.copyto(scores[..., first_hidden:], -np.inf, where=hidden)
 
 
 def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, window: int | None) -> Iterator[_Tile]:
@@ -121,15 +121,15 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
         yield _full_tile(0, cache.full(KVLocation(None, span.sink)), slice(None))
 
     for stored, ids in blocks_of(cache, span):
-        skipped = max(0, (oldest - span.table_start) // block_size)
-        for first in range(skipped, len(ids), _BLOCK_TILE):
+        first_block = max(0, (oldest - span.table_start) // block_size)
+        for first in range(first_block, len(ids), _BLOCK_TILE):
             part = ids[first : first + _BLOCK_TILE]
             yield _Tile(span.table_start + first * block_size, *read_blocks(stored, part))
 
     size, current = last + 1 - span.current_start, cache.full(span.current)
     end = min(size, current[0].shape[1])
-    skipped = max(0, (oldest - span.current_start) // _KEY_TILE * _KEY_TILE)
-    for first in range(skipped, end, _KEY_TILE):
+    first_block = max(0, (oldest - span.current_start) // _KEY_TILE * _KEY_TILE)
+    for first in range(first_block, end, _KEY_TILE):
         yield _full_tile(span.current_start + first, current, slice(first, min(first + _KEY_TILE, end)))
     for first, slot in zip(range(block_size, size, block_size), span.following, strict=False):
         yield _full_tile(span.current_start + first, cache.full(KVLocation(None, slot)), slice(0, size - first))

@@ -28,7 +28,7 @@ from polarlm.engine.backends.kv import (
 )
 from polarlm.engine.backends.numpy import blas, host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.backends.numpy.attention import attend_alone, read_blocks
+from polarlm.engine.backends.numpy.attention import attend_sequence, read_blocks
 from polarlm.engine.backends.numpy.encoders import attend_to_texts, parts_of
 from polarlm.engine.backends.numpy.experts import ExpertOps
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, rounded
@@ -296,7 +296,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         heads, dim = q.shape[1:]
         q = q.reshape(-1, kv_heads, heads // kv_heads, dim) * np.float32(rule.scale)
         for span in spans:
-            attend_alone(q[span.rows], out[span.rows], cache, span, rule)
+            attend_sequence(q[span.rows], out[span.rows], cache, span, rule)
         if transform is None:
             return out
         back = None if transform.value_rotation is None else transform.value_rotation.T
