@@ -26,13 +26,13 @@ class RecurrentOps:
     ) -> np.ndarray:
         gate_in, gate_out, x = np.split(inputs, 3, axis=1)
         before, (slot, place, following, _) = len(conv) - 1, (rows - [1, 0, 1, 0]).T
-        new, from_end = gate_in * x, place - (slots.shape[1] - 2 * before)
+        new, next_row = gate_in * x, place - (slots.shape[1] - 2 * before)
         slots[slot, before + place] = new
-        repeated = (following >= 0) & (from_end >= 0)
-        slots[following[repeated], from_end[repeated]] = new[repeated]
+        is_repeated = (following >= 0) & (next_row >= 0)
+        slots[following[is_repeated], next_row[is_repeated]] = new[is_repeated]
         sums = np.zeros_like(new) if bias is None else np.broadcast_to(bias, new.shape).copy()
-        for back, of_channel in enumerate(conv):
-            sums += of_channel * slots[slot, place + back]
+        for back, channel_weight in enumerate(conv):
+            sums += channel_weight * slots[slot, place + back]
         return gate_out * sums
 
     @quiet
@@ -120,8 +120,8 @@ def _advance(slots: DeltaSlots, slot: int, tiled: bool) -> None:
     """Make the state at the end of a complete block the state at the start of the next one."""
     matrix, decays, inputs = slots.matrices[slot], slots.decays[slot], slots.inputs[slot]
     block, before = decays.shape[1], inputs.shape[0] - decays.shape[1]
-    of_head = keys_of_heads(slots.keys.shape[1], len(matrix), tiled=tiled)
-    to_end = np.exp(decays[:, -1:] - decays)[..., None]  # (H, N, 1)
+    key_head = keys_of_heads(slots.keys.shape[1], len(matrix), tiled=tiled)
+    end_decays = np.exp(decays[:, -1:] - decays)[..., None]  # (H, N, 1)
     matrix *= np.exp(decays[:, -1])[:, None, None]
-    matrix += slots.keys[slot][of_head] @ (to_end * slots.updates[slot])
+    matrix += slots.keys[slot][key_head] @ (end_decays * slots.updates[slot])
     inputs[:before] = inputs[block:].copy()
