@@ -143,7 +143,7 @@ def field(on: Workers, offset: int) -> int:
 
 
 def sleeping(on: Workers) -> list[int]:
-    flags = on._state[module._ASLEEP :].view(np.int64).copy()  # workers change the array meanwhile
+    flags = on._state[module._SLEEP_FLAGS :].view(np.int64).copy()  # workers change the array meanwhile
     return np.flatnonzero(flags).tolist()
 
 

@@ -149,16 +149,16 @@ class Library:
         return sorted(kernel.name for kernel in list(self._loaded))
 
 
-_libraries: dict[tuple[Level, tuple[Path, ...]], Library] = {}
+_instances: dict[tuple[Level, tuple[Path, ...]], Library] = {}
 
 
 def library(level: Level, sources: tuple[Path, ...] = ()) -> Library:
     """This process's library of a level, for kernels whose code is in the folders `sources` (see `object_cache`)."""
     # Without a lock, which could stay locked in a forked child: if two threads make one at once, the first is used.
     key = level, sources
-    return _libraries.get(key) or _libraries.setdefault(key, Library(level, object_cache(level, sources)))
+    return _instances.get(key) or _instances.setdefault(key, Library(level, object_cache(level, sources)))
 
 
 def compiled() -> tuple[int, float]:
-    libraries = list(_libraries.values())
+    libraries = list(_instances.values())
     return sum(each.compiled for each in libraries), sum(each.compile_seconds for each in libraries)

@@ -370,11 +370,11 @@ class Workers:
         return memory.ctypes.data
 
 
-_process_workers: list[Workers] = []
+_instances: list[Workers] = []
 
 
 def workers() -> Workers:
-    if not _process_workers:
+    if not _instances:
         # Without a lock, which could stay locked in a forked child: if two threads make one at once, the first is used.
-        _process_workers.append(Workers())
-    return _process_workers[0]
+        _instances.append(Workers())
+    return _instances[0]
