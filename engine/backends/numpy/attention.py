@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
-from polarlm.engine.backends.numpy.kv.cache import Buffer, Cached, LayerCache
+from polarlm.engine.backends.numpy.kv.cache import AnyCache, Buffer, LayerCache
 from polarlm.engine.backends.numpy.rows import softcap
 from polarlm.engine.quantization.conditioning import read_mean
 
@@ -135,13 +135,13 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
         yield _full_tile(span.current_start + first, cache.full(KVLocation(None, slot)), slice(0, size - first))
 
 
-def blocks_of(cache: Cached, span: SpanView) -> list[tuple[Cached, np.ndarray]]:
+def blocks_of(cache: AnyCache, span: SpanView) -> list[tuple[AnyCache, np.ndarray]]:
     """The quantized blocks of a sequence: of each kind its cache, and the ids of the blocks."""
     ids = np.asarray(span.table, np.intp)
     if span.finer is None:
         return [(cache, ids)]
     assert cache.finer is not None
-    return [(cast(Cached, cache.finer), np.asarray(span.finer, np.intp)), (cache, ids)]
+    return [(cast(AnyCache, cache.finer), np.asarray(span.finer, np.intp)), (cache, ids)]
 
 
 def _full_tile(start: int, full: Buffer, tokens: slice) -> _Tile:

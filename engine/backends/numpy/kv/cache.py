@@ -60,7 +60,7 @@ class LayerCache:
     def take(self, blocks: np.ndarray) -> Sides:
         """A copy of the quantized blocks with these ids, in the representation of `stored_as`."""
         arrays = self.k, self.v, self.mean
-        return Sides(*({name: _taken(array, blocks) for name, array in side.items()} for side in arrays))
+        return Sides(*({name: _take_blocks(array, blocks) for name, array in side.items()} for side in arrays))
 
     def put(self, blocks: Sequence[int], sides: Sides) -> None:
         """Overwrite the quantized blocks with these ids by `sides`, as `take` returns them."""
@@ -103,10 +103,10 @@ class LayerCache:
         return k, v
 
 
-Cached = TypeVar("Cached", bound=LayerCache)  # one type for both kinds of blocks
+AnyCache = TypeVar("AnyCache", bound=LayerCache)  # one type for both kinds of blocks
 
 
-def _taken(array: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+def _take_blocks(array: np.ndarray, blocks: np.ndarray) -> np.ndarray:
     """array[:, blocks], contiguous. `np.take` would copy a whole array even where a finer kind has a part."""
     return array.take(blocks, axis=1) if array.flags.c_contiguous else np.ascontiguousarray(array[:, blocks])
 
