@@ -32,7 +32,7 @@ from polarlm.engine.backends.numpy.attention import attend_sequence, read_blocks
 from polarlm.engine.backends.numpy.encoders import attend_to_texts, parts_of
 from polarlm.engine.backends.numpy.experts import ExpertOps
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, rounded
-from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side
+from polarlm.engine.backends.numpy.kv.encoding import encodable_runs, encode_side
 from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps
 from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, softcap
@@ -310,7 +310,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return k, v
 
     def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
-        for layers, blocks, sources in alike(filled):
+        for layers, blocks, sources in encodable_runs(filled):
             (k, mean), (v, _) = (encode_side(layers, sources, side) for side in (0, 1))
             for number, cache in enumerate(layers):
                 heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)

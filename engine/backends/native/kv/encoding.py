@@ -13,7 +13,7 @@ from polarlm.engine.backends.native.kv.cache import TileCache
 from polarlm.engine.backends.native.kv.encoders import by_head
 from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
-from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side
+from polarlm.engine.backends.numpy.kv.encoding import encodable_runs, encode_side
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.quantization.encode import decode_centred, fill_up
@@ -37,7 +37,7 @@ class EncodingOps(KernelOps):
         if len(filled) == 1 and self._encode_one(*filled[0]):
             return
         launches: dict[_Launch, list[np.ndarray]] = {}
-        for layers, blocks, sources in alike(filled):
+        for layers, blocks, sources in encodable_runs(filled):
             tiled = [layer for layer in layers if isinstance(layer, TileCache)]  # all of them, or none
             if not tiled:
                 self._launch.run_numpy(super().encode_blocks, [FilledBlocks(layers, blocks, sources)])

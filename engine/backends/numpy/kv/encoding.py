@@ -19,7 +19,7 @@ from polarlm.engine.quantization.metric import join_layers
 _VALUES = 1 << 19  # most values that are encoded together
 
 
-def alike(filled: Sequence[FilledBlocks]) -> Iterator[FilledBlocks]:
+def encodable_runs(filled: Sequence[FilledBlocks]) -> Iterator[FilledBlocks]:
     """Yields `filled` in parts: runs of consecutive layers whose blocks can be encoded together."""
 
     def kind(cache: LayerCache) -> tuple[object, ...]:
