@@ -27,10 +27,10 @@ def hadamard_signs(rotation: np.ndarray) -> Signs | None:
     """The signs of `rotation` (D, D) if it is a signed Hadamard matrix, else None."""
     dim = len(rotation)
     order = dim & -dim
-    firsts = np.arange(dim) // order * order
+    block_starts = np.arange(dim) // order * order
     # The first row and the first column of a Hadamard matrix are 1.
-    input_signs = np.sign(rotation[np.arange(dim), firsts])
-    output_signs = np.sign(rotation[firsts, np.arange(dim)]) * input_signs[firsts]
+    input_signs = np.sign(rotation[np.arange(dim), block_starts])
+    output_signs = np.sign(rotation[block_starts, np.arange(dim)]) * input_signs[block_starts]
     plain = input_signs[:, None] * rotation * output_signs * np.sqrt(order)
     hadamard: np.ndarray = np.ones((1, 1))
     while len(hadamard) < order:
@@ -41,19 +41,19 @@ def hadamard_signs(rotation: np.ndarray) -> Signs | None:
 
 
 def with_rotations(
-    transforms: Sequence[HeadTransform], make: Callable[[np.ndarray], Rotation], nothing: Rotation
+    transforms: Sequence[HeadTransform], make: Callable[[np.ndarray], Rotation], identity: Rotation
 ) -> Iterator[tuple[HeadTransform, Rotation, Rotation, Rotation]]:
     """Yields each transform with what `make` makes of its rotations of keys and of values, and of the inverse of the
     latter; once of a matrix that several share. nothing: stands for no rotation."""
-    made: dict[tuple[int, bool], Rotation] = {}
+    rotations: dict[tuple[int, bool], Rotation] = {}
 
     def rotation(matrix: np.ndarray | None, inverse: bool = False) -> Rotation:
         if matrix is None:
-            return nothing
+            return identity
         key = id(matrix), inverse
-        if key not in made:
-            made[key] = make(matrix.T if inverse else matrix)
-        return made[key]
+        if key not in rotations:
+            rotations[key] = make(matrix.T if inverse else matrix)
+        return rotations[key]
 
     for one in transforms:
         yield one, rotation(one.key_rotation), rotation(one.value_rotation), rotation(one.value_rotation, True)
