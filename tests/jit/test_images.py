@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine.jit.compile import images
-from polarlm.engine.jit.compile.compiler import Loaded, compile_object
+from polarlm.engine.jit.compile.compiler import LoadedCode, compile_object
 from polarlm.engine.jit.compile.images import LoadedImage, link
 from polarlm.engine.jit.compile.target import levels, machine
 from polarlm.engine.jit.lang import I8, I32, Emitter, Kernel, Level, Value, vector
@@ -39,14 +39,14 @@ NUMBERS = tuple(range(1000, 1016))
 CONSTANTS = Kernel("test_constants", emit_constants, declared("out"))
 
 
-def is_right(loaded: Loaded) -> bool:
+def is_right(loaded: LoadedCode) -> bool:
     """Whether such a kernel finds its constants."""
     out = np.ones(64, np.int32)
     call(loaded, out)
     return np.array_equal(out, 1 + np.arange(64) + np.tile(NUMBERS, 4))
 
 
-def call(loaded: Loaded, out: np.ndarray) -> None:
+def call(loaded: LoadedCode, out: np.ndarray) -> None:
     arguments = CONSTANTS.pack(CONSTANTS.arguments(out))
     Function(loaded.address)(arguments.ctypes.data, 0, 1, None)
 
