@@ -198,7 +198,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def reserve_workspace(self, load: Load) -> None:
         """Allocate the memory of steps now, before other allocations can take it. Raises MemoryError."""
 
-    def kept_as(self, format: WeightFormat) -> WeightFormat:
+    def stored_format(self, format: WeightFormat) -> WeightFormat:
         """The format in which the device keeps matrices that come to it in `format`."""
 
     def set_activation_bits(self, bits: int) -> str:

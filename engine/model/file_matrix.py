@@ -75,9 +75,9 @@ def format_for(ops: Ops, stored: str, columns: int, wanted: WeightFormat | None)
     if wanted is not None:
         return nearest(wanted, stored, columns)
     file_format, q8_0 = find(stored), get("q8_0")
-    if file_format is not None and (file_format.values == 1 or ops.kept_as(file_format) is file_format):
+    if file_format is not None and (file_format.values == 1 or ops.stored_format(file_format) is file_format):
         return file_format
-    return q8_0 if ops.kept_as(q8_0) is q8_0 else file_format or get("f32")
+    return q8_0 if ops.stored_format(q8_0) is q8_0 else file_format or get("f32")
 
 
 def nearest(wanted: WeightFormat, stored: str, columns: int) -> WeightFormat:

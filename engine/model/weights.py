@@ -257,7 +257,7 @@ def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None
         shape, stored = source.shape(name), source.stored_dtype(name)
         if len(shape) > 1:
             format = _format(ops, source, name, weight_type)
-            how, device = "as stored", ops.kept_as(format)
+            how, device = "as stored", ops.stored_format(format)
             if device is not find(stored):
                 how = f"kept as {device.name}"
                 if format is weight_type and format is not find(stored):

@@ -80,7 +80,7 @@ def test_matrices_of_16_bits_keep_the_file_s_format_on_the_device(
     assert held.format.name == stored
     np.testing.assert_array_equal(ops._device.to_host(held.data), file.raw)
     np.testing.assert_array_equal(ops.rows(held, slice(1, 3)), file.values[1:3])
-    assert ops.kept_as(get(stored)) is get(stored)
+    assert ops.stored_format(get(stored)) is get(stored)
 
 
 def test_a_float32_matrix_is_rounded_to_half_precision(ops: CudaOps) -> None:

@@ -53,7 +53,7 @@ class ExpertOps(LinearOps):
 
     def _format(self, matrices: Sequence[StoredMatrix]) -> WeightFormat:
         """The format on the device of the same matrix of each expert."""
-        formats = {self.kept_as(matrix.format) for matrix in matrices}
+        formats = {self.stored_format(matrix.format) for matrix in matrices}
         if len(formats) > 1:
             names = ", ".join(sorted(format.name for format in formats))
             raise _unsupported(f"experts of one layer in several formats ({names}),")

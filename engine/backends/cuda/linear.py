@@ -32,14 +32,14 @@ class LinearOps(DeviceOps):
     """The ops with matrices: loading, reading rows, products; RMS norm, and ops on each number of a row."""
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
-        format = self.kept_as(format)
+        format = self.stored_format(format)
         return count // format.values * packed.block_bytes(format) if packed.is_packed(format) else format.size(count)
 
-    def kept_as(self, format: WeightFormat) -> WeightFormat:
+    def stored_format(self, format: WeightFormat) -> WeightFormat:
         return format if kernel_source.can_read(format.name) else get("f16")
 
     def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
-        runs = itertools.groupby(matrices, key=lambda matrix: self.kept_as(matrix.format))
+        runs = itertools.groupby(matrices, key=lambda matrix: self.stored_format(matrix.format))
         return tuple(self.stack(format, list(parts)) for format, parts in runs)
 
     def stack(self, format: WeightFormat, matrices: Sequence[StoredMatrix]) -> Matrix:

@@ -87,7 +87,7 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
             why += f"; without {', '.join(failed)}, which cannot be compiled"
         return Threads(number, why, tuple(library.names))
 
-    def kept_as(self, format: WeightFormat) -> WeightFormat:
+    def stored_format(self, format: WeightFormat) -> WeightFormat:
         return format
 
     def sample(

@@ -118,7 +118,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         """Returns None: nothing is compiled."""
         return None
 
-    def kept_as(self, format: WeightFormat) -> WeightFormat:
+    def stored_format(self, format: WeightFormat) -> WeightFormat:
         return get("f32")
 
     def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
