@@ -211,7 +211,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def warm_up(self) -> WarmUp | None:
         """Ops for a warm-up, and a function that waits for the kernels they need; None if nothing is compiled."""
 
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
         """One or more matrices with the same inputs, on the device; consecutive ones may be joined into one.
 
         kept: for a backend that `keeps_tiles`; what is not in it is read from `matrices`.
@@ -219,7 +219,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         """
 
     def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
         """The parts of an `ExpertLinear`. matrices: those to stack, for each expert; otherwise as `load`.
 

@@ -46,7 +46,7 @@ class ExpertOps(LinearOps):
         self._norms: dict[int, tuple[Array, np.ndarray]] = {}  # by identity; and on the host
 
     def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
         runs = itertools.groupby(zip(*matrices, strict=True), key=self._format)
         return tuple(self._stack_experts(format, list(zip(*group, strict=True))) for format, group in runs)

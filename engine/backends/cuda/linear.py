@@ -38,7 +38,7 @@ class LinearOps(DeviceOps):
     def stored_format(self, format: WeightFormat) -> WeightFormat:
         return format if kernel_source.can_read(format.name) else get("f16")
 
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
         runs = itertools.groupby(matrices, key=lambda matrix: self.stored_format(matrix.format))
         return tuple(self.stack(format, list(parts)) for format, parts in runs)
 

@@ -192,16 +192,16 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
 class _FirstRows(CudaOps):
     """The ops of a warm-up, which load one row of each matrix."""
 
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
-        loaded = super().load([FirstRow(matrix) for matrix in matrices], kept)
+    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
+        loaded = super().load([FirstRow(matrix) for matrix in matrices], kept_tiles)
         for matrix in loaded:
             self.rows(matrix, slice(0, 1))  # loading reads rows, for the KV store's scales and the fingerprint
         return loaded
 
     def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
-        return super().load_experts([[FirstRow(matrix) for matrix in expert] for expert in matrices], kept)
+        return super().load_experts([[FirstRow(matrix) for matrix in expert] for expert in matrices], kept_tiles)
 
     def _group_rows(self, pairs: int, count: int) -> Sequence[int]:
         return GROUP_ROWS  # a longer prompt takes another one

@@ -121,7 +121,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def stored_format(self, format: WeightFormat) -> WeightFormat:
         return get("f32")
 
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
         """All matrices, converted to float32 and joined into one for BLAS."""
         shape = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         whole, end = np.empty(shape, np.float32), 0
@@ -132,7 +132,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return (Matrix(get("f32"), whole, shape),)
 
     def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
         """All matrices, converted to float32 and joined into one."""
         return self.load([matrix for expert in matrices for matrix in expert])

@@ -38,15 +38,15 @@ class LoadOps(KernelOps):
             return count * format.nbytes
         return count // format.values * tiles.block_bytes(format) // tiles.ROWS
 
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
         """Consecutive matrices of the same format become one."""
-        return self.load_experts([matrices], kept)
+        return self.load_experts([matrices], kept_tiles)
 
     def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
         """As `load`; an expert's matrices begin with a tile."""
-        return tuple(self._load(groups, kept) for groups in _groups(matrices))
+        return tuple(self._load(groups, kept_tiles) for groups in _groups(matrices))
 
     def cache_experts(self, matrices: Sequence[Sequence[RereadMatrix]], cache: ExpertCache) -> tuple[Matrix, ...]:
         """As `load_experts`, but reads an expert when it is chosen; the data is `CachedTiles`."""
@@ -59,7 +59,7 @@ class LoadOps(KernelOps):
             parts.append(Matrix(format, data, (len(groups) * rows, columns)))
         return tuple(parts)
 
-    def _load(self, groups: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None) -> Matrix:
+    def _load(self, groups: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None) -> Matrix:
         """Groups of equal sizes, one after another."""
         format, rows, columns = _size(groups[0])
         group_tiles, tile_bytes = -(-rows // tiles.ROWS), _tile_bytes(groups[0])
@@ -68,8 +68,8 @@ class LoadOps(KernelOps):
         if not self._launch.computes:
             self._launch.library.expect([pack(format)])
             memory = np.broadcast_to(np.uint8(0), shape)
-        elif kept is not None:
-            memory = kept.take(math.prod(shape), partial(self._pack_slabs, groups))
+        elif kept_tiles is not None:
+            memory = kept_tiles.take(math.prod(shape), partial(self._pack_slabs, groups))
         if memory is None:
             memory = self._launch.arena.take(math.prod(shape)).reshape(shape)
             for number, group in enumerate(groups):
