@@ -174,7 +174,7 @@ class KVOps(Protocol):
         Raises ValueError for a codec that the backend does not support.
         """
 
-    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[Cache] = ()) -> Cache:
+    def cache(self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[Cache] = ()) -> Cache:
         """Memory for one layer: `quantized` blocks, `full` slots. beside: the caches of the layers before, whose codec
         tables it may share.
 

@@ -237,7 +237,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
         quantized = transfer.nbytes(format, transfer.FIELDS)
         return quantized, 2 * format.kv_heads * format.block_size * format.head_dim * 2
 
-    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
+    def cache(
+        self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
+    ) -> LayerCache:
         """See `Ops.cache`. On systems with overcommit, pages that are never written take no memory."""
         blocks, finer_blocks = stored_blocks(format, quantized, transfer.FIELDS)
         slots, finer = full_slots(format, full), None

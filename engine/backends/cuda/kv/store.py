@@ -41,8 +41,10 @@ class CacheOps(HeadOps):
         full = sum(layout.nbytes for layout in _full_layouts(format))
         return format.kv_heads * (keys.nbytes + values.nbytes), format.kv_heads * full
 
-    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
-        layouts, on_card = _layouts(format), [other for other in beside if other.device is self._device]
+    def cache(
+        self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
+    ) -> LayerCache:
+        layouts, on_card = _layouts(format), [other for other in earlier_caches if other.device is self._device]
         try:
             if format.finer is not None:
                 return self._two_kinds(format, format.finer, quantized, full, on_card)
@@ -96,10 +98,10 @@ class CacheOps(HeadOps):
         return Buffer(*(self._device.empty(shape, np.uint8) for shape in shapes))
 
     def _sides(
-        self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], beside: Sequence[LayerCache]
+        self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], earlier_caches: Sequence[LayerCache]
     ) -> list[SideArrays]:
         """Keys and values, with pools of their records. beside: caches whose codecs' tables they may have."""
-        kinds = [*beside, *(other.finer for other in beside if other.finer is not None)]
+        kinds = [*earlier_caches, *(other.finer for other in earlier_caches if other.finer is not None)]
         known = {
             layout: side for kind in kinds for layout, side in zip(kind.layouts, (kind.keys, kind.values), strict=True)
         }

@@ -114,10 +114,12 @@ class CacheOps(NumpyOps):
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         return transfer.nbytes(format, transfer.TILES), super().cache_bytes(format)[1]
 
-    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
+    def cache(
+        self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
+    ) -> LayerCache:
         """A `TileCache` where kernels can attend over it; else NumPy's cache, whose layer the ops leave to NumPy."""
         if _reason(format) is not None:
-            return super().cache(format, quantized, full, beside)
+            return super().cache(format, quantized, full, earlier_caches)
         blocks, finer_blocks = stored_blocks(format, quantized, transfer.TILES)
         slots, finer = full_slots(format, full), None
         if format.finer is not None and finer_blocks is not None:
