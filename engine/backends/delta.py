@@ -127,11 +127,11 @@ class RecurrentOps(Protocol):
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         """Let slots whose block is complete advance to the start of the next one, in place. tiled: see DeltaWeights."""
 
-    def assign(self, to: Array, x: Any) -> None:
-        """Copy x, an array of these ops or a number, to `to`, which may be strided."""
+    def assign(self, target: Array, x: Any) -> None:
+        """Copy x, an array of these ops or a number, to `target`, which may be strided."""
 
     def keep_states(self, ends: DeltaEnds, codes: SnapshotCodes) -> FetchStates:
         """Start to copy states to the host, as `codes` keeps them; `ends` may change afterwards."""
 
-    def restore_states(self, kept: Mapping[str, np.ndarray], codes: SnapshotCodes) -> Array:
+    def restore_states(self, snapshot: Mapping[str, np.ndarray], codes: SnapshotCodes) -> Array:
         """The matrices of a state that was kept, without its first axis."""

@@ -82,15 +82,15 @@ class RecurrentOps:
             for slot in slots:
                 _advance(layer, slot, tiled)
 
-    def assign(self, to: np.ndarray, x: np.ndarray | float) -> None:
-        to[...] = x
+    def assign(self, target: np.ndarray, x: np.ndarray | float) -> None:
+        target[...] = x
 
     def keep_states(self, ends: DeltaEnds, codes: SnapshotCodes) -> FetchStates:
-        kept = {**codes.encode(ends.matrices), "inputs": np.array(ends.inputs)}
-        return lambda: kept
+        snapshot = {**codes.encode(ends.matrices), "inputs": np.array(ends.inputs)}
+        return lambda: snapshot
 
-    def restore_states(self, kept: Mapping[str, np.ndarray], codes: SnapshotCodes) -> np.ndarray:
-        return codes.decode(kept)
+    def restore_states(self, snapshot: Mapping[str, np.ndarray], codes: SnapshotCodes) -> np.ndarray:
+        return codes.decode(snapshot)
 
 
 def _add_by_blocks(
@@ -110,9 +110,9 @@ def _add_by_blocks(
             if place == block and ends is not None:
                 _advance(slots, span.slot, tiled)
                 if number in ends.numbers:
-                    kept = ends.numbers.index(number)
-                    ends.matrices[kept] = slots.matrices[span.slot]
-                    ends.inputs[kept] = slots.inputs[span.slot, :before]
+                    snapshot = ends.numbers.index(number)
+                    ends.matrices[snapshot] = slots.matrices[span.slot]
+                    ends.inputs[snapshot] = slots.inputs[span.slot, :before]
                 place, number = 0, number + 1
 
 

@@ -26,7 +26,7 @@ class _Part(NamedTuple):
     slot: DeltaSlots
     ends: DeltaEnds
     place: int
-    kept: np.ndarray
+    snapshot: np.ndarray
 
 
 class RecurrentOps(DeviceOps):
@@ -82,14 +82,14 @@ class RecurrentOps(DeviceOps):
         key_heads, heads, arrays = len(slot.keys), len(slot.updates), self._scratch(sizes, part)
         numbers = key_heads, heads, int(w.tiled), rows, place
         args = *arrays, projected, *_block_state(slot), slot.inputs, w.conv, w.decay, w.dt_bias, pitch, *numbers
-        self._launch("delta_blocks", (len(part.kept), key_heads), sizes.blocks(), *args)
-        kept, (queries, _, *others) = self._device.from_host(part.kept), arrays
-        self._scan(sizes, part, [queries, *others, None], kept, w.tiled)
+        self._launch("delta_blocks", (len(part.snapshot), key_heads), sizes.blocks(), *args)
+        snapshot, (queries, _, *others) = self._device.from_host(part.snapshot), arrays
+        self._scan(sizes, part, [queries, *others, None], snapshot, w.tiled)
         config = sizes.finish()
         grid = (-(-rows * heads * WARP // config.threads),)
         result_args = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
         self._launch("delta_results", grid, config, *result_args)
-        self._keep_inputs(sizes, part, projected, kept)
+        self._keep_inputs(sizes, part, projected, snapshot)
 
     def _add_mamba2_rows(self, part: _Part, w: Mamba2Weights) -> None:
         y, projected, slot, _, place, _ = part
@@ -98,29 +98,31 @@ class RecurrentOps(DeviceOps):
         weights = w.conv, w.bias, w.decay, w.dt_bias, w.skip
         numbers = row_stride(projected), groups, heads, len(projected), place
         args = y, *arrays, projected, *_block_state(slot), slot.inputs, *weights, *numbers
-        grid = len(part.kept), groups, -(-heads // groups // int(config.defines["MEMBERS"]))
+        grid = len(part.snapshot), groups, -(-heads // groups // int(config.defines["MEMBERS"]))
         self._launch("mamba2_blocks", grid, config, *args)
-        kept, (queries, largest, decayed_keys, *others) = self._device.from_host(part.kept), arrays
-        self._scan(sizes, part, [queries, decayed_keys, None, *others, largest], kept, False)
-        self._keep_inputs(sizes, part, projected[:, y.shape[1] :], kept)
+        snapshot, (queries, largest, decayed_keys, *others) = self._device.from_host(part.snapshot), arrays
+        self._scan(sizes, part, [queries, decayed_keys, None, *others, largest], snapshot, False)
+        self._keep_inputs(sizes, part, projected[:, y.shape[1] :], snapshot)
 
     def _scratch(self, sizes: DeltaSizes, part: _Part) -> list[Array]:
-        shapes = sizes.scratch(len(part.slot.keys), len(part.slot.updates), len(part.kept))
+        shapes = sizes.scratch(len(part.slot.keys), len(part.slot.updates), len(part.snapshot))
         return [self._device.empty(shape, np.float32) for shape in shapes]
 
-    def _scan(self, sizes: DeltaSizes, part: _Part, arrays: Sequence[Array | None], kept: Array, tiled: bool) -> None:
+    def _scan(
+        self, sizes: DeltaSizes, part: _Part, arrays: Sequence[Array | None], snapshot: Array, tiled: bool
+    ) -> None:
         """arrays: queries, faded, reads or None, news, weights, logs, largest or None: see `delta_scan.cu`."""
         slot, (heads, _, dim) = part.slot, part.slot.updates.shape
         config = sizes.scan(heads, self._device.processors, self._device.shared_memory)
         grid = -(-dim // int(config.defines["SLICE"])), heads
         written, numbers = (part.y, slot.matrices, *_block_state(slot), part.ends.matrices), (len(part.y), part.place)
-        self._launch("delta_scan", grid, config, *written, *arrays, kept, len(slot.keys), int(tiled), *numbers)
+        self._launch("delta_scan", grid, config, *written, *arrays, snapshot, len(slot.keys), int(tiled), *numbers)
 
-    def _keep_inputs(self, sizes: DeltaSizes, part: _Part, convolved: Array, kept: Array) -> None:
+    def _keep_inputs(self, sizes: DeltaSizes, part: _Part, convolved: Array, snapshot: Array) -> None:
         """convolved: rows that begin with what is convolved."""
         inputs, config = part.slot.inputs, sizes.finish()
         numbers = row_stride(convolved), inputs.shape[1], len(convolved), part.place
-        args = inputs, part.ends.inputs, convolved, kept, *numbers
+        args = inputs, part.ends.inputs, convolved, snapshot, *numbers
         self._launch("delta_inputs", (-(-inputs.shape[1] // config.threads),), config, *args, file="delta_results")
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
@@ -130,9 +132,9 @@ class RecurrentOps(DeviceOps):
         grid = heads, len(slots), len(layers)
         self._launch("advance_delta", grid, config, Addresses(rows, written=2), numbers, key_heads, int(tiled))
 
-    def assign(self, to: Array, x: Any) -> None:
+    def assign(self, target: Array, x: Any) -> None:
         self._device.use()
-        to[...] = x
+        target[...] = x
 
     def keep_states(self, ends: DeltaEnds, codes: SnapshotCodes) -> FetchStates:
         """Kernels make codes of eight bits; others are made on the host."""
@@ -151,11 +153,11 @@ class RecurrentOps(DeviceOps):
         matrices = self._device.to_host_later(ends.matrices)[1]
         return lambda: {**codes.encode(matrices()), "inputs": inputs()}
 
-    def restore_states(self, kept: Mapping[str, np.ndarray], codes: SnapshotCodes) -> Array:
+    def restore_states(self, snapshot: Mapping[str, np.ndarray], codes: SnapshotCodes) -> Array:
         if codes != EIGHT_BITS:
-            return self._device.from_host(codes.decode(kept))
-        fields = [self._device.from_host(kept[name]) for name in ("codes", "scales")]
-        heads, key_dim, dim = kept["codes"].shape
+            return self._device.from_host(codes.decode(snapshot))
+        fields = [self._device.from_host(snapshot[name]) for name in ("codes", "scales")]
+        heads, key_dim, dim = snapshot["codes"].shape
         matrices, config = self._device.empty((heads, key_dim, dim), np.float32), state_codes(key_dim, dim)
         self._launch("state_matrices", (heads,), config, matrices, *fields, file="state_codes")
         return matrices
@@ -170,11 +172,11 @@ def _parts(y: Array, projected: Array, slots: DeltaSlots, spans: Array, ends: De
         while first < last:
             end = min(last, first + PROMPT_ROWS // block * block - place)
             blocks = -(-(place + end - first) // block)
-            kept = np.full(blocks, -1, np.int32)
+            snapshot = np.full(blocks, -1, np.int32)
             for row, block_number in enumerate(ends.numbers):
                 if number <= block_number < number + blocks:
-                    kept[block_number - number] = row
-            yield _Part(y[first:end], projected[first:end], slot, ends, place, kept)
+                    snapshot[block_number - number] = row
+            yield _Part(y[first:end], projected[first:end], slot, ends, place, snapshot)
             number, place, first = number + blocks, (place + end - first) % block, end
 
 
