@@ -236,7 +236,7 @@ class KVOps(Protocol):
         rotation is dense.
         """
 
-    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+    def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
         """Encode blocks; keys are centred first. CUDA: encode_keys, encode_tiles and encode_blocks, at
         most once for each pair of codecs among all caches."""
 

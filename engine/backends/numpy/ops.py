@@ -311,8 +311,8 @@ class NumpyOps(ExpertOps, RecurrentOps):
             by_block += mean[:, :, None]
         return k, v
 
-    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
-        for layers, blocks, sources in encodable_runs(filled):
+    def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
+        for layers, blocks, sources in encodable_runs(groups):
             (k, mean), (v, _) = (encode_side(layers, sources, side) for side in (0, 1))
             for number, cache in enumerate(layers):
                 heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)

@@ -81,8 +81,8 @@ class CardsOps(CudaOps):
             if on_card := [cache for cache in caches if cache.device is device]:
                 card.copy_full(on_card, moves)
 
-    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+    def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
         for device, card in self._by_device.items():
-            on_card = [f._replace(caches=[c for c in f.caches if c.device is device]) for f in filled]
+            on_card = [f._replace(caches=[c for c in f.caches if c.device is device]) for f in groups]
             if any(blocks.caches for blocks in on_card):
                 card.encode_blocks([blocks for blocks in on_card if blocks.caches])

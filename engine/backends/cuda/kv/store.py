@@ -211,9 +211,9 @@ class CacheOps(HeadOps):
         quantized = (self._upload(layout.pack({"values": x})[None]) for layout, x in zip(layouts, halves, strict=True))
         self.copy_full([cache], [Move(place, KVLocation([Buffer(*quantized)], 0), tokens)])
 
-    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+    def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
         launches: dict[tuple[str, _SomeLayouts, int], list[tuple[int, SideArrays, np.ndarray]]] = {}
-        for caches, blocks, sources in filled:
+        for caches, blocks, sources in groups:
             moves = np.array([[source.block for source in sources], blocks], np.int32).T
             for cache in caches:
                 sides = zip((cache.keys, cache.values), cache.pools(sources[0].buffer), strict=True)

@@ -33,11 +33,11 @@ class _Launch(NamedTuple):
 class EncodingOps(KernelOps):
     """The ops that encode blocks. Layers whose cache is not a `TileCache` are encoded by NumPy."""
 
-    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
-        if len(filled) == 1 and self._encode_one(*filled[0]):
+    def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
+        if len(groups) == 1 and self._encode_one(*groups[0]):
             return
         launches: dict[_Launch, list[np.ndarray]] = {}
-        for layers, blocks, sources in encodable_runs(filled):
+        for layers, blocks, sources in encodable_runs(groups):
             tiled = [layer for layer in layers if isinstance(layer, TileCache)]  # all of them, or none
             if not tiled:
                 self._launch.run_numpy(super().encode_blocks, [FilledBlocks(layers, blocks, sources)])
