@@ -118,11 +118,11 @@ class RecurrentOps(DeviceOps):
         written, numbers = (part.y, slot.matrices, *_block_state(slot), part.ends.matrices), (len(part.y), part.place)
         self._launch("delta_scan", grid, config, *written, *arrays, snapshot, len(slot.keys), int(tiled), *numbers)
 
-    def _keep_inputs(self, sizes: DeltaSizes, part: _Part, convolved: Array, snapshot: Array) -> None:
+    def _keep_inputs(self, sizes: DeltaSizes, part: _Part, conv_rows: Array, snapshot: Array) -> None:
         """convolved: rows that begin with what is convolved."""
         inputs, config = part.slot.inputs, sizes.finish()
-        numbers = row_stride(convolved), inputs.shape[1], len(convolved), part.place
-        args = inputs, part.ends.inputs, convolved, snapshot, *numbers
+        numbers = row_stride(conv_rows), inputs.shape[1], len(conv_rows), part.place
+        args = inputs, part.ends.inputs, conv_rows, snapshot, *numbers
         self._launch("delta_inputs", (-(-inputs.shape[1] // config.threads),), config, *args, file="delta_results")
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
