@@ -70,7 +70,7 @@ def test_rows_of_another_gpu_are_an_input_of_recorded_work(
         result = second.to_host(second.run_graph("key", work, [PeerCopy(first.from_host(x), first, 4), shift]))
         np.testing.assert_array_equal(result[:rows], [shift, *x[1:]])
         assert np.isfinite(result).all()
-    (recording,) = [one for one in second._recordings._kept.values() if len(one.inputs) == 2]
+    (recording,) = [one for one in second._recordings._recordings_by_key.values() if len(one.inputs) == 2]
     assert len(recording.parts) == 1
     assert recording._pinned.nbytes == 256
 
@@ -89,7 +89,7 @@ def test_a_model_answers_the_same_recorded_on_each_gpu(
     devices = [module.CupyDevice(number) for number in range(2)]
     logits = talk(model_of(CardsOps([*map(CudaOps, devices)], counts), name, TYPES))
     np.testing.assert_equal(logits, wanted)
-    recorded = [sum(bool(one.parts) for one in device._recordings._kept.values()) for device in devices]
+    recorded = [sum(bool(one.parts) for one in device._recordings._recordings_by_key.values()) for device in devices]
     assert recorded[0] == recorded[1] > 0
 
 

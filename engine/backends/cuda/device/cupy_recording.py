@@ -27,7 +27,7 @@ class Recordings:
     def __init__(self, stream: cupy.cuda.Stream, copy: _Copy):
         self.is_recording = False  # whether work is being recorded
         self._stream, self._copy = stream, copy
-        self._kept: dict[Hashable, _Recording] = {}  # least recently used first
+        self._recordings_by_key: dict[Hashable, _Recording] = {}  # least recently used first
         self._pinned: dict[int, np.ndarray] = {}  # by the place of an argument of `HostCall`, 0 for the result
         # A graph keeps the addresses that it was recorded with, so recordings allocate from their own pool. They share
         # it, since they never run concurrently.
@@ -42,16 +42,16 @@ class Recordings:
         """See `Device.run_graph`. The first call runs `work`, which compiles and allocates; the second one records."""
         whole = key, tuple((x.shape, _dtype(x).str) for x in inputs)
         with memory_errors():
-            recording = self._kept.pop(whole, None)
+            recording = self._recordings_by_key.pop(whole, None)
             if recording is None:
                 self._drop_oldest(is_pass=None, most=MOST_PASSES - 1)
                 recording = _Recording(self._stream, self._memory, self._copy, inputs)
                 recording.take(inputs)
                 with cupy.cuda.using_allocator(self._memory.malloc):
                     result = work(*recording.inputs)
-                self._kept[whole] = recording
+                self._recordings_by_key[whole] = recording
                 return result
-            self._kept[whole] = recording
+            self._recordings_by_key[whole] = recording
             recording.take(inputs)
             if not recording.parts:
                 self._record(recording, work)
@@ -75,15 +75,15 @@ class Recordings:
 
     def _drop_oldest(self, *, is_pass: bool | None, most: int) -> None:
         """Drop the least recently used recordings of a kind beyond `most`; see `_Recording.is_pass`."""
-        of_kind = [whole for whole, recording in self._kept.items() if recording.is_pass is is_pass]
-        for whole in of_kind[: max(0, len(of_kind) - most)]:
-            self._kept.pop(whole).end()
+        same_kind = [whole for whole, recording in self._recordings_by_key.items() if recording.is_pass is is_pass]
+        for whole in same_kind[: max(0, len(same_kind) - most)]:
+            self._recordings_by_key.pop(whole).end()
 
     def forget(self) -> None:
         """See `Device.forget`."""
         with contextlib.suppress(_runtime.CUDARuntimeError):  # of a GPU that works no more
             self._stream.synchronize()
-        self._kept.clear()
+        self._recordings_by_key.clear()
 
     def staging(self, place: int, x: cupy.ndarray) -> np.ndarray:
         """Pinned memory for the argument at a place of a host call, or at 0 for its result. Calls share it: each has
@@ -95,7 +95,7 @@ class Recordings:
     def cut(self, call: HostCall | UnrecordedCall, *, is_last: bool = False) -> None:
         """End the part of the recording that is under way, and begin another one after `call`, unless it is the last
         one."""
-        next(reversed(self._kept.values())).cut(call, is_last=is_last)
+        next(reversed(self._recordings_by_key.values())).cut(call, is_last=is_last)
 
 
 class HostCall:
@@ -175,9 +175,9 @@ class _Recording:
         first, peer_bytes = self._peer_range
         if peer_bytes:  # earlier graphs may have written there since: their memory was free when it was allocated
             _runtime.memsetAsync(target + first, 0, peer_bytes, self._stream.ptr)
-        for to, x in zip(self.inputs, inputs, strict=True):
+        for target, x in zip(self.inputs, inputs, strict=True):
             if isinstance(x, PaddedInput | PeerCopy):
-                self._copy(to, x.array, x.device)
+                self._copy(target, x.array, x.device)
 
     def record(self, work: Callable[..., Any]) -> None:
         """Capture work(*self.inputs) as graphs without running it."""
