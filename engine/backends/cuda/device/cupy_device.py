@@ -299,7 +299,7 @@ class CupyDevice:
         loaded = self._kernels_by_types[key]
         if Addresses in key[2]:
             args = [self._upload_addresses(arg) if type(arg) is Addresses else arg for arg in args]
-        if shared > loaded.allowed:
+        if shared > loaded.shared_limit:
             loaded.allow(shared)
         array = cupy.ndarray
         values = [arg.data.ptr if type(arg) is array else 0 if arg is None else arg for arg in args]

@@ -33,7 +33,7 @@ class Kernel:
 
     def __init__(self, driver: Any, function: Any, waits: bool, letters: str) -> None:
         """driver: from `load_driver`. function: CuPy's."""
-        self.allowed, self.waits, self.letters, self._function = 0, waits, letters, function
+        self.shared_limit, self.waits, self.letters, self._function = 0, waits, letters, function
         layout = struct.Struct(_CONFIG + letters)
         buffer, places = ctypes.create_string_buffer(layout.size), (ctypes.c_void_p * len(letters))()
         address = ctypes.addressof(buffer)
@@ -45,7 +45,7 @@ class Kernel:
         self.handles = ctypes.c_void_p(address), ctypes.c_void_p(function.kernel.ptr), places, None
 
     def allow(self, shared: int) -> None:
-        self._function.max_dynamic_shared_size_bytes = self.allowed = shared
+        self._function.max_dynamic_shared_size_bytes = self.shared_limit = shared
 
 
 def type_letters(types: Sequence[type], pointers: Collection[type]) -> str:
