@@ -56,12 +56,17 @@ class Products:
 
     def __call__(self, y: Any, x: Any, weight: Any, bias: Any | None, stream: int, *, add: bool) -> None:
         """See `Device.gemm`; arrays of CuPy, handle of a stream."""
-        to, left, right, more = (0 if array is None else array.data.ptr for array in (y, weight, x, bias))
-        bits, sizes = to | left | right | more | 256, (len(weight), *x.shape[::-1], int(row_stride(y)))
+        y_address, weight_address, x_address, bias_address = (
+            0 if array is None else array.data.ptr for array in (y, weight, x, bias)
+        )
+        bits, sizes = (
+            y_address | weight_address | x_address | bias_address | 256,
+            (len(weight), *x.shape[::-1], int(row_stride(y))),
+        )
         description, a, b, c, choice = self._plan(_TYPES[x.dtype.kind], *sizes, bias is not None, bits & -bits)
         if bias is not None:
-            description.set(_BIAS, c_void_p(more))
-        args = self._factors[1], left, a, right, b, self._factors[add], to, c, to, c, choice
+            description.set(_BIAS, c_void_p(bias_address))
+        args = self._factors[1], weight_address, a, x_address, b, self._factors[add], y_address, c, y_address, c, choice
         _call(self._library, "Matmul", self._handle, description, *args, self._workspace, WORKSPACE_BYTES, stream)
 
     def _new_plan(
