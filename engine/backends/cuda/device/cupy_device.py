@@ -64,8 +64,8 @@ def open_device(number: int = 0) -> CupyDevice:
     """The GPU of this number. Raises EngineError ("device_unavailable") with the reason if it cannot be used."""
     count = device_count()
     if number >= count:
-        there = "only cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        raise _unavailable(f"There is no cuda:{number}: the NVIDIA driver shows {there}")
+        choices = "only cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise _unavailable(f"There is no cuda:{number}: the NVIDIA driver shows {choices}")
     try:
         with memory_errors():
             device = CupyDevice(number)
@@ -135,11 +135,11 @@ def _nvrtc() -> tuple[str, int]:
 
 def _out_of_memory(number: int) -> EngineError:
     """The error of a GPU whose memory others have."""
-    name, left = _runtime.getDeviceProperties(number)["name"].decode(), ""
+    name, note = _runtime.getDeviceProperties(number)["name"].decode(), ""
     with suppress(_runtime.CUDARuntimeError):  # nor is there memory to ask
         free, total = (size / 2**30 for size in _runtime.memGetInfo())
-        left = f" ({free:.1f} of {total:.1f} GiB)"
-    return _unavailable(f"{name} has too little free memory to begin{left}: nvidia-smi shows which programs take it")
+        note = f" ({free:.1f} of {total:.1f} GiB)"
+    return _unavailable(f"{name} has too little free memory to begin{note}: nvidia-smi shows which programs take it")
 
 
 def _unavailable(reason: str) -> EngineError:
@@ -251,8 +251,8 @@ class CupyDevice:
         assert isinstance(device, CupyDevice)
         assert x.flags.c_contiguous
         if device is self:
-            to, of = y.data.ptr, x.data.ptr
-            _runtime.memcpyAsync(to, of, x.nbytes, _runtime.memcpyDeviceToDevice, self._stream.ptr)
+            target, source_address = y.data.ptr, x.data.ptr
+            _runtime.memcpyAsync(target, source_address, x.nbytes, _runtime.memcpyDeviceToDevice, self._stream.ptr)
             return
         device.use()
         ready = device._stream.record(cupy.cuda.Event(disable_timing=True))
