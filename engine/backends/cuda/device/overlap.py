@@ -16,8 +16,8 @@ _LEAST_CUDA = 12030  # the first version whose graphs keep these launches
 
 def is_enabled(capability: tuple[int, int]) -> bool:
     """Whether the environment turns these launches on; if it says nothing, whether they are proved on such a GPU."""
-    asked = os.environ.get(VARIABLE)
-    return capability in _TESTED if not asked else asked == "1"
+    setting = os.environ.get(VARIABLE)
+    return capability in _TESTED if not setting else setting == "1"
 
 
 def is_supported(capability: tuple[int, int], *cuda_versions: int) -> bool:
