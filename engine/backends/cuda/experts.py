@@ -98,10 +98,10 @@ class ExpertOps(LinearOps):
         config = LaunchConfig({"ADD": int(residual is not None)}, threads_for(n))
         for first in range(0, len(x), EXPERT_ROWS):
             rows = slice(first, first + EXPERT_ROWS)
-            ids, to = routing.ids[rows], y[rows]
+            ids, target = routing.ids[rows], y[rows]
             parts, places = self._pair_results(x[rows], ids.reshape(ids.size), top_k, gate_up, down, activation, norm)
-            args = to, parts, routing.weights[rows], places, top_k, n, row_stride(to)
-            self._launch("add_experts", (-(-n // config.threads), len(to)), config, *args)
+            args = target, parts, routing.weights[rows], places, top_k, n, row_stride(target)
+            self._launch("add_experts", (-(-n // config.threads), len(target)), config, *args)
         return y
 
     def _on_host(

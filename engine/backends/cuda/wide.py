@@ -119,16 +119,16 @@ def multiply(device: Device, launch: Launcher, y: Array, x: Array, product: Prod
     most, groups = row_groups(rows)
     config, tile = gemm_wide(most, formats, warps_for(outs, split, processors), device.shared_memory)
     tiles = -(-first_out // tile)
-    to, whole, out = y, product, y.shape[1] - second_out
+    target, whole, out = y, product, y.shape[1] - second_out
     if split > 1:
-        to = device.empty((split * rows, first_out + second_out), np.float32)
+        target = device.empty((split * rows, first_out + second_out), np.float32)
         whole, out = product._replace(bias=None, add=False, activation=None), first_out
     more = () if second is None else (second.data, second_out, tiles)
-    operands, sizes = (to, x, weight.data, whole.bias), (rows, width, out, row_stride(to))
-    config = whole.with_types(to, config)
+    operands, sizes = (target, x, weight.data, whole.bias), (rows, width, out, row_stride(target))
+    config = whole.with_types(target, config)
     launch("gemm_wide", ((tiles + -(-second_out // tile)) * groups, split), config, *operands, *sizes, *more)
     if split > 1:
-        _add_parts(launch, y, to, product, split)
+        _add_parts(launch, y, target, product, split)
 
 
 def _add_parts(launch: Launcher, y: Array, sums: Array, product: Product, count: int) -> None:
