@@ -102,11 +102,11 @@ class CacheOps(HeadOps):
     ) -> list[SideArrays]:
         """Keys and values, with pools of their records. beside: caches whose codecs' tables they may have."""
         kinds = [*earlier_caches, *(other.finer for other in earlier_caches if other.finer is not None)]
-        known = {
+        tables_by_layout = {
             layout: side for kind in kinds for layout, side in zip(kind.layouts, (kind.keys, kind.values), strict=True)
         }
         sides = zip(pools, layouts, (format.metric_k, format.metric_v), strict=True)
-        return [self._side(pool, layout, metric, known.get(layout)) for pool, layout, metric in sides]
+        return [self._side(pool, layout, metric, tables_by_layout.get(layout)) for pool, layout, metric in sides]
 
     def _side(self, pool: Array, layout: Layout, metric: Metric | None, like: SideArrays | None) -> SideArrays:
         """A side with `pool`; the codec's tables are shared with `like` (same layout) if given."""
