@@ -61,7 +61,7 @@ class LatticeExpander:
             for number, quad in enumerate(quads):
                 values = quad.bits(_BYTES)
                 if signs is not None:
-                    values = self._signed(values, signs, number)
+                    values = self._apply_signs(values, signs, number)
                 e.store(values, codes, self.layout.codes + _ROW * number)
         return out
 
@@ -111,7 +111,7 @@ class LatticeExpander:
         both = points.bits(vector(I32, 2 * ROWS))
         return [e.shuffle(both, both, range(half, 2 * ROWS, 2)) for half in (0, 1)]
 
-    def _signed(self, values: Value, signs: Value, number: int) -> Value:
+    def _apply_signs(self, values: Value, signs: Value, number: int) -> Value:
         """Four values of each row, in quad `number`, int8 (64,), with their signs."""
         e, sign_bytes = self._e, signs.bits(_BYTES)
         spread = e.shuffle(sign_bytes, sign_bytes, [lane & ~3 | number // 2 for lane in range(_BYTES.count)])

@@ -213,7 +213,7 @@ def _emit_bytes(e: Emitter, at: Value, wanted: Origins) -> Value:
     for shift, places, masks in wanted.moves():
         first, last = int(places[places >= 0].min()), int(places.max())
         loaded = e.load(at, vector(I8, last + 1 - first), first)
-        moved = _shifted(_spread(e, loaded, np.maximum(places - first, 0)), shift)
+        moved = _shift(_spread(e, loaded, np.maximum(places - first, 0)), shift)
         kept = 0xFF >> shift if shift >= 0 else 0xFF << -shift & 0xFF
         if (masks & kept != kept).any():
             moved = moved & e.constant(kind, masks.tolist())
@@ -227,7 +227,7 @@ def _spread(e: Emitter, loaded: Value, lanes: Sequence[int] | np.ndarray) -> Val
     return loaded if chosen == list(range(loaded.lanes)) else e.shuffle(loaded, loaded, chosen)
 
 
-def _shifted(a: Value, right: int) -> Value:
+def _shift(a: Value, right: int) -> Value:
     return a >> right if right > 0 else a << -right if right < 0 else a
 
 

@@ -156,7 +156,7 @@ def product(spec: Product) -> Kernel[ProductArguments]:
                 if not spec.inputs.are_integers:
                     panel = of.x + first // spec.row_tile * args.x_stride
                     return number_sums(e, spec.format, part_tiles, panel, args.blocks, spec.row_tile)
-                return _packed(e, spec, part_tiles, *inputs)
+                return _packed_sums(e, spec, part_tiles, *inputs)
 
             if parts == 1:
                 sums = multiply(0)
@@ -251,7 +251,7 @@ def _write(
             e.store(finished(values, lane * 4), y + lane * 4)
 
 
-def _packed(
+def _packed_sums(
     e: Emitter, spec: Product, tiles: Values, x: Value, first: Value, blocks: Value, stride: Value
 ) -> list[list[Value]]:
     """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""

@@ -19,7 +19,7 @@ def read_plain(e: Emitter, at: Value, format: WeightFormat, lanes: int, offset: 
     """Weights of a format without codes, at `at` + `offset` bytes, as float32."""
     if format.nbytes == 4:
         return e.load(at, _type(F32, lanes), offset)
-    return widened(e, e.load(at, _type(I16, lanes), offset), is_bfloat=is_bfloat(format))
+    return widen(e, e.load(at, _type(I16, lanes), offset), is_bfloat=is_bfloat(format))
 
 
 def is_bfloat(format: WeightFormat) -> bool:
@@ -28,10 +28,10 @@ def is_bfloat(format: WeightFormat) -> bool:
 
 def read_scale(e: Emitter, at: Value, place: int, is_power: bool, lanes: int) -> Value:
     """Scales or offsets as float32. place: offset in the block; is_power: as in `TileLayout`."""
-    return widened(e, e.load(at, _type(I16, lanes), place), is_bfloat=is_power)
+    return widen(e, e.load(at, _type(I16, lanes), place), is_bfloat=is_power)
 
 
-def widened(e: Emitter, bits: Value, *, is_bfloat: bool) -> Value:
+def widen(e: Emitter, bits: Value, *, is_bfloat: bool) -> Value:
     """The bits of float16 or bfloat16, int16 → float32."""
     if not is_bfloat:
         return e.half_to_float(bits)
@@ -75,17 +75,17 @@ def read_pair(e: Emitter, layout: TileLayout, at: Value, pair: int, lanes: int) 
     if layout.planes == (8,):
         both = e.load(at, words, 64 * (pair // 2))
         return both.ashr(8) if pair % 2 else (both << 8).ashr(8)
-    return _joined(e, layout, at, layout.place(pair), 0x00010001, _type(I32, lanes)).bits(words)
+    return _join(e, layout, at, layout.place(pair), 0x00010001, _type(I32, lanes)).bits(words)
 
 
 def read_quad(e: Emitter, layout: TileLayout, at: Value, quad: int, lanes: int) -> Value:
     """Four codes of each row, in the order of `tiles.QUAD`: the bytes of int32 (lanes,). at: codes of 32 inputs."""
     if layout.planes == (8,):
         return e.load(at, vector(I32, lanes), 64 * quad)
-    return _joined(e, layout, at, quad, 0x01010101, vector(I32, lanes))
+    return _join(e, layout, at, quad, 0x01010101, vector(I32, lanes))
 
 
-def _joined(e: Emitter, layout: TileLayout, at: Value, place: int, ones: int, kind: Type) -> Value:
+def _join(e: Emitter, layout: TileLayout, at: Value, place: int, ones: int, kind: Type) -> Value:
     """The bits of all planes at a place, in the fields of a lane whose lowest bits are `ones`."""
     start, low, whole = 0, 0, None
     for bits in layout.planes:

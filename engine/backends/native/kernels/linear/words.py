@@ -33,7 +33,7 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
 )
 from polarlm.engine.backends.native.kernels.linear.block_sums import PREFETCH_BYTES, Block, Codes
 from polarlm.engine.backends.native.kernels.linear.expanders import expander
-from polarlm.engine.backends.native.kernels.linear.tile_reads import is_bfloat, read_plain, times_sub, widened
+from polarlm.engine.backends.native.kernels.linear.tile_reads import is_bfloat, read_plain, times_sub, widen
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
 from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Value, Values, Variable, vector
 from polarlm.engine.jit.lang.level import ByteSum
@@ -290,13 +290,13 @@ class ExpandedNumbers(ExpandedWeights):
         exponents = e.fmax(bound, _LEAST).bits(_I16) & _EXPONENT
         power = (-exponents + (2 * _BIAS + _SUM_BITS - 1 << 23)).bits(_F16)
         for pair in range(GROUP // 2):
-            low, high = (self._rounded(numbers, 2 * pair + i, power) for i in (0, 1))
+            low, high = (self._round(numbers, 2 * pair + i, power) for i in (0, 1))
             e.store((high << 16) | (low & 0xFFFF), out, 4 * ROWS * pair)
         scale = (exponents - (_SUM_BITS - 1 << 23)).bits(_F16)
         e.store(scale + (bound - bound), out, self._scales)  # NaN if a number is NaN or infinite
         self._write_starts(out)
 
-    def _rounded(self, numbers: Value, number: int, power: Value) -> Value:
+    def _round(self, numbers: Value, number: int, power: Value) -> Value:
         """A row of numbers times `power`, to the nearest integer: the lowest 16 bits of int32 (16,)."""
         e = self._e
         row = read_plain(e, numbers, self._format, ROWS, 2 * ROWS * number)
@@ -306,10 +306,10 @@ class ExpandedNumbers(ExpandedWeights):
         """Of each output, the sum of the 32 magnitudes, or eight times the largest if that is more: float32 (16,)."""
         e, halves = self._e, vector(I16, ROWS)
         bits = [e.load(numbers, halves, 2 * ROWS * number) & 0x7FFF for number in range(GROUP)]
-        largest = self._widened(reduce(e.imax, bits))
-        sums = [reduce(Value.__add__, map(self._widened, bits[i::_CHAINS])) for i in range(_CHAINS)]
+        largest = self._widen(reduce(e.imax, bits))
+        sums = [reduce(Value.__add__, map(self._widen, bits[i::_CHAINS])) for i in range(_CHAINS)]
         total, most = reduce(Value.__add__, sums), largest * float(_SHARE)
         return e.select(total > most, total, most)
 
-    def _widened(self, bits: Value) -> Value:
-        return widened(self._e, bits, is_bfloat=self._is_bfloat)
+    def _widen(self, bits: Value) -> Value:
+        return widen(self._e, bits, is_bfloat=self._is_bfloat)
