@@ -207,24 +207,24 @@ def _emit_codes(e: Emitter, codes: Value, place: TileLayout, out: Value, start: 
         low += bits
 
 
-def _emit_bytes(e: Emitter, at: Value, wanted: Origins) -> Value:
+def _emit_bytes(e: Emitter, at: Value, mask_: Origins) -> Value:
     """Bytes of a field, from the block at `at`: int8 (bytes,)."""
-    kind, whole = vector(I8, len(wanted.flips)), None
-    for shift, places, masks in wanted.moves():
+    kind, whole = vector(I8, len(mask_.flips)), None
+    for shift, places, masks in mask_.moves():
         first, last = int(places[places >= 0].min()), int(places.max())
-        loaded = e.load(at, vector(I8, last + 1 - first), first)
-        moved = _shift(_spread(e, loaded, np.maximum(places - first, 0)), shift)
-        kept = 0xFF >> shift if shift >= 0 else 0xFF << -shift & 0xFF
-        if (masks & kept != kept).any():
-            moved = moved & e.constant(kind, masks.tolist())
-        whole = moved if whole is None else whole | moved
+        words_ = e.load(at, vector(I8, last + 1 - first), first)
+        word_moves = _shift(_spread(e, words_, np.maximum(places - first, 0)), shift)
+        is_kept = 0xFF >> shift if shift >= 0 else 0xFF << -shift & 0xFF
+        if (masks & is_kept != is_kept).any():
+            word_moves = word_moves & e.constant(kind, masks.tolist())
+        whole = word_moves if whole is None else whole | word_moves
     assert whole is not None
-    return whole ^ e.constant(kind, wanted.flips.tolist()) if wanted.flips.any() else whole
+    return whole ^ e.constant(kind, mask_.flips.tolist()) if mask_.flips.any() else whole
 
 
-def _spread(e: Emitter, loaded: Value, lanes: Sequence[int] | np.ndarray) -> Value:
+def _spread(e: Emitter, words_: Value, lanes: Sequence[int] | np.ndarray) -> Value:
     chosen = [int(lane) for lane in lanes]
-    return loaded if chosen == list(range(loaded.lanes)) else e.shuffle(loaded, loaded, chosen)
+    return words_ if chosen == list(range(words_.lanes)) else e.shuffle(words_, words_, chosen)
 
 
 def _shift(a: Value, right: int) -> Value:
