@@ -183,7 +183,7 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
     def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
         parts, run = self._tokens // 16, self._packing.run
         # With one vector of sums at a time, LLVM would spill the queries' factors to the stack for the next one.
-        together = sum_tile(e, len(queries), parts)
+        group_tile = sum_tile(e, len(queries), parts)
         totals = [[e.variable(e.zero(_F16)) for _ in range(parts)] for _ in queries]
         e.prefetch(next_tile + self._scales_at, self.nbytes - self._scales_at)
 
@@ -198,7 +198,7 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
             steps = [query + group * 4 + self._head_dim for query in queries]
             for chunk in chunks:
                 starts = [e.broadcast(step, I32, 16, 4 * self._groups) for step in steps]
-                dots = [list(starts) for _ in range(together)]
+                dots = [list(starts) for _ in range(group_tile)]
                 for first in range(0, 8, run):
                     for part, sums in enumerate(dots, chunk):
                         start = at + self._packing.nbytes(8 * part + first)
@@ -213,7 +213,7 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
                         factor = scales[part] * e.broadcast(step, F32, 16)
                         total[part].set(e.fma(dot.to_float(), factor, total[part].get()))
 
-        chunks = range(0, parts, together)
+        chunks = range(0, parts, group_tile)
         # Where few registers hold the sums, a chunk's sums are finished before the next one's.
         turns: list[Sequence[int]] = [[chunk] for chunk in chunks] if e.level.keeps_order else [chunks]
         for own_chunks in turns:
@@ -239,7 +239,7 @@ class GroupedValues(_GroupedTiles, ValueTiles):
 
     def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
         fours, run = self._tokens // 4, self._packing.run
-        rounded = [e.stack(self._tokens) for _ in weights]
+        byte_weights = [e.stack(self._tokens) for _ in weights]
         half_bytes = self._packing.nbytes(fours)
         # Both halves of a group share the loads of weights where registers have room for the sums of both.
         halves = [(0, 1)] if e.level.has_room else [(0,), (1,)]
@@ -248,7 +248,7 @@ class GroupedValues(_GroupedTiles, ValueTiles):
             e.prefetch(next_tile + group * (2 * half_bytes), 2 * half_bytes)
             scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
             steps, starts = [], []
-            for weight, target in zip(weights, rounded, strict=True):
+            for weight, target in zip(weights, byte_weights, strict=True):
                 scaled = [e.load(weight, _F16, 64 * i) * scale for i, scale in enumerate(scales)]
                 integers, top = round_to(e, scaled, _LIMIT)
                 total = integers[0]
@@ -259,21 +259,21 @@ class GroupedValues(_GroupedTiles, ValueTiles):
                 steps.append(top * (1 / _LIMIT))
                 starts.append(e.splat(e.sum_lanes(total) * -self._zero, 16))
             at = block + group * (2 * half_bytes)
-            for together in halves:
-                totals = {(half, head): e.variable(start) for half in together for head, start in enumerate(starts)}
+            for group_tile in halves:
+                totals = {(half, head): e.variable(start) for half in group_tile for head, start in enumerate(starts)}
                 code_tile = max(run, 4)
                 with e.loop(0, fours, code_tile) as first:
                     tile = at + (first // run) * self._packing.nbytes(run)
                     for place in range(0, code_tile, run):
                         codes = {
                             half: self._packing.emit(e, tile + (half * half_bytes + self._packing.nbytes(place)), run)
-                            for half in together
+                            for half in group_tile
                         }
                         for i in range(run):
-                            for head, weight in enumerate(rounded):
+                            for head, weight in enumerate(byte_weights):
                                 e.keep_order()
                                 factor = e.broadcast(weight + first * 4, I32, 16, 4 * (place + i))
-                                for half in together:
+                                for half in group_tile:
                                     sum_ = totals[half, head]
                                     sum_.set(self._dot(e, sum_.get(), codes[half][i], factor))
                 for (half, head), sum_ in totals.items():
