@@ -88,16 +88,16 @@ class PolarKeys(PolarTiles, KeyTiles):
 
     def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
         groups = self.tokens // 16
-        together = sum_tile(e, 2 * len(queries), groups)  # sums get a quarter of the registers: lookups need many
+        group_tile = sum_tile(e, 2 * len(queries), groups)  # sums get a quarter of the registers: lookups need many
         sums = _sums(e, self.levels)
-        for first in range(0, groups, together):
-            totals = [[e.variable(e.zero(_F16)) for _ in range(together)] for _ in queries]
+        for first in range(0, groups, group_tile):
+            totals = [[e.variable(e.zero(_F16)) for _ in range(group_tile)] for _ in queries]
             with e.loop(0, self.units) as unit:
                 if not first:
                     self.prefetch(e, next_tile, unit)
                 tables = [query + unit * 128 for query in queries]
                 radii = block + unit * (2 * self.tokens * self.radii)
-                for number in range(together):
+                for number in range(group_tile):
                     place = first + number
                     directions = e.load(block + unit * (64 * groups), _I16, 64 * place)
                     rows = e.load(block + unit * (32 * groups), vector(I8, 32), self.rows_at + 32 * place)

@@ -175,14 +175,14 @@ class PolarValues(PolarTiles, ValueTiles):
 
         inverse: of the unit's largest radius. of_tokens (N,): _WORD divided by each token's size.
         """
-        together = 32 if self.tokens % 32 == 0 else 16
-        for first in range(0, self.tokens, together):
+        group_tile = 32 if self.tokens % 32 == 0 else 16
+        for first in range(0, self.tokens, group_tile):
             places = [2 * (first + self.tokens * i) for i in range(self.radii)]
-            unit_radii = [e.half_to_float(e.load(radii, vector(I16, together), place)) for place in places]
-            token_words = e.load(token_sizes, vector(F32, together), 4 * first)
+            unit_radii = [e.half_to_float(e.load(radii, vector(I16, group_tile), place)) for place in places]
+            token_words = e.load(token_sizes, vector(F32, group_tile), 4 * first)
             words = [e.round(radius * inverse * token_words).trunc(I16) for radius in unit_radii]
             if factors.has_level4 < (self.levels == 4):
-                groups = range(first // 16, (first + together) // 16)
+                groups = range(first // 16, (first + group_tile) // 16)
                 lanes = [16 * (token // 8) + 8 * half + token % 8 for half in (0, 1) for token in range(16)]
                 cosines = [
                     emit_cosines(e, e.load(rows, vector(I8, 32), 32 * group), lanes, _WORD / COSINES[4].max())
@@ -191,7 +191,7 @@ class PolarValues(PolarTiles, ValueTiles):
                 by_half = (e.join([e.part(x, 16 * half, 16) for x in cosines]) for half in (0, 1))
                 words = [e.level.scaled_product(e, words[0], x) for x in by_half]
             for weight, target in zip(weights, out, strict=True):
-                own_weights = e.load(weight, vector(I16, together), 2 * first)
+                own_weights = e.load(weight, vector(I16, group_tile), 2 * first)
                 for number, word in enumerate(words):
                     e.store(e.level.scaled_product(e, own_weights, word), target, 2 * (first + self.tokens * number))
 
