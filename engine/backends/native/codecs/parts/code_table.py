@@ -43,8 +43,8 @@ class CodeTable:
     def codes(self) -> np.ndarray:
         """The code of each number, (2^bits,). See `_mirror_order`, or, where points have no mirror images, their
         order."""
-        mirrored = _mirror_order(self.by_code) if self.width == 2 and self.bits <= 8 and not self.flips else None
-        order = np.arange(1 << self.bits) if mirrored is None else mirrored
+        mirror_order = _mirror_order(self.by_code) if self.width == 2 and self.bits <= 8 and not self.flips else None
+        order = np.arange(1 << self.bits) if mirror_order is None else mirror_order
         return order.astype(np.uint8 if self.bits <= 8 else np.uint16)
 
     @cached_property
@@ -136,11 +136,11 @@ def _mirror_order(points: np.ndarray) -> np.ndarray | None:
     steps = np.rint(points / np.abs(points).max() * 2**16).astype(np.int64)
     places = {(x, y): code for code, (x, y) in enumerate(steps.tolist())}
     images = [places.get((x, -y)) for x, y in steps.tolist()]
-    above, on_axis = np.flatnonzero(steps[:, 1] > 0), np.flatnonzero(steps[:, 1] == 0)
-    if None in images or len(places) < len(points) or len(on_axis) > 2 * _PART or len(on_axis) % 2:
+    upper, axis_points = np.flatnonzero(steps[:, 1] > 0), np.flatnonzero(steps[:, 1] == 0)
+    if None in images or len(places) < len(points) or len(axis_points) > 2 * _PART or len(axis_points) % 2:
         return None
-    first, second = on_axis[::2], on_axis[1::2]
-    return np.concatenate([above, first, [images[code] for code in above], second])
+    first, second = axis_points[::2], axis_points[1::2]
+    return np.concatenate([upper, first, [images[code] for code in upper], second])
 
 
 def _biased_rows(bytes_: np.ndarray, bias: int) -> np.ndarray:
