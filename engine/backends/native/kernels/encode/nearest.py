@@ -122,10 +122,10 @@ class NearestOfRings:
         Among equal scores the lowest code wins, so a coordinate is negative only if that makes the score less.
         """
         e, (p, q) = self._e, nearest.points
-        rest, across = (p * p + q * q) * 0.5, image[1] * q
-        is_low = (x[1] < 0.0) & (rest - image[0] * p + across > score)
-        across = e.select((x[1] < 0.0) & ~is_low, -across, across)
-        is_left = (x[0] < 0.0) & (rest + image[0] * p - across > score)
+        rest, scaled_y = (p * p + q * q) * 0.5, image[1] * q
+        is_low = (x[1] < 0.0) & (rest - image[0] * p + scaled_y > score)
+        scaled_y = e.select((x[1] < 0.0) & ~is_low, -scaled_y, scaled_y)
+        is_left = (x[0] < 0.0) & (rest + image[0] * p - scaled_y > score)
         signs = e.select(is_left, e.constant(_I16, 256), e.zero(_I16)) | e.select(
             is_low, e.constant(_I16, 512), e.zero(_I16)
         )
@@ -173,10 +173,10 @@ class NearestLevels:
     def __call__(self, x: Values) -> NearestPoints:
         e, (value,) = self._e, x
         codes, level = e.zero(_I16), e.constant(_F16, self._levels[0])
-        for number, (threshold, above) in enumerate(zip(self._thresholds, self._levels[1:], strict=True)):
+        for number, (threshold, next_level) in enumerate(zip(self._thresholds, self._levels[1:], strict=True)):
             is_above = value > threshold
             codes = e.select(is_above, e.constant(_I16, number + 1), codes)
-            level = e.select(is_above, e.constant(_F16, above), level)
+            level = e.select(is_above, e.constant(_F16, next_level), level)
         return NearestPoints(codes, [level])
 
 
