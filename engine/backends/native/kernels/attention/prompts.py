@@ -156,8 +156,8 @@ def attend_to_texts(dim: int) -> Kernel[TextArguments]:
             with e.loop(from_key, e.imin(text.length, first_position + text.rows), KEYS) as key:
                 at = head * args.head_stride + (text.first + key) * args.row_stride
                 left = e.imin(text.length - key, KEYS)
-                for below, most in zip((0, *_TEXT_SIZES), _TEXT_SIZES, strict=False):
-                    with e.when((left > below) & (left <= most)):
+                for least, most in zip((0, *_TEXT_SIZES), _TEXT_SIZES, strict=False):
+                    with e.when((left > least) & (left <= most)):
                         state.attend(args.k + at, args.v + at, key, left, queries, window, most)
             with e.loop(0, text.rows) as row, e.loop(0, group) as member:
                 number = ((text.row + row) * kv_heads + head) * group + member
