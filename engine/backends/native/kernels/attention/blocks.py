@@ -124,7 +124,7 @@ def full_scores(
     lines = -(-2 * lanes * dim // (64 * queries))  # to prefetch with each query: many at once stall the core
     with e.loop(0, count, lanes) as token:
         next_token = token + lanes
-        ahead = e.variable(e.select(next_token < count, keys + next_token * (2 * dim), next_keys))
+        prefetch_address = e.variable(e.select(next_token < count, keys + next_token * (2 * dim), next_keys))
         with e.loop(0, lanes * dim, dim) as channel:
             for first in range(0, dim, lanes):
                 halves = e.load(keys + (token * dim + channel) * 2, vector(I16, lanes), 2 * first)
@@ -135,14 +135,14 @@ def full_scores(
                 dots = []
                 for number in range(lanes):
                     for line in range(number * lines // lanes, (number + 1) * lines // lanes) if not part else ():
-                        e.prefetch(ahead.get() + 64 * line, 64)
+                        e.prefetch(prefetch_address.get() + 64 * line, 64)
                     dot = e.zero(kind)
                     for offset in range(4 * part, 4 * dim, 4 * sums):
                         key = e.load(key_floats, kind, 4 * dim * number + offset)
                         dot = e.fma(key, e.load(query + query_offset, kind, offset), dot)
                     dots.append(dot)
                 parts.append(_sums(e, dots))
-            ahead.set(ahead.get() + 64 * lines)
+            prefetch_address.set(prefetch_address.get() + 64 * lines)
             while len(parts) > 1:
                 parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
             e.store(parts[0], out + query_offset + token * 4)
@@ -161,9 +161,9 @@ def add_full_values(
         totals = [[e.variable(e.load(at, kind, 4 * channel)) for channel in channels] for at in sums]
         with e.loop(0, count) as token:
             if not first:
-                ahead = token + distance
-                is_own = ahead < count
-                place = e.select(is_own, ahead, ahead - count) * (2 * dim)
+                prefetch_address = token + distance
+                is_own = prefetch_address < count
+                place = e.select(is_own, prefetch_address, prefetch_address - count) * (2 * dim)
                 e.prefetch(e.select(is_own, values, next_keys) + place, 2 * dim)
             halves = [e.load(values + token * (2 * dim), vector(I16, lanes), 2 * channel) for channel in channels]
             row = [e.half_to_float(half) for half in halves]

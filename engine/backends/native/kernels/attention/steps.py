@@ -207,8 +207,10 @@ class _Body:
                 next_block = e.load(
                     ids + e.select(are_keys, next_number, e.imin(next_number - count, count - 1)) * 8, I64
                 )
-                ahead = e.select(are_keys, keys + next_block * args.key_bytes, values + next_block * args.value_bytes)
-                self._block_scores(queries, keys, block, ahead, scores)
+                prefetch_address = e.select(
+                    are_keys, keys + next_block * args.key_bytes, values + next_block * args.value_bytes
+                )
+                self._block_scores(queries, keys, block, prefetch_address, scores)
             start = header.table_start + number * spec.block_size
             lows = [query.position - args.window + 1 - start for query in queries]
             tokens = count * spec.block_size
@@ -223,16 +225,20 @@ class _Body:
                 next_number = i + spec.tiles_ahead
                 next_block = e.load(table + e.imin(number + next_number, header.quantized - 1) * 8, I64)
                 are_values = next_number < count
-                ahead = e.select(are_values, values + next_block * args.value_bytes, keys + next_block * args.key_bytes)
+                prefetch_address = e.select(
+                    are_values, values + next_block * args.value_bytes, keys + next_block * args.key_bytes
+                )
                 tile = values + block * args.value_bytes
-                spec.values.emit_values(e, tile, ahead, weights, [query.weighted for query in queries])
+                spec.values.emit_values(e, tile, prefetch_address, weights, [query.weighted for query in queries])
 
-    def _block_scores(self, queries: Sequence[Query], keys: Value, block: Value, ahead: Value, scores: Values) -> None:
+    def _block_scores(
+        self, queries: Sequence[Query], keys: Value, block: Value, prefetch_address: Value, scores: Values
+    ) -> None:
         """Scores q·k + q·μ of each query with the keys of a block, whose mean is μ → N float32 at each of `scores`.
         ahead: a tile to prefetch."""
         e, spec = self.e, self.spec
         tile = keys + block * self.args.key_bytes
-        spec.keys.emit_scores(e, tile, ahead, [query.prepared for query in queries], scores)
+        spec.keys.emit_scores(e, tile, prefetch_address, [query.prepared for query in queries], scores)
         if not spec.mean_bits:
             return
         mean_scores = self._mean_scores(queries, self.head * self.args.blocks + block)
