@@ -125,8 +125,8 @@ def rotate_dense(e: Emitter, x: Value, matrix: Value, dim: int, rows: int) -> It
             yield 4 * first, list(values)
 
 
-def _hadamard(e: Emitter, x: Value, target: Value, after: Value, first: int, order: int) -> None:
-    """The fast Walsh-Hadamard transform of `order` (a power of two) channels from `first` on, times `after`."""
+def _hadamard(e: Emitter, x: Value, target: Value, output_signs: Value, first: int, order: int) -> None:
+    """The fast Walsh-Hadamard transform of `order` (a power of two) channels from `first` on, times `output_signs`."""
     lanes = min(order, 16)
     places = range(4 * first, 4 * (first + order), 4 * lanes)
     whole = [e.load(x, vector(F32, lanes), place) for place in places]
@@ -142,4 +142,4 @@ def _hadamard(e: Emitter, x: Value, target: Value, after: Value, first: int, ord
         whole = [e.fma(part, signs, e.shuffle(part, part, [lane ^ step for lane in range(lanes)])) for part in whole]
         step *= 2
     for part, place in zip(whole, places, strict=True):
-        e.store(part * e.load(after, part.type, place), target, place)
+        e.store(part * e.load(output_signs, part.type, place), target, place)
