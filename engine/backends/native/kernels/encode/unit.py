@@ -125,8 +125,8 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     nbytes = (2 * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
     if encoding.rounds:
-        of_rounds = (3 * head_dim + 3) * row if encoding.rounds > 1 else 0
-        nbytes += (head_dim + pairs) * 4 * LANES + of_rounds
+        round_bytes = (3 * head_dim + 3) * row if encoding.rounds > 1 else 0
+        nbytes += (head_dim + pairs) * 4 * LANES + round_bytes
     if not encoding.along_tokens:
         return nbytes + pairs * row + (4 + pairs) * row * encoding.tries_norms
     rows = encoding.rows(pairs) * (3 * encoding.width + 1) + 3 * (encoding.width + 1)
