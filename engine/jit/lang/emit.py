@@ -125,18 +125,18 @@ class Emitter(MemoryEmitter):
         """A loop over begin, begin + step, … < end (int64), whose body the context emits."""
         first, last = (n if isinstance(n, Value) else self.constant(I64, n) for n in (begin, end))
         expect(first.type == last.type == I64, "two int64", first, last)
-        before = self.builder.block
-        head, body, after = (self.function.append_basic_block(name) for name in ("loop", "body", "after"))
+        entry_block = self.builder.block
+        head, body, exit_block = (self.function.append_basic_block(name) for name in ("loop", "body", "exit_block"))
         self.builder.branch(head)
         self.builder.position_at_end(head)
         index = self.builder.phi(I64)
-        index.add_incoming(first.ir, before)
-        self.builder.cbranch(self.builder.icmp_signed("<", index, last.ir), body, after)
+        index.add_incoming(first.ir, entry_block)
+        self.builder.cbranch(self.builder.icmp_signed("<", index, last.ir), body, exit_block)
         self.builder.position_at_end(body)
         yield Value(self, index)
         index.add_incoming(self.builder.add(index, ir.Constant(I64, step)), self.builder.block)
         self.builder.branch(head)
-        self.builder.position_at_end(after)
+        self.builder.position_at_end(exit_block)
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
@@ -148,14 +148,14 @@ class Emitter(MemoryEmitter):
     @contextmanager
     def repeat_while(self) -> Iterator[list[Value]]:
         """A loop that runs at least once: the body appends to the list the condition under which it runs again."""
-        body, after = (self.function.append_basic_block(name) for name in ("repeat", "after"))
+        body, exit_block = (self.function.append_basic_block(name) for name in ("repeat", "exit_block"))
         self.builder.branch(body)
         self.builder.position_at_end(body)
         condition: list[Value] = []
         yield condition
         expect(len(condition) == 1 and condition[0].type == I1, "one condition of one bit", *condition)
-        self.builder.cbranch(condition[0].ir, body, after)
-        self.builder.position_at_end(after)
+        self.builder.cbranch(condition[0].ir, body, exit_block)
+        self.builder.position_at_end(exit_block)
 
     # -- arithmetic ------------------------------------------------------------------------------------------------
 
