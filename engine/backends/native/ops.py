@@ -83,8 +83,8 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
         if (started := workers().start(number)) < number:
             number, why = started, f"{why}: {number}, of which the system starts no more"
         why = f"{why}; kernels compiled for {library.level.name}, {self.inputs}"
-        if failed := library.failed:
-            why += f"; without {', '.join(failed)}, which cannot be compiled"
+        if failed_names := library.failed_names:
+            why += f"; without {', '.join(failed_names)}, which cannot be compiled"
         return Threads(number, why, tuple(library.names))
 
     def stored_format(self, format: WeightFormat) -> WeightFormat:

@@ -138,7 +138,7 @@ class Library:
             ) from error
 
     @property
-    def failed(self) -> list[str]:
+    def failed_names(self) -> list[str]:
         """The names of the kernels that could not be compiled."""
         with self._lock:
             futures = list(self._futures.items())
