@@ -207,24 +207,24 @@ def _emit_codes(e: Emitter, codes: Value, place: TileLayout, out: Value, start: 
         low += bits
 
 
-def _emit_bytes(e: Emitter, at: Value, mask_: Origins) -> Value:
+def _emit_bytes(e: Emitter, at: Value, origins: Origins) -> Value:
     """Bytes of a field, from the block at `at`: int8 (bytes,)."""
-    kind, whole = vector(I8, len(mask_.flips)), None
-    for shift, places, masks in mask_.moves():
+    kind, whole = vector(I8, len(origins.flips)), None
+    for shift, places, masks in origins.moves():
         first, last = int(places[places >= 0].min()), int(places.max())
-        words_ = e.load(at, vector(I8, last + 1 - first), first)
-        word_moves = _shift(_spread(e, words_, np.maximum(places - first, 0)), shift)
+        source = e.load(at, vector(I8, last + 1 - first), first)
+        bits = _shift(_spread(e, source, np.maximum(places - first, 0)), shift)
         is_kept = 0xFF >> shift if shift >= 0 else 0xFF << -shift & 0xFF
         if (masks & is_kept != is_kept).any():
-            word_moves = word_moves & e.constant(kind, masks.tolist())
-        whole = word_moves if whole is None else whole | word_moves
+            bits = bits & e.constant(kind, masks.tolist())
+        whole = bits if whole is None else whole | bits
     assert whole is not None
-    return whole ^ e.constant(kind, mask_.flips.tolist()) if mask_.flips.any() else whole
+    return whole ^ e.constant(kind, origins.flips.tolist()) if origins.flips.any() else whole
 
 
-def _spread(e: Emitter, words_: Value, lanes: Sequence[int] | np.ndarray) -> Value:
+def _spread(e: Emitter, source: Value, lanes: Sequence[int] | np.ndarray) -> Value:
     chosen = [int(lane) for lane in lanes]
-    return words_ if chosen == list(range(words_.lanes)) else e.shuffle(words_, words_, chosen)
+    return source if chosen == list(range(source.lanes)) else e.shuffle(source, source, chosen)
 
 
 def _shift(a: Value, right: int) -> Value:
