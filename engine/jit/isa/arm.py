@@ -62,7 +62,7 @@ class Neon(NativeHalves):
         return e.map_parts(8, partial(e.intrinsic, "llvm.aarch64.neon.sqrdmulh.v8i16", _WORDS), a, b)
 
     def lookup_in_lanes(self, e: Emitter, table: Value, index: Value) -> Value:
-        return e.map_parts(16, lambda line, at: _lookup(e, [line], at), table, index)
+        return e.map_parts(16, lambda line, table_address: _lookup(e, [line], table_address), table, index)
 
     def table(self, e: Emitter, pointer: Value, entries: int) -> Callable[[Value], Value]:
         """A lookup among four registers, and another one for each further four, which leaves the bytes found before.
@@ -73,10 +73,13 @@ class Neon(NativeHalves):
             parts = [e.part(index, lane, 16) for lane in range(0, index.lanes, 16)]
             results: list[Value | None] = [None for _ in parts]
             for first in range(0, entries, _TABLE_BYTES):
-                lines, at = few, pointer if few else e.black_box(pointer)
+                lines, table_address = few, pointer if few else e.black_box(pointer)
                 if not few:
                     e.keep_order()
-                    lines = [e.load(at, _BYTES, line) for line in range(first, min(entries, first + _TABLE_BYTES), 16)]
+                    lines = [
+                        e.load(table_address, _BYTES, line)
+                        for line in range(first, min(entries, first + _TABLE_BYTES), 16)
+                    ]
                 parts = [e.black_box(part) - _TABLE_BYTES if first else part for part in parts]
                 results = [_lookup(e, lines, part, result) for part, result in zip(parts, results, strict=True)]
             return e.join([result for result in results if result is not None])

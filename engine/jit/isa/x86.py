@@ -356,9 +356,9 @@ class Avx512Amx(Avx512Vbmi):
         total, factor, line = e.constant(I8, _SUM), e.constant(I8, _RIGHT), e.i64(_BYTES)
         e.intrinsic("llvm.x86.tileloadd64", None, factor, right, line)
         e.intrinsic("llvm.x86.tilezero", None, total)
-        for tile, at in zip(_LEFT, left, strict=False):
+        for tile, address in zip(_LEFT, left, strict=False):
             number = e.constant(I8, tile)
-            e.intrinsic("llvm.x86.tileloadd64", None, number, at, e.i64(stride))
+            e.intrinsic("llvm.x86.tileloadd64", None, number, address, e.i64(stride))
             e.intrinsic(f"llvm.x86.{'tdpbf16ps' if stride == _BYTES else 'tdpbssd'}", None, total, number, factor)
         e.intrinsic("llvm.x86.tilestored64", None, total, out, line)
 

@@ -79,9 +79,9 @@ class MemoryEmitter:
     def prefetch(self, pointer: Value, nbytes: int, *, level: int = 1) -> None:
         """Prefetch bytes into the core's cache of level 1 or 2, a line of 64 bytes at a time."""
         for offset in range(0, nbytes, 64):
-            at = self.offset(pointer, offset)
+            address = self.offset(pointer, offset)
             options = (self.constant(I32, number) for number in (0, 4 - level, 1))  # for reading, locality, data cache
-            self.intrinsic("llvm.prefetch.p0", None, at, *options)
+            self.intrinsic("llvm.prefetch.p0", None, address, *options)
 
     def _untyped(self, pointer: Any) -> Value:
         """The pointer as an opaque one: llvmlite would check the type of its contents at every use."""

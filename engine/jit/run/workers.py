@@ -246,11 +246,11 @@ def _emit_take_part(e: Emitter, state: _State, run: Value, number: Value, scratc
     ranges, done = state.load(_RANGES), e.variable(e.i64(0))
     with e.loop(0, state.load(_COUNT)) as entry:
         slot = state.slot(entry)
-        at = e.variable(number % ranges)
+        range_number = e.variable(number % ranges)
         with e.loop(0, ranges):
-            _emit_empty_range(e, state, run, entry, at.get(), done, scratch)
-            next_range = at.get() + 1
-            at.set(e.select(next_range < ranges, next_range, e.i64(0)))
+            _emit_empty_range(e, state, run, entry, range_number.get(), done, scratch)
+            next_range = range_number.get() + 1
+            range_number.set(e.select(next_range < ranges, next_range, e.i64(0)))
         # Units of a launch that overlaps the next one are awaited with the next one's units.
         with e.when((done.get() > 0) & (e.load(slot, I64, _AWAITED_UNITS) > 0)):
             e.add_atomic(slot + _COMPLETED_UNITS, done.get())

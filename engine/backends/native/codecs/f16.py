@@ -55,12 +55,12 @@ def _multiply(
             offset = row * (2 * columns)
             if not first:
                 e.prefetch(next_tile + offset, 2 * columns * unroll)
-            at = block + offset
+            address = block + offset
             row_factors = [factor + row * 4 for factor in factors]
             for step in range(unroll):
                 wide = [e.broadcast(factor, F32, 16, 4 * step) for factor in row_factors]
                 for number in range(vector_tile):
-                    value = e.half_to_float(e.load(at, _I16, 2 * columns * step + 32 * (first + number)))
+                    value = e.half_to_float(e.load(address, _I16, 2 * columns * step + 32 * (first + number)))
                     for factor, total in zip(wide, totals, strict=True):
                         total[number].set(e.fma(value, factor, total[number].get()))
         for total, target in zip(totals, targets, strict=True):
@@ -97,8 +97,8 @@ class HalfKeys(KeyTiles):
         for channel in range(0, self._head_dim, 16):
             channels = range(channel, min(channel + 16, self._head_dim))
             with e.loop(0, self._tokens, 16) as token:
-                at, target = block + token * 2, out + token * (4 * self._head_dim)
-                rows = [e.half_to_float(e.load(at, _I16, 2 * self._tokens * i)) for i in channels]
+                address, target = block + token * 2, out + token * (4 * self._head_dim)
+                rows = [e.half_to_float(e.load(address, _I16, 2 * self._tokens * i)) for i in channels]
                 for number, row in enumerate(e.transpose(rows + rows[-1:] * (16 - len(rows)))):
                     e.store(e.part(row, 0, len(channels)), target, 4 * (self._head_dim * number + channel))
 

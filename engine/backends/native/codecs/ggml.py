@@ -101,9 +101,9 @@ class _GroupedTiles(Tiles):
             return e.level.dot4_signed(e, total, codes, signed)
         return e.level.dot4(e, total, codes, signed, fits=self._packing.bits == 4)
 
-    def _scales(self, e: Emitter, at: Value) -> list[Value]:
+    def _scales(self, e: Emitter, address: Value) -> list[Value]:
         """The scales of a group, float32, 16 tokens per vector."""
-        return [e.half_to_float(e.load(at, _HALVES, 2 * first)) for first in range(0, self._tokens, 16)]
+        return [e.half_to_float(e.load(address, _HALVES, 2 * first)) for first in range(0, self._tokens, 16)]
 
 
 def _inverse(e: Emitter, scale: Value) -> Value:
@@ -167,8 +167,8 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
         row, parts = 4 * self._tokens, self._tokens // 16
         group, part, place = number // (8 * parts), number // 8 % parts, number % 8
-        at = codes + (group * 8 + place) * (4 * row) + part * 64
-        return pack_bytes([e.load(at, _I16, row * i) for i in range(4)])
+        address = codes + (group * 8 + place) * (4 * row) + part * 64
+        return pack_bytes([e.load(address, _I16, row * i) for i in range(4)])
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         for group in range(self._groups):
@@ -192,7 +192,7 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
             offset, nbytes = group * self._packing.nbytes(8 * parts), self._packing.nbytes(8 * parts)
             if not chunks[0]:
                 e.prefetch(next_tile + offset, nbytes)
-            at = block + offset
+            address = block + offset
             scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
             group_queries = [query + group * _GROUP for query in queries]
             steps = [query + group * 4 + self._head_dim for query in queries]
@@ -201,7 +201,7 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
                 dots = [list(starts) for _ in range(group_tile)]
                 for first in range(0, 8, run):
                     for part, sums in enumerate(dots, chunk):
-                        start = at + self._packing.nbytes(8 * part + first)
+                        start = address + self._packing.nbytes(8 * part + first)
                         e.keep_order()
                         for place, code in enumerate(self._packing.emit(e, start, run), first):
                             for head, query in enumerate(group_queries):
@@ -234,8 +234,8 @@ class GroupedValues(_GroupedTiles, ValueTiles):
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
         fours = self._tokens // 4
-        at = codes + number % fours * (4 * self._head_dim) + number // fours * 16
-        return pack_bytes([e.load(at, vector(I8, 16), i * self._head_dim).zext(I32) for i in range(4)])
+        address = codes + number % fours * (4 * self._head_dim) + number // fours * 16
+        return pack_bytes([e.load(address, vector(I8, 16), i * self._head_dim).zext(I32) for i in range(4)])
 
     def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
         fours, run = self._tokens // 4, self._packing.run
@@ -258,12 +258,12 @@ class GroupedValues(_GroupedTiles, ValueTiles):
                     e.store(integer.trunc(I8), target, 16 * i)
                 steps.append(top * (1 / _LIMIT))
                 starts.append(e.splat(e.sum_lanes(total) * -self._zero, 16))
-            at = block + group * (2 * half_bytes)
+            address = block + group * (2 * half_bytes)
             for group_tile in halves:
                 totals = {(half, head): e.variable(start) for half in group_tile for head, start in enumerate(starts)}
                 code_tile = max(run, 4)
                 with e.loop(0, fours, code_tile) as first:
-                    tile = at + (first // run) * self._packing.nbytes(run)
+                    tile = address + (first // run) * self._packing.nbytes(run)
                     for place in range(0, code_tile, run):
                         codes = {
                             half: self._packing.emit(e, tile + (half * half_bytes + self._packing.nbytes(place)), run)

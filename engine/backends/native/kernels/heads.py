@@ -83,8 +83,8 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
             last = group - 1 if spec.queries_alone else group
             heads_at, half_at = args.qkv + row * heads * row_bytes, row * (row_bytes // 2)
             if spec.in_slots:
-                at = read(e, RowPlace, args.places, row)
-                place = at.slot * args.row_stride + head * args.head_stride + at.offset * (2 * dim)
+                row_place = read(e, RowPlace, args.places, row)
+                place = row_place.slot * args.row_stride + head * args.head_stride + row_place.offset * (2 * dim)
                 # Float32 before it is rounded into a slot: in scratch, after the vectors for a dense rotation.
                 own_k = own_v = scratch + (group + (1 + _VECTORS_AT_ONCE)) * row_bytes
             else:

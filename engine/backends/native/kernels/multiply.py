@@ -32,8 +32,8 @@ def multiply(
     sums = [[e.variable(value) for value in row] for row in start]
     lanes = [value.lanes for value in start[0]]
     with e.loop(0, size) as i:
-        at = right + i * right_stride
-        parts = [e.load(at, vector(F32, count), 4 * sum(lanes[:number])) for number, count in enumerate(lanes)]
+        row_address = right + i * right_stride
+        parts = [e.load(row_address, vector(F32, count), 4 * sum(lanes[:number])) for number, count in enumerate(lanes)]
         for row, totals in enumerate(sums):
             factor = e.load(left + i * 4, F32, left_stride * row)
             for part, total in zip(parts, totals, strict=True):
@@ -81,8 +81,8 @@ def product(
     def compute(row: Value, height: int, group: Sequence[tuple[int, int]]) -> None:
         rows, column = [row + i for i in range(height)], group[0][0]
         begin = [[start(i, first, lanes) for first, lanes in group] for i in rows]
-        at = left.address + row * left.stride
-        sums = multiply(e, at, left.stride, matrix + 4 * column, 4 * columns, left.size, begin)
+        row_address = left.address + row * left.stride
+        sums = multiply(e, row_address, left.stride, matrix + 4 * column, 4 * columns, left.size, begin)
         for i, totals in zip(rows, sums, strict=True):
             for (first, _), total in zip(group, totals, strict=True):
                 finish(i, first, total)

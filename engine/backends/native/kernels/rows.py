@@ -257,11 +257,11 @@ def change_rows(name: str) -> Kernel[ChangeArguments]:
     def emit(e: Emitter, args: ChangeArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             first, row = unit % args.pieces * ROW_PIECE, unit // args.pieces
-            at, number = args.x + row * args.stride + first * 4, e.load(args.numbers + row * args.step, F32)
+            address, number = args.x + row * args.stride + first * 4, e.load(args.numbers + row * args.step, F32)
 
             def write(offset: Value, kind: Type) -> None:
-                x = e.load(at + offset, kind)
-                e.store(_CHANGES[name](e, x, e.const_like(number, x)), at + offset)
+                x = e.load(address + offset, kind)
+                e.store(_CHANGES[name](e, x, e.const_like(number, x)), address + offset)
 
             for_each_column(e, e.imin(args.columns - first, ROW_PIECE), write)
 

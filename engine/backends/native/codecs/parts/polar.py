@@ -77,9 +77,9 @@ class PolarTiles(Tiles):
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
         def write_unit(unit: Unit, channels: Value, halves: int) -> None:
             """Encode the 8 · halves channels of unit `channels`."""
-            e, at = unit.e, unit.x + channels * (16 * unit.row)
+            e, address = unit.e, unit.x + channels * (16 * unit.row)
             with unit.vectors() as offset:
-                x = [e.load(at + offset, vector(F32, 16), unit.row * channel) for channel in range(8 * halves)]
+                x = [e.load(address + offset, vector(F32, 16), unit.row * channel) for channel in range(8 * halves)]
                 self._emit_pack(e, *_quantize(e, x, self.levels), unit.block.tiles, channels, offset)
 
         def write(unit: Unit) -> None:
@@ -110,8 +110,8 @@ class PolarTiles(Tiles):
         self._emit_pack_codes(e, directions, rows, tile + group * 64, tile + group * 32 + self.rows_at)
         for number in range(self.radii):
             half = radii[number] if number < len(radii) else e.zero(radii[0].type)
-            at = tile + unit * (2 * self.tokens * self.radii) + (offset >> 1)
-            e.store(half, at, self.radii_at + 2 * self.tokens * number)
+            address = tile + unit * (2 * self.tokens * self.radii) + (offset >> 1)
+            e.store(half, address, self.radii_at + 2 * self.tokens * number)
 
     @abstractmethod
     def _emit_pack_codes(self, e: Emitter, directions: Values, rows: Values, out: Value, out_rows: Value) -> None:
@@ -138,8 +138,8 @@ class PolarTiles(Tiles):
                     code = (e.load(block + group * 64 + place, I8).zext(I32) >> shift & 15).zext(I64)
                     points.append(e.load(directions + code * 8, vector(F32, 2)))
                 row = e.load(block + group * 32 + rows[half], I8, self.rows_at).zext(I64)
-                at = block + ((unit * self.radii + half % self.radii) * self.tokens + token) * 2
-                radius = e.half_to_float(e.load(at, I16, self.radii_at))
+                address = block + ((unit * self.radii + half % self.radii) * self.tokens + token) * 2
+                radius = e.half_to_float(e.load(address, I16, self.radii_at))
                 value = e.join(points) * e.load(factors + row * 32, vector(F32, 8)) * radius
                 e.store(value, out + token * (4 * self.head_dim) + unit * 64, 32 * half)
 

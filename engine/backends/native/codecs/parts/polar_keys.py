@@ -138,10 +138,10 @@ class _SumsOfHalves:
         flips = e.constant(_BYTES, [0, 3, 12, 15] * 16)  # a sine is the cosine at the complement of the code
         self._pairs, self._factors = [], []
         for half in (0, 1):
-            at = [64 * (pair // 2) + 16 * (2 * half + pair % 2) + token for token in range(16) for pair in range(4)]
-            self._pairs.append(e.shuffle(low.bits(_BYTES) | numbers[0], high.bits(_BYTES) | numbers[1], at))
-            at = [32 * (pair // 2) + 16 * half + token for token in range(16) for pair in range(4)]
-            upper = e.shuffle(first.bits(rows.type), second.bits(rows.type), at)
+            order = [64 * (pair // 2) + 16 * (2 * half + pair % 2) + token for token in range(16) for pair in range(4)]
+            self._pairs.append(e.shuffle(low.bits(_BYTES) | numbers[0], high.bits(_BYTES) | numbers[1], order))
+            order = [32 * (pair // 2) + 16 * half + token for token in range(16) for pair in range(4)]
+            upper = e.shuffle(first.bits(rows.type), second.bits(rows.type), order)
             self._factors.append(self._look_up(upper ^ flips).bits(_I16))
 
     def sums(self, query: Value) -> list[Value]:

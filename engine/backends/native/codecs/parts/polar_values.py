@@ -91,7 +91,7 @@ class PolarValues(PolarTiles, ValueTiles):
         scaled = [e.stack(2 * self.tokens * factors.sets) for _ in weights]
         with e.loop(0, self.units) as unit:
             self.prefetch(e, next_tile, unit)
-            at, rows = block + unit * (64 * groups), block + unit * (32 * groups) + self.rows_at
+            address, rows = block + unit * (64 * groups), block + unit * (32 * groups) + self.rows_at
             radii = block + unit * (2 * self.tokens * self.radii) + self.radii_at
             inverse = e.load(inverses + unit * 4, F32)
             self._scale(e, radii, rows, inverse, token_sizes + 4 * self.tokens, weights, scaled, factors)
@@ -99,7 +99,7 @@ class PolarValues(PolarTiles, ValueTiles):
             for first in range(0, 64, size):
                 totals = [[e.variable(e.zero(kind)) for _ in directions] for _ in weights]
                 with e.loop(0, groups) as group:
-                    codes = e.load(at + group * 64, kind, first)
+                    codes = e.load(address + group * 64, kind, first)
                     for eight in (0, 1):
                         code = ((codes >> 4 * eight if eight else codes) & _CODE).bits(vector(I8, size))
                         values = [e.level.lookup_in_lanes(e, table, code).bits(kind) for table in directions]
@@ -138,9 +138,9 @@ class PolarValues(PolarTiles, ValueTiles):
             top = e.variable(e.zero(_F16))
             with e.loop(0, self.units) as unit:
                 inverse = e.broadcast(inverses + unit * 4, F32, 16)
-                at = radii + unit * (2 * self.tokens * self.radii) + offset
+                address = radii + unit * (2 * self.tokens * self.radii) + offset
                 for number in range(self.radii):
-                    radius = e.half_to_float(e.load(at, vector(I16, 16), 2 * self.tokens * number))
+                    radius = e.half_to_float(e.load(address, vector(I16, 16), 2 * self.tokens * number))
                     part = radius * inverse
                     top.set(e.select(part > top.get(), part, top.get()))
             largest = top.get()

@@ -18,11 +18,11 @@ PAIR_LANES = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in r
 """The channels of 8 pairs in the order of a prepared query."""
 
 
-def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[list[Value]]:
+def read_codes(e: Emitter, packing: Packing, address: Value, count: int) -> Iterator[list[Value]]:
     """Yields the codes of `count` vectors, from the beginning of a run. A run takes registers only when needed."""
     dirty = e.level.wide_tables  # their lookups ignore unused high bits
     for first in range(0, count, packing.run):
-        start, run = at + packing.nbytes(first) if first else at, min(packing.run, count - first)
+        start, run = address + packing.nbytes(first) if first else address, min(packing.run, count - first)
         if e.level.keeps_order and run > 2:
             # Each code is unpacked alone: what LLVM does not need of the others it leaves out.
             yield from (packing.emit(e, e.black_box(start), run, dirty=dirty)[number] for number in range(run))
@@ -30,10 +30,12 @@ def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[
             yield from packing.emit(e, start, run, dirty=dirty)
 
 
-def read_low(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[Value]:
+def read_low(e: Emitter, packing: Packing, address: Value, count: int) -> Iterator[Value]:
     """Yields what `Packing.emit_low` gives of `count` vectors, from the beginning of a run, run after run."""
     for first in range(0, count, packing.run):
-        yield from packing.emit_low(e, at + packing.nbytes(first) if first else at, min(packing.run, count - first))
+        yield from packing.emit_low(
+            e, address + packing.nbytes(first) if first else address, min(packing.run, count - first)
+        )
 
 
 def store_query(e: Emitter, parts: Values, table: CodeTable, out: Value) -> None:
@@ -70,9 +72,10 @@ def emit_products(
 
     previous: dict[int, Variable] = {}  # the last code vector of each group
 
-    def add(at: Value, part_queries: Sequence[Values], count: int, own_groups: Sequence[int]) -> None:
-        """Add the products of `count` code vectors at `at` with the queries at `part_queries`, of the chosen groups."""
-        for number, code in enumerate(read_codes(e, packing, at, count)):
+    def add(address: Value, part_queries: Sequence[Values], count: int, own_groups: Sequence[int]) -> None:
+        """Add the products of `count` code vectors at `address` with the queries at `part_queries`, of the chosen
+        groups."""
+        for number, code in enumerate(read_codes(e, packing, address, count)):
             quad, group = divmod(number, groups)
             if group not in own_groups:
                 continue

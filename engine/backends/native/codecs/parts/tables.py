@@ -150,8 +150,8 @@ class TableKeys(_TableTiles, KeyTiles):
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
         row = 4 * self._tokens
-        at = codes + number // self._groups * (4 * row) + number % self._groups * 64
-        return self._four_bytes([e.load(at, _I16, row * i) for i in range(4)])
+        address = codes + number // self._groups * (4 * row) + number % self._groups * 64
+        return self._four_bytes([e.load(address, _I16, row * i) for i in range(4)])
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         parts = [e.load(q, _F16, 4 * first) for first in range(0, self._factor_at, 16)]
@@ -202,10 +202,10 @@ class TableValues(_TableTiles, ValueTiles):
         flips = self._table.flips
         totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
 
-        def add(code: list[Value], last: Value | None, at: Values, place: int, channels: Sequence[int]) -> None:
-            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `at`. last:
-            with flips, the same tokens' codes before these."""
-            fours = [self._weights(e, weight, place) for weight in at]
+        def add(code: list[Value], last: Value | None, addresses: Values, place: int, channels: Sequence[int]) -> None:
+            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `addresses`.
+            last: with flips, the same tokens' codes before these."""
+            fours = [self._weights(e, weight, place) for weight in addresses]
             previous_codes = None if last is None else self._shift_codes(e, code[0], last)
             for channel, values in zip(channels, lookup(code, channels, previous_codes), strict=True):
                 for four, total in zip(fours, totals, strict=True):
@@ -243,13 +243,13 @@ class TableValues(_TableTiles, ValueTiles):
             previous_chunk = e.select(chunk > 0, block + (start - self._packing.nbytes(token_vectors)), no_codes)
             for channels in turns:
                 with e.loop(0, token_vectors // code_tile) as part:
-                    at = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
+                    addresses = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
                     offset = start + part * nbytes
                     if channels[0] == 0:
                         e.prefetch(next_tile + offset, nbytes)
                     previous_low = read_low(e, self._packing, previous_chunk + part * nbytes, code_tile if flips else 0)
                     for place, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
-                        add(code, next(previous_low, None), at, place, channels)
+                        add(code, next(previous_low, None), addresses, place, channels)
             finish(chunk * (4 * self._lanes * width))
 
     def _shift_codes(self, e: Emitter, code: Value, last: Value) -> Value:

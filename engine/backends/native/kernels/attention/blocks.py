@@ -41,8 +41,8 @@ def cap_scores(e: Emitter, queries: Sequence[Query], tokens: Value, block_size: 
     def write(offsets: Sequence[int], first_offset: Value) -> None:
         for query in queries:
             for offset in offsets:
-                at = query.scores + first_offset
-                e.store(apply_softcap(e, e.load(at, _F16, offset), limit), at, offset)
+                address = query.scores + first_offset
+                e.store(apply_softcap(e, e.load(address, _F16, offset), limit), address, offset)
 
     for_each_token(e, tokens, block_size, write)
 
@@ -54,9 +54,9 @@ def mask(e: Emitter, queries: Sequence[Query], lows: Values, highs: Values, toke
         low, high = e.imax(first, 0).trunc(I32), e.imax(last, 0).trunc(I32)
         with e.loop(0, tokens, 16) as token:
             numbers = lanes + token.trunc(I32)
-            at = query.scores + token * 4
+            address = query.scores + token * 4
             is_visible = (numbers >= low) & (numbers < high)
-            e.store(e.select(is_visible, e.load(at, _F16), e.constant(_F16, LOWEST)), at)
+            e.store(e.select(is_visible, e.load(address, _F16), e.constant(_F16, LOWEST)), address)
 
 
 def softmax(e: Emitter, queries: Sequence[Query], tokens: Value, block_size: int, head_dim: int) -> None:
@@ -158,7 +158,7 @@ def add_full_values(
     distance = e.imin(count, _TOKENS_AHEAD)
     for first in range(0, dim, size):
         channels = range(first, min(first + size, dim), lanes)
-        totals = [[e.variable(e.load(at, kind, 4 * channel)) for channel in channels] for at in sums]
+        totals = [[e.variable(e.load(address, kind, 4 * channel)) for channel in channels] for address in sums]
         with e.loop(0, count) as token:
             if not first:
                 prefetch_address = token + distance
@@ -167,13 +167,13 @@ def add_full_values(
                 e.prefetch(e.select(is_own, values, next_keys) + place, 2 * dim)
             halves = [e.load(values + token * (2 * dim), vector(I16, lanes), 2 * channel) for channel in channels]
             row = [e.half_to_float(half) for half in halves]
-            for at, row_totals in zip(weights, totals, strict=True):
-                weight = e.broadcast(at + token * 4, F32, lanes)
+            for address, row_totals in zip(weights, totals, strict=True):
+                weight = e.broadcast(address + token * 4, F32, lanes)
                 for value, total in zip(row, row_totals, strict=True):
                     total.set(e.fma(value, weight, total.get()))
-        for at, row_totals in zip(sums, totals, strict=True):
+        for address, row_totals in zip(sums, totals, strict=True):
             for channel, total in zip(channels, row_totals, strict=True):
-                e.store(total.get(), at, 4 * channel)
+                e.store(total.get(), address, 4 * channel)
 
 
 def _sums(e: Emitter, vectors: list[Value]) -> Value:

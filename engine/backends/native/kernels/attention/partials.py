@@ -95,8 +95,8 @@ def merge(head_dim: int, order: int, *, is_scaled: bool, has_sink_scores: bool) 
             sequence = e.load(args.row_sequences + (unit // args.heads) * 8, I64)
             chunks = read(e, SpanHeader, args.headers, sequence).chunks
             partials = args.parts + unit * args.most_chunks * size
-            at = args.sink_scores + (unit % args.heads) * 4
-            score = e.load(at, F32) if has_sink_scores else e.constant(F32, LOWEST)
+            address = args.sink_scores + (unit % args.heads) * 4
+            score = e.load(address, F32) if has_sink_scores else e.constant(F32, LOWEST)
             row_max = e.variable(score)
             with e.loop(0, chunks) as chunk:
                 row_max.set(e.fmax(row_max.get(), e.load(partials + chunk * size, F32)))

@@ -90,9 +90,9 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
                 k, v, head_stride, start, tokens = read(e, Segment, args.segments, index)
                 from_key = e.imax(first_position - args.window + 1 - start, 0) // KEYS * KEYS
                 with e.loop(from_key, e.imin(tokens, e.imax(last_position, args.sees) + 1 - start), KEYS) as first:
-                    at = head * head_stride + first * row_bytes
+                    offset = head * head_stride + first * row_bytes
                     left = e.imin(tokens - first, KEYS)
-                    state.attend(k + at, v + at, start + first, left, queries, args.window, sees=args.sees)
+                    state.attend(k + offset, v + offset, start + first, left, queries, args.window, sees=args.sees)
             with e.loop(0, own_rows) as row, e.loop(0, group) as member:
                 number = ((first_row + row) * kv_heads + head) * group + member
                 target = out + number * row_bytes
@@ -154,11 +154,11 @@ def attend_to_texts(dim: int) -> Kernel[TextArguments]:
             state.pad_queries(queries, first_position + text.rows - 1)
             from_key = e.imax(first_position - window + 1, 0) // KEYS * KEYS
             with e.loop(from_key, e.imin(text.length, first_position + text.rows), KEYS) as key:
-                at = head * args.head_stride + (text.first + key) * args.row_stride
+                offset = head * args.head_stride + (text.first + key) * args.row_stride
                 left = e.imin(text.length - key, KEYS)
                 for least, most in zip((0, *_TEXT_SIZES), _TEXT_SIZES, strict=False):
                     with e.when((left > least) & (left <= most)):
-                        state.attend(args.k + at, args.v + at, key, left, queries, window, most)
+                        state.attend(args.k + offset, args.v + offset, key, left, queries, window, most)
             with e.loop(0, text.rows) as row, e.loop(0, group) as member:
                 number = ((text.row + row) * kv_heads + head) * group + member
                 state.finish(row * group + member, args.out + number * row_bytes)

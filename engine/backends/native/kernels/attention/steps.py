@@ -141,12 +141,12 @@ class _Body:
         queries = []
         for number in range(spec.query_tile):
             row, index = self._place(first, number)
-            at = self.scratch + number * self._stride
+            address = self.scratch + number * self._stride
             query = Query(
-                vector=at,
-                weighted=at + size,
-                prepared=at + 2 * size,
-                scores=at + (2 * size + spec.keys.query_bytes),
+                vector=address,
+                weighted=address + size,
+                prepared=address + 2 * size,
+                scores=address + (2 * size + spec.keys.query_bytes),
                 position=self.header.position + row,
                 row_max=e.variable(e.constant(F32, LOWEST)),
                 row_sum=e.variable(e.zero(_F16)),
@@ -242,20 +242,20 @@ class _Body:
         if not spec.mean_bits:
             return
         mean_scores = self._mean_scores(queries, self.head * self.args.blocks + block)
-        for more, at in zip(mean_scores, scores, strict=True):
+        for more, address in zip(mean_scores, scores, strict=True):
             for offset in range(0, 4 * spec.block_size, 64):
-                e.store(e.load(at, _F16, offset) + more, at, offset)
+                e.store(e.load(address, _F16, offset) + more, address, offset)
 
     def _mean_scores(self, queries: Sequence[Query], block: Value) -> list[Value]:
         e, bits, dim = self.e, self.spec.mean_bits, self.spec.head_dim
-        at = self.args.mean + block * (dim * bits // 8)
+        address = self.args.mean + block * (dim * bits // 8)
         sums = [e.zero(F32) for _ in queries]
         wide = [e.zero(_F16) for _ in queries]
         for channel, lanes in pieces(dim):
             if bits == 8:
-                mean = e.load(at, vector(I8, lanes), channel).sext(I32).to_float()
+                mean = e.load(address, vector(I8, lanes), channel).sext(I32).to_float()
             else:
-                mean = e.half_to_float(e.load(at, vector(I16, lanes), 2 * channel))
+                mean = e.half_to_float(e.load(address, vector(I16, lanes), 2 * channel))
             for number, query in enumerate(queries):
                 x = e.load(query.vector, vector(F32, lanes), 4 * channel)
                 if lanes == 16:

@@ -62,7 +62,7 @@ class Unit:
         """row_stride: bytes from row to row of keys and of values; None: they lie together."""
         self._row_stride = 4 * spec.dim if row_stride is None else row_stride
         self._e, self._spec, self._dim, self._softcap = e, spec, spec.dim, softcap
-        places = (scratch + at for at in arrays(spec.dim)[:-1])
+        places = (scratch + offset for offset in arrays(spec.dim)[:-1])
         self._keys, self._weights, self._rescale, self._position, *query_arrays = places
         self._query, self._weighted, self._row_max, self._row_sum = query_arrays
         rows, vectors = e.level.float_tile
@@ -140,8 +140,8 @@ class Unit:
         e, rows, vectors = self._e, self._rows, min(self._vectors, most // 16)
         self._transpose(k, tokens, vectors)
         with e.loop(0, queries, rows) as i:
-            at = self._position + i * 8
-            lowest, highest = e.load(at, I64), self._newest(e.load(at, I64, 8 * (rows - 1)), sees)
+            address = self._position + i * 8
+            lowest, highest = e.load(address, I64), self._newest(e.load(address, I64, 8 * (rows - 1)), sees)
             with e.when((start <= highest) & (start + tokens > lowest - window + 1)):
                 query, weighted = self._row(i)
                 visible = e.imin(highest - start + 1, tokens)
@@ -192,10 +192,10 @@ class Unit:
             position = e.load(self._position + (i + row) * 8, I64)
             last = e.imax(e.imin(self._newest(position, sees) - start, tokens - 1), -1).trunc(I32)
             first = e.imin(e.imax(position - start - window + 1, 0), most).trunc(I32)
-            at, scores = self._weights + row * (4 * KEYS), []
+            row_weights, scores = self._weights + row * (4 * KEYS), []
             for number, key in enumerate(keys):
                 visible = (key <= last) & (key >= first)
-                score = e.load(at, _F16, 64 * number)
+                score = e.load(row_weights, _F16, 64 * number)
                 if self._softcap is not None:
                     score = apply_softcap(e, score, e.const_like(self._softcap, score))
                 scores.append(e.select(visible, score, e.const_like(LOWEST, score)))
@@ -206,7 +206,7 @@ class Unit:
             top = e.select(row_max > LOWEST, row_max, e.zero(F32))
             weights = [e.exp(score - top) for score in scores]
             for number, weight in enumerate(weights):
-                e.store(weight, at, 64 * number)
+                e.store(weight, row_weights, 64 * number)
             # The weight of a score of −infinity is 0: 0 · score makes the sum NaN where a score is not finite.
             checked = [
                 e.fma(score, e.const_like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)
@@ -225,8 +225,8 @@ class Unit:
         e, row_bytes = self._e, 4 * self._dim
         start = []
         for row in range(self._rows):
-            rescale, at = e.load(self._rescale, F32, 4 * row), row_bytes * row
-            start.append([e.load(weighted, vector(F32, lanes), at + 4 * first) * rescale for first, lanes in part])
+            rescale, offset = e.load(self._rescale, F32, 4 * row), row_bytes * row
+            start.append([e.load(weighted, vector(F32, lanes), offset + 4 * first) * rescale for first, lanes in part])
         sums = multiply(e, self._weights, 4 * KEYS, v + 4 * part[0][0], self._row_stride, visible, start)
         for row, values in enumerate(sums):
             for (channel, _), value in zip(part, values, strict=True):

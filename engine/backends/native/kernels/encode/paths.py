@@ -54,7 +54,7 @@ class _Search:
     def __init__(self, unit: Unit, tables: PathTables, pointer: Value) -> None:
         e = self.e = unit.e
         self.unit, self.bits = unit, unit.encoding.bits
-        self.at = {name: pointer + offset for name, offset in tables.offsets.items()}
+        self.addresses = {name: pointer + offset for name, offset in tables.offsets.items()}
         states = np.arange(LANES) % STATES
         self.state = e.constant(_I16, tuple(states.tolist()))
         signs = [np.where(SIGNS[states, axis] < 0, -(2**31), 0) for axis in (0, 1)]
@@ -108,9 +108,9 @@ class _Search:
                 chains[step].set(e.fma(factor, errors, chains[step].get()))
         with e.loop(0, last, 2) as channel:
             for step in (0, 1):
-                at = self.history + channel * (4 * LANES)
-                errors = e.level.lookup_in_lanes(e, e.load(at, _BYTES, 4 * LANES * step), lanes)
-                e.store(errors, at, 4 * LANES * step)
+                start = self.history + channel * (4 * LANES)
+                errors = e.level.lookup_in_lanes(e, e.load(start, _BYTES, 4 * LANES * step), lanes)
+                e.store(errors, start, 4 * LANES * step)
                 for row, chains in zip(rows, sums, strict=True):
                     factor = e.broadcast(row + channel * 4, F32, LANES, 4 * step)
                     chains[step].set(e.fma(factor, errors.bits(_F16), chains[step].get()))
@@ -121,13 +121,13 @@ class _Search:
         e = self.e
         x, y = ((target.bits(_I16) ^ sign).bits(_F16) for target, sign in zip(targets, self.signs, strict=True))
         cells = [e.fmin(e.fmax(place * float(PER_UNIT) + CELLS / 2, 0.0), CELLS - 1.0).to_int() for place in (x, y)]
-        quadruple = gather(e, self.at["cells"], cells[0] * CELLS + cells[1], I16).zext(I32)
+        quadruple = gather(e, self.addresses["cells"], cells[0] * CELLS + cells[1], I16).zext(I32)
         weight = None
         if self.unit.encoding.has_metric:
             weight = e.broadcast(self.unit.block.weights + pair * 4, F32, LANES)
         tagged_costs = []
         for coset in range(STATES):
-            px, py = gather_pairs(e, self.at["candidates"], quadruple * STATES + coset)
+            px, py = gather_pairs(e, self.addresses["candidates"], quadruple * STATES + coset)
             dx, dy = px - x, py - y
             total = dx * dx + dy * dy
             total = (total if weight is None else total * weight) + cost.get()
@@ -136,8 +136,8 @@ class _Search:
         origin = best & (STATES - 1)
         lanes = (origin * 0x04040404 + 0x03020100).bits(_BYTES)
         chosen = e.level.lookup_in_lanes(e, quadruple.bits(_BYTES), lanes).bits(_I16)
-        code = gather(e, self.at["codes"], chosen * STATES + self.state, I32)
-        points = gather_pairs(e, self.at["points"], (origin << self.bits) | code)
+        code = gather(e, self.addresses["codes"], chosen * STATES + self.state, I32)
+        points = gather_pairs(e, self.addresses["points"], (origin << self.bits) | code)
         cost.set(best.bits(_F16))
         return origin, code, points
 
@@ -193,7 +193,7 @@ def round_to_paths(unit: Unit) -> None:
         with unit.e.loop(number * size, (number + 1) * size, 4 * VECTOR_TOKENS) as offset:
             search.run(offset)
             if encoding.has_metric:
-                _write_errors(unit, search.at["points"], originals, token_errors, offset)
+                _write_errors(unit, search.addresses["points"], originals, token_errors, offset)
 
 
 def in_token_order(unit: Unit) -> tuple[Value, Value]:
@@ -243,8 +243,8 @@ def _feed_back(unit: Unit, token_errors: Value, number: int) -> None:
                 error = e.broadcast(token_errors + channel * unit.row + token * 4, F32, kind.count, unit.row * row)
                 total.set(e.fma(factor, error, total.get()))
         for row, total in enumerate(sums):
-            at = unit.x + channel * unit.row + place * 4 + unit.row // unit.encoding.rounds * number
-            e.store(e.load(at, kind, unit.row * row) + total.get(), at, unit.row * row)
+            start = unit.x + channel * unit.row + place * 4 + unit.row // unit.encoding.rounds * number
+            e.store(e.load(start, kind, unit.row * row) + total.get(), start, unit.row * row)
 
 
 def _write_errors(unit: Unit, points: Value, originals: Value, token_errors: Value, offset: Value) -> None:
@@ -257,7 +257,7 @@ def _write_errors(unit: Unit, points: Value, originals: Value, token_errors: Val
         point_pairs = gather_pairs(e, points, (state.get() << unit.encoding.bits) | code)
         state.set(code & (STATES - 1))
         for axis, point in enumerate(point_pairs):
-            at, decoded = pair * unit.row_of_pairs + axis * unit.row + offset, point * norm
-            e.store(e.load(unit.x + at, kind) - decoded, unit.errors + at)
+            start, decoded = pair * unit.row_of_pairs + axis * unit.row + offset, point * norm
+            e.store(e.load(unit.x + start, kind) - decoded, unit.errors + start)
             if unit.encoding.rounds > 1:
-                e.store(e.load(originals + at, kind) - decoded, token_errors + at)
+                e.store(e.load(originals + start, kind) - decoded, token_errors + start)

@@ -38,8 +38,8 @@ def round_with_best_norms(unit: Unit, round_: Callable[[Unit], None]) -> None:
             norms, best = e.load(unit.norms + offset, _F16), unit.best_norms + offset
             e.store(e.select(is_better, norms, e.load(best, _F16)), best)
             with e.loop(0, unit.pairs) as pair:
-                at = pair * unit.row + offset
-                codes, best = e.load(unit.codes + at, _I16), unit.best_codes + at
+                start = pair * unit.row + offset
+                codes, best = e.load(unit.codes + start, _I16), unit.best_codes + start
                 e.store(e.select(is_better, codes, e.load(best, _I16)), best)
     unit.codes, unit.norms = unit.best_codes, unit.best_norms
 
@@ -62,13 +62,13 @@ def round_all_tokens(unit: Unit) -> None:
                     e.store(e.load(unit.x + corner + place, _F16) + total, unit.target_of_pair + place)
         with unit.vectors() as offset:
             offsets = [offset + row * unit.row for row in range(width)]
-            aims = [e.load(unit.target_of_pair + at, _F16) for at in offsets]
+            aims = [e.load(unit.target_of_pair + start, _F16) for start in offsets]
             norm, inverse = e.load(unit.norms + offset, _F16), e.load(unit.inverses + offset, _F16)
             nearest = nearest_to([aim * inverse for aim in aims])
             e.store(nearest.codes, unit.codes + pair * unit.row + offset)
             points = [point * norm for point in nearest.points]
-            for at, point in zip(offsets, points, strict=True):
-                e.store(e.load(unit.x + corner + at, _F16) - point, unit.errors + corner + at)
+            for start, point in zip(offsets, points, strict=True):
+                e.store(e.load(unit.x + corner + start, _F16) - point, unit.errors + corner + start)
 
 
 def round_without_feedback(unit: Unit) -> None:
@@ -107,12 +107,12 @@ def round_skewed(unit: Unit) -> None:
         first = e.imax(row - (unit.tokens - 1), 0) // LANES * LANES
         with e.loop(first, e.imin(row + 1, unit.pairs), LANES) as pair:
             token = row - pair  # the first lane's token; each next lane has the one before it
-            at = row_bytes * row + pair * 4
-            places = [at + axis for axis in axes]
+            start = row_bytes * row + pair * 4
+            places = [start + axis for axis in axes]
             xs = [e.load(targets + place, _F16) for place in places]
-            from_tokens = _from_tokens(unit, errors + at, token)
+            from_tokens = _from_tokens(unit, errors + start, token)
             own_targets = [x + total for x, total in zip(xs, from_tokens, strict=True)]
-            from_pairs = _from_pairs(unit, target_errors + at, row, pair)
+            from_pairs = _from_pairs(unit, target_errors + start, row, pair)
             token_at = (-token + (ROW_PAD + unit.tokens - 1)) * 4
             inverse, norm = e.load(inverses + token_at, _F16), e.load(norms + token_at, _F16)
             nearest = nearest_to([(x + total) * inverse for x, total in zip(own_targets, from_pairs, strict=True)])
@@ -247,8 +247,8 @@ def _decode(unit: Unit, sources: Values) -> None:
     e, half = unit.e, len(sources) // 2
     with e.loop(0, unit.dim) as channel:
         for x, errors in zip(sources[:half], sources[half:], strict=True):
-            at = errors + channel * unit.row
-            e.store(e.load(x + channel * unit.row, _F16) - e.load(at, _F16), at)
+            start = errors + channel * unit.row
+            e.store(e.load(x + channel * unit.row, _F16) - e.load(start, _F16), start)
 
 
 class _Sums:

@@ -208,16 +208,18 @@ def _take_lanes(e: Emitter, sums: Value, lanes: Sequence[int]) -> Value:
     return e.shuffle(sums + e.shuffle(sums, sums, [lane ^ 4 for lane in range(sums.lanes)]), sums, lanes)
 
 
-def _write_bytes(e: Emitter, at: Value, row: Value, halves: Values, *, is_paired: bool, is_unsigned: bool) -> Value:
+def _write_bytes(
+    e: Emitter, address: Value, row: Value, halves: Values, *, is_paired: bool, is_unsigned: bool
+) -> Value:
     """Write 32 inputs of a row, int32, to the panel at an address. Returns the sums in its numbers, int32 (3,)."""
     lanes = vector(I32, 8)
     bytes_ = e.join([_order_quads(e, half) for half in halves]).trunc(I8)
     if is_paired:
-        target = at + (row // 2 * (2 * GROUP) + row % 2 * 8)
+        target = address + (row // 2 * (2 * GROUP) + row % 2 * 8)
         for eight in range(0, GROUP, 8):
             e.store(e.part(bytes_, eight, 8), target, 2 * eight)
     else:
-        e.store(bytes_ ^ -128 if is_unsigned else bytes_, at + row * GROUP)
+        e.store(bytes_ ^ -128 if is_unsigned else bytes_, address + row * GROUP)
     fours = e.level.sum_of_bytes(e, e.zero(lanes), Inputs.BYTES.value)
     fours.add(e.constant(lanes, 0x01010101), bytes_.bits(lanes))
     return -_take_lanes(e, fours.end(), [0, 8, 12])
@@ -234,14 +236,14 @@ def _split(e: Emitter, integers: Value) -> Value:
     return e.shuffle(high, low, [lane + 16 * i + first for first in (0, 8) for i in (0, 1) for lane in range(8)])
 
 
-def _write_matrices(e: Emitter, at: Value, row: Value, halves: Values) -> Value:
+def _write_matrices(e: Emitter, address: Value, row: Value, halves: Values) -> Value:
     """Write 32 inputs of a row, int32, to the matrices at an address. Returns the address of the row's numbers."""
-    nbytes, words = 2 * GROUP * ROWS, at + row * (2 * GROUP)
+    nbytes, words = 2 * GROUP * ROWS, address + row * (2 * GROUP)
     for number, integers in enumerate(halves):
         high = (integers + 128) & -256
         for place, part in ((0, high), (nbytes, integers - high)):
             e.store((part.to_float().bits(part.type) >> 16).trunc(I16), words, place + 32 * number)
-    return at + row * 16 + 2 * nbytes
+    return address + row * 16 + 2 * nbytes
 
 
 @cache

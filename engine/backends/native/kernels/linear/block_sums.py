@@ -81,11 +81,13 @@ class Block:
     factor: what scales are multiplied by.
     """
 
-    def __init__(self, e: Emitter, place: TileLayout, at: Value, factor: float = 1, outputs: Outputs = ALL) -> None:
+    def __init__(
+        self, e: Emitter, place: TileLayout, address: Value, factor: float = 1, outputs: Outputs = ALL
+    ) -> None:
         first, self.outputs = outputs
-        self.codes = at + (place.codes + 4 * first)
-        self.subs = read_subs(e, place, at) + first
-        self._e, self._place, self._halves, self._factor = e, place, at + 2 * first, factor
+        self.codes = address + (place.codes + 4 * first)
+        self.subs = read_subs(e, place, address) + first
+        self._e, self._place, self._halves, self._factor = e, place, address + 2 * first, factor
 
     @property
     def scale(self) -> Value:
@@ -118,12 +120,12 @@ def add_block(
     with e.loop(0, format.values // 32) as part:
         own_inputs = inputs + part * (row_bytes(e.level, codes.inputs) * row_tile)
         numbers = numbers_at(own_inputs, row_tile, e.level, codes.inputs)
-        at = [block.codes + part * place.part_bytes for block in blocks]
+        addresses = [block.codes + part * place.part_bytes for block in blocks]
         sub = part * (16 * (32 // format.group))
         before_part(part)
         for group in range(32 // format.group):
             place_in_numbers = place_of_sum(GROUP // format.group, group)
-            dots = multiply(e, codes, at, own_inputs, group, _input_sums(e, numbers, place_in_numbers, outputs))
+            dots = multiply(e, codes, addresses, own_inputs, group, _input_sums(e, numbers, place_in_numbers, outputs))
             e.keep_order()
             input_sums = _input_sums(e, numbers, place_in_numbers, outputs)  # where order is kept, read again
             for block, own_dots, totals in zip(blocks, dots, sums, strict=True):
@@ -150,26 +152,28 @@ def _input_sums(e: Emitter, numbers: Values, place: int, outputs: int) -> list[V
     return [e.broadcast(at_numbers, I32, outputs, place) for at_numbers in numbers]
 
 
-def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, input_sums: Values) -> list[list[Value]]:
+def _dots(
+    e: Emitter, codes: Codes, addresses: Values, inputs: Value, group: int, input_sums: Values
+) -> list[list[Value]]:
     """For each tile and row, the dot products (outputs,) int32 of the row's inputs with the codes of a group, less the
     zero point.
 
-    at: addresses of each tile's codes of 32 inputs. less: see `_input_sums`.
+    addresses: addresses of each tile's codes of 32 inputs. less: see `_input_sums`.
     """
     size, rows, outputs = codes.place.format.group // 2, range(len(input_sums)), input_sums[0].lanes
     zero = e.zero(input_sums[0].type)
     # Two sums hide the latency of a dot product, where there are few others and registers have room for them.
-    has_room = len(input_sums) == 1 or (e.level.has_room and len(input_sums) * len(at) <= _FEW_SUMS)
+    has_room = len(input_sums) == 1 or (e.level.has_room and len(input_sums) * len(addresses) <= _FEW_SUMS)
     # Where order is kept, LLVM would still add the products to one of the two as it likes.
     chains = 2 if has_room and not e.level.keeps_order else 1
     first = [input_sum * codes.zero if codes.zero else zero for input_sum in input_sums]
-    sums = [[[start, *[zero] * (chains - 1)] for start in first] for _ in at]
+    sums = [[[start, *[zero] * (chains - 1)] for start in first] for _ in addresses]
     # Pairs that share vectors of codes are multiplied in succession, so that few registers hold codes.
     pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)
     for number, pair in enumerate(pairs):
         if not number or not codes.shares_bytes(pair, pairs[number - 1]):
             e.keep_order()
-        own_codes, chain = [codes.pair(address, pair, outputs) for address in at], number % chains
+        own_codes, chain = [codes.pair(address, pair, outputs) for address in addresses], number % chains
         for row in rows:
             words = e.broadcast(inputs, I32, outputs, 2 * GROUP * row + 4 * pair)
             for dots, code in zip(sums, own_codes, strict=True):
@@ -179,18 +183,18 @@ def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, input
 
 
 def _split_dots(
-    e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, input_sums: Values
+    e: Emitter, codes: Codes, addresses: Values, inputs: Value, group: int, input_sums: Values
 ) -> list[list[Value]]:
     """The same with two rows of bytes at a time: the high and low bytes of inputs, or two rows' inputs of 8 bits."""
     count, outputs = codes.place.format.group // 4, input_sums[0].lanes
     are_pairs, zero = codes.inputs is Inputs.BYTES, e.zero(input_sums[0].type)
     starts = [input_sum * codes.zero for input_sum in input_sums]
     both = zip(starts[::2], starts[1::2], strict=True) if are_pairs else ((zero, start) for start in starts)
-    sums = [[e.level.split_start(e, *start) for start in both_starts] for both_starts in [[*both]] * len(at)]
+    sums = [[e.level.split_start(e, *start) for start in both_starts] for both_starts in [[*both]] * len(addresses)]
     # Quads that share vectors of codes are multiplied in succession, as pairs above.
     for quad in sorted(range(group * count, (group + 1) * count, 2), key=codes.vector_of_quad):
         e.keep_order()
-        own_codes = [[codes.quad(address, quad + i, outputs) for i in (0, 1)] for address in at]
+        own_codes = [[codes.quad(address, quad + i, outputs) for i in (0, 1)] for address in addresses]
         for row in range(len(sums[0])):
             words = e.load(inputs, vector(I8, 16), 2 * GROUP * row + 8 * quad)
             for dots, codes_of_two in zip(sums, own_codes, strict=True):
@@ -200,15 +204,15 @@ def _split_dots(
 
 
 def _dots_of_int8(
-    e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, input_sums: Values
+    e: Emitter, codes: Codes, addresses: Values, inputs: Value, group: int, input_sums: Values
 ) -> list[list[Value]]:
     """The same with inputs of 8 bits."""
     count, outputs = codes.place.format.group // 4, input_sums[0].lanes
     starts = [input_sum * codes.zero if codes.zero else e.zero(input_sum.type) for input_sum in input_sums]
-    sums = [[codes.sum_of_bytes(start) for start in starts] for _ in at]
+    sums = [[codes.sum_of_bytes(start) for start in starts] for _ in addresses]
     for quad in sorted(range(group * count, (group + 1) * count), key=codes.vector_of_quad):
         e.keep_order()
-        own_codes = [codes.quad(address, quad, outputs) for address in at]
+        own_codes = [codes.quad(address, quad, outputs) for address in addresses]
         for row in range(len(input_sums)):
             fours = e.broadcast(inputs, I32, outputs, GROUP * row + 4 * quad)
             for tile_sums, code in zip(sums, own_codes, strict=True):
@@ -217,16 +221,16 @@ def _dots_of_int8(
 
 
 def _dots_of_unsigned(
-    e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, input_sums: Values
+    e: Emitter, codes: Codes, addresses: Values, inputs: Value, group: int, input_sums: Values
 ) -> list[list[Value]]:
     """The same with unsigned codes: none becomes a word."""
     count, outputs = codes.place.format.group // 4, input_sums[0].lanes
     zero = e.zero(input_sums[0].type)
     sums = [
-        [[zero, input_sum * codes.zero if codes.zero else zero] for input_sum in input_sums] for _ in at
+        [[zero, input_sum * codes.zero if codes.zero else zero] for input_sum in input_sums] for _ in addresses
     ]  # high and low bytes
     for quad in sorted(range(group * count, (group + 1) * count), key=codes.vector_of_quad):
-        own_codes = [codes.quad(address, quad, outputs) for address in at]
+        own_codes = [codes.quad(address, quad, outputs) for address in addresses]
         for row in range(len(input_sums)):
             for half in (0, 1):
                 place = 2 * GROUP * row + 16 * (quad // 2) + 8 * half + 4 * (quad % 2)
@@ -267,12 +271,12 @@ class Codes:
     def vector_of_quad(self, quad: int) -> int:
         return quad % self.place.planes[0]
 
-    def pair(self, at: Value, pair: int, lanes: int = ROWS) -> Value:
+    def pair(self, address: Value, pair: int, lanes: int = ROWS) -> Value:
         """The two codes of pair number `pair` of 8 or 16 rows, as the int16 halves of int32 lanes.
 
-        at: address of the codes of 32 inputs.
+        address: address of the codes of 32 inputs.
         """
-        words = read_pair(self._e, self.place, at, pair, lanes)
+        words = read_pair(self._e, self.place, address, pair, lanes)
         if self._look_up is not None:
             words = (self._look_up(words.bits(vector(I8, 4 * lanes))).bits(words.type) << 8).ashr(8)
         return words.bits(vector(I32, lanes))
@@ -281,9 +285,9 @@ class Codes:
         """A sum of products of quads with fours of int8."""
         return self._e.level.sum_of_bytes(self._e, start, most_code(self.place.format) * Inputs.BYTES.value)
 
-    def quad(self, at: Value, quad: int, lanes: int) -> Value:
+    def quad(self, address: Value, quad: int, lanes: int) -> Value:
         """The four codes of quad number `quad` of 8 or 16 rows, as the bytes of int32 lanes."""
-        codes = read_quad(self._e, self.place, at, quad, lanes)
+        codes = read_quad(self._e, self.place, address, quad, lanes)
         bytes_ = codes.bits(vector(I8, 4 * lanes))
         if self._look_up is not None:
             return self._look_up(bytes_).bits(codes.type)
@@ -300,8 +304,8 @@ def number_sums(
 
     def add(column: Value, count: int) -> None:
         for i in range(count):
-            at = panel + column * (4 * row_tile)
-            factors = [e.broadcast(at, F32, ROWS, 4 * (row_tile * i + r)) for r in range(row_tile)]
+            address = panel + column * (4 * row_tile)
+            factors = [e.broadcast(address, F32, ROWS, 4 * (row_tile * i + r)) for r in range(row_tile)]
             for tile, totals in zip(tiles, sums, strict=True):
                 raw = read_plain(e, tile + column * (ROWS * size), format, ROWS, ROWS * size * i)
                 for factor, total in zip(factors, totals, strict=True):

@@ -126,7 +126,7 @@ class _ByteBlocks:
         e, expand = self._e, self._expanders[0]
 
         def add(outputs: Outputs, totals: Sequence[Sequence[Variable]]) -> None:
-            blocks = [Block(e, expand.layout, at, expand.factor, outputs) for at in self._expanded]
+            blocks = [Block(e, expand.layout, address, expand.factor, outputs) for address in self._expanded]
             add_block(e, self._codes, blocks, inputs, totals)
 
         results = sum_by_outputs(e, [[total.get() for total in totals] for totals in sums], add)

@@ -87,8 +87,8 @@ def matrix_sums(
             is_last = block + words.blocks >= blocks
             with e.loop(0, count) as unit:
                 for which in range(tiles):
-                    at = weight + (unit + distance * which) * tile_bytes + block * block_bytes(format)
-                    words.write_blocks(at, e.i64(0), own_blocks, tile_sums + (unit * tiles + which) * size)
+                    address = weight + (unit + distance * which) * tile_bytes + block * block_bytes(format)
+                    words.write_blocks(address, e.i64(0), own_blocks, tile_sums + (unit * tiles + which) * size)
             with e.loop(0, some) as panel:
                 first = begin + panel * ROWS
                 inputs = x + first // ROWS * stride + block * (words.parts * words.panel)
@@ -104,8 +104,8 @@ def matrix_sums(
                     total = own_sums + number * _MATRIX
                     words.add_matrices(tile_words, own_blocks * words.parts, inputs, following, products, total)
                 with e.when(is_last), e.loop(0, ROWS) as place, e.loop(0, count) as unit:
-                    at = own_sums + unit * (tiles * _MATRIX) + place * _ROW
-                    yield unit, first + place, [[e.load(at, _F16, _MATRIX * which)] for which in range(tiles)]
+                    address = own_sums + unit * (tiles * _MATRIX) + place * _ROW
+                    yield unit, first + place, [[e.load(address, _F16, _MATRIX * which)] for which in range(tiles)]
 
 
 class _Multiplies(ExpandedCodes):
@@ -166,9 +166,9 @@ class _Multiplies(ExpandedCodes):
             value = e.fma(less, e.load(words, _F16, self._offsets + _ROW * group), value)
         total.set(e.fma(value, e.broadcast(numbers, F32, ROWS), total.get()))
 
-    def _product(self, at: Value) -> Value:
+    def _product(self, address: Value) -> Value:
         """A row of a product, float32 (16,)."""
-        return self._e.load(at, _F16)
+        return self._e.load(address, _F16)
 
 
 class _Bytes(ExpandedBytes, _Multiplies):
@@ -176,8 +176,8 @@ class _Bytes(ExpandedBytes, _Multiplies):
 
     has_starts = False
 
-    def _product(self, at: Value) -> Value:
-        return self._e.load(at, _I16).to_float()
+    def _product(self, address: Value) -> Value:
+        return self._e.load(address, _I16).to_float()
 
 
 class _Words(_Multiplies):
@@ -206,10 +206,10 @@ class _Words(_Multiplies):
             return np.arange(-128, 128)
         return np.arange(2**format.bits) - self._codes.zero
 
-    def _word(self, at: Value, pair: int) -> Value:
+    def _word(self, address: Value, pair: int) -> Value:
         """bfloat16."""
         if self._find is not None:
-            return self._find(read_pair(self._e, self._layout, at, pair, ROWS))
-        words = super()._word(at, pair).bits(_I16)
+            return self._find(read_pair(self._e, self._layout, address, pair, ROWS))
+        words = super()._word(address, pair).bits(_I16)
         low, high = ((half.ashr(16).to_float().bits(_I16)) for half in (words << 16, words))
         return ((low >> 16) | (high & -65536)).bits(vector(I16, 2 * ROWS))

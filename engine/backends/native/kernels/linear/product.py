@@ -114,8 +114,8 @@ def product(spec: Product) -> Kernel[ProductArguments]:
             """Store the outputs of the rows from `first` on. sums: of each row, of gate and up with an activation."""
             for row, totals in enumerate(zip(*sums, strict=True)):
                 with e.when(first + row < of.rows) if spec.row_tile > 1 else nullcontext():
-                    at = of.y + (first + row) * args.y_stride
-                    _write(e, spec, totals, at, of.bias, (tile, tiles), args.outputs, scratch)
+                    address = of.y + (first + row) * args.y_stride
+                    _write(e, spec, totals, address, of.bias, (tile, tiles), args.outputs, scratch)
 
         def finish(of: _Operands, sums: Sequence[Values], first: Value) -> None:
             """Store the outputs of a unit. sums: of each tile and row."""
@@ -236,7 +236,9 @@ def _write(
 
     def finished(values: Values, offset: Value) -> Value:
         if spec.has_bias:
-            values = [value + e.load(at + offset, value.type) for value, at in zip(values, biases, strict=True)]
+            values = [
+                value + e.load(address + offset, value.type) for value, address in zip(values, biases, strict=True)
+            ]
         if spec.activation:
             return apply_gate(e, spec.activation, *values)
         return values[0] + e.load(y + offset, values[0].type) if spec.adds else values[0]
@@ -269,9 +271,11 @@ def _packed_sums(
 
             def before_part(part: Value) -> None:
                 if outputs.first == 0:
-                    for at in starts:
-                        e.prefetch(at + part * place.part_bytes + distance, place.part_bytes)
+                    for address in starts:
+                        e.prefetch(address + part * place.part_bytes + distance, place.part_bytes)
 
-            add_block(e, codes, [Block(e, place, at, outputs=outputs) for at in starts], inputs, sums, before_part)
+            add_block(
+                e, codes, [Block(e, place, address, outputs=outputs) for address in starts], inputs, sums, before_part
+            )
 
     return sum_by_outputs(e, [[e.zero(_F16)] * spec.row_tile for _ in tiles], add)

@@ -75,16 +75,17 @@ class ExpandedWeights:
         self.nbytes = self._starts + _VECTOR * self._groups * self._has_starts
         """Of 32 inputs."""
 
-    def _write_starts(self, at: Value) -> None:
+    def _write_starts(self, address: Value) -> None:
         """Write what sums of products with the words at an address start with."""
         for group in range(self._groups * self._has_starts):
-            self._e.store(-self._pair_products(at, group), at, self._starts + _VECTOR * group)
+            self._e.store(-self._pair_products(address, group), address, self._starts + _VECTOR * group)
 
-    def _pair_products(self, at: Value, group: int) -> Value:
-        """The sums of the products of a group's words, of one pair with the next: int32 (16,). at: address of words."""
+    def _pair_products(self, address: Value, group: int) -> Value:
+        """The sums of the products of a group's words, of one pair with the next: int32 (16,). address: address of
+        words."""
         e, size, total = self._e, self.vectors // self._groups, self._e.zero(_I16)
         for pair in range(group * size, (group + 1) * size, 2):
-            total = e.level.dot2(e, total, *(e.load(at, _I16, _VECTOR * (pair + i)) for i in (0, 1)))
+            total = e.level.dot2(e, total, *(e.load(address, _I16, _VECTOR * (pair + i)) for i in (0, 1)))
         return total
 
     def write_blocks(self, tile: Value, first: Value, count: Value, out: Value) -> None:
@@ -104,14 +105,14 @@ class ExpandedWeights:
         with e.loop(0, parts) as part:
             own_inputs = inputs + part * nbytes
             numbers = numbers_at(own_inputs, row_tile, e.level, self.inputs)
-            at = [tile + part * self.nbytes for tile in tiles]
+            addresses = [tile + part * self.nbytes for tile in tiles]
             e.prefetch(next_inputs + part * nbytes, nbytes)
             for group in range(self._groups):
-                dots = [[e.variable(start) for start in self._start(address, group, numbers)] for address in at]
+                dots = [[e.variable(start) for start in self._start(address, group, numbers)] for address in addresses]
                 multiply = self._half_products if self._halves else self._products
                 with e.loop(group * size, (group + 1) * size, at_once) as number:
-                    multiply([address + number * _VECTOR for address in at], own_inputs + number * 4, dots)
-                for address, tile_sums, totals in zip(at, dots, sums, strict=True):
+                    multiply([address + number * _VECTOR for address in addresses], own_inputs + number * 4, dots)
+                for address, tile_sums, totals in zip(addresses, dots, sums, strict=True):
                     self._add_group(address, group, [dot.get() for dot in tile_sums], numbers, totals)
 
     def _at_once(self, size: int) -> int:
@@ -119,12 +120,12 @@ class ExpandedWeights:
         multiplies row by row and keeps the words on the stack."""
         return 2
 
-    def _start(self, at: Value, group: int, numbers: Values) -> list[Value]:
+    def _start(self, address: Value, group: int, numbers: Values) -> list[Value]:
         """What the dot products of a group start with, of each row."""
         e = self._e
         if not self._halves:
             return [e.zero(_I16) for _ in numbers]
-        word_sums = e.load(at, _I16, self._starts + _VECTOR * group)
+        word_sums = e.load(address, _I16, self._starts + _VECTOR * group)
         place = PAIR_PRODUCTS if self._groups == 1 else PAIR_PRODUCTS + 4 + 4 * group
         whole = _whole_rows(len(numbers))
         return [
@@ -132,35 +133,36 @@ class ExpandedWeights:
             for row, at_numbers in enumerate(numbers)
         ]
 
-    def _products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
-        """Add products of two pairs of inputs to the sums of each tile and row. at: addresses of the tiles' words."""
+    def _products(self, addresses: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
+        """Add products of two pairs of inputs to the sums of each tile and row. addresses: addresses of the tiles'
+        words."""
         e = self._e
         for number in range(2):
-            words = [e.load(address, _I16, _VECTOR * number) for address in at]
+            words = [e.load(address, _I16, _VECTOR * number) for address in addresses]
             for row in range(len(dots[0])):
                 pair = e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number)
                 for word, tile_sums in zip(words, dots, strict=True):
                     tile_sums[row].set(e.level.dot2(e, tile_sums[row].get(), word, pair))
 
-    def _half_products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
+    def _half_products(self, addresses: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         """The same with one product of sums, and the products of the two pairs of inputs and of words in addition: in
         all rows except `_whole_rows`."""
         e, whole = self._e, _whole_rows(len(dots[0]))
-        words = [[e.load(address, _WORDS, _VECTOR * number) for number in range(2)] for address in at]
+        words = [[e.load(address, _WORDS, _VECTOR * number) for number in range(2)] for address in addresses]
         for row in range(len(dots[0])):
             x, y = (e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number).bits(_WORDS) for number in range(2))
             for (v, w), tile_sums in zip(words, dots, strict=True):
                 for a, b in ((x, v), (y, w)) if row in whole else ((x + w, y + v),):
                     tile_sums[row].set(e.level.dot2(e, tile_sums[row].get(), a.bits(_I16), b.bits(_I16)))
 
-    def _add_group(self, at: Value, group: int, dots: Values, numbers: Values, totals: Sequence[Variable]) -> None:
+    def _add_group(self, address: Value, group: int, dots: Values, numbers: Values, totals: Sequence[Variable]) -> None:
         """Add the dot products of a group, scaled. numbers: of each row, the address of its scale and sums."""
         e, place = self._e, place_of_sum(self._groups, group)
         for at_numbers, dot, total in zip(numbers, dots, totals, strict=True):
-            value = dot.to_float() * e.load(at, _F16, self._scales + _VECTOR * group)
+            value = dot.to_float() * e.load(address, _F16, self._scales + _VECTOR * group)
             if self._offsets is not None:
                 input_sum = e.broadcast(at_numbers, I32, ROWS, place).to_float()
-                value = e.fma(input_sum, e.load(at, _F16, self._offsets + _VECTOR * group), value)
+                value = e.fma(input_sum, e.load(address, _F16, self._offsets + _VECTOR * group), value)
             total.set(e.fma(value, e.broadcast(at_numbers, F32, ROWS), total.get()))
 
 
@@ -179,34 +181,34 @@ class ExpandedCodes(ExpandedWeights):
         super().__init__(e, GROUP // format.group, has_offset=self._layout.offset is not None)
         self.blocks, self.parts = INPUTS // format.values, format.values // GROUP
 
-    def _write_codes(self, at: Value, out: Value) -> None:
-        """Write the words of 32 inputs. at: address of their codes."""
+    def _write_codes(self, address: Value, out: Value) -> None:
+        """Write the words of 32 inputs. address: address of their codes."""
         for pair in sorted(range(self.vectors), key=self._codes.vector):
-            self._e.store(self._word(at, pair), out, _VECTOR * pair)
+            self._e.store(self._word(address, pair), out, _VECTOR * pair)
 
-    def _word(self, at: Value, pair: int) -> Value:
-        """A pair of codes of 16 outputs, as words. at: address of the codes of 32 inputs."""
-        words = self._codes.pair(at, pair).bits(_WORDS)
+    def _word(self, address: Value, pair: int) -> Value:
+        """A pair of codes of 16 outputs, as words. address: address of the codes of 32 inputs."""
+        words = self._codes.pair(address, pair).bits(_WORDS)
         return words - self._codes.zero if self._codes.zero else words
 
     def write_blocks(self, tile: Value, first: Value, count: Value, out: Value) -> None:
         e, expand = self._e, self._expander
         with e.loop(0, count) as number:
-            at, factor = tile + (first + number) * block_bytes(self._format), 1.0
+            address, factor = tile + (first + number) * block_bytes(self._format), 1.0
             if expand is not None:
-                at, factor = expand(at), expand.factor
-            self._write(Block(e, self._layout, at, factor), out + number * (self.parts * self.nbytes))
+                address, factor = expand(address), expand.factor
+            self._write(Block(e, self._layout, address, factor), out + number * (self.parts * self.nbytes))
 
     def _write(self, block: Block, out: Value) -> None:
         e, place = self._e, self._layout
         with e.loop(0, self.parts) as part:
-            at, target, sub = (
+            address, target, sub = (
                 block.codes + part * place.part_bytes,
                 out + part * self.nbytes,
                 block.subs + part * ROWS * self._groups,
             )
-            e.prefetch(at + PREFETCH_BYTES, place.part_bytes)
-            self._write_codes(at, target)
+            e.prefetch(address + PREFETCH_BYTES, place.part_bytes)
+            self._write_codes(address, target)
             for group in range(self._groups):
                 scale = times_sub(e, block.scale, sub, place.sub_scale, group, signed=True)
                 e.store(scale, target, self._scales + _VECTOR * group)
@@ -223,17 +225,17 @@ class ExpandedBytes(ExpandedCodes):
     vectors = GROUP // 4
     has_starts = True
 
-    def _write_codes(self, at: Value, out: Value) -> None:
+    def _write_codes(self, address: Value, out: Value) -> None:
         zero, bytes_ = self._codes.zero, vector(I8, 4 * ROWS)
         for quad in sorted(range(self.vectors), key=self._codes.vector_of_quad):
-            codes = self._codes.quad(at, quad, ROWS).bits(bytes_)
+            codes = self._codes.quad(address, quad, ROWS).bits(bytes_)
             self._e.store(codes - zero if zero else codes, out, _VECTOR * quad)
 
-    def _pair_products(self, at: Value, group: int) -> Value:
+    def _pair_products(self, address: Value, group: int) -> Value:
         """128 times the sum of the codes of a group."""
         e, size, total = self._e, self.vectors // self._groups, self._sum(self._e.zero(_I16))
         for quad in range(group * size, (group + 1) * size):
-            total.add(e.constant(_I16, 0x01010101), e.load(at, _I16, _VECTOR * quad))
+            total.add(e.constant(_I16, 0x01010101), e.load(address, _I16, _VECTOR * quad))
         return total.end() << 7
 
     def _sum(self, start: Value) -> ByteSum:
@@ -245,14 +247,14 @@ class ExpandedBytes(ExpandedCodes):
     def _at_once(self, size: int) -> int:
         return min(size, self._sum(self._e.zero(_I16)).at_once)
 
-    def _start(self, at: Value, group: int, numbers: Values) -> list[Value]:
-        return [self._e.load(at, _I16, self._starts + _VECTOR * group)] * len(numbers)
+    def _start(self, address: Value, group: int, numbers: Values) -> list[Value]:
+        return [self._e.load(address, _I16, self._starts + _VECTOR * group)] * len(numbers)
 
-    def _products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
+    def _products(self, addresses: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         e, count = self._e, self._at_once(self.vectors // self._groups)
         sums = [[self._sum(total.get()) for total in tile_sums] for tile_sums in dots]
         for number in range(count):
-            codes = [e.load(address, _I16, _VECTOR * number) for address in at]
+            codes = [e.load(address, _I16, _VECTOR * number) for address in addresses]
             for row in range(len(dots[0])):
                 fours = e.broadcast(inputs, I32, ROWS, GROUP * row + 4 * number)
                 for code, tile_sums in zip(codes, sums, strict=True):

@@ -58,8 +58,8 @@ class Span(NamedTuple):
 
 def span_of(e: Emitter, spans: Value, number: Value) -> Span:
     """The span of this number among those at the address `spans`."""
-    at = spans + number * 16
-    return Span(*(e.load(at + 4 * field, I32).sext(I64) for field in range(4)))
+    address = spans + number * 16
+    return Span(*(e.load(address + 4 * field, I32).sext(I64) for field in range(4)))
 
 
 def for_each_block(e: Emitter, block: int, span: Span, body: Callable[[Value, Value, Value, Value], None]) -> None:
@@ -95,7 +95,7 @@ def convolution(e: Emitter, spec: Any, x: Value, inputs: Value, weights: Value, 
     row_bytes, before, newest = 4 * spec.channels, spec.width - 1, e.load(x, start.type)
     e.store(newest, inputs, before * row_bytes)
     for back in range(before):
-        x_back, weight = (e.load(at, start.type, back * row_bytes) for at in (inputs, weights))
+        x_back, weight = (e.load(address, start.type, back * row_bytes) for address in (inputs, weights))
         start = e.fma(x_back, weight, start)
     return silu(e, e.fma(newest, e.load(weights, start.type, before * row_bytes), start))
 
@@ -180,8 +180,8 @@ class Matrix:
         condition, target = kept
         with e.when(condition), e.loop(0, self.key_dim) as i:
             for first, lanes in pieces(self.value_dim):
-                at = i * value_row
-                e.store(e.load(self.matrix + at, vector(F32, lanes), 4 * first), target + at, 4 * first)
+                address = i * value_row
+                e.store(e.load(self.matrix + address, vector(F32, lanes), 4 * first), target + address, 4 * first)
 
 
 class AdvanceArguments(NamedTuple):

@@ -98,7 +98,7 @@ class _Unit:
     ) -> None:
         self.e, self.spec, self.args, self.slot, self.head = e, spec, args, slot, head
         self.rows, self.scores, self.weights, self.read, self.scaled, self.beta, self.start_decay = (
-            scratch + at for at in _arrays(spec)[:-1]
+            scratch + offset for offset in _arrays(spec)[:-1]
         )
         self.keys = args.keys + (slot * spec.key_heads + head) * (4 * spec.key_dim * spec.block)
         self.inputs = args.inputs + slot * (4 * spec.channels * (spec.width - 1 + spec.block))
@@ -129,12 +129,12 @@ class _Unit:
         key_row = 4 * spec.key_dim
         (query, _), (key, _) = self.parts()
         with e.loop(0, count) as i:
-            at, projected = place + i, self.args.projected + (row + i) * (4 * spec.columns)
+            token, projected = place + i, self.args.projected + (row + i) * (4 * spec.columns)
             key_at, other = self.rows + i * key_row, self.rows + (count + i) * key_row
-            self._normalize(key, at, projected, key_at, 1.0)
-            self._normalize(query, at, projected, other, spec.key_dim**-0.5)
+            self._normalize(key, token, projected, key_at, 1.0)
+            self._normalize(query, token, projected, other, spec.key_dim**-0.5)
             with e.loop(0, spec.key_dim) as channel:
-                e.store(e.load(key_at + channel * 4, F32), self.keys + (channel * spec.block + at) * 4)
+                e.store(e.load(key_at + channel * 4, F32), self.keys + (channel * spec.block + token) * 4)
         product(
             e,
             LeftMatrix(self.rows, key_row, count * 2, e.i64(spec.key_dim)),
@@ -153,15 +153,16 @@ class _Unit:
         size = 4 * spec.key_dim * spec.value_dim
         with e.loop(0, spec.shared) as member:
             matrix = self.state(self.value_head(member)).matrix
-            with e.loop(0, size // _PREFETCHED * _PREFETCHED, _PREFETCHED) as at:
-                e.prefetch(matrix + at, _PREFETCHED)
+            with e.loop(0, size // _PREFETCHED * _PREFETCHED, _PREFETCHED) as offset:
+                e.prefetch(matrix + offset, _PREFETCHED)
 
-    def _normalize(self, channel: Value, at: Value, projected: Value, target: Value, length: float) -> None:
+    def _normalize(self, channel: Value, token: Value, projected: Value, target: Value, length: float) -> None:
         """Convolve a query or a key, the token of this place, into `target`, with this length."""
         e = self.e
         squares = e.variable(e.constant(F32, _LENGTH_EPS))
         values = [
-            (first, self._convolve(channel, at, projected, first, lanes)) for first, lanes in pieces(self.spec.key_dim)
+            (first, self._convolve(channel, token, projected, first, lanes))
+            for first, lanes in pieces(self.spec.key_dim)
         ]
         for first, x in values:
             squares.add(e.sum_lanes(x * x) if x.lanes > 1 else e.extract(x, 0) * e.extract(x, 0))
@@ -170,10 +171,10 @@ class _Unit:
         for first, x in values:
             e.store(x * factor, target, 4 * first)
 
-    def _convolve(self, channel: Value, at: Value, projected: Value, first: int, lanes: int) -> Value:
+    def _convolve(self, channel: Value, token: Value, projected: Value, first: int, lanes: int) -> Value:
         """silu of the convolution of `lanes` channels from `channel` + first on; their newest inputs are kept."""
         e, offset = self.e, channel * 4 + 4 * first
-        inputs = self.inputs + at * (4 * self.spec.channels) + offset
+        inputs = self.inputs + token * (4 * self.spec.channels) + offset
         start = e.zero(vector(F32, lanes))
         return common.convolution(e, self.spec, projected + offset, inputs, self.args.conv + offset, start)
 
@@ -196,22 +197,22 @@ class _Unit:
         self._weigh(count, place, decays)
         channel = self.value_channel(head)
         with e.loop(0, count) as i:
-            at, projected = place + i, args.projected + (row + i) * (4 * spec.columns)
+            token, projected = place + i, args.projected + (row + i) * (4 * spec.columns)
             beta, start_decay = (e.load(where + i * 4, F32) for where in (self.beta, self.start_decay))
             for first, lanes in pieces(spec.value_dim):
-                v = self._convolve(channel, at, projected, first, lanes)
+                v = self._convolve(channel, token, projected, first, lanes)
                 key_read = e.load(read + i * value_row, v.type, 4 * first)
-                e.store((v - key_read * start_decay) * beta, updates + at * value_row, 4 * first)
+                e.store((v - key_read * start_decay) * beta, updates + token * value_row, 4 * first)
                 query_read = read + (count + i) * value_row
                 e.store(e.load(query_read, v.type, 4 * first) * start_decay, query_read, 4 * first)
         with e.loop(0, count) as i:
-            at = place + i
+            token = place + i
             product(
                 e,
-                LeftMatrix(weights + i * block_row, block_row, e.i64(1), at),
+                LeftMatrix(weights + i * block_row, block_row, e.i64(1), token),
                 (updates, spec.value_dim),
-                lambda _, first, lanes: e.load(updates + at * value_row, vector(F32, lanes), 4 * first),
-                lambda _, first, value: e.store(value, updates + at * value_row, 4 * first),
+                lambda _, first, lanes: e.load(updates + token * value_row, vector(F32, lanes), 4 * first),
+                lambda _, first, value: e.store(value, updates + token * value_row, 4 * first),
                 (1, self.tile[1]),
             )
         results = read + count * value_row
@@ -244,9 +245,9 @@ class _Unit:
         """`scores` → `weights`: what the updates of the block's tokens weigh in the rows' updates and results."""
         e, block_row = self.e, 4 * self.spec.block
         with e.loop(0, count) as i:
-            at = place + i
-            decay, beta = e.load(decays + at * 4, F32), e.load(self.beta + i * 4, F32)
-            last = at.trunc(I32)
+            token = place + i
+            decay, beta = e.load(decays + token * 4, F32), e.load(self.beta + i * 4, F32)
+            last = token.trunc(I32)
             for first, lanes in pieces(self.spec.block):
                 numbers = e.constant(vector(I32, lanes), list(range(first, first + lanes)))
                 pair_decay = e.exp(-e.load(decays, vector(F32, lanes), 4 * first) + decay)

@@ -104,8 +104,8 @@ def multiply_keys(spec: Mamba2) -> Kernel[RecurrentArguments]:
             def copy(target: Value, source: Value) -> None:
                 with e.loop(0, spec.size) as channel:
                     for first, lanes in pieces(spec.block):
-                        at = channel * (4 * spec.block)
-                        e.store(e.load(source + at, vector(F32, lanes), 4 * first), target + at, 4 * first)
+                        offset = channel * (4 * spec.block)
+                        e.store(e.load(source + offset, vector(F32, lanes), 4 * first), target + offset, 4 * first)
 
             def add(row: Value, count: Value, place: Value, number: Value) -> None:
                 keys = slot_keys
@@ -168,7 +168,9 @@ class _Head:
         self, e: Emitter, spec: Mamba2, args: RecurrentArguments, scratch: Value, span: common.Span, head: Value
     ) -> None:
         self.e, self.spec, self.args, self.span, self.head = e, spec, args, span, head
-        self.weights, self.read, self.scaled, self.start_decay, self.step = (scratch + at for at in _arrays(spec)[:-1])
+        self.weights, self.read, self.scaled, self.start_decay, self.step = (
+            scratch + offset for offset in _arrays(spec)[:-1]
+        )
         self.group, number = head // spec.shared, span.slot * spec.heads + head
         self.state = common.Matrix.of(args, number, args.keys, (spec.size, spec.dim, spec.block))
         self.matrix, self.updates, self.decays = self.state.matrix, self.state.updates, self.state.decays
@@ -234,8 +236,8 @@ class _Head:
         """Compute `weights`: scores, times what is left of the updates of the block's tokens."""
         e, spec = self.e, self.spec
         with e.loop(0, count) as i:
-            at = place + i
-            decay, last = e.load(self.decays + at * 4, F32), at.trunc(I32)
+            token = place + i
+            decay, last = e.load(self.decays + token * 4, F32), token.trunc(I32)
             scores = self.args.scores + ((row + i) * spec.groups + self.group) * (4 * spec.block)
             for first, lanes in pieces(spec.block):
                 numbers = e.constant(vector(I32, lanes), list(range(first, first + lanes)))

@@ -40,8 +40,8 @@ def short_conv(width: int, *, has_bias: bool) -> Kernel[ConvArguments]:
 
             def new(offset: Value, kind: Type, rows_back: int) -> Value:
                 """B · x of an earlier row of these, or of this one."""
-                at = inputs + (offset - stride * (3 * rows_back))
-                return e.load(at, kind) * e.load(at + stride * 2, kind)
+                address = inputs + (offset - stride * (3 * rows_back))
+                return e.load(address, kind) * e.load(address + stride * 2, kind)
 
             def compute(offset: Value, kind: Type) -> None:
                 newest = new(offset, kind, 0)
