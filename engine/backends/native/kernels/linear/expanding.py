@@ -6,7 +6,7 @@ A block of 16 rows is expanded in memory of the thread that stays in the cache, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
@@ -52,8 +52,9 @@ def expanded_sums(
     panels: tuple[Value, Value, Value, Value],
     sums_at: Value,
     kind: Inputs,
-) -> Iterator[tuple[Value, list[list[Value]]]]:
-    """Yields once, inside a loop over all panels: a panel's first row, and the sums of each tile and each of its rows.
+    finish: Callable[[Value, list[list[Value]]], None],
+) -> None:
+    """Call finish(a panel's first row, the sums of each tile and each of its rows) inside a loop over all panels.
 
     tiles: addresses. at_once: how many of them are multiplied at a time. panels: the address of panels from
     `quantize_rows` for `kind`, the bytes of one, the blocks of a row, and the number of rows. kept: memory for the sums
@@ -90,16 +91,11 @@ def expanded_sums(
                     for total, place in zip(chain(*totals), chain(*places), strict=True):
                         e.store(total.get(), sums_at + panel * size, place)
         with e.loop(0, count) as panel:
-            yield (
-                begin + panel * row_tile,
-                [
-                    [
-                        e.load(sums_at + panel * size, zero.type, _place(number, row, row_tile))
-                        for row in range(row_tile)
-                    ]
-                    for number in range(len(tiles))
-                ],
-            )
+            sums = [
+                [e.load(sums_at + panel * size, zero.type, _place(number, row, row_tile)) for row in range(row_tile)]
+                for number in range(len(tiles))
+            ]
+            finish(begin + panel * row_tile, sums)
 
 
 def _place(tile: int, row: int, row_tile: int) -> int:
