@@ -51,7 +51,7 @@ class Inputs(Enum):
 
     CODES = LARGEST_SPLIT  # as int16, for codes of weights
     BYTES = 127  # as int8, for codes of weights
-    WORDS = 16380  # as int16, for numbers of 16 bits that become words (`words.ExpandedNumbers`)
+    WORDS = 16380  # as int16, for numbers of 16 bits that become words (`expanded_weights.ExpandedNumbers`)
     FLOATS = 0  # as float32
 
     @property

@@ -2,9 +2,9 @@
 outputs.
 
 Codes become bfloat16 in memory of the thread that stays in the cache, once for 32 panels; they and their scales lie
-there as in `words`. Both parts of an input are multiplied by the same codes, and the sum of the products is the
-same integer as at other levels. float32 has all integers up to 2²⁴. Codes that are too large for that are multiplied by
-each part alone, or become smaller by a number whose product with the sum of the inputs is added later.
+there as in `expanded_weights`. Both parts of an input are multiplied by the same codes, and the sum of the products is
+the same integer as at other levels. float32 has all integers up to 2²⁴. Codes that are too large for that are
+multiplied by each part alone, or become smaller by a number whose product with the sum of the inputs is added later.
 
 Inputs of 8 bits are one part, and both they and codes stay bytes: one product, whose sums are int32.
 """
@@ -17,8 +17,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, panel_bytes, place_of_sum
+from polarlm.engine.backends.native.kernels.linear.expanded_weights import INPUTS, ExpandedBytes, ExpandedCodes
 from polarlm.engine.backends.native.kernels.linear.tile_reads import read_pair
-from polarlm.engine.backends.native.kernels.linear.words import INPUTS, ExpandedBytes, ExpandedCodes
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes
 from polarlm.engine.jit.lang import F32, I16, I32, Emitter, Value, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat

@@ -19,7 +19,7 @@ from polarlm.engine.backends.native.kernels.linear.block_sums import (
     prefetch_distance,
     sum_by_outputs,
 )
-from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
+from polarlm.engine.backends.native.kernels.linear.expanded_sums import SUMS, expanded_sums, is_expanded
 from polarlm.engine.backends.native.kernels.linear.matrix_sums import matrix_sums, unit_runs
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
 from polarlm.engine.backends.native.kernels.rows import apply_gate

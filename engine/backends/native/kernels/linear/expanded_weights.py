@@ -1,7 +1,8 @@
-"""Weights as words or bytes in memory: codes, for products of many rows, and numbers of 16 bits.
+"""Weights that are expanded in memory before they are multiplied: codes as words or bytes, for products of many rows,
+and numbers of 16 bits as words.
 
-Where a level has few registers, a product of many rows would unpack its codes again for every few rows, and spend half
-of its time so. Words in memory are loaded, multiplied and added. For 32 inputs of 16 outputs there are
+Where a level has few registers, a product of many rows would unpack its codes again for every few rows, which takes
+half of its time. Expanded, they are unpacked once. For 32 inputs of 16 outputs there are
 
     words    (16, 16, 2) int16          of each pair of inputs and each output: codes less their zero point, or numbers
     scale    (32 / group, 16) float32
@@ -13,7 +14,7 @@ Codes that are multiplied by inputs of 8 bits are bytes, (8, 16, 4), of each qua
 Two pairs x, y of inputs and their words v, w give vx + wy = (x + w)(y + v) − xy − vw (Winograd, A New Algorithm for
 Inner Product, 1968): one product of two sums instead of two products. The sum of the xy belongs to a row and comes with
 its panel, the sum of the vw belongs to an output. int32 wraps, so that the differences are exact. Each third row is
-multiplied without that, in the pipes that sums leave free.
+multiplied without that: its products go to the pipes that the sums of the other rows leave free.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ _VECTOR = 4 * ROWS  # bytes of a pair, or of a scale, of 16 outputs
 
 
 class ExpandedWeights:
-    """Multiplies words.
+    """Emits products with expanded weights; subclasses emit the expansion.
 
-    Subclasses write them. blocks: blocks of a tile in `INPUTS` inputs. parts: 32 inputs each, of a block. vectors: of
-    32 inputs, as they are multiplied by `inputs`.
+    blocks: how many blocks of a tile have `INPUTS` inputs. parts: how many times 32 inputs a block has. vectors: how
+    many vectors 32 inputs are, as they are multiplied by `inputs`.
     """
 
     blocks: int

@@ -1,7 +1,8 @@
-"""Sums of products with blocks that are expanded first: lattices and digits to codes of 8 bits; numbers of 16 bits to
-words, and for products of many rows codes to words where the level is faster so (`words`).
+"""Sums of products with expanded blocks (`Way.EXPANDED`): a block of 16 rows is expanded once for 64 panels, in memory
+of the thread that stays in the cache.
 
-A block of 16 rows is expanded in memory of the thread that stays in the cache, once for 64 panels.
+Lattices and digits are expanded to codes of 8 bits (`expanders`); numbers of 16 bits to words, and codes to words or
+bytes where the level multiplies many rows faster so (`expanded_weights`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from itertools import chain
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
 from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, Outputs, add_block, sum_by_outputs
-from polarlm.engine.backends.native.kernels.linear.expanders import expander, has_expander
-from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, become_words
-from polarlm.engine.backends.native.kernels.linear.words import (
+from polarlm.engine.backends.native.kernels.linear.expanded_weights import (
     INPUTS,
     ExpandedBytes,
     ExpandedCodes,
     ExpandedNumbers,
     ExpandedWeights,
 )
+from polarlm.engine.backends.native.kernels.linear.expanders import expander, has_expander
+from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, become_words
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
 from polarlm.engine.jit.lang import F32, Emitter, Level, Value, Values, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
