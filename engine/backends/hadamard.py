@@ -44,7 +44,7 @@ def with_rotations(
     transforms: Sequence[HeadTransform], make: Callable[[np.ndarray], Rotation], identity: Rotation
 ) -> Iterator[tuple[HeadTransform, Rotation, Rotation, Rotation]]:
     """Yields each transform with what `make` makes of its rotations of keys and of values, and of the inverse of the
-    latter; once of a matrix that several share. nothing: stands for no rotation."""
+    latter; once of a matrix that several share. identity: stands for no rotation."""
     rotations: dict[tuple[int, bool], Rotation] = {}
 
     def rotation(matrix: np.ndarray | None, inverse: bool = False) -> Rotation:

@@ -175,8 +175,8 @@ class KVOps(Protocol):
         """
 
     def cache(self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[Cache] = ()) -> Cache:
-        """Memory for one layer: `quantized` blocks, `full` slots. beside: the caches of the layers before, whose codec
-        tables it may share.
+        """Memory for one layer: `quantized` blocks, `full` slots. earlier_caches: the caches of the layers before,
+        whose codec tables it may share.
 
         If the format has a finer one, the cache's attribute `finer` is a cache of that format with the same slots. Its
         blocks are in the same memory, from the beginning on: blocks in use of both kinds must not overlap. A

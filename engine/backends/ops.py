@@ -214,7 +214,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
         """One or more matrices with the same inputs, on the device; consecutive ones may be joined into one.
 
-        kept: for a backend that `keeps_tiles`; what is not in it is read from `matrices`.
+        kept_tiles: for a backend that `keeps_tiles`; what is not in it is read from `matrices`.
         Raises EngineError for a matrix that the device cannot read, MemoryError if they do not fit.
         """
 

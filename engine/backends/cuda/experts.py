@@ -228,7 +228,7 @@ class ExpertOps(LinearOps):
         return y
 
     def _multiply_pairs(self, ids: Array, pairs_per_row: int, count: int, y: Array, x: Array, product: Product) -> None:
-        """The products of pairs, one by one. sharing: how many neighbouring pairs have the same row of x.
+        """The products of pairs, one by one. pairs_per_row: how many neighbouring pairs have the same row of x.
         count: experts."""
         (pairs, out), width, weight, device = y.shape, x.shape[1], product.weight, self._device
         rows = weight.shape[0] // count

@@ -40,7 +40,7 @@ def most() -> int:
 def memory_left(weights: int, note: str = "") -> int:
     """Bytes for the KV store and activations once `weights` bytes are loaded: half of the remaining memory.
 
-    held_as: for the message, the type of the weights in memory if it is not their file's. Raises EngineError if the
+    note: for the message, the type of the weights in memory if it is not their file's. Raises EngineError if the
     weights alone do not fit.
     """
     if weights > (limit := most()):

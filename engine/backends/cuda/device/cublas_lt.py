@@ -75,7 +75,8 @@ class Products:
         """What stays from call to call: a description, layouts of weights, x and y, and what begins with an algorithm.
         The library counts by columns: it sees transposes of our matrices, yᵀ = weight · xᵀ.
 
-        pitch: numbers from a row of y to the next. aligned: bytes, 256 at most, of which all addresses are multiples.
+        pitch: numbers from a row of y to the next. aligned_bytes: bytes, 256 at most, of which all addresses are
+        multiples.
         """
         padded_rows, rest = -(-rows // _ROWS) * _ROWS, (pitch, is_biased, aligned_bytes)
         layouts = self._layouts(kind, out, width, rows, pitch)

@@ -24,8 +24,8 @@ def load_driver() -> ctypes.CDLL:
 class Kernel:
     """A kernel that is launched with arguments of the same C types every time, by one thread at a time.
 
-    letters: these types, as letters of `struct`. waits: whether it waits for its predecessor by itself. allowed: its
-    limit of dynamic shared memory; CUDA's own depends on the kernel's static shared memory, so it is always raised.
+    letters: these types, as letters of `struct`. waits: whether it waits for its predecessor by itself. shared_limit:
+    its limit of dynamic shared memory; CUDA's own depends on the kernel's static shared memory, so it is always raised.
     `pack(*start, …)` packs a launch: grid and block, three sizes each; bytes of shared memory; the stream's handle;
     `attribute`; 1 if it may start before its predecessor has ended, else 0; addresses and numbers. `launch(*handles)`
     launches it, and returns the driver's status, 0 for success.

@@ -63,7 +63,7 @@ class TracingDevice:
         memory: tuple[int, int] = (1 << 40, 1 << 40),
         overlaps: bool = False,
     ) -> None:
-        """launched: is called with every launch. The rest describes the GPU that the launches are meant for."""
+        """on_launch: is called with every launch. The rest describes the GPU that the launches are meant for."""
         self._on_launch, self._memory = on_launch, memory
         self.processors, self.shared_memory, self.overlaps = processors, shared_memory, overlaps
 

@@ -100,7 +100,7 @@ class CacheOps(HeadOps):
     def _sides(
         self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], earlier_caches: Sequence[LayerCache]
     ) -> list[SideArrays]:
-        """Keys and values, with pools of their records. beside: caches whose codecs' tables they may have."""
+        """Keys and values, with pools of their records. earlier_caches: caches whose codecs' tables they may have."""
         kinds = [*earlier_caches, *(other.finer for other in earlier_caches if other.finer is not None)]
         tables_by_layout = {
             layout: side for kind in kinds for layout, side in zip(kind.layouts, (kind.keys, kind.values), strict=True)

@@ -119,7 +119,7 @@ class RecurrentOps(DeviceOps):
         self._launch("delta_scan", grid, config, *written, *arrays, snapshot, len(slot.keys), int(tiled), *numbers)
 
     def _keep_inputs(self, sizes: DeltaSizes, part: _Part, conv_rows: Array, snapshot: Array) -> None:
-        """convolved: rows that begin with what is convolved."""
+        """conv_rows: rows that begin with what is convolved."""
         inputs, config = part.slot.inputs, sizes.finish()
         numbers = row_stride(conv_rows), inputs.shape[1], len(conv_rows), part.place
         args = inputs, part.ends.inputs, conv_rows, snapshot, *numbers

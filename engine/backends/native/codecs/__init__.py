@@ -81,7 +81,7 @@ class KeyTiles(Tiles):
     def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
         """The scores of 1 to MOST_QUERIES prepared queries with each key of a tile → N float32 at each of out.
 
-        after: a tile that is needed soon. It is prefetched a few lines at a time while this one is read, since many
+        next_tile: a tile that is needed soon. It is prefetched a few lines at a time while this one is read, since many
         prefetches at once stall the core.
         """
 
@@ -91,8 +91,8 @@ class ValueTiles(Tiles):
     def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
         """Add Σ weightₜ · valueₜ to the D float32 at each of sums, for 1 to MOST_QUERIES rows of weights.
 
-        after: as for `KeyTiles.emit_scores`. weights: N float32 ≥ 0 each, which may be overwritten. The padding after
-        the D sums is never read.
+        next_tile: as for `KeyTiles.emit_scores`. weights: N float32 ≥ 0 each, which may be overwritten. The padding
+        after the D sums is never read.
         """
 
 

@@ -41,7 +41,7 @@ def _multiply(
     adds: bool,
 ) -> None:
     """The sums of the rows of a matrix of float16, each times its factor, of each set of factors → the targets, or
-    `adds` to them. unrolled: rows at a time."""
+    `adds` to them. unroll: rows at a time."""
     rows, columns = shape
     vectors = columns // 16
     vector_tile = sum_tile(e, len(factors), vectors)

@@ -71,8 +71,8 @@ def product(
     """left @ right (size, columns) + start, by tiles of rows and of vectors of 16 columns.
 
     right: the address and the columns of a matrix without padding. start(row, column, lanes) returns what the sums of a
-    row begin with; finish(row, column, value) takes them. tile: its rows and vectors. seen: columns from here on are
-    not needed. The sums of a row have the same terms in the same order whichever tile they are in.
+    row begin with; finish(row, column, value) takes them. tile: its rows and vectors. visible_columns: columns from
+    here on are not needed. The sums of a row have the same terms in the same order whichever tile they are in.
     """
     (height, vectors), (matrix, columns) = tile, right
     parts = list(pieces(columns))

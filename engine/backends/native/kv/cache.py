@@ -29,8 +29,8 @@ class TileCache(LayerCache):
     """The stored K/V of one layer, with quantized blocks in tiles, which kernels read.
 
     k, v: {"tiles": uint8 (K, quantized blocks, bytes of a tile)}. encoders: for keys and for values the encoder, or the
-    reason why NumPy encodes them. encoding_one, decoding_one: the launches that encode and decode a single block, once
-    they have been prepared.
+    reason why NumPy encodes them. one_block_encoding, one_block_decoding: the launches that encode and decode a single
+    block, once they have been prepared.
     """
 
     key_tiles: KeyTiles

@@ -19,8 +19,8 @@ ExpertMatrices = Sequence[RereadMatrix]  # an expert's matrices that are packed 
 class CachedTiles:
     """The tiles of the experts that are in memory.
 
-    memory: uint8 (slots · tiles of an expert, bytes of a tile). slots: experts that fit. stored: the matrices of every
-    expert. pack(matrices, tiles): packs one expert's matrices.
+    memory: uint8 (slots · tiles of an expert, bytes of a tile). slots: experts that fit. matrices: the matrices of
+    every expert. pack(matrices, tiles): packs one expert's matrices.
     """
 
     def __init__(

@@ -173,7 +173,7 @@ class PolarValues(PolarTiles, ValueTiles):
     ) -> None:
         """Weights (N,) int16 times the radii of a unit → `out` (sets, N) int16.
 
-        inverse: of the unit's largest radius. of_tokens (N,): _WORD divided by each token's size.
+        inverse: of the unit's largest radius. token_sizes (N,): _WORD divided by each token's size.
         """
         group_tile = 32 if self.tokens % 32 == 0 else 16
         for first in range(0, self.tokens, group_tile):

@@ -60,8 +60,8 @@ def emit_products(
 ) -> list[list[Value]]:
     """The dot products of a tile's keys with prepared queries: for each query, int32, 16 tokens per vector.
 
-    after: a tile whose codes are prefetched. prepared: the tokens are cut into len(prepared) equal spans; the prepared
-    queries of each.
+    next_tile: a tile whose codes are prefetched. prepared: the tokens are cut into len(prepared) equal spans; the
+    prepared queries of each.
     """
     groups, width, packing = tokens // 16, table.width, Packing(table.bits)
     vectors, factor_at = tokens * head_dim // width // 64, -(-head_dim // 16) * 16

@@ -116,8 +116,10 @@ def full_scores(
 ) -> None:
     """The scores of the first `count` tokens, rounded up to whole vectors, with each of the queries (D,) → `out`.
 
-    after: the keys that are read next: their first tokens are prefetched while the last ones of this block are read.
-    stride: bytes from query to query, and from scores to scores. widened: scratch, float32 keys of a vector of tokens.
+    next_keys: the keys that are read next: their first tokens are prefetched while the last ones of this block are
+    read.
+    stride: bytes from query to query, and from scores to scores. key_floats: scratch, float32 keys of a vector of
+    tokens.
     """
     lanes, sums = _lanes(e, dim), min(16, dim & -dim)
     kind = vector(F32, lanes)
@@ -151,7 +153,7 @@ def full_scores(
 def add_full_values(
     e: Emitter, values: Value, next_keys: Value, dim: int, count: Value, weights: Values, sums: Values
 ) -> None:
-    """Add Σ weight · value over the first `count` tokens to each of the sums (D,). after: as in `full_scores`."""
+    """Add Σ weight · value over the first `count` tokens to each of the sums (D,). next_keys: as in `full_scores`."""
     lanes = _lanes(e, dim)
     kind = vector(F32, lanes)
     size = lanes * max(1, e.level.registers // 2 // len(weights))

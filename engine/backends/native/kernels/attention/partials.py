@@ -86,7 +86,7 @@ def merge(head_dim: int, order: int, *, is_scaled: bool, has_sink_scores: bool) 
     """Partial results → out (T, H, D) float32, one unit per row and head.
 
     With has_sink_scores, sink_scores (H,) are scores whose values are 0. A result is multiplied by scale_back (H,) if
-    is_scaled, and then rotated; order, memory, before: see `Rotation`.
+    is_scaled, and then rotated; order, memory, input_signs: see `Rotation`.
     """
 
     def emit(e: Emitter, args: MergeArguments, begin: Value, end: Value, scratch: Value) -> None:

@@ -235,7 +235,7 @@ class _Body:
         self, queries: Sequence[Query], keys: Value, block: Value, prefetch_address: Value, scores: Values
     ) -> None:
         """Scores q·k + q·μ of each query with the keys of a block, whose mean is μ → N float32 at each of `scores`.
-        ahead: a tile to prefetch."""
+        prefetch_address: a tile to prefetch."""
         e, spec = self.e, self.spec
         tile = keys + block * self.args.key_bytes
         spec.keys.emit_scores(e, tile, prefetch_address, [query.prepared for query in queries], scores)

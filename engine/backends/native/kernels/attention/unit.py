@@ -105,7 +105,7 @@ class Unit:
     def finish(self, i: Value, out: Value, epilogue: tuple[Value, Value, Value] | None = None) -> None:
         """Store the result of query i: normalized, scaled and rotated.
 
-        back: the addresses of the scale, of the signs before the rotation, and of the rotation, if the kernel is
+        epilogue: the addresses of the scale, of the signs before the rotation, and of the rotation, if the kernel is
         specialized for one of them.
         """
         e, weighted, order = self._e, self._row(i)[1], self._spec.order

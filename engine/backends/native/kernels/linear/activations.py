@@ -149,7 +149,7 @@ def quantize_rows(
 ) -> Kernel[RowArguments]:
     """Rows of x → panels of int16 or int8, one unit per row. A group's largest magnitude becomes that of `inputs`.
 
-    normed: x / rms(x) * weight is quantized instead. columns: a multiple of 32. stride: bytes from row to row of x.
+    has_norm: x / rms(x) * weight is quantized instead. columns: a multiple of 32. stride: bytes from row to row of x.
     is_unsigned: int8 become unsigned bytes, with the zero point 128. picks: a unit is a row of the panels, whose row of
     x is in sources (units,) int32; negative: it is not written.
     """

@@ -113,7 +113,7 @@ def add_block(
     """Add the products of the rows of a panel and of blocks with the same inputs to `sums`, of each block and row. All
     blocks are of the same outputs. The inputs are of the kind of `codes`.
 
-    inputs: address of the block's first inputs in the panel. before: emits what precedes part `part` of 32 inputs.
+    inputs: address of the block's first inputs in the panel. before_part: emits what precedes part `part` of 32 inputs.
     """
     place, row_tile, outputs = codes.place, len(sums[0]), blocks[0].outputs
     format, multiply = place.format, _multiplier(e.level, codes, row_tile)
@@ -158,7 +158,7 @@ def _dots(
     """For each tile and row, the dot products (outputs,) int32 of the row's inputs with the codes of a group, less the
     zero point.
 
-    addresses: addresses of each tile's codes of 32 inputs. less: see `_input_sums`.
+    addresses: addresses of each tile's codes of 32 inputs. input_sums: see `_input_sums`.
     """
     size, rows, outputs = codes.place.format.group // 2, range(len(input_sums)), input_sums[0].lanes
     zero = e.zero(input_sums[0].type)

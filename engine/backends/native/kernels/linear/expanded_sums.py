@@ -58,8 +58,8 @@ def expanded_sums(
     """Call finish(a panel's first row, the sums of each tile and each of its rows) inside a loop over all panels.
 
     tiles: addresses. at_once: how many of them are multiplied at a time. panels: the address of panels from
-    `quantize_rows` for `kind`, the bytes of one, the blocks of a row, and the number of rows. kept: memory for the sums
-    of 64 panels and all tiles, and then for words.
+    `quantize_rows` for `kind`, the bytes of one, the blocks of a row, and the number of rows. sums_at: memory for the
+    sums of 64 panels and all tiles, and then for words.
     """
     x, stride, blocks, rows = panels
     row_tile = sizes.rows

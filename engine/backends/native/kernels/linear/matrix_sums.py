@@ -41,7 +41,7 @@ def unit_runs(
     e: Emitter, format: WeightFormat, kind: Inputs, units: tuple[Value, Value], matrix_units: Value, tiles: int
 ) -> Iterator[tuple[Value, Value]]:
     """A loop over units from the first to the last, in runs for `matrix_sums`: the first unit of a run, and how many
-    there are. of_matrix: units of a matrix; all of a run are of one. tiles: of a unit."""
+    there are. matrix_units: units of a matrix; all of a run are of one. tiles: of a unit."""
     begin, end = units
     first = e.variable(begin)
     e.level.begin_tiles(e, format.group * kind.size // 4)
