@@ -110,9 +110,9 @@ def _add_by_blocks(
             if place == block and ends is not None:
                 _advance(slots, span.slot, tiled)
                 if number in ends.numbers:
-                    snapshot = ends.numbers.index(number)
-                    ends.matrices[snapshot] = slots.matrices[span.slot]
-                    ends.inputs[snapshot] = slots.inputs[span.slot, :before]
+                    kept_row = ends.numbers.index(number)
+                    ends.matrices[kept_row] = slots.matrices[span.slot]
+                    ends.inputs[kept_row] = slots.inputs[span.slot, :before]
                 place, number = 0, number + 1
 
 

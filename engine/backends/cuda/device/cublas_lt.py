@@ -70,15 +70,15 @@ class Products:
         _call(self._library, "Matmul", self._handle, description, *args, self._workspace, WORKSPACE_BYTES, stream)
 
     def _new_plan(
-        self, kind: int, out: int, width: int, rows: int, pitch: int, is_biased: bool, aligned_bytes: int
+        self, kind: int, out: int, width: int, rows: int, pitch: int, is_biased: bool, alignment: int
     ) -> tuple[Any, ...]:
         """What stays from call to call: a description, layouts of weights, x and y, and what begins with an algorithm.
         The library counts by columns: it sees transposes of our matrices, yᵀ = weight · xᵀ.
 
-        pitch: numbers from a row of y to the next. aligned_bytes: bytes, 256 at most, of which all addresses are
+        pitch: numbers from a row of y to the next. alignment: bytes, 256 at most, of which all addresses are
         multiples.
         """
-        padded_rows, rest = -(-rows // _ROWS) * _ROWS, (pitch, is_biased, aligned_bytes)
+        padded_rows, rest = -(-rows // _ROWS) * _ROWS, (pitch, is_biased, alignment)
         layouts = self._layouts(kind, out, width, rows, pitch)
         description, choice = self._algorithm(kind, out, width, padded_rows, *rest)
         if padded_rows != rows and not self._serves(description, layouts, choice):
@@ -90,7 +90,7 @@ class Products:
         return tuple(_Structure(self._library, "MatrixLayout", *shape) for shape in shapes)
 
     def _new_algorithm(
-        self, kind: int, out: int, width: int, rows: int, pitch: int, is_biased: bool, aligned_bytes: int
+        self, kind: int, out: int, width: int, rows: int, pitch: int, is_biased: bool, alignment: int
     ) -> tuple[_Structure, Any]:
         """A description, and what begins with the algorithm that the library names first; arguments as above."""
         library, (a, b, c) = self._library, self._layouts(kind, out, width, rows, pitch)
@@ -98,11 +98,11 @@ class Products:
         description.set(_TRANSPOSED, c_int(1))
         if is_biased:
             description.set(_EPILOGUE, c_uint32(_ADDS_BIAS))
-            description.set(_BIAS, c_void_p(aligned_bytes))  # no address stands for one that is a multiple of anything
+            description.set(_BIAS, c_void_p(alignment))  # no address stands for one that is a multiple of anything
         preference = _Structure(library, "MatmulPreference")
         preference.set(_WORKSPACE, c_uint64(WORKSPACE_BYTES))
         for attribute in _ALIGNMENTS:
-            preference.set(attribute, c_uint32(aligned_bytes))
+            preference.set(attribute, c_uint32(alignment))
         choice, count = (c_uint64 * 12)(), c_int()
         args = description, a, b, c, c, preference, 1, byref(choice), byref(count)
         _call(library, "MatmulAlgoGetHeuristic", self._handle, *args)

@@ -18,7 +18,7 @@ from polarlm.model_loaders.config import Recurrent
 
 
 class _Part(NamedTuple):
-    """Rows of a prompt that are added to a slot at once, from a place in its block, and their results y. kept: see
+    """Rows of a prompt that are added to a slot at once, from a place in its block, and their results y. end_rows: see
     `delta_scan.cu`."""
 
     y: Array
@@ -26,7 +26,7 @@ class _Part(NamedTuple):
     slot: DeltaSlots
     ends: DeltaEnds
     place: int
-    snapshot: np.ndarray
+    end_rows: np.ndarray
 
 
 class RecurrentOps(DeviceOps):
@@ -82,14 +82,14 @@ class RecurrentOps(DeviceOps):
         key_heads, heads, arrays = len(slot.keys), len(slot.updates), self._scratch(sizes, part)
         numbers = key_heads, heads, int(w.tiled), rows, place
         args = *arrays, projected, *_block_state(slot), slot.inputs, w.conv, w.decay, w.dt_bias, pitch, *numbers
-        self._launch("delta_blocks", (len(part.snapshot), key_heads), sizes.blocks(), *args)
-        snapshot, (queries, _, *others) = self._device.from_host(part.snapshot), arrays
-        self._scan(sizes, part, [queries, *others, None], snapshot, w.tiled)
+        self._launch("delta_blocks", (len(part.end_rows), key_heads), sizes.blocks(), *args)
+        end_rows, (queries, _, *others) = self._device.from_host(part.end_rows), arrays
+        self._scan(sizes, part, [queries, *others, None], end_rows, w.tiled)
         config = sizes.finish()
         grid = (-(-rows * heads * WARP // config.threads),)
         result_args = y, projected, w.norm, pitch, key_heads, heads, rows, float(w.eps)
         self._launch("delta_results", grid, config, *result_args)
-        self._keep_inputs(sizes, part, projected, snapshot)
+        self._keep_inputs(sizes, part, projected, end_rows)
 
     def _add_mamba2_rows(self, part: _Part, w: Mamba2Weights) -> None:
         y, projected, slot, _, place, _ = part
@@ -98,31 +98,31 @@ class RecurrentOps(DeviceOps):
         weights = w.conv, w.bias, w.decay, w.dt_bias, w.skip
         numbers = row_stride(projected), groups, heads, len(projected), place
         args = y, *arrays, projected, *_block_state(slot), slot.inputs, *weights, *numbers
-        grid = len(part.snapshot), groups, -(-heads // groups // int(config.defines["MEMBERS"]))
+        grid = len(part.end_rows), groups, -(-heads // groups // int(config.defines["MEMBERS"]))
         self._launch("mamba2_blocks", grid, config, *args)
-        snapshot, (queries, largest, decayed_keys, *others) = self._device.from_host(part.snapshot), arrays
-        self._scan(sizes, part, [queries, decayed_keys, None, *others, largest], snapshot, False)
-        self._keep_inputs(sizes, part, projected[:, y.shape[1] :], snapshot)
+        end_rows, (queries, largest, decayed_keys, *others) = self._device.from_host(part.end_rows), arrays
+        self._scan(sizes, part, [queries, decayed_keys, None, *others, largest], end_rows, False)
+        self._keep_inputs(sizes, part, projected[:, y.shape[1] :], end_rows)
 
     def _scratch(self, sizes: DeltaSizes, part: _Part) -> list[Array]:
-        shapes = sizes.scratch(len(part.slot.keys), len(part.slot.updates), len(part.snapshot))
+        shapes = sizes.scratch(len(part.slot.keys), len(part.slot.updates), len(part.end_rows))
         return [self._device.empty(shape, np.float32) for shape in shapes]
 
     def _scan(
-        self, sizes: DeltaSizes, part: _Part, arrays: Sequence[Array | None], snapshot: Array, tiled: bool
+        self, sizes: DeltaSizes, part: _Part, arrays: Sequence[Array | None], end_rows: Array, tiled: bool
     ) -> None:
         """arrays: queries, faded, reads or None, news, weights, logs, largest or None: see `delta_scan.cu`."""
         slot, (heads, _, dim) = part.slot, part.slot.updates.shape
         config = sizes.scan(heads, self._device.processors, self._device.shared_memory)
         grid = -(-dim // int(config.defines["SLICE"])), heads
         written, numbers = (part.y, slot.matrices, *_block_state(slot), part.ends.matrices), (len(part.y), part.place)
-        self._launch("delta_scan", grid, config, *written, *arrays, snapshot, len(slot.keys), int(tiled), *numbers)
+        self._launch("delta_scan", grid, config, *written, *arrays, end_rows, len(slot.keys), int(tiled), *numbers)
 
-    def _keep_inputs(self, sizes: DeltaSizes, part: _Part, conv_rows: Array, snapshot: Array) -> None:
+    def _keep_inputs(self, sizes: DeltaSizes, part: _Part, conv_rows: Array, end_rows: Array) -> None:
         """conv_rows: rows that begin with what is convolved."""
         inputs, config = part.slot.inputs, sizes.finish()
         numbers = row_stride(conv_rows), inputs.shape[1], len(conv_rows), part.place
-        args = inputs, part.ends.inputs, conv_rows, snapshot, *numbers
+        args = inputs, part.ends.inputs, conv_rows, end_rows, *numbers
         self._launch("delta_inputs", (-(-inputs.shape[1] // config.threads),), config, *args, file="delta_results")
 
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
@@ -172,11 +172,11 @@ def _parts(y: Array, projected: Array, slots: DeltaSlots, spans: Array, ends: De
         while first < last:
             end = min(last, first + PROMPT_ROWS // block * block - place)
             blocks = -(-(place + end - first) // block)
-            snapshot = np.full(blocks, -1, np.int32)
+            end_rows = np.full(blocks, -1, np.int32)
             for row, block_number in enumerate(ends.numbers):
                 if number <= block_number < number + blocks:
-                    snapshot[block_number - number] = row
-            yield _Part(y[first:end], projected[first:end], slot, ends, place, snapshot)
+                    end_rows[block_number - number] = row
+            yield _Part(y[first:end], projected[first:end], slot, ends, place, end_rows)
             number, place, first = number + blocks, (place + end - first) % block, end
 
 
