@@ -126,7 +126,7 @@ class Emitter(MemoryEmitter):
         first, last = (n if isinstance(n, Value) else self.constant(I64, n) for n in (begin, end))
         expect(first.type == last.type == I64, "two int64", first, last)
         entry_block = self.builder.block
-        head, body, exit_block = (self.function.append_basic_block(name) for name in ("loop", "body", "exit_block"))
+        head, body, exit_block = (self.function.append_basic_block(name) for name in ("loop", "body", "after"))
         self.builder.branch(head)
         self.builder.position_at_end(head)
         index = self.builder.phi(I64)
@@ -148,7 +148,7 @@ class Emitter(MemoryEmitter):
     @contextmanager
     def repeat_while(self) -> Iterator[list[Value]]:
         """A loop that runs at least once: the body appends to the list the condition under which it runs again."""
-        body, exit_block = (self.function.append_basic_block(name) for name in ("repeat", "exit_block"))
+        body, exit_block = (self.function.append_basic_block(name) for name in ("repeat", "after"))
         self.builder.branch(body)
         self.builder.position_at_end(body)
         condition: list[Value] = []
