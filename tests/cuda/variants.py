@@ -125,7 +125,7 @@ _OTHER_SCORES = {"f16/f16 D64 N64 mean0", "ring4/ring3.5 D64 N64 mean8", "ring4/
 _OTHER_SCORES |= {"f16/f16 D256 N64 mean0", "ring4/ring4 D128 N64 mean8", "polarquant/polarquant D128 N64 mean8"}
 
 
-def _of_other_scores(variants: list[Variant]) -> list[Variant]:
+def _score_variants(variants: list[Variant]) -> list[Variant]:
     """Variants of attention with a soft cap, with sink scores, and with both."""
     some = [variant for variant in variants if str(variant.cache) in _OTHER_SCORES]
     rules: tuple[dict[str, Define], ...] = ({"SOFTCAP": 50.0}, {"SINK_SCORES": 1}, {"SOFTCAP": 50.0, "SINK_SCORES": 1})
@@ -147,7 +147,7 @@ def _decode_attention() -> list[Variant]:
     types = (("linear8", "ring2.5"), ("trellis2.5", "linear8"))
     caches += [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
     variants = _decode("decode_attention", caches)
-    return [*variants, *_of_other_scores(variants)]
+    return [*variants, *_score_variants(variants)]
 
 
 def _decode(kernel: str, caches: list[Cache]) -> list[Variant]:
@@ -202,7 +202,7 @@ def _prefill_attention() -> list[Variant]:
     for cache, group in zip(caches, groups, strict=True):
         config, _ = launch_configs.prefill_attention(*cache.layouts(), group)
         variants.append(Variant("prefill_attention", config.defines, cache, config.shared))
-    return [*variants, *_of_other_scores(variants)]
+    return [*variants, *_score_variants(variants)]
 
 
 def _encode_blocks() -> list[Variant]:
@@ -263,7 +263,7 @@ def _linear(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
     ]
 
 
-def _of_experts(variants: list[Variant]) -> list[Variant]:
+def _expert_variants(variants: list[Variant]) -> list[Variant]:
     """Products of one row with the matrices of experts: gate and up, after a norm, and down."""
     some = [v for v in variants if v.defines["ROWS"] == 1 and not v.defines["ADD"]]
     some = [v for v in some if v.defines["NORMED"] == ("ACTIVATION" in v.defines) and "TO" not in v.defines]
@@ -285,10 +285,10 @@ def _gemm_wide() -> list[Variant]:
             for variant in _linear("gemm_wide", WEIGHT=(weight,), **constants)
             if not variant.defines["NORMED"]
         ]
-    return [*variants, *_rounded_results(variants), *_of_groups(), *_two_formats("gemm_wide", (8, 64))]
+    return [*variants, *_rounded_results(variants), *_group_variants(), *_two_formats("gemm_wide", (8, 64))]
 
 
-def _of_groups() -> list[Variant]:
+def _group_variants() -> list[Variant]:
     """Products of groups of rows with the matrices of experts: gate and up, and down."""
     variants = []
     kinds = itertools.product(_MEMORIES, (64, 1024, 4096), _READ, ("silu", "swiglu_clamped", None))
@@ -322,7 +322,7 @@ def _gemv_packed() -> list[Variant]:
                 for variant in _linear("gemv_packed", WEIGHT=(weight,), **constants)
                 if ("ACTIVATION" in variant.defines) == gated
             ]
-    return [*variants, *_of_experts(variants), *_two_formats("gemv_packed", (1, 2))]
+    return [*variants, *_expert_variants(variants), *_two_formats("gemv_packed", (1, 2))]
 
 
 def _two_formats(kernel: str, numbers: Sequence[int]) -> list[Variant]:
@@ -344,7 +344,7 @@ def _two_formats(kernel: str, numbers: Sequence[int]) -> list[Variant]:
 def _gemv() -> list[Variant]:
     formats = tuple(name for name in _READ if name not in _PACKED)
     variants = _linear("gemv", WEIGHT=formats, ROWS=(1, 2), SPLIT=(1, 2, 4, 8))
-    return [*variants, *_of_experts(variants)]
+    return [*variants, *_expert_variants(variants)]
 
 
 # Key dim, value dim, tokens of a block, width: of models, and of others that threads share out otherwise.
