@@ -34,7 +34,7 @@ class RecurrentArguments(NamedTuple):
     decays: Pointer
     inputs: Pointer
     spans: Pointer
-    kept: Pointer
+    end_target: Pointer
     end_matrices: Pointer
     end_inputs: Pointer
     blocks: Int64
@@ -75,11 +75,11 @@ def for_each_block(e: Emitter, block: int, span: Span, body: Callable[[Value, Va
         condition.append(left.get() > 0)
 
 
-def end_row(e: Emitter, kept: Value, blocks: Value, number: Value) -> Value:
+def end_row(e: Emitter, end_target: Value, blocks: Value, number: Value) -> Value:
     """The row in which the state after a block is kept, or −1. kept: the address of the rows of `blocks` blocks."""
     row = e.variable(e.i64(-1))
     with e.when(number < blocks):
-        row.set(e.load(kept + number * 4, I32).sext(I64))
+        row.set(e.load(end_target + number * 4, I32).sext(I64))
     return row.get()
 
 
@@ -101,7 +101,11 @@ def convolution(e: Emitter, spec: Any, x: Value, inputs: Value, weights: Value, 
 
 
 def repeat_inputs(
-    e: Emitter, inputs: Value, sizes: tuple[Any, int, int], columns: Value, kept: tuple[Value, Value] | None = None
+    e: Emitter,
+    inputs: Value,
+    sizes: tuple[Any, int, int],
+    columns: Value,
+    end_target: tuple[Value, Value] | None = None,
 ) -> None:
     """The last inputs of a block are the first ones of the next block. inputs: address of the first channel's of
     `columns`. sizes: bytes of a row, rows of a block, and inputs before a row. kept: as in `Matrix.advance`."""
@@ -111,9 +115,9 @@ def repeat_inputs(
         for row in range(before):
             x = e.load(inputs + (offset + row_bytes * (block + row)), kind)
             e.store(x, inputs + (offset + row_bytes * row))
-            if kept is not None:
-                with e.when(kept[0]):
-                    e.store(x, kept[1] + (offset + row_bytes * row))
+            if end_target is not None:
+                with e.when(end_target[0]):
+                    e.store(x, end_target[1] + (offset + row_bytes * row))
 
     for_each_column(e, columns, repeat)
 
@@ -153,7 +157,7 @@ class Matrix:
         return Matrix(matrix, keys, updates, decays, *sizes)
 
     def advance(
-        self, e: Emitter, scaled: Value, tile: tuple[int, int], kept: tuple[Value, Value] | None = None
+        self, e: Emitter, scaled: Value, tile: tuple[int, int], end_target: tuple[Value, Value] | None = None
     ) -> None:
         """Apply the decays and updates of a complete block. scaled: scratch for N·D numbers.
 
@@ -175,9 +179,9 @@ class Matrix:
             lambda i, first, value: e.store(value, self.matrix + i * value_row, 4 * first),
             tile,
         )
-        if kept is None:
+        if end_target is None:
             return
-        condition, target = kept
+        condition, target = end_target
         with e.when(condition), e.loop(0, self.key_dim) as i:
             for first, lanes in pieces(self.value_dim):
                 address = i * value_row

@@ -280,16 +280,19 @@ class _Unit:
         """Make the state at the end of the block that at the start of the next one, and keep it if it is asked for."""
         e, spec, args = self.e, self.spec, self.args
         row_bytes, before = 4 * spec.channels, spec.width - 1
-        kept = common.end_row(e, args.kept, args.blocks, number)
+        end_target = common.end_row(e, args.end_target, args.blocks, number)
 
         def repeat(channel: Value, count: int) -> None:
-            inputs, target = self.inputs + channel * 4, args.end_inputs + kept * (before * row_bytes) + channel * 4
-            common.repeat_inputs(e, inputs, (row_bytes, spec.block, before), e.i64(count), (kept >= 0, target))
+            inputs, target = (
+                self.inputs + channel * 4,
+                args.end_inputs + end_target * (before * row_bytes) + channel * 4,
+            )
+            common.repeat_inputs(e, inputs, (row_bytes, spec.block, before), e.i64(count), (end_target >= 0, target))
 
         with e.loop(0, spec.shared) as member:
             head = self.value_head(member)
-            target = args.end_matrices + (kept * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
-            self.state(head).advance(e, self.scaled, self.tile, (kept >= 0, target))
+            target = args.end_matrices + (end_target * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
+            self.state(head).advance(e, self.scaled, self.tile, (end_target >= 0, target))
             repeat(self.value_channel(head), spec.value_dim)
         for channel, count in self.parts():
             repeat(channel, count)

@@ -82,8 +82,8 @@ def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
                     for_each_column(e, columns, compute)
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
-                        kept = common.end_row(e, args.kept, args.blocks, number)
-                        end = kept >= 0, args.end_inputs + kept * (before * row_bytes) + channel * 4
+                        end_target = common.end_row(e, args.end_target, args.blocks, number)
+                        end = end_target >= 0, args.end_inputs + end_target * (before * row_bytes) + channel * 4
                         common.repeat_inputs(e, inputs, (row_bytes, spec.block, before), columns, end)
 
             common.for_each_block(e, spec.block, span, add)
@@ -249,9 +249,9 @@ class _Head:
     def _end_block(self, number: Value) -> None:
         e, spec, args = self.e, self.spec, self.args
         size = 4 * spec.size * spec.dim
-        kept = common.end_row(e, args.kept, args.blocks, number)
-        target = args.end_matrices + (kept * spec.heads + self.head) * size
+        end_target = common.end_row(e, args.end_target, args.blocks, number)
+        target = args.end_matrices + (end_target * spec.heads + self.head) * size
         keys = args.block_keys + (number * spec.groups + self.group) * (4 * spec.size * spec.block)
         replace(self.state, keys=keys).advance(
-            e, self.scaled, common.product_tile(e, spec.is_prompt), (kept >= 0, target)
+            e, self.scaled, common.product_tile(e, spec.is_prompt), (end_target >= 0, target)
         )
