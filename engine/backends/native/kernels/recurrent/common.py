@@ -92,12 +92,12 @@ def product_tile(e: Emitter, is_prompt: bool) -> tuple[int, int]:
 def convolution(e: Emitter, spec: Any, x: Value, inputs: Value, weights: Value, start: Value) -> Value:
     """start plus the convolution of numbers at x, silu of it. x, inputs, weights: addresses of a row's numbers, of the
     slot's inputs that are the first ones under the convolution, and of its weights. The numbers become inputs, too."""
-    row_bytes, before, newest = 4 * spec.channels, spec.width - 1, e.load(x, start.type)
-    e.store(newest, inputs, before * row_bytes)
-    for back in range(before):
-        x_back, weight = (e.load(address, start.type, back * row_bytes) for address in (inputs, weights))
+    row_bytes, rows_before, newest = 4 * spec.channels, spec.width - 1, e.load(x, start.type)
+    e.store(newest, inputs, rows_before * row_bytes)
+    for row_back in range(rows_before):
+        x_back, weight = (e.load(address, start.type, row_back * row_bytes) for address in (inputs, weights))
         start = e.fma(x_back, weight, start)
-    return silu(e, e.fma(newest, e.load(weights, start.type, before * row_bytes), start))
+    return silu(e, e.fma(newest, e.load(weights, start.type, rows_before * row_bytes), start))
 
 
 def repeat_inputs(
@@ -109,10 +109,10 @@ def repeat_inputs(
 ) -> None:
     """The last inputs of a block are the first ones of the next block. inputs: address of the first channel's of
     `columns`. sizes: bytes of a row, rows of a block, and inputs before a row. kept: as in `Matrix.advance`."""
-    row_bytes, block, before = sizes
+    row_bytes, block, rows_before = sizes
 
     def repeat(offset: Value, kind: Type) -> None:
-        for row in range(before):
+        for row in range(rows_before):
             x = e.load(inputs + (offset + row_bytes * (block + row)), kind)
             e.store(x, inputs + (offset + row_bytes * row))
             if end_target is not None:

@@ -229,8 +229,8 @@ class _Unit:
     def _gates(self, head: Value, row: Value, count: Value, place: Value, decays: Value) -> None:
         """Add the rows' decays, and compute `beta` and `start_decay`."""
         e, spec, args = self.e, self.spec, self.args
-        before = e.load(decays + e.imax(place - 1, 0) * 4, F32)
-        total = e.variable(e.select(place > 0, before, e.constant(F32, 0.0)))
+        rows_before = e.load(decays + e.imax(place - 1, 0) * 4, F32)
+        total = e.variable(e.select(place > 0, rows_before, e.constant(F32, 0.0)))
         rate, bias = e.load(args.decay + head * 4, F32), e.load(args.dt_bias + head * 4, F32)
         with e.loop(0, count) as i:
             logits = args.projected + ((row + i) * spec.columns + head) * 4
@@ -279,15 +279,17 @@ class _Unit:
     def advance(self, number: Value) -> None:
         """Make the state at the end of the block that at the start of the next one, and keep it if it is asked for."""
         e, spec, args = self.e, self.spec, self.args
-        row_bytes, before = 4 * spec.channels, spec.width - 1
+        row_bytes, rows_before = 4 * spec.channels, spec.width - 1
         end_target = common.end_row(e, args.end_target, args.blocks, number)
 
         def repeat(channel: Value, count: int) -> None:
             inputs, target = (
                 self.inputs + channel * 4,
-                args.end_inputs + end_target * (before * row_bytes) + channel * 4,
+                args.end_inputs + end_target * (rows_before * row_bytes) + channel * 4,
             )
-            common.repeat_inputs(e, inputs, (row_bytes, spec.block, before), e.i64(count), (end_target >= 0, target))
+            common.repeat_inputs(
+                e, inputs, (row_bytes, spec.block, rows_before), e.i64(count), (end_target >= 0, target)
+            )
 
         with e.loop(0, spec.shared) as member:
             head = self.value_head(member)

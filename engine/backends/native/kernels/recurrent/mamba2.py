@@ -58,13 +58,13 @@ class Mamba2:
 @cache
 def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
     """silu of the convolution of x, B and C; one unit per span and `PART` channels."""
-    row_bytes, before = 4 * spec.channels, spec.width - 1
+    row_bytes, rows_before = 4 * spec.channels, spec.width - 1
     parts = -(-spec.channels // PART)
 
     def emit(e: Emitter, args: RecurrentArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             span, channel = common.span_of(e, args.spans, unit // parts), unit % parts * PART
-            inputs = args.inputs + span.slot * (row_bytes * (before + spec.block)) + channel * 4
+            inputs = args.inputs + span.slot * (row_bytes * (rows_before + spec.block)) + channel * 4
             columns = e.imin(-channel + spec.channels, PART)
 
             def add(row: Value, count: Value, place: Value, number: Value) -> None:
@@ -83,8 +83,8 @@ def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
                         end_target = common.end_row(e, args.end_target, args.blocks, number)
-                        end = end_target >= 0, args.end_inputs + end_target * (before * row_bytes) + channel * 4
-                        common.repeat_inputs(e, inputs, (row_bytes, spec.block, before), columns, end)
+                        end = end_target >= 0, args.end_inputs + end_target * (rows_before * row_bytes) + channel * 4
+                        common.repeat_inputs(e, inputs, (row_bytes, spec.block, rows_before), columns, end)
 
             common.for_each_block(e, spec.block, span, add)
 
@@ -221,8 +221,8 @@ class _Head:
     def _steps(self, row: Value, count: Value, place: Value) -> None:
         """Add the rows' decays, and compute `step` and `start_decay`."""
         e, spec, args = self.e, self.spec, self.args
-        before = e.load(self.decays + e.imax(place - 1, 0) * 4, F32)
-        total = e.variable(e.select(place > 0, before, e.constant(F32, 0.0)))
+        rows_before = e.load(self.decays + e.imax(place - 1, 0) * 4, F32)
+        total = e.variable(e.select(place > 0, rows_before, e.constant(F32, 0.0)))
         rate, bias = e.load(args.decay + self.head * 4, F32), e.load(args.dt_bias + self.head * 4, F32)
         with e.loop(0, count) as i:
             source = args.projected + ((row + i) * spec.columns + self.head) * 4
