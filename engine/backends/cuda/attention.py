@@ -44,7 +44,7 @@ class AttentionOps(HeadOps):
         transform: DeviceTransform | None = None,
         then: Linear | None = None,
     ) -> Array:
-        back, scale_back = (NO_ROTATION, None) if transform is None else (transform.back, transform.scale_back)
+        inverse, scale_back = (NO_ROTATION, None) if transform is None else (transform.inverse, transform.scale_back)
         parameters = _Parameters(float(rule.scale), rule.window or 0, scale_back, rule.softcap, rule.sink_scores)
         if isinstance(spans, RecordedSpans):
             out = self._device.zeros(q.shape, np.float32)  # rows that are no span's must be numbers
@@ -55,16 +55,16 @@ class AttentionOps(HeadOps):
                 self._pass(out, q, cache, spans.spans.parts, parameters)
 
             self._device.run_between_graphs(work, (out, q, *arrays))
-            return self.rotate(out, back)
+            return self.rotate(out, inverse)
         parts = prompts, steps = spans.parts
         if prompts is not None or steps is None:
             out = self._device.empty(q.shape, np.float32)
             self._pass(out, q, cache, parts, parameters)
-            return self.rotate(out, back)
-        dense = back.matrix is not None
+            return self.rotate(out, inverse)
+        dense = inverse.matrix is not None
         out = self._device.empty(q.shape, np.float32 if dense else input_type(then, len(q)))
-        self._decode(out, q, cache, steps, parameters, NO_ROTATION if dense else back)
-        return self.rotate_dense(out, back)
+        self._decode(out, q, cache, steps, parameters, NO_ROTATION if dense else inverse)
+        return self.rotate_dense(out, inverse)
 
     def _pass(
         self,
@@ -104,7 +104,13 @@ class AttentionOps(HeadOps):
             )
 
     def _decode(
-        self, out: Array, q: Array, cache: LayerCache, spans: SpanTable, parameters: _Parameters, back: DeviceRotation
+        self,
+        out: Array,
+        q: Array,
+        cache: LayerCache,
+        spans: SpanTable,
+        parameters: _Parameters,
+        inverse: DeviceRotation,
     ) -> None:
         """Attention of a step's rows of q (T, H, D), whose K/V are in full-precision slots, to these rows of out.
 
@@ -114,7 +120,7 @@ class AttentionOps(HeadOps):
         group, most = heads // kv_heads, spans.most_rows
         chunks, columns = launch_configs.decode_cells(group, most)
         cells, blocks, finer = count * kv_heads * chunks, self._device.processors, cache.finer
-        shape = group, most, count, back.order
+        shape = group, most, count, inverse.order
         if finer is None:
             kernel, kinds, config = "decode_attention", 1, launch_configs.decode_attention(*cache.layouts, *shape)
         else:
@@ -131,8 +137,8 @@ class AttentionOps(HeadOps):
             *(spans.device_table(self._device), cache.keys.tables, cache.values.tables),
             *(
                 parameters.scale_back,
-                back.input_signs,
-                back.output_signs,
+                inverse.input_signs,
+                inverse.output_signs,
                 count,
                 spans.table.shape[1],
                 kv_heads,

@@ -40,7 +40,7 @@ class DeviceTransform(NamedTuple):
     scale: Array | None
     keys: DeviceRotation
     values: DeviceRotation
-    back: DeviceRotation
+    inverse: DeviceRotation
     scale_back: Array | None
     value_eps: float | None
 
@@ -60,8 +60,8 @@ def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceT
         return None if x is None else device.from_host(np.ascontiguousarray(x, np.float32))
 
     return [
-        DeviceTransform(one.kv_heads, array(one.scale), keys, values, back, array(one.scale_back), one.value_eps)
-        for one, keys, values, back in with_rotations(transforms, rotation, NO_ROTATION)
+        DeviceTransform(one.kv_heads, array(one.scale), keys, values, inverse, array(one.scale_back), one.value_eps)
+        for one, keys, values, inverse in with_rotations(transforms, rotation, NO_ROTATION)
     ]
 
 

@@ -42,7 +42,7 @@ class PreparedTransform(HeadTransform):
 
     keys: Rotation = NO_ROTATION
     values: Rotation = NO_ROTATION
-    back: Rotation = NO_ROTATION
+    inverse: Rotation = NO_ROTATION
     key_factor: np.ndarray | None = None
     value_factor: np.ndarray | None = None
 
@@ -156,14 +156,16 @@ def _rotation(matrix: np.ndarray) -> Rotation:
     return Rotation(signs.order, signs.output_signs / np.sqrt(np.float32(signs.order)), signs.input_signs)
 
 
-def _prepare_transform(transform: HeadTransform, keys: Rotation, values: Rotation, back: Rotation) -> PreparedTransform:
+def _prepare_transform(
+    transform: HeadTransform, keys: Rotation, values: Rotation, inverse: Rotation
+) -> PreparedTransform:
     scale = transform.scale
     key_scale, value_scale = (None, None) if scale is None else np.split(scale, [len(scale) - transform.kv_heads])
     return PreparedTransform(
         **vars(transform),
         keys=keys,
         values=values,
-        back=back,
+        inverse=inverse,
         key_factor=_factor(key_scale, keys.input_signs),
         value_factor=_factor(value_scale, values.input_signs),
     )

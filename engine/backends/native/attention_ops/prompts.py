@@ -119,10 +119,10 @@ class PromptOps(KernelOps):
         (rows, heads, dim), window = q.shape, rule.window or NO_WINDOW
         group = heads // kv_heads
         tile = self._tile(rows, group, kv_heads)
-        back = NO_ROTATION if transform is None else transform.back
+        inverse = NO_ROTATION if transform is None else transform.inverse
         scale_back = None if transform is None else transform.scale_back
         kernel = attend(
-            Prompt(dim, scale_back is not None, back.order, rule.softcap is not None, rule.sink_scores is not None)
+            Prompt(dim, scale_back is not None, inverse.order, rule.softcap is not None, rule.sink_scores is not None)
         )
         row_max, row_sum = np.empty((2, rows, heads), np.float32)
 
@@ -135,8 +135,8 @@ class PromptOps(KernelOps):
                 row_sum=row_sum,
                 sink_scores=rule.sink_scores,
                 scale_back=scale_back,
-                input_signs=back.input_signs,
-                rotation=back.memory,
+                input_signs=inverse.input_signs,
+                rotation=inverse.memory,
                 rows=rows,
                 group=group,
                 kv_heads=kv_heads,

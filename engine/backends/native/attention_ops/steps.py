@@ -102,7 +102,7 @@ class AttentionOps(PromptOps):
             self._launch(kernel, units, arguments, grain=1, overlaps=kind > 0)
 
         out = np.empty(q.shape, np.float32)
-        back = NO_ROTATION if transform is None else transform.back
+        inverse = NO_ROTATION if transform is None else transform.inverse
         scale_back = None if transform is None else transform.scale_back
         merge_arguments = MergeArguments(
             parts=parts,
@@ -110,14 +110,14 @@ class AttentionOps(PromptOps):
             row_sequences=arrays.row_sequences,
             scale_back=scale_back,
             sink_scores=rule.sink_scores,
-            input_signs=back.input_signs,
-            memory=back.memory,
+            input_signs=inverse.input_signs,
+            memory=inverse.memory,
             out=out,
             heads=heads,
             most_chunks=arrays.most_chunks,
         )
         merge_kernel = merge(
-            dim, back.order, is_scaled=scale_back is not None, has_sink_scores=rule.sink_scores is not None
+            dim, inverse.order, is_scaled=scale_back is not None, has_sink_scores=rule.sink_scores is not None
         )
         self._launch(merge_kernel, rows * heads, merge_arguments)
         return out
