@@ -215,10 +215,10 @@ def _pack(spans: Sequence[SpanView], block_size: int) -> SpanTable:
 
 
 def next_spans(
-    last: SpanTable, before: Sequence[int], views: Mapping[int, SpanView], positions: np.ndarray, block_size: int
+    last: SpanTable, previous_rows: Sequence[int], views: Mapping[int, SpanView], positions: np.ndarray, block_size: int
 ) -> SpanTable:
     """See `KVOps.next_spans`."""
-    rows = [_row(views[row], block_size) if old < 0 else last.rows[old] for row, old in enumerate(before)]
+    rows = [_row(views[row], block_size) if old < 0 else last.rows[old] for row, old in enumerate(previous_rows)]
     spans = _table(rows, None)
     spans.column("first_row")[:], spans.column("position")[:] = range(len(rows)), positions
     return spans
