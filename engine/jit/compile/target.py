@@ -92,7 +92,7 @@ def _llvm_features() -> frozenset[str]:
     import llvmlite.binding as llvm
 
     try:
-        return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+        return frozenset(name for name, is_supported in llvm.get_host_cpu_features().items() if is_supported)
     except RuntimeError:
         return frozenset()
 
