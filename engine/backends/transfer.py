@@ -82,10 +82,10 @@ def nbytes(format: CacheFormat, stored_as: str) -> int:
 
 def converted(format: CacheFormat, blocks: int, arrays: Arrays, stored_as: str) -> dict[str, np.ndarray]:
     """`blocks` blocks in any representation, converted to `stored_as`. Raises ValueError for other arrays."""
-    before = RECORDS if "keys" in arrays else TILES if "k.tiles" in arrays else FIELDS
+    representation = RECORDS if "keys" in arrays else TILES if "k.tiles" in arrays else FIELDS
     checked = {
         name: _checked(arrays, name, (blocks, format.kv_heads, *field.shape), field.dtype)
-        for name, field in block_arrays(format, before).items()
+        for name, field in block_arrays(format, representation).items()
     }
     if block_arrays(format, stored_as).keys() == checked.keys():
         return checked

@@ -114,7 +114,7 @@ class AttentionOps(HeadOps):
     ) -> None:
         """Attention of a step's rows of q (T, H, D), whose K/V are in full-precision slots, to these rows of out.
 
-        back: a rotation without a matrix.
+        inverse: a rotation without a matrix.
         """
         (_, heads, _), kv_heads, count = q.shape, cache.format.kv_heads, len(spans.table)
         group, most = heads // kv_heads, spans.most_rows

@@ -34,7 +34,7 @@ NO_ROTATION = DeviceRotation(1, None, None, None)  # a Hadamard matrix of order 
 
 
 class DeviceTransform(NamedTuple):
-    """A `HeadTransform` on the device. back: the inverse of the rotation `values`."""
+    """A `HeadTransform` on the device. inverse: of the rotation `values`."""
 
     kv_heads: int
     scale: Array | None

@@ -119,10 +119,10 @@ def _sizes(slots: DeltaSlots) -> tuple[int, int, int, int, int, int]:
 def _end_arguments(ends: DeltaEnds | None, spans: np.ndarray, block: int) -> dict[str, Any]:
     """The arguments of a kernel that say which ends of blocks are kept, of a prompt's only span."""
     if ends is None:
-        return {"kept": None, "end_matrices": None, "end_inputs": None, "blocks": 0}
+        return {"end_rows": None, "end_matrices": None, "end_inputs": None, "blocks": 0}
     blocks = (int(spans[0, 2]) + int(spans[0, 3])) // block
     rows = np.full(blocks, -1, np.int32)
     for row, number in enumerate(ends.numbers):
         if 0 <= number < blocks:
             rows[number] = row
-    return {"kept": rows, "end_matrices": ends.matrices, "end_inputs": ends.inputs, "blocks": blocks}
+    return {"end_rows": rows, "end_matrices": ends.matrices, "end_inputs": ends.inputs, "blocks": blocks}

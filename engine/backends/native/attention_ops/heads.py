@@ -34,7 +34,7 @@ NO_ROTATION = Rotation(1, np.zeros(1, np.float32))
 
 @dataclass(frozen=True, eq=False)
 class PreparedTransform(HeadTransform):
-    """A `HeadTransform`, and what its kernels read. back: the inverse of the rotation `values`.
+    """A `HeadTransform`, and what its kernels read. inverse: of the rotation `values`.
 
     key_factor (H + K or 1, D), value_factor (K or 1, D): the scale times the signs before a Hadamard matrix, with one
     row if all heads share it; None without scale and signs.

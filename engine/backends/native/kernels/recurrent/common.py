@@ -18,7 +18,7 @@ _LOG_TERMS = 9  # terms of atanh(z) / z for z up to 1/3
 class RecurrentArguments(NamedTuple):
     """Arguments of the kernels that add rows; see `DeltaWeights`, `Mamba2Weights` and `DeltaSlots`.
 
-    kept (blocks,) int32: for the end of each block, its row of `end_matrices` and `end_inputs`, or −1; for a prompt
+    end_rows (blocks,) int32: for the end of each block, its row of `end_matrices` and `end_inputs`, or −1; for a prompt
     alone. Of Mamba 2, with T rows and Q groups: convolved (T, C): x, B and C after the convolution. block_keys: the
     keys of each block of a prompt, (blocks, Q, A, N). scores (T, Q, N): products of queries with the keys of the block.
     """
@@ -34,7 +34,7 @@ class RecurrentArguments(NamedTuple):
     decays: Pointer
     inputs: Pointer
     spans: Pointer
-    end_target: Pointer
+    end_rows: Pointer
     end_matrices: Pointer
     end_inputs: Pointer
     blocks: Int64
@@ -75,11 +75,11 @@ def for_each_block(e: Emitter, block: int, span: Span, body: Callable[[Value, Va
         condition.append(left.get() > 0)
 
 
-def end_row(e: Emitter, end_target: Value, blocks: Value, number: Value) -> Value:
-    """The row in which the state after a block is kept, or −1. kept: the address of the rows of `blocks` blocks."""
+def end_row(e: Emitter, end_rows: Value, blocks: Value, number: Value) -> Value:
+    """The row in which the state after a block is kept, or −1. end_rows: the address of the rows of `blocks` blocks."""
     row = e.variable(e.i64(-1))
     with e.when(number < blocks):
-        row.set(e.load(end_target + number * 4, I32).sext(I64))
+        row.set(e.load(end_rows + number * 4, I32).sext(I64))
     return row.get()
 
 
@@ -108,7 +108,7 @@ def repeat_inputs(
     end_target: tuple[Value, Value] | None = None,
 ) -> None:
     """The last inputs of a block are the first ones of the next block. inputs: address of the first channel's of
-    `columns`. sizes: bytes of a row, rows of a block, and inputs before a row. kept: as in `Matrix.advance`."""
+    `columns`. sizes: bytes of a row, rows of a block, and inputs before a row. end_target: as in `Matrix.advance`."""
     row_bytes, block, rows_before = sizes
 
     def repeat(offset: Value, kind: Type) -> None:
@@ -149,7 +149,7 @@ class Matrix:
     block: int
 
     @staticmethod
-    def of(args: Any, number: Value, keys: Value, sizes: tuple[int, int, int]) -> Matrix:
+    def from_arguments(args: Any, number: Value, keys: Value, sizes: tuple[int, int, int]) -> Matrix:
         """The state of this number among those of all slots and heads. sizes: A, D, N."""
         key_dim, value_dim, block = sizes
         matrix = args.matrices + number * (4 * key_dim * value_dim)
@@ -161,7 +161,8 @@ class Matrix:
     ) -> None:
         """Apply the decays and updates of a complete block. scaled: scratch for N·D numbers.
 
-        tile: of `product`. kept: a condition, and the address at which the new matrix is stored as well if it holds.
+        tile: of `product`. end_target: a condition, and the address at which the new matrix is stored as well if it
+        holds.
         """
         value_row = 4 * self.value_dim
         at_end = e.load(self.decays, F32, 4 * (self.block - 1))
@@ -210,7 +211,7 @@ def advance(
             slot, head = e.load(args.slots + unit // heads * 4, I32).sext(I64), unit % heads
             key = head % key_heads if tiled else head // shared
             keys = args.keys + (slot * key_heads + key) * (4 * key_dim * block)
-            state = Matrix.of(args, slot * heads + head, keys, (key_dim, value_dim, block))
+            state = Matrix.from_arguments(args, slot * heads + head, keys, (key_dim, value_dim, block))
             state.advance(e, scratch, e.level.float_tile)
             first, last = (args.channels * number // heads for number in (head, head + 1))
             row_bytes = args.channels * 4

@@ -119,7 +119,7 @@ class _Unit:
 
     def state(self, head: Value) -> common.Matrix:
         spec, number = self.spec, self.slot * self.spec.value_heads + head
-        return common.Matrix.of(self.args, number, self.keys, (spec.key_dim, spec.value_dim, spec.block))
+        return common.Matrix.from_arguments(self.args, number, self.keys, (spec.key_dim, spec.value_dim, spec.block))
 
     def add(self, row: Value, count: Value, place: Value) -> None:
         """Add `count` rows from `row` on, the first at this place in the block, and compute their results."""
@@ -280,21 +280,19 @@ class _Unit:
         """Make the state at the end of the block that at the start of the next one, and keep it if it is asked for."""
         e, spec, args = self.e, self.spec, self.args
         row_bytes, rows_before = 4 * spec.channels, spec.width - 1
-        end_target = common.end_row(e, args.end_target, args.blocks, number)
+        end_row = common.end_row(e, args.end_rows, args.blocks, number)
 
         def repeat(channel: Value, count: int) -> None:
             inputs, target = (
                 self.inputs + channel * 4,
-                args.end_inputs + end_target * (rows_before * row_bytes) + channel * 4,
+                args.end_inputs + end_row * (rows_before * row_bytes) + channel * 4,
             )
-            common.repeat_inputs(
-                e, inputs, (row_bytes, spec.block, rows_before), e.i64(count), (end_target >= 0, target)
-            )
+            common.repeat_inputs(e, inputs, (row_bytes, spec.block, rows_before), e.i64(count), (end_row >= 0, target))
 
         with e.loop(0, spec.shared) as member:
             head = self.value_head(member)
-            target = args.end_matrices + (end_target * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
-            self.state(head).advance(e, self.scaled, self.tile, (end_target >= 0, target))
+            target = args.end_matrices + (end_row * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
+            self.state(head).advance(e, self.scaled, self.tile, (end_row >= 0, target))
             repeat(self.value_channel(head), spec.value_dim)
         for channel, count in self.parts():
             repeat(channel, count)

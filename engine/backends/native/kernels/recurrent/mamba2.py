@@ -82,8 +82,8 @@ def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
                     for_each_column(e, columns, compute)
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
-                        end_target = common.end_row(e, args.end_target, args.blocks, number)
-                        end = end_target >= 0, args.end_inputs + end_target * (rows_before * row_bytes) + channel * 4
+                        end_row = common.end_row(e, args.end_rows, args.blocks, number)
+                        end = end_row >= 0, args.end_inputs + end_row * (rows_before * row_bytes) + channel * 4
                         common.repeat_inputs(e, inputs, (row_bytes, spec.block, rows_before), columns, end)
 
             common.for_each_block(e, spec.block, span, add)
@@ -172,7 +172,7 @@ class _Head:
             scratch + offset for offset in _arrays(spec)[:-1]
         )
         self.group, number = head // spec.shared, span.slot * spec.heads + head
-        self.state = common.Matrix.of(args, number, args.keys, (spec.size, spec.dim, spec.block))
+        self.state = common.Matrix.from_arguments(args, number, args.keys, (spec.size, spec.dim, spec.block))
         self.matrix, self.updates, self.decays = self.state.matrix, self.state.updates, self.state.decays
 
     def add(self, row: Value, count: Value, place: Value, number: Value) -> None:
@@ -249,9 +249,9 @@ class _Head:
     def _end_block(self, number: Value) -> None:
         e, spec, args = self.e, self.spec, self.args
         size = 4 * spec.size * spec.dim
-        end_target = common.end_row(e, args.end_target, args.blocks, number)
-        target = args.end_matrices + (end_target * spec.heads + self.head) * size
+        end_row = common.end_row(e, args.end_rows, args.blocks, number)
+        target = args.end_matrices + (end_row * spec.heads + self.head) * size
         keys = args.block_keys + (number * spec.groups + self.group) * (4 * spec.size * spec.block)
         replace(self.state, keys=keys).advance(
-            e, self.scaled, common.product_tile(e, spec.is_prompt), (end_target >= 0, target)
+            e, self.scaled, common.product_tile(e, spec.is_prompt), (end_row >= 0, target)
         )
