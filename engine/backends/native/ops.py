@@ -16,13 +16,12 @@ from polarlm.engine.backends.native.kernels.linear.tiling import short_prompts
 from polarlm.engine.backends.native.kernels.rows import BestArguments, best_of_rows
 from polarlm.engine.backends.native.kv.cache import CacheOps
 from polarlm.engine.backends.native.kv.encoding import EncodingOps
-from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.launch import Launcher, WarmUpLauncher
 from polarlm.engine.backends.native.product_ops.experts import ExpertOps
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
 from polarlm.engine.backends.native.self_test import choose
 from polarlm.engine.backends.native.thread_count import thread_count
-from polarlm.engine.backends.native.warm_up import WarmUpLauncher
 from polarlm.engine.backends.numpy import blas, host_memory
 from polarlm.engine.backends.ops import Result, WarmUp
 from polarlm.engine.jit.run.workers import workers
