@@ -13,7 +13,7 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, tiles
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments, Decoding, decode
 from polarlm.engine.backends.native.kernels.encode.unit import Block
-from polarlm.engine.backends.native.kv.encoders import Encoder, encoder
+from polarlm.engine.backends.native.kv.encoding import Encoder, encoder
 from polarlm.engine.backends.native.launch import PreparedLaunches
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides
 from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
