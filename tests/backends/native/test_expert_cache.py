@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.native import tiles
-from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles, ExpertMatrices
+from polarlm.engine.backends.native.product_ops.loading import CachedTiles, ExpertMatrices
 from polarlm.engine.backends.ops import ExpertCache
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.errors import LoadError

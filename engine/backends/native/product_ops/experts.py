@@ -24,7 +24,7 @@ from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, expert_tiling, largest_tiling
 from polarlm.engine.backends.native.kernels.rows import RowGateArguments, gate_rows
 from polarlm.engine.backends.native.launch import KernelOps
-from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
+from polarlm.engine.backends.native.product_ops.loading import CachedTiles
 from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, compiled_tiling, experts_of
 from polarlm.engine.backends.ops import Routing
 from polarlm.engine.jit.lang import Kernel

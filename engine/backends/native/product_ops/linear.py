@@ -16,8 +16,7 @@ from polarlm.engine.backends.native.kernels.rows import (
     gate_arguments,
     norm_rows,
 )
-from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
-from polarlm.engine.backends.native.product_ops.loading import LoadOps
+from polarlm.engine.backends.native.product_ops.loading import CachedTiles, LoadOps
 from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, compiled_tiling
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import is_gated

@@ -26,7 +26,7 @@ from polarlm.engine.backends.native.kernels.linear.matrix_sums import units_at_o
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product, ProductArguments, product, units
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, are_unsigned
 from polarlm.engine.backends.native.launch import Launcher, LaunchSpec, PreparedLaunches
-from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
+from polarlm.engine.backends.native.product_ops.loading import CachedTiles
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.jit.lang.records import address
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
