@@ -1,14 +1,15 @@
-"""Attention over the KV store in NumPy: full-precision K/V and decoded blocks, tile by tile, with online softmax."""
+"""Attention in NumPy: of a layer over the KV store, full-precision K/V and decoded blocks, tile by tile, with online
+softmax; and of the texts of an encoder, each over all of its own rows."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
 
-from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
+from polarlm.engine.backends.kv import KVLocation, PreparedTransform, ScoreRule, SpanView
 from polarlm.engine.backends.numpy.kv.cache import AnyCache, Buffer, LayerCache
 from polarlm.engine.backends.numpy.rows import softcap
 from polarlm.engine.quantization.conditioning import read_mean
@@ -156,3 +157,36 @@ def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndar
     k, v = cache.format.codec_k.decode(sides.k), cache.format.codec_v.decode(sides.v)
     mean = read_mean(sides.mean) if sides.mean else None
     return k.reshape(kv_heads, -1, dim), v.reshape(kv_heads, -1, dim), mean
+
+
+def parts_of(qkv: np.ndarray, transform: PreparedTransform) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The queries (T, H, D), keys and values (T, K, D) in qkv (T, H + 2K, D)."""
+    values = qkv.shape[1] - transform.kv_heads
+    keys = values - transform.kv_heads
+    return qkv[:, :keys], qkv[:, keys:values], qkv[:, values:]
+
+
+def attend_to_texts(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: Sequence[int], scale: float, window: int | None
+) -> np.ndarray:
+    """Attention of q (T, H, D) to k, v (T, K, D) of the same text, at most window // 2 rows away → (T, H, D)."""
+    out, first = np.empty(q.shape, np.float32), 0
+    for length in lengths:
+        text = slice(first, first + length)
+        first += length
+        _attend(q[text], k[text], v[text], scale, window, out[text])
+    return out
+
+
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None, out: np.ndarray) -> None:
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)  # (K, G, T, D)
+    scores = grouped @ (k.transpose(1, 2, 0) * np.float32(scale))[:, None]
+    if window is not None and window // 2 < rows - 1:
+        places = np.arange(rows)
+        scores[:, :, np.abs(places[:, None] - places) > window // 2] = -np.inf
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    out[...] = (scores @ v.swapaxes(0, 1)[:, None]).transpose(2, 0, 1, 3).reshape(out.shape)

@@ -28,8 +28,7 @@ from polarlm.engine.backends.kv import (
 )
 from polarlm.engine.backends.numpy import blas, host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.backends.numpy.attention import attend_sequence, read_blocks
-from polarlm.engine.backends.numpy.encoders import attend_to_texts, parts_of
+from polarlm.engine.backends.numpy.attention import attend_sequence, attend_to_texts, parts_of, read_blocks
 from polarlm.engine.backends.numpy.experts import ExpertOps
 from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, rounded
 from polarlm.engine.backends.numpy.kv.encoding import encodable_runs, encode_side
