@@ -174,11 +174,13 @@ def attend_to_texts(
     for length in lengths:
         text = slice(first, first + length)
         first += length
-        _attend(q[text], k[text], v[text], scale, window, out[text])
+        _attend_to_text(q[text], k[text], v[text], scale, window, out[text])
     return out
 
 
-def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None, out: np.ndarray) -> None:
+def _attend_to_text(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None, out: np.ndarray
+) -> None:
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)  # (K, G, T, D)

@@ -30,9 +30,8 @@ from polarlm.engine.backends.numpy import blas, host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
 from polarlm.engine.backends.numpy.attention import attend_sequence, attend_to_texts, parts_of, read_blocks
 from polarlm.engine.backends.numpy.experts import ExpertOps
-from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, rounded
+from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, rounded, stored_blocks
 from polarlm.engine.backends.numpy.kv.encoding import encodable_runs, encode_side
-from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps
 from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, softcap
 from polarlm.engine.backends.ops import EncoderOps, ExpertCache, KeptTiles, Load, Result, WarmUp

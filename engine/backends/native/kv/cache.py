@@ -15,8 +15,7 @@ from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArgum
 from polarlm.engine.backends.native.kernels.encode.unit import Block
 from polarlm.engine.backends.native.kv.encoding import Encoder, encoder
 from polarlm.engine.backends.native.launch import PreparedLaunches
-from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides
-from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
+from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.jit.lang import Kernel
 from polarlm.model_loaders.forks import cached_property
