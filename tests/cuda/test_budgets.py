@@ -9,7 +9,7 @@ import pytest
 
 from polarlm.engine.backends.cuda import launch_configs, packed, wide
 from polarlm.engine.backends.cuda.launch import LaunchConfig
-from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes
+from polarlm.engine.backends.cuda.recurrent import DeltaSizes, Mamba2Sizes
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import get
 from tests.cuda import nvrtc

@@ -12,8 +12,8 @@ from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read
 from polarlm.engine.backends.cuda.heads import rotate_config
 from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
-from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes, state_codes
-from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
+from polarlm.engine.backends.cuda.recurrent import DeltaSizes, Mamba2Sizes, state_codes
+from polarlm.engine.backends.cuda.sampling import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry

@@ -15,9 +15,8 @@ from polarlm.engine.backends.cuda.batches import bucket
 from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Device
 from polarlm.engine.backends.cuda.kv.cache import HEADER
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
-from polarlm.engine.backends.cuda.recurrent.sizes import delta_prompt_bytes, heads_width, projected_columns
-from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
-from polarlm.engine.backends.cuda.sampling.sampler import scratch_words
+from polarlm.engine.backends.cuda.recurrent import delta_prompt_bytes, heads_width, projected_columns
+from polarlm.engine.backends.cuda.sampling import ROW_WORDS, mask_room, scratch_words
 from polarlm.engine.backends.kv import layers_together, table_width
 from polarlm.engine.backends.ops import Load
 from polarlm.model_loaders.config import Experts, Ffn, ModelConfig, Recurrent, ShortConv, is_gated

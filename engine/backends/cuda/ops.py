@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends import transfer
+from polarlm.engine.backends.cuda import sampling
 from polarlm.engine.backends.cuda.attention import AttentionOps
 from polarlm.engine.backends.cuda.batches import first_rows, pad_rows
 from polarlm.engine.backends.cuda.device import Array, Device, PaddedInput, PeerCopy
@@ -21,9 +22,8 @@ from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, next_spa
 from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
-from polarlm.engine.backends.cuda.recurrent.ops import RecurrentOps
-from polarlm.engine.backends.cuda.sampling import sampler
-from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
+from polarlm.engine.backends.cuda.recurrent import RecurrentOps
+from polarlm.engine.backends.cuda.sampling import pack_sampler_inputs
 from polarlm.engine.backends.cuda.warm_up import ExpectedKernels, FirstRow
 from polarlm.engine.backends.cuda.wide import GROUP_ROWS
 from polarlm.engine.backends.ops import KeptTiles, Load, Ops, PeerArray, Result, WarmUp
@@ -65,9 +65,9 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         self.spans = pack_spans
         self.next_spans = next_spans
         self.pack_sampler_inputs = pack_sampler_inputs
-        self.sample = partial(sampler.sample, device, self._launch)
-        self.fetch_tokens = partial(sampler.fetch_tokens, device, self._launch)
-        self.fetch_later = partial(sampler.fetch_later, device)
+        self.sample = partial(sampling.sample, device, self._launch)
+        self.fetch_tokens = partial(sampling.fetch_tokens, device, self._launch)
+        self.fetch_later = partial(sampling.fetch_later, device)
 
     def with_host(self, host: Ops) -> CudaOps:
         """The ops on the same GPU, with the host's ops."""

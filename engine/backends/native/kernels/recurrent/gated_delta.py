@@ -1,4 +1,4 @@
-"""Gated delta rules: rows are added to slots, block by block; see `engine.backends.numpy.gated_delta`.
+"""Gated delta rules: rows are added to slots, block by block; see `engine.backends.numpy.recurrent`.
 
 Every sum of a row has its terms in the order of the tokens, so that it does not depend on which rows are computed with
 it, and rows that are computed one at a time leave the same state as rows that are computed together.

@@ -1,4 +1,4 @@
-"""Mamba 2: rows are added to slots, block by block; see `engine.backends.numpy.mamba2`.
+"""Mamba 2: rows are added to slots, block by block; see `engine.backends.numpy.recurrent`.
 
 Four kernels follow each other: convolutions, of channels; keys, and their products with queries, of groups; results, of
 heads; and norms, of rows. Every sum of a row has its terms in the order of the tokens, as in `gated_delta`.
