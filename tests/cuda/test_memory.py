@@ -17,8 +17,7 @@ from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import Engine, EngineConfig, EngineError, codecs
 from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
-from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.cuda.warm_up import FirstRow
+from polarlm.engine.backends.cuda.ops import CudaOps, FirstRow
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.encoding import WHOLE

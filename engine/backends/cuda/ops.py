@@ -1,9 +1,11 @@
-"""The ops as launches of the kernels in `cuda/`; see `engine.backends.ops.Ops`."""
+"""The ops as launches of the kernels in `cuda/`; see `engine.backends.ops.Ops`. Kernels are compiled before they are
+needed: those that a trace of the first requests launches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +13,10 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.cuda import sampling
-from polarlm.engine.backends.cuda.attention import AttentionOps
+from polarlm.engine.backends.cuda.attention import AttentionOps, EncoderOps
 from polarlm.engine.backends.cuda.batches import first_rows, pad_rows
 from polarlm.engine.backends.cuda.device import Array, Device, PaddedInput, PeerCopy
-from polarlm.engine.backends.cuda.device.tracing import TracingDevice
-from polarlm.engine.backends.cuda.encoders import EncoderOps
+from polarlm.engine.backends.cuda.device.tracing import Launch, TracingDevice
 from polarlm.engine.backends.cuda.experts import ExpertOps
 from polarlm.engine.backends.cuda.heads import prepare
 from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, next_spans, pack_spans
@@ -24,13 +25,58 @@ from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
 from polarlm.engine.backends.cuda.recurrent import RecurrentOps
 from polarlm.engine.backends.cuda.sampling import pack_sampler_inputs
-from polarlm.engine.backends.cuda.warm_up import ExpectedKernels, FirstRow
 from polarlm.engine.backends.cuda.wide import GROUP_ROWS
 from polarlm.engine.backends.ops import KeptTiles, Load, Ops, PeerArray, Result, WarmUp
 from polarlm.engine.errors import DeviceLost, EngineError
 from polarlm.engine.outputs import Threads
-from polarlm.engine.weight_formats import Matrix, StoredMatrix
+from polarlm.engine.weight_formats import Matrix, StoredMatrix, WeightFormat
 from polarlm.model_loaders.config import is_gated
+
+
+class ExpectedKernels:
+    """The texts of launches, which devices compile in the background."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
+        self._texts: dict[str, None] = {}  # in the order of need
+
+    def add(self, launch: Launch) -> None:
+        """Expect the text of a launch; a library's product has none."""
+        if launch.text and launch.text not in self._texts:
+            self._texts[launch.text] = None
+            for device in self._devices:
+                device.expect(launch.text)
+
+    def wait(self, progress: Callable[[int, int], None]) -> None:
+        """Wait until what has been added so far is compiled; progress(texts done, all) is called on the way."""
+        texts = list(self._texts)
+        for done, text in enumerate(texts):
+            progress(done, len(texts))
+            for device in self._devices:
+                device.wait_for(text)
+        progress(len(texts), len(texts))
+
+
+@dataclass(frozen=True)
+class FirstRow:
+    """A matrix for which one row of zeros is loaded, and nothing is read; see `StoredMatrix`."""
+
+    matrix: StoredMatrix
+
+    @property
+    def format(self) -> WeightFormat:
+        return self.matrix.format
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape
+
+    def dequantize(self, out: np.ndarray) -> None:
+        raise NotImplementedError("a GPU takes the bytes of a file")
+
+    def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
+        yield slice(0, 1), np.zeros((1, self.format.size(self.shape[1])), np.uint8)
+
 
 # Rows of a unit of a prompt. More rows dequantize packed weights less often (8,192 tokens of an 8B model of 4-bit
 # weights take 9 % less time on an H100), but other sequences wait longer for their next step, and the activations of an
