@@ -125,12 +125,8 @@ class EncoderOps(Protocol):
         """
 
 
-class Ops(KVOps, RecurrentOps, Protocol):
-    """The ops of a backend. Every op is a function of its arguments; none keeps state between calls.
-
-    The backend itself only knows its machine: memory, compiled kernels and recorded graphs. "CUDA:" names the kernels
-    of an op that has more than one.
-    """
+class MachineOps(Protocol):
+    """What a backend knows of its machine: memory, compiled kernels, recorded graphs, and matrices that it loads."""
 
     name: str
     backend: str  # "numpy", "native" or "cuda"
@@ -240,6 +236,10 @@ class Ops(KVOps, RecurrentOps, Protocol):
 
     def to_host(self, x: Array) -> Any:
         """A copy of a device array as NumPy float32."""
+
+
+class ComputeOps(Protocol):
+    """Products, norms, activations, experts, heads and sampling: arrays of rows in, arrays of rows out."""
 
     def embed(self, table: Matrix, ids: Array, scale: float = 1.0) -> Array:
         """Rows `ids` (T,) int32 of table (V, E), times `scale` → (T, E)."""
@@ -358,3 +358,10 @@ class Ops(KVOps, RecurrentOps, Protocol):
         Another `run_graph` may start before they have arrived, with their ids as its input. No input may ask for
         log-probabilities. None if fetching later has no use, since the host computes the step itself.
         """
+
+
+class Ops(ComputeOps, KVOps, RecurrentOps, MachineOps, Protocol):
+    """The ops of a backend, of four kinds. Every op is a function of its arguments; none keeps state between calls.
+
+    "CUDA:" names the kernels of an op that has more than one.
+    """
