@@ -236,7 +236,7 @@ class Launcher:
 
 
 class KernelOps(NumpyOps):
-    """Ops with compiled kernels. What a subclass does not override, NumPy computes."""
+    """Ops with compiled kernels. What a subclass does not override, NumPy computes: `ops.NUMPY_OPS` lists it."""
 
     def __init__(self, launch: Launcher) -> None:
         super().__init__()

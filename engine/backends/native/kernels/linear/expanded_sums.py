@@ -92,12 +92,12 @@ def expanded_sums(
                     for total, place in zip(chain(*totals), chain(*places), strict=True):
                         e.store(total.get(), sums_at + panel * size, place)
         with e.loop(0, count) as panel:
-            first = begin + panel * row_tile
+            first_row = begin + panel * row_tile
             sums = [
                 [e.load(sums_at + panel * size, zero.type, _place(number, row, row_tile)) for row in range(row_tile)]
                 for number in range(len(tiles))
             ]
-            finish(first, sums)
+            finish(first_row, sums)
 
 
 def _place(tile: int, row: int, row_tile: int) -> int:

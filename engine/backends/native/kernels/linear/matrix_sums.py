@@ -103,9 +103,9 @@ def matrix_sums(
                     words.add_matrices(own_words, own_blocks * words.parts, inputs, next_inputs, products, total)
                 with e.when(is_last), e.loop(0, ROWS) as place, e.loop(0, count) as unit:
                     address = own_sums + unit * (tiles * _MATRIX) + place * _ROW
-                    row = first + place
+                    output_row = first + place
                     row_sums = [[e.load(address, _F16, _MATRIX * which)] for which in range(tiles)]
-                    finish(unit, row, row_sums)
+                    finish(unit, output_row, row_sums)
 
 
 class _MatrixCodes(ExpandedCodes):
