@@ -98,8 +98,9 @@ def matrix_sums(
                     with e.when(is_last):
                         for row in range(ROWS):
                             e.prefetch(out + (y[1] * row + number // tiles * _ROW), _ROW, level=2)
-                    own_words, total = tile_words + number * size, own_sums + number * _MATRIX
+                    own_words = tile_words + number * size
                     next_inputs = inputs + stride + number * (words.panel // _TILES)
+                    total = own_sums + number * _MATRIX
                     words.add_matrices(own_words, own_blocks * words.parts, inputs, next_inputs, products, total)
                 with e.when(is_last), e.loop(0, ROWS) as place, e.loop(0, count) as unit:
                     address = own_sums + unit * (tiles * _MATRIX) + place * _ROW
