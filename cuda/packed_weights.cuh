@@ -52,8 +52,7 @@ struct PackedWeights {
         return codes(VALUES / GROUP) + part * 64 * BITS + at - codes(PART_GROUPS);
     }
 
-    // What 8 neighbouring weights of a row share with their group, as it is stored: scale and sub_scale in the low
-    // half.
+    // The factors of 8 neighbouring weights of a row as they are stored: scale and sub_scale in the low half.
     struct Factors {
         unsigned numbers, sub_numbers;
     };
@@ -184,7 +183,8 @@ struct PackedWeights {
         }
     }
 
-    // Writes weights k … k + 7 of a row, from the row's bytes in the file, and what they are the first to need.
+    // Writes weights k … k + 7 of a row, from the row's bytes in the file, and the factors whose first weight they
+    // have.
     static __device__ __forceinline__ void repack8(unsigned char *matrix, const unsigned char *raw, int row, int in,
                                                    int k) {
         constexpr int groups = VALUES / GROUP;
@@ -233,7 +233,7 @@ __device__ __forceinline__ int packed_code(const unsigned char *p, int i) {
     return p[i / run * WIDTH + i % WIDTH] >> BITS * (i % run / WIDTH) & ((1 << BITS) - 1);
 }
 
-// Format descriptions: what all have, unless they say otherwise.
+// The defaults of format descriptions.
 struct BlocksOf32 {
     static constexpr int VALUES = 32, GROUP = 32, ZERO = 0;
     static constexpr bool SUBS = false, OFFSETS = false, POWERS = false, TABLED = false;

@@ -183,7 +183,7 @@ struct Result {
 
     __device__ __forceinline__ void write(HeadSum &head, int vector, const HeadScale &scale) const {
         float share = head.sum > 0.0f ? scale.factor / head.sum : 0.0f;
-        if constexpr (SINK_SCORES) share = scale.factor * share_beside(scale.sink_score, head.top, head.sum);
+        if constexpr (SINK_SCORES) share = scale.factor * share_with_sink(scale.sink_score, head.top, head.sum);
         float(&v)[HeadSum::OWN] = head.acc;
 #pragma unroll
         for (int i = 0; i < HeadSum::OWN; ++i) {

@@ -16,7 +16,7 @@
 // lanes with the same g exchange what they have rounded. Products feed errors back: after each step to the same group,
 // after a group to all later ones. Numbers are in units of a token's rms.
 //
-// What errors cost follows from the residues r = e + F·e, which are what is left of targets when they are rounded: M +
+// The cost of errors follows from the residues r = e + F·e, the differences of targets and rounded values: M +
 // ridge · I is (I + F)ᵀ · diagonal · (I + F), so a·Me is a sum over pairs of the residues of a and of e, in the blocks
 // of the diagonal, less the ridge. The token itself is the error of number 0.
 //

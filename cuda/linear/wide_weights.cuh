@@ -14,8 +14,8 @@ constexpr int LANES = 32 * WARPS_K;  // that copy the same tiles
 __device__ __forceinline__ int own_rows() { return WARPS_K > 1 ? threadIdx.x / 32 % WARPS_OUT : threadIdx.x / 32; }
 __device__ __forceinline__ int k_warp() { return WARPS_K > 1 ? threadIdx.x / 32 / WARPS_OUT : 0; }
 
-// In packed formats a lane copies codes, and what they share, as they are. A tile in a stage has whole blocks, or of
-// one block what all of it shares, then of some groups what these share, and their codes. zero: see PackedWeights.
+// In packed formats a lane copies codes and their factors unchanged. A tile in a stage has whole blocks, or a part of
+// one block: its scales and offsets, then the sub-scales of some groups, then their codes. zero: see PackedWeights.
 template <class W>
 struct Weights<W, true> {
     static constexpr bool WHOLE = W::VALUES <= INPUTS, HAS_TAIL = W::VALUES % INPUTS != 0;

@@ -6,7 +6,7 @@
 // the updates are `news`, there are no `reads`, and results are added to what y has.
 //
 // y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N,
-// D), kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D):
+// D), kept_decays (H, N); it gets the tokens of the block after the last complete one. end_matrices (n, H, A, D):
 // the matrices after block b are row kept[b], if that is not −1. largest (blocks, Q, 2), where READS is 0: largest
 // magnitudes of queries and keys; else queries have at most the length A^-½, and keys and reads 1. delta_blocks
 // explains the other arrays.

@@ -18,8 +18,8 @@ __device__ __forceinline__ void prefetch_state(const float *matrix, const float 
         for (int i = threadIdx.x * 32; i < KEY_DIM * BLOCK; i += THREADS * 32) prefetch_line(keys + i);
 }
 
-// All threads convolve the rows, which begin at token seen.place; the slot's `inputs` get what is convolved. Keys and
-// queries that heads have in common are kept there by the first of these.
+// All threads convolve the rows, which begin at token conv_inputs.place; the slot's `inputs` get what is convolved.
+// Keys and queries that heads have in common are kept there by the first of these.
 template <class Heads>
 __device__ __forceinline__ void convolve_rows(StepRows &step_rows, float *inputs, const Heads &heads, int head,
                                               const ConvInputs &conv_inputs, const float *conv, int rows) {

@@ -4,7 +4,7 @@
 // new rows; matrices (S, H, A, D). projected: rows [q | k | v | z | b | a], `pitch` numbers apart; conv (WIDTH, C),
 // decay, dt_bias (H,), norm (D,). spans int32 (spans, 4): slot, first row, rows, place of the first in its block.
 //
-// A block of threads has a value head of a span. It brings the matrix, which is most of its bytes, and what it needs of
+// A block of threads has a value head of a span. It loads the matrix, which is most of its bytes, and what it needs of
 // the block so far into the L2 cache, and convolves while that is on its way. Then threads hold the matrix in
 // registers, and take row by row: the update u and the result y of a row are sums over rows of the matrix and over
 // earlier updates, which groups of threads add up. So a row's sums have the same order whichever rows are computed with

@@ -1,4 +1,4 @@
-"""The ops of layers whose state is not K/V, and what they take.
+"""The ops of layers whose state is not K/V, and the types of their arguments.
 
 Letters: T rows, E hidden size, S slots, Q key heads, H value heads, A key dim, D value dim, C channels of q, k and v,
 N tokens in a block. Mamba 2 calls these groups, heads, state size and head dim; its C, B and x are queries, keys and
@@ -80,7 +80,7 @@ class DeltaEnds(NamedTuple):
 
 
 class RecurrentOps(Protocol):
-    """See `Ops`."""
+    """The part of `Ops` for layers whose state is not K/V."""
 
     def check_recurrent(self, mixer: Recurrent, block_size: int) -> None:
         """Raises ValueError if there are no kernels for such layers."""

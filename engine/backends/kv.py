@@ -1,4 +1,4 @@
-"""The ops on K/V, and what they are told: formats of caches, locations of full-precision blocks, spans of sequences.
+"""The ops on K/V, and the types of their arguments: formats of caches, locations of blocks, spans of sequences.
 
 Letters and types as in `engine.backends.ops`.
 """
@@ -192,7 +192,7 @@ class KVOps(Protocol):
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Buffer:
         """Memory for `rows` tokens' K/V of one layer in full precision: float16 on a GPU; on the CPU float32, or
-        float16 with `as_slots`. layers: so many layers with K/V, one after another, have memory of their own."""
+        float16 with `as_slots`. layers: how many consecutive layers with K/V the memory is for."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
         """`spans` as the argument of the ops below: one span of a prompt, maybe cut at images, or the spans of a step,

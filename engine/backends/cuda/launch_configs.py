@@ -1,7 +1,7 @@
 """Launch configurations of the larger kernels: DEFINES, threads and shared memory, as their heads require them.
 
 Bytes of shared memory decide how much of it a block gets, so they are computed here. Kernels get them as SHARED and do
-not compile where their arrays take another number.
+not compile where the size of their arrays differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARED_BYTES = 99 << 10
 # weights' type once, by `narrow`, instead of in every block.
 GEMV_ROWS = 2
 
-# Most rows of a block of gemm_wide: steps have multiples of it, and one of few numbers of rows beside them.
+# Most rows of a block of gemm_wide. Steps are padded to a multiple of it plus one of a few numbers of rows.
 SMALL_ROWS = 64
 
 # Rows whose experts are computed at a time: of each of their pairs with an expert there are two results in memory.
@@ -117,7 +117,7 @@ def _decode_warps(keys: Layout, values: Layout, most: int) -> int:
 def decode_attention_by(
     warps: int, keys: Layout, values: Layout, group: int, most: int, sequences: int, order: int
 ) -> LaunchConfig:
-    """`decode_attention` with so many warps of a block."""
+    """`decode_attention` with `warps` warps per block."""
     columns, padded = decode_cells(group, most)[1], keys.record.geometry.padded
     means = 512 * warps if keys.mean_bits else 0
     shared = max(table_bytes(keys, values) + means, warps * columns * (padded + 6) * 4)
@@ -134,7 +134,7 @@ def prefill_attention(keys: Layout, values: Layout, group: int) -> tuple[LaunchC
 
 
 def prefill_blocks(warps: int, rows: int, keys: Layout, values: Layout, group: int) -> tuple[LaunchConfig, int]:
-    """`prefill_attention` with so many warps of a block, which have so many rows of scores each."""
+    """`prefill_attention` with `warps` warps per block, each with `rows` rows of scores."""
     geometry = keys.record.geometry
     queries = 2 * warps * rows * geometry.padded if rows > 16 and geometry.padded > 64 else 0
     shared = table_bytes(keys, values) + 2 * geometry.tiles * _TILE_BYTES + queries

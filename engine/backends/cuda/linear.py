@@ -22,7 +22,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 from polarlm.model_loaders.config import is_gated
 
-# Bytes of a file that are uploaded at a time. Norm weights come to lie in the memory of earlier uploads, so that larger
+# Bytes of a file that are uploaded at a time. Norm weights later occupy the memory of these uploads, so that larger
 # parts would leave more memory unused.
 _UPLOAD_BYTES = 8 << 20
 _TILED_ROWS = 256  # a multiple of the rows of a tile of cuBLAS

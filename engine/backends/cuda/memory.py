@@ -99,7 +99,7 @@ def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
 
 
 def _products(model: ModelConfig) -> tuple[int, int]:
-    """How many products with x a network has, gate and up, and how many arrays of results beside them: without a gate,
+    """How many products with x a network has, gate and up, and how many further arrays of results: without a gate,
     its activation is computed in place."""
     return (2, 1) if any(layer.ffn is not None and is_gated(layer.ffn.activation) for layer in model.layers) else (1, 0)
 
@@ -143,7 +143,7 @@ def _deltas(model: ModelConfig) -> set[Recurrent]:
 
 
 def _delta_bytes(model: ModelConfig) -> int:
-    """Bytes of a row of a layer with such a state: what it is projected to, x in half precision, and the result."""
+    """Bytes of a row of a layer whose state is a matrix: the projected row, x in half precision, and the result."""
     widest = max((projected_columns(mixer) + heads_width(mixer) for mixer in _deltas(model)), default=0)
     return _FLOAT * widest + _NARROW * model.hidden_size if widest else 0
 

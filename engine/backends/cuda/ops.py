@@ -80,7 +80,7 @@ class FirstRow:
 
 # Rows of a unit of a prompt. More rows dequantize packed weights less often (8,192 tokens of an 8B model of 4-bit
 # weights take 9 % less time on an H100), but other sequences wait longer for their next step, and the activations of an
-# 8B model take 1 GB. A GPU with so much memory is fast enough for the one, and has room for the other.
+# 8B model take 1 GB. A GPU with that much memory is fast enough for longer chunks, and has room for their activations.
 _ROWS, _MANY_ROWS, _LARGE_MEMORY = 2048, 8192, 40 << 30
 _PASS_ROWS = 2048  # of several prompts: the host is no limit from there on
 

@@ -139,7 +139,7 @@ def sample(
 
 
 def scratch_words(vocabulary: int) -> int:
-    """uint64 of scratch for a row of so many logits."""
+    """uint64 of scratch for a row of `vocabulary` logits."""
     return int(-(-vocabulary // _PART) * _PART_WORDS)
 
 

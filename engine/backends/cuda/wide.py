@@ -1,7 +1,7 @@
 """Products of three rows and more on tensor cores, also of experts: launches of `cuda/linear/gemm_wide.cu`.
 
 Into how many parts the inputs of a matrix are split depends on the matrix and the GPU alone. So a row's result is the
-same to the bit, whatever the number of rows beside it.
+same to the bit, whatever the number of rows computed with it.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class PackedLaunch(NamedTuple):
 
 @dataclass
 class PreparedLaunches:
-    """Launches that can be run again and again with little Python between.
+    """Launches that can be run repeatedly with little Python in between.
 
     arrays: what the arguments point to, referenced here to keep it alive. Once they have run: commands, and of the
     launches whose number of units varies between runs the entries in it.
@@ -278,5 +278,5 @@ class WarmUpLauncher(Launcher):
                 self.run(part)
 
     def wait(self, progress: Callable[[int, int], None] = lambda done, count: None) -> None:
-        """Wait until all kernels asked for are compiled; see `Library.wait`."""
+        """Wait until all noted kernels are compiled; see `Library.wait`."""
         self.library.wait(self._kernels, progress)

@@ -42,7 +42,7 @@ def host_features() -> frozenset[str]:
 
     The system must save wide registers when it switches threads. LLVM checks that (XGETBV), and Linux lists only what
     it has enabled, so AVX features are missing where the system or a hypervisor has not enabled them. On AArch64 the
-    system is asked: LLVM reads /proc/cpuinfo there, which is another machine's under an emulator.
+    features come from the system: LLVM would read /proc/cpuinfo, which under an emulator describes the host.
     """
     if machine() == "aarch64":
         ask = {"linux": _linux_has, "darwin": _macos_has}.get(sys.platform, lambda name: False)

@@ -31,7 +31,7 @@ class Level:
     """A level of CPU features: the sizes of its registers, and its code for what LLVM does not find by itself.
 
     Operations take e, the `Emitter`, and give the same results at every level. Here they are made of LLVM's own
-    instructions; a level overrides what its CPU has instructions for.
+    instructions; a level overrides the operations that its CPU has instructions for.
     """
 
     name: str

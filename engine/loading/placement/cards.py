@@ -104,11 +104,11 @@ def split_model(wanted: Wanted, ops: Ops, shape: CacheShape, say: Callable[[str]
         return None
     if wanted.layer_sizes is None:
         return None
-    is_asked = len(cards_of(ops, beside=False)) > 1 or config.tensor_split is not None
+    is_asked = len(cards_of(ops, with_others=False)) > 1 or config.tensor_split is not None
     alone = replace(wanted, reserved=0, most=None)
     if not is_asked and alone.fits(ops, shape, wanted.sizes.weights, wanted.context):
         return None
-    cards = cards_of(ops, beside=True)
+    cards = cards_of(ops, with_others=True)
     if config.tensor_split not in (None, AUTO) and len(cards) != len(shares := shares_of(config)):
         raise _wrong(config, f"there are {len(shares)} shares for {_in_words(cards)}")
     if len(cards) == 1:

@@ -46,8 +46,8 @@ class PaddedInput(NamedTuple):
 
 
 class PeerCopy(NamedTuple):
-    """An input of `Device.run_graph` with `rows` rows: `array` on `device`, another one, and rows that nothing reads,
-    whose numbers are finite."""
+    """An input of `Device.run_graph` with `rows` rows: a copy of `array`, which is on another device, then rows of
+    padding with finite numbers, which nothing reads."""
 
     array: Array
     device: Device
@@ -67,7 +67,7 @@ class Device(Protocol):
     overlaps: bool  # recorded kernels that wait for their predecessor by themselves are launched before it has ended
 
     def use(self) -> None:
-        """Prepare this thread for assignments between arrays of the device: they are work of its own."""
+        """Make this device current in the calling thread: assignments between arrays run on the current device."""
 
     def memory(self) -> tuple[int, int]:
         """Free bytes, total bytes. Memory that this process has allocated but does not use counts as free."""
@@ -128,7 +128,7 @@ class Device(Protocol):
         """
 
     def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
-        """Call work(*arrays), which launches what no recording knows.
+        """Call work(*arrays), whose launches are not recorded.
 
         Inside `run_graph`, `work` is called at every replay, between two parts of the recording, with views of the
         arrays, which are contiguous; it must not keep them. is_last: nothing is recorded after it.

@@ -1,7 +1,8 @@
 """Matrix products of cuBLASLt, NVIDIA's library, called by ctypes: CuPy's calls of cuBLAS refuse to be recorded.
 
-A product allocates no memory of the device, and its algorithm is asked for once for each shape, with rows in sixteens:
-passes of prompts have another number nearly every time. The library makes and frees its structures.
+A product allocates no device memory. The library chooses an algorithm once for each shape, with the rows rounded up to
+a multiple of 16, since nearly every batch of prompts has another number of rows. It creates and frees its own
+structures.
 Source: NVIDIA, cuBLAS documentation, "Using the cuBLASLt API"; `cublasLt.h` has the numbers.
 """
 
@@ -24,8 +25,8 @@ _COMPUTE_FLOAT, _ADDS_BIAS, _OUT_OF_MEMORY = 68, 4, 3  # CUBLAS_COMPUTE_32F, _EP
 _TRANSPOSED, _EPILOGUE, _BIAS = 3, 7, 8  # CUBLASLT_MATMUL_DESC_TRANSA, _EPILOGUE, _BIAS_POINTER
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, _MIN_ALIGNMENT_A_BYTES … _D_BYTES
 _WORKSPACE_PLACE, _STATUS_PLACE = 64, 72  # of a cublasLtMatmulHeuristicResult_t, which begins with the algorithm
-_MOST_PLANS = 512  # a prompt of another number of rows has new ones
-_ROWS = 16  # an algorithm is asked for with a multiple of so many rows
+_MOST_PLANS = 512  # least recently used first out; each number of rows has its own
+_ROWS = 16  # rows are rounded up to a multiple of this before an algorithm is chosen
 
 # Types of the functions' arguments; results are statuses.
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
@@ -42,7 +43,7 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
 
 
 class Products:
-    """Products on the GPU that is the current one when this is made."""
+    """Matrix products on the GPU that is current when this object is created."""
 
     def __init__(self, library: Any, workspace: int):
         """library: from `load_library`. workspace: address of WORKSPACE_BYTES, which no other work uses meanwhile."""
@@ -72,7 +73,7 @@ class Products:
     def _new_plan(
         self, kind: int, out: int, width: int, rows: int, pitch: int, is_biased: bool, alignment: int
     ) -> tuple[Any, ...]:
-        """What stays from call to call: a description, layouts of weights, x and y, and what begins with an algorithm.
+        """The arguments that calls of one shape share: a description, layouts of weights, x and y, and the algorithm.
         The library counts by columns: it sees transposes of our matrices, yᵀ = weight · xᵀ.
 
         pitch: numbers from a row of y to the next. alignment: bytes, 256 at most, of which all addresses are
@@ -92,7 +93,8 @@ class Products:
     def _new_algorithm(
         self, kind: int, out: int, width: int, rows: int, pitch: int, is_biased: bool, alignment: int
     ) -> tuple[_Structure, Any]:
-        """A description, and what begins with the algorithm that the library names first; arguments as above."""
+        """A description, and the result whose first field is the algorithm that the library ranks first; arguments as
+        above."""
         library, (a, b, c) = self._library, self._layouts(kind, out, width, rows, pitch)
         description = _Structure(library, "MatmulDesc", _COMPUTE_FLOAT, _FLOAT)
         description.set(_TRANSPOSED, c_int(1))

@@ -97,7 +97,8 @@ def open_device(number: int = 0) -> CupyDevice:
 
 
 def _self_test(device: CupyDevice) -> None:
-    """Compute a product and a kernel, then record and replay both. Raises what they raise, and RuntimeError."""
+    """Compute a product and a kernel, then record and replay both. Raises RuntimeError for a wrong result, and their
+    own errors."""
     defines: dict[str, int | float | str] = {"ACTIVATION": "silu", **({OVERLAPS: 1} if device.overlaps else {})}
     text = source("activate_mul", None, None, None, **defines)
 

@@ -1,4 +1,4 @@
-"""Compiled modules of CUDA texts, which threads can compile before they are needed."""
+"""Compiled modules of CUDA source texts, which background threads compile before they are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device on which nothing runs: its arrays have shapes and no memory, and it says what it is asked to launch."""
+"""A device on which nothing runs: its arrays have shapes and no memory, and it reports every launch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
 
 class TracingArray:
-    """What an array would be, without its memory. What is written to it is lost."""
+    """The shape, strides and dtype of an array without memory. Writes to it are lost."""
 
     def __init__(self, like: np.ndarray) -> None:
         """like: of the same shape, strides and dtype. Nothing reads or writes its elements."""

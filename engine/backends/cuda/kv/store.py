@@ -212,7 +212,7 @@ class CacheOps(HeadOps):
         if isinstance(spans, RecordedSpans):
             q, k, v = self.transform_heads(qkv, rope, transform, norms)
             has_values, first = row_stride(v) == v[0].size, heads - transform.kv_heads
-            # The spans that count are those of the pass that runs the recording.
+            # A replay appends to the spans of the batch that it runs for.
             spans.pending = (
                 lambda k, v: self.append_kv(cache, spans.spans, k, v if has_values else v[:, first:]),
                 (k, v if has_values else qkv),

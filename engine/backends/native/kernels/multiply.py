@@ -12,7 +12,8 @@ from polarlm.engine.jit.lang import F32, Emitter, Value, Values, vector
 
 
 def offsets(*sizes: int) -> list[int]:
-    """Offsets in bytes of arrays of so many float32 in scratch memory, each from a cache line on; and their end."""
+    """Offsets in bytes of float32 arrays of these sizes in scratch memory, each at the start of a cache line; and the
+    end of the last one."""
     return list(accumulate((-(-numbers // 16) * 64 for numbers in sizes), initial=0))
 
 

@@ -56,7 +56,7 @@ class EncodingOps(KernelOps):
 
     def _encode_one(self, layers: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[KVLocation]) -> bool:
         """Encode a block of a layer, if it is only one, and kernels encode both sides; return whether it is so. Steps
-        do that again and again: launches that are prepared take less Python."""
+        do that repeatedly, and prepared launches take less Python."""
         if len(layers) != 1 or len(blocks) != 1 or not isinstance(layer := layers[0], TileCache):
             return False
         if len(encoders_by_side := layer.block_addresses) < 2:

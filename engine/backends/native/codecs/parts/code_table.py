@@ -150,7 +150,7 @@ def _biased_rows(bytes_: np.ndarray, bias: int) -> np.ndarray:
 
 def _table(e: Emitter, entries: np.ndarray) -> Callable[[Value, Sequence[int]], Iterator[Value]]:
     """Returns a function: a vector of indices, rows of entries (width, at most 256) → for each of them a vector of its
-    bytes, which is looked up when it is asked for, where a level keeps order."""
+    bytes. Where a level keeps order, a row is looked up only when the iterator reaches it."""
     if len(entries) == 2 and not e.level.keeps_order:
         look_up = e.level.pair_table(e, *(row.tobytes() for row in entries))
         return lambda index, rows: iter([look_up(index)[row] for row in rows])

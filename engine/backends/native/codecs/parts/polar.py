@@ -9,8 +9,8 @@ parts:
     radii       (U, R, N) float16      R = 1 with four levels; 2 with three, where each half has a radius
 
 A second half stores the complement of its level 4, whose cosine is the sine of the angle: `rows_of`. A row has eight
-bits where the fields have seven, so that all halves are read alike: 4.0 bits per value. If D is no multiple of 16, the
-last half is zeros. Keys and values order the bytes of a unit differently: `_code_sections`.
+bits where the fields have seven, so that all halves are read in the same way: 4.0 bits per value. If D is no multiple
+of 16, the last half is zeros. Keys and values order the bytes of a unit differently: `_code_sections`.
 """
 
 from __future__ import annotations

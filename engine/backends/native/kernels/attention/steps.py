@@ -35,7 +35,7 @@ _BYTES_AHEAD = 6144  # prefetch distance, in tiles as they are read: the keys of
 
 @dataclass(frozen=True)
 class Attention(Decoding):
-    """The properties that a kernel is specialized for, beside what it says of blocks.
+    """The properties that a kernel is specialized for, in addition to those of its blocks.
 
     group: query heads of a KV head. query_tile: queries that share a pass over the blocks. is_capped: whether scores
     have a soft cap.

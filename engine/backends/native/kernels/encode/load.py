@@ -82,7 +82,7 @@ def measure(unit: Unit) -> None:
 
 
 def _centre(unit: Unit, source: Value) -> None:
-    """Store the block mean of the vectors at `source`, and write what it decodes to → `unit.mean` (D,).
+    """Store the block mean of the vectors at `source`, and write the decoded mean → `unit.mean` (D,).
 
     The arithmetic is the same as in `conditioning.centre`.
     """

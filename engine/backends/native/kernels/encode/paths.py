@@ -147,7 +147,7 @@ class _Search:
         e = self.e
 
         def merge(first: Value, second: Value, step: int) -> Value:
-            """Minima over pairs of lanes that are `step` apart: of `first`, and beside them minima of `second`."""
+            """Minima over pairs of lanes that are `step` apart: of `first` in one lane, of `second` in the other."""
             low = [lane - step + LANES if lane & step else lane for lane in range(LANES)]
             high = [lane + LANES if lane & step else lane + step for lane in range(LANES)]
             return e.imin(e.shuffle(first, second, low), e.shuffle(first, second, high))

@@ -19,8 +19,8 @@ too, into a multiple of 256 and a signed byte, both bfloat16:
     low        (16, 32) bfloat16
     numbers    (16, 4) float32      of each row
 
-Inputs are quantized to int16 unless the user asks for int8 (`EngineConfig.input_bits`): an error of 2⁻¹⁶ of a group's
-largest input leaves the model as the file has it. Bytes take half of the products, which steps that wait for the
+Inputs are quantized to int16 unless the user asks for int8 (`EngineConfig.input_bits`): the error, 2⁻¹⁶ of a group's
+largest input, is far below that of the weights. Bytes take half of the products, which steps that wait for the
 weights do not feel. With int8 all products with codes have these inputs, so that a row's results do not depend on how
 many are multiplied together.
 """

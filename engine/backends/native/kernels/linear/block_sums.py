@@ -36,7 +36,7 @@ from polarlm.engine.weight_formats import WeightFormat
 # `prefetch_distance`, too.
 PREFETCH_BYTES = 8192
 _F16 = vector(F32, ROWS)
-_FEW_SUMS = 8  # a dot product waits for its sum's last one: two begin in a cycle, and each takes four
+_FEW_SUMS = 8  # a dot product waits for the previous one of its sum: each takes four cycles, and two begin per cycle
 
 
 def prefetch_distance(level: Level, row_tile: int) -> int:

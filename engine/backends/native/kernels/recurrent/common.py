@@ -150,7 +150,7 @@ class Matrix:
 
     @staticmethod
     def from_arguments(args: Any, number: Value, keys: Value, sizes: tuple[int, int, int]) -> Matrix:
-        """The state of this number among those of all slots and heads. sizes: A, D, N."""
+        """State number `number` of all slots and heads. sizes: A, D, N."""
         key_dim, value_dim, block = sizes
         matrix = args.matrices + number * (4 * key_dim * value_dim)
         updates, decays = args.updates + number * (4 * block * value_dim), args.decays + number * (4 * block)

@@ -277,7 +277,8 @@ class _Unit:
                 e.store(x * gate, target, 4 * first)
 
     def advance(self, number: Value) -> None:
-        """Make the state at the end of the block that at the start of the next one, and keep it if it is asked for."""
+        """Turn the state at the end of a block into the state at the start of the next one, and store it if it is
+        kept."""
         e, spec, args = self.e, self.spec, self.args
         row_bytes, rows_before = 4 * spec.channels, spec.width - 1
         end_row = common.end_row(e, args.end_rows, args.blocks, number)
