@@ -27,7 +27,7 @@ def setting(default: Any = MISSING, *flags: str, help: str, **more: Any) -> Any:
 
 
 _MODEL_HELP = "folder of safetensors, a .gguf file, or USER/REPO of the Hugging Face hub; without it, a demonstration"
-_HUB_HELP = "model of the Hugging Face hub, such as Qwen/Qwen3-4B-GGUF:Q4_K_M; of GGUF files, else the best that fits"
+_HUB_HELP = "model of the Hugging Face hub, such as Qwen/Qwen3-4B-GGUF:Q4_K_M; without QUANT, the best file that fits"
 
 
 def model_setting(more: str = "") -> Any:

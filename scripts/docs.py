@@ -30,7 +30,7 @@ from polarlm.server.reading.fields import FIELDS, RULES, Field
 from scripts import gpu_tables, quality_tables, readme_tables, speed_tables
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARK = re.compile(r"<!-- ([\w -]+) -->\n.*?<!-- /\1 -->", re.DOTALL)
 
 
@@ -134,8 +134,8 @@ def presets() -> str:
 STEP = (
     ("requests/steps.py", "Steps.run", "Steps._begin", "the rows of all running requests begin together"),
     ("state/store.py", "KVStore.open_step", "KVStore.open_step", "the store opens a place for a token's K/V"),
-    ("model/forward.py", "Transformer._run", "Transformer._head", "embedding, a loop over the layers, logits"),
-    ("model/layers/kinds.py", "DecoderLayer", "DecoderLayer", "a layer: mixer and feed-forward network"),
+    ("model/forward.py", "Transformer._run", "Transformer._embed", "embedding, layers, logits, a token"),
+    ("model/decoder.py", "DecoderLayer", "_compute_chunk", "the loop over the layers: mixer and feed-forward network"),
     ("model/layers/attention.py", "Attention.project", "Attention.mix", "queries, keys, values, projection"),
     ("backends/numpy/ops.py", "NumpyOps.append_kv", "NumpyOps.attention", "keys and values go to their block"),
     ("backends/numpy/attention.py", "attend_sequence", "read_blocks", "attention over codes and full-precision blocks"),

@@ -131,7 +131,7 @@ def _restricted_to(measured: Measured) -> str | None:
 
 def _picture(path: Path) -> list[str]:
     picture = path.with_suffix(".png")
-    link = f"![Generated tokens/s against the context](../{picture.relative_to(ROOT).as_posix()})"
+    link = f"![Generated tokens/s against the context](../../{picture.relative_to(ROOT).as_posix()})"
     return [link] if picture.exists() else []
 
 

@@ -14,13 +14,15 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from polarlm.engine import Engine, SamplingParams, codecs
+from polarlm.engine import Engine, SamplingParams, codecs, weight_formats
+from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import LoadError, families
 from tests.bare import bare_model, prefill_logits, read_model, spread
 from tests.codecs import test_contract
 from tests.conftest import FIXTURES
 from tests.pairs import each
 from tests.tiny import make_model
+from tests.weights import StoredBytes
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "adding.md"
 
@@ -106,6 +108,41 @@ def test_the_pairs_of_the_document_are_rounded_exactly_and_served_by_compiled_ke
     cache = NativeOps(1).cache(test_cache.format_of(("hex3", "hex3")), 1, 1)
     why = "no kernel rounds to the table of hex3"
     assert NativeOps(1).numpy_fallbacks(cache) == {"the encoding of keys": why, "the encoding of values": why}
+
+
+@pytest.fixture
+def _q1_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The document's weight format, in its place."""
+    (tmp_path / "q1_0.py").write_text(_example("engine/weight_formats/q1_0.py"), encoding="utf-8")
+    monkeypatch.setattr(weight_formats, "__path__", [*weight_formats.__path__, str(tmp_path)])
+    weight_formats._formats.cache_clear()
+    yield
+    weight_formats._formats.cache_clear()
+    sys.modules.pop("polarlm.engine.weight_formats.q1_0", None)
+    vars(weight_formats).pop("q1_0", None)
+
+
+@pytest.mark.usefixtures("_q1_0")
+def test_the_weight_format_of_the_document_is_multiplied_in_place(rng: np.random.Generator) -> None:
+    """Its bits are signs, and compiled kernels multiply it without a file of theirs."""
+    pytest.importorskip("llvmlite")
+    from polarlm.engine.backends.native.ops import NativeOps
+
+    raw = rng.integers(0, 256, (32, 4, 18), np.uint8)
+    scales = rng.uniform(0.01, 0.1, (32, 4, 1)).astype("<f2")
+    raw[..., :2] = scales.view(np.uint8)
+    bits = [
+        [byte >> place & 1 for byte in block for place in range(8)] for block in raw[..., 2:].reshape(128, 16).tolist()
+    ]
+    values = np.where(np.array(bits).reshape(32, 4, 128), scales, -scales).astype(np.float32).reshape(32, 512)
+    stored = StoredBytes(raw.reshape(32, -1), "q1_0")
+    assert (stored.values == values).all()
+    ops = NativeOps(1)
+    weight = Linear(ops.load([stored]))
+    for rows in (1, 3, 40):
+        x = rng.standard_normal((rows, 512)).astype(np.float32)
+        exact = x.astype(np.float64) @ values.T.astype(np.float64)
+        assert np.abs(ops.linear(x, weight) - exact).max() <= 1e-4 * np.abs(exact).max()
 
 
 def test_the_family_of_the_document_loads_and_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from polarlm.server.http.app import create_app
 from polarlm.server.http.errors import _ENGINE_STATUS, _REFUSED_STATUS
 from scripts import docs, gpu_tables, quality_tables, readme_tables, speed_tables
 from scripts.docs import ROOT
+from tests.test_snippets import PAGES
 
 EMBEDDING, SERVER = (ROOT / "docs" / name for name in ("embedding.md", "server.md"))
 NUMBERS = {"n_ctx", "n_prompt_tokens", "lacking"}  # attributes of an EngineError that are numbers
@@ -101,6 +102,32 @@ def test_every_folder_of_kernels_is_explained():
 def names(row):
     """What stands in code spans in the first cell of a row."""
     return re.findall(r"`([^`]+)`", row[0])
+
+
+FOLDERS = "bench", "cuda", "engine", "examples", "model_loaders", "polarlm", "scripts", "server", "tests"
+CODE = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".cu", ".cuh", ".js")
+}
+WORDS = {word for text in CODE.values() for word in re.findall(r"\w+", text)}
+OTHERS = {"hex3.py", "int8.py", "q1_0.py", "seed_oss.py", "server.py"}  # docs/adding.md's, and a user's own
+OF_TODAY = [page for page in PAGES if page.parent.name != "results"]  # results have the names of their day
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_in_code_spans_are_those_of_the_code(page):
+    """Members of classes, files, tests and classes."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for name in {*re.findall(r"`([^`\n]+)`", text)}:
+        if member := re.fullmatch(r"([A-Z]\w*[a-z]\w*)\.(_?[a-z]\w*)(?:\(.*\))?", name):
+            classes = [code for code in CODE.values() if re.search(rf"^class {member[1]}\b", code, re.MULTILINE)]
+            assert any(re.search(rf"\b{member[2]}\b", code) for code in classes), name
+        elif re.fullmatch(r"[\w./]+\.(?:py|cuh?|js)", name) and name.split("/")[-1] not in OTHERS:
+            assert any(f"/{path}".endswith(f"/{name}") for path in CODE), name
+        elif re.fullmatch(r"test_\w+|(?:[A-Z][a-z]+){2,}", name):
+            assert name in WORDS, name
 
 
 # -- tables of results ---------------------------------------------------------------------------------------------

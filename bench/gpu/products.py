@@ -62,7 +62,7 @@ def measure_products(gpu: Gpu, sizes: Sizes, weights: str, name: str) -> list[Ma
 
         def multiply(*_: Array) -> Array:
             for matrix in matrices:
-                y = ops.linear(x, matrix, recorded=rows <= _STEP_ROWS)
+                y = ops.linear(x, matrix)
             return y
 
         if rows > _STEP_ROWS:

@@ -19,7 +19,7 @@
 // it is above 1; ORDER divides D, and is at most 32 or D % 32 == 0.
 //
 // Both products are transposed: the cache is the operand of 16 rows, and up to 8 query heads are the 8 columns of the
-// other (docs/kernels.md, section 5). Codes are decoded in registers, once for all query heads of a KV head; norms of
+// other (README.md). Codes are decoded in registers, once for all query heads of a KV head; norms of
 // tokens multiply Sᵀ and Pᵀ. While a warp decodes values, it loads the next keys' codes. One CTA finishes a cell inside
 // its share. In any other cell, a warp of each CTA stores its sum of a head, and the last one to do so, by `counts`,
 // adds them up in the order of the row: the result is the same in every run.

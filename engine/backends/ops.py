@@ -156,8 +156,7 @@ class MachineOps(Protocol):
         For a `key` and input shapes that it has seen before, a backend may replay the graph that it recorded instead
         of calling `work`, so everything that varies between calls must be in the inputs. The first input has a row for
         each token, and so has the result, an array or a tuple of arrays, valid until the next call. Where each sequence
-        has one row, a backend may call `work` with empty rows added; the result is returned without them. `work`
-        passes recorded=True to `linear`.
+        has one row, a backend may call `work` with empty rows added; the result is returned without them.
         """
 
     def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
@@ -273,7 +272,6 @@ class ComputeOps(Protocol):
         residual: Array | None = None,
         activation: str | None = None,
         then: Linear | None = None,
-        recorded: bool = False,
     ) -> Array:
         """x (T, in) @ w (out, in)ᵀ + its bias → (T, out).
 
@@ -282,9 +280,8 @@ class ComputeOps(Protocol):
         excludes residual): the product is [gate | up], and activation(gate) * up (T, out / 2) is returned; without a
         gate (`is_gated`) it is up, and activation(up) is returned.
         then: the one `linear` that reads the result; it may be returned in that op's input dtype.
-        recorded: the call is inside `run_graph`.
         CUDA: gemv up to 2 rows, above that cuBLASLt. For packed formats gemv_packed up to 2, gemm_wide up to 128, and
-        for any number if recorded; above that cuBLASLt after dequantize.
+        for any number in `run_graph`; above that cuBLASLt after dequantize.
         """
 
     def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:
@@ -304,12 +301,11 @@ class ComputeOps(Protocol):
         *,
         norm: Norm = None,
         residual: Array | None = None,
-        recorded: bool = False,
     ) -> Array:
         """The weighted sum of down(activation(gate) * up) of each row's experts, x (T, in) → (T, out).
 
         gate_up: [gate | up] (2F, in) of each expert, or up (F, in) if it has no gate; down (out, F). norm, residual,
-        activation, recorded: as in `linear`; without an activation, the sum is of down(up). An expert whose weight is 0
+        activation: as in `linear`; without an activation, the sum is of down(up). An expert whose weight is 0
         adds nothing to a row, whatever it computes.
         CUDA: gemv or gemv_packed for each pair of a row and an expert, or, of more pairs than experts, group_pairs and
         gemm_wide for each group of pairs with an expert. add_experts adds the results.

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from polarlm import model_loaders
-from polarlm.engine.backends.ops import Ops
+from polarlm.engine.backends.ops import Ops, Routing
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.params import PromptOptions
@@ -108,21 +108,16 @@ def parsed(text: str) -> tuple[str, float]:
     return match["path"], float(match["scale"])
 
 
-def row_adapters(spans: Sequence[Span]) -> list[np.ndarray]:
-    """Return the number of each row's adapter (T, 1) int32, and its scale (T, 1) float32; nothing if no row has one. A
-    row without an adapter has another row's number, so that no further matrices are read, and the scale 0."""
-    if not have_adapters(spans):
-        return []
+def row_adapters(spans: Sequence[Span]) -> Routing | None:
+    """Return the number of each row's adapter, and its scale, on the host; None if no row has one. A row without an
+    adapter has another row's number, so that no further matrices are read, and the scale 0."""
+    if {span.sequence.adapter for span in spans} == {None}:
+        return None
     other = next(adapter.number for span in spans if (adapter := span.sequence.adapter) is not None)
     of_spans = [span.sequence.adapter or (other, 0.0) for span in spans]
     counts = [span.count for span in spans]
     numbers, scales = (np.repeat(column, counts)[:, None] for column in zip(*of_spans, strict=True))
-    return [numbers.astype(np.int32), scales.astype(np.float32)]
-
-
-def have_adapters(spans: Sequence[Span]) -> bool:
-    """Whether a row of `spans` has an adapter."""
-    return {span.sequence.adapter for span in spans} != {None}
+    return Routing(numbers.astype(np.int32), scales.astype(np.float32))
 
 
 def deltas(ops: Ops, adapters: Sequence[Loaded], names: Sequence[str], rows: Sequence[int]) -> Deltas | None:

@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadTransform, Norm, PreparedTransform, Spans
-from polarlm.engine.backends.ops import Array, ExpertCache, Ops, PeerArray, Routing
+from polarlm.engine.backends.ops import Array, ExpertCache, Ops, PeerArray
 from polarlm.engine.errors import EngineError
-from polarlm.engine.model.adapters import have_adapters, row_adapters
+from polarlm.engine.model.adapters import row_adapters
+from polarlm.engine.model.decoder import Chunk, InputChoice, Inputs, Rows, compute, decoder_layer, run_graph
 from polarlm.engine.model.layers import Eps
 from polarlm.engine.model.layers.encoder import EncoderInputs
-from polarlm.engine.model.layers.kinds import LayerWeights, decoder_layer
+from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.model.layers.layer_embedding import TokenInputs
 from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.model.passes import Passes
-from polarlm.engine.model.prefill import Prefill, PromptTap, stages
+from polarlm.engine.model.prefill import PromptRows, PromptTap, prefill, stages
 from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.model.towers import ImageReader
 from polarlm.engine.model.towers._rows import ImagePart, PlacedImage, read_images
@@ -68,6 +69,7 @@ class Transformer:
         self.mtp: MtpLayer | None = None
         self._ropes, self._spans = RopeTables(config), StepSpans(store)
         self._stages = stages(ops, len(config.layers))
+        self._work = [partial(self._compute_stage, number) for number in range(len(self._stages))]  # known by identity
         self._embedding_norm: Norm = None
         if config.embedding_norm:
             ones = self._stages[0].ops.to_device(np.ones(config.hidden_size, np.float32))
@@ -81,6 +83,7 @@ class Transformer:
         self._make_layers(weights)
 
     def _make_layers(self, weights: ModelWeights) -> None:
+        self._choice = InputChoice(self._ropes, self.store, len(self.config.layers))
         after = self.config.post_norm_eps
         eps = Eps(self.config.norm_eps, self.config.norm_eps if after is None else after)
         layer_ops, cache, transform = self.ops.layer_ops, self.store.cache, self._transforms.get
@@ -88,12 +91,12 @@ class Transformer:
             decoder_layer(layer_ops(number), layer, eps, w, cache(number), transform(number), number)
             for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]
-        self._passes = Passes(self.ops, self.store, self._layers, self._ropes, self.config.hidden_size, self._embed)
+        self._passes = Passes(self.ops, self._layers, self._choice, self.config.hidden_size, self._embed)
         if self.config.mtp:
             own = weights.layers[-1].mtp
             assert own is not None
-            more = self.store, self._layers[-1], self._ropes, self._embed
-            self.mtp = MtpLayer(self._stages[0].ops, self.config, own, weights.norm, weights.head, *more)
+            more = weights.norm, weights.head, self._layers[-1], self._choice, self._embed
+            self.mtp = MtpLayer(self._stages[0].ops, self.config, own, *more)
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         stored, alone = self.store.conditioning[layer], attention.shares_kv  # whether there are queries alone
@@ -133,11 +136,20 @@ class Transformer:
         if read:
             ids = [one if one < IMAGE_IDS else 0 for one in ids]
         rows = rows_of(self.weights.embedding, ids)
-        x, inputs = self._embed(self._stages[0].ops.to_device(rows), read)
+        x, added = self._embed(self._stages[0].ops.to_device(rows), read)
         first_output = 0 if outputs is None else len(ids) - outputs
-        of_mtp = None if self.mtp is None else self.mtp.of_prompt(spans[0], rows)
-        prefill = Prefill(self._stages, self.ops, self.store, self._layers, self._ropes, self.tap, read, of_mtp)
-        x = yield from prefill.units(x, inputs, spans, first_output, by_layer=by_layer, parts=parts)
+        prompt = PromptRows(
+            self._choice,
+            len(self._layers) - 1,
+            spans,
+            parts or spans,
+            first_output,
+            rows=self.ops.prefill_rows,
+            images=read,
+            tap=self.tap,
+            mtp_input=None if self.mtp is None else partial(self.mtp.prompt_input, spans[0], rows),
+        )
+        x = yield from prefill(self._stages, self._layers, x, added, prompt, by_layer=by_layer)
         return x[first_output:]
 
     def forward(
@@ -256,57 +268,35 @@ class Transformer:
     def _run(self, name: str, spans: Sequence[Span], ids: Any, sampler_inputs: Sequence[SamplerInput] = ()) -> Any:
         """Compute the rows, stage by stage, and return their logits (T, V) on the device; with sampler inputs, the next
         tokens (T,) before these; with `mtp`, the normed hidden states (T, E) behind these."""
-        key = name, have_adapters(spans)
-        ropes = chain.from_iterable(self._ropes.tables(rope_positions(spans)))
-        tables, x, newest = [*ropes, *self._spans.of(spans), *row_adapters(spans)], ids, list[Any]()
+        ropes, tables, adapters = self._ropes.tables(rope_positions(spans)), self._spans.of(spans), row_adapters(spans)
         *before, last = self._stages
+        x, newest = ids, None
         for number, (ops, _) in enumerate(before):
-            x, newest = PeerArray(ops.run_graph(key, _Work(self, number, False), [x, *tables]), ops), [ids]
-        inputs = [*newest, last.ops.pack_sampler_inputs(sampler_inputs)] if sampler_inputs else []
-        of_mtp = [] if self.mtp is None else self.mtp.of_step(spans, ids)
-        return last.ops.run_graph(key, _Work(self, len(before), bool(sampler_inputs)), [x, *inputs, *tables, *of_mtp])
+            hidden = run_graph(ops, name, self._work[number], Inputs(x, ropes, tables, adapters))
+            x, newest = PeerArray(hidden, ops), ids if sampler_inputs else None
+        packed = last.ops.pack_sampler_inputs(sampler_inputs) if sampler_inputs else None
+        mtp = None if self.mtp is None else self.mtp.step_inputs(spans, ids)
+        return run_graph(last.ops, name, self._work[-1], Inputs(x, ropes, tables, adapters, None, packed, newest, mtp))
 
-    def _step(self, stage: int, x: Array, *inputs: Any) -> tuple[Array, ...]:
-        """The last stage of a step, x → tokens (T,), and what `_rows` returns. inputs: ids (T,) int32, if x is not
-        these; sampler inputs; tables, as for `_rows`."""
-        ids, (sampler_inputs, *tables) = (inputs[0], inputs[1:]) if stage else (x, inputs)
-        logits, *states = self._rows(stage, x, *tables)
-        return self.ops.sample(logits, sampler_inputs, ids), logits, *states
-
-    def _rows(self, stage: int, x: Array, *tables: Any) -> Any:
-        """One stage of a step: x, ids (T,) int32 or later hidden states (T, E) → hidden states, or of the last stage
-        logits (T, V), and with `mtp` the normed hidden states, in a tuple.
-
-        tables: the arrays of `RopeTables.tables`, then the spans of each group of layers, then what `row_adapters`
-        gives, and of the last stage what `MtpLayer.of_step` does.
-        """
-        first_spans, inputs, is_last = self._ropes.arrays, None, stage == len(self._stages) - 1
-        if stage == 0:
-            x, inputs = self._embed(x, recorded=True)
-        ropes = self._ropes.joined(tables)
-        of_rows = tables[first_spans + len(self.store.groups) :]
-        of_rows, of_mtp = (of_rows[:-3], of_rows[-3:]) if is_last and self.mtp is not None else (of_rows, ())
-        adapters = Routing(*of_rows) if of_rows else None
-        for number in self._stages[stage].layers:
-            layer = self._layers[number]
-            rope, spans = self._ropes.of_layer(number, ropes), tables[first_spans + self.store.group_of(number)]
-            if number == self.config.depth:
-                break
-            seen = layer.mixer.project(x, rope, spans, adapters=adapters, recorded=True)
-            layer.mixer.mix(x, seen, spans, adapters=adapters, recorded=True)
-            layer.finish(x, inputs, adapters=adapters, recorded=True)
-        if not is_last:
+    def _compute_stage(self, number: int, inputs: Inputs) -> Any:
+        """One stage of a step → hidden states (T, E), or of the last stage what `_run` returns."""
+        x, added = self._embed(inputs.x) if number == 0 else (inputs.x, None)
+        rows = Rows(self._choice, [Chunk(slice(None), self._choice.distinct(inputs._replace(added=added)))])
+        layers = [layer for layer in self._stages[number].layers if layer != self.config.depth]
+        for _ in compute([(layer, self._layers[layer]) for layer in layers], x, rows):
+            pass
+        if number < len(self._stages) - 1:
             return x
-        logits = self._head(x, recorded=True)
-        if self.mtp is None:
-            return (logits,)
-        self.ops.rms_norm(x, (self.weights.norm, self.config.norm_eps))
-        self.mtp.append(x, rope, spans, *of_mtp)
-        return logits, x
+        result: tuple[Array, ...] = (self._head(x),)
+        if self.mtp is not None:
+            self.ops.rms_norm(x, (self.weights.norm, self.config.norm_eps))
+            self.mtp.append(x, inputs)
+            result = *result, x
+        if inputs.sampler is None:
+            return result
+        return self.ops.sample(result[0], inputs.sampler, inputs.x if number == 0 else inputs.ids), *result
 
-    def _embed(
-        self, ids: Array, images: Sequence[ImagePart] = (), *, recorded: bool = False
-    ) -> tuple[Array, Array | None]:
+    def _embed(self, ids: Array, images: Sequence[ImagePart] = ()) -> tuple[Array, Array | None]:
         """ids (T,) int32 → embeddings (T, E), rows of images in their places, and the inputs of all layers (T, L·P) if
         they have any."""
         ops = self._stages[0].ops
@@ -318,12 +308,12 @@ class Transformer:
         if self.weights.layer_inputs is None:
             return x, None
         scale, eps = math.sqrt(self.config.layer_embedding / 2), self.config.norm_eps * self.config.hidden_size
-        return x, self.weights.layer_inputs.of(ops, ids, x, scale, eps, recorded=recorded)
+        return x, self.weights.layer_inputs.of(ops, ids, x, scale, eps)
 
-    def _head(self, hidden: Array, *, recorded: bool = False) -> Array:
+    def _head(self, hidden: Array) -> Array:
         """hidden (T, E) → logits (T, V)."""
         norm = self.weights.norm, self.config.norm_eps
-        logits = self.ops.linear(hidden, self.weights.head, norm=norm, recorded=recorded)
+        logits = self.ops.linear(hidden, self.weights.head, norm=norm)
         if self.config.logit_softcap is not None:
             self.ops.softcap(logits, self.config.logit_softcap)
         return logits
@@ -348,11 +338,11 @@ class StepSpans:
         self._store = store
         self._last: tuple[int, dict[Steady | None, int], list[Spans]] = 0, {}, [None] * len(store.groups)
 
-    def of(self, spans: Sequence[Span]) -> list[Spans]:
+    def of(self, spans: Sequence[Span]) -> tuple[Spans, ...]:
         """Return what `KVStore.spans` does for all rows."""
         store, at, next_spans, result = self._store, positions(spans), self._store.ops.next_spans, list[Spans]()
         if next_spans is None or len(at) > len(spans):
-            return store.spans(spans, slice(0, len(at)))
+            return tuple(store.spans(spans, slice(0, len(at))))
         tables, (changes, rows, last) = [None if s.growth else s.sequence.steady for s in spans], self._last
         known = map(rows.get, tables) if changes == store.changes else [None] * len(spans)
         before = [-1 if row is None else row for row in known]
@@ -362,16 +352,4 @@ class StepSpans:
             views = {row: store.view(layer, span, slice(row, row + 1), span.start) for row, span in new}
             result.append(next_spans(packed, before, views, at, n) if is_kv else group.spans([*views.values()]))
         self._last = store.changes, {one: row for row, one in enumerate(tables) if one is not None}, result
-        return result
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What a device computes of a step. Equal ones are one recording."""
-
-    model: Transformer
-    stage: int
-    samples: bool
-
-    def __call__(self, *inputs: Any) -> Any:
-        return (self.model._step if self.samples else self.model._rows)(self.stage, *inputs)
+        return tuple(result)

@@ -8,17 +8,17 @@ spans of the pass, and are launched between the parts of the recording.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from polarlm.engine.backends.kv import RecordedSpans
 from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.adapters import have_adapters, row_adapters
-from polarlm.engine.model.layers.kinds import DecoderLayer
-from polarlm.engine.model.rope import RopeTables
+from polarlm.engine.model.adapters import row_adapters
+from polarlm.engine.model.decoder import Chunk, DecoderLayer, InputChoice, Inputs, Rows, Work, compute, flatten
+from polarlm.engine.model.layers import LayerInputs
 from polarlm.engine.state.positions import rope_positions
-from polarlm.engine.state.store import KVStore, Span
+from polarlm.engine.state.store import Span
 
 _BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # rows
 # Rows that are not there are computed, too, which pays while a layer takes less time than its launches, some 0.1 ms
@@ -27,23 +27,31 @@ _BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048) 
 _FEW_ROWS, _SHORT = 256, 1 << 30
 
 
+class _Rows(Rows):
+    """The rows of a pass, whose K/V are appended, and attention launched, between the parts of its recording."""
+
+    def begin(self, layer: int, x: Array) -> None:
+        spans: RecordedSpans = self.chunks[0].inputs[self.choice.index[layer]].spans
+        spans.layer = layer
+
+
 class Passes:
     """The recorded passes of a model on one device, whose layers all have K/V, or read the K/V of others.
 
-    embed: as `Transformer`'s, with recorded=True.
+    embed: as `Transformer`'s.
     """
 
     def __init__(
         self,
         ops: Ops,
-        store: KVStore,
         layers: Sequence[DecoderLayer],
-        ropes: RopeTables,
+        choice: InputChoice,
         hidden_size: int,
         embed: Callable[..., tuple[Array, Array | None]],
     ) -> None:
-        self._ops, self._store, self._layers, self._ropes, self._embed = ops, store, layers, ropes, embed
-        self._groups = [RecordedSpans(self._begin, self._seal) for _ in store.groups]
+        self._ops, self._layers, self._choice, self._embed = ops, layers, choice, embed
+        self._store = choice.store
+        self._groups = tuple(RecordedSpans(self._begin, self._seal) for _ in self._store.groups)
         self._spans: Sequence[Span] = ()  # of the prompts in the pass that runs
         most = max(_FEW_ROWS, _SHORT // hidden_size**2)
         self.most_rows = max(size for size in _BUCKETS if size <= most)  # of a recorded pass
@@ -58,39 +66,40 @@ class Passes:
     def run(self, spans: Sequence[Span], ids: np.ndarray, outputs: int, parts: Sequence[Span]) -> Array:
         """Compute rows with the tokens ids (T,) int32, T ≤ most_rows, and return the hidden states of the last
         `outputs` rows. spans: of prompts. parts: of these and of steps, in the order of the rows."""
-        store, count, of_rows = self._store, len(ids), row_adapters(parts)
-        rows = next(size for size in _BUCKETS if size >= count)
-        tables = [*chain.from_iterable(self._ropes.tables(rope_positions(parts))), *of_rows]
-        inputs = [np.concatenate([x, np.zeros((rows - count, *x.shape[1:]), x.dtype)]) for x in (ids, *tables)]
+        store, count, last = self._store, len(ids), len(self._layers) - 1
+        rows, arrays = next(size for size in _BUCKETS if size >= count), list[Any]()
+        ropes, adapters = self._choice.ropes.tables(rope_positions(parts)), row_adapters(parts)
+        work = Work(self._compute, flatten(Inputs(ids, ropes, adapters=adapters), arrays))
+        arrays = [np.concatenate([x, np.zeros((rows - count, *x.shape[1:]), x.dtype)]) for x in arrays]
         self._spans = spans
         try:
             for group, now in zip(self._groups, store.spans(parts, slice(0, count)), strict=True):
                 group.spans = now
-            x, seen, *more = self._ops.run_graph(("pass", have_adapters(parts)), self._rows, inputs)
+            x, projected, *more = self._ops.run_graph("pass", work, arrays)
         finally:
             self._spans = ()
             for group in self._groups:
                 group.spans = group.pending = None  # which hold the prompts' buffers, and arrays of a recording
-        kept, number = slice(count - outputs, count), len(self._layers) - 1
-        layer, last = self._layers[number], store.spans(parts, kept)[store.group_of(number)]
-        adapters = Routing(*(self._ops.to_device(table[kept]) for table in of_rows)) if of_rows else None
-        layer.mixer.mix(x[kept], seen[kept], last, adapters=adapters, recorded=False)
-        layer.finish(x[kept], more[0][kept] if more else None, adapters=adapters, recorded=False)
+        kept, layer = slice(count - outputs, count), self._layers[last]
+        of_layer = LayerInputs(
+            spans=store.spans(parts, kept)[store.group_of(last)],
+            adapters=None if adapters is None else Routing(*(self._ops.to_device(table[kept]) for table in adapters)),
+            added=more[0][kept] if more else None,
+        )
+        layer.complete(x[kept], projected[kept], of_layer)
         return x[kept]
 
-    def _rows(self, ids: Array, *tables: Array) -> tuple[Array, ...]:
-        """All layers up to the last one's attention: ids (T,) int32 → hidden states (T, E), that layer's queries, and
-        the inputs of all layers (T, L·P), if any. tables: as `RopeTables.tables`, then as `row_adapters`."""
-        first, last = self._ropes.arrays, len(self._layers) - 1
-        x, inputs = self._embed(ids, recorded=True)
-        ropes = self._ropes.joined(tables)
-        adapters = Routing(*tables[first:]) if tables[first:] else None
-        for number, layer in enumerate(self._layers):
-            spans = self._groups[self._store.group_of(number)]
-            spans.layer = number
-            seen = layer.mixer.project(x, self._ropes.of_layer(number, ropes), spans, adapters=adapters, recorded=True)
-            if number < last:
-                layer.mixer.mix(x, seen, spans, adapters=adapters, recorded=True)
-                layer.finish(x, inputs, adapters=adapters, recorded=True)
-        self._ops.run_between_graphs(*spans.append_call(), is_last=True)
-        return (x, seen) if inputs is None else (x, seen, inputs)
+    def _compute(self, inputs: Inputs) -> tuple[Array, ...]:
+        """All layers up to the last one's attention → hidden states (T, E), that layer's queries, and `Inputs.added`,
+        if there is any."""
+        x, added = self._embed(inputs.x)
+        distinct = self._choice.distinct(inputs._replace(spans=self._groups, added=added))
+        rows = _Rows(self._choice, [Chunk(slice(None), distinct)])
+        *before, (last, layer) = enumerate(self._layers)
+        for _ in compute(before, x, rows):
+            pass
+        of_layer = distinct[self._choice.index[last]]
+        rows.begin(last, x)
+        projected = layer.mixer.project(x, of_layer)
+        self._ops.run_between_graphs(*self._groups[self._store.group_of(last)].append_call(), is_last=True)
+        return (x, projected) if added is None else (x, projected, added)

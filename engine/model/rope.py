@@ -88,21 +88,14 @@ class RopeTables:
             for attention in kinds.values()
         ]
         self._growth = config.attention.query_growth
-        self.arrays = (2 if self._growth is None else 3) * len(kinds)
-        """The number of arrays in all tables."""
 
-    def tables(self, positions: np.ndarray) -> list[Rope]:
+    def tables(self, positions: np.ndarray) -> tuple[Rope, ...]:
         """Return the table of positions (T,), or (3, T) in time, height and width, for each kind of RoPE."""
         if self._growth is None:
-            return [turns(positions) for turns in self._turns]
+            return tuple(turns(positions) for turns in self._turns)
         growth, unit = self._growth
         factors = (1 + growth * np.log1p(positions // unit))[:, None].astype(np.float32)
-        return [(*turns(positions), factors) for turns in self._turns]
-
-    def joined(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the tables whose arrays follow each other in `arrays`."""
-        width = self.arrays // len(self._turns)
-        return [arrays[first : first + width] for first in range(0, self.arrays, width)]
+        return tuple((*turns(positions), factors) for turns in self._turns)
 
     def of_layer(self, layer: int, tables: Sequence[Any]) -> Any:
         """Return a layer's table out of the tables of all kinds; None for a layer without attention."""

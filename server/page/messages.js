@@ -117,8 +117,8 @@ function buildResults({ message, element, foot }) {
 /** A sentence about what went wrong with an answer; empty if nothing did. */
 function troubleOf({ text, calls, ending, error }) {
   if (error || ending) return error;
-  const which = text || calls.length ? "This answer has no end" : "This answer has not come";
-  return `${which}: the page was closed before it did, or another tab still waits for it.`;
+  const what = text || calls.length ? "was cut off" : "did not come";
+  return `This answer ${what}: the page was closed, or another tab is still waiting for it.`;
 }
 
 /** Shows below an answer what went wrong with it; `now`: whether it has just happened. */

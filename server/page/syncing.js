@@ -39,7 +39,7 @@ function removeSent(id) {
 function inTurn(task) {
   syncing = syncing.then(task).catch((error) => {
     if (!keeps || error.status === 401) return;
-    const sentence = `The server does not keep what has changed: ${error.message}`;
+    const sentence = `Changes are not saved on the server: ${error.message}`;
     warn(sentence);
     if (error.status !== 413) passing = sentence;
   });

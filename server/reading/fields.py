@@ -2,7 +2,7 @@
 
 A field is *honoured*, *harmless* (the answer is the same with it and without it), *ignored* with a warning (a wish that
 does not change what the answer means), or *refused* by name; fields that none of the three defines are ignored with a
-warning. fields.json, from which docs/http-fields.md is made, has the APIs, a sentence, and values that ask for nothing.
+warning. fields.json, from which docs/api.md is made, has the APIs, a sentence, and values that ask for nothing.
 """
 
 from __future__ import annotations

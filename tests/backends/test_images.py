@@ -13,7 +13,7 @@ from polarlm.engine.backends.kv import ScoreRule
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy import attention as numpy_attention
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.model.prefill import units_of
+from polarlm.engine.model.prefill import cut
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.places import Places
@@ -65,7 +65,7 @@ def test_rows_of_an_image_see_all_of_it(
             continue
         kv.places = Places(IMAGES) if first == known else None
         span = store.open(kv, rows)
-        units = units_of(rows, step, whole_images([span]))
+        units = cut(rows, step, whole_images([span]))
         assert max(unit.stop - unit.start for unit in units) <= max(step, len(IMAGES[1]))
         for layer, (window, whole) in enumerate(KINDS):
             store.begin_layer(layer, span)

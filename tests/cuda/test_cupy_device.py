@@ -581,7 +581,7 @@ def test_recordings_hold_no_dequantized_weights(device, monkeypatch: pytest.Monk
     multiply(device, 3)  # the library has its workspace
     for rows in (20, 30, 20, 30, 20):
         x = rng.standard_normal((rows, 256)).astype(np.float32)
-        y = device.run_graph("key", lambda x: ops.linear(x, weight, recorded=True), [x])
+        y = device.run_graph("key", lambda x: ops.linear(x, weight), [x])
         off = np.abs(device.to_host(y) - x @ values.T)
         assert (off <= 2.0**-9 * (np.abs(x) @ np.abs(values).T)).all()
     assert device._recordings._memory.total_bytes() < 512 * 256 * 2

@@ -70,13 +70,13 @@ class Rounded(SameWeights):
     def attention(self, q, cache, spans, rule, transform=None, then=None) -> np.ndarray:
         return super().attention(_half(q), cache, spans, rule, transform)
 
-    def linear(self, x, w, *, norm=None, residual=None, activation=None, then=None, recorded=False) -> np.ndarray:
+    def linear(self, x, w, *, norm=None, residual=None, activation=None, then=None) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)
         if len(x) > GEMV_ROWS or self.kind == "__half":
             x = read(store(x, self.kind), self.kind)
         return super().linear(x, w, residual=residual, activation=activation)
 
-    def experts(self, x, routing, gate_up, down, activation, *, norm=None, residual=None, recorded=False) -> np.ndarray:
+    def experts(self, x, routing, gate_up, down, activation, *, norm=None, residual=None) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)
         x = read(store(x, self.kind), self.kind)
         return super().experts(x, routing, gate_up, down, activation, residual=residual)

@@ -251,8 +251,7 @@ def test_linear_is_the_product(
     def on_device(x: Any, y: Any) -> Any:
         whole, norm = Linear((w,), bias if "bias" in more else None), (gain, EPS) if normed else None
         residual = y if "added" in more else None
-        is_recorded = "recorded" in more
-        return ops.linear(x, whole, norm=norm, residual=residual, activation=activation, recorded=is_recorded)
+        return ops.linear(x, whole, norm=norm, residual=residual, activation=activation)
 
     if "recorded" in more:
         result = ops.run_graph("test", on_device, [x, before])

@@ -362,7 +362,7 @@ def test_what_is_rehearsed_changes_no_answer_and_leaves_nothing(tiny_path: Path,
                 seen, runs = [], engine._model.ops.run_graph
 
                 def noted(key: Any, work: Any, inputs: Any, seen: Any = seen, runs: Any = runs) -> Any:
-                    seen.append((key[0], len(inputs[0])))
+                    seen.append((key, len(inputs[0])))
                     return runs(key, work, inputs)
 
                 engine._model.ops.run_graph = noted

@@ -16,7 +16,7 @@ from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps, FirstRow
 from polarlm.engine.loading import assembly
-from polarlm.engine.model.file_matrix import FileMatrix
+from polarlm.engine.model.weights import FileMatrix
 from polarlm.engine.requests import prefills
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
@@ -178,9 +178,9 @@ def product_texts(device: Watched, rows: int, out: int, width: int, format: str)
     ops, x, norm = CudaOps(device), np.zeros((rows, width), np.float32), (np.ones(width, np.float32), 1e-5)
     (matrix,) = ops.load([FirstRow(Zeros(get(format), (out, width)))])
     w = Linear((matrix,))
-    ops.linear(x, w, norm=norm, recorded=True)
-    ops.linear(x, w, residual=np.zeros((rows, out), np.float32), recorded=True)
-    ops.linear(x, w, norm=norm, activation="silu", recorded=True)
+    ops.linear(x, w, norm=norm)
+    ops.linear(x, w, residual=np.zeros((rows, out), np.float32))
+    ops.linear(x, w, norm=norm, activation="silu")
     return {text for text in device.launched if "repack" not in device.kernels[text]}
 
 

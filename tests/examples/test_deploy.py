@@ -81,7 +81,7 @@ def test_the_image_is_healthy_when_the_server_is(status: int) -> None:
 
 def test_nginx_lets_through_what_the_server_takes() -> None:
     """There is one configuration in the documents, whose limits are beyond those of a server as it starts."""
-    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")]
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")]
     (config,) = re.findall(r"^```nginx\n(.*?)^```$", "".join(pages), re.MULTILINE | re.DOTALL)
     values = dict(re.findall(r"^ *(\w+) ([^;{]+);", config, re.MULTILINE))
     assert parse_size(values["client_max_body_size"].upper()) > LARGER * ServerConfig.max_body

@@ -14,7 +14,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.calibration import calibrate
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.prefill import units_of
+from polarlm.engine.model.prefill import cut
 from polarlm.engine.model.score import score
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.store import Span
@@ -214,7 +214,7 @@ def test_an_id_without_a_row_is_an_error(beyond: int) -> None:
 def test_no_prompt_is_cut_so_that_a_single_row_is_left(step: int) -> None:
     """Kernels of steps would compute it, and the size of a unit would change a result."""
     for count in range(1, 70):
-        units = units_of(count, step)
+        units = cut(count, step)
         assert [row for unit in units for row in range(count)[unit]] == [*range(count)]
         sizes = [unit.stop - unit.start for unit in units]
         assert max(sizes) <= step

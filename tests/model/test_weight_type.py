@@ -13,9 +13,8 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.model.file_matrix import FileMatrix, format_for
 from polarlm.engine.model.fingerprint import fingerprint
-from polarlm.engine.model.weights import in_words, kept, load_weights, weight_bytes
+from polarlm.engine.model.weights import FileMatrix, format_for, in_words, kept, load_weights, weight_bytes
 from polarlm.engine.weight_formats import find, get
 from polarlm.model_loaders import load_weights as open_weights
 from polarlm.model_loaders.files.weights import WeightSource

@@ -45,9 +45,9 @@ class Ahead(NumpyOps):
     def run_graph(self, key: Any, work: Any, inputs: Sequence[Any]) -> Any:
         self._last.fill(np.nan)  # as another step may overwrite them on a GPU
         result = super().run_graph(key, work, inputs)
-        if key[0] == "rows":
+        if key == "rows":
             self.events.append("rows")
-        self._last = result[0 if key[0] == "rows" else 1]
+        self._last = result[0 if key == "rows" else 1]
         return result
 
     def sample(

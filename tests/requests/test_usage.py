@@ -9,7 +9,7 @@ import pytest
 from polarlm.engine import Engine, SamplingParams, Usage
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.prefill import Prefill
+from polarlm.engine.model.prefill import PromptRows
 from polarlm.engine.outputs import fold
 from tests.cpu import CpuOps
 from tests.requests.test_steps_ahead import SETTINGS, Ahead, drawn
@@ -25,7 +25,7 @@ def timed(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(CpuOps, "prefill_rows", 16)
-    for part, name, seconds in ((Prefill, "_layer", 2.0), (Transformer, "step", 1.0)):
+    for part, name, seconds in ((PromptRows, "project", 2.0), (Transformer, "step", 1.0)):
         work = getattr(part, name)
 
         def run(*given, work=work, seconds=seconds):
@@ -90,10 +90,10 @@ def test_what_a_gpu_computes_late_is_counted_where_it_belongs(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
 ) -> None:
     """A prompt of eight units of two seconds, between which steps of one second run."""
-    ops, layer = Late(), Prefill._layer
+    ops, layer = Late(), PromptRows.project
     monkeypatch.setattr("time.perf_counter", lambda: ops.now)
     monkeypatch.setattr(NumpyOps, "prefill_rows", 16)
-    monkeypatch.setattr(Prefill, "_layer", lambda *given: ops.works(2.0) or layer(*given))
+    monkeypatch.setattr(PromptRows, "project", lambda *given: ops.works(2.0) or layer(*given))
     with load_tiny(tiny_path, ops=ops, **SETTINGS) as engine:
         short, long = [], []
         for _ in range(others):

@@ -88,7 +88,6 @@ class ExpertOps(LinearOps):
         *,
         norm: Norm = None,
         residual: Array | None = None,
-        recorded: bool = False,
     ) -> Array:
         y = self._device.empty((len(x), down.shape[0]), np.float32) if residual is None else residual
         if gate_up.on_host:

@@ -114,7 +114,6 @@ class LinearOps(DeviceOps):
         residual: Array | None = None,
         activation: str | None = None,
         then: Linear | None = None,
-        recorded: bool = False,
     ) -> Array:
         if activation is not None and not is_gated(activation):
             y = self.linear(x, w, norm=norm)

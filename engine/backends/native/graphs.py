@@ -32,7 +32,8 @@ class Graphs:
         self._recordings.move_to_end(whole)
         recorded = self._recordings[whole]
         if recorded is None:
-            return work(*inputs)
+            with self._launch.graph():
+                return work(*inputs)
         fixed, recording = recorded
         for fixed_input, new_input in zip(fixed, inputs, strict=True):
             if isinstance(fixed_input, StepTable):
@@ -50,7 +51,7 @@ class Graphs:
         """Copies of the inputs in fixed memory, and the launches of `work` on them; None if it cannot be recorded."""
         fixed = [x.copy() if isinstance(x, np.ndarray) else x for x in inputs]
         try:
-            with self._launch.record() as recording:
+            with self._launch.graph(), self._launch.record() as recording:
                 recording.result = work(*fixed)
         except CannotRecord:
             return None

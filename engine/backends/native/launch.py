@@ -98,12 +98,13 @@ class Launcher:
         self.library = library(self.level, _SOURCES)
         self.arena = Arena()  # memory of weights
         self._workers = workers()
+        self.in_graph = False  # whether the work of `Ops.run_graph` is called, which is recorded if it can be
         self._recording: Recording | None = None
         self._buffers = Buffers()
         self._repeatable: dict[Hashable, Any] = {}  # the latest ones last
 
     def take(self, key: Hashable) -> Any | None:
-        """What `keep` has kept for a key, which nobody else takes meanwhile; None in a recording."""
+        """What `keep` has kept for a key, which nobody else takes meanwhile; None in a graph."""
         return self._repeatable.pop(key, None) if self.runs_directly else None
 
     def keep(self, key: Hashable, launches: Any) -> None:
@@ -115,8 +116,8 @@ class Launcher:
 
     @property
     def runs_directly(self) -> bool:
-        """Whether launches run, and are not recorded."""
-        return self.computes and self._recording is None
+        """Whether launches run, outside of graphs."""
+        return self.computes and not self.in_graph
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
         """An uninitialized array for the result of an op.
@@ -215,6 +216,15 @@ class Launcher:
         if self._recording is not None:
             raise CannotRecord
         return op(*args, **kwargs)
+
+    @contextmanager
+    def graph(self) -> Iterator[None]:
+        """A context for the work of `Ops.run_graph`."""
+        self.in_graph = True
+        try:
+            yield
+        finally:
+            self.in_graph = False
 
     @contextmanager
     def record(self) -> Iterator[Recording]:

@@ -46,7 +46,6 @@ class ExpertOps:
         *,
         norm: Norm = None,
         residual: np.ndarray | None = None,
-        recorded: bool = False,
     ) -> np.ndarray:
         """The rows of an expert are multiplied together, so its weights are read once."""
         x = x if norm is None else rms_norm(x, *norm)

@@ -186,7 +186,6 @@ class NumpyOps(ExpertOps, RecurrentOps):
         residual: np.ndarray | None = None,
         activation: str | None = None,
         then: Linear | None = None,
-        recorded: bool = False,
     ) -> np.ndarray:
         x, weight = x if norm is None else rms_norm(x, *norm), _whole(w)
         y = x @ weight.T

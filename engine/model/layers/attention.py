@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.engine.backends.kv import Cache, PreparedTransform, ScoreRule, Spans
-from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, Tap, add_projected, norm_of, projected, slot
+from polarlm.engine.backends.kv import Cache, PreparedTransform, ScoreRule
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import Eps, LayerInputs, Tap, adapted_linear, add_output, norm_of, slot
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
@@ -54,22 +54,13 @@ class Attention:
             ones = ops.to_device(np.ones(shape.head_dim, np.float32))
             self._qk_norms = ones, ones, eps.before
 
-    def project(
-        self,
-        x: Array,
-        rope: tuple[Array, ...],
-        spans: Spans,
-        *,
-        adapters: Routing | None,
-        recorded: bool,
-        tap: Tap | None = None,
-    ) -> Array:
-        """Append the K/V of x (T, E) to `spans` and return the queries (T, H, D), scaled and rotated as keys are. rope:
-        cos and sin (T, D/2), and factors of queries (T, 1) if they grow."""
+    def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Array:
+        """Append the K/V of x (T, E) and return the queries (T, H, D), scaled and rotated as keys are."""
         ops, w, shape = self._ops, self._weights, self.shape
         heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
-        qkv = projected(ops, x, w.qkv, adapters, norm=self._norm, recorded=recorded)
-        (cos, sin, *growth), norms = rope, self._qk_norms
+        qkv = adapted_linear(ops, x, w.qkv, inputs.adapters, norm=self._norm)
+        assert inputs.rope is not None
+        (cos, sin, *growth), norms = inputs.rope, self._qk_norms
         if growth:  # before RoPE, which turns queries of any length alike
             ops.scale(qkv[:, : heads * dim], growth[0])
         rope = cos, sin
@@ -83,19 +74,19 @@ class Attention:
             norms = None
         rows = qkv.reshape(-1, heads + 2 * kv_heads, dim), rope, self._transform
         if tap is None:
-            return ops.place_kv(*rows, self._cache, spans, norms)
+            return ops.place_kv(*rows, self._cache, inputs.spans, norms)
         q, k, v = ops.transform_heads(*rows, norms)
         tap(q, k)
-        ops.append_kv(self._cache, spans, k, v)
+        ops.append_kv(self._cache, inputs.spans, k, v)
         return q
 
-    def mix(self, x: Array, q: Array, spans: Spans, *, adapters: Routing | None, recorded: bool) -> None:
+    def mix(self, x: Array, q: Array, inputs: LayerInputs) -> None:
         """Add the projected attention of queries q (T, H, D) to x (T, E), in place."""
         w, shape = self._weights, self.shape
-        then = w.out if w.output_gate is None and adapters is None else None
-        mixed = self._ops.attention(q, self._cache, spans, self._rule, self._transform, then)
+        then = w.out if w.output_gate is None and inputs.adapters is None else None
+        mixed = self._ops.attention(q, self._cache, inputs.spans, self._rule, self._transform, then)
         mixed = mixed.reshape(-1, shape.heads * shape.head_dim)
         if w.output_gate is not None:
-            gate = projected(self._ops, x, w.output_gate, adapters, norm=self._norm, recorded=recorded)
+            gate = adapted_linear(self._ops, x, w.output_gate, inputs.adapters, norm=self._norm)
             self._ops.gate(mixed, gate)
-        add_projected(self._ops, x, mixed, w.out, adapters, self._post_norm, recorded=recorded)
+        add_output(self._ops, x, mixed, w.out, inputs.adapters, self._post_norm)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from polarlm.engine.backends.kv import PreparedTransform
 from polarlm.engine.backends.ops import Array, EncoderOps, Ops
-from polarlm.engine.model.layers import Eps, add_projected, norm_of, slot
+from polarlm.engine.model.layers import Eps, LayerInputs, add_output, norm_of, slot
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
 from polarlm.engine.model.layers.kinds import LayerWeights
 from polarlm.engine.weight_formats import Matrix
@@ -62,9 +62,9 @@ class EncoderLayer:
             qkv, turned, self._transform, lengths, shape.score_scale, shape.window, self._qk_norms
         )
         mixed = mixed.reshape(len(x), shape.heads * dim)
-        add_projected(ops, x, mixed, self._attention.out, None, self._post_norm, recorded=False)
+        add_output(ops, x, mixed, self._attention.out, None, self._post_norm)
         if self._sum_norms is not None:
             encoder_ops.layer_norm(x, self._sum_norms[0])
-        self._network.add(x, adapters=None, recorded=False)
+        self._network.add(x, LayerInputs())
         if self._sum_norms is not None:
             encoder_ops.layer_norm(x, self._sum_norms[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, add_projected, norm_of, projected, slot
+from polarlm.engine.model.layers import Eps, LayerInputs, adapted_linear, add_output, norm_of, slot
 from polarlm.engine.weight_formats import ExpertLinear, Linear
 from polarlm.model_loaders import config
 
@@ -45,36 +45,33 @@ class Experts:
         self._experts_post_norm = norm_of(weights.experts_post_norm, eps.after)
         self._shared_post_norm = norm_of(weights.shared_post_norm, eps.after)
 
-    def add(self, x: Array, *, adapters: Routing | None, recorded: bool) -> None:
-        """Add the result to x (T, E), in place. adapters change the shared network. recorded: whether this is a
-        step."""
+    def add(self, x: Array, inputs: LayerInputs) -> None:
+        """Add the result to x (T, E), in place. Adapters change the shared network."""
         ops, w, shape = self._ops, self._weights, self._shape
-        logits = ops.linear(x, w.router, norm=self._router_norm, recorded=recorded)
+        logits = ops.linear(x, w.router, norm=self._router_norm)
         routing = ops.route(logits, shape, w.choice_bias, w.factors)
-        shared = self._shared(x, adapters, recorded=recorded)  # before x changes
+        shared = self._shared(x, inputs.adapters)  # before x changes
         into = x if self._post_norm is None else None
-        inputs, norm, residual = x, self._experts_norm, into
+        rows, norm, residual = x, self._experts_norm, into
         if w.latent_in is not None:
-            inputs, norm, residual = ops.linear(x, w.latent_in, norm=norm, recorded=recorded), None, None
-        y = ops.experts(
-            inputs, routing, w.gate_up, w.down, shape.activation, norm=norm, residual=residual, recorded=recorded
-        )
+            rows, norm, residual = ops.linear(x, w.latent_in, norm=norm), None, None
+        y = ops.experts(rows, routing, w.gate_up, w.down, shape.activation, norm=norm, residual=residual)
         if w.latent_out is not None:
-            y = ops.linear(y, w.latent_out, residual=into, recorded=recorded)
+            y = ops.linear(y, w.latent_out, residual=into)
         if self._experts_post_norm is not None:
             ops.rms_norm(y, self._experts_post_norm)
         if shared is not None:
             assert w.shared_down is not None
-            add_projected(ops, y, shared, w.shared_down, adapters, self._shared_post_norm, recorded=recorded)
+            add_output(ops, y, shared, w.shared_down, inputs.adapters, self._shared_post_norm)
         if self._post_norm is not None:
             ops.rms_norm(y, self._post_norm, residual=x)
 
-    def _shared(self, x: Array, adapters: Routing | None, *, recorded: bool) -> Array | None:
+    def _shared(self, x: Array, adapters: Routing | None) -> Array | None:
         """Return the input of the shared network's last projection, times its gate if it has one: (T, S), or None."""
         ops, w, shared = self._ops, self._weights, self._shape.shared
         if shared is None or w.shared_gate_up is None:
             return None
-        y = projected(
+        y = adapted_linear(
             ops,
             x,
             w.shared_gate_up,
@@ -82,8 +79,7 @@ class Experts:
             norm=self._norm,
             activation=shared.activation,
             then=None if w.shared_gate is not None else w.shared_down,
-            recorded=recorded,
         )
         if w.shared_gate is not None:
-            ops.gate(y, projected(ops, x, w.shared_gate, adapters, norm=self._norm, recorded=recorded))
+            ops.gate(y, adapted_linear(ops, x, w.shared_gate, adapters, norm=self._norm))
         return y

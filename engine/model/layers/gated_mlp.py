@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, add_projected, norm_of, projected, slot
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import Eps, LayerInputs, adapted_linear, add_output, norm_of, slot
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders import config
 
@@ -29,11 +29,8 @@ class GatedMLP:
         self._ops, self._shape, self._weights = ops, shape, weights
         self._norm, self._post_norm = norm_of(weights.norm, eps.before), norm_of(weights.post_norm, eps.after)
 
-    def add(self, x: Array, *, adapters: Routing | None, recorded: bool) -> None:
-        """Add the network's result to x (T, E), in place. adapters: the adapters of the rows. recorded: whether this
-        is a step, which may be recorded."""
+    def add(self, x: Array, inputs: LayerInputs) -> None:
+        """Add the network's result to x (T, E), in place."""
         ops, w, activation = self._ops, self._weights, self._shape.activation
-        y = projected(
-            ops, x, w.gate_up, adapters, norm=self._norm, activation=activation, then=w.down, recorded=recorded
-        )
-        add_projected(ops, x, y, w.down, adapters, self._post_norm, recorded=recorded)
+        y = adapted_linear(ops, x, w.gate_up, inputs.adapters, norm=self._norm, activation=activation, then=w.down)
+        add_output(ops, x, y, w.down, inputs.adapters, self._post_norm)

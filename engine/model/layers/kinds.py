@@ -1,17 +1,17 @@
-"""The class that computes each kind of mixer and of feed-forward network, and the two objects of a layer."""
+"""The class that computes each kind of mixer and of feed-forward network."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
-from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, Tap, slot
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import Eps, LayerInputs, Tap, slot
 from polarlm.engine.model.layers.attention import Attention
 from polarlm.engine.model.layers.experts import Experts, ExpertsWeights
 from polarlm.engine.model.layers.gated_delta import GatedDelta
 from polarlm.engine.model.layers.gated_mlp import GatedMLP, GatedMLPWeights
-from polarlm.engine.model.layers.layer_embedding import LayerEmbedding, LayerEmbeddingWeights
+from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights
 from polarlm.engine.model.layers.mamba2 import Mamba2
 from polarlm.engine.model.layers.short_conv import ShortConv
 from polarlm.engine.state.layer_shapes import OwnShape
@@ -20,7 +20,7 @@ from polarlm.model_loaders import config
 
 
 class Mixer(Protocol):
-    """The mixer of one layer. `project` is called for the rows of a unit before `mix` is called for them."""
+    """The mixer of one layer. `project` is called for the rows of a chunk before `mix` is called for them."""
 
     Weights: ClassVar[Any]
     """A dataclass whose fields are `slot`s of a layer."""
@@ -33,16 +33,11 @@ class Mixer(Protocol):
     def state_shape(shape: Any) -> OwnShape:
         """Return how the state of a layer is stored. Not called for attention, whose codecs the settings choose."""
 
-    def project(
-        self, x: Array, rope: Any, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
-    ) -> Any:
+    def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Any:
         """Append the state of the rows x (T, E), and return what `mix` needs of them; `mix` may get only its last rows.
+        tap: never in `Ops.run_graph`."""
 
-        rope: a table of `RopeTables` for attention, else None. spans: as `LayerState.spans` returns them. adapters: the
-        rows' adapters, if any. recorded: whether this is a step, which may be recorded and has no tap.
-        """
-
-    def mix(self, x: Array, projected: Any, spans: Any, *, adapters: Routing | None, recorded: bool) -> None:
+    def mix(self, x: Array, projected: Any, inputs: LayerInputs) -> None:
         """Add the mixer's result to x (T, E), in place."""
 
 
@@ -81,39 +76,3 @@ class LayerWeights:
         """The projections of the layer, by their names."""
         parts = [self.mixer, self.ffn] if self.ffn is not None else [self.mixer]
         return {name: w for part in parts for name, w in vars(part).items() if isinstance(w, Linear)}
-
-
-class DecoderLayer(NamedTuple):
-    """The objects that compute a decoder layer."""
-
-    ops: Ops
-    mixer: Mixer
-    ffn: GatedMLP | Experts | None
-    scale: Array | None = None  # (1,)
-    embedding: LayerEmbedding | None = None
-
-    def finish(self, x: Array, inputs: Array | None, *, adapters: Routing | None, recorded: bool) -> None:
-        """Compute all that follows the mixer, for rows x (T, E), in place. inputs: of all layers (T, L·P), if any."""
-        if self.ffn is not None:
-            self.ffn.add(x, adapters=adapters, recorded=recorded)
-        if self.embedding is not None:
-            self.embedding.add(x, inputs, adapters=adapters, recorded=recorded)
-        if self.scale is not None:
-            self.ops.scale(x, self.scale)
-
-
-def decoder_layer(
-    ops: Ops, layer: config.Layer, eps: Eps, weights: LayerWeights, cache: Any, transform: Any, number: int
-) -> DecoderLayer:
-    """Return the objects that compute `layer`, of this number. cache, transform: as a `Mixer` takes them."""
-    embedding = None
-    if weights.embedding is not None:
-        assert layer.ffn is not None
-        embedding = LayerEmbedding(ops, layer.ffn.activation, number, eps, weights.embedding)
-    return DecoderLayer(
-        ops,
-        MIXERS[type(layer.mixer)](ops, layer.mixer, eps, weights.mixer, cache, transform),
-        None if layer.ffn is None else FFNS[type(layer.ffn)](ops, layer.ffn, eps, weights.ffn),
-        weights.scale,
-        embedding,
-    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polarlm.engine.backends.kv import Norm
-from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, add_projected, norm_of, projected, slot
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import Eps, LayerInputs, adapted_linear, add_output, norm_of, slot
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import Activation
 
@@ -19,14 +19,14 @@ class TokenInputs:
     projection: Linear = slot("layer_projection", "linear")  # (L·P, E)
     norm: Array = slot("layer_projection_norm")  # (P,)
 
-    def of(self, ops: Ops, ids: Array, x: Array, scale: float, eps: float, *, recorded: bool) -> Array:
+    def of(self, ops: Ops, ids: Array, x: Array, scale: float, eps: float) -> Array:
         """Return the inputs (T, L·P) of tokens ids (T,) with embeddings x (T, E): those in the table, times `scale`,
         plus the normed projection of x, which is computed for some rows at a time: it is as large."""
         size = self.norm.shape[0]
         inputs = ops.embed(self.table, ids, scale)
         for first in range(0, len(inputs), ops.prefill_rows):
             part = slice(first, first + ops.prefill_rows)
-            summand = ops.linear(x[part], self.projection, recorded=recorded)
+            summand = ops.linear(x[part], self.projection)
             rows = summand.shape[0] * summand.shape[1] // size
             ops.rms_norm(summand.reshape(rows, size), (self.norm, eps), residual=inputs[part].reshape(rows, size))
         return inputs
@@ -48,8 +48,9 @@ class LayerEmbedding:
         self._columns = slice(number * size, (number + 1) * size)
         self._post_norm: Norm = norm_of(weights.post_norm, eps.after)
 
-    def add(self, x: Array, inputs: Array, *, adapters: Routing | None, recorded: bool) -> None:
-        """Add the projection of activation(gate(x)) · inputs to x (T, E), in place. inputs: of all layers (T, L·P)."""
-        y = projected(self._ops, x, self._weights.gate, adapters, recorded=recorded)
-        self._ops.activate(y, inputs[:, self._columns], self._activation)
-        add_projected(self._ops, x, y, self._weights.out, adapters, self._post_norm, recorded=recorded)
+    def add(self, x: Array, inputs: LayerInputs) -> None:
+        """Add the projection of activation(gate(x)) · `inputs.added` to x (T, E), in place."""
+        y = adapted_linear(self._ops, x, self._weights.gate, inputs.adapters)
+        assert inputs.added is not None
+        self._ops.activate(y, inputs.added[:, self._columns], self._activation)
+        add_output(self._ops, x, y, self._weights.out, inputs.adapters, self._post_norm)

@@ -13,17 +13,15 @@ Letters: T rows, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, Ops
-from polarlm.engine.model.layers.kinds import DecoderLayer, MtpWeights
-from polarlm.engine.model.rope import RopeTables
+from polarlm.engine.model.decoder import DecoderLayer, InputChoice, Inputs, MtpInputs, run_graph
+from polarlm.engine.model.layers.kinds import MtpWeights
 from polarlm.engine.sampling.sample import Sampled, greedy
 from polarlm.engine.state.positions import rope_positions
-from polarlm.engine.state.store import KVStore, Span
+from polarlm.engine.state.store import Span
 from polarlm.engine.weight_formats import Linear
 from polarlm.model_loaders.config import ModelConfig
 
@@ -38,27 +36,24 @@ class MtpLayer:
         weights: MtpWeights,
         last_norm: Array,
         head: Linear,
-        store: KVStore,
         layer: DecoderLayer,
-        ropes: RopeTables,
+        choice: InputChoice,
         embed: Callable[..., tuple[Array, Array | None]],
     ) -> None:
         """ops: of the first card, if there are several. last_norm, head: the model's. embed: as `Transformer`'s."""
         self._number, self._size, self._head = config.depth, config.hidden_size, head
-        self._first, self._ops, self.store, self._layer = ops, layer.ops, store, layer
-        self._group, self._ropes, self._embed = store.groups[store.group_of(self._number)], ropes, embed
+        self._first, self._ops, self.store, self._layer = ops, layer.ops, choice.store, layer
+        self._choice, self._embed = choice, embed
+        self._group = self.store.groups[self.store.group_of(self._number)]
         norms = last_norm, weights.embedding_norm, weights.hidden_norm, weights.norm
         self._last_norm, self._embedding_norm, self._hidden_norm, self._norm = ((one, config.norm_eps) for one in norms)
         self._projection, self._greedy = weights.projection, [greedy(config.vocab_size)]
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
-    def of_prompt(self, span: Span, ids: np.ndarray) -> Callable[[Array, slice], Array]:
-        """Return a function of the model's hidden states x (T, E), which are complete, and of a part of their rows: it
-        returns the layer's input for these. ids (T,) int32: the tokens of `span`."""
-        return partial(self._of_prompt, span, ids)
-
-    def _of_prompt(self, span: Span, ids: np.ndarray, x: Array, rows: slice) -> Array:
+    def prompt_input(self, span: Span, ids: np.ndarray, x: Array, rows: slice) -> Array:
+        """Return the layer's input for a part of the rows of x (T, E), the model's hidden states, which are complete.
+        ids (T,) int32: the tokens of `span`."""
         ops, e, is_first = self._ops, self._size, rows.start == 0
         both = np.zeros((rows.stop - rows.start, 2 * e), np.float32)
         if is_first and span.sequence.hidden is not None:
@@ -80,8 +75,8 @@ class MtpLayer:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def of_step(self, spans: Sequence[Span], ids: np.ndarray) -> list[np.ndarray]:
-        """Return the inputs of `append` for a step's rows, whose tokens are ids (T,) int32: float32 on the host."""
+    def step_inputs(self, spans: Sequence[Span], ids: np.ndarray) -> MtpInputs:
+        """Return the inputs of a step's rows, whose tokens are ids (T,) int32, on the host."""
         firsts = np.cumsum([0, *(span.count for span in spans[:-1])])
         before, follows = np.zeros((len(ids), self._size), np.float32), np.ones((len(ids), 1), np.float32)
         follows[firsts] = 0
@@ -89,20 +84,19 @@ class MtpLayer:
             if span.sequence.hidden is not None:
                 before[first] = span.sequence.hidden
         embedded = self._ops.to_host(self._embedded(ids))
-        return [np.concatenate([embedded, np.zeros_like(before)], axis=1), before, follows]
+        return MtpInputs(np.concatenate([embedded, np.zeros_like(before)], axis=1), before, follows)
 
-    def append(self, x: Array, rope: Sequence[Array], spans: Any, both: Array, before: Array, follows: Array) -> None:
-        """Append the K/V of a step's rows, which are being recorded. x (T, E): the model's hidden states, normed. both
-        (T, 2E): embeddings, and room for the states before them. before (T, E): these, of each sequence's first row;
-        zeros in others. follows (T, 1): 0 for a sequence's first row, 1 for others."""
-        ops, e, rows = self._ops, self._size, len(x)
+    def append(self, x: Array, inputs: Inputs) -> None:
+        """Append the K/V of a step's rows. x (T, E): the model's hidden states, normed."""
+        assert inputs.mtp is not None
+        ops, e, rows, (both, before, follows) = self._ops, self._size, len(x), inputs.mtp
         ops.rms_norm(both[:, :e], self._embedding_norm)
         if rows > 1:
             ops.rms_norm(x[: rows - 1], self._hidden_norm, both[1:, e:])
             ops.scale(both[1:, e:], follows[1:])
         ops.rms_norm(before, self._hidden_norm, both[:, e:])
-        y = ops.linear(both, self._projection, recorded=True)
-        self._layer.mixer.project(y, rope, spans, adapters=None, recorded=True)
+        of_layer = self._choice(self._number, inputs._replace(adapters=None))
+        self._layer.mixer.project(ops.linear(both, self._projection), of_layer)
 
     def keep(self, spans: Sequence[Span], states: Array) -> None:
         """Let the spans of a step keep their rows of states (T, E): the model's hidden states, normed."""
@@ -116,21 +110,22 @@ class MtpLayer:
         token, or the error why there is none, and the row's hidden state (E,)."""
         embedded = self._ops.to_host(self._embedded(np.array([token], np.int32)))
         both, packed = np.concatenate([embedded, hidden[None]], axis=1), self._ops.pack_sampler_inputs(self._greedy)
-        rope = self._ropes.of_layer(self._number, self._ropes.tables(rope_positions([span])))
         view = self._group.spans([self.store.view(self._number, span, slice(0, 1), span.start)])
-        chosen, logits, states = self._ops.run_graph("mtp", self._draft, [both, packed, view, *rope])
+        spans = tuple(view if group is self._group else None for group in self.store.groups)
+        inputs = Inputs(both, self._choice.ropes.tables(rope_positions([span])), spans, sampler=packed)
+        chosen, logits, states = run_graph(self._ops, "mtp", self._draft, inputs)
         (sampled,) = self._ops.fetch_tokens(chosen, logits, self._greedy)
         return sampled, np.array(self._ops.to_host(states)[0])
 
-    def _draft(self, both: Array, sampler_inputs: Any, spans: Any, *rope: Array) -> tuple[Array, Array, Array]:
-        """One row: an embedding and the hidden state before it (1, 2E) → tokens (1,), logits (1, V), the hidden state
-        (1, E)."""
-        ops, e, mixer = self._ops, self._size, self._layer.mixer
+    def _draft(self, inputs: Inputs) -> tuple[Array, Array, Array]:
+        """One row: an embedding and the hidden state before it, `x` (1, 2E) → tokens (1,), logits (1, V), the hidden
+        state (1, E)."""
+        ops, e, both = self._ops, self._size, inputs.x
         ops.rms_norm(both[:, :e], self._embedding_norm)
         ops.rms_norm(both[:, e:], self._hidden_norm)
-        x = ops.linear(both, self._projection, recorded=True)
-        mixer.mix(x, mixer.project(x, rope, spans, adapters=None, recorded=True), spans, adapters=None, recorded=True)
-        self._layer.finish(x, None, adapters=None, recorded=True)
+        x = ops.linear(both, self._projection)
+        layer_inputs = self._choice(self._number, inputs)
+        self._layer.complete(x, self._layer.mixer.project(x, layer_inputs), layer_inputs)
         ops.rms_norm(x, self._norm)
-        logits = ops.linear(x, self._head, recorded=True)
-        return ops.sample(logits, sampler_inputs), logits, x
+        logits = ops.linear(x, self._head)
+        return ops.sample(logits, inputs.sampler), logits, x

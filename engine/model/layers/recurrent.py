@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from polarlm.engine.backends.ops import Array, Ops, Routing
-from polarlm.engine.model.layers import Eps, Tap, add_projected, norm_of, projected
+from polarlm.engine.backends.ops import Array, Ops
+from polarlm.engine.model.layers import Eps, LayerInputs, Tap, adapted_linear, add_output, norm_of
 from polarlm.engine.state.recurrent.slots import add_rows
 
 
@@ -27,13 +27,11 @@ class RecurrentMixer:
         """Return the arguments of the op after its inputs. conv: (width, channels)."""
         raise NotImplementedError
 
-    def project(
-        self, x: Array, rope: None, spans: Any, *, adapters: Routing | None, recorded: bool, tap: Tap | None = None
-    ) -> Array:
+    def project(self, x: Array, inputs: LayerInputs, tap: Tap | None = None) -> Array:
         """Add the rows x (T, E) to the layer's state, and return the results of the op for them."""
-        inputs = projected(self._ops, x, self._weights.inputs, adapters, norm=self._norm, recorded=recorded)
-        return add_rows(self._ops, getattr(self._ops, self.op), inputs, self._of_op, self._slots, spans)
+        rows = adapted_linear(self._ops, x, self._weights.inputs, inputs.adapters, norm=self._norm)
+        return add_rows(self._ops, getattr(self._ops, self.op), rows, self._of_op, self._slots, inputs.spans)
 
-    def mix(self, x: Array, y: Array, spans: Any, *, adapters: Routing | None, recorded: bool) -> None:
+    def mix(self, x: Array, y: Array, inputs: LayerInputs) -> None:
         """Add the projection of the results y to x (T, E), in place."""
-        add_projected(self._ops, x, y, self._weights.out, adapters, self._post_norm, recorded=recorded)
+        add_output(self._ops, x, y, self._weights.out, inputs.adapters, self._post_norm)

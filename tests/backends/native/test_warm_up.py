@@ -23,7 +23,7 @@ from polarlm.engine.jit.compile.library import Library
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.loading import rehearsal
-from polarlm.engine.model.file_matrix import FileMatrix
+from polarlm.engine.model.weights import FileMatrix
 from polarlm.engine.requests.drafts import StepSeconds
 from tests.tiny import VOCABULARY, by_count, load_tiny, make_model, matrices_read
 

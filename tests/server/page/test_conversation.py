@@ -181,7 +181,7 @@ def test_an_answer_that_was_lost_says_so_and_can_be_retried_without_being_hovere
     page.run("return keepConversation(current)")
     page.reload()
     page.until(lambda: page.text(".message .notice"))
-    begins = "This answer has no end: " if text else "This answer has not come: the page was closed"
+    begins = f"This answer {'was cut off' if text else 'did not come'}: the page was closed, or another tab"
     assert page.text(".message .notice").startswith(begins)
     page.says(["two"])
     page.send_and_wait("second")

@@ -87,11 +87,10 @@ class ExpertOps(KernelOps):
         *,
         norm: Norm = None,
         residual: np.ndarray | None = None,
-        recorded: bool = False,
     ) -> np.ndarray:
-        up = Multiplication(self._launch, gate_up, len(x), norm, activation, recorded=recorded)
-        down_product = Multiplication(self._launch, down, len(x), None, None, recorded=recorded)
-        order = self._arrange(routing, gate_up.count, (up, down_product), recorded)
+        up = Multiplication(self._launch, gate_up, len(x), norm, activation)
+        down_product = Multiplication(self._launch, down, len(x), None, None)
+        order = self._arrange(routing, gate_up.count, (up, down_product))
         self._expect(order.chosen, gate_up, down)
         y = self._launch.empty((len(order.sources), up.width))
         up.launch(x, y, order.tiling, order.chosen, order.sources)
@@ -112,7 +111,7 @@ class ExpertOps(KernelOps):
         self._launch(combine(adds=residual is not None), len(x), arguments)
         return out
 
-    def _arrange(self, routing: Routing, count: int, products: Sequence[Multiplication], recorded: bool) -> _Order:
+    def _arrange(self, routing: Routing, count: int, products: Sequence[Multiplication]) -> _Order:
         """The rows in the order of their experts. count: the number of experts."""
 
         def kernels(sizes: Tiling) -> list[Kernel]:
@@ -122,7 +121,7 @@ class ExpertOps(KernelOps):
         pairs, slots = rows * top_k, min(rows * top_k, count)
         level, inputs = self._launch.level, Inputs.shared(itertools.chain(*(product.inputs for product in products)))
         sizes, most = expert_tiling(pairs // count, level, inputs), largest_tiling(level, inputs)
-        sizes = compiled_tiling(self._launch, sizes, most, kernels, recorded=recorded)
+        sizes = compiled_tiling(self._launch, sizes, most, kernels)
         row_tile = sizes.rows
         places = -(-(pairs + slots * (row_tile - 1)) // row_tile) * row_tile
         order = _Order(

@@ -92,16 +92,15 @@ class LinearOps(LoadOps):
         residual: np.ndarray | None = None,
         activation: str | None = None,
         then: Linear | None = None,
-        recorded: bool = False,
     ) -> np.ndarray:
         rows, level, bits = len(x), self._launch.level, self._launch.input_bits
         norm_key = None if norm is None else (id(norm[0]), norm[1])
         strides = x.strides, None if residual is None else residual.strides
         key = id(w), norm_key, strides, activation, rows == 1, bits
-        product = None if recorded else self._launch.take(key)
+        product = self._launch.take(key)
         if product is None:
             adds = residual is not None
-            product = Multiplication(self._launch, w, rows, norm, activation, adds=adds, recorded=recorded)
+            product = Multiplication(self._launch, w, rows, norm, activation, adds=adds)
         y = residual
         if y is None:
             # Rows whose beginnings are a power of two apart share a few sets of the caches, and several are written
@@ -114,10 +113,9 @@ class LinearOps(LoadOps):
         else:
             sizes, most = chosen_tiling, largest_tiling(level, product.shared)
             if rows > 1:
-                sizes = compiled_tiling(self._launch, sizes, most, product.kernels, recorded=recorded)
+                sizes = compiled_tiling(self._launch, sizes, most, product.kernels)
             product.launch(x, y, sizes)
-        if not recorded:
-            self._launch.keep(key, product)
+        self._launch.keep(key, product)
         return y if activation is None or product.activation else self.activate_halves(y, activation)
 
     def activate_halves(self, x: np.ndarray, activation: str) -> np.ndarray:

@@ -65,7 +65,6 @@ class Multiplication:
         activation: str | None,
         *,
         adds: bool = False,
-        recorded: bool,
     ) -> None:
         """rows: how many there are. adds: the product is added to the result. The rest is as in `Ops.linear`."""
         self._launch, self._w, self._norm, self._adds = launch, w, norm, adds
@@ -75,7 +74,7 @@ class Multiplication:
         has_halves = len(w.parts) == 1 and w.shape[0] % (2 * tiles.ROWS) == 0
         self.activation = activation if activation is not None and is_gated(activation) and has_halves else None
         self.width = w.shape[0] // (1 if self.activation is None else 2)
-        waits, level, bits = recorded or rows == 1, launch.level, launch.input_bits
+        waits, level, bits = launch.in_graph or rows == 1, launch.level, launch.input_bits
         self.inputs = [inputs_for(part.format, part.shape[1], level, waits=waits, bits=bits) for part in w.parts]
         self.shared = Inputs.shared(self.inputs)
         self.repeatable: RepeatableLaunch | None = None  # once launched, if it can be repeated
@@ -230,12 +229,10 @@ class Multiplication:
             self._launch(*self._product(spec, shape, slot_bias, data.memory, data.slots, x, y, slot_entries))
 
 
-def compiled_tiling(
-    launch: Launcher, sizes: Tiling, most: Tiling, kernels: Callable[[Tiling], list[Kernel]], *, recorded: bool
-) -> Tiling:
+def compiled_tiling(launch: Launcher, sizes: Tiling, most: Tiling, kernels: Callable[[Tiling], list[Kernel]]) -> Tiling:
     """The tiling to compute with: `sizes`, which kernels are specialized by. Until these are compiled, `most`, which is
     for many rows; if they cannot be compiled, that for one row. Results are equal."""
-    can_choose = not recorded and sizes not in (SINGLE, most) and launch.has_loaded(kernels(most))
+    can_choose = not launch.in_graph and sizes not in (SINGLE, most) and launch.has_loaded(kernels(most))
     if can_choose and not launch.has_loaded(kernels(sizes)):
         launch.library.expect(kernels(sizes))
         sizes = most
