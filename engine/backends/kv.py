@@ -224,7 +224,7 @@ class KVOps(Protocol):
         spans: Spans,
         rule: ScoreRule,
         transform: PreparedTransform | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> Array:
         """Causal attention of q (T, H, D), contiguous, from `transform_heads`, over each span's whole sequence
         → (T, H, D).

@@ -271,7 +271,7 @@ class ComputeOps(Protocol):
         norm: Norm = None,
         residual: Array | None = None,
         activation: str | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> Array:
         """x (T, in) @ w (out, in)ᵀ + its bias → (T, out).
 

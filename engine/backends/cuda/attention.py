@@ -45,7 +45,7 @@ class AttentionOps(HeadOps):
         spans: SpanTable | PassTables | RecordedSpans,
         rule: ScoreRule,
         transform: DeviceTransform | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> Array:
         inverse, scale_back = (NO_ROTATION, None) if transform is None else (transform.inverse, transform.scale_back)
         parameters = _Parameters(float(rule.scale), rule.window or 0, scale_back, rule.softcap, rule.sink_scores)
@@ -65,7 +65,7 @@ class AttentionOps(HeadOps):
             self._pass(out, q, cache, parts, parameters)
             return self.rotate(out, inverse)
         dense = inverse.matrix is not None
-        out = self._device.empty(q.shape, np.float32 if dense else input_type(then, len(q)))
+        out = self._device.empty(q.shape, np.float32 if dense else input_type(consumer, len(q)))
         self._decode(out, q, cache, steps, parameters, NO_ROTATION if dense else inverse)
         return self.rotate_dense(out, inverse)
 

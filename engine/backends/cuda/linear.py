@@ -113,14 +113,14 @@ class LinearOps(DeviceOps):
         norm: Norm = None,
         residual: Array | None = None,
         activation: str | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> Array:
         if activation is not None and not is_gated(activation):
             y = self.linear(x, w, norm=norm)
             self.activate(y, y, activation)
             return y
         rows, out = len(x), w.shape[0] if activation is None else w.shape[0] // 2
-        dtype = input_type(then, rows) if activation is not None else np.float32
+        dtype = input_type(consumer, rows) if activation is not None else np.float32
         y = self._device.empty((rows, out), dtype) if residual is None else residual
         if len(w.parts) == 1 and (activation is None or gates(w.parts[0].format, w.shape[0])):
             self._multiply(y, x, Product(w.parts[0], w.bias, norm, residual is not None, activation))

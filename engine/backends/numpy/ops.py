@@ -185,7 +185,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         norm: Norm = None,
         residual: np.ndarray | None = None,
         activation: str | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> np.ndarray:
         x, weight = x if norm is None else rms_norm(x, *norm), _whole(w)
         y = x @ weight.T
@@ -288,7 +288,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         spans: Spans,
         rule: ScoreRule,
         transform: PreparedTransform | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
         kv_heads = cache.format.kv_heads

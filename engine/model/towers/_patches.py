@@ -54,7 +54,7 @@ class PatchReader(Generic[AnyTower, W, L]):
         self._attend(x, self._layer_norm(x, w.norm, w.norm_bias), (w.qkv, w.out), rope, [len(x)])
         for part in parts(ops, x):
             y = self._layer_norm(part, w.ffn_norm, w.ffn_norm_bias)
-            y = ops.linear(y, w.up, activation="plain_gelu_tanh", then=w.down)
+            y = ops.linear(y, w.up, activation="plain_gelu_tanh", consumer=w.down)
             ops.linear(y, w.down, residual=part)
 
     def _attend(

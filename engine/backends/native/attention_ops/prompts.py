@@ -41,7 +41,7 @@ class PromptOps(KernelOps):
         spans: StepTable | Sequence[SpanView],
         rule: ScoreRule,
         transform: PreparedTransform | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> np.ndarray:
         """Raises KernelError if a group of query heads is larger than a unit has room for."""
         if not isinstance(cache, TileCache):

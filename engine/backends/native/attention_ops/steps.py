@@ -52,7 +52,7 @@ class AttentionOps(PromptOps):
         spans: StepTable | Sequence[SpanView],
         rule: ScoreRule,
         transform: PreparedTransform | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> np.ndarray:
         if isinstance(spans, StepTable) and isinstance(cache, TileCache):
             return self._step(q, cache, spans, rule, transform)

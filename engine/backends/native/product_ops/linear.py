@@ -91,7 +91,7 @@ class LinearOps(LoadOps):
         norm: Norm = None,
         residual: np.ndarray | None = None,
         activation: str | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> np.ndarray:
         rows, level, bits = len(x), self._launch.level, self._launch.input_bits
         norm_key = None if norm is None else (id(norm[0]), norm[1])
