@@ -231,7 +231,7 @@ class KVOps(Protocol):
 
         Query head h reads KV head h // (H // K). Up to a span's `sees` all K/V are there. transform: its scale_back and
         inverse value rotation are applied to the result; None leaves the result in the space of the stored values.
-        then: as in `linear`.
+        consumer: as in `linear`.
         CUDA: decode_attention in a step, prefill_attention and rotate in a prompt; rotate_dense where the
         rotation is dense.
         """

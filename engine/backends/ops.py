@@ -279,7 +279,7 @@ class ComputeOps(Protocol):
         result is added to it in place, and it is returned. activation (a name of `model_loaders.config.Activation`;
         excludes residual): the product is [gate | up], and activation(gate) * up (T, out / 2) is returned; without a
         gate (`is_gated`) it is up, and activation(up) is returned.
-        then: the one `linear` that reads the result; it may be returned in that op's input dtype.
+        consumer: the one `linear` that reads the result; it may be returned in that op's input dtype.
         CUDA: gemv up to 2 rows, above that cuBLASLt. For packed formats gemv_packed up to 2, gemm_wide up to 128, and
         for any number in `run_graph`; above that cuBLASLt after dequantize.
         """
