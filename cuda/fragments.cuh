@@ -121,14 +121,14 @@ struct SharedTables {
     // The same in two steps, with all loads in flight in between.
     template <int THREADS>
     struct Loaded {
-        LoadedRows<Keys, THREADS> of_keys;
-        LoadedRows<Values, THREADS> of_values;
+        LoadedRows<Keys, THREADS> key_rows;
+        LoadedRows<Values, THREADS> value_rows;
 
         __device__ __forceinline__ Loaded(const unsigned char *key_tables, const unsigned char *value_tables)
-            : of_keys(key_tables), of_values(value_tables) {}
+            : key_rows(key_tables), value_rows(value_tables) {}
         __device__ __forceinline__ void store(unsigned char *base) const {
-            of_keys.store(keys(base));
-            of_values.store(values(base));
+            key_rows.store(keys(base));
+            value_rows.store(values(base));
         }
     };
 };

@@ -52,8 +52,7 @@ struct PackedWeights {
         return codes(VALUES / GROUP) + part * 64 * BITS + at - codes(PART_GROUPS);
     }
 
-    // What 8 neighbouring weights of a row share with their group, as it is stored: scale and sub_scale in the low
-    // half.
+    // The factors of 8 neighbouring weights of a row as they are stored: scale and sub_scale in the low half.
     struct Factors {
         unsigned numbers, sub_numbers;
     };
@@ -93,14 +92,14 @@ struct PackedWeights {
     }
 
     // 8 neighbouring codes, numbers of the table in their place, in pairs: as halves, base(pair) + code. Codes with
-    // a small base lie `raised` bits higher; a mask finds them there with few shifts before it.
+    // a small base lie `code_shift` bits higher; a mask finds them there with few shifts before it.
     struct Codes {
         unsigned pairs[4];
     };
-    static constexpr int raised(int p) { return F::TABLED || LOW == 8 ? 0 : LOW == 4 ? p % 2 * 4 : p * 2; }
-    static constexpr float base(int p) { return 1024 >> raised(p); }
+    static constexpr int code_shift(int p) { return F::TABLED || LOW == 8 ? 0 : LOW == 4 ? p % 2 * 4 : p * 2; }
+    static constexpr float base(int p) { return 1024 >> code_shift(p); }
     static constexpr float zero(int p) { return base(p) + F::ZERO; }  // the pair of weights 0 without an offset
-    static constexpr unsigned bits_of_base(int p) { return 0x64006400u - raised(p) * 0x04000400u; }
+    static constexpr unsigned bits_of_base(int p) { return 0x64006400u - code_shift(p) * 0x04000400u; }
 
     // plane: the codes of 32 inputs. lane: 4 · (row % 8) + (k % 32) / 8; half: row / 8. zero: 0. Where the compiler
     // does not know that, it keeps the constants below in registers instead of moving them there for every use.
@@ -109,7 +108,8 @@ struct PackedWeights {
         const unsigned char *const low = plane + (2 * lane + half) * LOW;
         Codes c;
         if (F::TABLED) {
-            const unsigned w = *reinterpret_cast<const unsigned *>(low), even = looked_up(w), odd = looked_up(w >> 16);
+            const unsigned w = *reinterpret_cast<const unsigned *>(low);
+            const unsigned even = table_bytes(w), odd = table_bytes(w >> 16);
 #pragma unroll
             for (int p = 0; p < 4; ++p)
                 c.pairs[p] = (__byte_perm(even, odd, p | (4 + p) << 8) & 0x00ff00ffu) | 0x64006400u;
@@ -136,12 +136,12 @@ struct PackedWeights {
         if (B == 1) w = (*at & 15u) | (*at & 240u) << 12;
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
-            const int to = SHIFT + raised(p), from = B * p;
+            const int to = SHIFT + code_shift(p), from = B * p;
             c.pairs[p] |= (from < to ? w << (to - from) : w >> (from - to)) & (((1u << B) - 1) << to) * 0x00010001u;
         }
     }
     // The numbers of the four codes in the low 16 bits, as bytes.
-    static __device__ __forceinline__ unsigned looked_up(unsigned w) {
+    static __device__ __forceinline__ unsigned table_bytes(unsigned w) {
         const unsigned low = __byte_perm(F::table(0), F::table(1), w & 0x7777u);
         const unsigned high = __byte_perm(F::table(2), F::table(3), w & 0x7777u);
         return __byte_perm(low, high, 0x3210u | (w & 0x8888u) >> 1);
@@ -177,13 +177,14 @@ struct PackedWeights {
         const float2 factors = products(eight.factors);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            const int code = (eight.codes.pairs[j / 2] >> 16 * (j % 2) & 0x3ff) >> raised(j / 2);
+            const int code = (eight.codes.pairs[j / 2] >> 16 * (j % 2) & 0x3ff) >> code_shift(j / 2);
             out[j] = __fmul_rn(float(code - F::ZERO), factors.x);
             if (F::OFFSETS) out[j] = __fadd_rn(out[j], factors.y);
         }
     }
 
-    // Writes weights k … k + 7 of a row, from the row's bytes in the file, and what they are the first to need.
+    // Writes weights k … k + 7 of a row, from the row's bytes in the file, and the factors whose first weight they
+    // have.
     static __device__ __forceinline__ void repack8(unsigned char *matrix, const unsigned char *raw, int row, int in,
                                                    int k) {
         constexpr int groups = VALUES / GROUP;
@@ -232,7 +233,7 @@ __device__ __forceinline__ int packed_code(const unsigned char *p, int i) {
     return p[i / run * WIDTH + i % WIDTH] >> BITS * (i % run / WIDTH) & ((1 << BITS) - 1);
 }
 
-// Format descriptions: what all have, unless they say otherwise.
+// The defaults of format descriptions.
 struct BlocksOf32 {
     static constexpr int VALUES = 32, GROUP = 32, ZERO = 0;
     static constexpr bool SUBS = false, OFFSETS = false, POWERS = false, TABLED = false;

@@ -143,7 +143,7 @@ STEP = (
     ("model/decoder.py", "DecoderLayer", "_compute_chunk", "the loop over the layers: mixer and feed-forward network"),
     ("model/layers/attention.py", "Attention.project", "Attention.mix", "queries, keys, values, projection"),
     ("backends/numpy/ops.py", "NumpyOps.append_kv", "NumpyOps.attention", "keys and values go to their block"),
-    ("backends/numpy/attention.py", "attend_alone", "read_blocks", "attention over codes and full-precision blocks"),
+    ("backends/numpy/attention.py", "attend_sequence", "read_blocks", "attention over codes and full-precision blocks"),
     ("codecs/parts/pair_codec.py", "PairCodec.lookup", "PairCodec.dequantize", "codes become pairs of values"),
     ("model/layers/gated_mlp.py", "GatedMLP.add", "GatedMLP.add", "the feed-forward network"),
     ("sampling/sample.py", "sample_all", "_adjust", "logits become a token"),

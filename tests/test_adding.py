@@ -107,7 +107,7 @@ def test_the_pairs_of_the_document_are_rounded_exactly_and_served_by_compiled_ke
     test_cache.test_blocks_are_encoded_read_and_written_as_in_numpy(("hex3", "hex3"), 8)
     cache = NativeOps(1).cache(test_cache.format_of(("hex3", "hex3")), 1, 1)
     why = "no kernel rounds to the table of hex3"
-    assert NativeOps(1).in_numpy(cache) == {"the encoding of keys": why, "the encoding of values": why}
+    assert NativeOps(1).numpy_fallbacks(cache) == {"the encoding of keys": why, "the encoding of values": why}
 
 
 @pytest.fixture

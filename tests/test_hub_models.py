@@ -28,12 +28,12 @@ def test_the_quantization_is_one_that_fits(
     ops, _ = select("cpu", 1)
     refuse = EngineError("too large", "out_of_memory")
 
-    def room_beside(self: object, weights: int) -> int:
+    def memory_left(self: object, weights: int) -> int:
         if weights > (small + large) // 2:
             raise refuse
         return 1 << 30
 
-    monkeypatch.setattr(type(ops), "room_beside", room_beside)
+    monkeypatch.setattr(type(ops), "memory_left", memory_left)
     with Engine.load("hf:user/tiny", **SETTINGS) as engine:
         assert engine.model.dtype == "Q4_K"
 
@@ -50,7 +50,7 @@ def test_the_kv_store_of_the_context_counts(monkeypatch: pytest.MonkeyPatch) -> 
     per_token = (
         2 * 4 * len(model.layers) * model.attention.kv_heads * model.attention.head_dim
     )  # bytes in float32, at most
-    monkeypatch.setattr(type(ops), "room_beside", lambda self, weights: 256 * per_token)
+    monkeypatch.setattr(type(ops), "memory_left", lambda self, weights: 256 * per_token)
     for context, expected in ((64, True), (1 << 20, False)):
         config = EngineConfig(ctx_size=context, parallel=1, kept_sequences=0)
         assert fits_beside(config, ops)(model, 1000) is expected

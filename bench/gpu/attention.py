@@ -115,7 +115,7 @@ def _size_and_calls(
     except ValueError as error:
         raise EngineError(str(error)) from None
     of_sequence = blocks[0] * quantized_bytes + blocks[1] * finer_bytes + 2 * full_bytes
-    size, room = batch * of_sequence, ops.room_beside(0)
+    size, room = batch * of_sequence, ops.memory_left(0)
     if size > room:
         raise EngineError(f"its {format_bytes(size)} do not fit into the {format_bytes(room)} that are free")
     return size, min(_MOST_CALLS, -(-sizes.rotated // size), room // size)

@@ -75,7 +75,7 @@ def measure_products(gpu: Gpu, sizes: Sizes, weights: str, name: str) -> list[Ma
 
 def _matrices(ops: CudaOps, sizes: Sizes, weights: str, shape: tuple[int, int], size: int) -> Sequence[Linear]:
     """So many random matrices that the first is in no cache after the last."""
-    count, room = -(-sizes.rotated // size), ops.room_beside(0)
+    count, room = -(-sizes.rotated // size), ops.memory_left(0)
     if count * size > room:
         raise EngineError(f"their {format_bytes(count * size)} do not fit into the {format_bytes(room)} that are free")
     return [Linear(ops.load([RandomMatrix(weights, *shape, seed=str(number))])) for number in range(count)]

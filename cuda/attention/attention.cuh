@@ -35,7 +35,7 @@ __device__ __forceinline__ float capped(float score) {
 
 // What a sum of weighted values is multiplied by, in a softmax in which a sink score takes part: sum, the sum of
 // weights without it, is of maximum `top`.
-__device__ __forceinline__ float share_beside(float sink_score, float top, float sum) {
+__device__ __forceinline__ float share_with_sink(float sink_score, float top, float sum) {
     const float score = sink_score * LOG2_E, highest = fmaxf(top, score), rescale = exp2_fast(top - highest);
     return rescale / (sum * rescale + exp2_fast(score - highest));
 }

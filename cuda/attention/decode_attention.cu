@@ -1,14 +1,14 @@
 // The op `attention` for a step: softmax(scale · q·k) v of new tokens over their sequences, scaled and rotated back. T
 // rows: one new token of each of B sequences, or up to STEP_ROWS of each.
 //
-// out (T, H, D): factors (H), or null for ones, times each head, then diag(before) · H/√ORDER · diag(after) as in
-// rotate.cu; with ORDER 1 there is no rotation, and nothing reads the signs `before` and `after` (D). A row without
-// visible tokens gives 0. acc, ml: scratch for 2 · cells + CTAs sums of sums.cuh, where cells is B · K · chunks. counts
-// (cells · HEADS): zero before the launch, and again after it.
-// q (T, H, D): transformed as the keys are. keys, values (blocks, K, NBYTES), full_k, full_v (slots, K, …): records.
-// spans (B, span_stride): a Span for each sequence, whose `current` and `next` are in full_k and full_v; one of zeros
-// sees no token. window: tokens that a query sees, itself included; 0 for all. After the newest token a full-precision
-// record may hold anything, also NaN. sink_scores (H): read with SINK_SCORES, see attention.cuh.
+// out (T, H, D): factors (H), or null for ones, times each head, then diag(input_signs) · H/√ORDER · diag(output_signs)
+// as in rotate.cu; with ORDER 1 there is no rotation, and nothing reads the signs `input_signs` and `output_signs` (D).
+// A row without visible tokens gives 0. acc, ml: scratch for 2 · cells + CTAs sums of sums.cuh, where cells is B · K ·
+// chunks. counts (cells · HEADS): zero before the launch, and again after it. q (T, H, D): transformed as the keys are.
+// keys, values (blocks, K, NBYTES), full_k, full_v (slots, K, …): records. spans (B, span_stride): a Span for each
+// sequence, whose `current` and `next` are in full_k and full_v; one of zeros sees no token. window: tokens that a
+// query sees, itself included; 0 for all. After the newest token a full-precision record may hold anything, also NaN.
+// sink_scores (H): read with SINK_SCORES, see attention.cuh.
 // Grid (CTAs), best one per SM; block WARPS · 32, dynamic shared memory SHARED + 4 (2 B + 7 WARPS + 2) + 1024. chunks:
 // CHUNKS, or ceil(GROUP · rows / 8) for the most rows of a sequence. No part of the launch depends on lengths, so that
 // it can be recorded: every CTA computes from `spans` which units are its own (shares.cuh).
@@ -30,8 +30,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float *q, const unsigned char *keys,
                         const unsigned char *values, const unsigned char *full_k, const unsigned char *full_v,
                         const int *spans, const unsigned char *key_tables, const unsigned char *value_tables,
-                        const float *factors, const float *before, const float *after, int sequences, int span_stride,
-                        int kv_heads, int chunks, int window, float scale, const float *sink_scores) {
+                        const float *factors, const float *input_signs, const float *output_signs, int sequences,
+                        int span_stride, int kv_heads, int chunks, int window, float scale, const float *sink_scores) {
     let_next_begin();
     // Tables are constants. They are on their way while the kernel waits and the first warp computes the row of units,
     // and are stored while the first codes are on theirs.
@@ -47,6 +47,6 @@ decode_attention_kernel(TO *out, float *acc, float *ml, int *counts, const float
     else
         plan.expect_spans(reinterpret_cast<int *>(shared), SHARED / 4);
     __syncthreads();
-    attend_share({out, factors, before, after, sink_scores}, sums, counts, q, pools, tables, plan, shared, chunks,
-                 scale);
+    attend_share({out, factors, input_signs, output_signs, sink_scores}, sums, counts, q, pools, tables, plan, shared,
+                 chunks, scale);
 }

@@ -19,7 +19,7 @@ struct SharedHead {
     int count, vector;  // where its CTAs are counted, and its result is written
     HeadScale scale;
 
-    __device__ __forceinline__ SharedHead of_lane(int lane) const {
+    __device__ __forceinline__ SharedHead lane_head(int lane) const {
         const auto from = [&](auto x) { return __shfl_sync(ALL_LANES, x, lane); };
         return {from(sharing), from(number),        from(column),
                 from(count),   from(vector), {from(scale.factor), from(scale.sink_score)}};
@@ -70,7 +70,7 @@ __device__ __forceinline__ void finish(unsigned char *shared, const Plan &plan, 
     __syncwarp();  // and may read the sums of other CTAs
 #pragma unroll 1
     for (unsigned lasts = __ballot_sync(ALL_LANES, is_last); lasts; lasts &= lasts - 1) {
-        const SharedHead own_head = waiting.of_lane(__ffs(lasts) - 1);
+        const SharedHead own_head = waiting.lane_head(__ffs(lasts) - 1);
         HeadSum head;
         head.add_all(sums.acc_at(own_head.number, own_head.column), sums.ml_at(own_head.number, own_head.column),
                      own_head.sharing);

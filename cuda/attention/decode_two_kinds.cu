@@ -15,11 +15,11 @@
 
 // How many CTAs have units of finer blocks; a warp calls it together. Their share of the CTAs is that of their bytes,
 // rounded such that the kind of fewer CTAs gets more: so no CTA has much more than the mean of all CTAs and one unit.
-__device__ __forceinline__ int finer_ctas(const finer::Plan &of_finer, const coarser::Plan &of_others) {
+__device__ __forceinline__ int finer_ctas(const finer::Plan &finer_plan, const coarser::Plan &coarser_plan) {
     int finer_units = 0, others = 0;
-    for (int own = threadIdx.x % 32; own < of_finer.sequences; own += 32) {
-        const int cells = of_finer.kv_heads * finer::chunks_of(of_finer.span(own));
-        finer_units += of_finer.units(own) * cells, others += of_others.units(own) * cells;
+    for (int own = threadIdx.x % 32; own < finer_plan.sequences; own += 32) {
+        const int cells = finer_plan.kv_heads * finer::chunks_of(finer_plan.span(own));
+        finer_units += finer_plan.units(own) * cells, others += coarser_plan.units(own) * cells;
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -33,22 +33,22 @@ __device__ __forceinline__ int finer_ctas(const finer::Plan &of_finer, const coa
 }
 
 // Computes the row of units of the CTA's kind; the first warp calls it together, and a barrier must follow.
-__device__ __forceinline__ void fill_row(const finer::Plan &of_finer, const coarser::Plan &of_others) {
-    const int ctas = finer_ctas(of_finer, of_others);
-    if (threadIdx.x == 0) of_finer.share[2] = ctas;
+__device__ __forceinline__ void fill_row(const finer::Plan &finer_plan, const coarser::Plan &coarser_plan) {
+    const int ctas = finer_ctas(finer_plan, coarser_plan);
+    if (threadIdx.x == 0) finer_plan.share[2] = ctas;
     __syncwarp();
     if (blockIdx.x < ctas)
-        of_finer.fill();
+        finer_plan.fill();
     else
-        of_others.fill();
+        coarser_plan.fill();
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 decode_two_kinds_kernel(TO *out, float *acc, float *ml, int *counts, const float *q, const unsigned char *keys,
                         const unsigned char *values, const unsigned char *full_k, const unsigned char *full_v,
                         const int *spans, const unsigned char *key_tables, const unsigned char *value_tables,
-                        const float *factors, const float *before, const float *after, int sequences, int span_stride,
-                        int kv_heads, int chunks, int window, float scale, const float *sink_scores,
+                        const float *factors, const float *input_signs, const float *output_signs, int sequences,
+                        int span_stride, int kv_heads, int chunks, int window, float scale, const float *sink_scores,
                         const unsigned char *finer_keys, const unsigned char *finer_values,
                         const unsigned char *finer_key_tables, const unsigned char *finer_value_tables) {
     let_next_begin();
@@ -58,23 +58,23 @@ decode_two_kinds_kernel(TO *out, float *acc, float *ml, int *counts, const float
     DYNAMIC_SHARED(unsigned char, dynamic);
     unsigned char *const shared = coarser::at_known_address(dynamic);
     int *const memory = reinterpret_cast<int *>(shared + SHARED);
-    const finer::Plan of_finer(memory, spans, span_stride, sequences, kv_heads, window);
-    const coarser::Plan of_others(memory, spans, span_stride, sequences, kv_heads, window);
+    const finer::Plan finer_plan(memory, spans, span_stride, sequences, kv_heads, window);
+    const coarser::Plan coarser_plan(memory, spans, span_stride, sequences, kv_heads, window);
     if (threadIdx.x < 32)
-        fill_row(of_finer, of_others);
+        fill_row(finer_plan, coarser_plan);
     else
-        of_others.expect_spans(reinterpret_cast<int *>(shared), SHARED / 4);
+        coarser_plan.expect_spans(reinterpret_cast<int *>(shared), SHARED / 4);
     __syncthreads();
-    if (blockIdx.x >= of_others.share[2]) {
+    if (blockIdx.x >= coarser_plan.share[2]) {
         const coarser::Sums sums = {acc, reinterpret_cast<float2 *>(ml), sequences * kv_heads * chunks};
-        coarser::attend_share({out, factors, before, after, sink_scores}, sums, counts, q,
-                              {keys, values, full_k, full_v, kv_heads}, tables, of_others, shared, chunks, scale);
+        coarser::attend_share({out, factors, input_signs, output_signs, sink_scores}, sums, counts, q,
+                              {keys, values, full_k, full_v, kv_heads}, tables, coarser_plan, shared, chunks, scale);
         return;
     }
     const int cells = sequences * kv_heads * chunks;
     const long long size = (2ll * cells + gridDim.x) * finer::HEADS;
     const finer::Sums sums = {acc + size * finer::DP, reinterpret_cast<float2 *>(ml) + size, cells};
-    finer::attend_share({out, factors, before, after, sink_scores}, sums, counts + cells * finer::HEADS, q,
+    finer::attend_share({out, factors, input_signs, output_signs, sink_scores}, sums, counts + cells * finer::HEADS, q,
                         {finer_keys, finer_values, full_k, full_v, kv_heads}, {finer_key_tables, finer_value_tables},
-                        of_finer, shared, chunks, scale);
+                        finer_plan, shared, chunks, scale);
 }

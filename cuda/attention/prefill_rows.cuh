@@ -209,7 +209,8 @@ struct RowState {
                 const int row = rows.first + 16 * m + 8 * h + lane / 4;
                 float *const to = out + ((long long)(row / GROUP) * heads + row % GROUP) * D + lane % 4 * 4;
                 float factor = scale / row_sum;
-                if constexpr (SINK_SCORES) factor = scale * share_beside(sink_scores[row % GROUP], top[m][h], row_sum);
+                if constexpr (SINK_SCORES)
+                    factor = scale * share_with_sink(sink_scores[row % GROUP], top[m][h], row_sum);
 #pragma unroll
                 for (int j = 0; j < STEPS; ++j)
                     if (row <= rows.last && 16 * j + lane % 4 * 4 < D)

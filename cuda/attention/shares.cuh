@@ -26,8 +26,8 @@ struct Shares {
     __device__ __forceinline__ int taker(int unit) const {
         const int offset = unit - first, larger = extra * (base + 1);
         const bool has_larger = offset < larger;
-        const unsigned before = has_larger ? offset : offset - larger, size = base + has_larger;
-        return (has_larger ? 0 : extra) + int(before / size);
+        const unsigned earlier = has_larger ? offset : offset - larger, size = base + has_larger;
+        return (has_larger ? 0 : extra) + int(earlier / size);
     }
 };
 
@@ -160,7 +160,7 @@ struct Plan {
     // Computes the row; the first warp calls it together, and a barrier must follow.
     __device__ __forceinline__ void fill() const {
         const int lane = threadIdx.x % 32;
-        int first = 0, before = 0;
+        int first = 0, earlier = 0;
 #pragma unroll 1
         do {
             const int own = first + lane, size = own < sequences ? units(own) : 0;
@@ -170,11 +170,11 @@ struct Plan {
                 const int other = __shfl_up_sync(ALL_LANES, sum, step);
                 if (lane >= step) sum += other;
             }
-            if (own < sequences) stretches[own].end = before + sum, stretches[own].size = size;
-            before += __shfl_sync(ALL_LANES, sum, 31);
+            if (own < sequences) stretches[own].end = earlier + sum, stretches[own].size = size;
+            earlier += __shfl_sync(ALL_LANES, sum, 31);
             first += 32;
         } while (first < sequences);
-        const Shares ctas = Shares::of(0, before, CTAS_OF(*this));
+        const Shares ctas = Shares::of(0, earlier, CTAS_OF(*this));
         if (lane == 0) share[0] = ctas.base, share[1] = ctas.extra;
     }
 

@@ -159,20 +159,21 @@ struct HeadScale {
 // Where results go, and what of the kernel's arguments changes them.
 struct Target {
     TO *out;
-    const float *factors, *before, *after, *sink_scores;
+    const float *factors, *input_signs, *output_signs, *sink_scores;
 };
 
 // The end of the op: the mean of values, times the head's factor, rotated back.
 struct Result {
     TO *out;
     const float *factors, *sink_scores;
-    float before[HeadSum::OWN] = {}, after[HeadSum::OWN] = {};  // the lane's signs, loaded long before they are used
+    // the lane's signs, loaded long before they are used
+    float input_signs[HeadSum::OWN] = {}, output_signs[HeadSum::OWN] = {};
 
     __device__ __forceinline__ explicit Result(const Target &target)
         : out(target.out), factors(target.factors), sink_scores(target.sink_scores) {
         if constexpr (ORDER > 1) {
-            HeadSum::load_channels(before, target.before);
-            HeadSum::load_channels(after, target.after);
+            HeadSum::load_channels(input_signs, target.input_signs);
+            HeadSum::load_channels(output_signs, target.output_signs);
         }
     }
 
@@ -182,17 +183,17 @@ struct Result {
 
     __device__ __forceinline__ void write(HeadSum &head, int vector, const HeadScale &scale) const {
         float share = head.sum > 0.0f ? scale.factor / head.sum : 0.0f;
-        if constexpr (SINK_SCORES) share = scale.factor * share_beside(scale.sink_score, head.top, head.sum);
+        if constexpr (SINK_SCORES) share = scale.factor * share_with_sink(scale.sink_score, head.top, head.sum);
         float(&v)[HeadSum::OWN] = head.acc;
 #pragma unroll
         for (int i = 0; i < HeadSum::OWN; ++i) {
             v[i] *= share;
-            if constexpr (ORDER > 1) v[i] *= before[i];
+            if constexpr (ORDER > 1) v[i] *= input_signs[i];
         }
         if constexpr (ORDER > 1) {
             hadamard<ORDER, HeadSum::NEAR>(v);
 #pragma unroll
-            for (int i = 0; i < HeadSum::OWN; ++i) v[i] *= after[i];
+            for (int i = 0; i < HeadSum::OWN; ++i) v[i] *= output_signs[i];
         }
         HeadSum::store_channels(out + (long long)vector * D, v);
     }
@@ -223,10 +224,10 @@ struct WarpSums {
 #pragma unroll 1
         for (unsigned first = __ffs(here) - 1; first < last; first += HeadSum::BATCH) {
             float loaded[HeadSum::BATCH][HeadSum::OWN] = {};
-            const float *const of_first = acc + (first * HEADS + c) * MERGE_ROW;
+            const float *const first_row = acc + (first * HEADS + c) * MERGE_ROW;
 #pragma unroll
             for (int j = 0; j < HeadSum::BATCH; ++j)
-                if (first + j < last) HeadSum::load_channels(loaded[j], of_first + j * (HEADS * MERGE_ROW));
+                if (first + j < last) HeadSum::load_channels(loaded[j], first_row + j * (HEADS * MERGE_ROW));
 #pragma unroll
             for (int j = 0; j < HeadSum::BATCH; ++j)
                 head.add(loaded[j], __shfl_sync(ALL_LANES, own.y, first + j),

@@ -54,7 +54,7 @@ struct polarquant : NormsInCodes<L> {
         const unsigned char *table;
         int lane;
         unsigned column, shift;      // address within a row; where the four bits of the lane's pair begin in `uppers`
-        unsigned uppers, radii[2];   // what this lane stores of tiles 4 · group …: levels 2 and 3; radii of 8 values
+        unsigned uppers, radii[2];   // of tiles 4 · group …: this lane's levels 2 and 3; radii of 8 values
         int group;
 
         __device__ __forceinline__ Decoder(const Codes &codes, const unsigned char *shared, int lane)

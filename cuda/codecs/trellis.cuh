@@ -35,14 +35,14 @@ struct trellis : PairTable<L> {
         }
 
         __device__ __forceinline__ void next(int t, unsigned (&a)[4]) {
-            const unsigned word = this->word(t), before = codes_before(t, word);
+            const unsigned word = this->word(t), previous = codes_before(t, word);
             unsigned c[4];
             if constexpr (SIGNED_ROWS) {
                 constexpr unsigned code = (0xffu << 8 - L::BITS) & 0xff, signs = 3u << 6 - L::BITS, bytes = 0x01010101u;
-                this->bytes(word & code * bytes | before >> 2 & signs * bytes, c);
+                this->bytes(word & code * bytes | previous >> 2 & signs * bytes, c);
             } else {
                 this->bytes(word, c);
-                this->negate(c, before, 8 - L::BITS);
+                this->negate(c, previous, 8 - L::BITS);
             }
             this->arrange(c, a);
         }

@@ -6,7 +6,7 @@
 // jobs int32 (count, 3): row of `sides`, slot of the full-precision record, id of the block. The arrays of a side:
 //   quantized (blocks, K, NBYTES), full (slots, K, bytes)     pools of records
 //   tables                  the codec's
-//   candidates uint16       for codes of pairs: made by engine/backends/cuda/kv/candidates.py
+//   candidates uint16       for codes of pairs: made by engine/backends/cuda/kv/store.py
 // The others are float32, from engine.quantization.metric, each null where the metric does not have it:
 //   feedback (K, D, D)      error feedback between channels, transposed: row c has the weights with which the error of
 //                           channel c is added to the others. Null without a metric: then every pair takes the nearest

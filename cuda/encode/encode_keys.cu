@@ -16,7 +16,7 @@
 // lanes with the same g exchange what they have rounded. Products feed errors back: after each step to the same group,
 // after a group to all later ones. Numbers are in units of a token's rms.
 //
-// What errors cost follows from the residues r = e + F·e, which are what is left of targets when they are rounded: M +
+// The cost of errors follows from the residues r = e + F·e, the differences of targets and rounded values: M +
 // ridge · I is (I + F)ᵀ · diagonal · (I + F), so a·Me is a sum over pairs of the residues of a and of e, in the blocks
 // of the diagonal, less the ridge. The token itself is the error of number 0.
 //
@@ -149,11 +149,11 @@ struct KeyRounder {
             for (int held = 0; held < HELD; ++held)
                 if (held < count) load(targets[held], start + held);
 #pragma unroll 1
-            for (int before = 0; before < start; ++before) {
-                const Split errors = errors_of(before);
+            for (int earlier = 0; earlier < start; ++earlier) {
+                const Split errors = errors_of(earlier);
 #pragma unroll
                 for (int held = 0; held < HELD; ++held)
-                    if (held < count) errors.feed(targets[held], tile(before, start + held));
+                    if (held < count) errors.feed(targets[held], tile(earlier, start + held));
             }
 #pragma unroll 1
             for (int done = 0; done < count; ++done) {
@@ -201,8 +201,8 @@ struct KeyRounder {
 #pragma unroll
             for (int i = step % (2 / W); i < 8; i += 2 / W) {
                 const float aim = is_fed_back ? target[i / 4][i % 4] : x[i / 4][i % 4];
-                const float of_step = __shfl_sync(0xffffffffu, aim, four + step * W / 2);
-                if (t == i / 2) unit[i % W] = of_step * inverse;
+                const float step_aim = __shfl_sync(0xffffffffu, aim, four + step * W / 2);
+                if (t == i / 2) unit[i % W] = step_aim * inverse;
             }
             const unsigned code = nearest(unit);
             arrays.row_codes[8 / W * group + step][row] = code;

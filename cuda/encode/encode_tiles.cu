@@ -175,15 +175,15 @@ struct TileRounder {
         return Columns(weights);
     }
 
-    // Adds to targets of a tile the errors of 16 tokens, from `before` on, times B.
-    __device__ __forceinline__ void feed_tokens(float (&target)[2][4], int tile, int before) const {
-        const int at = before / L::PART * L::TILES + before % L::PART / 16 * L::STEPS + tile;
+    // Adds to targets of a tile the errors of 16 tokens, from `earlier` on, times B.
+    __device__ __forceinline__ void feed_tokens(float (&target)[2][4], int tile, int earlier) const {
+        const int at = earlier / L::PART * L::TILES + earlier % L::PART / 16 * L::STEPS + tile;
         const uint4 chunk = __ldg(reinterpret_cast<const uint4 *>(block.full()) + at * 32 + lane);
         const unsigned words[2][2] = {{chunk.x, chunk.y}, {chunk.z, chunk.w}};  // of even and odd channels
         float errors[4][2], weights[2][4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int token = before + i / 2 * 8 + 2 * t + i % 2;
+            const int token = earlier + i / 2 * 8 + 2 * t + i % 2;
             float y[2];
             read_point(y, token, 8 * tile + g);
 #pragma unroll
@@ -211,15 +211,15 @@ struct TileRounder {
         }
         if (along)
 #pragma unroll 1
-            for (int before = 0; before < first; before += 16) feed_tokens(target, tile, before);
+            for (int earlier = 0; earlier < first; earlier += 16) feed_tokens(target, tile, earlier);
 #pragma unroll 1
-        for (int before = 0; before < tile; ++before) {
-            const Columns weights = feedback_of(before, tile);
+        for (int earlier = 0; earlier < tile; ++earlier) {
+            const Columns weights = feedback_of(earlier, tile);
             Rows errors;
-            const uint4 *parts = &arrays.errors[warp][before][0][lane];
+            const uint4 *parts = &arrays.errors[warp][earlier][0][lane];
             memcpy(errors.high, parts, 16), memcpy(errors.low, parts + 32, 16);
             weights.multiply(fed, errors);
-            read_points(y, before);
+            read_points(y, earlier);
             weights.multiply(s, Rows(y));
         }
         round_cells(target, fed, x, tile);
@@ -250,30 +250,30 @@ struct TileRounder {
         for (int step = 0; step < 16 + CELLS - 1; ++step) {
             const int turn = step - OF_LANE * t - g, cell = turn & 7, half = turn >> 3;
             const bool is_turn = is_there && (half == 0 || half == 1) && cell < OF_LANE;
-            float unit[W], y[W], of_token[W], of_target[W], residue[W];
-            pick(of_target, target, half, cell), pick(residue, fed, half, cell), pick(of_token, x, half, cell);
+            float unit[W], y[W], token_error[W], target_error[W], residue[W];
+            pick(target_error, target, half, cell), pick(residue, fed, half, cell), pick(token_error, x, half, cell);
 #pragma unroll
             for (int w = 0; w < W; ++w)
                 // The other lanes' numbers may be far from all points, and their searches would be waited for.
-                unit[w] = is_turn ? (of_target[w] + (is_fed_back ? residue[w] : 0.0f)) * (half ? back[1] : back[0])
+                unit[w] = is_turn ? (target_error[w] + (is_fed_back ? residue[w] : 0.0f)) * (half ? back[1] : back[0])
                                   : 0.0f;
             const unsigned code = nearest(unit);
             if (is_turn) codes[half * 8 * Arrays::CODES + cell] = static_cast<unsigned short>(code);
             load_cell(y, arrays.points + code * W);
 #pragma unroll
             for (int w = 0; w < W; ++w) {
-                of_token[w] -= y[w], of_target[w] -= y[w] * (half == 0 ? share[0] : share[1]);
-                residue[w] += of_target[w];
+                token_error[w] -= y[w], target_error[w] -= y[w] * (half == 0 ? share[0] : share[1]);
+                residue[w] += target_error[w];
             }
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int c = i % 4, at = i / 4 * 2 + c / 2;
                 const bool is_this = is_turn && half == i / 4 && cell == c / W;
-                target[c % 2][at] = is_this ? of_target[c % W] : target[c % 2][at];
+                target[c % 2][at] = is_this ? target_error[c % W] : target[c % 2][at];
                 fed[c % 2][at] = is_this ? residue[c % W] : fed[c % 2][at];
             }
-            if (along) feed_rows(target, of_token, step);
-            feed_cells(fed, of_target, f, step, D - 16 * tile);
+            if (along) feed_rows(target, token_error, step);
+            feed_cells(fed, target_error, f, step, D - 16 * tile);
         }
     }
 
@@ -323,9 +323,9 @@ struct TileRounder {
                 const float weights[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    const float of_row = half == h ? error : 0.0f;
+                    const float row_error = half == h ? error : 0.0f;
 #pragma unroll
-                    for (int c = 0; c < 4; ++c) fed[c % 2][2 * h + c / 2] += weights[c] * of_row;
+                    for (int c = 0; c < 4; ++c) fed[c % 2][2 * h + c / 2] += weights[c] * row_error;
                 }
             }
         }
@@ -334,11 +334,13 @@ struct TileRounder {
     __device__ __forceinline__ void fit() const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float above = sums[h][0], below = sums[h][1];
-            above += __shfl_xor_sync(0xffffffffu, above, 1), above += __shfl_xor_sync(0xffffffffu, above, 2);
-            below += __shfl_xor_sync(0xffffffffu, below, 1), below += __shfl_xor_sync(0xffffffffu, below, 2);
+            float numerator = sums[h][0], denominator = sums[h][1];
+            numerator += __shfl_xor_sync(0xffffffffu, numerator, 1);
+            numerator += __shfl_xor_sync(0xffffffffu, numerator, 2);
+            denominator += __shfl_xor_sync(0xffffffffu, denominator, 1);
+            denominator += __shfl_xor_sync(0xffffffffu, denominator, 2);
             const int token = first + g + 8 * h;
-            const float change = below > 0.0f ? above / below : 0.0f;
+            const float change = denominator > 0.0f ? numerator / denominator : 0.0f;
             if (t == 0) arrays.norms[token] = fmaxf(arrays.sizes[token] + change * arrays.units[token], 0.0f);
         }
     }

@@ -5,7 +5,9 @@ struct Fitted {
     float norm, cost;
 };
 
-__device__ __forceinline__ float quotient(float above, float below) { return below > 0.0f ? above / below : 1.0f; }
+__device__ __forceinline__ float quotient(float numerator, float denominator) {
+    return denominator > 0.0f ? numerator / denominator : 1.0f;
+}
 
 // a: a token, e: its error when it was rounded with the norm `size`. aa, ae, ee: a·Ma, a·Me, e·Me; a_mean, e_mean: a·μ,
 // e·μ. plain: the norm of least squares, over `size`. root: √D.
@@ -34,9 +36,9 @@ struct NormFit {
     __device__ __forceinline__ void read_back(float (&y)[W], float (&v)[W], float (&a)[W], int pair, int token,
                                               float size) const {
         load_cell(y, points + codes[pair * R::CODE_STRIDE + token] * W);
-        const unsigned before = pair ? codes[(pair - 1) * R::CODE_STRIDE + token] : 0;
-        if (before & 1) y[0] = -y[0];
-        if (before & 2) y[1] = -y[1];
+        const unsigned previous_code = pair ? codes[(pair - 1) * R::CODE_STRIDE + token] : 0;
+        if (previous_code & 1) y[0] = -y[0];
+        if (previous_code & 2) y[1] = -y[1];
 #pragma unroll
         for (int w = 0; w < W; ++w) {
             const float error = x[(pair * W + w) * STRIDE + token];

@@ -50,9 +50,10 @@ __device__ void load_tokens(float *x, const unsigned char *full, int first, int 
 #pragma unroll 1
     for (int at = threadIdx.x; at < L::PARTS * L::TILES * 32; at += THREADS) {
         const int lane = at % 32, g = lane / 4, tg = lane % 4, tile = at / 32 % L::TILES;
-        const int above = at / 32 / L::TILES * L::PART + 16 * (L::VALUES ? tile / L::STEPS : tile % L::PT) - first;
-        if (above < 0 || above >= count) continue;
-        const int token = above + (L::VALUES ? 2 * tg : g);
+        const int record_offset = at / 32 / L::TILES * L::PART +
+                                  16 * (L::VALUES ? tile / L::STEPS : tile % L::PT) - first;
+        if (record_offset < 0 || record_offset >= count) continue;
+        const int token = record_offset + (L::VALUES ? 2 * tg : g);
         const int channel = 16 * (L::VALUES ? tile % L::STEPS : tile / L::PT) + 2 * (L::VALUES ? g : tg);
         const Chunk<__half> chunk = reinterpret_cast<const Chunk<__half> *>(full)[at];
 #pragma unroll

@@ -1,7 +1,7 @@
 // Finds the point of a codec that is nearest to a value, or a pair of values, of unit variance. Part of
 // encode_blocks.cu.
 
-// points (POINTS, WIDTH): in shared memory. candidates: from engine/backends/cuda/kv/candidates.py, unread for WIDTH 1.
+// points (POINTS, WIDTH): in shared memory. candidates: from engine/backends/cuda/kv/store.py, unread for WIDTH 1.
 template <class Codec>
 struct Nearest {
     static constexpr int CELLS = 64, PER_UNIT = 8;                // cells along a side of the square [−4, 4)²

@@ -75,17 +75,17 @@ private:
     __device__ __forceinline__ void feed_back(float (&targets)[2 * BATCH], int pair) const {
         unsigned state = threadIdx.x % STATES;
 #pragma unroll 1
-        for (int before = pair - 1; before >= 0; --before) {
-            const unsigned link = links[before * TOKENS * STATES + state];
+        for (int earlier = pair - 1; earlier >= 0; --earlier) {
+            const unsigned link = links[earlier * TOKENS * STATES + state];
             state = link >> 8;
             const float2 point = flipped(points[link & 255], state);
-            const float errors[2] = {unit(2 * before) - point.x, unit(2 * before + 1) - point.y};
+            const float errors[2] = {unit(2 * earlier) - point.x, unit(2 * earlier + 1) - point.y};
 #pragma unroll
             for (int w = 0; w < 2; ++w)
 #pragma unroll
                 for (int i = 0; i < 2 * BATCH; i += 4) {
                     float factors[4];
-                    load_floats(factors, feedback + (2 * before + w) * D + 2 * pair + i);
+                    load_floats(factors, feedback + (2 * earlier + w) * D + 2 * pair + i);
 #pragma unroll
                     for (int k = 0; k < 4; ++k) targets[i + k] += factors[k] * errors[w];
                 }

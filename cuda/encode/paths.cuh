@@ -86,14 +86,14 @@ struct PathRounder {
             const int channel = i % D, pair = channel / 2, column = i / D * 4;
             float sums[4] = {};
 #pragma unroll 2
-            for (int before = 0; before < first / ROUND * ROUND; ++before) {
-                const int token = token_of(before);
+            for (int earlier = 0; earlier < first / ROUND * ROUND; ++earlier) {
+                const int token = token_of(earlier);
                 const unsigned short *own = codes + token * PAIRS + pair;
                 const float2 point = flipped(points[*own], pair ? own[-1] : 0);
-                const float rounded = __fmul_rn(channel % 2 ? point.y : point.x, sizes[before]);
+                const float rounded = __fmul_rn(channel % 2 ? point.y : point.x, sizes[earlier]);
                 const float error = full_value<L>(full, token, channel) - rounded;
                 float weights[4];
-                load_floats(weights, token_feedback() + before * L::N + first + column);
+                load_floats(weights, token_feedback() + earlier * L::N + first + column);
 #pragma unroll
                 for (int t = 0; t < 4; ++t) sums[t] += weights[t] * error;
             }

@@ -7,12 +7,12 @@
 
 extern "C" __global__ void __launch_bounds__(1024)
 layer_norm_kernel(float *x, const float *weight, const float *bias, int n, long long stride, float eps) {
-    __shared__ float of_sum[32], of_squares[32];
+    __shared__ float partial_sums[32], partial_squares[32];
     x += blockIdx.x * stride;
     float sum = 0.0f, squares = 0.0f;
     for (int i = threadIdx.x; i < n; i += blockDim.x) sum += x[i];
-    const float mean = block_sum(sum, of_sum) / n;
+    const float mean = block_sum(sum, partial_sums) / n;
     for (int i = threadIdx.x; i < n; i += blockDim.x) squares += (x[i] - mean) * (x[i] - mean);
-    const float factor = rsqrtf(block_sum(squares, of_squares) / n + eps);
+    const float factor = rsqrtf(block_sum(squares, partial_squares) / n + eps);
     for (int i = threadIdx.x; i < n; i += blockDim.x) x[i] = (x[i] - mean) * factor * weight[i] + bias[i];
 }

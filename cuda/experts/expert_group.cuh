@@ -12,10 +12,10 @@
 struct Rows {
     int first_weight, count;  // first_weight: the number of the first row of weights
 #if EXPERTS
-    const int *of_places;
+    const int *place_rows;
     int first_place;
     __device__ __forceinline__ int operator[](int row) const {
-        return of_places ? of_places[first_place + row] : first_place + row;
+        return place_rows ? place_rows[first_place + row] : first_place + row;
     }
 #else
     __device__ __forceinline__ int operator[](int row) const { return row; }

@@ -17,7 +17,8 @@ group_pairs_kernel(int *rows, int *places, int *groups, const int *ids, int pair
     __syncthreads();
     for (int e = threadIdx.x; e < COUNT; e += blockDim.x) {
         int first = 0, group = 0;
-        for (int before = 0; before < e; ++before) first += counts[before], group += (counts[before] + ROWS - 1) / ROWS;
+        for (int earlier = 0; earlier < e; ++earlier)
+            first += counts[earlier], group += (counts[earlier] + ROWS - 1) / ROWS;
         next[e] = first;
         for (int done = 0; done < counts[e]; done += ROWS, ++group) {
             groups[3 * group] = e;

@@ -4,22 +4,23 @@
 // qkv (T, H + 2K, D): the heads of queries, keys, values. cos, sin (T, D/2): RoPE rotates channel j with channel j +
 // D/2. With HEAD_NORMS, queries and keys are first x / rms(x) · norm, where norm is q_norm or k_norm (D); with
 // VALUE_EPS, values are first x / rms(x). scale (H + 2K, D), or null for ones, multiplies queries and keys after RoPE,
-// and values at once. Then one rotation is applied to queries and keys, another to values: diag(before) · H/√ORDER ·
-// diag(after), where Hadamard's matrix of that order repeats along the diagonal. The signs `before` and `after` (D) are
-// ±1; order 1 has no rotation and reads no signs. A warp holds one vector: lane l has channels l, l + 32, ….
+// and values at once. Then one rotation is applied to queries and keys, another to values: diag(input_signs) · H/√ORDER
+// · diag(output_signs), where Hadamard's matrix of that order repeats along the diagonal. The signs `input_signs` and
+// `output_signs` (D) are ±1; order 1 has no rotation and reads no signs. A warp holds one vector: lane l has channels
+// l, l + 32, ….
 constexpr int D = HEAD_DIM, HALF = D / 2, OWN = (D + 31) / 32;  // OWN: channels of a lane
 
 template <int ORDER>
-__device__ __forceinline__ void rotate(float (&v)[OWN], const float *before, const float *after) {
+__device__ __forceinline__ void rotate(float (&v)[OWN], const float *input_signs, const float *output_signs) {
     if constexpr (ORDER > 1) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < OWN; ++i)
-            if (lane + 32 * i < D) v[i] *= before[lane + 32 * i];
+            if (lane + 32 * i < D) v[i] *= input_signs[lane + 32 * i];
         hadamard<ORDER>(v);
 #pragma unroll
         for (int i = 0; i < OWN; ++i)
-            if (lane + 32 * i < D) v[i] *= after[lane + 32 * i];
+            if (lane + 32 * i < D) v[i] *= output_signs[lane + 32 * i];
     }
 }
 

@@ -1,4 +1,4 @@
-// The op `decode_blocks`: quantized blocks become full-precision records of what they decode to, rounded to half
+// The op `decode_blocks`: quantized blocks are decoded into full-precision records, rounded to half
 // precision as in attention of a prompt.
 //
 // to_k, to_v (count, K, …): full-precision records. keys, values (blocks, K, …): pools of quantized records. ids int32

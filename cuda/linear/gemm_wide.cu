@@ -16,12 +16,13 @@
 // of equal blockIdx.y take one part of `in`, whole UNITs of 256 inputs, and write their sums to y (parts, rows, pitch),
 // for add_parts.cu.
 // Grid (tiles · ceil(rows / ROWS), parts), 32 · WARPS_OUT · WARPS_K threads; blocks of neighbouring rows of x are
-// neighbours, so that they find the weights in the L2 cache. With BESIDE it has more tiles and arguments: beside.cuh.
-// With EXPERTS (0 or 1, default 0) it has (tiles, 1, groups of rows), and more arguments: expert_group.cuh.
+// neighbours, so that they find the weights in the L2 cache. With SECOND it has more tiles and arguments:
+// second_matrix.cuh. With EXPERTS (0 or 1, default 0) it has (tiles, 1, groups of rows), and more arguments:
+// expert_group.cuh.
 // DEFINES: WEIGHT (a weight format), ROWS (8, 16, 32, 48, 64), WARPS_OUT, WARPS_K (1, 2), INPUTS (64, 128), STAGES (at
 // least 3), RESIDENT (blocks of a multiprocessor), SHARED (bytes of dynamic shared memory), ADD (0 or 1), ACTIVATION (a
-// function of activation.cuh, or not defined), TO (type of y, see output_tile.cuh), BESIDE.
-// JOINS: activation.cuh, output_tile.cuh, beside.cuh, expert_group.cuh, wide_weights.cuh.
+// function of activation.cuh, or not defined), TO (type of y, see output_tile.cuh), SECOND.
+// JOINS: activation.cuh, output_tile.cuh, second_matrix.cuh, expert_group.cuh, wide_weights.cuh.
 // Cost: bytes of the weights; products; x from L2 once for each block: rows / TILE times the bytes of 16-bit weights.
 // PRECOND: in % 8 == 0, in % VALUES == 0 if packed; x, weight aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS
 // and the format is packed.
@@ -30,14 +31,14 @@ constexpr int WARPS = WARPS_OUT * WARPS_K, TILE = 32 * WARPS_OUT, TILES_N = ROWS
 constexpr int PARTS = INPUTS / 32, PARTS_OF_WARP = PARTS / WARPS_K;  // of a stage, 32 inputs each
 constexpr int SHARING = TILES_N % 4 == 0 ? 4 : TILES_N % 3 == 0 ? 3 : 1;  // tiles of x that take turns
 constexpr int TURNS = TILES_N / SHARING;
-#ifdef BESIDE
-constexpr int BESIDE_BYTES = Weights<BESIDE>::BYTES;
-constexpr bool HAS_TAIL = Weights<WEIGHT>::HAS_TAIL && Weights<BESIDE>::HAS_TAIL;
+#ifdef SECOND
+constexpr int SECOND_BYTES = Weights<SECOND>::BYTES;
+constexpr bool HAS_TAIL = Weights<WEIGHT>::HAS_TAIL && Weights<SECOND>::HAS_TAIL;
 #else
-constexpr int BESIDE_BYTES = 0;
+constexpr int SECOND_BYTES = 0;
 constexpr bool HAS_TAIL = Weights<WEIGHT>::HAS_TAIL;
 #endif
-constexpr int BYTES = Weights<WEIGHT>::BYTES > BESIDE_BYTES ? Weights<WEIGHT>::BYTES : BESIDE_BYTES;  // of 16 rows
+constexpr int BYTES = Weights<WEIGHT>::BYTES > SECOND_BYTES ? Weights<WEIGHT>::BYTES : SECOND_BYTES;  // of 16 rows
 constexpr int FRAGMENTS = TILES_N * PARTS, OWN = (FRAGMENTS + WARPS - 1) / WARPS;  // of x: 8 rows × 32 inputs
 constexpr int X_AT = 2 * WARPS_OUT * BYTES, STAGE = X_AT + 512 * FRAGMENTS;
 static_assert(PARTS_OF_WARP % 2 == 0 && UNIT % INPUTS == 0 && STAGES >= 3, "weights of parts are unpacked in turn");
@@ -152,14 +153,14 @@ struct Product {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) w[0][i / 2][i % 2] = Weights<W>::unpack(tiles, own_turn(), i / 2, i % 2, zero);
+        for (int i = 0; i < 4; ++i) w[0][i / 2][i % 2] = Weights<W>::unpack(tiles, k_warp(), i / 2, i % 2, zero);
 #pragma unroll 1
         for (int stage = first; stage < last; ++stage) {
             const int next = slot == (STAGES - 1) * STAGE ? 0 : slot + STAGE;
 #pragma unroll
             for (int i = 0; i < PARTS_OF_WARP; ++i) {
                 const bool ends = i == PARTS_OF_WARP - 1;
-                const int part = i * WARPS_K + own_turn();
+                const int part = i * WARPS_K + k_warp();
                 if (ends) {  // the next stage is there, and nobody needs the one before this
                     cp_async_wait<STAGES - 3>();
                     __syncthreads();
@@ -172,7 +173,7 @@ struct Product {
                 const int from = ends && stage + 1 < last ? next : slot;  // after the last, what is there
                 const auto *const fragments = reinterpret_cast<const uint4 *>(shared + slot + X_AT) + threadIdx.x % 32;
                 add_part(sums, w[i % 2], fragments + part * TILES_N * 32, w[1 - i % 2], tiles + from,
-                         ends ? own_turn() : part + WARPS_K, zero);
+                         ends ? k_warp() : part + WARPS_K, zero);
             }
             free = slot, slot = next;
         }
@@ -190,17 +191,17 @@ struct Product {
 #pragma unroll
         for (int i = 0; i < 2 * TILES_N; ++i) {
             const float(&sum)[4] = sums[i / TILES_N][i % TILES_N];
-            if (own_turn()) others[32 * i + threadIdx.x % 32] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+            if (k_warp()) others[32 * i + threadIdx.x % 32] = make_float4(sum[0], sum[1], sum[2], sum[3]);
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 2 * TILES_N; ++i) {
-            if (own_turn()) break;
+            if (k_warp()) break;
             const float4 other = others[32 * i + threadIdx.x % 32];
             float(&sum)[4] = sums[i / TILES_N][i % TILES_N];
             sum[0] += other.x, sum[1] += other.y, sum[2] += other.z, sum[3] += other.w;
         }
-        return own_turn() == 0;
+        return k_warp() == 0;
     }
 
     __device__ __forceinline__ void write(TO *y, const Sums &sums, const float *bias, const Rows &rows, int first_row,
@@ -228,7 +229,7 @@ struct Product {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS_OUT * WARPS_K, RESIDENT)
 gemm_wide_kernel(TO *y, const Number *x, const unsigned char *weight, const float *bias, int rows_of_x, int in, int out,
-                 long long pitch BESIDE_ARGUMENTS GROUP_ARGUMENTS) {
+                 long long pitch SECOND_ARGUMENTS GROUP_ARGUMENTS) {
     DYNAMIC_SHARED(unsigned char, shared);
 #if EXPERTS
     const Rows rows = rows_of_group(y, bias, groups, places_rows, bias_pitch, (GATED ? 2 : 1) * out, pitch);
@@ -239,9 +240,9 @@ gemm_wide_kernel(TO *y, const Number *x, const unsigned char *weight, const floa
     const int sets = (rows_of_x + ROWS - 1) / ROWS, number = int(blockIdx.x) / sets;
     const int first_row = int(blockIdx.x) % sets * ROWS;
 #endif
-#ifdef BESIDE
+#ifdef SECOND
     if (number >= border) {
-        const Product<BESIDE> product(shared, beside, {(number - border) * TILE, beside_out}, 0, in);
+        const Product<SECOND> product(shared, second, {(number - border) * TILE, second_out}, 0, in);
         wait_for_previous();
         product.run(y + out, x, bias ? bias + out : nullptr, rows, first_row, pitch);
         return;

@@ -65,7 +65,7 @@ __device__ __forceinline__ void add_products(float (&sums)[OUTPUTS][ROWS], const
 extern "C" __global__ void __launch_bounds__(256, 2)
 gemv_kernel(float *y, const float *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
             int in, int out, long long pitch, float eps EXPERT_ARGUMENTS) {
-    __shared__ float joined[WARPS][ROWS][OUTPUTS], partial[ROWS][32];
+    __shared__ float warp_sums[WARPS][ROWS][OUTPUTS], partial[ROWS][32];
     let_next_begin();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first = (blockIdx.x * (WARPS / SPLIT) + warp / SPLIT) * COLUMNS;  // column of y
@@ -78,7 +78,7 @@ gemv_kernel(float *y, const float *x, const unsigned char *weight, const float *
     constexpr int first_row = 0;
 #endif
 
-    typename WEIGHT::Eight ahead[DEPTH][OUTPUTS];
+    typename WEIGHT::Eight next_weights[DEPTH][OUTPUTS];
     const auto load = [&](typename WEIGHT::Eight (&to)[OUTPUTS], int i) {
 #pragma unroll
         for (int o = 0; o < OUTPUTS; ++o)
@@ -87,7 +87,7 @@ gemv_kernel(float *y, const float *x, const unsigned char *weight, const float *
     float sums[OUTPUTS][ROWS] = {};
     const int start = warp % SPLIT * 32 * 8 + lane * 8;
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d) load(ahead[d], start + d * STEP);
+    for (int d = 0; d < DEPTH; ++d) load(next_weights[d], start + d * STEP);
     wait_for_previous();
     float factors[ROWS];
 #pragma unroll
@@ -100,8 +100,8 @@ gemv_kernel(float *y, const float *x, const unsigned char *weight, const float *
             if (i >= end) break;
             float w[OUTPUTS][8];
 #pragma unroll
-            for (int o = 0; o < OUTPUTS; ++o) WEIGHT::floats(w[o], ahead[d][o]);
-            load(ahead[d], i + DEPTH * STEP);
+            for (int o = 0; o < OUTPUTS; ++o) WEIGHT::floats(w[o], next_weights[d][o]);
+            load(next_weights[d], i + DEPTH * STEP);
             add_products(sums, w, x, norm, factors, rows, in, i);
         }
     }
@@ -113,7 +113,7 @@ gemv_kernel(float *y, const float *x, const unsigned char *weight, const float *
         for (int o = 0; o < OUTPUTS; ++o) sums[o][r] = warp_sum(sums[o][r]);
         if (lane > 0) continue;
 #pragma unroll
-        for (int o = 0; o < OUTPUTS; ++o) joined[warp][r][o] = sums[o][r];
+        for (int o = 0; o < OUTPUTS; ++o) warp_sums[warp][r][o] = sums[o][r];
     }
     __syncthreads();
     for (int i = lane; warp % SPLIT == 0 && i < rows * COLUMNS; i += 32) {
@@ -122,7 +122,7 @@ gemv_kernel(float *y, const float *x, const unsigned char *weight, const float *
         const auto product = [&](int o) {
             float total = 0.0f;
 #pragma unroll
-            for (int part = 0; part < SPLIT; ++part) total += joined[warp + part][r][o];
+            for (int part = 0; part < SPLIT; ++part) total += warp_sums[warp + part][r][o];
             return bias ? total + bias[row_of(o)] : total;
         };
         float total = product(o);

@@ -14,12 +14,12 @@
 // set, its warps take turns at units of UNIT, whole blocks of the format, and their sums are added in shared memory;
 // they copy the units of the next set while they multiply and add.
 // Grid (sets of tiles, or fewer), 32 · WARPS threads. With EXPERTS (0 or 1, default 0) it has pairs in z, and more
-// arguments: chosen_expert.cuh. With BESIDE it has more blocks and arguments: beside.cuh.
+// arguments: chosen_expert.cuh. With SECOND it has more blocks and arguments: second_matrix.cuh.
 // DEFINES: WEIGHT (a packed format), ROWS (most rows: 1, 2), UNIT (128 or 256, a multiple of VALUES), TILES (even if
 // GATED), SLOTS (more than TILES), WARPS, RESIDENT (blocks of a multiprocessor), SHARED (bytes of dynamic shared
 // memory), NORMED (0 or 1), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (type of y, see
-// output_tile.cuh), BESIDE.
-// JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh, chosen_expert.cuh, beside.cuh.
+// output_tile.cuh), SECOND.
+// JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh, chosen_expert.cuh, second_matrix.cuh.
 // Cost: bytes of the weights; at least WARPS · (SLOTS − TILES) units per block are in flight. Each block reads x
 // from L2 or L1 for each set.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS.
@@ -27,16 +27,16 @@
 // Floats between the sums of neighbouring rows of x, in shared memory: 8 of them are in different banks.
 constexpr int pitch_of(int tile) { return tile + 4; }
 
-// Adds the sums of all warps, `joined` [WARPS][ROWS][pitch_of(TILE_ROWS)], and writes them to y. thread: the caller's
-// number; the first threads write.
+// Adds the sums of all warps, `warp_sums` [WARPS][ROWS][pitch_of(TILE_ROWS)], and writes them to y. thread: the
+// caller's number; the first threads write.
 template <int TILE_ROWS>
-__device__ __forceinline__ void store_tile(TO *y, const float *joined, const Tile &tile, const float *bias,
+__device__ __forceinline__ void store_tile(TO *y, const float *warp_sums, const Tile &tile, const float *bias,
                                            int rows, long long pitch, int thread) {
     constexpr int COLUMNS_OF_Y = GATED ? TILE_ROWS / 2 : TILE_ROWS;
     const auto product = [&](int row, int c) {
         float total = 0.0f;
 #pragma unroll
-        for (int k = 0; k < WARPS; ++k) total += joined[(k * ROWS + row) * pitch_of(TILE_ROWS) + c];
+        for (int k = 0; k < WARPS; ++k) total += warp_sums[(k * ROWS + row) * pitch_of(TILE_ROWS) + c];
         return bias ? total + bias[tile.row_of(c)] : total;
     };
     for (int i = thread; i < rows * COLUMNS_OF_Y; i += blockDim.x) {
@@ -176,7 +176,7 @@ struct Product {
         int slots[M];                            // slots of the unit's tiles
 #pragma unroll
         for (int m = 0; m < M; ++m) slots[m] = m * BYTES;
-        float *joined = reinterpret_cast<float *>(shared + WARPS * S * BYTES);
+        float *warp_sums = reinterpret_cast<float *>(shared + WARPS * S * BYTES);
         int first = 0;  // the first thread that writes y: others do for the next set, whose sums have another place
         for (int set = number; set < sets; set += blocks) {
             float sums[M][ROWS][2] = {};  // for rows lane / 4 and lane / 4 + 8 of a tile, over the lane's groups
@@ -252,28 +252,28 @@ struct Product {
                         float sum = sums[m][r][half];
 #pragma unroll
                         for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-                        float *const to = joined + (warp * ROWS + r) * pitch_of(TILE) + m * 16;
+                        float *const to = warp_sums + (warp * ROWS + r) * pitch_of(TILE) + m * 16;
                         if (lane % 4 == 0) to[half * 8 + lane / 4] = sum;
                     }
             __syncthreads();
-            store_tile<TILE>(y, joined, tile_of(set), bias, rows, pitch, (threadIdx.x + first) % THREADS);
-            joined += first % 64 == 0 ? JOINED : -JOINED;
+            store_tile<TILE>(y, warp_sums, tile_of(set), bias, rows, pitch, (threadIdx.x + first) % THREADS);
+            warp_sums += first % 64 == 0 ? JOINED : -JOINED;
             first += 32;
         }
     }
 };
 
 using Own = Product<WEIGHT, UNIT, TILES, SLOTS>;
-#ifdef BESIDE
-using Other = Product<BESIDE, BESIDE_UNIT, BESIDE_TILES, BESIDE_SLOTS>;
-static_assert(SHARED == (Own::ALL_BYTES > Other::ALL_BYTES ? Own::ALL_BYTES : Other::ALL_BYTES), "for either");
+#ifdef SECOND
+using Second = Product<SECOND, SECOND_UNIT, SECOND_TILES, SECOND_SLOTS>;
+static_assert(SHARED == (Own::ALL_BYTES > Second::ALL_BYTES ? Own::ALL_BYTES : Second::ALL_BYTES), "for either");
 #else
 static_assert(SHARED == Own::ALL_BYTES, "the slots of each warp, and the sums of two sets");
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 gemv_packed_kernel(TO *y, const float *x, const unsigned char *weight, const float *bias, const float *norm, int rows,
-                   int in, int out, long long pitch, float eps EXPERT_ARGUMENTS BESIDE_ARGUMENTS) {
+                   int in, int out, long long pitch, float eps EXPERT_ARGUMENTS SECOND_ARGUMENTS) {
     let_next_begin();
     DYNAMIC_SHARED(unsigned char, shared);
 #if NORMED
@@ -288,10 +288,10 @@ gemv_packed_kernel(TO *y, const float *x, const unsigned char *weight, const flo
     constexpr int first_tile = 0;
 #endif
     const auto wait = [] { wait_for_previous(); };
-#ifdef BESIDE
+#ifdef SECOND
     if (int(blockIdx.x) >= border) {
-        Other::run(y + out, x, beside, bias ? bias + out : nullptr, norm, rows, in, beside_out, pitch, eps, 0,
-                   blockIdx.x - border, gridDim.x - border, shared, partial, wait);
+        Second::run(y + out, x, second, bias ? bias + out : nullptr, norm, rows, in, second_out, pitch, eps, 0,
+                    blockIdx.x - border, gridDim.x - border, shared, partial, wait);
         return;
     }
     const int blocks = border;

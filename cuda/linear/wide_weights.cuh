@@ -12,10 +12,10 @@ constexpr int LANES = 32 * WARPS_K;  // that copy the same tiles
 
 // Which rows of weights a warp has, and which of the warps with these it is.
 __device__ __forceinline__ int own_rows() { return WARPS_K > 1 ? threadIdx.x / 32 % WARPS_OUT : threadIdx.x / 32; }
-__device__ __forceinline__ int own_turn() { return WARPS_K > 1 ? threadIdx.x / 32 / WARPS_OUT : 0; }
+__device__ __forceinline__ int k_warp() { return WARPS_K > 1 ? threadIdx.x / 32 / WARPS_OUT : 0; }
 
-// In packed formats a lane copies codes, and what they share, as they are. A tile in a stage has whole blocks, or of
-// one block what all of it shares, then of some groups what these share, and their codes. zero: see PackedWeights.
+// In packed formats a lane copies codes and their factors unchanged. A tile in a stage has whole blocks, or a part of
+// one block: its scales and offsets, then the sub-scales of some groups, then their codes. zero: see PackedWeights.
 template <class W>
 struct Weights<W, true> {
     static constexpr bool WHOLE = W::VALUES <= INPUTS, HAS_TAIL = W::VALUES % INPUTS != 0;
@@ -29,7 +29,7 @@ struct Weights<W, true> {
     int in, first_piece;
 
     __device__ __forceinline__ Weights(const unsigned char *weight, const Tile &tile, int first_weight, int in)
-        : in(in), first_piece(own_turn() * 32 + threadIdx.x % 32) {
+        : in(in), first_piece(k_warp() * 32 + threadIdx.x % 32) {
 #pragma unroll
         for (int c = 0; c < COPIES; ++c) {
             const int i = LANES * c + first_piece, m = i < PIECES ? 0 : 1, at = 16 * (i - m * PIECES);
@@ -83,8 +83,8 @@ struct Weights<W, false> {
     static __device__ __forceinline__ int place(int part, int i) { return (4 * part + i) * 32 + threadIdx.x % 32; }
     __device__ __forceinline__ void copy(unsigned char *tiles, int stage) const {
 #pragma unroll
-        for (int of_warp = 0; of_warp < INPUTS / 32 / WARPS_K; ++of_warp) {
-            const int part = of_warp * WARPS_K + own_turn(), k = stage * INPUTS + 32 * part;
+        for (int warp_part = 0; warp_part < INPUTS / 32 / WARPS_K; ++warp_part) {
+            const int part = warp_part * WARPS_K + k_warp(), k = stage * INPUTS + 32 * part;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 uint4 *const to = reinterpret_cast<uint4 *>(tiles) + place(part, i);

@@ -26,8 +26,8 @@ advance_delta_kernel(const unsigned long long *layers, const int *slots, int key
     const DeltaHeads heads = {key_heads, static_cast<int>(gridDim.x), tiled};
     const DeltaArrays &layer = reinterpret_cast<const DeltaArrays *>(layers)[blockIdx.z];
     const int head = blockIdx.x, key_head = heads.key_of(head), channels = heads.channels(), thread = threadIdx.x;
-    const long long slot = slots[blockIdx.y], of_slot = slot * heads.values + head;
-    const float *const decays = layer.decays + of_slot * BLOCK, last = decays[BLOCK - 1];
+    const long long slot = slots[blockIdx.y], slot_head = slot * heads.values + head;
+    const float *const decays = layer.decays + slot_head * BLOCK, last = decays[BLOCK - 1];
     for (int i = thread; i < BLOCK; i += THREADS) factors[i] = expf(last - decays[i]);
 
     float *const inputs = layer.inputs + slot * (WIDTH - 1 + BLOCK) * channels;
@@ -41,9 +41,9 @@ advance_delta_kernel(const unsigned long long *layers, const int *slots, int key
 
     const int column = thread % COLUMNS * 4, group = thread / COLUMNS;
     if (group >= GROUPS) return;
-    float *const matrix = layer.matrices + of_slot * KEY_DIM * VALUE_DIM;
+    float *const matrix = layer.matrices + slot_head * KEY_DIM * VALUE_DIM;
     const float *const keys = layer.keys + (slot * key_heads + key_head) * KEY_DIM * BLOCK;
-    const float *const updates = layer.updates + of_slot * BLOCK * VALUE_DIM;
+    const float *const updates = layer.updates + slot_head * BLOCK * VALUE_DIM;
     const float whole = expf(last);
 #pragma unroll 1
     for (int start = 0; start < OWN; start += HELD) {

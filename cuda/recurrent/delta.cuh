@@ -45,40 +45,40 @@ struct ConvInputs {
     // conv (WIDTH, C).
     template <class Keep>
     __device__ __forceinline__ void convolve(const float *conv, int channel, int first, int end, Keep keep) const {
-        float weights[WIDTH], seen[WIDTH];
+        float weights[WIDTH], conv_inputs[WIDTH];
 #pragma unroll
         for (int back = 0; back < WIDTH; ++back) {
             weights[back] = conv[back * static_cast<long long>(channels) + channel];
-            if (back > 0) seen[back] = at(first - WIDTH + back, channel);
+            if (back > 0) conv_inputs[back] = at(first - WIDTH + back, channel);
         }
         const float start = bias ? bias[channel] : 0.0f;
         for (int token = first; token < end; ++token) {
             float sum = start;
 #pragma unroll
             for (int back = 0; back < WIDTH; ++back) {
-                seen[back] = back < WIDTH - 1 ? seen[back + 1] : at(token, channel);
-                sum += weights[back] * seen[back];
+                conv_inputs[back] = back < WIDTH - 1 ? conv_inputs[back + 1] : at(token, channel);
+                sum += weights[back] * conv_inputs[back];
             }
             keep(token, silu_of(sum));
         }
     }
 };
 
-// A warp calls keep(token, g) for the tokens of a block. `known` has g of those before `low`; each of the tokens low …
-// high − 1 adds change(token), and later ones nothing.
+// A warp calls keep(token, g) for the tokens of a block. `stored_decays` has g of those before `low`; each of the
+// tokens low … high − 1 adds change(token), and later ones nothing.
 template <class Change, class Keep>
-__device__ __forceinline__ void add_decays(const float *known, int low, int high, Change change, Keep keep) {
+__device__ __forceinline__ void add_decays(const float *stored_decays, int low, int high, Change change, Keep keep) {
     const int lane = threadIdx.x % 32;
-    float total = low > 0 ? known[low - 1] : 0.0f;
+    float total = low > 0 ? stored_decays[low - 1] : 0.0f;
     for (int first = 0; first < BLOCK; first += 32) {
         const int token = first + lane;
         float sum = token >= low && token < high ? change(token) : 0.0f;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
-            const float before = __shfl_up_sync(0xffffffffu, sum, step);
-            if (lane >= step) sum += before;
+            const float earlier_sum = __shfl_up_sync(0xffffffffu, sum, step);
+            if (lane >= step) sum += earlier_sum;
         }
-        if (token < BLOCK) keep(token, token < low ? known[token] : total + sum);
+        if (token < BLOCK) keep(token, token < low ? stored_decays[token] : total + sum);
         total += __shfl_sync(0xffffffffu, sum, 31);
     }
 }

@@ -5,10 +5,10 @@
 // inverse of 1 + L is applied to both terms of the right side, so that u = news − reads M. Tokens that the slot has had
 // before keep their updates.
 //
-// queries (blocks, Q, N, A), keys (blocks, Q, A, N); for value heads: faded (blocks, H, A, N): keys times exp(g_N −
-// g_i), but keys alone of a block that is not complete; reads (blocks, H, N, A), news (blocks, H, N, D), weights
-// (blocks, H, N, N): of updates in results, exp(g_i − g_j) q_i·k_j; logs (blocks, H, N): g. Missing tokens have 0 for
-// all but g. projected: `rows` rows of the prompt, `pitch` numbers apart; the first row's place in its block is
+// queries (blocks, Q, N, A), keys (blocks, Q, A, N); for value heads: decayed_keys (blocks, H, A, N): keys times
+// exp(g_N − g_i), but keys alone of a block that is not complete; reads (blocks, H, N, A), news (blocks, H, N, D),
+// weights (blocks, H, N, N): of updates in results, exp(g_i − g_j) q_i·k_j; logs (blocks, H, N): g. Missing tokens have
+// 0 for all but g. projected: `rows` rows of the prompt, `pitch` numbers apart; the first row's place in its block is
 // `place`. The slot: kept_keys (Q, A, N), kept_updates (H, N, D), kept_decays (H, N), kept_inputs (WIDTH − 1 + N, C).
 // conv (WIDTH, C), decay, dt_bias (H,).
 // Grid (blocks, Q), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, THREADS, SHARED.
@@ -62,8 +62,8 @@ __device__ __forceinline__ void solve(BlockMemory &memory, float *out, int pitch
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-delta_blocks_kernel(float *queries, float *keys, float *faded, float *reads, float *news, float *weights, float *logs,
-                    const float *projected, const float *kept_keys, const float *kept_updates,
+delta_blocks_kernel(float *queries, float *keys, float *decayed_keys, float *reads, float *news, float *weights,
+                    float *logs, const float *projected, const float *kept_keys, const float *kept_updates,
                     const float *kept_decays, const float *kept_inputs, const float *conv, const float *decay,
                     const float *dt_bias, long long pitch, int key_heads, int value_heads, int tiled, int rows,
                     int place) {
@@ -73,16 +73,16 @@ delta_blocks_kernel(float *queries, float *keys, float *faded, float *reads, flo
     const int thread = threadIdx.x, warp = thread / 32, block = blockIdx.x, key_head = blockIdx.y;
     const int begin = block * BLOCK;  // the block's first token, counted from the first block's first
     const int low = block == 0 ? place : 0, high = min(BLOCK, place + rows - begin);  // new tokens of the block
-    const ConvInputs seen = {kept_inputs, projected, pitch, heads.channels(), place};
-    const long long of_key = block * static_cast<long long>(key_heads) + key_head;
-    queries += of_key * BLOCK * KEY_DIM, keys += of_key * BLOCK * KEY_DIM;
+    const ConvInputs conv_inputs = {kept_inputs, projected, pitch, heads.channels(), place};
+    const long long block_key = block * static_cast<long long>(key_heads) + key_head;
+    queries += block_key * BLOCK * KEY_DIM, keys += block_key * BLOCK * KEY_DIM;
     kept_keys += key_head * KEY_DIM * BLOCK;
 
-    load_pairs<KEY_DIM>(memory.rows.pairs, heads, key_head, seen, conv, kept_keys, begin, low, high);
+    load_pairs<KEY_DIM>(memory.rows.pairs, heads, key_head, conv_inputs, conv, kept_keys, begin, low, high);
     __syncthreads();
     for (int i = warp; i < 2 * (high - low); i += WARPS) {
-        const int of_key = i % 2;
-        set_length(memory.rows.pairs[of_key][low + i / 2], of_key ? 1.0f : rsqrtf(static_cast<float>(KEY_DIM)));
+        const int block_key = i % 2;
+        set_length(memory.rows.pairs[block_key][low + i / 2], block_key ? 1.0f : rsqrtf(static_cast<float>(KEY_DIM)));
     }
     __syncthreads();
 
@@ -98,7 +98,7 @@ delta_blocks_kernel(float *queries, float *keys, float *faded, float *reads, flo
 #pragma unroll 1
     for (int member = 0; member < value_heads / key_heads; ++member) {
         const int head = heads.member(key_head, member);
-        const long long of_head = block * static_cast<long long>(value_heads) + head;
+        const long long block_head = block * static_cast<long long>(value_heads) + head;
         const float *const updates = kept_updates + head * BLOCK * VALUE_DIM;
         __syncthreads();  // all have solved their columns
         if (warp == 0) {
@@ -115,22 +115,22 @@ delta_blocks_kernel(float *queries, float *keys, float *faded, float *reads, flo
                 });
         }
         __syncthreads();
-        for (int i = thread; i < BLOCK; i += THREADS) logs[of_head * BLOCK + i] = memory.logs[i];
+        for (int i = thread; i < BLOCK; i += THREADS) logs[block_head * BLOCK + i] = memory.logs[i];
         for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS) {
             const float fading = high == BLOCK ? expf(memory.logs[BLOCK - 1] - memory.logs[i % BLOCK]) : 1.0f;
-            faded[of_head * KEY_DIM * BLOCK + i] = fading * keys[i];
+            decayed_keys[block_head * KEY_DIM * BLOCK + i] = fading * keys[i];
         }
         if (own < TILE) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
                 const int i = own + TILE * r;
-                float *const row = weights + (of_head * BLOCK + i) * BLOCK;
+                float *const row = weights + (block_head * BLOCK + i) * BLOCK;
 #pragma unroll
                 for (int s = 0; s < 4; ++s) {
                     const int j = other + TILE * s;
-                    const float between = j <= i ? expf(memory.logs[i] - memory.logs[j]) : 0.0f;
-                    row[j] = i >= low && i < high ? between * products[0][r][s] : 0.0f;
-                    memory.factors[j][i] = j < i ? -memory.betas[i] * between * products[1][r][s] : 0.0f;
+                    const float pair_decay = j <= i ? expf(memory.logs[i] - memory.logs[j]) : 0.0f;
+                    row[j] = i >= low && i < high ? pair_decay * products[0][r][s] : 0.0f;
+                    memory.factors[j][i] = j < i ? -memory.betas[i] * pair_decay * products[1][r][s] : 0.0f;
                 }
             }
         }
@@ -141,15 +141,16 @@ delta_blocks_kernel(float *queries, float *keys, float *faded, float *reads, flo
             float *const x = &memory.rows.columns[0][thread];
             if (is_value) {
                 for (int token = 0; token < low; ++token) x[token * THREADS] = updates[token * VALUE_DIM + column];
-                seen.convolve(conv, heads.value(head) + column, begin + low, begin + high, [&](int token, float value) {
+                conv_inputs.convolve(conv, heads.value(head) + column, begin + low, begin + high,
+                                     [&](int token, float value) {
                     x[(token - begin) * THREADS] = memory.betas[token - begin] * value;
                 });
                 for (int token = high; token < BLOCK; ++token) x[token * THREADS] = 0.0f;
-                solve(memory, news + of_head * BLOCK * VALUE_DIM + column, VALUE_DIM);
+                solve(memory, news + block_head * BLOCK * VALUE_DIM + column, VALUE_DIM);
             } else {
                 for (int token = 0; token < BLOCK; ++token)
                     x[token * THREADS] = memory.since[token] * keys[column * BLOCK + token];
-                solve(memory, reads + of_head * BLOCK * KEY_DIM + column, KEY_DIM);
+                solve(memory, reads + block_head * BLOCK * KEY_DIM + column, KEY_DIM);
             }
         }
     }

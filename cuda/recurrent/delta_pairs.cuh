@@ -10,19 +10,20 @@ using Pairs = float[2][BLOCK][LOADED + 4];
 // channel `first` on. Keys of earlier tokens are the slot's, (A, N); all else is 0.
 template <int LOADED, class Heads>
 __device__ __forceinline__ void load_pairs(float (&pairs)[2][BLOCK][LOADED + 4], const Heads &heads, int key_head,
-                                           const ConvInputs &seen, const float *conv, const float *kept_keys, int begin,
-                                           int low, int high, int first = 0) {
+                                           const ConvInputs &conv_inputs, const float *conv, const float *kept_keys,
+                                           int begin, int low, int high, int first = 0) {
     constexpr int ROW = LOADED + 4;
     for (int i = threadIdx.x; i < 2 * LOADED; i += THREADS) {
-        const int of_key = i / LOADED, own = first + i % LOADED;
-        float *const column = &pairs[of_key][0][i % LOADED];
+        const int is_key = i / LOADED, own = first + i % LOADED;
+        float *const column = &pairs[is_key][0][i % LOADED];
         if (KEY_DIM % LOADED && own >= KEY_DIM) {
             for (int token = 0; token < BLOCK; ++token) column[token * ROW] = 0.0f;
             continue;
         }
-        for (int token = 0; token < low; ++token) column[token * ROW] = of_key ? kept_keys[own * BLOCK + token] : 0.0f;
-        seen.convolve(conv, own + (of_key ? heads.key(key_head) : heads.query(key_head)), begin + low, begin + high,
-                      [&](int token, float x) { column[(token - begin) * ROW] = x; });
+        for (int token = 0; token < low; ++token) column[token * ROW] = is_key ? kept_keys[own * BLOCK + token] : 0.0f;
+        conv_inputs.convolve(conv, own + (is_key ? heads.key(key_head) : heads.query(key_head)), begin + low,
+                             begin + high,
+                             [&](int token, float x) { column[(token - begin) * ROW] = x; });
         for (int token = high; token < BLOCK; ++token) column[token * ROW] = 0.0f;
     }
 }

@@ -24,19 +24,20 @@ delta_results_kernel(float *y, const float *projected, const float *norm, long l
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-delta_inputs_kernel(float *inputs, float *end_inputs, const float *projected, const int *kept, long long pitch,
+delta_inputs_kernel(float *inputs, float *end_inputs, const float *projected, const int *end_rows, long long pitch,
                     int channels, int rows, int place) {
     const int channel = blockIdx.x * blockDim.x + threadIdx.x;
     if (channel >= channels) return;
-    const ConvInputs seen = {inputs, projected, pitch, channels, place};
+    const ConvInputs conv_inputs = {inputs, projected, pitch, channels, place};
     const int complete = (place + rows) / BLOCK, current = complete * BLOCK;  // blocks; the token after them
     for (int block = 0; block < complete; ++block) {
-        if (kept[block] < 0) continue;
+        if (end_rows[block] < 0) continue;
         for (int back = 0; back < WIDTH - 1; ++back)
-            end_inputs[(kept[block] * (WIDTH - 1LL) + back) * channels + channel] =
-                seen.at((block + 1) * BLOCK - (WIDTH - 1) + back, channel);
+            end_inputs[(end_rows[block] * (WIDTH - 1LL) + back) * channels + channel] =
+                conv_inputs.at((block + 1) * BLOCK - (WIDTH - 1) + back, channel);
     }
     // What is read of the slot lies after what has been written.
     for (int token = complete > 0 ? current - (WIDTH - 1) : place; token < place + rows; ++token)
-        inputs[(token - current + WIDTH - 1) * static_cast<long long>(channels) + channel] = seen.at(token, channel);
+        inputs[(token - current + WIDTH - 1) * static_cast<long long>(channels) + channel] =
+            conv_inputs.at(token, channel);
 }

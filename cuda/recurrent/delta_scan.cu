@@ -2,11 +2,11 @@
 // delta_blocks or mamba2_blocks.
 //
 // With the matrix M of a head before a block, its updates are u = news − reads M, its results exp(g) M q and the sum of
-// u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i u_iᵀ of `faded` keys. With READS 0 the
-// updates are `news`, there are no `reads`, and results are added to what y has.
+// u by `weights`, and the matrix after a complete block is exp(g_N) M + Σ_i u_iᵀ of `decayed_keys` keys. With READS 0
+// the updates are `news`, there are no `reads`, and results are added to what y has.
 //
 // y (rows, H, D): results, before their norm. The slot: matrices (H, A, D), kept_keys (Q, A, N), kept_updates (H, N,
-// D), kept_decays (H, N); it gets what is known of the block after the last complete one. end_matrices (n, H, A, D):
+// D), kept_decays (H, N); it gets the tokens of the block after the last complete one. end_matrices (n, H, A, D):
 // the matrices after block b are row kept[b], if that is not −1. largest (blocks, Q, 2), where READS is 0: largest
 // magnitudes of queries and keys; else queries have at most the length A^-½, and keys and reads 1. delta_blocks
 // explains the other arrays.
@@ -37,23 +37,23 @@ static_assert(sizeof(ScanMemory) == SHARED, "SHARED is what a block takes");
 
 // The right operands of a head.
 struct Operands {
-    const float *reads, *queries, *weights, *faded;
+    const float *reads, *queries, *weights, *decayed_keys;
     int heads, key_heads, head, key_head;
 
     // Starts to copy a chunk of reads and queries.
     __device__ __forceinline__ void copy_reading(float *chunk, int block, int start) const {
-        const long long of_head = block * static_cast<long long>(heads) + head;
-        const long long of_key = block * static_cast<long long>(key_heads) + key_head;
-        if (READS) copy_chunk<BLOCK, KEY_DIM>(chunk, 0, reads + of_head * BLOCK * KEY_DIM, start);
-        copy_chunk<BLOCK, KEY_DIM>(chunk, QUERIES, queries + of_key * BLOCK * KEY_DIM, start);
+        const long long block_head = block * static_cast<long long>(heads) + head;
+        const long long block_key = block * static_cast<long long>(key_heads) + key_head;
+        if (READS) copy_chunk<BLOCK, KEY_DIM>(chunk, 0, reads + block_head * BLOCK * KEY_DIM, start);
+        copy_chunk<BLOCK, KEY_DIM>(chunk, QUERIES, queries + block_key * BLOCK * KEY_DIM, start);
         cp_async_commit();
     }
 
     // Starts to copy a chunk of weights, and of faded keys if the block is complete.
     __device__ __forceinline__ void copy_adding(float *chunk, int block, int start, bool is_complete) const {
-        const long long of_head = block * static_cast<long long>(heads) + head;
-        copy_chunk<BLOCK, BLOCK>(chunk, 0, weights + of_head * BLOCK * BLOCK, start);
-        if (is_complete) copy_chunk<KEY_DIM, BLOCK>(chunk, BLOCK, faded + of_head * KEY_DIM * BLOCK, start);
+        const long long block_head = block * static_cast<long long>(heads) + head;
+        copy_chunk<BLOCK, BLOCK>(chunk, 0, weights + block_head * BLOCK * BLOCK, start);
+        if (is_complete) copy_chunk<KEY_DIM, BLOCK>(chunk, BLOCK, decayed_keys + block_head * KEY_DIM * BLOCK, start);
         cp_async_commit();
     }
 };
@@ -70,16 +70,16 @@ __device__ __forceinline__ const float *next_chunk(const ScanMemory &memory, int
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updates, float *kept_decays,
-                  float *end_matrices, const float *queries, const float *faded, const float *reads, const float *news,
-                  const float *weights, const float *logs, const float *largest, const int *kept, int key_heads,
-                  int tiled, int rows, int place) {
+                  float *end_matrices, const float *queries, const float *decayed_keys, const float *reads,
+                  const float *news, const float *weights, const float *logs, const float *largest, const int *end_rows,
+                  int key_heads, int tiled, int rows, int place) {
     DYNAMIC_SHARED(ScanMemory, shared);
     ScanMemory &memory = *shared;
     const DeltaHeads heads = {key_heads, static_cast<int>(gridDim.y), tiled};
     const int thread = threadIdx.x, head = blockIdx.y, key_head = heads.key_of(head);
     const int first_column = blockIdx.x * SLICE, columns = VALUE_DIM - first_column;  // in the head; how many there are
     const int blocks = (place + rows + BLOCK - 1) / BLOCK;
-    const Operands operands = {reads, queries, weights, faded, heads.values, key_heads, head, key_head};
+    const Operands operands = {reads, queries, weights, decayed_keys, heads.values, key_heads, head, key_head};
     const long long pitch = static_cast<long long>(heads.values) * VALUE_DIM;  // from row to row of y
     matrices += head * KEY_DIM * VALUE_DIM + first_column;
     y += head * VALUE_DIM + first_column;
@@ -95,40 +95,40 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
     each_number<KEY_TILES>([&](int i, int m, int e, int column, int key) {
         matrix[i][m][e] = column < columns ? matrices[key * VALUE_DIM + column] : 0.0f;
     });
-    Scale of_matrix = store_left<KEY_TILES>(memory.matrix, memory.partial, matrix, 0.0f);
+    Scale matrix_scale = store_left<KEY_TILES>(memory.matrix, memory.partial, matrix, 0.0f);
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
         const int low = block == 0 ? place : 0, high = min(BLOCK, place + rows - block * BLOCK);
         const bool is_complete = high == BLOCK;
-        const int target = kept[block];
-        const long long of_head = block * static_cast<long long>(heads.values) + head;
-        const float *const log = logs + of_head * BLOCK;
-        const float *const own_news = news + of_head * BLOCK * VALUE_DIM + first_column;
+        const int target = end_rows[block];
+        const long long block_head = block * static_cast<long long>(heads.values) + head;
+        const float *const log = logs + block_head * BLOCK;
+        const float *const own_news = news + block_head * BLOCK * VALUE_DIM + first_column;
         float *const result = y + (block * BLOCK - place) * pitch;
 
-        const long long of_key = 2 * (block * static_cast<long long>(key_heads) + key_head);
-        const float query = READS ? rsqrtf(static_cast<float>(KEY_DIM)) : largest[of_key];
-        const float key = READS ? 1.0f : largest[of_key + 1];
-        const Scale of_queries(query), of_keys(key), of_weights(READS ? query : KEY_DIM * query * key);
+        const long long block_key = 2 * (block * static_cast<long long>(key_heads) + key_head);
+        const float query = READS ? rsqrtf(static_cast<float>(KEY_DIM)) : largest[block_key];
+        const float key = READS ? 1.0f : largest[block_key + 1];
+        const Scale query_scale(query), key_scale(key), weight_scale(READS ? query : KEY_DIM * query * key);
 
         // known: what reads read of the matrix; without reads, what y has. updates: news at first. since: exp(g).
         constexpr int tiles = own_tiles(TOKEN_TILES);
-        Numbers results[tiles] = {}, updates[tiles], known[tiles] = {};
+        Numbers results[tiles] = {}, updates[tiles], key_reads[tiles] = {};
         float since[tiles][2];
         const float whole = expf(log[BLOCK - 1]);
         each_number<TOKEN_TILES>([&](int i, int m, int e, int column, int token) {
             const bool is_there = column < columns;
             if (m == 0 && e < 2) since[i][e] = expf(log[token]);
             updates[i][m][e] = is_there ? own_news[token * VALUE_DIM + column] : 0.0f;
-            if (!READS && is_there && token >= low && token < high) known[i][m][e] = result[token * pitch + column];
+            if (!READS && is_there && token >= low && token < high) key_reads[i][m][e] = result[token * pitch + column];
         });
         const auto read = [&](const float *chunk, int start) {
 #pragma unroll
             for (int term = 0; term < CHUNK; term += 16) {
                 if (KEY_DIM % CHUNK && start + term >= KEY_DIM) break;
                 const LeftTiles left(memory.matrix, start + term);
-                if (READS) left.multiply<TOKEN_TILES>(known, chunk, 0, term, of_keys.up);
-                left.multiply<TOKEN_TILES>(results, chunk, QUERIES, term, of_queries.up);
+                if (READS) left.multiply<TOKEN_TILES>(key_reads, chunk, 0, term, key_scale.up);
+                left.multiply<TOKEN_TILES>(results, chunk, QUERIES, term, query_scale.up);
             }
         };
 #pragma unroll 1
@@ -141,30 +141,30 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
         operands.copy_adding(memory.chunks[now], block, 0, is_complete);
         read(chunk, (KEY_DIM - 1) / CHUNK * CHUNK);
         each_number<TOKEN_TILES>([&](int i, int m, int e, int column, int token) {
-            if (READS) updates[i][m][e] -= known[i][m][e] * (of_matrix.down * of_keys.down);
+            if (READS) updates[i][m][e] -= key_reads[i][m][e] * (matrix_scale.down * key_scale.down);
             if (!is_complete && column < columns && token >= low && token < high)
                 kept_updates[(head * BLOCK + token) * VALUE_DIM + first_column + column] = updates[i][m][e];
         });
         // Updates below 2^-40 of the matrix are nothing to it; with a larger scale its numbers might be too large.
-        const Scale of_updates =
-            store_left<TOKEN_TILES>(memory.updates, memory.partial, updates, of_matrix.down * 0x1p-25f);
-        const float up = of_updates.up * of_weights.up, down = of_updates.down * of_weights.down;
+        const Scale update_scale =
+            store_left<TOKEN_TILES>(memory.updates, memory.partial, updates, matrix_scale.down * 0x1p-25f);
+        const float up = update_scale.up * weight_scale.up, down = update_scale.down * weight_scale.down;
         each_number<TOKEN_TILES>([&](int i, int m, int e, int, int) {
-            results[i][m][e] *= of_matrix.down * of_queries.down * since[i][e % 2];
-            if (!READS) results[i][m][e] += known[i][m][e];
+            results[i][m][e] *= matrix_scale.down * query_scale.down * since[i][e % 2];
+            if (!READS) results[i][m][e] += key_reads[i][m][e];
             results[i][m][e] *= up;
         });
         if (is_complete)
             each_number<KEY_TILES>([&](int i, int m, int e, int, int) {
-                matrix[i][m][e] *= whole * of_updates.up * of_keys.up;
+                matrix[i][m][e] *= whole * update_scale.up * key_scale.up;
             });
         const auto add = [&](const float *chunk, int start) {
 #pragma unroll
             for (int term = 0; term < CHUNK; term += 16) {
                 if (BLOCK % CHUNK && start + term >= BLOCK) break;
                 const LeftTiles left(memory.updates, start + term);
-                left.multiply<TOKEN_TILES>(results, chunk, 0, term, of_weights.up);
-                if (is_complete) left.multiply<KEY_TILES>(matrix, chunk, BLOCK, term, of_keys.up);
+                left.multiply<TOKEN_TILES>(results, chunk, 0, term, weight_scale.up);
+                if (is_complete) left.multiply<KEY_TILES>(matrix, chunk, BLOCK, term, key_scale.up);
             }
         };
 #pragma unroll 1
@@ -182,12 +182,12 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
         });
         if (!is_complete) break;
         each_number<KEY_TILES>([&](int i, int m, int e, int, int) {
-            matrix[i][m][e] *= of_updates.down * of_keys.down;
+            matrix[i][m][e] *= update_scale.down * key_scale.down;
         });
-        of_matrix = store_left<KEY_TILES>(memory.matrix, memory.partial, matrix, 0.0f);
+        matrix_scale = store_left<KEY_TILES>(memory.matrix, memory.partial, matrix, 0.0f);
         if (target < 0) continue;
-        const long long of_end = target * static_cast<long long>(heads.values) + head;
-        float *const end = end_matrices + of_end * KEY_DIM * VALUE_DIM + first_column;
+        const long long end_head = target * static_cast<long long>(heads.values) + head;
+        float *const end = end_matrices + end_head * KEY_DIM * VALUE_DIM + first_column;
         each_number<KEY_TILES>([&](int i, int m, int e, int column, int key) {
             if (column < columns) end[key * VALUE_DIM + column] = matrix[i][m][e];
         });
@@ -195,12 +195,12 @@ delta_scan_kernel(float *y, float *matrices, float *kept_keys, float *kept_updat
     const int complete = (place + rows) / BLOCK;
     if (complete < blocks && blockIdx.x == 0) {  // what has become known of the last block
         const int low = complete == 0 ? place : 0, high = place + rows - complete * BLOCK;
-        const long long of_head = complete * static_cast<long long>(heads.values) + head;
-        for (int i = low + thread; i < high; i += THREADS) kept_decays[head * BLOCK + i] = logs[of_head * BLOCK + i];
+        const long long block_head = complete * static_cast<long long>(heads.values) + head;
+        for (int i = low + thread; i < high; i += THREADS) kept_decays[head * BLOCK + i] = logs[block_head * BLOCK + i];
         if (heads.is_first(head))
             for (int i = thread; i < BLOCK * KEY_DIM; i += THREADS)
                 if (i % BLOCK >= low && i % BLOCK < high)
-                    kept_keys[key_head * KEY_DIM * BLOCK + i] = faded[of_head * KEY_DIM * BLOCK + i];
+                    kept_keys[key_head * KEY_DIM * BLOCK + i] = decayed_keys[block_head * KEY_DIM * BLOCK + i];
     }
     if (complete == 0) return;
     each_number<KEY_TILES>([&](int i, int m, int e, int column, int key) {

@@ -18,33 +18,34 @@ __device__ __forceinline__ void prefetch_state(const float *matrix, const float 
         for (int i = threadIdx.x * 32; i < KEY_DIM * BLOCK; i += THREADS * 32) prefetch_line(keys + i);
 }
 
-// All threads convolve the rows, which begin at token seen.place; the slot's `inputs` get what is convolved. Keys and
-// queries that heads have in common are kept there by the first of these.
+// All threads convolve the rows, which begin at token conv_inputs.place; the slot's `inputs` get what is convolved.
+// Keys and queries that heads have in common are kept there by the first of these.
 template <class Heads>
-__device__ __forceinline__ void convolve_rows(StepRows &of, float *inputs, const Heads &heads, int head,
-                                              const ConvInputs &seen, const float *conv, int rows) {
+__device__ __forceinline__ void convolve_rows(StepRows &step_rows, float *inputs, const Heads &heads, int head,
+                                              const ConvInputs &conv_inputs, const float *conv, int rows) {
     const int key_head = heads.key_of(head);
     const bool is_first = heads.is_first(head);
     for (int i = threadIdx.x; i < 2 * KEY_DIM + VALUE_DIM; i += THREADS) {
         const bool is_value = i >= 2 * KEY_DIM;
-        const int of_query = i >= KEY_DIM, own = is_value ? i - 2 * KEY_DIM : i - of_query * KEY_DIM;
-        const int start = is_value ? heads.value(head) : of_query ? heads.query(key_head) : heads.key(key_head);
-        seen.convolve(conv, start + own, seen.place, seen.place + rows, [&](int token, float x) {
-            const int r = token - seen.place;
-            (is_value ? of.values[r] : of.pairs[r][of_query])[own] = x;
+        const int is_query = i >= KEY_DIM, own = is_value ? i - 2 * KEY_DIM : i - is_query * KEY_DIM;
+        const int start = is_value ? heads.value(head) : is_query ? heads.query(key_head) : heads.key(key_head);
+        const auto write = [&](int token, float x) {
+            const int r = token - conv_inputs.place;
+            (is_value ? step_rows.values[r] : step_rows.pairs[r][is_query])[own] = x;
             if (is_value || is_first)
-                inputs[(token + WIDTH - 1) * static_cast<long long>(seen.channels) + start + own] =
-                    seen.at(token, start + own);
-        });
+                inputs[(token + WIDTH - 1) * static_cast<long long>(conv_inputs.channels) + start + own] =
+                    conv_inputs.at(token, start + own);
+        };
+        conv_inputs.convolve(conv, start + own, conv_inputs.place, conv_inputs.place + rows, write);
     }
 }
 
 // A warp, whose lane r has the change of g by row r, computes g of the rows, for the slot and in shared memory.
-__device__ __forceinline__ void add_row_decays(float *decays, float *kept, float change, int place, int rows) {
-    float total = place > 0 ? kept[place - 1] : 0.0f;
+__device__ __forceinline__ void add_row_decays(float *decays, float *row_decays, float change, int place, int rows) {
+    float total = place > 0 ? row_decays[place - 1] : 0.0f;
     for (int r = 0; r < rows; ++r) {
         total += __shfl_sync(0xffffffffu, change, r);
-        if (threadIdx.x % 32 == r) decays[place + r] = kept[place + r] = total;
+        if (threadIdx.x % 32 == r) decays[place + r] = row_decays[place + r] = total;
     }
 }
 
@@ -58,18 +59,18 @@ __device__ __forceinline__ void multiply_keys(float *sums, const StepRows &of, c
 #pragma unroll 1
     for (int channel = group; channel < KEY_DIM; channel += KEY_GROUPS) {
         const float *const own = keys + channel * BLOCK + first;
-        float kept[4] = {};
+        float row_decays[4] = {};
         if (first + 4 <= place) {
-            load_floats(kept, own);
+            load_floats(row_decays, own);
         } else {
 #pragma unroll
             for (int i = 0; i < 3; ++i)
-                if (first + i < place) kept[i] = own[i];
+                if (first + i < place) row_decays[i] = own[i];
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = first + i - place;
-            const float other = row < 0 ? kept[i] : row <= r ? of.pairs[row][0][channel] : 0.0f;
+            const float other = row < 0 ? row_decays[i] : row <= r ? of.pairs[row][0][channel] : 0.0f;
 #pragma unroll
             for (int which = 0; which < COUNT; ++which)
                 products[which][i] += of.pairs[r][2 - COUNT + which][channel] * other;

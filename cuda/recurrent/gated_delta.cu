@@ -4,7 +4,7 @@
 // new rows; matrices (S, H, A, D). projected: rows [q | k | v | z | b | a], `pitch` numbers apart; conv (WIDTH, C),
 // decay, dt_bias (H,), norm (D,). spans int32 (spans, 4): slot, first row, rows, place of the first in its block.
 //
-// A block of threads has a value head of a span. It brings the matrix, which is most of its bytes, and what it needs of
+// A block of threads has a value head of a span. It loads the matrix, which is most of its bytes, and what it needs of
 // the block so far into the L2 cache, and convolves while that is on its way. Then threads hold the matrix in
 // registers, and take row by row: the update u and the result y of a row are sums over rows of the matrix and over
 // earlier updates, which groups of threads add up. So a row's sums have the same order whichever rows are computed with
@@ -32,14 +32,14 @@ static_assert(sizeof(StepMemory) == SHARED, "SHARED is what a block takes");
 // `weights` of row r, the token `token` of its block, from the products.
 __device__ __forceinline__ void weigh(StepMemory &memory, int r, int token) {
     for (int i = threadIdx.x; i < 2 * BLOCK; i += THREADS) {
-        const int of_query = i / BLOCK, other = i % BLOCK;
+        const int is_query = i / BLOCK, other = i % BLOCK;
         float weight = 0.0f;
-        if (other < token + of_query) {
+        if (other < token + is_query) {
 #pragma unroll 4
             for (int group = 0; group < KEY_GROUPS; ++group) weight += memory.sums[2 * group * BLOCK + i];
-            weight *= expf(memory.decays[token] - memory.decays[other]) * (of_query ? 1.0f : -memory.betas[r]);
+            weight *= expf(memory.decays[token] - memory.decays[other]) * (is_query ? 1.0f : -memory.betas[r]);
         }
-        memory.weights[of_query][other] = weight;
+        memory.weights[is_query][other] = weight;
     }
 }
 
@@ -55,7 +55,7 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
     const int head = blockIdx.x, key_head = heads.key_of(head), channels = heads.channels();
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int *const span = spans + 4 * blockIdx.y;
-    const long long slot = span[0], of_slot = slot * heads.values + head;
+    const long long slot = span[0], slot_head = slot * heads.values + head;
     const int first = span[1], rows = span[2], place = span[3];
     if (rows == 0) {
         if (MOST_ROWS == 1)
@@ -64,20 +64,20 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
         return;
     }
     const int column = thread % COLUMNS * 4, group = thread / COLUMNS;
-    const float *const matrix = matrices + of_slot * KEY_DIM * VALUE_DIM;
+    const float *const matrix = matrices + slot_head * KEY_DIM * VALUE_DIM;
 
     y += (first * static_cast<long long>(heads.values) + head) * VALUE_DIM;
     projected += first * pitch;
     keys += (slot * key_heads + key_head) * KEY_DIM * BLOCK;
-    updates += of_slot * BLOCK * VALUE_DIM;
-    decays += of_slot * BLOCK;
+    updates += slot_head * BLOCK * VALUE_DIM;
+    decays += slot_head * BLOCK;
     inputs += slot * (WIDTH - 1 + BLOCK) * channels;
     prefetch_state(matrix, keys, updates, place);
 
     // Queries, keys and values of the rows, and their gates.
-    const ConvInputs seen = {inputs, projected, pitch, channels, place};
+    const ConvInputs conv_inputs = {inputs, projected, pitch, channels, place};
     const bool is_first = heads.is_first(head);
-    convolve_rows(memory.rows, inputs, heads, head, seen, conv, rows);
+    convolve_rows(memory.rows, inputs, heads, head, conv_inputs, conv, rows);
     for (int i = thread; i < place; i += THREADS) memory.decays[i] = decays[i];
     if (warp == 0) {
         const float *const gates = projected + min(lane, rows - 1) * pitch;
@@ -89,10 +89,10 @@ gated_delta_kernel(float *y, float *keys, float *updates, float *decays, float *
     if (group < GROUPS) load_rows(held, matrix, group, 0, column);
     __syncthreads();
     for (int i = warp; i < 2 * rows; i += WARPS) {
-        const int r = i / 2, of_query = i % 2;
-        float *const x = memory.rows.pairs[r][of_query];
-        set_length(x, of_query ? rsqrtf(static_cast<float>(KEY_DIM)) : 1.0f);
-        if (!of_query && is_first)
+        const int r = i / 2, is_query = i % 2;
+        float *const x = memory.rows.pairs[r][is_query];
+        set_length(x, is_query ? rsqrtf(static_cast<float>(KEY_DIM)) : 1.0f);
+        if (!is_query && is_first)
             for (int channel = lane; channel < KEY_DIM; channel += 32) keys[channel * BLOCK + place + r] = x[channel];
     }
     __syncthreads();

@@ -36,7 +36,7 @@ mamba2_kernel(float *y, float *keys, float *updates, float *decays, float *input
     const int head = blockIdx.x, key_head = heads.key_of(head), channels = heads.channels();
     const int thread = threadIdx.x, lane = thread % 32;
     const int *const span = spans + 4 * blockIdx.y;
-    const long long slot = span[0], of_slot = slot * heads.values + head;
+    const long long slot = span[0], slot_head = slot * heads.values + head;
     const int first = span[1], rows = span[2], place = span[3];
     const long long pitch_of_y = static_cast<long long>(heads.values) * VALUE_DIM;
     y += (rows == 0 ? blockIdx.y : first) * pitch_of_y + head * VALUE_DIM;
@@ -46,17 +46,17 @@ mamba2_kernel(float *y, float *keys, float *updates, float *decays, float *input
         return;
     }
     const int column = thread % COLUMNS * 4, group = thread / COLUMNS;
-    const float *const matrix = matrices + of_slot * KEY_DIM * VALUE_DIM;
+    const float *const matrix = matrices + slot_head * KEY_DIM * VALUE_DIM;
 
     projected += first * pitch;
     keys += (slot * key_heads + key_head) * KEY_DIM * BLOCK;
-    updates += of_slot * BLOCK * VALUE_DIM;
-    decays += of_slot * BLOCK;
+    updates += slot_head * BLOCK * VALUE_DIM;
+    decays += slot_head * BLOCK;
     inputs += slot * (WIDTH - 1 + BLOCK) * channels;
     prefetch_state(matrix, keys, updates, place);
 
-    const ConvInputs seen = {inputs, projected + heads.first_channel(), pitch, channels, place, bias};
-    convolve_rows(memory.rows, inputs, heads, head, seen, conv, rows);
+    const ConvInputs conv_inputs = {inputs, projected + heads.first_channel(), pitch, channels, place, bias};
+    convolve_rows(memory.rows, inputs, heads, head, conv_inputs, conv, rows);
     for (int i = thread; i < place; i += THREADS) memory.decays[i] = decays[i];
     if (thread < 32) {
         const float step = softplus(projected[min(lane, rows - 1) * pitch + heads.step(head)] + dt_bias[head]);

@@ -20,8 +20,8 @@ struct BlockMemory {
 static_assert(sizeof(BlockMemory) == SHARED, "SHARED is what a block takes");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-mamba2_blocks_kernel(float *y, float *queries, float *largest, float *faded, float *news, float *weights, float *logs,
-                     const float *projected, const float *kept_keys, const float *kept_updates,
+mamba2_blocks_kernel(float *y, float *queries, float *largest, float *decayed_keys, float *news, float *weights,
+                     float *logs, const float *projected, const float *kept_keys, const float *kept_updates,
                      const float *kept_decays, const float *kept_inputs, const float *conv, const float *bias,
                      const float *decay, const float *dt_bias, const float *skip, long long pitch, int key_heads,
                      int value_heads, int rows, int place) {
@@ -31,7 +31,8 @@ mamba2_blocks_kernel(float *y, float *queries, float *largest, float *faded, flo
     const int thread = threadIdx.x, warp = thread / 32, block = blockIdx.x, key_head = blockIdx.y;
     const int begin = block * BLOCK;  // the block's first token, counted from the first block's first
     const int low = block == 0 ? place : 0, high = min(BLOCK, place + rows - begin);  // new tokens of the block
-    const ConvInputs seen = {kept_inputs, projected + heads.first_channel(), pitch, heads.channels(), place, bias};
+    const ConvInputs conv_inputs = {kept_inputs, projected + heads.first_channel(), pitch, heads.channels(), place,
+                                    bias};
     const int first_member = blockIdx.z * MEMBERS;
     const int members = min(MEMBERS, value_heads / key_heads - first_member);
     kept_keys += key_head * KEY_DIM * BLOCK;
@@ -50,14 +51,14 @@ mamba2_blocks_kernel(float *y, float *queries, float *largest, float *faded, flo
                 memory.steps[i][token] = token >= low && token < high ? step(token) : 0.0f;
             });
     }
-    const long long of_key = block * static_cast<long long>(key_heads) + key_head;
-    queries += of_key * BLOCK * KEY_DIM;
+    const long long block_key = block * static_cast<long long>(key_heads) + key_head;
+    queries += block_key * BLOCK * KEY_DIM;
     float products[1][4][4] = {}, magnitudes[2] = {};
     const int own = thread / TILE, other = thread % TILE;
 #pragma unroll 1
     for (int first = 0; first < KEY_DIM; first += CHANNELS) {
         if (first > 0) __syncthreads();  // all have read the channels before
-        load_pairs<CHANNELS>(memory.pairs, heads, key_head, seen, conv, kept_keys, begin, low, high, first);
+        load_pairs<CHANNELS>(memory.pairs, heads, key_head, conv_inputs, conv, kept_keys, begin, low, high, first);
         __syncthreads();
         const int channels = KEY_DIM % CHANNELS ? min(CHANNELS, KEY_DIM - first) : CHANNELS;
         if (own < TILE) multiply_tokens<1>(products, memory.pairs, own, other);
@@ -80,8 +81,8 @@ mamba2_blocks_kernel(float *y, float *queries, float *largest, float *faded, flo
 #pragma unroll 1
         for (int i = 0; i < members; ++i) {
             const int head = heads.member(key_head, first_member + i);
-            const long long of_head = block * static_cast<long long>(value_heads) + head;
-            float *const own_faded = faded + (of_head * KEY_DIM + first) * BLOCK;
+            const long long block_head = block * static_cast<long long>(value_heads) + head;
+            float *const own_faded = decayed_keys + (block_head * KEY_DIM + first) * BLOCK;
             for (int at = thread; at < BLOCK * channels; at += THREADS)
                 own_faded[at] = memory.fading[i][at % BLOCK] * memory.pairs[1][at % BLOCK][at / BLOCK];
         }
@@ -89,20 +90,20 @@ mamba2_blocks_kernel(float *y, float *queries, float *largest, float *faded, flo
     if (blockIdx.z == 0) {
         const float query = block_max(magnitudes[0], memory.partial[0]);
         const float key = block_max(magnitudes[1], memory.partial[1]);
-        if (thread == 0) largest[2 * of_key] = query, largest[2 * of_key + 1] = key;
+        if (thread == 0) largest[2 * block_key] = query, largest[2 * block_key + 1] = key;
     }
 
 #pragma unroll 1
     for (int i = 0; i < members; ++i) {
         const int head = heads.member(key_head, first_member + i);
-        const long long of_head = block * static_cast<long long>(value_heads) + head;
+        const long long block_head = block * static_cast<long long>(value_heads) + head;
         const float *const own_logs = memory.logs[i], *const own_steps = memory.steps[i];
-        for (int token = thread; token < BLOCK; token += THREADS) logs[of_head * BLOCK + token] = own_logs[token];
+        for (int token = thread; token < BLOCK; token += THREADS) logs[block_head * BLOCK + token] = own_logs[token];
         if (own < TILE) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
                 const int of = own + TILE * r;
-                float *const row = weights + (of_head * BLOCK + of) * BLOCK;
+                float *const row = weights + (block_head * BLOCK + of) * BLOCK;
 #pragma unroll
                 for (int s = 0; s < 4; ++s) {
                     const int j = other + TILE * s;
@@ -111,19 +112,19 @@ mamba2_blocks_kernel(float *y, float *queries, float *largest, float *faded, flo
                 }
             }
         }
-        float *const updates = news + of_head * BLOCK * VALUE_DIM;
-        const float *const kept = kept_updates + head * BLOCK * VALUE_DIM, own_skip = skip[head];
-        for (int at = thread; at < low * VALUE_DIM; at += THREADS) updates[at] = kept[at];
+        float *const updates = news + block_head * BLOCK * VALUE_DIM;
+        const float *const block_updates = kept_updates + head * BLOCK * VALUE_DIM, own_skip = skip[head];
+        for (int at = thread; at < low * VALUE_DIM; at += THREADS) updates[at] = block_updates[at];
         for (int at = high * VALUE_DIM + thread; at < BLOCK * VALUE_DIM; at += THREADS) updates[at] = 0.0f;
         const int length = (high - low + RANGES - 1) / RANGES;
         for (int at = thread; at < RANGES * VALUE_DIM; at += THREADS) {
             const int column = at % VALUE_DIM, start = low + at / VALUE_DIM * length;
-            seen.convolve(conv, heads.value(head) + column, begin + min(start, high), begin + min(start + length, high),
-                          [&](int token, float x) {
-                              updates[(token - begin) * VALUE_DIM + column] = own_steps[token - begin] * x;
-                              y[((token - place) * static_cast<long long>(value_heads) + head) * VALUE_DIM + column] =
-                                  own_skip * x;
-                          });
+            const auto write = [&](int token, float x) {
+                updates[(token - begin) * VALUE_DIM + column] = own_steps[token - begin] * x;
+                y[((token - place) * static_cast<long long>(value_heads) + head) * VALUE_DIM + column] = own_skip * x;
+            };
+            conv_inputs.convolve(conv, heads.value(head) + column, begin + min(start, high),
+                                 begin + min(start + length, high), write);
         }
     }
 }

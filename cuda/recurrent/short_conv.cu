@@ -14,8 +14,8 @@ extern "C" __global__ void __launch_bounds__(1024)
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const long long row = blockIdx.y;
-    const int *const of_row = places + 4 * row;
-    const int slot = of_row[0] - 1, place = of_row[1], next = of_row[2] - 1, before = of_row[3];
+    const int *const row_fields = places + 4 * row;
+    const int slot = row_fields[0] - 1, place = row_fields[1], next = row_fields[2] - 1, rows_before = row_fields[3];
     const float *const in = inputs + row * 3 * n + i;
     const float newest = in[0] * in[2 * n];
     float *const at = slots + (static_cast<long long>(slot) * slot_rows + place + WIDTH - 1) * n + i;
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     for (int j = 1; j < WIDTH; ++j) {
         const float *const earlier = in - 3LL * j * n;
         float u = 0.0f;
-        if (before >= j) {
+        if (rows_before >= j) {
             u = earlier[0] * earlier[2 * n];
         } else if (slot >= 0) {
             u = at[-static_cast<long long>(j) * n];

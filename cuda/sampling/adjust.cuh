@@ -81,12 +81,12 @@ __device__ __forceinline__ void penalise(float *logits, const int *recent, const
                                          float *saved) {
     if (p.recent == 0) return;
     const auto [token, occurrences] = repeated(recent, newest, p.recent);
-    const float before = token >= 0 ? logits[token] : NEGATIVE_INFINITY;
+    const float logit = token >= 0 ? logits[token] : NEGATIVE_INFINITY;
     if (token >= 0) {
-        const float seen = before > 0.0f ? __fdiv_rn(before, p.repeat) : __fmul_rn(before, p.repeat);
-        logits[token] = float(__dsub_rn(__dsub_rn(double(seen), __dmul_rn(occurrences, p.frequency)), p.presence));
+        const float penalized = logit > 0.0f ? __fdiv_rn(logit, p.repeat) : __fmul_rn(logit, p.repeat);
+        logits[token] = float(__dsub_rn(__dsub_rn(double(penalized), __dmul_rn(occurrences, p.frequency)), p.presence));
     }
-    if (threadIdx.x < p.recent) saved[threadIdx.x] = before;
+    if (threadIdx.x < p.recent) saved[threadIdx.x] = logit;
     __syncthreads();
 }
 
@@ -101,8 +101,8 @@ __device__ __forceinline__ void unpenalise(float *logits, const int *recent, con
 // Whether a logit of a list was larger than -infinity before its change.
 __device__ __forceinline__ bool any_saved(const Saved &saved, const Params &p) {
     bool any = false;
-    const auto look = [&](const float *before, int count) {
-        for (int i = 0; i < count; ++i) any |= before[i] > NEGATIVE_INFINITY;
+    const auto look = [&](const float *logit, int count) {
+        for (int i = 0; i < count; ++i) any |= logit[i] > NEGATIVE_INFINITY;
     };
     look(saved.biased, p.biases), look(saved.recent, p.recent), look(saved.dry, p.dry);
     return any;

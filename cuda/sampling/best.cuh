@@ -18,20 +18,20 @@ __device__ __forceinline__ Mass sum_before(Mass own, Mass &total) {
     Mass until = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const Mass before = __shfl_up_sync(0xffffffffu, until, step);
-        if (lane >= step) until += before;
+        const Mass earlier = __shfl_up_sync(0xffffffffu, until, step);
+        if (lane >= step) until += earlier;
     }
     __syncthreads();
     if (lane == 31) s.partial[warp] = until;
     __syncthreads();
-    Mass before = until - own;
+    Mass earlier = until - own;
     total = 0;
 #pragma unroll
     for (int w = 0; w < THREADS / 32; ++w) {
-        if (w == warp) before += total;
+        if (w == warp) earlier += total;
         total += s.partial[w];
     }
-    return before;
+    return earlier;
 }
 
 // The largest of all threads' numbers, in all threads.
@@ -50,19 +50,19 @@ __device__ __forceinline__ Rank largest(Rank x) {
 // out, and so must be logits of -infinity. Bins divide the logits evenly, so that few have more than some tokens, among
 // which each token counts those before it.
 template <int N>
-__device__ __forceinline__ int sort(const Row &row, const Rank (&given)[N]) {
+__device__ __forceinline__ int sort(const Row &row, const Rank (&own_ranks)[N]) {
     Rank worst = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        if (given[i] != NONE) worst = max(worst, given[i]);
+        if (own_ranks[i] != NONE) worst = max(worst, own_ranks[i]);
     uint4 &own_bins = *reinterpret_cast<uint4 *>(s.bins + 4 * threadIdx.x);
     own_bins = make_uint4(0, 0, 0, 0);
     const float scale = __fdiv_rn(float(BINS), row.best - row.value(largest(worst)));
     int bins[N], places[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        if (given[i] == NONE) continue;
-        bins[i] = int(fminf((row.best - row.value(given[i])) * scale, BINS - 1.0f));  // NaN becomes the last bin
+        if (own_ranks[i] == NONE) continue;
+        bins[i] = int(fminf((row.best - row.value(own_ranks[i])) * scale, BINS - 1.0f));  // NaN becomes the last bin
         places[i] = atomicAdd(&s.bins[bins[i]], 1u);
     }
     __syncthreads();
@@ -74,19 +74,19 @@ __device__ __forceinline__ int sort(const Row &row, const Rank (&given)[N]) {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        if (given[i] != NONE) s.ranks[s.bins[bins[i]] + places[i]] = given[i];
+        if (own_ranks[i] != NONE) s.ranks[s.bins[bins[i]] + places[i]] = own_ranks[i];
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        if (given[i] == NONE) continue;
+        if (own_ranks[i] == NONE) continue;
         const int end = s.bins[bins[i] + 1];
         places[i] = s.bins[bins[i]];
-        for (int other = places[i], first = other; other < end; ++other) places[i] += s.ranks[other] < given[i];
+        for (int other = places[i], first = other; other < end; ++other) places[i] += s.ranks[other] < own_ranks[i];
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        if (given[i] != NONE) s.ranks[places[i]] = given[i];
+        if (own_ranks[i] != NONE) s.ranks[places[i]] = own_ranks[i];
     __syncthreads();
     return int(total);
 }
@@ -110,16 +110,16 @@ struct Best {
 
     // The place of the first token at which the masses reach `share` of the sum over all kept tokens (`more`: exceed
     // it); -1 if it is not among these. of_row: that sum, unless these are all.
-    __device__ __forceinline__ int cut(const Row &row, float rate, float share, bool more, Mass of_row) const {
+    __device__ __forceinline__ int cut(const Row &row, float rate, float share, bool more, Mass row_mass) const {
         const int each = (count + THREADS - 1) / THREADS, first = threadIdx.x * each, end = min(first + each, count);
         Mass own = 0, total;
         for (int i = first; i < end; ++i) own += mass(row, i, rate);
-        Mass before = sum_before(own, total);
-        const Mass target = target_of(all ? total : of_row, share, more);
+        Mass earlier = sum_before(own, total);
+        const Mass target = target_of(all ? total : row_mass, share, more);
         if (target >= total) return -1;
-        if (before <= target && target - before < own) {
+        if (earlier <= target && target - earlier < own) {
             int i = first;
-            while ((before += mass(row, i, rate)) <= target) ++i;
+            while ((earlier += mass(row, i, rate)) <= target) ++i;
             s.found = i;
         }
         __syncthreads();

@@ -4,7 +4,7 @@
 // out (rows, width) words: 64 bits, the sum of e^(x - best) over the row in units of 2^-44; 2 floats, best and the
 // token's logit; then `count` pairs of int id and float logit, the largest first and equal ones by id; -1 and 0 after
 // the last token.
-// asked (rows, 3) int32: row of the logits, token, count. logits (B, V), rows `stride` floats apart.
+// requested (rows, 3) int32: row of the logits, token, count. logits (B, V), rows `stride` floats apart.
 //
 // The logarithm of the sum is off by 2^-22 at most: expf by 2^-23 of a term, its correction by 2^-24, what is cut off
 // below 2^-44 of all terms by 2^-25. Sums of integers do not depend on the order. Doubles would not be more exact than
@@ -63,15 +63,15 @@ __device__ __forceinline__ Rank over_block(Rank best) {
 __device__ __forceinline__ Mass mass(float x, float best) {
     const float difference = x - best;
     if (!(difference >= LEAST)) return 0;
-    const float of_best = x - difference, of_x = difference + of_best, lost = (x - of_x) + (of_best - best);
+    const float best_part = x - difference, x_part = difference + best_part, lost = (x - x_part) + (best_part - best);
     const float power = expf(difference);
     return Mass(__fmaf_rn(power, lost, power) * UNIT);
 }
 
 extern "C" __global__ void __launch_bounds__(512)
-logprobs_kernel(int *out, const float *logits, const int *asked, int V, long long stride, int width) {
-    asked += 3 * blockIdx.x;
-    logits += asked[0] * stride;
+logprobs_kernel(int *out, const float *logits, const int *requested, int V, long long stride, int width) {
+    requested += 3 * blockIdx.x;
+    logits += requested[0] * stride;
     out += blockIdx.x * width;
     Pair *pairs = reinterpret_cast<Pair *>(out + sizeof(Sums) / sizeof(int));
 
@@ -85,9 +85,9 @@ logprobs_kernel(int *out, const float *logits, const int *asked, int V, long lon
     __syncthreads();
     if (threadIdx.x == 0) {
         for (int warp = 1; warp < blockDim.x / 32; ++warp) sum += sum_of_warp[warp];
-        *reinterpret_cast<Sums *>(out) = {sum, maximum, logits[asked[1]]};
+        *reinterpret_cast<Sums *>(out) = {sum, maximum, logits[requested[1]]};
     }
-    for (int i = 0; i < asked[2]; ++i) {
+    for (int i = 0; i < requested[2]; ++i) {
         if (threadIdx.x == 0) {
             pairs[i].id = best ? int(~unsigned(best)) : -1;
             pairs[i].logit = best ? logits[~unsigned(best)] : 0.0f;

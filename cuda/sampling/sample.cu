@@ -102,8 +102,8 @@ __device__ __forceinline__ void list(Part &part, const float (&x)[CHUNKS][4], fl
     int end = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const int before = __shfl_up_sync(ALL_LANES, end, step);
-        if (lane >= step) end += before;
+        const int earlier = __shfl_up_sync(ALL_LANES, end, step);
+        if (lane >= step) end += earlier;
     }
     Rank *at = part.lists[warp] + end - own, *const stop = part.lists[warp] + PLACES;
 #pragma unroll
@@ -177,9 +177,9 @@ __device__ __forceinline__ int gather(const Row &row, const Part *parts, unsigne
         int at = all + int(sum_before(own, total));
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const unsigned of_top = unsigned(tops[i] >> 32);
-            if (!tops[i] || of_top < least) continue;
-            if (at < ROOM) s.ranks[at] = Rank(row.best_key - of_top) << row.id_bits | ~unsigned(tops[i]);
+            const unsigned top_key = unsigned(tops[i] >> 32);
+            if (!tops[i] || top_key < least) continue;
+            if (at < ROOM) s.ranks[at] = Rank(row.best_key - top_key) << row.id_bits | ~unsigned(tops[i]);
             ++at;
         }
         all += int(total);
@@ -234,9 +234,9 @@ __device__ __forceinline__ int draw(Row &row, const Part *parts, const Params &p
     if (is_greedy) return int(~unsigned(top));
     const unsigned least = unsigned(largest(own_least));
     if (masses.are_needed) {
-        const unsigned of_top = unsigned(own_top >> 32);
-        const float difference = from_key(of_top) - row.best;
-        const bool counts = of_top > MINUS_INFINITE;
+        const unsigned top_key = unsigned(own_top >> 32);
+        const float difference = from_key(top_key) - row.best;
+        const bool counts = top_key > MINUS_INFINITE;
         sum_before(counts ? Mass(double(own_mass) * double(exp2_fast(difference * masses.rate))) : 0, total);
     }
     const int id = draw_from_list(row, p, top_k, least, gather(row, parts, least), total);

@@ -35,18 +35,18 @@ __device__ __forceinline__ void each(const Row &row, Visit visit) {
 }
 
 // The sum of the kept tokens' masses.
-__device__ __noinline__ Mass measure(Kept kept, float rate) {
+__device__ __noinline__ Mass measure(Kept keeps, float rate) {
     const Row row = s.row;
     Mass own = 0, total;
     each<8>(row, [&](float x, int id) {
-        if (kept.holds(x - row.best, row.rank(x, id))) own += weight(x - row.best, rate);
+        if (keeps.holds(x - row.best, row.rank(x, id))) own += weight(x - row.best, rate);
     });
     sum_before(own, total);
     return total;
 }
 
 // The first rank at which the weights of the kept tokens add up to more than `target`, which is below their sum.
-__device__ __noinline__ Rank descend(Kept kept, float rate, Mass target) {
+__device__ __noinline__ Rank descend(Kept keeps, float rate, Mass target) {
     const Row row = s.row;
     unsigned *const low = s.bins, *const high = low + THREADS, *const counts = high + THREADS;
     int top = row.id_bits;
@@ -59,7 +59,7 @@ __device__ __noinline__ Rank descend(Kept kept, float rate, Mass target) {
         __syncthreads();
         each<4>(row, [&](float x, int id) {
             const Rank rank = row.rank(x, id);
-            if (rank >> top != prefix || !kept.holds(x - row.best, rank)) return;
+            if (rank >> top != prefix || !keeps.holds(x - row.best, rank)) return;
             const Mass w = weight(x - row.best, rate);
             if (w == 0) return;
             const int bin = int(rank >> shift) & ((1 << (top - shift)) - 1);
@@ -73,10 +73,10 @@ __device__ __noinline__ Rank descend(Kept kept, float rate, Mass target) {
         __syncthreads();
         const Mass own = Mass(high[threadIdx.x]) << 32 | low[threadIdx.x];
         Mass total;
-        const Mass before = sum_before(own, total);
-        if (before <= target && target - before < own) {
+        const Mass earlier = sum_before(own, total);
+        if (earlier <= target && target - earlier < own) {
             s.found = threadIdx.x;
-            s.target = target - before;
+            s.target = target - earlier;
             s.alone = counts[threadIdx.x] == 1;
         }
         __syncthreads();
@@ -89,17 +89,17 @@ __device__ __noinline__ Rank descend(Kept kept, float rate, Mass target) {
     return prefix;
 }
 
-__device__ __forceinline__ Rank cut_row(Kept kept, float rate, float share, bool more) {
-    return descend(kept, rate, target_of(measure(kept, rate), share, more));
+__device__ __forceinline__ Rank cut_row(Kept keeps, float rate, float share, bool more) {
+    return descend(keeps, rate, target_of(measure(keeps, rate), share, more));
 }
 
 __device__ __forceinline__ int draw_from_row(const Row &row, const Params &p, int top_k) {
     __syncthreads();
     if (threadIdx.x == 0) s.row = row;
     __syncthreads();
-    Kept kept = {NONE, NEGATIVE_INFINITY};
-    if (top_k) kept.last = descend(kept, 0.0f, top_k - 1);
-    if (p.top_p < 1.0f) kept.last = cut_row(kept, LOG2_E, p.top_p, false);
-    if (p.min_p > 0.0f) kept.floor = logf(p.min_p);
-    return row.id(cut_row(kept, rate_of(p.temperature), p.uniform, true));
+    Kept keeps = {NONE, NEGATIVE_INFINITY};
+    if (top_k) keeps.last = descend(keeps, 0.0f, top_k - 1);
+    if (p.top_p < 1.0f) keeps.last = cut_row(keeps, LOG2_E, p.top_p, false);
+    if (p.min_p > 0.0f) keeps.floor = logf(p.min_p);
+    return row.id(cut_row(keeps, rate_of(p.temperature), p.uniform, true));
 }

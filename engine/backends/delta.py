@@ -1,4 +1,4 @@
-"""The ops of layers whose state is not K/V, and what they take.
+"""The ops of layers whose state is not K/V, and the types of their arguments.
 
 Letters: T rows, E hidden size, S slots, Q key heads, H value heads, A key dim, D value dim, C channels of q, k and v,
 N tokens in a block. Mamba 2 calls these groups, heads, state size and head dim; its C, B and x are queries, keys and
@@ -80,7 +80,7 @@ class DeltaEnds(NamedTuple):
 
 
 class RecurrentOps(Protocol):
-    """See `Ops`."""
+    """The part of `Ops` for layers whose state is not K/V."""
 
     def check_recurrent(self, mixer: Recurrent, block_size: int) -> None:
         """Raises ValueError if there are no kernels for such layers."""
@@ -127,11 +127,11 @@ class RecurrentOps(Protocol):
     def advance_delta(self, layers: Sequence[DeltaSlots], slots: Sequence[int], *, tiled: bool) -> None:
         """Let slots whose block is complete advance to the start of the next one, in place. tiled: see DeltaWeights."""
 
-    def assign(self, to: Array, x: Any) -> None:
-        """Copy x, an array of these ops or a number, to `to`, which may be strided."""
+    def assign(self, target: Array, x: Any) -> None:
+        """Copy x, an array of these ops or a number, to `target`, which may be strided."""
 
     def keep_states(self, ends: DeltaEnds, codes: SnapshotCodes) -> FetchStates:
         """Start to copy states to the host, as `codes` keeps them; `ends` may change afterwards."""
 
-    def restore_states(self, kept: Mapping[str, np.ndarray], codes: SnapshotCodes) -> Array:
+    def restore_states(self, snapshot: Mapping[str, np.ndarray], codes: SnapshotCodes) -> Array:
         """The matrices of a state that was kept, without its first axis."""

@@ -1,4 +1,4 @@
-"""The ops on K/V, and what they are told: formats of caches, locations of full-precision blocks, spans of sequences.
+"""The ops on K/V, and the types of their arguments: formats of caches, locations of blocks, spans of sequences.
 
 Letters and types as in `engine.backends.ops`.
 """
@@ -137,7 +137,7 @@ class RecordedSpans:
     layer: int = 0
     pending: tuple[Callable[..., None], Sequence[Array]] | None = None
 
-    def between(self) -> tuple[Callable[..., None], Sequence[Array]]:
+    def append_call(self) -> tuple[Callable[..., None], Sequence[Array]]:
         """Return what appends and keeps the layer's K/V, between two parts of a recording, and the arrays that it
         takes."""
         layer, (append, arrays) = self.layer, self.pending or (lambda: None, ())
@@ -174,9 +174,9 @@ class KVOps(Protocol):
         Raises ValueError for a codec that the backend does not support.
         """
 
-    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[Cache] = ()) -> Cache:
-        """Memory for one layer: `quantized` blocks, `full` slots. beside: the caches of the layers before, whose codec
-        tables it may share.
+    def cache(self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[Cache] = ()) -> Cache:
+        """Memory for one layer: `quantized` blocks, `full` slots. earlier_caches: the caches of the layers before,
+        whose codec tables it may share.
 
         If the format has a finer one, the cache's attribute `finer` is a cache of that format with the same slots. Its
         blocks are in the same memory, from the beginning on: blocks in use of both kinds must not overlap. A
@@ -184,7 +184,7 @@ class KVOps(Protocol):
         Slots hold float16: larger magnitudes are clipped to ±65504, NaN stays NaN, and on the CPU infinity becomes NaN.
         """
 
-    def in_numpy(self, cache: Cache) -> Mapping[str, str]:
+    def numpy_fallbacks(self, cache: Cache) -> Mapping[str, str]:
         """The parts of a layer with this cache that NumPy computes for lack of compiled kernels → why.
 
         Empty if kernels compute all of it, or if NumPy is the whole backend.
@@ -192,7 +192,7 @@ class KVOps(Protocol):
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Buffer:
         """Memory for `rows` tokens' K/V of one layer in full precision: float16 on a GPU; on the CPU float32, or
-        float16 with `as_slots`. layers: so many layers with K/V, one after another, have memory of their own."""
+        float16 with `as_slots`. layers: how many consecutive layers with K/V the memory is for."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> Spans:
         """`spans` as the argument of the ops below: one span of a prompt, maybe cut at images, or the spans of a step,
@@ -224,19 +224,19 @@ class KVOps(Protocol):
         spans: Spans,
         rule: ScoreRule,
         transform: PreparedTransform | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> Array:
         """Causal attention of q (T, H, D), contiguous, from `transform_heads`, over each span's whole sequence
         → (T, H, D).
 
         Query head h reads KV head h // (H // K). Up to a span's `sees` all K/V are there. transform: its scale_back and
         inverse value rotation are applied to the result; None leaves the result in the space of the stored values.
-        then: as in `linear`.
+        consumer: as in `linear`.
         CUDA: decode_attention in a step, prefill_attention and rotate in a prompt; rotate_dense where the
         rotation is dense.
         """
 
-    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+    def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
         """Encode blocks; keys are centred first. CUDA: encode_keys, encode_tiles and encode_blocks, at
         most once for each pair of codecs among all caches."""
 

@@ -40,7 +40,7 @@ class Routing(NamedTuple):
         return Routing(self.ids[rows], self.weights[rows])
 
 
-class FromCard(NamedTuple):
+class PeerArray(NamedTuple):
     """An array of another card's ops, instead of a host array."""
 
     array: Array
@@ -125,12 +125,8 @@ class EncoderOps(Protocol):
         """
 
 
-class Ops(KVOps, RecurrentOps, Protocol):
-    """The ops of a backend. Every op is a function of its arguments; none keeps state between calls.
-
-    The backend itself only knows its machine: memory, compiled kernels and recorded graphs. "CUDA:" names the kernels
-    of an op that has more than one.
-    """
+class MachineOps(Protocol):
+    """What a backend knows of its machine: memory, compiled kernels, recorded graphs, and matrices that it loads."""
 
     name: str
     backend: str  # "numpy", "native" or "cuda"
@@ -141,17 +137,17 @@ class Ops(KVOps, RecurrentOps, Protocol):
     prefill_rows: int
     pass_rows: int  # most rows of prompts that are computed together; 0 where prompts are computed one by one
     # Rows of passes, and of steps, that are recorded before requests come; none where that takes no time.
-    rehearsed: tuple[Sequence[int], Sequence[int]]
+    warm_up_rows: tuple[Sequence[int], Sequence[int]]
 
     @property
     def host(self) -> Ops | None:
         """The ops of a GPU's host, for experts in the computer's memory; None if it has none, and on a CPU."""
 
     @property
-    def of_encoders(self) -> EncoderOps | None:
+    def encoder_ops(self) -> EncoderOps | None:
         """The ops that only encoders need; None if the backend has none."""
 
-    def of_layer(self, layer: int) -> Ops:
+    def layer_ops(self, layer: int) -> Ops:
         """The ops of the card that has this layer; these ops themselves on a single device."""
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
@@ -163,7 +159,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         has one row, a backend may call `work` with empty rows added; the result is returned without them.
         """
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
+    def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
         """Call work(*arrays), also whenever `run_graph` runs again what is being recorded: at this place, with views of
         the arrays, which are contiguous. is_last: nothing is recorded after it."""
 
@@ -185,22 +181,22 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def free_memory(self) -> int:
         """Free bytes of the device's memory."""
 
-    def room_beside(self, weights: int) -> int:
+    def memory_left(self, weights: int) -> int:
         """Bytes that remain for the KV store and for activations once `weights` bytes of weights are loaded.
 
         Raises EngineError if the weights alone do not fit; its number "lacking" says how many bytes are missing.
         """
 
     def work_bytes(self, load: Load) -> int:
-        """Bytes of `room_beside` that activations of a prompt, and of the steps between its chunks, need."""
+        """Bytes of `memory_left` that activations of a prompt, and of the steps between its chunks, need."""
 
-    def set_aside(self, load: Load) -> None:
+    def reserve_workspace(self, load: Load) -> None:
         """Allocate the memory of steps now, before other allocations can take it. Raises MemoryError."""
 
-    def kept_as(self, format: WeightFormat) -> WeightFormat:
+    def stored_format(self, format: WeightFormat) -> WeightFormat:
         """The format in which the device keeps matrices that come to it in `format`."""
 
-    def take_inputs(self, bits: int) -> str:
+    def set_activation_bits(self, bits: int) -> str:
         """Let inputs of products with quantized weights have 8 or 16 bits; return why 8 have no effect, or nothing."""
 
     @property
@@ -210,15 +206,15 @@ class Ops(KVOps, RecurrentOps, Protocol):
     def warm_up(self) -> WarmUp | None:
         """Ops for a warm-up, and a function that waits for the kernels they need; None if nothing is compiled."""
 
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
         """One or more matrices with the same inputs, on the device; consecutive ones may be joined into one.
 
-        kept: for a backend that `keeps_tiles`; what is not in it is read from `matrices`.
+        kept_tiles: for a backend that `keeps_tiles`; what is not in it is read from `matrices`.
         Raises EngineError for a matrix that the device cannot read, MemoryError if they do not fit.
         """
 
     def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
         """The parts of an `ExpertLinear`. matrices: those to stack, for each expert; otherwise as `load`.
 
@@ -239,6 +235,10 @@ class Ops(KVOps, RecurrentOps, Protocol):
 
     def to_host(self, x: Array) -> Any:
         """A copy of a device array as NumPy float32."""
+
+
+class ComputeOps(Protocol):
+    """Products, norms, activations, experts, heads and sampling: arrays of rows in, arrays of rows out."""
 
     def embed(self, table: Matrix, ids: Array, scale: float = 1.0) -> Array:
         """Rows `ids` (T,) int32 of table (V, E), times `scale` → (T, E)."""
@@ -271,7 +271,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         norm: Norm = None,
         residual: Array | None = None,
         activation: str | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> Array:
         """x (T, in) @ w (out, in)ᵀ + its bias → (T, out).
 
@@ -279,7 +279,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         result is added to it in place, and it is returned. activation (a name of `model_loaders.config.Activation`;
         excludes residual): the product is [gate | up], and activation(gate) * up (T, out / 2) is returned; without a
         gate (`is_gated`) it is up, and activation(up) is returned.
-        then: the one `linear` that reads the result; it may be returned in that op's input dtype.
+        consumer: the one `linear` that reads the result; it may be returned in that op's input dtype.
         CUDA: gemv up to 2 rows, above that cuBLASLt. For packed formats gemv_packed up to 2, gemm_wide up to 128, and
         for any number in `run_graph`; above that cuBLASLt after dequantize.
         """
@@ -354,3 +354,10 @@ class Ops(KVOps, RecurrentOps, Protocol):
         Another `run_graph` may start before they have arrived, with their ids as its input. No input may ask for
         log-probabilities. None if fetching later has no use, since the host computes the step itself.
         """
+
+
+class Ops(ComputeOps, KVOps, RecurrentOps, MachineOps, Protocol):
+    """The ops of a backend, of four kinds. Every op is a function of its arguments; none keeps state between calls.
+
+    "CUDA:" names the kernels of an op that has more than one.
+    """

@@ -57,7 +57,7 @@ def with_host(ops: Ops, threads: int) -> tuple[Ops, str]:
 
     Raises EngineError if POLARLM_CPU_LEVEL names no level of this CPU.
     """
-    if len(cards_of(ops, beside=False)) != 1:
+    if len(cards_of(ops, with_others=False)) != 1:
         return ops, ""
     from polarlm.engine.backends.cuda.ops import CudaOps
 
@@ -66,8 +66,8 @@ def with_host(ops: Ops, threads: int) -> tuple[Ops, str]:
     return (ops.with_host(host) if host.backend == "native" else ops), note
 
 
-def cards_of(ops: Ops, beside: bool) -> Sequence[Ops]:
-    """The GPUs that these ops run on, each with ops of its own. beside: and the other GPUs of this process."""
+def cards_of(ops: Ops, with_others: bool) -> Sequence[Ops]:
+    """The ops of each GPU that `ops` run on. with_others: and of the other GPUs of this process."""
     if ops.backend != "cuda":
         return ()
     from polarlm.engine.backends.cuda.cards.ops import CardsOps
@@ -76,7 +76,7 @@ def cards_of(ops: Ops, beside: bool) -> Sequence[Ops]:
     assert isinstance(ops, CudaOps)
     if isinstance(ops, CardsOps):
         return ops.cards
-    return [ops, *(ops.others() if beside else ())]
+    return [ops, *(ops.others() if with_others else ())]
 
 
 def on_cards(cards: Sequence[Ops], counts: Sequence[int] = ()) -> Ops:
@@ -138,7 +138,7 @@ def _cuda(numbers: Sequence[int]) -> Ops:
 
 
 def _other_cards() -> list[Any]:
-    """The ops of each GPU beside the first one, of those that can be used."""
+    """The ops of each usable GPU but the first."""
     from polarlm.engine.backends.cuda.device import cupy_device
     from polarlm.engine.backends.cuda.ops import CudaOps
 

@@ -63,13 +63,16 @@ def layouts(format: CacheFormat) -> tuple[Layout, Layout]:
 def block_arrays(format: CacheFormat, stored_as: str) -> dict[str, Field]:
     """The arrays of one block of one KV head. Raises ValueError for a representation that this format does not have."""
     if stored_as == RECORDS:
-        return {name: Field((of.nbytes,), _BYTES) for name, of in zip(("keys", "values"), layouts(format), strict=True)}
+        return {
+            name: Field((layout.nbytes,), _BYTES)
+            for name, layout in zip(("keys", "values"), layouts(format), strict=True)
+        }
     if stored_as not in REPRESENTATIONS:
         raise ValueError(f"blocks as {stored_as} belong to another version")
     sides = fields(format)
     if stored_as == TILES and (both := tiles(format)) is not None:
-        sides |= {side: {"tiles": Field((of.nbytes,), _BYTES)} for side, of in zip("kv", both, strict=True)}
-    return {f"{side}.{name}": field for side, of in sides.items() for name, field in of.items()}
+        sides |= {side: {"tiles": Field((own.nbytes,), _BYTES)} for side, own in zip("kv", both, strict=True)}
+    return {f"{side}.{name}": field for side, fields in sides.items() for name, field in fields.items()}
 
 
 def nbytes(format: CacheFormat, stored_as: str) -> int:
@@ -79,10 +82,10 @@ def nbytes(format: CacheFormat, stored_as: str) -> int:
 
 def converted(format: CacheFormat, blocks: int, arrays: Arrays, stored_as: str) -> dict[str, np.ndarray]:
     """`blocks` blocks in any representation, converted to `stored_as`. Raises ValueError for other arrays."""
-    before = RECORDS if "keys" in arrays else TILES if "k.tiles" in arrays else FIELDS
+    representation = RECORDS if "keys" in arrays else TILES if "k.tiles" in arrays else FIELDS
     checked = {
         name: _checked(arrays, name, (blocks, format.kv_heads, *field.shape), field.dtype)
-        for name, field in block_arrays(format, before).items()
+        for name, field in block_arrays(format, representation).items()
     }
     if block_arrays(format, stored_as).keys() == checked.keys():
         return checked
@@ -91,8 +94,8 @@ def converted(format: CacheFormat, blocks: int, arrays: Arrays, stored_as: str) 
         keys, values = layouts(format)
         return {"keys": keys.pack(sides["k"], sides["mean"]), "values": values.pack(sides["v"])}
     if stored_as == TILES and (both := tiles(format)) is not None:
-        sides |= {side: {"tiles": of.pack(sides[side])} for side, of in zip("kv", both, strict=True)}
-    return {f"{side}.{name}": array for side, of in sides.items() for name, array in of.items()}
+        sides |= {side: {"tiles": own.pack(sides[side])} for side, own in zip("kv", both, strict=True)}
+    return {f"{side}.{name}": array for side, arrays in sides.items() for name, array in arrays.items()}
 
 
 def _to_fields(format: CacheFormat, arrays: Arrays) -> dict[str, dict[str, np.ndarray]]:
@@ -106,7 +109,7 @@ def _to_fields(format: CacheFormat, arrays: Arrays) -> dict[str, dict[str, np.nd
         for side in ("k", "v", "mean")
     }
     if "k.tiles" in arrays and (both := tiles(format)) is not None:
-        sides |= {side: of.unpack(arrays[f"{side}.tiles"]) for side, of in zip("kv", both, strict=True)}
+        sides |= {side: own.unpack(arrays[f"{side}.tiles"]) for side, own in zip("kv", both, strict=True)}
     return sides
 
 

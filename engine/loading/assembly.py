@@ -188,7 +188,7 @@ class _Loading:
         placement = self._placement = self._placed()
         ops, plan = placement.ops, placement.store_plan
         self._warn(placement)
-        if why := ops.take_inputs(config.input_bits):
+        if why := ops.set_activation_bits(config.input_bits):
             self._say(f"input_bits has no effect here: {why}.")
         tiers = open_tiers(config, plan.shape, ops.name)
         warm = ops.warm_up()
@@ -201,9 +201,9 @@ class _Loading:
             self._say(lost)
         bars.close()
         if not source.config.is_encoder:
-            ops.set_aside(Load(source.config, plan.shape.widest, plan.tokens, config.parallel))
+            ops.reserve_workspace(Load(source.config, plan.shape.widest, plan.tokens, config.parallel))
         store = _store(config, WHOLE, ops, source, weights, plan, self._verbose)
-        for clause in store.in_numpy():
+        for clause in store.numpy_fallbacks():
             self._say(f"{clause}.")
         if warm is not None:
             what = f"Compiling kernels for this {'CPU' if ops.name == 'cpu' else 'GPU'} (once)"

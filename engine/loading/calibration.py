@@ -123,7 +123,7 @@ def calibrate(
                 block_size,
                 parallel_map,
                 softcap=mixer.softcap,
-                sink_scores=None if sink_scores is None else ops.of_layer(layer).to_host(sink_scores),
+                sink_scores=None if sink_scores is None else ops.layer_ops(layer).to_host(sink_scores),
             )
             # Squares of large values overflow.
             if not all(np.isfinite(getattr(measured, field.name)).all() for field in fields(measured)):
@@ -134,7 +134,7 @@ def calibrate(
 
 def _output(ops: Ops, weights: ModelWeights, layer: int) -> np.ndarray:
     """Return the output projection of a layer with attention, (E, H·D) float32."""
-    rows: np.ndarray = ops.of_layer(layer).rows(weights.layers[layer].mixer.out)
+    rows: np.ndarray = ops.layer_ops(layer).rows(weights.layers[layer].mixer.out)
     return rows
 
 
@@ -177,7 +177,7 @@ class _QueriesAndKeys:
         rows = slice(position, position + len(queries))
         for name, x, first in (("queries", queries, 0), ("keys", keys, heads)):
             of_heads = scales[first : first + x.shape[1]]
-            self._kept[name][x.shape[1:]][rows] = self._ops.of_layer(layer).to_host(x) / of_heads
+            self._kept[name][x.shape[1:]][rows] = self._ops.layer_ops(layer).to_host(x) / of_heads
 
 
 def full_precision_shape(config: ModelConfig, block_size: int) -> CacheShape:

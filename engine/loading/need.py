@@ -57,7 +57,7 @@ def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, most: 
     ops, _ = select(config.device, config.threads)
     if config.cpu_moe is not None:
         ops, _ = with_host(ops, config.threads)
-    names = [ops.name] if ops.name == "cpu" else [card.name for card in cards_of(ops, beside=False)]
+    names = [ops.name] if ops.name == "cpu" else [card.name for card in cards_of(ops, with_others=False)]
     beside = sum(size for device, size in (reserved or {}).items() if any(name in device for name in names))
     process = PROCESS_BYTES if ops.name == "cpu" else 0
     placement = _placed(config, ops, beside, None if most is None else most - process)

@@ -46,7 +46,7 @@ def weight_format(config: EngineConfig) -> WeightFormat | None:
 def loaded_bytes(config: EngineConfig, ops: Ops, model: ModelConfig, size: int) -> int:
     """Return the bytes that the weights in a file of `size` bytes have when they are loaded."""
     format = weight_format(config)
-    if format is None and ops.kept_as(q8 := weight_formats.get("q8_0")) is q8:
+    if format is None and ops.stored_format(q8 := weight_formats.get("q8_0")) is q8:
         return size
     count = sum(math.prod(spec.shape) for spec in families.tensors(model).specs())
     return 4 * count if format is None else count * format.nbytes // format.values

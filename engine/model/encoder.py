@@ -58,23 +58,23 @@ class Encoder(Transformer):
         ids = rows_of(self.weights.embedding, ids)
         if inputs is None:
             return self._embed(ops.to_device(ids))[0]
-        assert ops.of_encoders is not None
+        assert ops.encoder_ops is not None
         x = ops.embed(self.weights.embedding, ops.to_device(ids))
         rows = places + self.config.first_position
         for table, at in ((inputs.positions, rows), (inputs.token_types, types)):
             if table is not None:
                 with np.errstate(invalid="ignore", over="ignore"):  # damaged weights are found at the end
                     x += ops.embed(table, ops.to_device(rows_of(table, at)))
-        ops.of_encoders.layer_norm(x, (inputs.norm, inputs.norm_bias, self.config.norm_eps))
+        ops.encoder_ops.layer_norm(x, (inputs.norm, inputs.norm_bias, self.config.norm_eps))
         return x
 
     def _transform_of(self, layer: int, attention: Attention) -> HeadTransform:
         return HeadTransform(attention.kv_heads)
 
     def _make_layers(self, weights: ModelWeights) -> None:
-        of_encoders, eps = self.ops.of_encoders, Eps(self.config.norm_eps, self.config.norm_eps)
-        assert of_encoders is not None
+        encoder_ops, eps = self.ops.encoder_ops, Eps(self.config.norm_eps, self.config.norm_eps)
+        assert encoder_ops is not None
         self._encoder_layers = [
-            EncoderLayer(self.ops, of_encoders, layer, eps, w, self._transforms[number])
+            EncoderLayer(self.ops, encoder_ops, layer, eps, w, self._transforms[number])
             for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]

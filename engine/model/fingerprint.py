@@ -40,7 +40,7 @@ def _described(value: Any) -> Any:
 
 def _samples(ops: Ops, weights: ModelWeights) -> Iterator[tuple[str, tuple[int, ...], list[np.ndarray]]]:
     for name, tensor, layer in _tensors(weights):
-        card = ops.of_layer(layer)
+        card = ops.layer_ops(layer)
         if isinstance(tensor, ExpertLinear):
             of = ops.host if tensor.on_host and ops.host is not None else card
             tensor = tensor.parts[0]

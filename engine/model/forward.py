@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from polarlm.engine.backends.kv import HeadTransform, Norm, PreparedTransform, Spans
-from polarlm.engine.backends.ops import Array, ExpertCache, FromCard, Ops
+from polarlm.engine.backends.ops import Array, ExpertCache, Ops, PeerArray
 from polarlm.engine.errors import EngineError
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.decoder import Chunk, InputChoice, Inputs, Rows, compute, decoder_layer, run_graph
@@ -86,9 +86,9 @@ class Transformer:
         self._choice = InputChoice(self._ropes, self.store, len(self.config.layers))
         after = self.config.post_norm_eps
         eps = Eps(self.config.norm_eps, self.config.norm_eps if after is None else after)
-        of_layer, cache, transform = self.ops.of_layer, self.store.cache, self._transforms.get
+        layer_ops, cache, transform = self.ops.layer_ops, self.store.cache, self._transforms.get
         self._layers = [
-            decoder_layer(of_layer(number), layer, eps, w, cache(number), transform(number), number)
+            decoder_layer(layer_ops(number), layer, eps, w, cache(number), transform(number), number)
             for number, (layer, w) in enumerate(zip(self.config.layers, weights.layers, strict=True))
         ]
         self._passes = Passes(self.ops, self._layers, self._choice, self.config.hidden_size, self._embed)
@@ -273,7 +273,7 @@ class Transformer:
         x, newest = ids, None
         for number, (ops, _) in enumerate(before):
             hidden = run_graph(ops, name, self._work[number], Inputs(x, ropes, tables, adapters))
-            x, newest = FromCard(hidden, ops), ids if sampler_inputs else None
+            x, newest = PeerArray(hidden, ops), ids if sampler_inputs else None
         packed = last.ops.pack_sampler_inputs(sampler_inputs) if sampler_inputs else None
         mtp = None if self.mtp is None else self.mtp.step_inputs(spans, ids)
         return run_graph(last.ops, name, self._work[-1], Inputs(x, ropes, tables, adapters, None, packed, newest, mtp))

@@ -45,7 +45,7 @@ def variances(
     sizes = block_sizes or [None] * len(config.layers)
     layers = [config.kv_attentions.get(number) for number in range(len(config.layers))]
     return [
-        None if attention is None else _variances(ops.of_layer(number), attention, w.mixer, squares, size)
+        None if attention is None else _variances(ops.layer_ops(number), attention, w.mixer, squares, size)
         for number, (attention, w, squares, size) in enumerate(zip(layers, weights.layers, inputs, sizes, strict=True))
     ]
 
@@ -54,7 +54,7 @@ def _normed_inputs(ops: Ops, weights: ModelWeights) -> Iterator[np.ndarray]:
     """Yield the mean squares (E,) float64 of each layer's normed input; (0,) for a layer that is not attention."""
     for number, layer in enumerate(weights.layers):
         norm = layer.mixer.norm if isinstance(layer.mixer, AttentionWeights) else None
-        yield np.empty(0) if norm is None else np.square(ops.of_layer(number).to_host(norm), dtype=np.float64)
+        yield np.empty(0) if norm is None else np.square(ops.layer_ops(number).to_host(norm), dtype=np.float64)
 
 
 def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Iterator[np.ndarray]:
@@ -62,14 +62,14 @@ def _plain_inputs(ops: Ops, config: ModelConfig, weights: ModelWeights) -> Itera
     step = 4096  # rows
     squares = np.zeros(config.hidden_size)
     for first in range(0, config.vocab_size, step):
-        rows = ops.of_layer(0).rows(weights.embedding, slice(first, min(first + step, config.vocab_size)))
+        rows = ops.layer_ops(0).rows(weights.embedding, slice(first, min(first + step, config.vocab_size)))
         squares += np.square(rows, dtype=np.float64).sum(axis=0)
     squares *= config.embedding_scale**2 / config.vocab_size
     for number, layer in enumerate(weights.layers):
         yield squares
         assert layer.ffn is not None  # layers with norms of results have networks
         for norm in (layer.mixer.post_norm, layer.ffn.post_norm):
-            squares = squares + np.square(ops.of_layer(number).to_host(norm), dtype=np.float64)
+            squares = squares + np.square(ops.layer_ops(number).to_host(norm), dtype=np.float64)
 
 
 def _variances(

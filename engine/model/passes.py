@@ -101,5 +101,5 @@ class Passes:
         of_layer = distinct[self._choice.index[last]]
         rows.begin(last, x)
         projected = layer.mixer.project(x, of_layer)
-        self._ops.between(*self._groups[self._store.group_of(last)].between(), is_last=True)
+        self._ops.run_between_graphs(*self._groups[self._store.group_of(last)].append_call(), is_last=True)
         return (x, projected) if added is None else (x, projected, added)

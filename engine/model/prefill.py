@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from polarlm.engine.backends.ops import Array, FromCard, Ops, Routing
+from polarlm.engine.backends.ops import Array, Ops, PeerArray, Routing
 from polarlm.engine.model.adapters import row_adapters
 from polarlm.engine.model.decoder import Chunk, DecoderLayer, InputChoice, Inputs, Rows, compute
 from polarlm.engine.model.layers import LayerInputs
@@ -31,7 +31,7 @@ class Stage(NamedTuple):
 
 def stages(ops: Ops, layers: int) -> list[Stage]:
     """Return the stages of a model with this number of layers."""
-    runs = itertools.groupby(range(layers), ops.of_layer)
+    runs = itertools.groupby(range(layers), ops.layer_ops)
     return [Stage(card, [*numbers]) for card, numbers in runs]
 
 
@@ -140,7 +140,7 @@ def prefill(
     done, last = 0, len(layers) - 1
     for number, (ops, numbers) in enumerate(stages):
         if number:
-            x = ops.to_device(FromCard(x, stages[number - 1].ops))
+            x = ops.to_device(PeerArray(x, stages[number - 1].ops))
         rows.cut_for(ops, added)
         for layer, chunk in compute(((one, layers[one]) for one in numbers), x, rows):
             count = chunk.rows.stop - chunk.rows.start

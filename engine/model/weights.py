@@ -94,9 +94,9 @@ def format_for(ops: Ops, stored: str, columns: int, wanted: WeightFormat | None)
     if wanted is not None:
         return nearest(wanted, stored, columns)
     file_format, q8_0 = find(stored), get("q8_0")
-    if file_format is not None and (file_format.values == 1 or ops.kept_as(file_format) is file_format):
+    if file_format is not None and (file_format.values == 1 or ops.stored_format(file_format) is file_format):
         return file_format
-    return q8_0 if ops.kept_as(q8_0) is q8_0 else file_format or get("f32")
+    return q8_0 if ops.stored_format(q8_0) is q8_0 else file_format or get("f32")
 
 
 def nearest(wanted: WeightFormat, stored: str, columns: int) -> WeightFormat:
@@ -212,7 +212,7 @@ def load_weights(
     readers: dict[Ops, TensorReader] = {}  # one for each card
 
     def reader(layer: int) -> TensorReader:
-        layer_ops = ops.of_layer(layer)
+        layer_ops = ops.layer_ops(layer)
         if layer_ops not in readers:
             readers[layer_ops] = TensorReader(layer_ops, source, progress, weight_type, kept, cache, adapters)
         return readers[layer_ops]
@@ -335,7 +335,7 @@ def kept(ops: Ops, source: WeightSource, weight_type: WeightFormat | None = None
         shape, stored = source.shape(name), source.stored_dtype(name)
         if len(shape) > 1:
             format = _format(ops, source, name, weight_type)
-            how, device = "as stored", ops.kept_as(format)
+            how, device = "as stored", ops.stored_format(format)
             if device is not find(stored):
                 how = f"kept as {device.name}"
                 if format is weight_type and format is not find(stored):
@@ -407,7 +407,7 @@ def load_tower(
     ops: Ops, tower: Tower, source: WeightSource, progress: Callable[[int], None] | None = None
 ) -> ImageReader:
     """Load a tower to the device. progress: called with the bytes of the file that are done since its last call."""
-    module, table, ops = import_module(f"{towers.__name__}.{tower.kind}"), tower_tensors(tower), ops.of_layer(0)
+    module, table, ops = import_module(f"{towers.__name__}.{tower.kind}"), tower_tensors(tower), ops.layer_ops(0)
     read = TensorReader(ops, source, progress)
     top, *layers = (LayerReader(read, read, slots, 0) for slots in (table.top, *table.layers))
     weights, of_layers = top.weights(module.Weights), [layer.weights(module.LayerWeights) for layer in layers]

@@ -116,7 +116,7 @@ class KVStore:
         for layer in plan.shape.kv_layers:
             format = plan.shape.format(layer, *((None, None) if metrics is None else metrics[layer]))
             blocks = sizes[self.group_of(layer)]
-            caches[layer] = ops.of_layer(layer).cache(format, *blocks, [*caches.values()])
+            caches[layer] = ops.layer_ops(layer).cache(format, *blocks, [*caches.values()])
         self._last_kv = max(plan.shape.kv_layers, default=-1)
         self._images_whole = [first.images_whole for first in firsts]
         # Whether rows of an image see its later rows in some layers: all keys of it must be there before they do.
@@ -137,11 +137,11 @@ class KVStore:
         """Return the cache of one layer, for the ops."""
         return self.groups[self.group_of(layer)].cache(self._source[layer])
 
-    def in_numpy(self) -> list[str]:
+    def numpy_fallbacks(self) -> list[str]:
         """Return what NumPy computes where kernels are missing: a clause for each reason, with its layers."""
         layers: dict[tuple[str, str], list[int]] = {}
         for layer in self.shape.kv_layers:
-            for reason in self.ops.in_numpy(self.cache(layer)).items():
+            for reason in self.ops.numpy_fallbacks(self.cache(layer)).items():
                 layers.setdefault(reason, []).append(layer)
         all_layers = len(self.shape.layers)
         return [

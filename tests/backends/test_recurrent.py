@@ -108,8 +108,8 @@ def test_rows_that_are_not_kept_leave_no_trace(name: str, shape: Recurrent, bloc
         kept.append(op_of(ops, w)(drafted, w, rejecting, at)[:1].copy())
         if (position + 1) % block == 0:
             ops.advance_delta([rejecting], [0], tiled=tiled(w))
-    alike = getattr(ops, "rows_alike", type(ops) is not NumpyOps)
-    equal = np.testing.assert_array_equal if alike else assert_close
+    encodable_runs = getattr(ops, "rows_alike", type(ops) is not NumpyOps)
+    equal = np.testing.assert_array_equal if encodable_runs else assert_close
     for actual, slots in ((at_once, together), (np.concatenate(kept), rejecting)):
         equal(actual, one_by_one)
         equal(slots.matrices, alone.matrices)

@@ -104,7 +104,7 @@ def test_gpus_are_selected_by_number(machine, device: str, opened: list[int]) ->
     machine(driver=13000, opens=opens)
     sys.modules["polarlm.engine.backends.cuda.device.cupy_device"].device_count = lambda: 4
     ops, sentence = select(device, 0)
-    assert [card.name for card in cards_of(ops, beside=True)] == [Card(number).name for number in opened]
+    assert [card.name for card in cards_of(ops, with_others=True)] == [Card(number).name for number in opened]
     assert sentence == ""
 
 

@@ -40,7 +40,7 @@ def test_threads_that_ask_at_the_same_time_get_the_same(
         return made
 
     monkeypatch.setattr(module, kind, slow)
-    monkeypatch.setattr(module, "_of_this_process", type(module._of_this_process)())
+    monkeypatch.setattr(module, "_instances", type(module._instances)())
     with ThreadPoolExecutor(ASKERS) as pool:
         actual = [future.result(60) for future in [pool.submit(ask) for _ in range(ASKERS)]]
     assert isinstance(actual[0], original)

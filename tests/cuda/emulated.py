@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import NUMBERS, Addresses, Carried, Device, Moved
+from polarlm.engine.backends.cuda.device import NUMBERS, Addresses, Device, PaddedInput, PeerCopy
 from tests.cuda.formats import poisoned, read
 from tests.cuda_emulator import Program
 
@@ -167,22 +167,26 @@ class EmulatedDevice:
     def forget(self) -> None:
         """Nothing is recorded."""
 
-    def between(self, work: Callable[..., None], arrays: Sequence[DeviceArray], *, is_last: bool = False) -> None:
+    def run_between_graphs(
+        self, work: Callable[..., None], arrays: Sequence[DeviceArray], *, is_last: bool = False
+    ) -> None:
         assert all(array.flags.c_contiguous for array in arrays)
         work(*arrays)
 
-    def _input(self, x: np.ndarray | Carried | Moved) -> DeviceArray:
-        if not isinstance(x, Carried | Moved):
+    def _input(self, x: np.ndarray | PaddedInput | PeerCopy) -> DeviceArray:
+        if not isinstance(x, PaddedInput | PeerCopy):
             return self.from_host(x)
-        array = self.from_host(x.filler) if isinstance(x, Carried) else self.zeros(x.shape, x.array.dtype)
+        array = self.from_host(x.filler) if isinstance(x, PaddedInput) else self.zeros(x.shape, x.array.dtype)
         array[: len(x.array)] = x.array if x.device is self else self.from_device(x.array, x.device)
         return array
 
-    def run_graph(self, key: Hashable, work: Callable[..., Any], inputs: Sequence[np.ndarray | Carried | Moved]) -> Any:
+    def run_graph(
+        self, key: Hashable, work: Callable[..., Any], inputs: Sequence[np.ndarray | PaddedInput | PeerCopy]
+    ) -> Any:
         hash(key)
         return work(*map(self._input, inputs))
 
-    def set_aside(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         pass
 
 

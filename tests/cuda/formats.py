@@ -16,7 +16,7 @@ _OF_256 = [("q2_k", "q3_k"), ("q2_k", "q4_k"), ("q2_k", "q5_k"), ("q3_k", "q4_k"
 _OF_256 += [("q4_k", "q6_k"), ("q5_k", "q6_k"), ("iq4_xs", "q5_k"), ("iq4_nl", "q5_k"), ("q8_0", "q4_k")]
 _OF_32 = [("q4_0", "q5_0"), ("q4_0", "q5_1"), ("q5_0", "q5_1"), ("q5_0", "q8_0"), ("q5_1", "q8_0"), ("iq4_nl", "q5_1")]
 _OF_EIGHT = [(name, "q8_0") for name in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q4_0", "q4_1", "iq4_xs", "iq4_nl")]
-BESIDE = [*_OF_256, *_OF_32, *_OF_EIGHT]
+FORMAT_PAIRS = [*_OF_256, *_OF_32, *_OF_EIGHT]
 
 
 def store(x: np.ndarray, kind: str) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 
 from polarlm.engine.backends.cuda import launch_configs, packed, wide
 from polarlm.engine.backends.cuda.launch import LaunchConfig
-from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes
+from polarlm.engine.backends.cuda.recurrent import DeltaSizes, Mamba2Sizes
 from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import get
 from tests.cuda import nvrtc
@@ -77,7 +77,7 @@ def product(kernel: str, rows: int, out: int, weight: str = "bf16", gated: bool 
 
 def grouped(pairs: int, weight: str) -> Variant:
     """A product of `pairs` pairs of a row and one of 128 experts, without its activation."""
-    config, _ = wide.of_experts(wide.expert_groups(pairs, 128)[0], get(weight), 228 << 10)
+    config, _ = wide.gemm_wide_experts(wide.expert_groups(pairs, 128)[0], get(weight), 228 << 10)
     return Variant("gemm_wide", {"NORMED": 0, "WEIGHT": weight, "ADD": 0, **config.defines}, None, config.shared)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda.cards.ops import CardsOps
-from polarlm.engine.backends.cuda.device import Moved
+from polarlm.engine.backends.cuda.device import PeerCopy
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.errors import EngineError
 from tests.cuda.fake_cupy import Machine
@@ -67,10 +67,10 @@ def test_rows_of_another_gpu_are_an_input_of_recorded_work(
     for rows in (2, 4, 1, 3):
         second.run_graph("other", other, [np.zeros(1)])
         x, shift = rng.standard_normal((rows, 6)).astype(np.float32), rng.standard_normal(6).astype(np.float32)
-        result = second.to_host(second.run_graph("key", work, [Moved(first.from_host(x), first, 4), shift]))
+        result = second.to_host(second.run_graph("key", work, [PeerCopy(first.from_host(x), first, 4), shift]))
         np.testing.assert_array_equal(result[:rows], [shift, *x[1:]])
         assert np.isfinite(result).all()
-    (recording,) = [one for one in second._recordings._kept.values() if len(one.inputs) == 2]
+    (recording,) = [one for one in second._recordings._recordings_by_key.values() if len(one.inputs) == 2]
     assert len(recording.parts) == 1
     assert recording._pinned.nbytes == 256
 
@@ -89,7 +89,7 @@ def test_a_model_answers_the_same_recorded_on_each_gpu(
     devices = [module.CupyDevice(number) for number in range(2)]
     logits = talk(model_of(CardsOps([*map(CudaOps, devices)], counts), name, TYPES))
     np.testing.assert_equal(logits, wanted)
-    recorded = [sum(bool(one.parts) for one in device._recordings._kept.values()) for device in devices]
+    recorded = [sum(bool(one.parts) for one in device._recordings._recordings_by_key.values()) for device in devices]
     assert recorded[0] == recorded[1] > 0
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda import wide
-from polarlm.engine.backends.cuda.device import Carried, cublas_lt, overlap, packed_launch
+from polarlm.engine.backends.cuda.device import PaddedInput, cublas_lt, overlap, packed_launch
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.ops import Load
@@ -352,17 +352,19 @@ def test_the_least_recently_used_recording_is_dropped(
 
     for count in (1, 1, 2, 2, 3, 3, 1):
         run(count)
-    oldest = next(recording for recording in device._recordings._kept.values() if len(recording.inputs[0]) == 2)
+    oldest = next(
+        recording for recording in device._recordings._recordings_by_key.values() if len(recording.inputs[0]) == 2
+    )
     run(4)
     run(4)  # instead of 2
     assert calls == [1, 1, 2, 2, 3, 3, 4, 4]
-    assert oldest._copied.awaited  # its buffer on the host may still be read otherwise
+    assert oldest._copy_event.awaited  # its buffer on the host may still be read otherwise
     del oldest
     assert len(machine.graphs) == 3
     for count in (1, 3, 4, 2, 2, 2):  # 2 begins anew, instead of 1
         run(count)
     assert calls[8:] == [2, 2]
-    assert len(device._recordings._kept) == 3
+    assert len(device._recordings._recordings_by_key) == 3
 
 
 def test_passes_and_other_work_have_limits_of_their_own(device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +379,7 @@ def test_passes_and_other_work_have_limits_of_their_own(device, monkeypatch: pyt
             y = device.empty((1, 8), np.float32)
             silu(device, y, x)
             if key.isupper():
-                device.between(lambda y: None, [y], is_last=key == "A")
+                device.run_between_graphs(lambda y: None, [y], is_last=key == "A")
             return y
 
         for _ in range(3):
@@ -387,7 +389,7 @@ def test_passes_and_other_work_have_limits_of_their_own(device, monkeypatch: pyt
     for key in ("a", "A", "B", "b", "C", "a", "b"):
         run(key)
     assert calls == [key for key in "aABbC" for _ in range(2)]
-    parts = {whole[0]: len(one.parts) for whole, one in device._recordings._kept.items()}
+    parts = {whole[0]: len(one.parts) for whole, one in device._recordings._recordings_by_key.items()}
     assert parts == {"A": 2, "B": 3, "C": 3, "a": 1, "b": 1}
     run("D")  # in place of A
     run("c")  # in place of a
@@ -395,7 +397,7 @@ def test_passes_and_other_work_have_limits_of_their_own(device, monkeypatch: pyt
     for key in ("B", "C", "b"):
         run(key)
     assert not calls
-    assert len(device._recordings._kept) == 5
+    assert len(device._recordings._recordings_by_key) == 5
 
 
 def test_what_is_launched_between_parts_takes_no_memory_of_recordings(device, machine: Machine) -> None:
@@ -410,7 +412,7 @@ def test_what_is_launched_between_parts_takes_no_memory_of_recordings(device, ma
     def work(x):
         y = device.empty((1, 8), np.float32)
         silu(device, y, x)
-        device.between(launch, [y])
+        device.run_between_graphs(launch, [y])
         return y
 
     for _ in range(3):
@@ -442,7 +444,7 @@ def test_what_is_forgotten_is_not_kept_alive(device, machine: Machine) -> None:
     def work(x, held=held):
         y = device.empty((1, 8), np.float32)
         silu(device, y, held)
-        device.between(lambda y: held, [y])
+        device.run_between_graphs(lambda y: held, [y])
         return y
 
     for _ in range(2):
@@ -456,7 +458,7 @@ def test_what_is_forgotten_is_not_kept_alive(device, machine: Machine) -> None:
 
 def test_recordings_share_the_memory_set_aside(device, machine: Machine, rng: np.random.Generator) -> None:
     """Results and intermediates of all shapes take no more than the largest shape's."""
-    device.set_aside((32 + 8) * 4 * 40 + 20 * 512 * 6)
+    device.reserve_workspace((32 + 8) * 4 * 40 + 20 * 512 * 6)
     before, work = machine.allocated, doubled(device)
     for count in (*range(1, 21), *range(40, 20, -1)):
         for _ in range(3):
@@ -494,11 +496,11 @@ def test_a_result_is_carried_over_to_later_calls(device, rng: np.random.Generato
     result = device.run_graph("key", work, [ids, rows(rng, 2)])
     for turn in range(12):
         copy, wait = device.to_host_later(result[:3])
-        carried = Carried(np.zeros(3 + turn % 2, np.int32), copy, device)
+        carried = PaddedInput(np.zeros(3 + turn % 2, np.int32), copy, device)
         result = device.run_graph("key", work, [carried, rows(rng, 2 + turn % 3)])
         np.testing.assert_array_equal(wait(), ids)
         np.testing.assert_array_equal(device.to_host(result), [*ids, 0][: 3 + turn % 2])
-    assert len(device._recordings._kept) == 6
+    assert len(device._recordings._recordings_by_key) == 6
 
 
 @pytest.mark.slow
@@ -539,13 +541,13 @@ def test_first_requests_run_what_was_rehearsed(device, tiny_path: Path) -> None:
         engine._parts.rehearsal.join()
         while engine.rehearse():
             pass
-        recorded = {whole: [*one.parts] for whole, one in device._recordings._kept.items()}
+        recorded = {whole: [*one.parts] for whole, one in device._recordings._recordings_by_key.items()}
         assert all(recorded.values())
         before = device._recordings._memory.total_bytes()
         engine.generate([*range(5, 60)], temperature=0, ignore_eos=True, max_tokens=4)
-        assert {whole: one.parts for whole, one in device._recordings._kept.items()} == recorded
+        assert {whole: one.parts for whole, one in device._recordings._recordings_by_key.items()} == recorded
         assert device._recordings._memory.total_bytes() == before
-    assert not device._recordings._kept  # the engine is closed
+    assert not device._recordings._recordings_by_key  # the engine is closed
 
 
 @pytest.mark.slow
@@ -563,7 +565,7 @@ def test_a_pass_answers_the_same_recorded_or_not(device, name: str, monkeypatch:
 
     passed = model()
     recorded = passes_of(passed)
-    (kept,) = device._recordings._kept.values()
+    (kept,) = device._recordings._recordings_by_key.values()
     assert len(kept.parts) == 2 * len(passed.config.layers)
     device.run_graph = lambda key, work, inputs: work(*map(device.from_host, inputs))
     np.testing.assert_equal(recorded, passes_of(model()))
@@ -598,7 +600,7 @@ def test_host_calls_share_pinned_memory(device) -> None:
     for rows in (8, 3, 8, 3, 8):
         x = np.full((rows, 4), rows, np.float32)
         np.testing.assert_array_equal(device.to_host(device.run_graph("key", work, [x])), 2 * x + 2)
-    calls = [part for one in parts._kept.values() for part in one.parts if hasattr(part, "_copies")]
+    calls = [part for one in parts._recordings_by_key.values() for part in one.parts if hasattr(part, "_copies")]
     assert len(calls) == 4
     for call in calls:
         assert np.shares_memory(call._result, parts._pinned[0])
@@ -617,7 +619,7 @@ def test_a_step_with_experts_on_the_host_is_recorded_in_parts(
     ops, load = CudaOps(device, NativeOps(1)), test_model_emulated.load_weights
     monkeypatch.setattr(test_model_emulated, "load_weights", partial(load, on_host=layers))
     recorded = talk(model_of(ops, "qwen3_moe_normed", ("f16", "f16")))
-    kept = [recording for recording in device._recordings._kept.values() if recording.parts]
+    kept = [recording for recording in device._recordings._recordings_by_key.values() if recording.parts]
     assert kept
     assert all(len(recording.parts) == 2 * layers + 1 for recording in kept)
     calls = [part for part in kept[-1].parts if hasattr(part, "_copies")]
@@ -633,7 +635,7 @@ def test_recording_a_step_uploads_and_allocates_nothing(
 ) -> None:
     """Rotations are uploaded with the model; all else that kernels read, by the first step of a shape."""
     model = model_of(CudaOps(device), "llama_gqa_linear", types)
-    model.ops.set_aside(Load(model.config, model.store.shape.format(0), 16, 4))
+    model.ops.reserve_workspace(Load(model.config, model.store.shape.format(0), 16, 4))
     recording, uploads, recorded = sys.modules[RECORDING]._Recording, [], []
     record, from_host = recording.record, device.from_host
 

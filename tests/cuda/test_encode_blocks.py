@@ -14,7 +14,7 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses
 from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.kv.cache import SideArrays
-from polarlm.engine.backends.cuda.kv.candidates import ALL, candidates, path_candidates
+from polarlm.engine.backends.cuda.kv.store import ALL, candidates, path_candidates
 from polarlm.engine.codecs import PathRounding
 from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.ring import RINGS, points_of

@@ -17,8 +17,7 @@ from polarlm.bench.random_weights import RandomWeights
 from polarlm.engine import Engine, EngineConfig, EngineError, codecs
 from polarlm.engine.backends.cuda.device.tracing import TracingArray, TracingDevice
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
-from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.cuda.warm_up import FirstRow
+from polarlm.engine.backends.cuda.ops import CudaOps, FirstRow
 from polarlm.engine.backends.ops import Load
 from polarlm.engine.loading import assembly
 from polarlm.engine.loading.encoding import WHOLE
@@ -86,7 +85,7 @@ class Counting(TracingDevice):
         zeros = super().to_host(x)
         return zeros + np.arange(x.shape[1], dtype=np.int32) if x.ndim == 2 and x.dtype == np.int32 else zeros
 
-    def set_aside(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         self.aside = size
 
 
@@ -286,7 +285,7 @@ def test_step_bytes_bounds_the_peak_of_steps(name: str, types: tuple[str, str], 
             assert counted / 2 <= device.recorded <= counted
         for span in spans:
             model.store.abort(span)
-        model.ops.set_aside(load)
+        model.ops.reserve_workspace(load)
         assert device.aside == counted
 
 
@@ -303,7 +302,7 @@ def test_a_prompt_as_long_as_the_context_fits_beside_the_store(ctx_size: int) ->
         config = EngineConfig(ctx_size=ctx_size, parallel=parallel)
         ops, model = CudaOps(Counting(MEMORY)), LLAMA_8B
         shape = cache_shape(config, WHOLE, ops, model)
-        plan = Wanted(config, model, Sizes(2 * WEIGHTS)).plan(ops, shape, ops.room_beside(2 * WEIGHTS))
+        plan = Wanted(config, model, Sizes(2 * WEIGHTS)).plan(ops, shape, ops.memory_left(2 * WEIGHTS))
         heads, kv_heads, dim = model.attention.heads, model.attention.kv_heads, model.attention.head_dim
         token = 4 * model.hidden_size + 2 * kv_heads * dim * 2 + 4 * dim
         chunk = 2048 * (3 * 4 * model.ffn.size + 2 * 4 * heads * dim)

@@ -67,10 +67,10 @@ class Rounded(SameWeights):
     def append_kv(self, cache, spans, k, v) -> None:
         super().append_kv(cache, spans, _half(k), _half(v))
 
-    def attention(self, q, cache, spans, rule, transform=None, then=None) -> np.ndarray:
+    def attention(self, q, cache, spans, rule, transform=None, consumer=None) -> np.ndarray:
         return super().attention(_half(q), cache, spans, rule, transform)
 
-    def linear(self, x, w, *, norm=None, residual=None, activation=None, then=None) -> np.ndarray:
+    def linear(self, x, w, *, norm=None, residual=None, activation=None, consumer=None) -> np.ndarray:
         x = x if norm is None else rms_norm(x, *norm)
         if len(x) > GEMV_ROWS or self.kind == "__half":
             x = read(store(x, self.kind), self.kind)

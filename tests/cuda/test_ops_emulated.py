@@ -80,7 +80,7 @@ def test_matrices_of_16_bits_keep_the_file_s_format_on_the_device(
     assert held.format.name == stored
     np.testing.assert_array_equal(ops._device.to_host(held.data), file.raw)
     np.testing.assert_array_equal(ops.rows(held, slice(1, 3)), file.values[1:3])
-    assert ops.kept_as(get(stored)) is get(stored)
+    assert ops.stored_format(get(stored)) is get(stored)
 
 
 def test_a_float32_matrix_is_rounded_to_half_precision(ops: CudaOps) -> None:
@@ -98,9 +98,9 @@ def test_rows_that_kernels_cannot_read_are_refused(ops: CudaOps) -> None:
 
 def test_weights_that_do_not_fit_are_refused(ops: CudaOps) -> None:
     free, total = ops._device.memory()
-    assert ops.room_beside(free // 2) < free // 2
+    assert ops.memory_left(free // 2) < free // 2
     with pytest.raises(EngineError, match=r"weights take .* GiB .* only .* GiB of its .* GiB are free") as caught:
-        ops.room_beside(2 * total)
+        ops.memory_left(2 * total)
     assert caught.value.code == "out_of_memory"
 
 

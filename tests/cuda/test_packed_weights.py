@@ -189,7 +189,7 @@ def test_an_activation_comes_in_the_type_of_the_next_product(
     on_device = ops.to_device(x)
     plain = ops.linear(on_device, gate_up, activation="silu")
     before = len(ops._device.launches) if isinstance(ops._device, EmulatedDevice) else 0
-    y = ops.linear(on_device, gate_up, activation="silu", then=down)
+    y = ops.linear(on_device, gate_up, activation="silu", consumer=down)
     assert y.dtype == (np.float32 if not rounded else np.uint16 if following == "bf16" else np.float16)
     out = ops.to_host(ops.linear(y, down))
     if isinstance(ops._device, EmulatedDevice):

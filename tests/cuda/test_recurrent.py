@@ -16,9 +16,8 @@ import pytest
 
 from polarlm.bench.gpu.shapes import llama
 from polarlm.engine import Engine, EngineError, SamplingParams
+from polarlm.engine.backends.cuda import recurrent
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.cuda.recurrent import ops as recurrent
-from polarlm.engine.backends.cuda.recurrent import sizes
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, Mamba2Weights
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading import assembly
@@ -100,8 +99,8 @@ def test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence(
     """Shapes decide the tiles of a matrix, blocks the launches that each tile is carried through."""
     (shape, block), (blocks, columns, terms) = of, part
     monkeypatch.setattr(recurrent, "PROMPT_ROWS", blocks * block)
-    monkeypatch.setattr(sizes, "_SLICES", (columns,))
-    monkeypatch.setattr(sizes, "_CHUNKS", (terms,))
+    monkeypatch.setattr(recurrent, "_SLICES", (columns,))
+    monkeypatch.setattr(recurrent, "_CHUNKS", (terms,))
     unwrap(bodies.test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence)("cuda", shape, block)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.cuda.launch import Launcher
-from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
-from polarlm.engine.backends.cuda.sampling.sampler import sample as sample_on
+from polarlm.engine.backends.cuda.sampling import pack_sampler_inputs
+from polarlm.engine.backends.cuda.sampling import sample as sample_on
 from polarlm.engine.sampling.sample import NEWEST, SamplerInput, Sampling, sample
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.programs import program

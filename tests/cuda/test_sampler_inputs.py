@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
+from polarlm.engine.backends.cuda.sampling import pack_sampler_inputs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.errors import EngineError

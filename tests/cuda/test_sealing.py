@@ -13,7 +13,7 @@ from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.test_model_emulated import N, Talk, model_of
 
 
-def told(fixture: str, encoded_at_once: int) -> tuple[list[np.ndarray], list[np.ndarray], list[Counter[str]]]:
+def sealed_arrays(fixture: str, encoded_at_once: int) -> tuple[list[np.ndarray], list[np.ndarray], list[Counter[str]]]:
     """A prompt, a turn within its last block, and a longer one → logits, what the store holds, launches of each."""
     device, launches = EmulatedDevice(checked=False), []
     ops = CudaOps(device)
@@ -41,8 +41,8 @@ ENCODING, COPYING = "encode_blocks_kernel", "copy_full_kernel"
 def test_layers_together_are_those_of_each_alone(fixture: str, copies: list[int]) -> None:
     """With windows, layers that read another one's K/V, and recurrent layers between. All blocks are encoded in one
     launch; layers that share block tables have one for what a turn takes over, and one for what stays in slots."""
-    logits, held, launches = told(fixture, 1 << 10)
-    logits_alone, held_alone, launches_alone = told(fixture, 1)
+    logits, held, launches = sealed_arrays(fixture, 1 << 10)
+    logits_alone, held_alone, launches_alone = sealed_arrays(fixture, 1)
     np.testing.assert_equal(logits, logits_alone)
     np.testing.assert_equal(held, held_alone)
     assert [of[ENCODING] for of in launches] == [1, 0, 1]

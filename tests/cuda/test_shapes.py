@@ -10,7 +10,7 @@ from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs, packed, wide
 from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS, SHARED_BYTES
 from polarlm.engine.weight_formats import available, get
-from tests.cuda.formats import BESIDE
+from tests.cuda.formats import FORMAT_PAIRS
 
 CODECS = ["f16", "ring3", "ring3.5", "ring4", "ring5", "turbo2", "turbo4", "polarquant"]
 WIDTHS = [8, 48, 576, 4096, 28672]
@@ -53,7 +53,7 @@ def test_blocks_of_wide_products_have_every_row_and_fit_their_multiprocessors(ro
     formats, warps = [get(name) for name in ("bf16", *(name for (name,) in PACKED[::2]))], ((8, 1), (4, 1), (2, 2))
     for format, (_, memory), (out, deep) in itertools.product(formats, MACHINES, warps):
         alone, tile = wide.gemm_wide(most, (format,), (out, deep), memory)
-        for config in (alone, wide.of_experts(most, format, memory)[0]):
+        for config in (alone, wide.gemm_wide_experts(most, format, memory)[0]):
             assert config.defines["STAGES"] >= 3, format.name
             assert config.shared + 1024 <= memory, format.name
         assert tile == 32 * out or memory == SMALL[1]
@@ -67,7 +67,7 @@ MACHINES = H100, A100, RTX_4090, SMALL = (132, 228 << 10), (108, 164 << 10), (12
 PACKED = [(name,) for name in available() if packed.is_packed(get(name))]
 
 
-@pytest.mark.parametrize("formats", [*PACKED[::3], *BESIDE[::7]], ids="/".join)
+@pytest.mark.parametrize("formats", [*PACKED[::3], *FORMAT_PAIRS[::7]], ids="/".join)
 def test_packed_products_have_every_output_and_fit_their_multiprocessors(formats: tuple[str, ...]) -> None:
     """Blocks that stay are as many as are resident; each has room for the next weights while it multiplies."""
     outs = [(out,) for out in (32, 4096, 128256)]
@@ -78,7 +78,7 @@ def test_packed_products_have_every_output_and_fit_their_multiprocessors(formats
         weights = tuple(packed.rows_of(get(name), size) for name, size in zip(formats, out, strict=True))
         config, blocks, border = packed.gemv_packed(rows, processors, memory, weights, gated)
         defines = config.defines
-        tiles, slots = ([defines[f"{of}{name}"] for of in ("", "BESIDE_")[: len(out)]] for name in ("TILES", "SLOTS"))
+        tiles, slots = ([defines[f"{of}{name}"] for of in ("", "SECOND_")[: len(out)]] for name in ("TILES", "SLOTS"))
         sets = [-(-size // (16 * of)) for size, of in zip(out, tiles, strict=True)]
         assert rows <= defines["ROWS"] < 2 * rows, case
         assert min(tiles) >= 2 or not gated, case

@@ -10,7 +10,7 @@ import pytest
 
 from polarlm.engine import codecs, records
 from polarlm.engine.backends.cuda import launch_configs
-from polarlm.engine.backends.cuda.device.kernel_source import folder, source, with_readers
+from polarlm.engine.backends.cuda.device.kernel_source import folder, source, source_from_text
 from polarlm.engine.backends.cuda.kv.cache import HEADER, SpanHeader
 from polarlm.engine.records import Layouts
 from polarlm.engine.state.cache_types import PRESETS
@@ -68,7 +68,7 @@ def probe(codec: str, rows: int) -> Program:
     layouts = [records.layout(codecs.get(codec), values, N, 16, 0) for values in (False, True)]
     files = (folder() / "attention" / name for name in ("attention.cuh", "shares.cuh"))
     joined = "".join(file.read_text(encoding="utf-8") for file in files)
-    return Program(with_readers(joined + PROBE, *layouts, GROUP=GROUP, WARPS=WARPS, STEP_ROWS=rows))
+    return Program(source_from_text(joined + PROBE, *layouts, GROUP=GROUP, WARPS=WARPS, STEP_ROWS=rows))
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
     ops.append_kv(store.cache(0), table, ops.to_device(k), ops.to_device(v))
     queries = q
     if rows == 1:
-        table, queries = table.filled_up(len(kept) + 1), np.concatenate([q, q[:1]])
+        table, queries = table.pad_rows(len(kept) + 1), np.concatenate([q, q[:1]])
     for seed in (0, 1, 2):
         device.seed = seed
         results.append(ops.to_host(ops.attention(ops.to_device(queries), store.cache(0), table, ScoreRule(0.3))))
@@ -118,11 +118,11 @@ def test_codes_are_those_of_numpy() -> None:
             np.testing.assert_array_equal(array, fields_of(host, block)[name], err_msg=name)
     (keys, means), (values, _) = encode_centred(COMPACT[0], k, None, 8), encode_centred(COMPACT[1], v, None)
     sides = {"k": keys, "mean": means, "v": values}
-    again = {f"{side}.{name}": x.swapaxes(0, 1) for side, fields in sides.items() for name, x in fields.items()}
+    expected = {f"{side}.{name}": x.swapaxes(0, 1) for side, fields in sides.items() for name, x in fields.items()}
     stored = fields_of(device, first)
-    assert stored.keys() == again.keys()
+    assert stored.keys() == expected.keys()
     for name, array in stored.items():
-        np.testing.assert_array_equal(array, again[name], err_msg=name)
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
     cache = device.cache(1)
     raw = device.ops.read_blocks(cache, [device.finer.blocks.places[first].number])
     for name, layout in zip(("keys", "values"), cache.layouts, strict=True):

@@ -14,8 +14,7 @@ import pytest
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS, SMALL_ROWS
-from polarlm.engine.backends.cuda.ops import CudaOps
-from polarlm.engine.backends.cuda.warm_up import FirstRow
+from polarlm.engine.backends.cuda.ops import CudaOps, FirstRow
 from polarlm.engine.loading import assembly
 from polarlm.engine.model.weights import FileMatrix
 from polarlm.engine.requests import prefills

@@ -12,13 +12,13 @@ from polarlm.engine.backends.cuda.device.kernel_source import OVERLAPS, can_read
 from polarlm.engine.backends.cuda.heads import rotate_config
 from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.backends.cuda.launch_configs import SYSTEM_BYTES
-from polarlm.engine.backends.cuda.recurrent.sizes import DeltaSizes, Mamba2Sizes, state_codes
-from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
+from polarlm.engine.backends.cuda.recurrent import DeltaSizes, Mamba2Sizes, state_codes
+from polarlm.engine.backends.cuda.sampling import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
 from polarlm.engine.state.cache_types import TWO_KINDS
-from tests.cuda.formats import BESIDE
+from tests.cuda.formats import FORMAT_PAIRS
 from tests.cuda.nvrtc import SHARED_LIMIT
 
 Define = int | float | str
@@ -125,7 +125,7 @@ _OTHER_SCORES = {"f16/f16 D64 N64 mean0", "ring4/ring3.5 D64 N64 mean8", "ring4/
 _OTHER_SCORES |= {"f16/f16 D256 N64 mean0", "ring4/ring4 D128 N64 mean8", "polarquant/polarquant D128 N64 mean8"}
 
 
-def _of_other_scores(variants: list[Variant]) -> list[Variant]:
+def _score_variants(variants: list[Variant]) -> list[Variant]:
     """Variants of attention with a soft cap, with sink scores, and with both."""
     some = [variant for variant in variants if str(variant.cache) in _OTHER_SCORES]
     rules: tuple[dict[str, Define], ...] = ({"SOFTCAP": 50.0}, {"SINK_SCORES": 1}, {"SOFTCAP": 50.0, "SINK_SCORES": 1})
@@ -147,7 +147,7 @@ def _decode_attention() -> list[Variant]:
     types = (("linear8", "ring2.5"), ("trellis2.5", "linear8"))
     caches += [Cache(*pair, d) for pair in types for d in _HEAD_DIMS]
     variants = _decode("decode_attention", caches)
-    return [*variants, *_of_other_scores(variants)]
+    return [*variants, *_score_variants(variants)]
 
 
 def _decode(kernel: str, caches: list[Cache]) -> list[Variant]:
@@ -202,7 +202,7 @@ def _prefill_attention() -> list[Variant]:
     for cache, group in zip(caches, groups, strict=True):
         config, _ = launch_configs.prefill_attention(*cache.layouts(), group)
         variants.append(Variant("prefill_attention", config.defines, cache, config.shared))
-    return [*variants, *_of_other_scores(variants)]
+    return [*variants, *_score_variants(variants)]
 
 
 def _encode_blocks() -> list[Variant]:
@@ -263,7 +263,7 @@ def _linear(kernel: str, **choices: tuple[Define, ...]) -> list[Variant]:
     ]
 
 
-def _of_experts(variants: list[Variant]) -> list[Variant]:
+def _expert_variants(variants: list[Variant]) -> list[Variant]:
     """Products of one row with the matrices of experts: gate and up, after a norm, and down."""
     some = [v for v in variants if v.defines["ROWS"] == 1 and not v.defines["ADD"]]
     some = [v for v in some if v.defines["NORMED"] == ("ACTIVATION" in v.defines) and "TO" not in v.defines]
@@ -285,15 +285,15 @@ def _gemm_wide() -> list[Variant]:
             for variant in _linear("gemm_wide", WEIGHT=(weight,), **constants)
             if not variant.defines["NORMED"]
         ]
-    return [*variants, *_rounded_results(variants), *_of_groups(), *_beside("gemm_wide", (8, 64))]
+    return [*variants, *_rounded_results(variants), *_group_variants(), *_two_formats("gemm_wide", (8, 64))]
 
 
-def _of_groups() -> list[Variant]:
+def _group_variants() -> list[Variant]:
     """Products of groups of rows with the matrices of experts: gate and up, and down."""
     variants = []
     kinds = itertools.product(_MEMORIES, (64, 1024, 4096), _READ, ("silu", "swiglu_clamped", None))
     for memory, pairs, weight, activation in kinds:
-        config, _ = wide.of_experts(wide.expert_groups(pairs, 64)[0], weight_formats.get(weight), memory)
+        config, _ = wide.gemm_wide_experts(wide.expert_groups(pairs, 64)[0], weight_formats.get(weight), memory)
         to = "__nv_bfloat16" if weight == "bf16" else "__half"
         rounded = {"ACTIVATION": activation, "TO": to} if activation else {}
         defines = {"WEIGHT": weight, "NORMED": 0, "ADD": 0, **rounded, **config.defines}
@@ -322,20 +322,20 @@ def _gemv_packed() -> list[Variant]:
                 for variant in _linear("gemv_packed", WEIGHT=(weight,), **constants)
                 if ("ACTIVATION" in variant.defines) == gated
             ]
-    return [*variants, *_of_experts(variants), *_beside("gemv_packed", (1, 2))]
+    return [*variants, *_expert_variants(variants), *_two_formats("gemv_packed", (1, 2))]
 
 
-def _beside(kernel: str, numbers: Sequence[int]) -> list[Variant]:
+def _two_formats(kernel: str, numbers: Sequence[int]) -> list[Variant]:
     """Products of these numbers of rows with matrices of two formats, of the sizes of queries and values."""
     variants: list[Variant] = []
-    for names, rows, sizes, memory in itertools.product(BESIDE, numbers, ((5120, 1024), (9216, 1024)), _MEMORIES):
+    for names, rows, sizes, memory in itertools.product(FORMAT_PAIRS, numbers, ((5120, 1024), (9216, 1024)), _MEMORIES):
         both, normed = tuple(map(weight_formats.get, names)), int(kernel == "gemv_packed")
         if normed:
             of_rows = tuple(map(packed.rows_of, both, sizes))
             config, *_ = packed.gemv_packed(rows, 128, memory, of_rows)
         else:
             config, _ = wide.gemm_wide(rows, both, wide.warps_for(sizes, 4, 128), memory)
-        formats: dict[str, Define] = {"WEIGHT": names[0], "BESIDE": names[1], "NORMED": normed}
+        formats: dict[str, Define] = {"WEIGHT": names[0], "SECOND": names[1], "NORMED": normed}
         defines = {**formats, "ADD": 0, **config.defines}
         variants.append(Variant(kernel, defines, dynamic_shared=config.shared, memory=memory))
     return variants
@@ -344,7 +344,7 @@ def _beside(kernel: str, numbers: Sequence[int]) -> list[Variant]:
 def _gemv() -> list[Variant]:
     formats = tuple(name for name in _READ if name not in _PACKED)
     variants = _linear("gemv", WEIGHT=formats, ROWS=(1, 2), SPLIT=(1, 2, 4, 8))
-    return [*variants, *_of_experts(variants)]
+    return [*variants, *_expert_variants(variants)]
 
 
 # Key dim, value dim, tokens of a block, width: of models, and of others that threads share out otherwise.
@@ -435,8 +435,8 @@ def traits(variant: Variant) -> set[tuple[str, str]]:
     format of 16 or 32 weights of a group."""
     cache, constants = variant.cache, ("STEP_ROWS", "SOFTCAP", "SINK_SCORES", "EXPERTS")
     of = {f"{name}={variant.defines[name]}" for name in constants if name in variant.defines}
-    if "BESIDE" in variant.defines:
-        of.add(f"beside {weight_formats.get(str(variant.defines['BESIDE'])).group}")
+    if "SECOND" in variant.defines:
+        of.add(f"second {weight_formats.get(str(variant.defines['SECOND'])).group}")
     if cache is not None:
         of |= {cache.keys, cache.values, str(cache.head_dim), "one kind" if cache.finer is None else "two kinds"}
     return {(variant.kernel, trait) for trait in of}

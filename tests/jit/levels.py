@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polarlm.engine.jit.compile import compiler
-from polarlm.engine.jit.compile.compiler import Loaded, compile_object, finished, load
+from polarlm.engine.jit.compile.compiler import LoadedCode, cacheable_code, compile_object, load
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.lang import I8, I16, I32, Emitter, Int64, Kernel, Level, Pointer, Value, vector
@@ -60,8 +60,8 @@ class Narrow(Level):
 
 
 @cache
-def loaded(kernel: Kernel, level: Level) -> Loaded:
-    return load(finished(compile_object(kernel, level)), level)
+def loaded(kernel: Kernel, level: Level) -> LoadedCode:
+    return load(cacheable_code(compile_object(kernel, level)), level)
 
 
 @cache

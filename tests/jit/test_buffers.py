@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.engine.jit.run.buffers import MOST, Arena, Buffers, aligned, is_leased, zeros
+from polarlm.engine.jit.run.buffers import MOST, Arena, Buffers, aligned_bytes, is_leased, zeros
 from tests.requests.test_forks import begun_in_child
 
 
@@ -74,7 +74,7 @@ def test_leases_are_aligned_and_told_from_other_arrays() -> None:
     assert (x.shape, x.dtype, x.ctypes.data % 64) == ((3, 5), np.int16, 0)
     assert is_leased(x)
     assert is_leased(x[1:].T)
-    assert not is_leased(aligned(10)[2:])
+    assert not is_leased(aligned_bytes(10)[2:])
     assert buffers.empty((0, 4)).shape == (0, 4)
 
 

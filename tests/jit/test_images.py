@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine.jit.compile import images
-from polarlm.engine.jit.compile.compiler import Loaded, compile_object
+from polarlm.engine.jit.compile.compiler import LoadedCode, compile_object
 from polarlm.engine.jit.compile.images import LoadedImage, link
 from polarlm.engine.jit.compile.target import levels, machine
 from polarlm.engine.jit.lang import I8, I32, Emitter, Kernel, Level, Value, vector
@@ -39,14 +39,14 @@ NUMBERS = tuple(range(1000, 1016))
 CONSTANTS = Kernel("test_constants", emit_constants, declared("out"))
 
 
-def is_right(loaded: Loaded) -> bool:
+def is_right(loaded: LoadedCode) -> bool:
     """Whether such a kernel finds its constants."""
     out = np.ones(64, np.int32)
     call(loaded, out)
     return np.array_equal(out, 1 + np.arange(64) + np.tile(NUMBERS, 4))
 
 
-def call(loaded: Loaded, out: np.ndarray) -> None:
+def call(loaded: LoadedCode, out: np.ndarray) -> None:
     arguments = CONSTANTS.pack(CONSTANTS.arguments(out))
     Function(loaded.address)(arguments.ctypes.data, 0, 1, None)
 
@@ -96,21 +96,21 @@ def test_an_absolute_address_is_refused() -> None:
 def test_relocations_of_aarch64_change_their_field_alone(at: int, to: int, word: int) -> None:
     """As the ELF specification of the architecture (AAELF64) has them."""
     at, to = at & -4, to & -16
-    pages = images._relocated(183, 275, word, at, to)
+    pages = images._relocate(183, 275, word, at, to)
     assert (pages ^ word) & ~0x60FFFFE0 == 0
     assert ((pages >> 5 & 0x7FFFF) << 2 | pages >> 29 & 3) == ((to >> 12) - (at >> 12)) % 2**21
     for kind, shift in {277: 0, 278: 0, 284: 1, 285: 2, 286: 3, 299: 4}.items():
-        within = images._relocated(183, kind, word, at, to)
+        within = images._relocate(183, kind, word, at, to)
         assert (within ^ word) & ~0x3FFC00 == 0
         assert (within >> 10 & 0xFFF) << shift == to % 4096
     for kind in (282, 283):
-        jump = images._relocated(183, kind, word, at, to)
+        jump = images._relocate(183, kind, word, at, to)
         assert (jump ^ word) >> 26 == 0
         assert jump % 2**26 == (to - at) // 4 % 2**26
     for kind in (285, 282):  # places that are not whole words
         with pytest.raises(ValueError, match="relocation of type"):
-            images._relocated(183, kind, word, at, to + 2)
-    assert images._relocated(183, 261, word, at, to) == (to - at) % 2**32
+            images._relocate(183, kind, word, at, to + 2)
+    assert images._relocate(183, 261, word, at, to) == (to - at) % 2**32
 
 
 @pytest.mark.parametrize(

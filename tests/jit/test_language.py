@@ -120,7 +120,7 @@ def test_floats(name: str, level: Level) -> None:
 @every_level
 def test_fma_adds_the_exact_product_where_the_level_has_it(level: Level) -> None:
     a = np.full(16, 1 + 2.0**-12, np.float32)
-    found = over_vectors(level, "fma", lambda e, a: e.fma(a, a, e.like(-1.0, a)), a)
+    found = over_vectors(level, "fma", lambda e, a: e.fma(a, a, e.const_like(-1.0, a)), a)
     exact, rounded = 2.0**-11 + 2.0**-24, 2.0**-11
     assert (found == (exact if "fma" in level.needs else rounded)).all()
 

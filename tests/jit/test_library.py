@@ -397,11 +397,11 @@ def test_errors_of_the_system_pass_and_those_of_the_compiler_do_not(
         with pytest.raises((KernelError, MemoryError), match=advice):
             library.address(number_kernel(1))
     if isinstance(error, RuntimeError):
-        assert library.failed == ["test_1"]
+        assert library.failed_names == ["test_1"]
         with pytest.raises(KernelError, match=advice):
             library.address(number_kernel(1))
     else:
-        assert library.failed == []
+        assert library.failed_names == []
         assert stored_by(library.address(number_kernel(1))) == 1
 
 

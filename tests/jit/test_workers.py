@@ -143,7 +143,7 @@ def field(on: Workers, offset: int) -> int:
 
 
 def sleeping(on: Workers) -> list[int]:
-    flags = on._state[module._ASLEEP :].view(np.int64).copy()  # workers change the array meanwhile
+    flags = on._state[module._SLEEP_FLAGS :].view(np.int64).copy()  # workers change the array meanwhile
     return np.flatnonzero(flags).tolist()
 
 
@@ -290,13 +290,13 @@ def test_buffers_of_several_callers_run_in_order_of_arrival(own: Workers) -> Non
     take_place = Kernel("test_order", emit, declared("order place"))
     first = CommandBuffer([launch(AWAIT, 1, 1, (flag, late), (1, 0, POLLS))])
     buffers = [CommandBuffer([launch(take_place, 1, 1, (order, places[i:]), ())]) for i in range(5)]
-    begun = field(own, module._NEXT)
+    begun = field(own, module._NEXT_TICKET)
     with ThreadPoolExecutor(6) as pool:
         calls = [pool.submit(own.run, first, 2)]
-        until(lambda: field(own, module._NEXT) == begun + 1)
+        until(lambda: field(own, module._NEXT_TICKET) == begun + 1)
         for number, commands in enumerate(buffers):
             calls.append(pool.submit(own.run, commands, 2))
-            until(lambda number=number: field(own, module._NEXT) == begun + 2 + number)
+            until(lambda number=number: field(own, module._NEXT_TICKET) == begun + 2 + number)
         assert order[0] == 0
         flag[0] = 1
         for call in calls:

@@ -1,7 +1,10 @@
-"""The attention op on a GPU, which launches the kernels in `cuda/attention/`."""
+"""Attention on a GPU: of prompts and steps over the KV store, and of encoders, by the kernels in `cuda/attention/` and
+`cuda/encoders/`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,9 +13,9 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Array, row_stride
 from polarlm.engine.backends.cuda.heads import NO_ROTATION, DeviceRotation, DeviceTransform, HeadOps
 from polarlm.engine.backends.cuda.kv.cache import LayerCache, PassTables, SpanTable
-from polarlm.engine.backends.cuda.launch import LaunchConfig, result_type
+from polarlm.engine.backends.cuda.launch import WARP, LaunchConfig, result_type, threads_for
 from polarlm.engine.backends.cuda.linear import input_type
-from polarlm.engine.backends.kv import RecordedSpans, ScoreRule
+from polarlm.engine.backends.kv import Norms, RecordedSpans, Rope, ScoreRule
 from polarlm.engine.weight_formats import Linear
 
 
@@ -42,29 +45,29 @@ class AttentionOps(HeadOps):
         spans: SpanTable | PassTables | RecordedSpans,
         rule: ScoreRule,
         transform: DeviceTransform | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> Array:
-        back, scale_back = (NO_ROTATION, None) if transform is None else (transform.back, transform.scale_back)
+        inverse, scale_back = (NO_ROTATION, None) if transform is None else (transform.inverse, transform.scale_back)
         parameters = _Parameters(float(rule.scale), rule.window or 0, scale_back, rule.softcap, rule.sink_scores)
         if isinstance(spans, RecordedSpans):
             out = self._device.zeros(q.shape, np.float32)  # rows that are no span's must be numbers
-            append, arrays = spans.between()
+            append, arrays = spans.append_call()
 
             def work(out: Array, q: Array, *arrays: Array) -> None:
                 append(*arrays)
                 self._pass(out, q, cache, spans.spans.parts, parameters)
 
-            self._device.between(work, (out, q, *arrays))
-            return self.rotate(out, back)
+            self._device.run_between_graphs(work, (out, q, *arrays))
+            return self.rotate(out, inverse)
         parts = prompts, steps = spans.parts
         if prompts is not None or steps is None:
             out = self._device.empty(q.shape, np.float32)
             self._pass(out, q, cache, parts, parameters)
-            return self.rotate(out, back)
-        dense = back.matrix is not None
-        out = self._device.empty(q.shape, np.float32 if dense else input_type(then, len(q)))
-        self._decode(out, q, cache, steps, parameters, NO_ROTATION if dense else back)
-        return self.rotate_dense(out, back)
+            return self.rotate(out, inverse)
+        dense = inverse.matrix is not None
+        out = self._device.empty(q.shape, np.float32 if dense else input_type(consumer, len(q)))
+        self._decode(out, q, cache, steps, parameters, NO_ROTATION if dense else inverse)
+        return self.rotate_dense(out, inverse)
 
     def _pass(
         self,
@@ -95,26 +98,32 @@ class AttentionOps(HeadOps):
                 (tiles.shape[0], kv_heads),
                 parameters.added_to(config, out),
                 *(out, q, cache.keys.quantized, cache.values.quantized, *cache.full, *current),
-                *(spans.on(self._device), tiles, cache.keys.tables, cache.values.tables),
+                *(spans.device_table(self._device), tiles, cache.keys.tables, cache.values.tables),
                 *(parameters.scale_back, spans.table.shape[1], kv_heads, heads),
                 *(row_stride(q), parameters.window, parameters.scale, parameters.sink_scores),
-                *(() if finer is None else _of_kind(finer)),
+                *(() if finer is None else _kind_arguments(finer)),
                 layouts=layouts,
                 finer=None if finer is None else finer.layouts,
             )
 
     def _decode(
-        self, out: Array, q: Array, cache: LayerCache, spans: SpanTable, parameters: _Parameters, back: DeviceRotation
+        self,
+        out: Array,
+        q: Array,
+        cache: LayerCache,
+        spans: SpanTable,
+        parameters: _Parameters,
+        inverse: DeviceRotation,
     ) -> None:
         """Attention of a step's rows of q (T, H, D), whose K/V are in full-precision slots, to these rows of out.
 
-        back: a rotation without a matrix.
+        inverse: a rotation without a matrix.
         """
         (_, heads, _), kv_heads, count = q.shape, cache.format.kv_heads, len(spans.table)
         group, most = heads // kv_heads, spans.most_rows
         chunks, columns = launch_configs.decode_cells(group, most)
         cells, blocks, finer = count * kv_heads * chunks, self._device.processors, cache.finer
-        shape = group, most, count, back.order
+        shape = group, most, count, inverse.order
         if finer is None:
             kernel, kinds, config = "decode_attention", 1, launch_configs.decode_attention(*cache.layouts, *shape)
         else:
@@ -128,15 +137,76 @@ class AttentionOps(HeadOps):
             parameters.added_to(config, out),
             *(out, self._device.empty((*sums, cache.padded), np.float32), self._device.empty((*sums, 2), np.float32)),
             *(counts, q, cache.keys.quantized, cache.values.quantized, *cache.full),
-            *(spans.on(self._device), cache.keys.tables, cache.values.tables),
-            *(parameters.scale_back, back.before, back.after, count, spans.table.shape[1], kv_heads, chunks),
+            *(spans.device_table(self._device), cache.keys.tables, cache.values.tables),
+            *(
+                parameters.scale_back,
+                inverse.input_signs,
+                inverse.output_signs,
+                count,
+                spans.table.shape[1],
+                kv_heads,
+                chunks,
+            ),
             *(parameters.window, parameters.scale, parameters.sink_scores),
-            *(() if finer is None else _of_kind(finer)),
+            *(() if finer is None else _kind_arguments(finer)),
             layouts=cache.layouts,
             finer=None if finer is None else finer.layouts,
         )
 
 
-def _of_kind(cache: LayerCache) -> tuple[Array, ...]:
+def _kind_arguments(cache: LayerCache) -> tuple[Array, ...]:
     """The arguments of kernels that read two kinds of blocks for one of them."""
     return cache.keys.quantized, cache.values.quantized, cache.keys.tables, cache.values.tables
+
+
+_WARPS, _WARP_ROWS = 4, 16
+
+
+class EncoderOps(HeadOps):
+    """See `engine.backends.ops.EncoderOps`."""
+
+    def layer_norm(self, x: Array, norm: tuple[Array, Array, float]) -> None:
+        (rows, n), (weight, bias, eps) = x.shape, norm
+        config = LaunchConfig({}, threads_for(n))
+        self._launch("layer_norm", (rows,), config, x, weight, bias, n, row_stride(x), float(eps))
+
+    def clip(self, x: Array, least: float, most: float) -> None:
+        (rows, n), threads = x.shape, threads_for(x.shape[1])
+        bounds = float(least), float(most)
+        self._launch("clip", (-(-n // threads), rows), LaunchConfig({}, threads), x, n, row_stride(x), *bounds)
+
+    def self_attention(
+        self,
+        qkv: Array,
+        rope: Rope | None,
+        transform: DeviceTransform,
+        lengths: Sequence[int],
+        scale: float,
+        window: int | None = None,
+        norms: Norms = None,
+    ) -> Array:
+        kv_heads, tiles = transform.kv_heads, _tiles(lengths)
+        q, k, v = qkv[:, : -2 * kv_heads], qkv[:, -2 * kv_heads : -kv_heads], qkv[:, -kv_heads:]
+        if rope is not None:
+            q, k, v = self.transform_heads(qkv, rope, transform, norms)
+        out, (_, heads, dim) = self._device.empty(q.shape, np.float32), q.shape
+        defines = {"HEAD_DIM": dim, "GROUP": heads // kv_heads, "WARPS": _WARPS}
+        self._launch(
+            "text_attention",
+            (len(tiles), heads),
+            LaunchConfig(defines, _WARPS * WARP),
+            *(out, q, k, v, self._device.from_host(tiles), heads),
+            *(*map(row_stride, (q, k, v)), window or 0, float(scale)),
+        )
+        return out
+
+
+def _tiles(lengths: Sequence[int]) -> np.ndarray:
+    """The tiles (n, 3) int32 of `text_attention.cu`."""
+    ends, step = np.cumsum(lengths), _WARPS * _WARP_ROWS
+    tiles = [
+        (end - length, end, first)
+        for end, length in zip(ends.tolist(), lengths, strict=True)
+        for first in range(end - length, end, step)
+    ]
+    return np.array(tiles, np.int32)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from polarlm.engine.backends.cuda.device import Carried, Moved
+from polarlm.engine.backends.cuda.device import PaddedInput, PeerCopy
 from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanHeader, SpanTable, with_rows
 from polarlm.engine.backends.cuda.launch_configs import SMALL_ROWS
 from polarlm.engine.limits import DRAFT_ROWS
@@ -27,14 +27,14 @@ def bucket(rows: int) -> int:
     return full + next(size for size in _BUCKETS if size >= left) if left else full
 
 
-def filled_up(inputs: Sequence[Any]) -> Sequence[Any]:
+def pad_rows(inputs: Sequence[Any]) -> Sequence[Any]:
     """The inputs of `Ops.run_graph`, padded with empty rows to their bucket; but not if a sequence has several rows and
     recurrent layers, whose tables have a row for each sequence."""
     count, most = inputs[0].shape[0], max((x.most_rows for x in inputs if isinstance(x, SpanTable)), default=1)
     rows = bucket(count)
     if rows == count if most == 1 else any(x.shape[0] != count for x in inputs if not isinstance(x, HostTable)):
         return inputs
-    return [_spans(x, count, rows, most) if isinstance(x, SpanTable) else _filled_up(x, rows) for x in inputs]
+    return [_spans(x, count, rows, most) if isinstance(x, SpanTable) else _pad_input(x, rows) for x in inputs]
 
 
 def _spans(x: SpanTable, count: int, rows: int, most: int) -> SpanTable:
@@ -44,12 +44,12 @@ def _spans(x: SpanTable, count: int, rows: int, most: int) -> SpanTable:
     return replace(x, table=table, copies={}, most_rows=next(size for size in (1, *DRAFT_ROWS) if size >= most))
 
 
-def _filled_up(x: Any, rows: int) -> Any:
+def _pad_input(x: Any, rows: int) -> Any:
     if isinstance(x, HostTable):
-        return x.filled_up(rows)
-    if isinstance(x, Moved):
+        return x.pad_rows(rows)
+    if isinstance(x, PeerCopy):
         return x._replace(rows=rows)
-    return x._replace(filler=with_rows(x.filler, rows)) if isinstance(x, Carried) else with_rows(x, rows)
+    return x._replace(filler=with_rows(x.filler, rows)) if isinstance(x, PaddedInput) else with_rows(x, rows)
 
 
 def first_rows(result: Any, rows: int) -> Any:

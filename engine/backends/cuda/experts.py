@@ -46,25 +46,27 @@ class ExpertOps(LinearOps):
         self._norms: dict[int, tuple[Array, np.ndarray]] = {}  # by identity; and on the host
 
     def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
-        together = itertools.groupby(zip(*matrices, strict=True), key=self._format)
-        return tuple(self._stacked(format, list(zip(*group, strict=True))) for format, group in together)
+        runs = itertools.groupby(zip(*matrices, strict=True), key=self._format)
+        return tuple(self._stack_experts(format, list(zip(*group, strict=True))) for format, group in runs)
 
     def _format(self, matrices: Sequence[StoredMatrix]) -> WeightFormat:
         """The format on the device of the same matrix of each expert."""
-        formats = {self.kept_as(matrix.format) for matrix in matrices}
+        formats = {self.stored_format(matrix.format) for matrix in matrices}
         if len(formats) > 1:
             names = ", ".join(sorted(format.name for format in formats))
-            raise _refused(f"experts of one layer in several formats ({names}),")
+            raise _unsupported(f"experts of one layer in several formats ({names}),")
         return formats.pop()
 
-    def _stacked(self, format: WeightFormat, experts: Sequence[Sequence[StoredMatrix]]) -> Matrix:
+    def _stack_experts(self, format: WeightFormat, experts: Sequence[Sequence[StoredMatrix]]) -> Matrix:
         """The matrices of the first expert, stacked, then the next expert's."""
         rows = sum(matrix.shape[0] for matrix in experts[0])
         if packed.is_packed(format) and rows % packed.ROWS:
-            raise _refused(f"experts with matrices of {rows} rows in {format.name}, not a multiple of {packed.ROWS},")
-        return self.stacked(format, [matrix for expert in experts for matrix in expert])
+            raise _unsupported(
+                f"experts with matrices of {rows} rows in {format.name}, not a multiple of {packed.ROWS},"
+            )
+        return self.stack(format, [matrix for expert in experts for matrix in expert])
 
     def route(self, logits: Array, rule: Experts, bias: Array | None = None, factors: Array | None = None) -> Routing:
         rows, count = logits.shape
@@ -91,14 +93,14 @@ class ExpertOps(LinearOps):
         if gate_up.on_host:
             self._on_host(y, x, routing, gate_up, down, activation, norm, residual)
             return y
-        chosen, n = routing.ids.shape[1], y.shape[1]
+        top_k, n = routing.ids.shape[1], y.shape[1]
         config = LaunchConfig({"ADD": int(residual is not None)}, threads_for(n))
         for first in range(0, len(x), EXPERT_ROWS):
             rows = slice(first, first + EXPERT_ROWS)
-            ids, to = routing.ids[rows], y[rows]
-            parts, places = self._of_pairs(x[rows], ids.reshape(ids.size), chosen, gate_up, down, activation, norm)
-            args = to, parts, routing.weights[rows], places, chosen, n, row_stride(to)
-            self._launch("add_experts", (-(-n // config.threads), len(to)), config, *args)
+            ids, target = routing.ids[rows], y[rows]
+            parts, places = self._pair_results(x[rows], ids.reshape(ids.size), top_k, gate_up, down, activation, norm)
+            args = target, parts, routing.weights[rows], places, top_k, n, row_stride(target)
+            self._launch("add_experts", (-(-n // config.threads), len(target)), config, *args)
         return y
 
     def _on_host(
@@ -128,14 +130,14 @@ class ExpertOps(LinearOps):
         def compute(words: np.ndarray) -> np.ndarray:
             parts = np.split(words, ends[:-1])
             copies = [part.view(kind).reshape(shape) for part, kind, shape in zip(parts, types, shapes, strict=True)]
-            rows, ids, weights, before = *copies[:3], copies[-1 if len(copies) > 3 else 0]
+            rows, ids, weights, residual_rows = *copies[:3], copies[-1 if len(copies) > 3 else 0]
             result = np.empty((len(rows), down.shape[0]), np.float32)
             for first in range(0, len(rows), host.prefill_rows):
                 part = slice(first, first + host.prefill_rows)
                 chosen = Routing(ids[part], weights[part])
-                into = before[part].copy() if adds else None
+                target = residual_rows[part].copy() if adds else None
                 result[part] = host.experts(
-                    rows[part], chosen, gate_up, down, activation, norm=host_norm, residual=into
+                    rows[part], chosen, gate_up, down, activation, norm=host_norm, residual=target
                 )
             return result
 
@@ -143,49 +145,49 @@ class ExpertOps(LinearOps):
 
     def _norm_on_host(self, weight: Array) -> np.ndarray:
         """The weights of a norm, which never change: copied once, before anything is recorded."""
-        known = self._norms.get(id(weight))
-        if known is None or known[0] is not weight:
-            known = self._norms[id(weight)] = weight, self._device.to_host(weight)
-        return known[1]
+        entry = self._norms.get(id(weight))
+        if entry is None or entry[0] is not weight:
+            entry = self._norms[id(weight)] = weight, self._device.to_host(weight)
+        return entry[1]
 
-    def _of_pairs(
+    def _pair_results(
         self,
         x: Array,
         ids: Array,
-        chosen: int,
+        top_k: int,
         gate_up: ExpertLinear,
         down: ExpertLinear,
         activation: str | None,
         norm: Norm,
     ) -> tuple[Array, Array | None]:
-        """The result of each pair: of row p // chosen of x (T, E) and expert ids[p], ids (P,). Returns the results
+        """The result of each pair: of row p // top_k of x (T, E) and expert ids[p], ids (P,). Returns the results
         (P, E), and the place of each pair among them, (P,) int32; None stands for places in order."""
         if not wide.groups_pairs(len(ids), gate_up.count):
-            first = partial(self._multiply_pairs, ids, chosen, gate_up.count)
+            first = partial(self._multiply_pairs, ids, top_k, gate_up.count)
             hidden = self._product(first, x, len(ids), gate_up, norm, activation, np.float32)
             second = partial(self._multiply_pairs, ids, 1, down.count)
             return self._product(second, hidden, len(ids), down, None, None, np.float32), None
         for most in self._group_rows(len(ids), gate_up.count):
-            result = self._of_groups(most, x, ids, chosen, gate_up, down, activation, norm)
+            result = self._group_results(most, x, ids, top_k, gate_up, down, activation, norm)
         return result
 
     def _group_rows(self, pairs: int, count: int) -> Sequence[int]:
         """The most rows of a group; of each kind of launch, in a warm-up."""
         return wide.expert_groups(pairs, count)[:1]
 
-    def _of_groups(
+    def _group_results(
         self,
         most: int,
         x: Array,
         ids: Array,
-        chosen: int,
+        top_k: int,
         gate_up: ExpertLinear,
         down: ExpertLinear,
         activation: str | None,
         norm: Norm,
     ) -> tuple[Array, Array]:
-        """`_of_pairs` in groups of up to `most` rows."""
-        groups = self._grouped(ids, chosen, gate_up.count, most)
+        """`_pair_results` in groups of up to `most` rows."""
+        groups = self._group_pairs(ids, top_k, gate_up.count, most)
         first = partial(self._multiply_groups, groups, groups.rows, gate_up.count)
         narrow = input_type(Linear(down.parts), len(ids))
         hidden = self._product(first, x, len(ids), gate_up, norm, activation, narrow)
@@ -224,29 +226,29 @@ class ExpertOps(LinearOps):
             self.activate_mul(y, whole, activation)
         return y
 
-    def _multiply_pairs(self, ids: Array, sharing: int, count: int, y: Array, x: Array, product: Product) -> None:
-        """The products of pairs, one by one. sharing: how many neighbouring pairs have the same row of x.
+    def _multiply_pairs(self, ids: Array, pairs_per_row: int, count: int, y: Array, x: Array, product: Product) -> None:
+        """The products of pairs, one by one. pairs_per_row: how many neighbouring pairs have the same row of x.
         count: experts."""
         (pairs, out), width, weight, device = y.shape, x.shape[1], product.weight, self._device
         rows = weight.shape[0] // count
         norm_weight, eps = product.norm or (None, 0.0)
         if packed.is_packed(weight.format):
             kernel, gated = "gemv_packed", product.activation is not None
-            of_expert = (packed.rows_of(weight.format, rows),)
-            config, blocks, _ = packed.gemv_packed(1, device.processors, device.shared_memory, of_expert, gated)
+            expert_rows = (packed.rows_of(weight.format, rows),)
+            config, blocks, _ = packed.gemv_packed(1, device.processors, device.shared_memory, expert_rows, gated)
         else:
             kernel = "gemv"
             config, blocks = launch_configs.gemv(1, rows, width, device.processors)
         config = product.with_types(y, config._replace(defines={**config.defines, "EXPERTS": 1}))
         operands, sizes = (y, x, weight.data, product.bias, norm_weight), (1, width, out, row_stride(y), float(eps))
-        self._launch(kernel, (blocks, 1, pairs), config, *operands, *sizes, ids, sharing, _bias_pitch(product))
+        self._launch(kernel, (blocks, 1, pairs), config, *operands, *sizes, ids, pairs_per_row, _bias_pitch(product))
 
-    def _grouped(self, ids: Array, chosen: int, count: int, most: int) -> _Groups:
+    def _group_pairs(self, ids: Array, top_k: int, count: int, most: int) -> _Groups:
         pairs, empty = len(ids), self._device.empty
         number = wide.most_groups(pairs, count, most)
         groups = _Groups(empty((pairs,), np.int32), empty((pairs,), np.int32), empty((number, 3), np.int32), most)
         config = LaunchConfig({"COUNT": count, "ROWS": most}, MOST_THREADS)
-        self._launch("group_pairs", (1,), config, *groups[:3], ids, pairs, chosen, number)
+        self._launch("group_pairs", (1,), config, *groups[:3], ids, pairs, top_k, number)
         return groups
 
     def _multiply_groups(
@@ -254,8 +256,8 @@ class ExpertOps(LinearOps):
     ) -> None:
         """The products of groups of pairs. rows: the row of x of each pair; None if x has one for each. count:
         experts."""
-        x, product, weight = self.narrowed(x, product), product._replace(norm=None), product.weight
-        config, tile = wide.of_experts(groups.most, weight.format, self._device.shared_memory)
+        x, product, weight = self.narrow_input(x, product), product._replace(norm=None), product.weight
+        config, tile = wide.gemm_wide_experts(groups.most, weight.format, self._device.shared_memory)
         blocks = -(-weight.shape[0] // count // tile), 1, len(groups.groups)
         operands, sizes = (y, x, weight.data, product.bias), (len(x), x.shape[1], y.shape[1], row_stride(y))
         more = groups.groups, rows, _bias_pitch(product)
@@ -267,7 +269,7 @@ def _bias_pitch(product: Product) -> int:
     return 0 if product.bias is None else int(row_stride(product.bias))
 
 
-def _refused(what: str) -> EngineError:
+def _unsupported(what: str) -> EngineError:
     return EngineError(
         f"This model has {what} which the GPU does not read: run it with device=cpu", settings=("device",)
     )

@@ -26,21 +26,21 @@ class DeviceRotation(NamedTuple):
 
     order: int
     matrix: Array | None
-    before: Array | None
-    after: Array | None
+    input_signs: Array | None
+    output_signs: Array | None
 
 
 NO_ROTATION = DeviceRotation(1, None, None, None)  # a Hadamard matrix of order 1, without signs
 
 
 class DeviceTransform(NamedTuple):
-    """A `HeadTransform` on the device. back: the inverse of the rotation `values`."""
+    """A `HeadTransform` on the device. inverse: of the rotation `values`."""
 
     kv_heads: int
     scale: Array | None
     keys: DeviceRotation
     values: DeviceRotation
-    back: DeviceRotation
+    inverse: DeviceRotation
     scale_back: Array | None
     value_eps: float | None
 
@@ -52,14 +52,16 @@ def prepare(device: Device, transforms: Sequence[HeadTransform]) -> list[DeviceT
         signs = hadamard_signs(matrix)
         if signs is None:
             return DeviceRotation(0, array(matrix), None, None)
-        return DeviceRotation(signs.order, None, device.from_host(signs.before), device.from_host(signs.after))
+        return DeviceRotation(
+            signs.order, None, device.from_host(signs.input_signs), device.from_host(signs.output_signs)
+        )
 
     def array(x: np.ndarray | None) -> Array | None:
         return None if x is None else device.from_host(np.ascontiguousarray(x, np.float32))
 
     return [
-        DeviceTransform(one.kv_heads, array(one.scale), keys, values, back, array(one.scale_back), one.value_eps)
-        for one, keys, values, back in with_rotations(transforms, rotation, NO_ROTATION)
+        DeviceTransform(one.kv_heads, array(one.scale), keys, values, inverse, array(one.scale_back), one.value_eps)
+        for one, keys, values, inverse in with_rotations(transforms, rotation, NO_ROTATION)
     ]
 
 
@@ -108,7 +110,7 @@ class HeadOps(DeviceOps):
         """
         (_, heads, dim), keys, values = qkv.shape, transform.keys, transform.values
         q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
-        signs = keys.before, keys.after, values.before, values.after
+        signs = keys.input_signs, keys.output_signs, values.input_signs, values.output_signs
         counts = vectors, heads - 2 * transform.kv_heads, transform.kv_heads
         self._launch(
             kernel,
@@ -124,7 +126,9 @@ class HeadOps(DeviceOps):
             return self.rotate_dense(x, rotation)
         dim = x.shape[-1]
         vectors, config = x.size // dim, rotate_config(dim, rotation.order, WARP * _WARPS)
-        self._launch("rotate", (-(-vectors // _WARPS),), config, x, x, rotation.before, rotation.after, vectors)
+        self._launch(
+            "rotate", (-(-vectors // _WARPS),), config, x, x, rotation.input_signs, rotation.output_signs, vectors
+        )
         return x
 
     def rotate_dense(self, x: Array, rotation: DeviceRotation) -> Array:

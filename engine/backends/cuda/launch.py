@@ -26,7 +26,7 @@ class LaunchConfig(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The arguments of `linear` besides x, for one matrix. add: to y instead of overwriting it. beside: a matrix of
+    """The arguments of `linear` besides x, for one matrix. add: to y instead of overwriting it. second: a matrix of
     another packed format, whose columns of y follow the columns of `weight`."""
 
     weight: Matrix
@@ -34,7 +34,7 @@ class Product(NamedTuple):
     norm: tuple[Any, float] | None
     add: bool
     activation: str | None
-    beside: Matrix | None = None
+    second: Matrix | None = None
 
     def with_types(self, y: Any, config: LaunchConfig) -> LaunchConfig:
         """`config` of one of our own kernels with the DEFINES of this product into y."""
@@ -42,8 +42,8 @@ class Product(NamedTuple):
         flags["NORMED"] = int(self.norm is not None)
         if self.activation is not None:
             flags["ACTIVATION"] = self.activation
-        if self.beside is not None:
-            flags["BESIDE"] = self.beside.format.name
+        if self.second is not None:
+            flags["SECOND"] = self.second.format.name
         return LaunchConfig({**flags, **config.defines}, config.threads, config.shared)
 
 
@@ -55,7 +55,7 @@ class Launcher:
         self._defines = {OVERLAPS: 1} if device.overlaps else {}
         self._counts: dict[int, Any] = {}
         self._halves: Any = ()
-        self._kept: list[Any] = []  # earlier, smaller ones, too
+        self._buffers: list[Any] = []  # earlier, smaller ones, too
 
     def __call__(
         self,
@@ -87,7 +87,7 @@ class Launcher:
         and they are never freed."""
         if len(self._halves) < size:
             self._halves = self._device.from_host(np.zeros(1 << (size - 1).bit_length(), np.float16))
-            self._kept.append(self._halves)
+            self._buffers.append(self._halves)
         return self._halves[:size]
 
 

@@ -1,7 +1,7 @@
 """Launch configurations of the larger kernels: DEFINES, threads and shared memory, as their heads require them.
 
 Bytes of shared memory decide how much of it a block gets, so they are computed here. Kernels get them as SHARED and do
-not compile where their arrays take another number.
+not compile where the size of their arrays differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARED_BYTES = 99 << 10
 # weights' type once, by `narrow`, instead of in every block.
 GEMV_ROWS = 2
 
-# Most rows of a block of gemm_wide: steps have multiples of it, and one of few numbers of rows beside them.
+# Most rows of a block of gemm_wide. Steps are padded to a multiple of it plus one of a few numbers of rows.
 SMALL_ROWS = 64
 
 # Rows whose experts are computed at a time: of each of their pairs with an expert there are two results in memory.
@@ -105,19 +105,19 @@ def decode_two_kinds(
 def _decode_warps(keys: Layout, values: Layout, most: int) -> int:
     """Warps of a block of decode_attention: fewer where they need more registers."""
     full = [not side.is_quantized for side in (keys, values)]
-    beside_codes = any(full) and not (all(full) and keys.mean_bits == 0)
+    mixes_codes = any(full) and not (all(full) and keys.mean_bits == 0)
     constants = [side.record.constants for side in (keys, values)]
-    by_groups = all(of_side.get("BITS") == 16 for of_side in constants)  # loaded as those before them are decoded
-    words = 0 if by_groups else sum(of_side.get("WORDS", 0) for of_side in constants)  # registers that codes take
+    by_groups = all(table.get("BITS") == 16 for table in constants)  # loaded as those before them are decoded
+    words = 0 if by_groups else sum(table.get("WORDS", 0) for table in constants)  # registers that codes take
     padded = keys.record.geometry.padded
     many = 63 if padded <= 64 else 64  # small heads: more tokens of a part have scores
-    return 8 if padded > 128 or words > many or beside_codes or step_rows(most) > 1 else 12
+    return 8 if padded > 128 or words > many or mixes_codes or step_rows(most) > 1 else 12
 
 
 def decode_attention_by(
     warps: int, keys: Layout, values: Layout, group: int, most: int, sequences: int, order: int
 ) -> LaunchConfig:
-    """`decode_attention` with so many warps of a block."""
+    """`decode_attention` with `warps` warps per block."""
     columns, padded = decode_cells(group, most)[1], keys.record.geometry.padded
     means = 512 * warps if keys.mean_bits else 0
     shared = max(table_bytes(keys, values) + means, warps * columns * (padded + 6) * 4)
@@ -134,7 +134,7 @@ def prefill_attention(keys: Layout, values: Layout, group: int) -> tuple[LaunchC
 
 
 def prefill_blocks(warps: int, rows: int, keys: Layout, values: Layout, group: int) -> tuple[LaunchConfig, int]:
-    """`prefill_attention` with so many warps of a block, which have so many rows of scores each."""
+    """`prefill_attention` with `warps` warps per block, each with `rows` rows of scores."""
     geometry = keys.record.geometry
     queries = 2 * warps * rows * geometry.padded if rows > 16 and geometry.padded > 64 else 0
     shared = table_bytes(keys, values) + 2 * geometry.tiles * _TILE_BYTES + queries
@@ -175,9 +175,9 @@ def encode_keys(keys: Layout) -> LaunchConfig | None:
     points, width, numbers = constants["POINTS"], constants["WIDTH"], 1 + len(encode.NORM_FACTORS)
     for tokens in (64, 32, 16):
         rows = -(-tokens * numbers // WARP) * WARP
-        of_rows = rows * dim // width * (1 if points <= 256 else 2)
+        row_code_bytes = rows * dim // width * (1 if points <= 256 else 2)
         floats = 20 * tokens + points * width + 2 * rows + dim + 3 * size + -(-numbers // 4) * 4
-        shared = 4 * floats + max(4 * dim * (tokens + 4), of_rows) + 2 * size * dim // width
+        shared = 4 * floats + max(4 * dim * (tokens + 4), row_code_bytes) + 2 * size * dim // width
         if size % tokens == 0 and shared <= SHARED_BYTES:
             return LaunchConfig({"WARPS": rows // WARP, "TOKENS": tokens, **ROUNDING}, rows, shared)
     raise _too_large(size)

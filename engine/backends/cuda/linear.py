@@ -22,7 +22,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.weight_formats import Linear, Matrix, StoredMatrix, WeightFormat, get
 from polarlm.model_loaders.config import is_gated
 
-# Bytes of a file that are uploaded at a time. Norm weights come to lie in the memory of earlier uploads, so that larger
+# Bytes of a file that are uploaded at a time. Norm weights later occupy the memory of these uploads, so that larger
 # parts would leave more memory unused.
 _UPLOAD_BYTES = 8 << 20
 _TILED_ROWS = 256  # a multiple of the rows of a tile of cuBLAS
@@ -32,17 +32,17 @@ class LinearOps(DeviceOps):
     """The ops with matrices: loading, reading rows, products; RMS norm, and ops on each number of a row."""
 
     def matrix_bytes(self, format: WeightFormat, count: int) -> int:
-        format = self.kept_as(format)
+        format = self.stored_format(format)
         return count // format.values * packed.block_bytes(format) if packed.is_packed(format) else format.size(count)
 
-    def kept_as(self, format: WeightFormat) -> WeightFormat:
+    def stored_format(self, format: WeightFormat) -> WeightFormat:
         return format if kernel_source.can_read(format.name) else get("f16")
 
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
-        together = itertools.groupby(matrices, key=lambda matrix: self.kept_as(matrix.format))
-        return tuple(self.stacked(format, list(parts)) for format, parts in together)
+    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
+        runs = itertools.groupby(matrices, key=lambda matrix: self.stored_format(matrix.format))
+        return tuple(self.stack(format, list(parts)) for format, parts in runs)
 
-    def stacked(self, format: WeightFormat, matrices: Sequence[StoredMatrix]) -> Matrix:
+    def stack(self, format: WeightFormat, matrices: Sequence[StoredMatrix]) -> Matrix:
         """`matrices` stacked. Only the rows of one upload exist twice."""
         count, width = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         _check_width(width)
@@ -54,7 +54,7 @@ class LinearOps(DeviceOps):
         for matrix in matrices:
             is_kept = matrix.format is format
             for part, raw in matrix.slabs(_UPLOAD_BYTES if is_kept else matrix.format.size(_UPLOAD_BYTES // 4)):
-                values = np.ascontiguousarray(raw) if is_kept else _widened(matrix.format, raw, width)
+                values = np.ascontiguousarray(raw) if is_kept else _as_float32(matrix.format, raw, width)
                 rows = slice(end + part.start, end + part.stop)
                 if is_packed:
                     self._repack(format, data, self._device.from_host(values), rows.start, width)
@@ -113,14 +113,14 @@ class LinearOps(DeviceOps):
         norm: Norm = None,
         residual: Array | None = None,
         activation: str | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> Array:
         if activation is not None and not is_gated(activation):
             y = self.linear(x, w, norm=norm)
             self.activate(y, y, activation)
             return y
         rows, out = len(x), w.shape[0] if activation is None else w.shape[0] // 2
-        dtype = input_type(then, rows) if activation is not None else np.float32
+        dtype = input_type(consumer, rows) if activation is not None else np.float32
         y = self._device.empty((rows, out), dtype) if residual is None else residual
         if len(w.parts) == 1 and (activation is None or gates(w.parts[0].format, w.shape[0])):
             self._multiply(y, x, Product(w.parts[0], w.bias, norm, residual is not None, activation))
@@ -128,15 +128,15 @@ class LinearOps(DeviceOps):
         # A product for each part, or for two; the activation follows, since it needs gate and up together.
         whole = y if activation is None else self._device.empty((rows, w.shape[0]), np.float32)
         if rows > GEMV_ROWS and len({_narrow_type(matrix) for matrix in w.parts}) == 1:
-            x, norm = self.narrowed(x, Product(w.parts[0], None, norm, False, None)), None
+            x, norm = self.narrow_input(x, Product(w.parts[0], None, norm, False, None)), None
         end, parts = 0, list(w.parts)
         while parts:
             matrix = parts.pop(0)
             is_joined = bool(parts) and packed.joins(matrix, parts[0]) and rows <= wide.WIDE_ROWS
-            beside = parts.pop(0) if is_joined else None
-            columns = slice(end, end := end + matrix.shape[0] + (0 if beside is None else beside.shape[0]))
+            second = parts.pop(0) if is_joined else None
+            columns = slice(end, end := end + matrix.shape[0] + (0 if second is None else second.shape[0]))
             bias = None if w.bias is None else w.bias[columns]
-            product = Product(matrix, bias, norm, residual is not None, None, beside)
+            product = Product(matrix, bias, norm, residual is not None, None, second)
             self._multiply(whole[:, columns], x, product)
         if activation is not None:
             self.activate_mul(y, whole, activation)
@@ -147,9 +147,9 @@ class LinearOps(DeviceOps):
         (rows, width), weight, launch = x.shape, product.weight, self._launch
         is_packed = packed.is_packed(weight.format)
         if (rows > GEMV_ROWS and not is_packed) or rows > wide.WIDE_ROWS:
-            self._large(y, x, product)
+            self._multiply_many_rows(y, x, product)
         elif rows > GEMV_ROWS:
-            wide.multiply(self._device, launch, y, self.narrowed(x, product), product._replace(norm=None))
+            wide.multiply(self._device, launch, y, self.narrow_input(x, product), product._replace(norm=None))
         elif is_packed:
             packed.multiply(self._device, launch, y, x, product)
         else:
@@ -159,11 +159,11 @@ class LinearOps(DeviceOps):
             config = product.with_types(y, config)
             launch("gemv", (blocks,), config, y, x, weight.data, product.bias, norm_weight, *sizes, float(eps))
 
-    def _large(self, y: Array, x: Array, product: Product) -> None:
+    def _multiply_many_rows(self, y: Array, x: Array, product: Product) -> None:
         """`linear` of any number of rows into y, by cuBLASLt."""
         rows, out = len(x), product.weight.shape[0]
         whole = y if product.activation is None else self._device.empty((rows, out), np.float32)
-        x = self.narrowed(x, product)
+        x = self.narrow_input(x, product)
         if packed.is_packed(product.weight.format):
             self._dequantized_product(whole, x, product)
         else:
@@ -214,7 +214,7 @@ class LinearOps(DeviceOps):
         pitch = row_stride(other) if other.ndim > 1 else np.int64(0)
         self._launch("elementwise", (-(-n // threads), rows), config, x, other, n, group, row_stride(x), pitch)
 
-    def narrowed(self, x: Array, product: Product) -> Array:
+    def narrow_input(self, x: Array, product: Product) -> Array:
         """x (T, in), normalised if the product has a norm, in the type in which it takes x: x itself if it is of it."""
         if x.dtype != np.float32:
             return x
@@ -249,7 +249,7 @@ def gates(format: WeightFormat, rows: int) -> bool:
     return not packed.is_packed(format) or rows % (2 * packed.ROWS) == 0
 
 
-def _widened(format: WeightFormat, raw: np.ndarray, width: int) -> np.ndarray:
+def _as_float32(format: WeightFormat, raw: np.ndarray, width: int) -> np.ndarray:
     """Rows of a file, uint8 (rows, bytes of a row), as float32 (rows, width)."""
     if format.name == "f32":
         return np.ascontiguousarray(raw).view(np.float32)

@@ -15,9 +15,8 @@ from polarlm.engine.backends.cuda.batches import bucket
 from polarlm.engine.backends.cuda.device import MOST_RECORDINGS, Device
 from polarlm.engine.backends.cuda.kv.cache import HEADER
 from polarlm.engine.backends.cuda.launch_configs import EXPERT_ROWS
-from polarlm.engine.backends.cuda.recurrent.sizes import delta_prompt_bytes, heads_width, projected_columns
-from polarlm.engine.backends.cuda.sampling.inputs import ROW_WORDS, mask_room
-from polarlm.engine.backends.cuda.sampling.sampler import scratch_words
+from polarlm.engine.backends.cuda.recurrent import delta_prompt_bytes, heads_width, projected_columns
+from polarlm.engine.backends.cuda.sampling import ROW_WORDS, mask_room, scratch_words
 from polarlm.engine.backends.kv import layers_together, table_width
 from polarlm.engine.backends.ops import Load
 from polarlm.model_loaders.config import Experts, Ffn, ModelConfig, Recurrent, ShortConv, is_gated
@@ -51,10 +50,10 @@ def prompt_bytes(load: Load, full_bytes: int, chunk: int, encoded_at_once: int) 
     attend = _FLOAT * (heads + 2 * queries) + gate  # queries, and the result before and after its rotation
     post_norm = _post_norm_bytes(model)
     forward = max(_NARROW * e + sum(_products(model)) * _FLOAT * f, (_FLOAT + _NARROW) * f + post_norm)
-    attended = _FLOAT * (heads + queries)
-    experts = chunk * (attended + post_norm) + _experts_bytes(model, chunk)
+    attention_results = _FLOAT * (heads + queries)
+    experts = chunk * (attention_results + post_norm) + _experts_bytes(model, chunk)
     logits = min(tokens, size) * (_FLOAT * model.vocab_size + _NARROW * e)  # scoring asks for all rows of a block
-    layer = max(chunk * max(project, attend, forward + attended), experts, logits)
+    layer = max(chunk * max(project, attend, forward + attention_results), experts, logits)
     layer = max(layer, chunk * _delta_bytes(model) + scratch)
     return whole + full_bytes * blocks + states + spans + layer
 
@@ -84,8 +83,8 @@ def step_bytes(load: Load, device: Device) -> int:
     head = rows * (_FLOAT * logits + _NARROW * e) + parts
     lists = 2 * _FLOAT * (rows * ROW_WORDS + mask_room(rows, model.vocab_size))  # and the logits that they change
     sampling = 8 * rows * scratch_words(model.vocab_size)
-    of_layers = 2 * len(model.layers) * model.layer_embedding  # and the projections that are added to them
-    return inputs + lists + sampling + rows * _FLOAT * (e + 1 + of_layers) + max(layer, head)
+    layer_inputs = 2 * len(model.layers) * model.layer_embedding  # and the projections that are added to them
+    return inputs + lists + sampling + rows * _FLOAT * (e + 1 + layer_inputs) + max(layer, head)
 
 
 def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
@@ -100,7 +99,7 @@ def _widths(model: ModelConfig) -> tuple[int, int, int, int]:
 
 
 def _products(model: ModelConfig) -> tuple[int, int]:
-    """How many products with x a network has, gate and up, and how many arrays of results beside them: without a gate,
+    """How many products with x a network has, gate and up, and how many further arrays of results: without a gate,
     its activation is computed in place."""
     return (2, 1) if any(layer.ffn is not None and is_gated(layer.ffn.activation) for layer in model.layers) else (1, 0)
 
@@ -144,7 +143,7 @@ def _deltas(model: ModelConfig) -> set[Recurrent]:
 
 
 def _delta_bytes(model: ModelConfig) -> int:
-    """Bytes of a row of a layer with such a state: what it is projected to, x in half precision, and the result."""
+    """Bytes of a row of a layer whose state is a matrix: the projected row, x in half precision, and the result."""
     widest = max((projected_columns(mixer) + heads_width(mixer) for mixer in _deltas(model)), default=0)
     return _FLOAT * widest + _NARROW * model.hidden_size if widest else 0
 

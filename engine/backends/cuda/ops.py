@@ -1,40 +1,86 @@
-"""The ops as launches of the kernels in `cuda/`; see `engine.backends.ops.Ops`."""
+"""The ops as launches of the kernels in `cuda/`; see `engine.backends.ops.Ops`. Kernels are compiled before they are
+needed: those that a trace of the first requests launches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from polarlm.engine.backends import transfer
-from polarlm.engine.backends.cuda.attention import AttentionOps
-from polarlm.engine.backends.cuda.batches import filled_up, first_rows
-from polarlm.engine.backends.cuda.device import Array, Carried, Device, Moved
-from polarlm.engine.backends.cuda.device.tracing import TracingDevice
-from polarlm.engine.backends.cuda.encoders import EncoderOps
+from polarlm.engine.backends.cuda import sampling
+from polarlm.engine.backends.cuda.attention import AttentionOps, EncoderOps
+from polarlm.engine.backends.cuda.batches import first_rows, pad_rows
+from polarlm.engine.backends.cuda.device import Array, Device, PaddedInput, PeerCopy
+from polarlm.engine.backends.cuda.device.tracing import Launch, TracingDevice
 from polarlm.engine.backends.cuda.experts import ExpertOps
 from polarlm.engine.backends.cuda.heads import prepare
 from polarlm.engine.backends.cuda.kv.cache import HostTable, SpanTable, next_spans, pack_spans
 from polarlm.engine.backends.cuda.kv.store import CacheOps
 from polarlm.engine.backends.cuda.launch_configs import ROWS_WITH_KERNELS
 from polarlm.engine.backends.cuda.memory import prompt_bytes, step_bytes
-from polarlm.engine.backends.cuda.recurrent.ops import RecurrentOps
-from polarlm.engine.backends.cuda.sampling import sampler
-from polarlm.engine.backends.cuda.sampling.inputs import pack_sampler_inputs
-from polarlm.engine.backends.cuda.warm_up import Expected, FirstRow
+from polarlm.engine.backends.cuda.recurrent import RecurrentOps
+from polarlm.engine.backends.cuda.sampling import pack_sampler_inputs
 from polarlm.engine.backends.cuda.wide import GROUP_ROWS
-from polarlm.engine.backends.ops import FromCard, KeptTiles, Load, Ops, Result, WarmUp
+from polarlm.engine.backends.ops import KeptTiles, Load, Ops, PeerArray, Result, WarmUp
 from polarlm.engine.errors import DeviceLost, EngineError
 from polarlm.engine.outputs import Threads
-from polarlm.engine.weight_formats import Matrix, StoredMatrix
+from polarlm.engine.weight_formats import Matrix, StoredMatrix, WeightFormat
 from polarlm.model_loaders.config import is_gated
+
+
+class ExpectedKernels:
+    """The texts of launches, which devices compile in the background."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
+        self._texts: dict[str, None] = {}  # in the order of need
+
+    def add(self, launch: Launch) -> None:
+        """Expect the text of a launch; a library's product has none."""
+        if launch.text and launch.text not in self._texts:
+            self._texts[launch.text] = None
+            for device in self._devices:
+                device.expect(launch.text)
+
+    def wait(self, progress: Callable[[int, int], None]) -> None:
+        """Wait until what has been added so far is compiled; progress(texts done, all) is called on the way."""
+        texts = list(self._texts)
+        for done, text in enumerate(texts):
+            progress(done, len(texts))
+            for device in self._devices:
+                device.wait_for(text)
+        progress(len(texts), len(texts))
+
+
+@dataclass(frozen=True)
+class FirstRow:
+    """A matrix for which one row of zeros is loaded, and nothing is read; see `StoredMatrix`."""
+
+    matrix: StoredMatrix
+
+    @property
+    def format(self) -> WeightFormat:
+        return self.matrix.format
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape
+
+    def dequantize(self, out: np.ndarray) -> None:
+        raise NotImplementedError("a GPU takes the bytes of a file")
+
+    def slabs(self, nbytes: int) -> Iterator[tuple[slice, np.ndarray]]:
+        yield slice(0, 1), np.zeros((1, self.format.size(self.shape[1])), np.uint8)
+
 
 # Rows of a unit of a prompt. More rows dequantize packed weights less often (8,192 tokens of an 8B model of 4-bit
 # weights take 9 % less time on an H100), but other sequences wait longer for their next step, and the activations of an
-# 8B model take 1 GB. A GPU with so much memory is fast enough for the one, and has room for the other.
+# 8B model take 1 GB. A GPU with that much memory is fast enough for longer chunks, and has room for their activations.
 _ROWS, _MANY_ROWS, _LARGE_MEMORY = 2048, 8192, 40 << 30
 _PASS_ROWS = 2048  # of several prompts: the host is no limit from there on
 
@@ -51,12 +97,12 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     keeps_tiles = False
     cache_experts = None
     stored_as = transfer.RECORDS
-    rehearsed: tuple[Sequence[int], Sequence[int]] = ((16, 64, 128, 256), (1, 2, 4, 8))
+    warm_up_rows: tuple[Sequence[int], Sequence[int]] = ((16, 64, 128, 256), (1, 2, 4, 8))
 
     def __init__(self, device: Device, host: Ops | None = None):
         super().__init__(device, host)
         self.name = device.name
-        self._alike = [device]  # devices that get the same kernels
+        self._same_devices = [device]  # devices that get the same kernels
         self.others: Callable[[], Sequence[CudaOps]] = tuple  # the ops of the other GPUs of this process
         self.prefill_rows = _MANY_ROWS if device.memory()[1] >= _LARGE_MEMORY else _ROWS
         self.pass_rows = min(self.prefill_rows, _PASS_ROWS)
@@ -65,9 +111,9 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         self.spans = pack_spans
         self.next_spans = next_spans
         self.pack_sampler_inputs = pack_sampler_inputs
-        self.sample = partial(sampler.sample, device, self._launch)
-        self.fetch_tokens = partial(sampler.fetch_tokens, device, self._launch)
-        self.fetch_later = partial(sampler.fetch_later, device)
+        self.sample = partial(sampling.sample, device, self._launch)
+        self.fetch_tokens = partial(sampling.fetch_tokens, device, self._launch)
+        self.fetch_later = partial(sampling.fetch_later, device)
 
     def with_host(self, host: Ops) -> CudaOps:
         """The ops on the same GPU, with the host's ops."""
@@ -84,15 +130,15 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         self.activate_mul(y, x, activation)
         return y
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
-        self._device.between(work, arrays, is_last=is_last)
+    def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
+        self._device.run_between_graphs(work, arrays, is_last=is_last)
 
     def forget(self) -> None:
         self._device.forget()
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
-        inputs = [self._moved(x) if isinstance(x, FromCard) else x for x in inputs]
-        rows, inputs = inputs[0].shape[0], filled_up(inputs)
+        inputs = [self._peer_copy(x) if isinstance(x, PeerArray) else x for x in inputs]
+        rows, inputs = inputs[0].shape[0], pad_rows(inputs)
 
         def on_device(*arrays: Array) -> Result:
             tables = [
@@ -105,15 +151,15 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         result = self._device.run_graph(key, on_device, [_on_host(x) for x in inputs])
         return result if rows == inputs[0].shape[0] else first_rows(result, rows)
 
-    def _moved(self, x: FromCard) -> Moved:
+    def _peer_copy(self, x: PeerArray) -> PeerCopy:
         assert isinstance(x.ops, CudaOps)
-        return Moved(x.array, x.ops._device, len(x.array))
+        return PeerCopy(x.array, x.ops._device, len(x.array))
 
-    def of_layer(self, layer: int) -> CudaOps:
+    def layer_ops(self, layer: int) -> CudaOps:
         return self
 
     @property
-    def of_encoders(self) -> CudaOps:
+    def encoder_ops(self) -> CudaOps:
         return self
 
     def wait(self) -> None:
@@ -124,9 +170,9 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
             reason = str(error).strip() or type(error).__name__
             raise DeviceLost(f"{self.name} has stopped with an error ({reason}): start this program again") from error
 
-    def take_inputs(self, bits: int) -> str:
+    def set_activation_bits(self, bits: int) -> str:
         if self.host is not None:
-            return self.host.take_inputs(bits)
+            return self.host.set_activation_bits(bits)
         return "" if bits == 16 else "it is for CPUs"
 
     @property
@@ -136,7 +182,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     def threads(self) -> Threads | None:
         return None if self.host is None else self.host.threads()
 
-    def in_numpy(self, cache: Any) -> dict[str, str]:
+    def numpy_fallbacks(self, cache: Any) -> dict[str, str]:
         return {}
 
     def _memory(self) -> tuple[int, int]:
@@ -146,7 +192,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     def free_memory(self) -> int:
         return self._memory()[0]
 
-    def room_beside(self, weights: int) -> int:
+    def memory_left(self, weights: int) -> int:
         free, total = self._memory()
         if weights > free:
             raise EngineError(
@@ -163,11 +209,11 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         sizes = self.cache_bytes(load.format)[1], self.prefill_rows, self.encoded_at_once
         return prompt_bytes(load, *sizes) + step_bytes(load, self._device)
 
-    def set_aside(self, load: Load) -> None:
-        self._device.set_aside(step_bytes(load, self._device))
+    def reserve_workspace(self, load: Load) -> None:
+        self._device.reserve_workspace(step_bytes(load, self._device))
 
     def warm_up(self) -> WarmUp:
-        device, expected = self._device, Expected(self._alike)
+        device, expected = self._device, ExpectedKernels(self._same_devices)
         sizes = device.processors, device.shared_memory, device.memory()
         host = None if self.host is None else self.host.warm_up()
         ops = _FirstRows(TracingDevice(expected.add, *sizes, device.overlaps), host and host.ops)
@@ -180,8 +226,8 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
         return WarmUp(ops, wait, ROWS_WITH_KERNELS)
 
     def to_device(self, x: Any) -> Array:
-        if isinstance(x, FromCard):
-            return self._device.from_device(*self._moved(x)[:2])
+        if isinstance(x, PeerArray):
+            return self._device.from_device(*self._peer_copy(x)[:2])
         x = np.asarray(x)
         return self._device.from_host(np.ascontiguousarray(x, np.int32 if x.dtype.kind in "iu" else np.float32))
 
@@ -192,16 +238,16 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
 class _FirstRows(CudaOps):
     """The ops of a warm-up, which load one row of each matrix."""
 
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
-        loaded = super().load([FirstRow(matrix) for matrix in matrices], kept)
+    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
+        loaded = super().load([FirstRow(matrix) for matrix in matrices], kept_tiles)
         for matrix in loaded:
             self.rows(matrix, slice(0, 1))  # loading reads rows, for the KV store's scales and the fingerprint
         return loaded
 
     def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
-        return super().load_experts([[FirstRow(matrix) for matrix in expert] for expert in matrices], kept)
+        return super().load_experts([[FirstRow(matrix) for matrix in expert] for expert in matrices], kept_tiles)
 
     def _group_rows(self, pairs: int, count: int) -> Sequence[int]:
         return GROUP_ROWS  # a longer prompt takes another one
@@ -211,7 +257,7 @@ def _on_host(x: Any) -> Any:
     """An input of `Ops.run_graph` as `Device.run_graph` takes it."""
     if isinstance(x, HostTable):
         return x.table
-    return x if isinstance(x, Carried | Moved) else np.ascontiguousarray(x)
+    return x if isinstance(x, PaddedInput | PeerCopy) else np.ascontiguousarray(x)
 
 
 def _gib(size: int) -> str:

@@ -73,22 +73,24 @@ def gemv_packed(
     tiles = [2 if gated or one.out >= 32 * 2 * processors else 1 for one in weights]
     units = [256 if v == 256 or 16 * 256 * nbytes <= _GEMV_PACKED_COPIED * v else 128 for _, v, nbytes in weights]
     copied = [16 * one.nbytes * unit // one.values for one, unit in zip(weights, units, strict=True)]  # bytes a tile
-    sums = [2 * 4 * most * (16 * of + 4) for of in tiles]  # bytes of a warp
+    sums = [2 * 4 * most * (16 * count + 4) for count in tiles]  # bytes of a warp
     # As many warps of a multiprocessor as shared memory is enough for: 24, if they can do with so few registers.
-    few = all(of == 1 or 8 * one.nbytes <= 5 * one.values for one, of in zip(weights, tiles, strict=True))
-    most_warps = 24 if most == 1 and few else 16
+    needs_few_registers = all(
+        count == 1 or 8 * one.nbytes <= 5 * one.values for one, count in zip(weights, tiles, strict=True)
+    )
+    most_warps = 24 if most == 1 and needs_few_registers else 16
     choices = [(warps, resident) for warps in (8, 4) for resident in range(1, most_warps // warps + 1)]
     for warps, resident in sorted(choices, key=lambda choice: (choice[0] * choice[1], choice[0]), reverse=True):
         free = min(SHARED_BYTES, shared_memory // resident) - SYSTEM_BYTES - _GEMV_PACKED_STATIC_BYTES
-        slots = [(free // warps - of_sums) // of_unit for of_sums, of_unit in zip(sums, copied, strict=True)]
-        if all(count > of for count, of in zip(slots, tiles, strict=True)):
+        slots = [(free // warps - sum_bytes) // unit_bytes for sum_bytes, unit_bytes in zip(sums, copied, strict=True)]
+        if all(slot_count > tile_count for slot_count, tile_count in zip(slots, tiles, strict=True)):
             break
     # Measured on an H200: more slots make it slower.
-    slots = [min(count, 2 * of) for count, of in zip(slots, tiles, strict=True)]
+    slots = [min(slot_count, 2 * tile_count) for slot_count, tile_count in zip(slots, tiles, strict=True)]
     shared = warps * max(a * b + c for a, b, c in zip(slots, copied, sums, strict=True))
     defines: dict[str, int | float | str] = {"ROWS": most, **_sizes(tiles, slots, units), "WARPS": warps}
     config = LaunchConfig({**defines, "RESIDENT": resident, "SHARED": shared}, 32 * warps, shared)
-    sets = [-(-one.out // (16 * of)) for one, of in zip(weights, tiles, strict=True)]
+    sets = [-(-one.out // (16 * count)) for one, count in zip(weights, tiles, strict=True)]
     blocks = min(sum(sets), resident * processors)
     if len(weights) == 1:
         return config, blocks, blocks
@@ -98,26 +100,26 @@ def gemv_packed(
 
 
 def _sizes(tiles: Sequence[int], slots: Sequence[int], units: Sequence[int]) -> dict[str, int]:
-    """The DEFINES of one format or of two, see `cuda/linear/beside.cuh`."""
-    named = zip(("", "BESIDE_"), tiles, slots, units, strict=False)
-    return {f"{of}{name}": size for of, *sizes in named for name, size in zip(_SIZES, sizes, strict=True)}
+    """The DEFINES of one format or of two, see `cuda/linear/second_matrix.cuh`."""
+    named = zip(("", "SECOND_"), tiles, slots, units, strict=False)
+    return {f"{prefix}{name}": size for prefix, *sizes in named for name, size in zip(_SIZES, sizes, strict=True)}
 
 
-def joins(weight: Matrix, beside: Matrix) -> bool:
+def joins(weight: Matrix, second: Matrix) -> bool:
     """Whether one launch can multiply by both of these neighbouring matrices."""
-    formats = weight.format, beside.format
+    formats = weight.format, second.format
     return formats[0] is not formats[1] and all(map(is_packed, formats))
 
 
 def multiply(device: Device, launch: Launcher, y: Array, x: Array, product: Product) -> None:
     """`linear` of at most GEMV_ROWS rows into y."""
-    (rows, width), (weight, beside) = x.shape, (product.weight, product.beside)
-    matrices = [weight] if beside is None else [weight, beside]
+    (rows, width), (weight, second) = x.shape, (product.weight, product.second)
+    matrices = [weight] if second is None else [weight, second]
     weights = tuple([rows_of(matrix.format, matrix.shape[0]) for matrix in matrices])
     gated = product.activation is not None
     config, blocks, border = gemv_packed(rows, device.processors, device.shared_memory, weights, gated)
-    out = y.shape[1] - (0 if beside is None else beside.shape[0])
-    more = () if beside is None else (beside.data, beside.shape[0], border)
+    out = y.shape[1] - (0 if second is None else second.shape[0])
+    more = () if second is None else (second.data, second.shape[0], border)
     norm_weight, eps = product.norm or (None, 0.0)
     operands, sizes = (y, x, weight.data, product.bias, norm_weight), (rows, width, out, row_stride(y), float(eps))
     launch("gemv_packed", (blocks,), product.with_types(y, config), *operands, *sizes, *more)

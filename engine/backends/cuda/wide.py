@@ -1,7 +1,7 @@
 """Products of three rows and more on tensor cores, also of experts: launches of `cuda/linear/gemm_wide.cu`.
 
 Into how many parts the inputs of a matrix are split depends on the matrix and the GPU alone. So a row's result is the
-same to the bit, whatever the number of rows beside it.
+same to the bit, whatever the number of rows computed with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GROUP_ROWS = (16, 32, _MOST_ROWS)  # rows of a group of an expert's pairs, at mo
 _UNIT = 256  # inputs: parts have whole units, and at least two of them
 _WARPS = 8  # of a block, at most
 _LEAST_WARPS = 4  # and for experts: with fewer, a warp would copy much of x
-_FOR_FEW = (2, 2)  # WARPS_OUT and WARPS_K where most multiprocessors would have no block
+_FEW_BLOCKS_WARPS = (2, 2)  # WARPS_OUT and WARPS_K where most multiprocessors would have no block
 _LEAST_STAGES = 3
 
 
@@ -68,7 +68,7 @@ def groups_pairs(pairs: int, experts: int) -> bool:
 def warps_for(outs: tuple[int, ...], split: int, processors: int) -> tuple[int, int]:
     """WARPS_OUT and WARPS_K: fewer where all multiprocessors have a block even so, as the matrix and the GPU say."""
     warps = -(-sum(outs) * split // (32 * processors))
-    return (max(_LEAST_WARPS, min(_WARPS, warps)), 1) if warps > _FOR_FEW[0] else _FOR_FEW
+    return (max(_LEAST_WARPS, min(_WARPS, warps)), 1) if warps > _FEW_BLOCKS_WARPS[0] else _FEW_BLOCKS_WARPS
 
 
 @cache
@@ -79,7 +79,7 @@ def gemm_wide(
     WARPS_OUT and WARPS_K. shared_memory: bytes of a multiprocessor. resident: blocks of it. A block that is alone takes
     more than half of its memory: blocks of the next launch, which begins early, would otherwise share the first
     multiprocessor that is free."""
-    out, deep = warps
+    out, warps_k = warps
     for choice in ((out, 128, resident), (out, 64, resident), (_LEAST_WARPS, 64, 1)):
         out, inputs, resident = choice
         limit = shared_memory // resident - SYSTEM_BYTES
@@ -87,12 +87,12 @@ def gemm_wide(
         if _LEAST_STAGES * stage <= limit:
             break
     stages = min(limit // stage, max(4, limit // (2 * stage) + 1))
-    defines: dict[str, int | float | str] = {"ROWS": most, "WARPS_OUT": out, "WARPS_K": deep, "INPUTS": inputs}
+    defines: dict[str, int | float | str] = {"ROWS": most, "WARPS_OUT": out, "WARPS_K": warps_k, "INPUTS": inputs}
     defines |= {"STAGES": stages, "RESIDENT": resident, "SHARED": stages * stage}
-    return LaunchConfig(defines, 32 * out * deep, stages * stage), 32 * out
+    return LaunchConfig(defines, 32 * out * warps_k, stages * stage), 32 * out
 
 
-def of_experts(most: int, format: WeightFormat, shared_memory: int) -> tuple[LaunchConfig, int]:
+def gemm_wide_experts(most: int, format: WeightFormat, shared_memory: int) -> tuple[LaunchConfig, int]:
     """The same for groups of at most `most` rows of experts."""
     config, tile = gemm_wide(most, (format,), (_LEAST_WARPS, 1), shared_memory, resident=2)
     return config._replace(defines={**config.defines, "EXPERTS": 1}), tile
@@ -108,25 +108,27 @@ def _tile_bytes(format: WeightFormat, inputs: int) -> int:
 
 def multiply(device: Device, launch: Launcher, y: Array, x: Array, product: Product) -> None:
     """`linear` of any number of rows into y; x (rows, in) is normalised and of the type that the product takes."""
-    (rows, width), weight, beside, processors = x.shape, product.weight, product.beside, device.processors
-    first, second = weight.shape[0], 0 if beside is None else beside.shape[0]
-    outs, formats = (
-        ((first,), (weight.format,)) if beside is None else ((first, second), (weight.format, beside.format))
-    )
+    (rows, width), weight, second, processors = x.shape, product.weight, product.second, device.processors
+    first_out, second_out = weight.shape[0], 0
+    outs: tuple[int, ...] = (first_out,)
+    formats: tuple[WeightFormat, ...] = (weight.format,)
+    if second is not None:
+        second_out = second.shape[0]
+        outs, formats = (first_out, second_out), (weight.format, second.format)
     split = parts(outs, width, processors)
     most, groups = row_groups(rows)
     config, tile = gemm_wide(most, formats, warps_for(outs, split, processors), device.shared_memory)
-    tiles = -(-first // tile)
-    to, whole, out = y, product, y.shape[1] - second
+    tiles = -(-first_out // tile)
+    target, whole, out = y, product, y.shape[1] - second_out
     if split > 1:
-        to = device.empty((split * rows, first + second), np.float32)
-        whole, out = product._replace(bias=None, add=False, activation=None), first
-    more = () if beside is None else (beside.data, second, tiles)
-    operands, sizes = (to, x, weight.data, whole.bias), (rows, width, out, row_stride(to))
-    config = whole.with_types(to, config)
-    launch("gemm_wide", ((tiles + -(-second // tile)) * groups, split), config, *operands, *sizes, *more)
+        target = device.empty((split * rows, first_out + second_out), np.float32)
+        whole, out = product._replace(bias=None, add=False, activation=None), first_out
+    more = () if second is None else (second.data, second_out, tiles)
+    operands, sizes = (target, x, weight.data, whole.bias), (rows, width, out, row_stride(target))
+    config = whole.with_types(target, config)
+    launch("gemm_wide", ((tiles + -(-second_out // tile)) * groups, split), config, *operands, *sizes, *more)
     if split > 1:
-        _add_parts(launch, y, to, product, split)
+        _add_parts(launch, y, target, product, split)
 
 
 def _add_parts(launch: Launcher, y: Array, sums: Array, product: Product, count: int) -> None:

@@ -35,11 +35,11 @@ class Graphs:
             with self._launch.graph():
                 return work(*inputs)
         fixed, recording = recorded
-        for kept, new in zip(fixed, inputs, strict=True):
-            if isinstance(kept, StepTable):
-                kept.copy_from(new)
-            elif isinstance(kept, np.ndarray):
-                kept[...] = new
+        for fixed_input, new_input in zip(fixed, inputs, strict=True):
+            if isinstance(fixed_input, StepTable):
+                fixed_input.copy_from(new_input)
+            elif isinstance(fixed_input, np.ndarray):
+                fixed_input[...] = new_input
         self._launch.replay(recording)
         return recording.result
 

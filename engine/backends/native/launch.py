@@ -1,4 +1,5 @@
-"""Launches of kernels: run immediately, or recorded into a command buffer."""
+"""Launches of kernels: run immediately, recorded into a command buffer, or noted by a warm-up, which compiles their
+kernels."""
 
 from __future__ import annotations
 
@@ -17,17 +18,17 @@ from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.compile.target import best
 from polarlm.engine.jit.lang import Kernel, Level
 from polarlm.engine.jit.lang.records import Record
-from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased, unowned
+from polarlm.engine.jit.run.buffers import Arena, Buffers, is_leased, unowned_view
 from polarlm.engine.jit.run.workers import CommandBuffer, Launch, workers
 
 Units = int | Callable[[], int]
-Launching = tuple[Kernel[Any], Units, Any, int]  # a kernel, its units, its arguments and the grain
+LaunchSpec = tuple[Kernel[Any], Units, Any, int]  # a kernel, its units, its arguments and the grain
 _ENGINE = Path(__file__).resolve().parents[2]
 # The folders whose code decides what these kernels do; their language, `jit/`, is always hashed.
 _SOURCES = tuple(
     _ENGINE / name for name in ("backends", "codecs", "quantization", "records", "sampling", "weight_formats")
 )
-_MOST_KEPT = 1024  # launches to repeat: of each matrix of a large model
+_MOST_REPEATABLE = 1024  # launches to repeat: of each matrix of a large model
 _CHUNKS = 8  # chunks of a launch's units per thread: small enough that no thread waits long for another
 
 
@@ -35,7 +36,7 @@ class CannotRecord(Exception):
     """A step needs an op that is not a kernel, so it must run op by op."""
 
 
-class Packed(NamedTuple):
+class PackedLaunch(NamedTuple):
     """A launch. arguments: as the kernel reads them, int64; their words are writable between runs. The rest is as in
     `Launcher.__call__`."""
 
@@ -47,17 +48,17 @@ class Packed(NamedTuple):
 
 
 @dataclass
-class Prepared:
-    """Launches that can be run again and again with little Python between.
+class PreparedLaunches:
+    """Launches that can be run repeatedly with little Python in between.
 
     arrays: what the arguments point to, referenced here to keep it alive. Once they have run: commands, and of the
     launches whose number of units varies between runs the entries in it.
     """
 
-    launches: list[Packed]
+    launches: list[PackedLaunch]
     arrays: list[np.ndarray]
     commands: CommandBuffer | None = None
-    varying: Sequence[tuple[int, Callable[[], int]]] = ()
+    varying_units: Sequence[tuple[int, Callable[[], int]]] = ()
 
 
 class HostCall(NamedTuple):
@@ -72,16 +73,16 @@ class Recording:
     function returned."""
 
     def __init__(self) -> None:
-        self.parts: list[Prepared | HostCall] = []
+        self.parts: list[PreparedLaunches | HostCall] = []
         self.buffers = Buffers()
         self.result: Any = None
 
-    def add(self, launch: Packed, arrays: Iterable[np.ndarray]) -> None:
+    def add(self, launch: PackedLaunch, arrays: Iterable[np.ndarray]) -> None:
         """Add a launch. arrays: those of its arguments whose memory the recording does not own."""
-        if not self.parts or not isinstance(together := self.parts[-1], Prepared):
-            self.parts.append(together := Prepared([], []))
-        together.launches.append(launch)
-        together.arrays += arrays
+        if not self.parts or not isinstance(last := self.parts[-1], PreparedLaunches):
+            self.parts.append(last := PreparedLaunches([], []))
+        last.launches.append(launch)
+        last.arrays += arrays
 
 
 class Launcher:
@@ -100,21 +101,21 @@ class Launcher:
         self.in_graph = False  # whether the work of `Ops.run_graph` is called, which is recorded if it can be
         self._recording: Recording | None = None
         self._buffers = Buffers()
-        self._kept: dict[Hashable, Any] = {}  # the latest ones last
+        self._repeatable: dict[Hashable, Any] = {}  # the latest ones last
 
     def take(self, key: Hashable) -> Any | None:
         """What `keep` has kept for a key, which nobody else takes meanwhile; None in a graph."""
-        return self._kept.pop(key, None) if self.runs_now else None
+        return self._repeatable.pop(key, None) if self.runs_directly else None
 
     def keep(self, key: Hashable, launches: Any) -> None:
         """Keep launches that can be repeated. key: all that they depend on, but for what is replaced in them."""
-        if self.runs_now:
-            self._kept[key] = launches
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.pop(next(iter(self._kept)), None)
+        if self.runs_directly:
+            self._repeatable[key] = launches
+            if len(self._repeatable) > _MOST_REPEATABLE:
+                self._repeatable.pop(next(iter(self._repeatable)), None)
 
     @property
-    def runs_now(self) -> bool:
+    def runs_directly(self) -> bool:
         """Whether launches run, outside of graphs."""
         return self.computes and not self.in_graph
 
@@ -135,52 +136,54 @@ class Launcher:
         time; 0 cuts them into a few chunks for each thread. overlaps: whether the next launch need not wait for this
         one, if both are recorded.
         """
-        launch = self._packed(kernel, units, arguments, grain, overlaps)
+        launch = self._pack_launch(kernel, units, arguments, grain, overlaps)
         if self._recording is None:
-            self.run(Prepared([launch], []))
+            self.run(PreparedLaunches([launch], []))
         else:
             self._recording.add(launch, (x for x in arguments if isinstance(x, np.ndarray) and not is_leased(x)))
 
-    def in_order(self, launches: Sequence[Launching]) -> Prepared | None:
+    def launch_all(self, launches: Sequence[LaunchSpec]) -> PreparedLaunches | None:
         """As calls with each of the launches, which take less Python so; return them if they have run."""
         if self._recording is not None:
             for launch in launches:
                 self(*launch)
             return None
-        self.run(prepared := Prepared([self._packed(*launch) for launch in launches], []))
-        return prepared if self.runs_now else None
+        self.run(prepared := PreparedLaunches([self._pack_launch(*launch) for launch in launches], []))
+        return prepared if self.runs_directly else None
 
-    def _packed(self, kernel: Kernel[Any], units: Units, arguments: Any, grain: int, overlaps: bool = False) -> Packed:
+    def _pack_launch(
+        self, kernel: Kernel[Any], units: Units, arguments: Any, grain: int, overlaps: bool = False
+    ) -> PackedLaunch:
         count = units if isinstance(units, int) else units()
-        return Packed(kernel, kernel.pack(arguments), units, grain or self.grain(count), overlaps)
+        return PackedLaunch(kernel, kernel.pack(arguments), units, grain or self.grain(count), overlaps)
 
     def grain(self, units: int) -> int:
         """Units that a thread takes at a time, unless a launch says otherwise."""
         return max(1, units // (_CHUNKS * self.threads))
 
-    def prepare(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> Prepared:
+    def prepare(self, launches: Iterable[tuple[Kernel[Any], int, tuple[Any, ...]]]) -> PreparedLaunches:
         """Launches for `run`: of each the kernel, its number of units, and its arguments."""
         whole = [*launches]
         grain = self.grain(sum(units for _, units, _ in whole))
-        packed = [self._packed(*launch, grain, True) for launch in whole]
-        return Prepared(packed, [x for *_, arguments in whole for x in arguments if isinstance(x, np.ndarray)])
+        packed = [self._pack_launch(*launch, grain, True) for launch in whole]
+        return PreparedLaunches(packed, [x for *_, arguments in whole for x in arguments if isinstance(x, np.ndarray)])
 
-    def run(self, prepared: Prepared) -> None:
+    def run(self, prepared: PreparedLaunches) -> None:
         """Run the launches, at the same time or in order."""
         if prepared.commands is None:
             address = self.library.address
             calls: list[Launch] = []
-            varying: list[tuple[int, Callable[[], int]]] = []
+            varying_units: list[tuple[int, Callable[[], int]]] = []
             for kernel, arguments, units, grain, overlaps in prepared.launches:
                 if not isinstance(units, int):
-                    varying.append((len(calls), units))
+                    varying_units.append((len(calls), units))
                     units = 0
                 elif not units:
                     continue
                 calls.append(Launch(address(kernel), arguments, units, grain, int(overlaps)))
-            prepared.varying, prepared.commands = varying, CommandBuffer(calls)
+            prepared.varying_units, prepared.commands = varying_units, CommandBuffer(calls)
         commands = prepared.commands
-        for entry, units in prepared.varying:
+        for entry, units in prepared.varying_units:
             commands.units[entry] = units()
         if len(commands.units):
             self._workers.run(commands, self.threads)
@@ -193,7 +196,7 @@ class Launcher:
         if self._recording is None:
             function(*arrays)
         else:
-            self._recording.parts.append(HostCall(function, tuple(map(unowned, arrays))))
+            self._recording.parts.append(HostCall(function, tuple(map(unowned_view, arrays))))
 
     def can_run(self, kernels: Sequence[Kernel]) -> bool:
         """Whether all kernels compile. Waits until they have, or until one fails."""
@@ -208,7 +211,7 @@ class Launcher:
     def has_loaded(self, kernels: Sequence[Kernel]) -> bool:
         return all(map(self.library.has, kernels))
 
-    def in_numpy(self, op: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    def run_numpy(self, op: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         """op(*args, **kwargs). Raises CannotRecord inside a recording, since it is not a kernel."""
         if self._recording is not None:
             raise CannotRecord
@@ -236,15 +239,54 @@ class Launcher:
         """Run the recorded launches. The pool's memory is given back first, if no prompt uses any of it."""
         self._buffers.give_back()
         for part in recording.parts:
-            if isinstance(part, Prepared):
+            if isinstance(part, PreparedLaunches):
                 self.run(part)
             else:
                 part.function(*part.arrays)
 
 
 class KernelOps(NumpyOps):
-    """Ops with compiled kernels. What a subclass does not override, NumPy computes."""
+    """Ops with compiled kernels. What a subclass does not override, NumPy computes: `ops.NUMPY_OPS` lists it."""
 
     def __init__(self, launch: Launcher) -> None:
         super().__init__()
         self._launch = launch
+
+
+class WarmUpLauncher(Launcher):
+    """Asks the library for kernels in the order of their launches instead of running them. Results are zeros.
+
+    Ops without kernels do not run either, and no weights are read.
+    """
+
+    computes = False
+
+    def __init__(self, launch: Launcher) -> None:
+        super().__init__(launch.threads, launch.level)
+        self.library, self.input_bits = launch.library, launch.input_bits
+        self._kernels: dict[Kernel, None] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def run(self, prepared: PreparedLaunches) -> None:
+        for kernel, *_ in prepared.launches:
+            self._kernels[kernel] = None
+            self.library.expect([kernel])
+
+    def can_run(self, kernels: Sequence[Kernel]) -> bool:
+        """True: loading waits for these kernels, even where an op could do without them."""
+        return True
+
+    def run_numpy(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Zeros like the first argument if that is an array, else None; `op` is not called."""
+        return super().run_numpy(lambda: np.zeros_like(args[0]) if isinstance(args[0], np.ndarray) else None)
+
+    def replay(self, recording: Recording) -> None:
+        for part in recording.parts:
+            if isinstance(part, PreparedLaunches):  # experts that are read when they are chosen are none of a warm-up's
+                self.run(part)
+
+    def wait(self, progress: Callable[[int, int], None] = lambda done, count: None) -> None:
+        """Wait until all noted kernels are compiled; see `Library.wait`."""
+        self.library.wait(self._kernels, progress)

@@ -16,13 +16,12 @@ from polarlm.engine.backends.native.kernels.linear.tiling import short_prompts
 from polarlm.engine.backends.native.kernels.rows import BestArguments, best_of_rows
 from polarlm.engine.backends.native.kv.cache import CacheOps
 from polarlm.engine.backends.native.kv.encoding import EncodingOps
-from polarlm.engine.backends.native.launch import Launcher
+from polarlm.engine.backends.native.launch import Launcher, WarmUpLauncher
 from polarlm.engine.backends.native.product_ops.experts import ExpertOps
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.backends.native.recurrent_ops import RecurrentOps
 from polarlm.engine.backends.native.self_test import choose
 from polarlm.engine.backends.native.thread_count import thread_count
-from polarlm.engine.backends.native.warm_up import WarmUpLauncher
 from polarlm.engine.backends.numpy import blas, host_memory
 from polarlm.engine.backends.ops import Result, WarmUp
 from polarlm.engine.jit.run.workers import workers
@@ -30,9 +29,27 @@ from polarlm.engine.outputs import Threads
 from polarlm.engine.sampling.sample import Sampled, SamplerInput, sample_all
 from polarlm.engine.weight_formats import WeightFormat
 
+# The ops that NumPy computes for every layer. None of them multiplies: they copy memory of the host, or say what it is.
+NUMPY_OPS = frozenset(
+    (
+        *("append_kv", "buffer", "read_blocks", "write_blocks", "read_full", "write_full"),  # copies of K/V
+        *("assign", "keep_states", "restore_states", "check_recurrent"),  # copies of recurrent states
+        *("to_device", "to_host", "empty", "clip", "pack_sampler_inputs"),  # arrays are NumPy's
+        *("free_memory", "work_bytes", "reserve_workspace", "wait", "check"),  # the machine is the same
+        *("layer_ops", "encoder_ops", "run_between_graphs"),  # one device, whose graphs have no parts
+    )
+)
+# The ops that NumPy computes for layers without a kernel; `numpy_fallbacks` says which these are.
+NUMPY_FALLBACKS = frozenset(
+    (
+        *("cache", "cache_bytes", "copy_full", "decode_blocks", "encode_blocks", "round_trip", "attention"),
+        *("self_attention", "gated_delta", "mamba2"),
+    )
+)
+
 
 class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, EncodingOps, CacheOps):
-    """The ops on a CPU. NumPy computes the ops that no class of this folder has."""
+    """The ops on a CPU. NumPy computes NUMPY_OPS, and NUMPY_FALLBACKS where there is no kernel."""
 
     backend = "native"
     stored_as = transfer.TILES
@@ -51,7 +68,7 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
         super().__init__(Launcher(self._count.number, choice.level))
         self._graphs = Graphs(self._launch)
 
-    def take_inputs(self, bits: int) -> str:
+    def set_activation_bits(self, bits: int) -> str:
         self._launch.input_bits = bits if self._launch.level.most_code else 16
         if bits == self._launch.input_bits:
             return ""
@@ -74,8 +91,8 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
     def forget(self) -> None:
         self._graphs.forget()
 
-    def room_beside(self, weights: int) -> int:
-        return host_memory.room_beside(weights)
+    def memory_left(self, weights: int) -> int:
+        return host_memory.memory_left(weights)
 
     def threads(self) -> Threads:
         """The number of threads; the reason, which also names the CPU level and kernels that failed to compile."""
@@ -83,11 +100,11 @@ class NativeOps(LinearOps, ExpertOps, RecurrentOps, AttentionOps, EncoderOps, En
         if (started := workers().start(number)) < number:
             number, why = started, f"{why}: {number}, of which the system starts no more"
         why = f"{why}; kernels compiled for {library.level.name}, {self.inputs}"
-        if failed := library.failed:
-            why += f"; without {', '.join(failed)}, which cannot be compiled"
+        if failed_names := library.failed_names:
+            why += f"; without {', '.join(failed_names)}, which cannot be compiled"
         return Threads(number, why, tuple(library.names))
 
-    def kept_as(self, format: WeightFormat) -> WeightFormat:
+    def stored_format(self, format: WeightFormat) -> WeightFormat:
         return format
 
     def sample(

@@ -47,7 +47,7 @@ class RecurrentOps(KernelOps):
     ) -> np.ndarray:
         spec = Delta(*_sizes(slots), w.tiled, ends is not None)
         if not supports(spec):
-            return self._launch.in_numpy(super().gated_delta, projected, w, slots, spans, ends)
+            return self._launch.run_numpy(super().gated_delta, projected, w, slots, spans, ends)
         y = self._launch.empty((len(projected), spec.value_heads * spec.value_dim))
         arguments = RecurrentArguments(
             projected=projected,
@@ -58,7 +58,7 @@ class RecurrentOps(KernelOps):
             norm=w.norm,
             **slots._asdict(),
             spans=spans,
-            **_kept(ends, spans, spec.block),
+            **_end_arguments(ends, spans, spec.block),
             eps=w.eps,
         )
         self._launch(gated_delta(spec), len(spans) * spec.key_heads, arguments, grain=1)
@@ -74,9 +74,9 @@ class RecurrentOps(KernelOps):
     ) -> np.ndarray:
         spec = Mamba2(*_sizes(slots), w.bias is not None, ends is not None)
         if not mamba2.supports(spec):
-            return self._launch.in_numpy(super().mamba2, projected, w, slots, spans, ends)
+            return self._launch.run_numpy(super().mamba2, projected, w, slots, spans, ends)
         launch, rows = self._launch, len(projected)
-        y, kept = launch.empty((rows, spec.inner)), _kept(ends, spans, spec.block)
+        y, kept = launch.empty((rows, spec.inner)), _end_arguments(ends, spans, spec.block)
         blocks = 0 if ends is None else kept["blocks"] + 1
         arguments = RecurrentArguments(
             projected=projected,
@@ -116,13 +116,13 @@ def _sizes(slots: DeltaSlots) -> tuple[int, int, int, int, int, int]:
     return key_heads, heads // key_heads, key_dim, value_dim, block, slots.inputs.shape[1] - block + 1
 
 
-def _kept(ends: DeltaEnds | None, spans: np.ndarray, block: int) -> dict[str, Any]:
+def _end_arguments(ends: DeltaEnds | None, spans: np.ndarray, block: int) -> dict[str, Any]:
     """The arguments of a kernel that say which ends of blocks are kept, of a prompt's only span."""
     if ends is None:
-        return {"kept": None, "end_matrices": None, "end_inputs": None, "blocks": 0}
+        return {"end_rows": None, "end_matrices": None, "end_inputs": None, "blocks": 0}
     blocks = (int(spans[0, 2]) + int(spans[0, 3])) // block
     rows = np.full(blocks, -1, np.int32)
     for row, number in enumerate(ends.numbers):
         if 0 <= number < blocks:
             rows[number] = row
-    return {"kept": rows, "end_matrices": ends.matrices, "end_inputs": ends.inputs, "blocks": blocks}
+    return {"end_rows": rows, "end_matrices": ends.matrices, "end_inputs": ends.inputs, "blocks": blocks}

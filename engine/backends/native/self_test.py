@@ -13,7 +13,7 @@ import numpy as np
 from polarlm.engine.backends.native.launch import Launcher
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.errors import KernelError
-from polarlm.engine.jit.compile.target import permitted
+from polarlm.engine.jit.compile.target import permitted_levels
 from polarlm.engine.jit.lang import I8, I32, Emitter, Kernel, Level, Pointer, Value, vector
 from polarlm.engine.weight_formats import Linear, WeightFormat, get
 
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 def choose() -> Choice:
     """The level of this process. Raises KernelError if none works, EngineError if POLARLM_CPU_LEVEL names none."""
-    return _first_that_works(tuple(reversed(permitted())))
+    return _first_that_works(tuple(reversed(permitted_levels())))
 
 
 @cache
@@ -46,30 +46,30 @@ def _first_that_works(levels: tuple[Level, ...]) -> Choice:
 
 def check(level: Level) -> None:
     """Run a few kernels of this level. Raises KernelError if they fail or give wrong results."""
-    launch, bytes_ = Launcher(1, level), _scattered(3, 64)
+    launch, bytes_ = Launcher(1, level), _test_bytes(3, 64)
     unsigned = bytes_[0].view(np.uint8) & 127, bytes_[1].view(np.uint8)
     dots = np.zeros((2, 16), np.int32)
     looked_up = np.zeros(64, np.uint8)
     table = (91 * np.arange(256) + 17).astype(np.uint8)  # a permutation
     launch(_BYTES, 1, _Arguments(*unsigned, b=bytes_[2], table=table, dots=dots, looked_up=looked_up))
-    wanted = [(a.astype(np.int32) * bytes_[2]).reshape(16, 4).sum(axis=1) for a in unsigned]
-    is_right = np.array_equal(dots, wanted) and np.array_equal(looked_up, table[bytes_[2].view(np.uint8)])
+    expected = [(a.astype(np.int32) * bytes_[2]).reshape(16, 4).sum(axis=1) for a in unsigned]
+    is_right = np.array_equal(dots, expected) and np.array_equal(looked_up, table[bytes_[2].view(np.uint8)])
 
     ops, weights = LinearOps(launch), np.empty((20, 96), np.float32)
     blocks = np.empty((20, 3), _BLOCK)
-    blocks["scale"], blocks["codes"] = (1 + np.arange(60).reshape(20, 3) / 60) / 100, _scattered(20, 3, 32)
+    blocks["scale"], blocks["codes"] = (1 + np.arange(60).reshape(20, 3) / 60) / 100, _test_bytes(20, 3, 32)
     matrix = _Matrix(blocks)
     matrix.dequantize(weights)
     loaded = Linear(ops.load([matrix]))
     for rows in (1, 2 * level.matrix_rows) if level.matrix_rows else (1,):
-        x = _scattered(rows, 96) / np.float32(64)
+        x = _test_bytes(rows, 96) / np.float32(64)
         error = np.abs(ops.linear(x, loaded) - x @ weights.T).max()  # the kernel rounds x to int16
         is_right = is_right and bool(error < 0.01)
     if not is_right:
         raise KernelError(f"Kernels of the level {level.name} give wrong results on this CPU")
 
 
-def _scattered(*shape: int) -> np.ndarray:
+def _test_bytes(*shape: int) -> np.ndarray:
     """int8 (*shape), −127 to 127: hashes of 1, 2, 3 and so on, since numpy.random takes 9 ms to import."""
     numbers = np.arange(1, 1 + math.prod(shape), dtype=np.uint32) * np.uint32(0x9E3779B1)
     numbers = (numbers ^ (numbers >> 15)) * np.uint32(0x85EBCA6B)

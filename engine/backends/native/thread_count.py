@@ -26,11 +26,11 @@ def thread_count(setting: int, root: Path = Path("/"), environment: Mapping[str,
     cpus = allowed_cpus()
     quota = cpu_quota(root)
     most = len(cpus) if quota is None else min(len(cpus), quota)
-    wanted, why = (setting, "the setting threads") if setting else _in_variable(environment)
-    if wanted > most:
-        return Threads(most, f"by {why} {wanted}, but this process may use {_cpus(most)}")
-    if wanted:
-        return Threads(wanted, f"by {why}")
+    requested, why = (setting, "the setting threads") if setting else _from_variable(environment)
+    if requested > most:
+        return Threads(most, f"by {why} {requested}, but this process may use {_cpus(most)}")
+    if requested:
+        return Threads(requested, f"by {why}")
     cores = core_count(cpus, root)
     if cores > most:
         return Threads(most, f"this process may use {_cpus(most)} at a time")
@@ -75,7 +75,7 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
     return min(quotas, default=None)
 
 
-def _in_variable(environment: Mapping[str, str]) -> tuple[int, str]:
+def _from_variable(environment: Mapping[str, str]) -> tuple[int, str]:
     """The thread count in the first variable that is set, and that variable's name; (0, "") if none is.
 
     A list has a count for each level of nested parallelism; the first one counts.

@@ -158,13 +158,13 @@ def lattice_fields(format: WeightFormat, raw: np.ndarray) -> dict[str, np.ndarra
             bits, rest = scales[:, :, :1] >> np.arange(4, dtype=np.uint8) & 1, 1
             signs = signs | bits.reshape(signs.shape) << 7
         fields["signs"] = signs
-    fields["sub_scale"] = _joined(scales[:, :, rest:], 4)
-    fields["high"] = _joined(blocks.indices >> 8, format.bits - 8)
+    fields["sub_scale"] = _pack_bits(scales[:, :, rest:], 4)
+    fields["high"] = _pack_bits(blocks.indices >> 8, format.bits - 8)
     fields["low"] = (blocks.indices & 255).astype(np.uint8)
     return {name: field for name, field in fields.items() if field.size}
 
 
-def _joined(numbers: np.ndarray, bits: int) -> np.ndarray:
+def _pack_bits(numbers: np.ndarray, bits: int) -> np.ndarray:
     """Numbers (blocks, …) of `bits` bits, the first in the lowest, as bytes (blocks, n) uint8."""
     single = numbers.reshape(len(numbers), -1, 1) >> np.arange(bits).astype(numbers.dtype) & 1
     return np.packbits(single.reshape(len(numbers), -1).astype(np.uint8), axis=1, bitorder="little")

@@ -11,7 +11,7 @@ def silu_mul(gate_up: np.ndarray) -> np.ndarray:
     """gate_up (T, 2F) = [gate | up] → silu(gate) * up (T, F)."""
     half = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :half], gate_up[..., half:]
-    return _over_one_plus_exp(gate, -gate, up)
+    return _times_sigmoid(gate, -gate, up)
 
 
 def gelu_tanh_mul(gate_up: np.ndarray) -> np.ndarray:
@@ -19,12 +19,12 @@ def gelu_tanh_mul(gate_up: np.ndarray) -> np.ndarray:
     u = √(2/π) · (x + 0.044715 x³)."""
     half = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :half], gate_up[..., half:]
-    return _over_one_plus_exp(gate, _exponent(gate), up)
+    return _times_sigmoid(gate, _exponent(gate), up)
 
 
 def plain_gelu_tanh(up: np.ndarray) -> np.ndarray:
     """up (T, F) → gelu(up) (T, F), as in `gelu_tanh_mul`."""
-    return _over_one_plus_exp(up, _exponent(up), np.float32(1))
+    return _times_sigmoid(up, _exponent(up), np.float32(1))
 
 
 def _exponent(gate: np.ndarray) -> np.ndarray:
@@ -47,7 +47,7 @@ def swiglu_clamped_mul(gate_up: np.ndarray) -> np.ndarray:
     half = gate_up.shape[-1] // 2
     gate = np.minimum(gate_up[..., :half], np.float32(_LIMIT))
     up = np.clip(gate_up[..., half:], np.float32(-_LIMIT), np.float32(_LIMIT)) + np.float32(1)
-    return _over_one_plus_exp(gate, gate * np.float32(-_STEEPNESS), up)
+    return _times_sigmoid(gate, gate * np.float32(-_STEEPNESS), up)
 
 
 def relu_squared(up: np.ndarray) -> np.ndarray:
@@ -79,7 +79,7 @@ def gelu(up: np.ndarray) -> np.ndarray:
     return tail
 
 
-def _over_one_plus_exp(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray | np.float32) -> np.ndarray:
+def _times_sigmoid(gate: np.ndarray, exponent: np.ndarray, up: np.ndarray | np.float32) -> np.ndarray:
     """gate / (1 + e^exponent) * up, in the memory of `exponent`."""
     # exp overflows to inf above 88, where the quotient is 0 = gate / inf.
     with np.errstate(over="ignore"):

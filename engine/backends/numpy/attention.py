@@ -1,15 +1,16 @@
-"""Attention over the KV store in NumPy: full-precision K/V and decoded blocks, tile by tile, with online softmax."""
+"""Attention in NumPy: of a layer over the KV store, full-precision K/V and decoded blocks, tile by tile, with online
+softmax; and of the texts of an encoder, each over all of its own rows."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
 
-from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
-from polarlm.engine.backends.numpy.kv.cache import Buffer, Cached, LayerCache
+from polarlm.engine.backends.kv import KVLocation, PreparedTransform, ScoreRule, SpanView
+from polarlm.engine.backends.numpy.kv.cache import AnyCache, Buffer, LayerCache
 from polarlm.engine.backends.numpy.rows import softcap
 from polarlm.engine.quantization.conditioning import read_mean
 
@@ -21,15 +22,15 @@ _KEY_TILE = 1024
 _BLOCK_TILE = 64
 
 
-def attend_alone(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, rule: ScoreRule) -> None:
+def attend_sequence(q: np.ndarray, out: np.ndarray, cache: LayerCache, span: SpanView, rule: ScoreRule) -> None:
     """Attention of scaled q (T, K, G, D), G = H / K, the rows of one sequence, in tiles of queries → out (T, H, D)."""
     tile = max(1, _QUERY_TILE // q.shape[2])
     for first in range(0, len(q), tile):
         # (T, K, G, D) → (K, G, T, D): the group of query heads of a KV head shares one pass over its keys.
         grouped = q[first : first + tile].transpose(1, 2, 0, 3)
         tile_out = attend(grouped, span.position + first, cache, span, rule)
-        into = out[first : first + tile]
-        into[...] = tile_out.transpose(2, 0, 1, 3).reshape(into.shape)
+        target = out[first : first + tile]
+        target[...] = tile_out.transpose(2, 0, 1, 3).reshape(target.shape)
 
 
 def attend(q: np.ndarray, position: int, cache: LayerCache, span: SpanView, rule: ScoreRule) -> np.ndarray:
@@ -99,18 +100,18 @@ def _mask(scores: np.ndarray, position: int, start: int, window: int | None, see
     """Set the scores (K, G, T, S) of masked keys to −inf; rows start at `position`, keys at `start`."""
     count, size = scores.shape[2:]
     newest = max(position, sees)  # that the first row sees
-    ahead = start + size - 1 > newest
-    behind = window is not None and start <= position + count - 1 - window
-    if not (ahead or behind):
+    hides_new = start + size - 1 > newest
+    hides_old = window is not None and start <= position + count - 1 - window
+    if not (hides_new or hides_old):
         return
     # If no key is older than a window, only keys that the first row does not see can be masked.
-    seen = 0 if behind else max(0, newest + 1 - start)
+    first_hidden = 0 if hides_old else max(0, newest + 1 - start)
     rows = position + np.arange(count)[:, None]
-    keys = start + np.arange(seen, size)
+    keys = start + np.arange(first_hidden, size)
     hidden = keys > np.maximum(rows, sees)
     if window is not None:
         hidden |= keys <= rows - window
-    np.copyto(scores[..., seen:], -np.inf, where=hidden)
+    np.copyto(scores[..., first_hidden:], -np.inf, where=hidden)
 
 
 def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, window: int | None) -> Iterator[_Tile]:
@@ -121,27 +122,27 @@ def _visible_tiles(cache: LayerCache, span: SpanView, position: int, last: int, 
         yield _full_tile(0, cache.full(KVLocation(None, span.sink)), slice(None))
 
     for stored, ids in blocks_of(cache, span):
-        skipped = max(0, (oldest - span.table_start) // block_size)
-        for first in range(skipped, len(ids), _BLOCK_TILE):
+        first_block = max(0, (oldest - span.table_start) // block_size)
+        for first in range(first_block, len(ids), _BLOCK_TILE):
             part = ids[first : first + _BLOCK_TILE]
             yield _Tile(span.table_start + first * block_size, *read_blocks(stored, part))
 
     size, current = last + 1 - span.current_start, cache.full(span.current)
     end = min(size, current[0].shape[1])
-    skipped = max(0, (oldest - span.current_start) // _KEY_TILE * _KEY_TILE)
-    for first in range(skipped, end, _KEY_TILE):
+    first_block = max(0, (oldest - span.current_start) // _KEY_TILE * _KEY_TILE)
+    for first in range(first_block, end, _KEY_TILE):
         yield _full_tile(span.current_start + first, current, slice(first, min(first + _KEY_TILE, end)))
     for first, slot in zip(range(block_size, size, block_size), span.following, strict=False):
         yield _full_tile(span.current_start + first, cache.full(KVLocation(None, slot)), slice(0, size - first))
 
 
-def blocks_of(cache: Cached, span: SpanView) -> list[tuple[Cached, np.ndarray]]:
+def blocks_of(cache: AnyCache, span: SpanView) -> list[tuple[AnyCache, np.ndarray]]:
     """The quantized blocks of a sequence: of each kind its cache, and the ids of the blocks."""
     ids = np.asarray(span.table, np.intp)
     if span.finer is None:
         return [(cache, ids)]
     assert cache.finer is not None
-    return [(cast(Cached, cache.finer), np.asarray(span.finer, np.intp)), (cache, ids)]
+    return [(cast(AnyCache, cache.finer), np.asarray(span.finer, np.intp)), (cache, ids)]
 
 
 def _full_tile(start: int, full: Buffer, tokens: slice) -> _Tile:
@@ -156,3 +157,38 @@ def read_blocks(cache: LayerCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndar
     k, v = cache.format.codec_k.decode(sides.k), cache.format.codec_v.decode(sides.v)
     mean = read_mean(sides.mean) if sides.mean else None
     return k.reshape(kv_heads, -1, dim), v.reshape(kv_heads, -1, dim), mean
+
+
+def parts_of(qkv: np.ndarray, transform: PreparedTransform) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The queries (T, H, D), keys and values (T, K, D) in qkv (T, H + 2K, D)."""
+    values = qkv.shape[1] - transform.kv_heads
+    keys = values - transform.kv_heads
+    return qkv[:, :keys], qkv[:, keys:values], qkv[:, values:]
+
+
+def attend_to_texts(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: Sequence[int], scale: float, window: int | None
+) -> np.ndarray:
+    """Attention of q (T, H, D) to k, v (T, K, D) of the same text, at most window // 2 rows away → (T, H, D)."""
+    out, first = np.empty(q.shape, np.float32), 0
+    for length in lengths:
+        text = slice(first, first + length)
+        first += length
+        _attend_to_text(q[text], k[text], v[text], scale, window, out[text])
+    return out
+
+
+def _attend_to_text(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None, out: np.ndarray
+) -> None:
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3)  # (K, G, T, D)
+    scores = grouped @ (k.transpose(1, 2, 0) * np.float32(scale))[:, None]
+    if window is not None and window // 2 < rows - 1:
+        places = np.arange(rows)
+        scores[:, :, np.abs(places[:, None] - places) > window // 2] = -np.inf
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    out[...] = (scores @ v.swapaxes(0, 1)[:, None]).transpose(2, 0, 1, 3).reshape(out.shape)

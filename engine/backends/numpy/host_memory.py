@@ -37,15 +37,15 @@ def most() -> int:
         return available() + int(psutil.swap_memory().free)
 
 
-def room_beside(weights: int, held_as: str = "") -> int:
+def memory_left(weights: int, note: str = "") -> int:
     """Bytes for the KV store and activations once `weights` bytes are loaded: half of the remaining memory.
 
-    held_as: for the message, the type of the weights in memory if it is not their file's. Raises EngineError if the
+    note: for the message, the type of the weights in memory if it is not their file's. Raises EngineError if the
     weights alone do not fit.
     """
     if weights > (limit := most()):
         raise EngineError(
-            f"The model's weights take {weights / _GIB:.1f} GiB{held_as}, and {limit / _GIB:.1f} GiB of memory can be "
+            f"The model's weights take {weights / _GIB:.1f} GiB{note}, and {limit / _GIB:.1f} GiB of memory can be "
             "had here: choose a smaller model, end other programs, or raise the limit of this container",
             "out_of_memory",
             lacking=weights - limit,
@@ -82,18 +82,18 @@ def groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux
         return
-    mounted = root / "sys/fs/cgroup"
+    cgroup_root = root / "sys/fs/cgroup"
     for line in lines:
         hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
         if hierarchy == "0" and not controllers:
-            version, tops = 2, [mounted, mounted / "unified"]
+            version, tops = 2, [cgroup_root, cgroup_root / "unified"]
         elif controller in controllers.split(","):
-            version, tops = 1, [mounted / controller, mounted / controllers]
+            version, tops = 1, [cgroup_root / controller, cgroup_root / controllers]
         else:
             continue
-        below = PurePosixPath(path.lstrip("/"))
+        relative = PurePosixPath(path.lstrip("/"))
         for top in tops:
-            for part in (below, *below.parents):
+            for part in (relative, *relative.parents):
                 yield version, top / part
 
 

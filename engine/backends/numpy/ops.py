@@ -28,12 +28,10 @@ from polarlm.engine.backends.kv import (
 )
 from polarlm.engine.backends.numpy import blas, host_memory
 from polarlm.engine.backends.numpy.activations import ACTIVATIONS
-from polarlm.engine.backends.numpy.attention import attend_alone, read_blocks
-from polarlm.engine.backends.numpy.encoders import attend_to_texts, parts_of
+from polarlm.engine.backends.numpy.attention import attend_sequence, attend_to_texts, parts_of, read_blocks
 from polarlm.engine.backends.numpy.experts import ExpertOps
-from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, rounded
-from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side
-from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
+from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, rounded, stored_blocks
+from polarlm.engine.backends.numpy.kv.encoding import encodable_runs, encode_side
 from polarlm.engine.backends.numpy.recurrent import RecurrentOps
 from polarlm.engine.backends.numpy.rows import apply_rope, quiet, rms_norm, rotate, softcap
 from polarlm.engine.backends.ops import EncoderOps, ExpertCache, KeptTiles, Load, Result, WarmUp
@@ -55,7 +53,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
     cache_experts: Callable[[Sequence[Sequence[RereadMatrix]], ExpertCache], tuple[Matrix, ...]] | None = None
     prefill_rows = 512  # the feed-forward activations about fit the cache
     pass_rows = 0
-    rehearsed: tuple[Sequence[int], Sequence[int]] = ((), ())
+    warm_up_rows: tuple[Sequence[int], Sequence[int]] = ((), ())
     encoded_at_once = 1
     fetch_later = None
     next_spans = None
@@ -66,7 +64,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
             blas.use_threads(threads)
         self._is_set = threads > 0
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Any], *, is_last: bool = False) -> None:
+    def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Any], *, is_last: bool = False) -> None:
         work(*arrays)
 
     def forget(self) -> None:
@@ -81,18 +79,18 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def threads(self) -> Threads:
         return Threads(blas.threads(), "by the setting threads" if self._is_set else "as BLAS has them")
 
-    def take_inputs(self, bits: int) -> str:
+    def set_activation_bits(self, bits: int) -> str:
         return "" if bits == 16 else "NumPy multiplies float32"
 
     @property
     def inputs(self) -> str:
         return ""
 
-    def of_layer(self, layer: int) -> NumpyOps:
+    def layer_ops(self, layer: int) -> NumpyOps:
         return self
 
     @property
-    def of_encoders(self) -> EncoderOps:
+    def encoder_ops(self) -> EncoderOps:
         return self
 
     def wait(self) -> None:
@@ -104,24 +102,24 @@ class NumpyOps(ExpertOps, RecurrentOps):
     def free_memory(self) -> int:
         return host_memory.available()
 
-    def room_beside(self, weights: int) -> int:
-        return host_memory.room_beside(weights, " as float32")
+    def memory_left(self, weights: int) -> int:
+        return host_memory.memory_left(weights, " as float32")
 
     def work_bytes(self, load: Load) -> int:
-        # `room_beside` leaves half of the available memory for it, which the inputs of all layers may exceed.
+        # `memory_left` leaves half of the available memory for it, which the inputs of all layers may exceed.
         return 4 * load.tokens * len(load.model.layers) * load.model.layer_embedding
 
-    def set_aside(self, load: Load) -> None:
+    def reserve_workspace(self, load: Load) -> None:
         """Does nothing: memory is allocated on demand."""
 
     def warm_up(self) -> WarmUp | None:
         """Returns None: nothing is compiled."""
         return None
 
-    def kept_as(self, format: WeightFormat) -> WeightFormat:
+    def stored_format(self, format: WeightFormat) -> WeightFormat:
         return get("f32")
 
-    def load(self, matrices: Sequence[StoredMatrix], kept: KeptTiles | None = None) -> tuple[Matrix, ...]:
+    def load(self, matrices: Sequence[StoredMatrix], kept_tiles: KeptTiles | None = None) -> tuple[Matrix, ...]:
         """All matrices, converted to float32 and joined into one for BLAS."""
         shape = sum(matrix.shape[0] for matrix in matrices), matrices[0].shape[1]
         whole, end = np.empty(shape, np.float32), 0
@@ -132,7 +130,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         return (Matrix(get("f32"), whole, shape),)
 
     def load_experts(
-        self, matrices: Sequence[Sequence[StoredMatrix]], kept: KeptTiles | None = None
+        self, matrices: Sequence[Sequence[StoredMatrix]], kept_tiles: KeptTiles | None = None
     ) -> tuple[Matrix, ...]:
         """All matrices, converted to float32 and joined into one."""
         return self.load([matrix for expert in matrices for matrix in expert])
@@ -187,7 +185,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
         norm: Norm = None,
         residual: np.ndarray | None = None,
         activation: str | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> np.ndarray:
         x, weight = x if norm is None else rms_norm(x, *norm), _whole(w)
         y = x @ weight.T
@@ -236,7 +234,9 @@ class NumpyOps(ExpertOps, RecurrentOps):
         quantized = transfer.nbytes(format, transfer.FIELDS)
         return quantized, 2 * format.kv_heads * format.block_size * format.head_dim * 2
 
-    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
+    def cache(
+        self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
+    ) -> LayerCache:
         """See `Ops.cache`. On systems with overcommit, pages that are never written take no memory."""
         blocks, finer_blocks = stored_blocks(format, quantized, transfer.FIELDS)
         slots, finer = full_slots(format, full), None
@@ -244,7 +244,7 @@ class NumpyOps(ExpertOps, RecurrentOps):
             finer = LayerCache(format.finer, *finer_blocks, *slots)
         return LayerCache(format, *blocks, *slots, finer=finer)
 
-    def in_numpy(self, cache: LayerCache) -> dict[str, str]:
+    def numpy_fallbacks(self, cache: LayerCache) -> dict[str, str]:
         return {}
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Buffer:
@@ -288,14 +288,14 @@ class NumpyOps(ExpertOps, RecurrentOps):
         spans: Spans,
         rule: ScoreRule,
         transform: PreparedTransform | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> np.ndarray:
         out = np.empty(q.shape, np.float32)
         kv_heads = cache.format.kv_heads
         heads, dim = q.shape[1:]
         q = q.reshape(-1, kv_heads, heads // kv_heads, dim) * np.float32(rule.scale)
         for span in spans:
-            attend_alone(q[span.rows], out[span.rows], cache, span, rule)
+            attend_sequence(q[span.rows], out[span.rows], cache, span, rule)
         if transform is None:
             return out
         back = None if transform.value_rotation is None else transform.value_rotation.T
@@ -308,8 +308,8 @@ class NumpyOps(ExpertOps, RecurrentOps):
             by_block += mean[:, :, None]
         return k, v
 
-    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
-        for layers, blocks, sources in alike(filled):
+    def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
+        for layers, blocks, sources in encodable_runs(groups):
             (k, mean), (v, _) = (encode_side(layers, sources, side) for side in (0, 1))
             for number, cache in enumerate(layers):
                 heads = slice(number * cache.format.kv_heads, (number + 1) * cache.format.kv_heads)

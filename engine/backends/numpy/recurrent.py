@@ -1,4 +1,10 @@
-"""The ops of layers whose state is not K/V, in NumPy."""
+"""The ops of layers whose state is not K/V, in NumPy: short convolutions, gated delta rules and Mamba 2.
+
+Rows of a block are computed together. Of a gated delta rule, their updates u solve a lower triangular system (Yang et
+al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024, §3, and "Gated Delta Networks",
+2024, §3.3). Of Mamba 2, each reads the matrix at the start of the block and the updates of the rows before it (Dao and
+Gu, "Transformers are SSMs", 2024, §6).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +13,106 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from polarlm.engine.backends.delta import DeltaEnds, DeltaSlots, DeltaSpan, DeltaWeights, FetchStates, Mamba2Weights
-from polarlm.engine.backends.numpy import gated_delta, mamba2
-from polarlm.engine.backends.numpy.recurrence import keys_of_heads, silu
 from polarlm.engine.backends.numpy.rows import quiet, rms_norm
 from polarlm.engine.quantization.snapshot_codes import SnapshotCodes
 from polarlm.model_loaders.config import Recurrent
+
+
+def convolve(new: np.ndarray, conv: np.ndarray, bias: np.ndarray | None, inputs: np.ndarray, place: int) -> np.ndarray:
+    """silu of the convolution of rows (count, C), which are added to a slot's `inputs`."""
+    count, width = len(new), len(conv)
+    inputs[place + width - 1 : place + width - 1 + count] = new
+    sums = sum(weight * inputs[place + back : place + back + count] for back, weight in enumerate(conv))
+    return silu(np.asarray(sums if bias is None else sums + bias))
+
+
+def add_decays(decays: np.ndarray, new: np.ndarray, place: int) -> np.ndarray:
+    """Append the logarithms (H, count) of the decays of rows to a slot's (H, N), and return their part of it."""
+    before = decays[:, place - 1 : place] if place else np.zeros((len(decays), 1), np.float32)
+    new_decays = decays[:, place : place + new.shape[1]]
+    new_decays[...] = before + np.cumsum(new, axis=1)
+    return new_decays
+
+
+def decays_between(decays: np.ndarray, place: int, count: int) -> np.ndarray:
+    """How much of the update of each token is left at each of the rows, (H, count, place + count); 0 of later ones."""
+    new_decays, end = decays[:, place : place + count], place + count
+    sees = np.tri(count, end, place, dtype=bool)
+    return np.exp(np.where(sees, new_decays[..., None] - decays[:, None, :end], -np.inf))
+
+
+def keys_of_heads(key_heads: int, heads: int, *, tiled: bool) -> np.ndarray:
+    """The key head of each value head, (H,)."""
+    return np.arange(heads) % key_heads if tiled else np.arange(heads) // (heads // key_heads)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def softplus(x: np.ndarray) -> np.ndarray:
+    return np.logaddexp(np.float32(0), x)
+
+
+_EPS = np.float32(1e-6)  # added to squared lengths of queries and keys
+
+
+def _add_gated_delta_rows(rows: np.ndarray, w: DeltaWeights, slots: DeltaSlots, slot: int, place: int) -> np.ndarray:
+    """Add rows of one block to a slot, and return what their queries read: (count, H, D)."""
+    _, key_heads, key_dim, _ = slots.keys.shape
+    _, heads, _, dim = slots.updates.shape
+    count, end, channels = len(rows), place + len(rows), slots.inputs.shape[2]
+    x = convolve(rows[:, :channels], w.conv, None, slots.inputs[slot], place)
+    q, k, v = np.split(x, [key_heads * key_dim, 2 * key_heads * key_dim], axis=1)
+    q, k = (_normalize(x.reshape(count, key_heads, key_dim)).transpose(1, 0, 2) for x in (q, k))
+    v = v.reshape(count, heads, dim).transpose(1, 0, 2)
+    b, a = rows[:, channels + heads * dim :].T.reshape(2, heads, count)
+    key_head = keys_of_heads(key_heads, heads, tiled=w.tiled)
+
+    decays, updates = slots.decays[slot], slots.updates[slot]
+    new_decays = add_decays(decays, w.decay[:, None] * softplus(a + w.dt_bias[:, None]), place)
+    slots.keys[slot, :, :, place:end] = k.transpose(0, 2, 1)
+    keys, matrix = slots.keys[slot, :, :, :end], slots.matrices[slot]
+    start_decay, pair_decays = (
+        np.exp(new_decays)[..., None],
+        decays_between(decays, place, count),
+    )  # since: the matrix, (H, count, 1)
+    beta = 1 / (1 + np.exp(-b[..., None]))
+    weights = beta * pair_decays * (k @ keys)[key_head]
+    new = beta * (v - start_decay * (k[key_head] @ matrix)) - weights[..., :place] @ updates[:, :place]
+    system = np.tril(weights[..., place:], -1) + np.eye(count, dtype=np.float32)
+    updates[:, place:end] = np.linalg.solve(system, new)
+    read = start_decay * (q[key_head] @ matrix)
+    read += pair_decays * (q @ keys)[key_head] @ updates[:, :end]
+    return read.transpose(1, 0, 2) * np.float32(key_dim**-0.5)
+
+
+def _normalize(x: np.ndarray) -> np.ndarray:
+    """Vectors (..., A) of length 1."""
+    return x / np.sqrt(np.vecdot(x, x)[..., None] + _EPS)
+
+
+def _add_mamba2_rows(rows: np.ndarray, w: Mamba2Weights, slots: DeltaSlots, slot: int, place: int) -> np.ndarray:
+    """Add rows [x | B | C | dt] of one block to a slot, and return what their queries read: (count, I)."""
+    _, groups, size, _ = slots.keys.shape
+    _, heads, _, dim = slots.updates.shape
+    count, end, channels = len(rows), place + len(rows), slots.inputs.shape[2]
+    mixed = convolve(rows[:, :channels], w.conv, w.bias, slots.inputs[slot], place)
+    x, k, q = np.split(mixed, [heads * dim, heads * dim + groups * size], axis=1)
+    x = x.reshape(count, heads, dim).transpose(1, 0, 2)
+    k, q = (part.reshape(count, groups, size).transpose(1, 0, 2) for part in (k, q))
+    step = softplus(rows[:, channels:] + w.dt_bias).T  # (H, count)
+    key_head = keys_of_heads(groups, heads, tiled=False)
+
+    decays, updates = slots.decays[slot], slots.updates[slot]
+    new_decays = add_decays(decays, w.decay[:, None] * step, place)
+    slots.keys[slot, :, :, place:end] = k.transpose(0, 2, 1)
+    updates[:, place:end] = step[..., None] * x
+    read = np.exp(new_decays)[..., None] * (q[key_head] @ slots.matrices[slot])
+    scores = (q @ slots.keys[slot, :, :, :end])[key_head]
+    read += (decays_between(decays, place, count) * scores) @ updates[:, :end]
+    read += w.skip[:, None, None] * x
+    return read.transpose(1, 0, 2).reshape(count, heads * dim)
 
 
 class RecurrentOps:
@@ -26,13 +127,13 @@ class RecurrentOps:
     ) -> np.ndarray:
         gate_in, gate_out, x = np.split(inputs, 3, axis=1)
         before, (slot, place, following, _) = len(conv) - 1, (rows - [1, 0, 1, 0]).T
-        new, from_end = gate_in * x, place - (slots.shape[1] - 2 * before)
+        new, next_row = gate_in * x, place - (slots.shape[1] - 2 * before)
         slots[slot, before + place] = new
-        repeated = (following >= 0) & (from_end >= 0)
-        slots[following[repeated], from_end[repeated]] = new[repeated]
+        is_repeated = (following >= 0) & (next_row >= 0)
+        slots[following[is_repeated], next_row[is_repeated]] = new[is_repeated]
         sums = np.zeros_like(new) if bias is None else np.broadcast_to(bias, new.shape).copy()
-        for back, of_channel in enumerate(conv):
-            sums += of_channel * slots[slot, place + back]
+        for back, channel_weight in enumerate(conv):
+            sums += channel_weight * slots[slot, place + back]
         return gate_out * sums
 
     @quiet
@@ -48,7 +149,7 @@ class RecurrentOps:
         y = np.empty((len(projected), heads, dim), np.float32)
 
         def add(rows: slice, slot: int, place: int) -> None:
-            y[rows] = gated_delta.add_rows(projected[rows], w, slots, slot, place)
+            y[rows] = _add_gated_delta_rows(projected[rows], w, slots, slot, place)
 
         _add_by_blocks(spans, slots, ends, add, tiled=w.tiled)
         z = projected[:, channels : channels + heads * dim].reshape(y.shape)
@@ -69,7 +170,7 @@ class RecurrentOps:
         y = np.empty((len(projected), inner), np.float32)
 
         def add(rows: slice, slot: int, place: int) -> None:
-            y[rows] = mamba2.add_rows(projected[rows, inner:], w, slots, slot, place)
+            y[rows] = _add_mamba2_rows(projected[rows, inner:], w, slots, slot, place)
 
         _add_by_blocks(spans, slots, ends, add, tiled=False)
         y *= silu(projected[:, :inner])
@@ -82,15 +183,15 @@ class RecurrentOps:
             for slot in slots:
                 _advance(layer, slot, tiled)
 
-    def assign(self, to: np.ndarray, x: np.ndarray | float) -> None:
-        to[...] = x
+    def assign(self, target: np.ndarray, x: np.ndarray | float) -> None:
+        target[...] = x
 
     def keep_states(self, ends: DeltaEnds, codes: SnapshotCodes) -> FetchStates:
-        kept = {**codes.encode(ends.matrices), "inputs": np.array(ends.inputs)}
-        return lambda: kept
+        snapshot = {**codes.encode(ends.matrices), "inputs": np.array(ends.inputs)}
+        return lambda: snapshot
 
-    def restore_states(self, kept: Mapping[str, np.ndarray], codes: SnapshotCodes) -> np.ndarray:
-        return codes.decode(kept)
+    def restore_states(self, snapshot: Mapping[str, np.ndarray], codes: SnapshotCodes) -> np.ndarray:
+        return codes.decode(snapshot)
 
 
 def _add_by_blocks(
@@ -110,9 +211,9 @@ def _add_by_blocks(
             if place == block and ends is not None:
                 _advance(slots, span.slot, tiled)
                 if number in ends.numbers:
-                    kept = ends.numbers.index(number)
-                    ends.matrices[kept] = slots.matrices[span.slot]
-                    ends.inputs[kept] = slots.inputs[span.slot, :before]
+                    kept_row = ends.numbers.index(number)
+                    ends.matrices[kept_row] = slots.matrices[span.slot]
+                    ends.inputs[kept_row] = slots.inputs[span.slot, :before]
                 place, number = 0, number + 1
 
 
@@ -120,8 +221,8 @@ def _advance(slots: DeltaSlots, slot: int, tiled: bool) -> None:
     """Make the state at the end of a complete block the state at the start of the next one."""
     matrix, decays, inputs = slots.matrices[slot], slots.decays[slot], slots.inputs[slot]
     block, before = decays.shape[1], inputs.shape[0] - decays.shape[1]
-    of_head = keys_of_heads(slots.keys.shape[1], len(matrix), tiled=tiled)
-    to_end = np.exp(decays[:, -1:] - decays)[..., None]  # (H, N, 1)
+    key_head = keys_of_heads(slots.keys.shape[1], len(matrix), tiled=tiled)
+    end_decays = np.exp(decays[:, -1:] - decays)[..., None]  # (H, N, 1)
     matrix *= np.exp(decays[:, -1])[:, None, None]
-    matrix += slots.keys[slot][of_head] @ (to_end * slots.updates[slot])
+    matrix += slots.keys[slot][key_head] @ (end_decays * slots.updates[slot])
     inputs[:before] = inputs[block:].copy()

@@ -51,7 +51,8 @@ def _cpu(level: Level) -> str:
 
 
 def target_description(level: Level) -> str:
-    """A text that identifies the target, LLVM's version (it is part of llvmlite) and the kind of code of `finished`."""
+    """A text that identifies the target, LLVM's version (it is part of llvmlite) and the kind of code of
+    `cacheable_code`."""
     kind = "images" if images.AVAILABLE else "objects"
     system = f"{sys.platform} {machine()}"
     return f"llvmlite {llvmlite.__version__}, {system}, {_cpu(level)}, {level.features}, {kind}"
@@ -93,7 +94,7 @@ def source(kernel: Kernel[Any], level: Level) -> str:
 
 
 def compile_object(kernel: Kernel[Any], level: Level) -> bytes:
-    """The kernel as an object file, for `finished`. Raises RuntimeError if LLVM cannot compile it."""
+    """The kernel as an object file, for `cacheable_code`. Raises RuntimeError if LLVM cannot compile it."""
     text = source(kernel, level)
     with _llvm_lock:
         return _object(text, level)
@@ -125,10 +126,10 @@ class LoadedObject:
         self.address: int = self._tracker["kernel"]
 
 
-Loaded: TypeAlias = images.LoadedImage | LoadedObject
+LoadedCode: TypeAlias = images.LoadedImage | LoadedObject
 
 
-def finished(code: bytes) -> bytes:
+def cacheable_code(code: bytes) -> bytes:
     """An object file in the form that is cached and that `load` takes: an image, or unchanged.
 
     Raises ValueError for code that needs more than itself, see `images.link`.
@@ -136,6 +137,6 @@ def finished(code: bytes) -> bytes:
     return images.link(code) if images.AVAILABLE else code
 
 
-def load(code: bytes, level: Level) -> Loaded:
+def load(code: bytes, level: Level) -> LoadedCode:
     """The code in executable memory; its `address` is valid as long as the result lives. Raises as the two classes."""
     return images.LoadedImage(code) if images.AVAILABLE else LoadedObject(code, level)

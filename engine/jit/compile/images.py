@@ -56,9 +56,9 @@ def link(code: bytes) -> bytes:
     number, table, count = _HEADER.unpack_from(code)
     sections = [_Section(*fields) for fields in _SECTION.iter_unpack(code[table : table + count * _SECTION.size])]
     places, memory = _lay_out(code, sections)
-    (of_symbols,) = (section for section in sections if section.type == _SYMTAB)
-    symbols = list(_SYMBOL.iter_unpack(_content(code, of_symbols)))
-    names = _content(code, sections[of_symbols.link])
+    (symbol_table,) = (section for section in sections if section.type == _SYMTAB)
+    symbols = list(_SYMBOL.iter_unpack(_content(code, symbol_table)))
+    names = _content(code, sections[symbol_table.link])
 
     def name(symbol: tuple[int, ...]) -> str:
         return names[symbol[0] :].split(b"\0", 1)[0].decode("ascii")
@@ -73,9 +73,9 @@ def link(code: bytes) -> bytes:
     for section in sections:
         if section.type == _RELA and section.info in places:
             for offset, kind, symbol, addend in _RELOCATION.iter_unpack(_content(code, section)):
-                at, to = places[section.info] + offset, address(symbols[symbol]) + addend
-                word = int.from_bytes(memory[at : at + 4], "little")
-                memory[at : at + 4] = _relocated(number, kind, word, at, to).to_bytes(4, "little")
+                place, target = places[section.info] + offset, address(symbols[symbol]) + addend
+                word = int.from_bytes(memory[place : place + 4], "little")
+                memory[place : place + 4] = _relocate(number, kind, word, place, target).to_bytes(4, "little")
     (kernel,) = (symbol for symbol in symbols if name(symbol) == "kernel")
     return _HEAD.pack(address(kernel), number) + memory
 
@@ -99,24 +99,24 @@ def _lay_out(code: bytes, sections: Sequence[_Section]) -> tuple[dict[int, int],
     return places, memory
 
 
-def _relocated(number: int, kind: int, word: int, at: int, to: int) -> int:
-    """The four bytes at offset `at` of an image, which `word` is in the object file, once they refer to `to`.
+def _relocate(number: int, kind: int, word: int, place: int, target: int) -> int:
+    """The four bytes at offset `place` of an image, which `word` is in the object file, once they refer to `target`.
 
     number: ELF's, of the machine. Raises ValueError for a kind of relocation that needs more than the image, and for
     places that are out of reach.
     """
     if kind in _DISTANCES[number]:
-        return _field(to - at, 32)
+        return _field(target - place, 32)
     if number == _MACHINES["aarch64"]:
         if kind == _PAGES:
-            pages = _field((to >> 12) - (at >> 12), 21)
+            pages = _field((target >> 12) - (place >> 12), 21)
             return word & ~(0x3 << 29 | 0x7FFFF << 5) | (pages & 3) << 29 | pages >> 2 << 5
-        if kind in _JUMPS and not to & 3:
-            return word & ~0x3FFFFFF | _field((to - at) >> 2, 26)
+        if kind in _JUMPS and not target & 3:
+            return word & ~0x3FFFFFF | _field((target - place) >> 2, 26)
         scale = _WITHIN.get(kind)
-        if scale is not None and not to & ((1 << scale) - 1):
-            return word & ~(0xFFF << 10) | (to & 0xFFF) >> scale << 10
-    raise ValueError(f"it has a relocation of type {kind} at {at}")
+        if scale is not None and not target & ((1 << scale) - 1):
+            return word & ~(0xFFF << 10) | (target & 0xFFF) >> scale << 10
+    raise ValueError(f"it has a relocation of type {kind} at {place}")
 
 
 def _field(number: int, bits: int) -> int:

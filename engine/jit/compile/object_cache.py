@@ -30,7 +30,7 @@ _CHECKSUM = 32  # bytes
 _NAME = re.compile("[0-9a-f]{32}")  # names of sets, and of the files in them
 _UNFINISHED = ".unfinished-"  # prefix of temporary names
 _TEMPORARY = re.compile(re.escape(_UNFINISHED) + "[a-z0-9_]{8}")
-_ABANDONED = 3600 * 10**9  # nanoseconds after which an unfinished file must belong to a killed process
+_ABANDONED_AGE = 3600 * 10**9  # nanoseconds after which an unfinished file must belong to a killed process
 
 
 class ObjectCache:
@@ -69,7 +69,7 @@ class ObjectCache:
                 return
             if not self._is_tidy:
                 self._is_tidy = True
-                _remove_files(self._folder, _TEMPORARY, older=_ABANDONED)
+                _remove_files(self._folder, _TEMPORARY, older=_ABANDONED_AGE)
             number, temporary = tempfile.mkstemp(prefix=_UNFINISHED, dir=self._folder)
             try:
                 with os.fdopen(number, "wb") as file:

@@ -24,7 +24,10 @@ _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18  # Linux's numbers on x86-64
 # AArch64: LLVM's name → the number of the auxiliary vector's entry and the bit in it (Linux, asm/hwcap.h), and the
 # name of macOS. Every AArch64 CPU that these systems run on has `neon`.
 _HWCAP, _HWCAP2 = 16, 26
-_OF_ARM = {"dotprod": (_HWCAP, 20, "hw.optional.arm.FEAT_DotProd"), "i8mm": (_HWCAP2, 13, "hw.optional.arm.FEAT_I8MM")}
+_ARM_FEATURES = {
+    "dotprod": (_HWCAP, 20, "hw.optional.arm.FEAT_DotProd"),
+    "i8mm": (_HWCAP2, 13, "hw.optional.arm.FEAT_I8MM"),
+}
 
 
 def machine() -> str:
@@ -39,33 +42,37 @@ def host_features() -> frozenset[str]:
 
     The system must save wide registers when it switches threads. LLVM checks that (XGETBV), and Linux lists only what
     it has enabled, so AVX features are missing where the system or a hypervisor has not enabled them. On AArch64 the
-    system is asked: LLVM reads /proc/cpuinfo there, which is another machine's under an emulator.
+    features come from the system: LLVM would read /proc/cpuinfo, which under an emulator describes the host.
     """
     if machine() == "aarch64":
-        ask = {"linux": _asked_of_linux, "darwin": _asked_of_macos}.get(sys.platform, lambda name: False)
-        return frozenset({"neon", *(name for name in _OF_ARM if ask(name))})
-    listed = _listed_by_linux()
-    return _known_to_llvm() if listed is None else frozenset(_LLVM_NAMES.get(name, name) for name in listed)
+        ask = {"linux": _linux_has, "darwin": _macos_has}.get(sys.platform, lambda name: False)
+        return frozenset({"neon", *(name for name in _ARM_FEATURES if ask(name))})
+    names_of_linux = _linux_features()
+    return (
+        _llvm_features()
+        if names_of_linux is None
+        else frozenset(_LLVM_NAMES.get(name, name) for name in names_of_linux)
+    )
 
 
-def _asked_of_linux(name: str) -> bool:
+def _linux_has(name: str) -> bool:
     """Whether the kernel says that an AArch64 CPU has a feature."""
-    entry, bit, _ = _OF_ARM[name]
+    entry, bit, _ = _ARM_FEATURES[name]
     read = ctypes.CDLL(None).getauxval
     read.restype, read.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
     return bool(read(entry) >> bit & 1)
 
 
-def _asked_of_macos(name: str) -> bool:
+def _macos_has(name: str) -> bool:
     """The same of macOS, which does not know the names of features that are newer than itself."""
     flag, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     read = ctypes.CDLL(None).sysctlbyname
     read.argtypes = [ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_size_t]
-    failed = read(_OF_ARM[name][2].encode(), ctypes.byref(flag), ctypes.byref(size), None, 0)
+    failed = read(_ARM_FEATURES[name][2].encode(), ctypes.byref(flag), ctypes.byref(size), None, 0)
     return not failed and flag.value == 1
 
 
-def _listed_by_linux() -> list[str] | None:
+def _linux_features() -> list[str] | None:
     """Linux's names of the features of an x86 CPU; None elsewhere."""
     try:
         with _CPUS.open(encoding="ascii", errors="replace") as lines:
@@ -81,11 +88,11 @@ def _may_use_tiles() -> bool:
     return sys.platform == "linux" and not ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA)
 
 
-def _known_to_llvm() -> frozenset[str]:
+def _llvm_features() -> frozenset[str]:
     import llvmlite.binding as llvm
 
     try:
-        return frozenset(name for name, there in llvm.get_host_cpu_features().items() if there)
+        return frozenset(name for name, is_supported in llvm.get_host_cpu_features().items() if is_supported)
     except RuntimeError:
         return frozenset()
 
@@ -93,24 +100,24 @@ def _known_to_llvm() -> frozenset[str]:
 def levels() -> list[Level]:
     """The levels that this machine can run, in ascending order."""
     possible = [level for level in LEVELS if level.machine in ("", machine())]
-    able = [level for level in possible if host_features().issuperset(level.needs)]
-    return [level for level in able if "amx-tile" not in level.needs or _may_use_tiles()]
+    runnable = [level for level in possible if host_features().issuperset(level.needs)]
+    return [level for level in runnable if "amx-tile" not in level.needs or _may_use_tiles()]
 
 
-def permitted() -> list[Level]:
+def permitted_levels() -> list[Level]:
     """The levels that this machine can run, up to the one that POLARLM_CPU_LEVEL names, in ascending order.
 
     Raises EngineError if the variable names no level of this machine.
     """
-    here = levels()
+    levels_here = levels()
     if not (name := os.environ.get(VARIABLE)):
-        return here
-    names = [level.name for level in here]
+        return levels_here
+    names = [level.name for level in levels_here]
     if name not in names:
         raise EngineError(f"{VARIABLE}={name}: set it to one of this CPU's levels ({', '.join(names)}), or unset it")
-    return here[: names.index(name) + 1]
+    return levels_here[: names.index(name) + 1]
 
 
 def best() -> Level:
     """The highest level that this machine can run and that POLARLM_CPU_LEVEL permits. Raises EngineError."""
-    return permitted()[-1]
+    return permitted_levels()[-1]

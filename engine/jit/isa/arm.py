@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from polarlm.engine.jit.isa.generic import ConvertsHalves
+from polarlm.engine.jit.isa.generic import NativeHalves
 from polarlm.engine.jit.lang import I8, I16, I32, Emitter, Value, Values, vector
 
 _BYTES, _WORDS, _LANES = vector(I8, 16), vector(I16, 8), vector(I32, 4)  # a register's contents
-_LOOKED_UP = 64  # bytes of a table in the four registers of a `tbl`
+_TABLE_BYTES = 64  # bytes of a table in the four registers of a `tbl`
 
 
-class Neon(ConvertsHalves):
+class Neon(NativeHalves):
     """NEON of every AArch64 CPU. It multiplies bytes to int16 and adds pairs of those to int32."""
 
     name = "neon"
@@ -34,13 +34,13 @@ class Neon(ConvertsHalves):
             even, odd = (a & 255) * (b << 8).ashr(8), (a >> 8) * b.ashr(8)
             return _add_pairs(e, total, even + odd) if fits else _add_pairs(e, _add_pairs(e, total, even), odd)
 
-        return e.by_parts(4, add, total, unsigned, signed)
+        return e.map_parts(4, add, total, unsigned, signed)
 
     def dot4_signed(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
         def add(total: Value, a: Value, b: Value) -> Value:
             return _add_pairs(e, total, self.pair_products(e, a.bits(_BYTES), b.bits(_BYTES)))
 
-        return e.by_parts(4, add, total, a, b)
+        return e.map_parts(4, add, total, a, b)
 
     def dot2(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
         """Words of even index and of odd index, so that LLVM finds `smlal`: the product of words, added to int32."""
@@ -56,13 +56,13 @@ class Neon(ConvertsHalves):
             low, high = (e.part(a, first, 8).sext(I16) * e.part(b, first, 8).sext(I16) for first in (0, 8))
             return e.intrinsic("llvm.aarch64.neon.addp.v8i16", _WORDS, low, high)
 
-        return e.by_parts(16, multiply, unsigned, signed)
+        return e.map_parts(16, multiply, unsigned, signed)
 
     def scaled_product(self, e: Emitter, a: Value, b: Value) -> Value:
-        return e.by_parts(8, partial(e.intrinsic, "llvm.aarch64.neon.sqrdmulh.v8i16", _WORDS), a, b)
+        return e.map_parts(8, partial(e.intrinsic, "llvm.aarch64.neon.sqrdmulh.v8i16", _WORDS), a, b)
 
     def lookup_in_lanes(self, e: Emitter, table: Value, index: Value) -> Value:
-        return e.by_parts(16, lambda line, at: _lookup(e, [line], at), table, index)
+        return e.map_parts(16, lambda line, table_address: _lookup(e, [line], table_address), table, index)
 
     def table(self, e: Emitter, pointer: Value, entries: int) -> Callable[[Value], Value]:
         """A lookup among four registers, and another one for each further four, which leaves the bytes found before.
@@ -72,35 +72,38 @@ class Neon(ConvertsHalves):
         def find(index: Value) -> Value:
             parts = [e.part(index, lane, 16) for lane in range(0, index.lanes, 16)]
             results: list[Value | None] = [None for _ in parts]
-            for first in range(0, entries, _LOOKED_UP):
-                lines, at = few, pointer if few else e.unknown(pointer)
+            for first in range(0, entries, _TABLE_BYTES):
+                lines, table_address = few, pointer if few else e.black_box(pointer)
                 if not few:
                     e.keep_order()
-                    lines = [e.load(at, _BYTES, line) for line in range(first, min(entries, first + _LOOKED_UP), 16)]
-                parts = [e.unknown(part) - _LOOKED_UP if first else part for part in parts]
+                    lines = [
+                        e.load(table_address, _BYTES, line)
+                        for line in range(first, min(entries, first + _TABLE_BYTES), 16)
+                    ]
+                parts = [e.black_box(part) - _TABLE_BYTES if first else part for part in parts]
                 results = [_lookup(e, lines, part, result) for part, result in zip(parts, results, strict=True)]
             return e.join([result for result in results if result is not None])
 
-        def by_registers(index: Value) -> Value:
+        def map_registers(index: Value) -> Value:
             if index.lanes >= 16:
                 return find(index)
             wide = e.shuffle(index, index, [lane % index.lanes for lane in range(16)])
             return e.part(find(wide), 0, index.lanes)
 
-        return by_registers
+        return map_registers
 
 
-def _lookup(e: Emitter, lines: Values, index: Value, before: Value | None = None) -> Value:
-    """The bytes of up to four registers at the indices of a register; where one is beyond them, `before`, or 0."""
-    name = f"llvm.aarch64.neon.tb{'l' if before is None else 'x'}{len(lines)}.v16i8"
-    return e.intrinsic(name, _BYTES, *([] if before is None else [before]), *lines, index)
+def _lookup(e: Emitter, lines: Values, index: Value, fallback: Value | None = None) -> Value:
+    """The bytes of up to four registers at the indices of a register; where one is beyond them, `fallback`, or 0."""
+    name = f"llvm.aarch64.neon.tb{'l' if fallback is None else 'x'}{len(lines)}.v16i8"
+    return e.intrinsic(name, _BYTES, *([] if fallback is None else [fallback]), *lines, index)
 
 
 def _add_pairs(e: Emitter, total: Value, words: Value) -> Value:
     """total (4,) plus the sums of adjacent pairs of int16 (8,). LLVM would add several such sums in an order of its
     own, and keep all of them until then."""
     sums = total + e.intrinsic("llvm.aarch64.neon.saddlp.v4i32.v8i16", _LANES, words)
-    return e.unknown(sums, in_order=False)
+    return e.black_box(sums, has_own_value=False)
 
 
 class NeonDot(Neon):
@@ -119,7 +122,7 @@ class NeonDot(Neon):
             lacks = _dot(e, "sdot", _dot(e, "sdot", zero, half, b), half, b)
             return _dot(e, "sdot", total, a ^ -128, b) + lacks
 
-        return e.by_parts(4, add, total, unsigned, signed)
+        return e.map_parts(4, add, total, unsigned, signed)
 
     def dot4_signed(self, e: Emitter, total: Value, a: Value, b: Value) -> Value:
         return _dots(e, "sdot", total, a, b)
@@ -143,7 +146,7 @@ class NeonI8mm(NeonDot):
         def add(total: Value, pairs: Value) -> Value:
             return _dot(e, "smmla", total, pairs.bits(_BYTES), words)
 
-        return [e.by_parts(4, add, *sums, both)]
+        return [e.map_parts(4, add, *sums, both)]
 
     def split_end(self, e: Emitter, sums: Values) -> list[Value]:
         (both,) = sums
@@ -157,7 +160,7 @@ def _dots(e: Emitter, name: str, total: Value, a: Value, b: Value) -> Value:
     def add(total: Value, a: Value, b: Value) -> Value:
         return _dot(e, name, total, a.bits(_BYTES), b.bits(_BYTES))
 
-    return e.by_parts(4, add, total, a, b)
+    return e.map_parts(4, add, total, a, b)
 
 
 def _dot(e: Emitter, name: str, total: Value, a: Value, b: Value) -> Value:

@@ -10,7 +10,7 @@ class Generic(Level):
     name = "generic"
 
 
-class ConvertsHalves(Level):
+class NativeHalves(Level):
     """The same for CPUs that have instructions for float16, which LLVM finds."""
 
     def half_to_float(self, e: Emitter, bits: Value) -> Value:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
-from polarlm.engine.jit.isa.generic import ConvertsHalves
+from polarlm.engine.jit.isa.generic import NativeHalves
 from polarlm.engine.jit.lang import I8, I16, Emitter, Level, Type, Value, Values, vector
 from polarlm.engine.jit.lang.level import ByteSum
 
@@ -27,14 +27,14 @@ _LINE = 16  # entries of a part of a table
 _PARTS = 8  # parts: 128 entries, all of whose indices are ≥ 0 as signed bytes
 
 
-class Avx2(ConvertsHalves):
+class Avx2(NativeHalves):
     name = "avx2"
     machine = "x86_64"
     cpu = "x86-64-v3"
     needs: tuple[str, ...] = ("avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe", "popcnt")
     lanes = 8
     code_tiles: tuple[tuple[int, int], ...] = ((3, 1), (4, 1))
-    sums_in_order = True
+    orders_sums = True
     float_tile = 6, 1
     unpacks_first = True
     byte_register = 32
@@ -42,19 +42,19 @@ class Avx2(ConvertsHalves):
     most_code = 63  # two products with a larger one may not fit an int16
     multiplies_words = True
 
-    def by_registers(self, e: Emitter, operation: Callable[..., Value], *operands: Value) -> Value:
+    def map_registers(self, e: Emitter, operation: Callable[..., Value], *operands: Value) -> Value:
         """The joined results of operation(bytes of a register, *parts of the operands), register by register."""
         first = operands[0]
         width = 64 if first.lanes * first.element.width == 8 * self.byte_register == 512 else 32
-        return e.by_parts(8 * width // first.element.width, partial(operation, width), *operands)
+        return e.map_parts(8 * width // first.element.width, partial(operation, width), *operands)
 
-    def _called(self, e: Emitter, names: dict[int, str], element: Type, *operands: Value) -> Value:
+    def _call_intrinsic(self, e: Emitter, names: dict[int, str], element: Type, *operands: Value) -> Value:
         """The results, of this element, of the intrinsic for registers of each size."""
 
         def call(width: int, *parts: Value) -> Value:
             return e.intrinsic(f"llvm.x86.{names[width]}", vector(element, 8 * width // element.width), *parts)
 
-        return self.by_registers(e, call, *operands)
+        return self.map_registers(e, call, *operands)
 
     def dot4(self, e: Emitter, total: Value, unsigned: Value, signed: Value, fits: bool = False) -> Value:
         if not fits:  # widen bytes to int16: bytes of even index, then bytes of odd index
@@ -70,7 +70,7 @@ class Avx2(ConvertsHalves):
             name = f"llvm.x86.{_WORD_PRODUCTS[width]}"
             return total + e.intrinsic(name, total.type, products, e.constant(words, 1))
 
-        return self.by_registers(e, add, total, unsigned, signed)
+        return self.map_registers(e, add, total, unsigned, signed)
 
     def sum_of_bytes(self, e: Emitter, start: Value, most: int) -> ByteSum:
         return _PairSum(e, start, most)
@@ -81,23 +81,23 @@ class Avx2(ConvertsHalves):
             name = f"llvm.x86.{_WORD_PRODUCTS[width]}"
             return total + e.intrinsic(name, total.type, a.bits(words), b.bits(words))
 
-        return self.by_registers(e, add, total, a, b)
+        return self.map_registers(e, add, total, a, b)
 
     def pair_products(self, e: Emitter, unsigned: Value, signed: Value) -> Value:
-        return self._called(e, _PAIR_PRODUCTS, I16, unsigned, signed)
+        return self._call_intrinsic(e, _PAIR_PRODUCTS, I16, unsigned, signed)
 
     def scaled_product(self, e: Emitter, a: Value, b: Value) -> Value:
-        return self._called(e, _SCALED_PRODUCTS, I16, a, b)
+        return self._call_intrinsic(e, _SCALED_PRODUCTS, I16, a, b)
 
     def join_words(self, e: Emitter, low: Value, high: Value) -> Value:
-        return self._called(e, _PACK, I8, low, high)
+        return self._call_intrinsic(e, _PACK, I8, low, high)
 
     def lookup_in_lanes(self, e: Emitter, table: Value, index: Value) -> Value:
-        return self._called(e, _SHUFFLE, I8, table, index)
+        return self._call_intrinsic(e, _SHUFFLE, I8, table, index)
 
     def table(self, e: Emitter, pointer: Value, entries: int) -> Callable[[Value], Value]:
         parts = self._parts(e, pointer, entries)
-        return lambda index: e.join(_shuffled(e, [parts], self._registers(e, index))[0])
+        return lambda index: e.join(_lookup_all(e, [parts], self._registers(e, index))[0])
 
     def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
         if _is_mirrored(first, second):
@@ -105,7 +105,7 @@ class Avx2(ConvertsHalves):
         tables = [self._parts(e, e.constant_bytes(side), len(side)) for side in (first, second)]
 
         def find(index: Value) -> tuple[Value, Value]:
-            a, b = _shuffled(e, tables, self._registers(e, index))
+            a, b = _lookup_all(e, tables, self._registers(e, index))
             return e.join(a), e.join(b)
 
         return find
@@ -138,7 +138,7 @@ class Avx2(ConvertsHalves):
         def find(index: Value) -> tuple[Value, Value]:
             pieces = self._registers(e, index)
             low = [piece & (half - 1) for piece in pieces]
-            a, b = _shuffled(e, tables, low)
+            a, b = _lookup_all(e, tables, low)
             for i, (piece, slot) in enumerate(zip(pieces, low, strict=True)):
                 is_image = piece + (128 - half) if half < 128 else piece  # its highest bit
                 byte = _shuffle_bytes(e, change, (slot - (half - _LINE)) | is_image)  # in the last part, and no image
@@ -162,7 +162,7 @@ class _PairSum(ByteSum):
         e, bytes_ = self._e, vector(I8, 4 * a.lanes)
         products = e.level.pair_products(e, a.bits(bytes_), b.bits(bytes_))
         pairs = products if self._count == 0 else self._pairs + products
-        self._pairs = e.in_order(pairs.bits(self._total.type)).bits(pairs.type)
+        self._pairs = e.order_sum(pairs.bits(self._total.type)).bits(pairs.type)
         self._count += 1
         if self._count == self.at_once:
             self.end()
@@ -189,7 +189,7 @@ def _shuffle_bytes(e: Emitter, table: Value, index: Value) -> Value:
     return e.intrinsic(f"llvm.x86.{_SHUFFLE[index.lanes]}", index.type, table, index)
 
 
-def _shuffled(e: Emitter, tables: Sequence[Values], pieces: Values) -> list[list[Value]]:
+def _lookup_all(e: Emitter, tables: Sequence[Values], pieces: Values) -> list[list[Value]]:
     """The bytes that registers of indices look up in each table. Each part is used for all registers in turn."""
     halves = range(0, len(tables[0]), _PARTS)
     low = [piece & 127 for piece in pieces] if len(halves) > 1 else pieces
@@ -201,13 +201,13 @@ def _shuffled(e: Emitter, tables: Sequence[Values], pieces: Values) -> list[list
                 entry = _shuffle_bytes(e, table[first + number], piece)
                 before = totals.get((place, first, i))
                 totals[place, first, i] = entry if before is None else before ^ entry
-    looked_up = []
+    results = []
     for place in range(len(tables)):
         entries = [totals[place, 0, i] for i in range(len(pieces))]
         if len(halves) > 1:
             entries = [e.select(piece < 0, totals[place, _PARTS, i], entries[i]) for i, piece in enumerate(pieces)]
-        looked_up.append(entries)
-    return looked_up
+        results.append(entries)
+    return results
 
 
 class _Vnni(Avx2):
@@ -228,14 +228,14 @@ class _Vnni(Avx2):
         def add(width: int, *registers: Value) -> Value:
             return e.intrinsic(f"llvm.x86.avx512.{name}.{8 * width}", registers[0].type, *registers)
 
-        return self.by_registers(e, add, *operands)
+        return self.map_registers(e, add, *operands)
 
 
 class Avx2Vnni(_Vnni):
     name = "avx2-vnni"
     needs = (*Avx2.needs, "avxvnni")
     wishes = ("+fast-dpwssd",)  # vpdpwssd instead of a product and a sum
-    sums_in_order = False
+    orders_sums = False
 
 
 class Avx512(Avx2):
@@ -247,7 +247,7 @@ class Avx512(Avx2):
     registers = 32
     code_tiles: tuple[tuple[int, int], ...] = ((8, 1),)
     float_tile = 6, 4
-    sums_in_order = False  # registers have room
+    orders_sums = False  # registers have room
     unpacks_first = False
     byte_register = 64
 
@@ -273,8 +273,8 @@ def _words(e: Emitter, table: Values, index: Value) -> Value:
     parts = [e.intrinsic(name, index.type, a, index, b) for a, b in zip(table[::2], table[1::2], strict=True)]
     bit = 64
     while len(parts) > 1:
-        beyond = (index & bit).equals(bit)
-        parts = [e.select(beyond, b, a) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        is_upper = (index & bit).equals(bit)
+        parts = [e.select(is_upper, b, a) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         bit *= 2
     return parts[0]
 
@@ -299,7 +299,7 @@ class Avx512Vbmi(Avx512Vnni):
         size = min(entries, 64)
         parts = [e.load(pointer, vector(I8, size), first) for first in range(0, entries, size)]
         parts = [e.shuffle(part, part, [lane % size for lane in range(64)]) if size < 64 else part for part in parts]
-        return lambda index: e.by_parts(64, partial(_bytes, e, parts), index)
+        return lambda index: e.map_parts(64, partial(_bytes, e, parts), index)
 
     def pair_table(self, e: Emitter, first: bytes, second: bytes) -> Callable[[Value], tuple[Value, Value]]:
         return Level.pair_table(self, e, first, second)
@@ -356,9 +356,9 @@ class Avx512Amx(Avx512Vbmi):
         total, factor, line = e.constant(I8, _SUM), e.constant(I8, _RIGHT), e.i64(_BYTES)
         e.intrinsic("llvm.x86.tileloadd64", None, factor, right, line)
         e.intrinsic("llvm.x86.tilezero", None, total)
-        for tile, at in zip(_LEFT, left, strict=False):
+        for tile, address in zip(_LEFT, left, strict=False):
             number = e.constant(I8, tile)
-            e.intrinsic("llvm.x86.tileloadd64", None, number, at, e.i64(stride))
+            e.intrinsic("llvm.x86.tileloadd64", None, number, address, e.i64(stride))
             e.intrinsic(f"llvm.x86.{'tdpbf16ps' if stride == _BYTES else 'tdpbssd'}", None, total, number, factor)
         e.intrinsic("llvm.x86.tilestored64", None, total, out, line)
 

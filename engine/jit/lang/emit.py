@@ -39,7 +39,7 @@ from polarlm.engine.jit.lang.values import (
 EXP_COEFFICIENTS = (0.49999994, 0.166665211, 0.041668389, 0.00836871471, 0.00138146256)
 
 _LEAST = 1e-34  # 32767 divided by a smaller number overflows
-_OF_FLOATS = {"fma", "fmuladd", "maxnum", "minnum", "fabs", "sqrt", "floor", "ceil", "trunc", "copysign"}
+_FLOAT_INTRINSICS = {"fma", "fmuladd", "maxnum", "minnum", "fabs", "sqrt", "floor", "ceil", "trunc", "copysign"}
 
 
 def _intrinsic(name: str) -> Callable[..., Value]:
@@ -52,7 +52,7 @@ class Emitter(MemoryEmitter):
 
     # -- lanes -----------------------------------------------------------------------------------------------------
 
-    def like(self, number: Number, other: Value) -> Value:
+    def const_like(self, number: Number, other: Value) -> Value:
         """`number` with the type of `other`: as a constant, or a scalar value in all lanes."""
         if isinstance(number, Value):
             return self.splat(number, other.lanes) if other.lanes and not number.lanes else number
@@ -99,7 +99,7 @@ class Emitter(MemoryEmitter):
         expect(0 <= lane < a.lanes, f"a lane {lane}", a)
         return Value(self, self.builder.extract_element(a.ir, ir.Constant(I32, lane)))
 
-    def transposed(self, rows: Values) -> list[Value]:
+    def transpose(self, rows: Values) -> list[Value]:
         """The transpose of a square matrix whose rows are vectors; its size is a power of two."""
         square, size, step = list(rows), len(rows), 1
         while step < size:
@@ -125,18 +125,18 @@ class Emitter(MemoryEmitter):
         """A loop over begin, begin + step, … < end (int64), whose body the context emits."""
         first, last = (n if isinstance(n, Value) else self.constant(I64, n) for n in (begin, end))
         expect(first.type == last.type == I64, "two int64", first, last)
-        before = self.builder.block
-        head, body, after = (self.function.append_basic_block(name) for name in ("loop", "body", "after"))
+        entry_block = self.builder.block
+        head, body, exit_block = (self.function.append_basic_block(name) for name in ("loop", "body", "after"))
         self.builder.branch(head)
         self.builder.position_at_end(head)
         index = self.builder.phi(I64)
-        index.add_incoming(first.ir, before)
-        self.builder.cbranch(self.builder.icmp_signed("<", index, last.ir), body, after)
+        index.add_incoming(first.ir, entry_block)
+        self.builder.cbranch(self.builder.icmp_signed("<", index, last.ir), body, exit_block)
         self.builder.position_at_end(body)
         yield Value(self, index)
         index.add_incoming(self.builder.add(index, ir.Constant(I64, step)), self.builder.block)
         self.builder.branch(head)
-        self.builder.position_at_end(after)
+        self.builder.position_at_end(exit_block)
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
@@ -148,21 +148,24 @@ class Emitter(MemoryEmitter):
     @contextmanager
     def repeat_while(self) -> Iterator[list[Value]]:
         """A loop that runs at least once: the body appends to the list the condition under which it runs again."""
-        body, after = (self.function.append_basic_block(name) for name in ("repeat", "after"))
+        body, exit_block = (self.function.append_basic_block(name) for name in ("repeat", "after"))
         self.builder.branch(body)
         self.builder.position_at_end(body)
         condition: list[Value] = []
         yield condition
         expect(len(condition) == 1 and condition[0].type == I1, "one condition of one bit", *condition)
-        self.builder.cbranch(condition[0].ir, body, after)
-        self.builder.position_at_end(after)
+        self.builder.cbranch(condition[0].ir, body, exit_block)
+        self.builder.position_at_end(exit_block)
 
     # -- arithmetic ------------------------------------------------------------------------------------------------
 
     def same(self, name: str, first: Value, *others: Number) -> Value:
         """A call of an intrinsic whose arguments and result have one type."""
-        expect(first.is_float == (name in _OF_FLOATS), f"a type that {name} is for", first)
-        rest = [other if isinstance(other, Value) and other.type == I1 else self.like(other, first) for other in others]
+        expect(first.is_float == (name in _FLOAT_INTRINSICS), f"a type that {name} is for", first)
+        rest = [
+            other if isinstance(other, Value) and other.type == I1 else self.const_like(other, first)
+            for other in others
+        ]
         expect(all(other.type in (first.type, I1) for other in rest), "one type", first, *rest)
         element = {F16: "f16", F32: "f32", F64: "f64"}.get(first.element) or f"i{first.element.width}"
         suffix = f"v{first.lanes}{element}" if first.lanes else element
@@ -171,7 +174,7 @@ class Emitter(MemoryEmitter):
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a * b + c, rounded once if the level has that instruction."""
         wide = max((a, b, c), key=lambda value: value.lanes)
-        a, b, c = (self.like(value, wide) for value in (a, b, c))
+        a, b, c = (self.const_like(value, wide) for value in (a, b, c))
         return self.same("fma" if self.level.fuses else "fmuladd", a, b, c)
 
     fmax = _intrinsic("maxnum")  # floats; if one is NaN, the other
@@ -201,7 +204,7 @@ class Emitter(MemoryEmitter):
     def round(self, a: Value) -> Value:
         """float32 of magnitude up to 2²² → the nearest int32, ties to even."""
         expect(a.element == F32, "float32", a)
-        magic = self.like(12582912.0, a)  # 1.5 · 2²³: the unit of its last bit is 1
+        magic = self.const_like(12582912.0, a)  # 1.5 · 2²³: the unit of its last bit is 1
         integers = vector(I32, a.lanes) if a.lanes else I32
         return (a + magic).bits(integers) - 0x4B400000
 
@@ -237,35 +240,35 @@ class Emitter(MemoryEmitter):
         It is 2^n · e^r with |r| ≤ ln 2 / 2. x is clamped to where the exponent bits of 2^n mean 0 and infinity.
         """
         expect(x.element == F32, "float32", x)
-        x = self.select(x < -88.0, self.like(-88.0, x), x)  # unlike `fmax`, keeps NaN, and is one instruction
-        x = self.select(x > 89.0, self.like(89.0, x), x)
+        x = self.select(x < -88.0, self.const_like(-88.0, x), x)  # unlike `fmax`, keeps NaN, and is one instruction
+        x = self.select(x > 89.0, self.const_like(89.0, x), x)
         whole = self.round(x * 1.4426950408889634)
         n = whole.to_float()
         # ln 2 in two parts: n times the first is exact.
-        r = self.fma(n, self.like(-0.693359375, x), x)
-        r = self.fma(n, self.like(0.693359375 - math.log(2), x), r)
-        y = self.like(EXP_COEFFICIENTS[-1], x)
+        r = self.fma(n, self.const_like(-0.693359375, x), x)
+        r = self.fma(n, self.const_like(0.693359375 - math.log(2), x), r)
+        y = self.const_like(EXP_COEFFICIENTS[-1], x)
         for coefficient in EXP_COEFFICIENTS[-2::-1]:
-            y = self.fma(y, r, self.like(coefficient, x))
+            y = self.fma(y, r, self.const_like(coefficient, x))
         y = self.fma(y, r * r, r) + 1.0
         return y * ((whole + 127) << 23).bits(x.type)
 
-    def by_parts(self, lanes: int, operation: Callable[..., Value], *operands: Value) -> Value:
+    def map_parts(self, lanes: int, operation: Callable[..., Value], *operands: Value) -> Value:
         """The joined results of `operation` on parts of `lanes` lanes of the operands."""
         parts = range(0, operands[0].lanes, lanes)
         return self.join([operation(*(self.part(operand, first, lanes) for operand in operands)) for first in parts])
 
-    def in_order(self, total: Value) -> Value:
-        """Where a level `sums_in_order`: the same vector, whole registers of int32, computed before what is emitted
+    def order_sum(self, total: Value) -> Value:
+        """Where a level `orders_sums`: the same vector, whole registers of int32, computed before what is emitted
         after it. Elsewhere the vector itself. No instruction comes of it."""
-        if not self.level.sums_in_order:
+        if not self.level.orders_sums:
             return total
 
         def same(part: Value) -> Value:
             kept = ir.InlineAsm(ir.FunctionType(part.type, [part.type]), "", "=x,0", side_effect=True)
             return Value(self, self.builder.call(kept, [part.ir]))
 
-        return self.by_parts(self.level.lanes, same, total)
+        return self.map_parts(self.level.lanes, same, total)
 
 
 # -- gathers, and rounding to integers: results are equal at every level ----------------------------------------------
@@ -304,5 +307,5 @@ def largest(e: Emitter, parts: Values) -> Value:
 
 def scaled_to(e: Emitter, parts: Values, top: Value, limit: float) -> list[Value]:
     """Vectors of float32 → int32, scaled so that `top` would become `limit` ≤ 32767; 0 if it is at most 1e-34."""
-    inverse = e.select(top > _LEAST, e.like(limit, top) / top, e.zero(F32))
+    inverse = e.select(top > _LEAST, e.const_like(limit, top) / top, e.zero(F32))
     return [e.round(part * inverse) for part in parts]

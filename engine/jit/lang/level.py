@@ -31,7 +31,7 @@ class Level:
     """A level of CPU features: the sizes of its registers, and its code for what LLVM does not find by itself.
 
     Operations take e, the `Emitter`, and give the same results at every level. Here they are made of LLVM's own
-    instructions; a level overrides what its CPU has instructions for.
+    instructions; a level overrides the operations that its CPU has instructions for.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Level:
     that minimises loads for many rows."""
     code_outputs = 16  # outputs of a tile, 16 or 8, that products of codes with several rows sum at once
     keeps_order = False
-    """Whether `keep_order` and `unknown` do something. Kernels of such a level read again what has no place in
+    """Whether `keep_order` and `black_box` do something. Kernels of such a level read again what has no place in
     registers, and compute a few sums after the other, where others would compute all of them together."""
-    sums_in_order = False
-    """Whether `in_order` does something: sums of several rows are computed in the order in which they are emitted, and
+    orders_sums = False
+    """Whether `order_sum` does something: sums of several rows are computed in the order in which they are emitted, and
     stay in registers. Where those are few, LLVM would write products to the stack and add them later."""
     float_tile = 2, 1  # rows and 16-column vectors of a register tile of products of float32
     byte_register = 0  # bytes of the registers of byte and int16 instructions; 0 if the level has no such instructions
@@ -208,7 +208,7 @@ class Level:
         wide = bits.zext(I32)
         magnitude = ((wide & 0x7FFF) << 13).bits(vector(F32, bits.lanes) if bits.lanes else F32) * 2.0**112
         # Magnitudes ≥ 65536 stand for infinity or NaN, whose exponent bits are all ones.
-        other = e.select(magnitude >= 65536.0, e.like(0x7F800000, wide), e.like(0, wide))
+        other = e.select(magnitude >= 65536.0, e.const_like(0x7F800000, wide), e.const_like(0, wide))
         sign = (wide & 0x8000) << 16
         return (magnitude.bits(wide.type) | other | sign).bits(magnitude.type)
 

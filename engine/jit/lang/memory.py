@@ -79,9 +79,9 @@ class MemoryEmitter:
     def prefetch(self, pointer: Value, nbytes: int, *, level: int = 1) -> None:
         """Prefetch bytes into the core's cache of level 1 or 2, a line of 64 bytes at a time."""
         for offset in range(0, nbytes, 64):
-            at = self.offset(pointer, offset)
+            address = self.offset(pointer, offset)
             options = (self.constant(I32, number) for number in (0, 4 - level, 1))  # for reading, locality, data cache
-            self.intrinsic("llvm.prefetch.p0", None, at, *options)
+            self.intrinsic("llvm.prefetch.p0", None, address, *options)
 
     def _untyped(self, pointer: Any) -> Value:
         """The pointer as an opaque one: llvmlite would check the type of its contents at every use."""
@@ -101,16 +101,16 @@ class MemoryEmitter:
         label = module.globals.get(name) or ir.Function(module, kind, name)
         self.builder.call(label, [module.add_metadata(["order"])])
 
-    def unknown(self, value: Value, *, in_order: bool = True) -> Value:
+    def black_box(self, value: Value, *, has_own_value: bool = True) -> Value:
         """Where a level `keeps_order`: the same pointer or 16 bytes, without LLVM's knowing that they are the same. It
         does not keep what was read there, or computed from it, in registers. Else the value itself.
 
-        in_order: every call stands for a value of its own.
+        has_own_value: every call stands for a value of its own.
         """
         if not self.level.keeps_order:
             return value
         register = "r" if value.type == POINTER else "w"
-        same = ir.InlineAsm(ir.FunctionType(value.type, [value.type]), "", f"={register},0", side_effect=in_order)
+        same = ir.InlineAsm(ir.FunctionType(value.type, [value.type]), "", f"={register},0", side_effect=has_own_value)
         return Value(self, self.builder.call(same, [value.ir]))
 
     def load_atomic(self, pointer: Value) -> Value:

@@ -68,8 +68,8 @@ def words(record: tuple[Any, ...]) -> np.ndarray:
 def read(e: Emitter, record: type[Record], pointer: Value, number: Number = 0) -> Record:
     """The values of record `number` in the table at `pointer`."""
     types, _, _ = _layout(record)
-    at = pointer if isinstance(number, int) and not number else pointer + number * (8 * len(types))
-    return record._make(e.load(at, kind, 8 * place) for place, kind in enumerate(types))  # type: ignore[attr-defined]
+    start = pointer if isinstance(number, int) and not number else pointer + number * (8 * len(types))
+    return record._make(e.load(start, kind, 8 * place) for place, kind in enumerate(types))  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

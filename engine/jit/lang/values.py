@@ -63,7 +63,7 @@ def _shift(name: str) -> Callable[[Value, Number], Value]:
 
 def _comparison(sign: str) -> Callable[[Value, Number], Value]:
     def compare(self: Value, other: Number) -> Value:
-        right, builder = self.emitter.like(other, self), self.emitter.builder
+        right, builder = self.emitter.const_like(other, self), self.emitter.builder
         expect(self.type == right.type, "two numbers of one type", self, right)
         emit = builder.fcmp_ordered if self.is_float else builder.icmp_signed
         return Value(self.emitter, emit(sign, self.ir, right.ir))
@@ -99,7 +99,7 @@ class Value:
 
     def _binary(self, other: Number, integer: str | None, floating: str | None) -> Value:
         name = floating if self.is_float else integer
-        right = self.emitter.like(other, self)
+        right = self.emitter.const_like(other, self)
         expect(name is not None and self.type == right.type, "two numbers of one type with this operation", self, right)
         assert name is not None
         return Value(self.emitter, getattr(self.emitter.builder, name)(self.ir, right.ir))
@@ -135,7 +135,7 @@ class Value:
     def __neg__(self) -> Value:
         if self.is_float:
             return Value(self.emitter, self.emitter.builder.fneg(self.ir))
-        return self.emitter.like(0, self) - self
+        return self.emitter.const_like(0, self) - self
 
     def _converted(self, element: Type, name: str) -> Value:
         is_integer, floats = isinstance(self.element, ir.IntType), name == "fptosi"

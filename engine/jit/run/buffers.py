@@ -38,12 +38,12 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return np.frombuffer(memory, kind).reshape(shape)
 
 
-def aligned(nbytes: int) -> np.ndarray:
+def aligned_bytes(nbytes: int) -> np.ndarray:
     """uint8 (nbytes,) zeros from the start of a cache line on; as in `zeros`, pages take memory once written."""
-    return _from_line(zeros((nbytes + _LINE,), np.uint8), nbytes)
+    return _align(zeros((nbytes + _LINE,), np.uint8), nbytes)
 
 
-def _from_line(memory: np.ndarray, nbytes: int) -> np.ndarray:
+def _align(memory: np.ndarray, nbytes: int) -> np.ndarray:
     """`nbytes` bytes of memory, from the start of a cache line on."""
     first = -memory.ctypes.data % _LINE
     return memory[first : first + nbytes]
@@ -54,33 +54,35 @@ class Arena:
     that a core loses to address translation (TLB misses) while it streams through them."""
 
     def __init__(self) -> None:
-        self._left: list[np.ndarray] = []  # unused rest of each piece
+        self._rests: list[np.ndarray] = []  # unused rest of each piece
 
     def take(self, nbytes: int) -> np.ndarray:
         """Uninitialized uint8 (nbytes,), aligned to 64, from the fullest piece that has room."""
         size = -(-nbytes // _LINE) * _LINE
-        self._left.sort(key=len)
-        number = next((i for i, left in enumerate(self._left) if len(left) >= size), None)
+        self._rests.sort(key=len)
+        number = next((i for i, left in enumerate(self._rests) if len(left) >= size), None)
         if number is None:
             room = max(size, _PIECE)
-            piece = _from_line(np.empty(room + _LINE, np.uint8), room)
+            piece = _align(np.empty(room + _LINE, np.uint8), room)
         else:
-            piece = self._left.pop(number)
+            piece = self._rests.pop(number)
         if len(piece) > size:
-            self._left.append(piece[size:])
+            self._rests.append(piece[size:])
         return piece[:nbytes]
 
 
 class _Lease:
     """Memory of an array, which returns to the pool when no array uses it any more."""
 
-    def __init__(self, memory: np.ndarray, home: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self._memory, self._home = memory, home
+    def __init__(
+        self, memory: np.ndarray, free_list: list[np.ndarray], shape: tuple[int, ...], dtype: np.dtype
+    ) -> None:
+        self._memory, self._free_list = memory, free_list
         data = memory.ctypes.data, False
         self.__array_interface__ = {"data": data, "shape": shape, "typestr": dtype.str, "version": 3}
 
     def __del__(self) -> None:
-        self._home.append(self._memory)
+        self._free_list.append(self._memory)
 
 
 class Buffers:
@@ -101,7 +103,7 @@ class Buffers:
         try:
             memory = free.pop()
         except IndexError:
-            memory = aligned(size)
+            memory = aligned_bytes(size)
             self._all.append(memory)
         return np.asarray(_Lease(memory, free, shape, kind))
 
@@ -131,7 +133,7 @@ class _Memory:
         self.__array_interface__ = x.__array_interface__
 
 
-def unowned(x: np.ndarray) -> np.ndarray:
+def unowned_view(x: np.ndarray) -> np.ndarray:
     """The same array without a share in its memory, which the caller keeps as long as the array is used."""
     return np.asarray(_Memory(x))
 

@@ -34,7 +34,7 @@ import numpy as np
 from polarlm.engine.jit.compile.library import library
 from polarlm.engine.jit.isa.levels import LEVELS
 from polarlm.engine.jit.lang import I64, POINTER, Emitter, Int64, Kernel, Pointer, Value, Variable, records
-from polarlm.engine.jit.run.buffers import aligned
+from polarlm.engine.jit.run.buffers import aligned_bytes
 from polarlm.model_loaders.forks import cached_property, renew_in_children
 
 MOST_ENTRIES = 1 << 13  # most entries of a command buffer
@@ -43,15 +43,15 @@ MOST_ENTRIES = 1 << 13  # most entries of a command buffer
 # different cache lines.
 _RUN, _THREADS, _TABLE, _COUNT, _RANGES = range(0, 40, 8)
 _LOCK, _UNLOCK, _WAIT, _WAKE_ALL, _OFFER_CORE = range(128, 168, 8)
-_NEXT, _SERVED = 192, 200  # tickets: the next caller's, and the one that may run now
+_NEXT_TICKET, _SERVED_TICKET = 192, 200  # tickets: the next caller's, and the one that may run now
 _MUTEX, _WORK, _TURN = 256, 384, 512
 _HEAD = 640
-_COMPLETED, _UNITS, _GRAIN, _RANGE_UNITS, _AWAITED, _LEFT = 0, 8, 16, 24, 32, 64
+_COMPLETED_UNITS, _UNITS, _GRAIN, _RANGE_UNITS, _AWAITED_UNITS, _UNITS_LEFT = 0, 8, 16, 24, 32, 64
 _MOST_RANGES = 16  # most ranges that an entry's units are cut into; further threads share them
-_SLOT = _LEFT + 8 * _MOST_RANGES
-_ASLEEP = _HEAD + _SLOT * MOST_ENTRIES  # an int64 for each thread: 1 while it sleeps for lack of work
+_SLOT = _UNITS_LEFT + 8 * _MOST_RANGES
+_SLEEP_FLAGS = _HEAD + _SLOT * MOST_ENTRIES  # an int64 for each thread: 1 while it sleeps for lack of work
 MOST_THREADS = 1024
-STATE_BYTES = _ASLEEP + 8 * MOST_THREADS
+STATE_BYTES = _SLEEP_FLAGS + 8 * MOST_THREADS
 
 _SPINS = 2_000  # polls, some tens of microseconds, before a waiting thread yields its core
 _IDLE_SPINS = 5_000  # polls before a thread without work sleeps
@@ -112,7 +112,7 @@ class _State:
         self._e.call(self._e.load(self.pointer, POINTER, function), *arguments)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         self._system(_LOCK, self.pointer + _MUTEX)
         yield
         self._system(_UNLOCK, self.pointer + _MUTEX)
@@ -120,8 +120,8 @@ class _State:
     def wait(self, condition: int) -> None:
         """Unlock, sleep until the condition is signalled, and lock again. Spurious wake-ups are possible."""
         # Windows takes two more arguments, an infinite timeout and no flags; other systems ignore them.
-        forever, none = self._e.i64(0xFFFFFFFF), self._e.i64(0)
-        self._system(_WAIT, self.pointer + condition, self.pointer + _MUTEX, forever, none)
+        no_timeout, has_no_work = self._e.i64(0xFFFFFFFF), self._e.i64(0)
+        self._system(_WAIT, self.pointer + condition, self.pointer + _MUTEX, no_timeout, has_no_work)
 
     def wake_all(self, condition: int) -> None:
         self._system(_WAKE_ALL, self.pointer + condition)
@@ -148,52 +148,52 @@ class _State:
     def slot(self, entry: Value) -> Value:
         return self.pointer + entry * _SLOT + _HEAD
 
-    def asleep(self, number: Value) -> Value:
-        return self.pointer + number * 8 + _ASLEEP
+    def sleep_flag(self, number: Value) -> Value:
+        return self.pointer + number * 8 + _SLEEP_FLAGS
 
 
 def _emit_run(e: Emitter, args: Run, begin: Value, end: Value, scratch: Value) -> None:
     """Run a command buffer on the calling thread and up to threads − 1 workers, after the runs of earlier callers."""
     state = _State(e, args.state)
-    with state.locked():
-        turn = state.load(_NEXT)
-        state.store(turn + 1, _NEXT)
-        with e.repeat_while() as again:
-            must_wait = ~state.load(_SERVED).equals(turn)
+    with state.lock():
+        turn = state.load(_NEXT_TICKET)
+        state.store(turn + 1, _NEXT_TICKET)
+        with e.repeat_while() as conditions:
+            must_wait = ~state.load(_SERVED_TICKET).equals(turn)
             with e.when(must_wait):
                 state.wait(_TURN)
-            again.append(must_wait)
+            conditions.append(must_wait)
 
     run = (state.load(_RUN) + 1) & _NUMBERS
     ranges = e.imin(args.threads, _MOST_RANGES)
-    overlapped = e.variable(e.i64(0))  # units of launches before that have not been waited for
+    overlapped_units = e.variable(e.i64(0))  # units of launches before that have not been waited for
     with e.loop(0, args.count) as entry:
         slot, launch = state.slot(entry), records.read(e, Launch, args.table, entry)
         units = launch.units
         each = (units + ranges - 1) // ranges
         for field, value in ((_UNITS, units), (_GRAIN, launch.grain), (_RANGE_UNITS, each)):
             e.store(value, slot, field)
-        overlapped.add(units)
+        overlapped_units.add(units)
         overlaps = launch.overlaps.equals(1)
-        e.store(e.select(overlaps, e.i64(0), overlapped.get()), slot, _AWAITED)
-        overlapped.set(e.select(overlaps, overlapped.get(), e.i64(0)))
-        e.store_atomic(e.i64(0), slot + _COMPLETED, "release")
+        e.store(e.select(overlaps, e.i64(0), overlapped_units.get()), slot, _AWAITED_UNITS)
+        overlapped_units.set(e.select(overlaps, overlapped_units.get(), e.i64(0)))
+        e.store_atomic(e.i64(0), slot + _COMPLETED_UNITS, "release")
         with e.loop(0, ranges) as number:
             left = e.imax(e.imin(units - number * each, each), 0)
-            e.store_atomic((run << 32) + left, slot + number * 8 + _LEFT, "release")
+            e.store_atomic((run << 32) + left, slot + number * 8 + _UNITS_LEFT, "release")
     for field, value in ((_TABLE, args.table), (_COUNT, args.count), (_THREADS, args.threads), (_RANGES, ranges)):
         state.store(value, field)
     e.store_atomic(run, state.pointer + _RUN)
-    asleep = e.variable(e.i64(0))
+    sleep_flag = e.variable(e.i64(0))
     with e.loop(1, e.imin(args.threads, MOST_THREADS)) as number:
-        asleep.add(e.load_atomic(state.asleep(number)))
-    with e.when(asleep.get() > 0), state.locked():
+        sleep_flag.add(e.load_atomic(state.sleep_flag(number)))
+    with e.when(sleep_flag.get() > 0), state.lock():
         state.wake_all(_WORK)
     _emit_take_part(e, state, run, e.i64(0), scratch)
 
-    with state.locked():
-        state.store(turn + 1, _SERVED)
-        with e.when(~state.load(_NEXT).equals(turn + 1)):
+    with state.lock():
+        state.store(turn + 1, _SERVED_TICKET)
+        with e.when(~state.load(_NEXT_TICKET).equals(turn + 1)):
             state.wake_all(_TURN)
 
 
@@ -209,7 +209,7 @@ def _emit_serve(e: Emitter, args: Serve, begin: Value, end: Value, scratch: Valu
     """Take part in all runs of more than `number` threads, and sleep between them. Never returns."""
     state, number = _State(e, args.state), args.number
     served, polls = e.variable(e.i64(0)), e.variable(e.i64(0))
-    with e.repeat_while() as again:
+    with e.repeat_while() as conditions:
         run = state.run()
         with e.when(~run.equals(served.get())):
             served.set(run)
@@ -220,22 +220,22 @@ def _emit_serve(e: Emitter, args: Serve, begin: Value, end: Value, scratch: Valu
         with e.when(polls.get() > _IDLE_SPINS):
             _sleep(e, state, number, served)
             polls.set(e.i64(0))
-        again.append(e.i64(0).equals(0))
+        conditions.append(e.i64(0).equals(0))
 
 
 def _sleep(e: Emitter, state: _State, number: Value, served: Variable) -> None:
     """Sleep until a run has more than `number` threads. served: the number of the last run seen."""
-    with state.locked():
-        e.store_atomic(e.i64(1), state.asleep(number))
+    with state.lock():
+        e.store_atomic(e.i64(1), state.sleep_flag(number))
         # Either a run that starts now is seen here, or its caller sees that this thread sleeps and wakes it.
-        with e.repeat_while() as again:
+        with e.repeat_while() as conditions:
             run = state.run()
-            none = run.equals(served.get()) | (number >= state.load(_THREADS))
-            with e.when(none):
+            has_no_work = run.equals(served.get()) | (number >= state.load(_THREADS))
+            with e.when(has_no_work):
                 served.set(run)
                 state.wait(_WORK)
-            again.append(none)
-        e.store_atomic(e.i64(0), state.asleep(number))
+            conditions.append(has_no_work)
+        e.store_atomic(e.i64(0), state.sleep_flag(number))
 
 
 def _emit_take_part(e: Emitter, state: _State, run: Value, number: Value, scratch: Value) -> None:
@@ -246,20 +246,20 @@ def _emit_take_part(e: Emitter, state: _State, run: Value, number: Value, scratc
     ranges, done = state.load(_RANGES), e.variable(e.i64(0))
     with e.loop(0, state.load(_COUNT)) as entry:
         slot = state.slot(entry)
-        at = e.variable(number % ranges)
+        range_number = e.variable(number % ranges)
         with e.loop(0, ranges):
-            _emit_empty_range(e, state, run, entry, at.get(), done, scratch)
-            following = at.get() + 1
-            at.set(e.select(following < ranges, following, e.i64(0)))
+            _emit_empty_range(e, state, run, entry, range_number.get(), done, scratch)
+            next_range = range_number.get() + 1
+            range_number.set(e.select(next_range < ranges, next_range, e.i64(0)))
         # Units of a launch that overlaps the next one are awaited with the next one's units.
-        with e.when((done.get() > 0) & (e.load(slot, I64, _AWAITED) > 0)):
-            e.add_atomic(slot + _COMPLETED, done.get())
+        with e.when((done.get() > 0) & (e.load(slot, I64, _AWAITED_UNITS) > 0)):
+            e.add_atomic(slot + _COMPLETED_UNITS, done.get())
             done.set(e.i64(0))
         polls = e.variable(e.i64(0))
-        with e.repeat_while() as again:
-            waits = e.load_atomic(slot + _COMPLETED) < e.load_atomic(slot + _AWAITED)
+        with e.repeat_while() as conditions:
+            waits = e.load_atomic(slot + _COMPLETED_UNITS) < e.load_atomic(slot + _AWAITED_UNITS)
             waits = waits & state.run().equals(run)
-            again.append(waits)
+            conditions.append(waits)
             with e.when(waits):
                 state.wait_a_little(polls)
 
@@ -269,13 +269,13 @@ def _emit_empty_range(
 ) -> None:
     """Run units of range `number` of an entry until none is left, and add their count to `done`."""
     slot = state.slot(entry)
-    counter = slot + number * 8 + _LEFT
-    with e.repeat_while() as again:
+    counter = slot + number * 8 + _UNITS_LEFT
+    with e.repeat_while() as conditions:
         word = e.load_atomic(counter)
         left = word - (run << 32)  # negative, or at least 2³², if the slot belongs to another run
-        mine = (left > 0) & (left < 1 << 32)
-        again.append(mine)
-        with e.when(mine):
+        is_mine = (left > 0) & (left < 1 << 32)
+        conditions.append(is_mine)
+        with e.when(is_mine):
             size = e.imin(left, e.load(slot, I64, _GRAIN))
             with e.when(e.exchange_if(counter, word, word - size)):
                 launch = records.read(e, Launch, e.load(state.pointer, POINTER, _TABLE), entry)
@@ -304,7 +304,7 @@ class CommandBuffer:
         self.address = records.address(self._table)
 
     @cached_property
-    def alone(self) -> bytes:
+    def single_thread_run(self) -> bytes:
         return records.pack(Run(state=None, table=self.address, count=len(self.units), threads=1))
 
 
@@ -322,9 +322,9 @@ class Workers:
 
     def renew(self) -> None:
         """Reset to new state without threads: for a forked child, in which the old threads do not exist."""
-        self._state = aligned(STATE_BYTES)
+        self._state = aligned_bytes(STATE_BYTES)
         set_up(self._state)
-        self._scratch = aligned(SCRATCH)
+        self._scratch = aligned_bytes(SCRATCH)
         self._addresses = self._state.ctypes.data, self._scratch.ctypes.data
         self._number = 0  # number of workers
         self._starting = threading.Lock()
@@ -339,7 +339,7 @@ class Workers:
             while self._number < min(threads, MOST_THREADS) - 1 and not self._is_refused:
                 arguments = SERVE.pack(Serve(state=self._state, number=self._number + 1))
                 try:
-                    keep = arguments, self._state, self._code, aligned(SCRATCH)
+                    keep = arguments, self._state, self._code, aligned_bytes(SCRATCH)
                     threading.Thread(target=self._live, args=keep, name="kernels", daemon=True).start()
                 except (RuntimeError, MemoryError):
                     self._is_refused = True
@@ -354,7 +354,7 @@ class Workers:
     def run(self, commands: CommandBuffer, threads: int) -> None:
         """Run all launches in order, each on up to `threads` threads. Thread-safe."""
         if threads == 1:
-            self._run_alone(commands.alone, 0, 0, self._scratch_of_caller())
+            self._run_alone(commands.single_thread_run, 0, 0, self._scratch_of_caller())
             return
         if self._number < threads - 1:
             self.start(threads)
@@ -366,15 +366,15 @@ class Workers:
         try:
             memory: np.ndarray = self._local.scratch
         except AttributeError:
-            memory = self._local.scratch = aligned(SCRATCH)
+            memory = self._local.scratch = aligned_bytes(SCRATCH)
         return memory.ctypes.data
 
 
-_of_this_process: list[Workers] = []
+_instances: list[Workers] = []
 
 
 def workers() -> Workers:
-    if not _of_this_process:
+    if not _instances:
         # Without a lock, which could stay locked in a forked child: if two threads make one at once, the first is used.
-        _of_this_process.append(Workers())
-    return _of_this_process[0]
+        _instances.append(Workers())
+    return _instances[0]

@@ -62,7 +62,7 @@ class Split:
 
     def rooms(self) -> list[int]:
         """Return the bytes that remain on each card beside the weights. Raises EngineError if these do not fit."""
-        return [share.card.room_beside(share.weights) for share in self.shares]
+        return [share.card.memory_left(share.weights) for share in self.shares]
 
     def plan(self, wanted: Wanted, shape: CacheShape) -> StorePlan:
         """Return the plan of a KV store that fits on every card, with `wanted.more` left on the last one. Raises
@@ -84,7 +84,7 @@ class Split:
         """Return what every card has, with a store of `plan`."""
         fits = []
         for share in self.shares:
-            room = share.card.room_beside(0) - share.weights
+            room = share.card.memory_left(0) - share.weights
             store = plan.bytes_of(share.layers)
             work = wanted.work(share.card, plan.shape, plan.tokens)
             ends = share.layers[0], share.layers[-1]
@@ -104,11 +104,11 @@ def split_model(wanted: Wanted, ops: Ops, shape: CacheShape, say: Callable[[str]
         return None
     if wanted.layer_sizes is None:
         return None
-    is_asked = len(cards_of(ops, beside=False)) > 1 or config.tensor_split is not None
+    is_asked = len(cards_of(ops, with_others=False)) > 1 or config.tensor_split is not None
     alone = replace(wanted, reserved=0, most=None)
     if not is_asked and alone.fits(ops, shape, wanted.sizes.weights, wanted.context):
         return None
-    cards = cards_of(ops, beside=True)
+    cards = cards_of(ops, with_others=True)
     if config.tensor_split not in (None, AUTO) and len(cards) != len(shares := shares_of(config)):
         raise _wrong(config, f"there are {len(shares)} shares for {_in_words(cards)}")
     if len(cards) == 1:
@@ -171,7 +171,7 @@ def _by_memory(wanted: Wanted, cards: Sequence[Ops], shape: CacheShape, sizes: L
     best, cuts = np.full(count + 1, np.inf), []
     best[0] = 0.0
     for number, card in enumerate(cards):
-        room = max(1, card.room_beside(0) - wanted.work(card, shape, tokens))
+        room = max(1, card.memory_left(0) - wanted.work(card, shape, tokens))
         more = sizes.adapters + sizes.before * (number == 0) + sizes.head * (number == len(cards) - 1)
         parts = np.maximum(best[None, :], (needed[:, None] - needed[None, :] + more) / room)
         parts[attentions[:, None] <= attentions[None, :]] = np.inf  # every card has a layer with attention

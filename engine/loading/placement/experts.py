@@ -89,7 +89,7 @@ def cpu_experts(wanted: Wanted, ops: Ops, shape: CacheShape, say: Callable[[str]
     count = min(len(layers), count)
     if not held[count]:
         return None
-    ops.host.room_beside(held[count])
+    ops.host.memory_left(held[count])
     chosen = (
         size * layer.ffn.top_k // layer.ffn.count
         for size, layer in zip(sizes.on_host, layers[:count], strict=False)

@@ -78,7 +78,7 @@ class Placement:
         planned: returns the plan of the store for its shape; None for the plan of `config`. Raises EngineError."""
         wanted = replace(self.wanted, config=config, encoding=encoding, more=nothing, is_mapped=False)
         split, shape = None if self.split is None else self.split.loaded(), wanted.shape(self.ops)
-        placement = replace(self, wanted=wanted, shape=shape, room=self.ops.room_beside(0), split=split, error=None)
+        placement = replace(self, wanted=wanted, shape=shape, room=self.ops.memory_left(0), split=split, error=None)
         return replace(placement, plan=planned(shape) if planned else placement.store(config))
 
 

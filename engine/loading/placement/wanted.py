@@ -103,7 +103,7 @@ class Wanted:
         ("out_of_memory")."""
         if self.is_mapped:  # half of the memory stays free of weights
             weights = min(weights, ops.free_memory() // 2)
-        room = ops.room_beside(weights + self.reserved)
+        room = ops.memory_left(weights + self.reserved)
         return room if self.most is None else min(room, self.most - weights)
 
     def work(self, ops: Ops, shape: CacheShape, tokens: int) -> int:
@@ -251,7 +251,7 @@ def fits_beside(config: EngineConfig, ops: Ops) -> Callable[[ModelConfig | None,
     def fits(model: ModelConfig | None, size: int) -> bool:
         try:
             if model is None:
-                ops.room_beside(size)
+                ops.memory_left(size)
                 return True
             weights = loaded_bytes(config, ops, model, size)
             wanted = Wanted(config, model, Sizes(weights))

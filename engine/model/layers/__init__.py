@@ -65,12 +65,12 @@ def adapted_linear(
     norm: Norm = None,
     residual: Array | None = None,
     activation: str | None = None,
-    then: Linear | None = None,
+    consumer: Linear | None = None,
 ) -> Array:
     """`Ops.linear`, whose product has what the adapter of each row adds. adapters: None if no row has one."""
     if adapters is None or w.deltas is None:
-        then = then if adapters is None else None  # what follows may read the result in float32
-        return ops.linear(x, w, norm=norm, residual=residual, activation=activation, then=then)
+        consumer = consumer if adapters is None else None  # what follows may read the result in float32
+        return ops.linear(x, w, norm=norm, residual=residual, activation=activation, consumer=consumer)
     y, deltas = ops.linear(x, w, norm=norm, residual=residual), w.deltas
     ops.experts(x, adapters, deltas.a, deltas.b, None, norm=norm, residual=y)
     return y if activation is None else ops.activate_halves(y, activation)

@@ -83,8 +83,8 @@ class Attention:
     def mix(self, x: Array, q: Array, inputs: LayerInputs) -> None:
         """Add the projected attention of queries q (T, H, D) to x (T, E), in place."""
         w, shape = self._weights, self.shape
-        then = w.out if w.output_gate is None and inputs.adapters is None else None
-        mixed = self._ops.attention(q, self._cache, inputs.spans, self._rule, self._transform, then)
+        consumer = w.out if w.output_gate is None and inputs.adapters is None else None
+        mixed = self._ops.attention(q, self._cache, inputs.spans, self._rule, self._transform, consumer)
         mixed = mixed.reshape(-1, shape.heads * shape.head_dim)
         if w.output_gate is not None:
             gate = adapted_linear(self._ops, x, w.output_gate, inputs.adapters, norm=self._norm)

@@ -33,7 +33,7 @@ class EncoderLayer:
     def __init__(
         self,
         ops: Ops,
-        of_encoders: EncoderOps,
+        encoder_ops: EncoderOps,
         layer: config.Layer,
         eps: Eps,
         weights: LayerWeights,
@@ -42,7 +42,7 @@ class EncoderLayer:
         assert isinstance(layer.mixer, config.Attention)
         assert isinstance(layer.ffn, config.GatedMLP)
         assert isinstance(weights.ffn, GatedMLPWeights)
-        self._ops, self._of_encoders, self._shape, self._transform = ops, of_encoders, layer.mixer, transform
+        self._ops, self._encoder_ops, self._shape, self._transform = ops, encoder_ops, layer.mixer, transform
         self._attention = w = weights.mixer
         self._norm, self._post_norm = norm_of(w.norm, eps.before), norm_of(w.post_norm, eps.after)
         self._qk_norms = None if w.q_norm is None else (w.q_norm, w.k_norm, eps.before)
@@ -54,17 +54,17 @@ class EncoderLayer:
 
     def compute(self, x: Array, rope: tuple[Array, ...], lengths: Sequence[int]) -> None:
         """Compute the layer for x (T, E), the rows of texts of these lengths, in place. rope: cos and sin (T, D/2)."""
-        ops, of_encoders, shape = self._ops, self._of_encoders, self._shape
+        ops, encoder_ops, shape = self._ops, self._encoder_ops, self._shape
         heads, dim = shape.heads + 2 * shape.kv_heads, shape.head_dim
         turned = None if shape.rope is None and self._qk_norms is None else rope
         qkv = ops.linear(x, self._attention.qkv, norm=self._norm).reshape(len(x), heads, dim)
-        mixed = of_encoders.self_attention(
+        mixed = encoder_ops.self_attention(
             qkv, turned, self._transform, lengths, shape.score_scale, shape.window, self._qk_norms
         )
         mixed = mixed.reshape(len(x), shape.heads * dim)
         add_output(ops, x, mixed, self._attention.out, None, self._post_norm)
         if self._sum_norms is not None:
-            of_encoders.layer_norm(x, self._sum_norms[0])
+            encoder_ops.layer_norm(x, self._sum_norms[0])
         self._network.add(x, LayerInputs())
         if self._sum_norms is not None:
-            of_encoders.layer_norm(x, self._sum_norms[1])
+            encoder_ops.layer_norm(x, self._sum_norms[1])

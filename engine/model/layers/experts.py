@@ -78,7 +78,7 @@ class Experts:
             adapters,
             norm=self._norm,
             activation=shared.activation,
-            then=None if w.shared_gate is not None else w.shared_down,
+            consumer=None if w.shared_gate is not None else w.shared_down,
         )
         if w.shared_gate is not None:
             ops.gate(y, adapted_linear(ops, x, w.shared_gate, adapters, norm=self._norm))

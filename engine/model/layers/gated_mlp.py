@@ -32,5 +32,5 @@ class GatedMLP:
     def add(self, x: Array, inputs: LayerInputs) -> None:
         """Add the network's result to x (T, E), in place."""
         ops, w, activation = self._ops, self._weights, self._shape.activation
-        y = adapted_linear(ops, x, w.gate_up, inputs.adapters, norm=self._norm, activation=activation, then=w.down)
+        y = adapted_linear(ops, x, w.gate_up, inputs.adapters, norm=self._norm, activation=activation, consumer=w.down)
         add_output(ops, x, y, w.down, inputs.adapters, self._post_norm)

@@ -36,9 +36,9 @@ class PlainLayer:
 
 class PatchReader(Generic[AnyTower, W, L]):
     def __init__(self, ops: Ops, tower: AnyTower, weights: W, layers: Sequence[L], nbytes: int):
-        assert ops.of_encoders is not None
+        assert ops.encoder_ops is not None
         self.tower, self.bytes = tower, nbytes
-        self._ops, self._of_encoders, self._weights, self._layers = ops, ops.of_encoders, weights, layers
+        self._ops, self._encoder_ops, self._weights, self._layers = ops, ops.encoder_ops, weights, layers
         (self._transform,) = ops.prepare([HeadTransform(tower.heads)])
 
     def _rope(self, *places: np.ndarray, dim: int, theta: float = 10_000.0) -> tuple[Array, Array]:
@@ -54,7 +54,7 @@ class PatchReader(Generic[AnyTower, W, L]):
         self._attend(x, self._layer_norm(x, w.norm, w.norm_bias), (w.qkv, w.out), rope, [len(x)])
         for part in parts(ops, x):
             y = self._layer_norm(part, w.ffn_norm, w.ffn_norm_bias)
-            y = ops.linear(y, w.up, activation="plain_gelu_tanh", then=w.down)
+            y = ops.linear(y, w.up, activation="plain_gelu_tanh", consumer=w.down)
             ops.linear(y, w.down, residual=part)
 
     def _attend(
@@ -69,11 +69,11 @@ class PatchReader(Generic[AnyTower, W, L]):
         """Add to x the attention of its rows, normed in y (P, C) or to be normed by `norm`. weights: qkv, out."""
         (qkv, out), heads, dim = weights, self.tower.heads, self.tower.hidden_size // self.tower.heads
         mixed = self._ops.linear(y, qkv, norm=norm).reshape(len(x), 3 * heads, dim)
-        mixed = self._of_encoders.self_attention(mixed, rope, self._transform, lengths, dim**-0.5)
+        mixed = self._encoder_ops.self_attention(mixed, rope, self._transform, lengths, dim**-0.5)
         self._ops.linear(mixed.reshape(len(x), heads * dim), out, residual=x)
 
     def _layer_norm(self, x: Array, norm: Array, bias: Array) -> Array:
         """The LayerNorm of x, a copy."""
         y = x.copy()
-        self._of_encoders.layer_norm(y, (norm, bias, self.tower.eps))
+        self._encoder_ops.layer_norm(y, (norm, bias, self.tower.eps))
         return y

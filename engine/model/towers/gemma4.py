@@ -81,9 +81,9 @@ class Reader(PatchReader[Gemma4Tower, Weights, LayerWeights]):
             return ops.linear(x, weights)
         of_input, of_output = bounds[[*PRODUCTS].index(name)]
         y = x.copy()
-        self._of_encoders.clip(y, *of_input)
+        self._encoder_ops.clip(y, *of_input)
         y = ops.linear(y, weights)
-        self._of_encoders.clip(y, *of_output)
+        self._encoder_ops.clip(y, *of_output)
         return y
 
     def _add_attention(self, x: Array, number: int, rope: tuple[Array, Array]) -> None:
@@ -93,7 +93,7 @@ class Reader(PatchReader[Gemma4Tower, Weights, LayerWeights]):
         for place, name in enumerate("qkv"):
             qkv[:, place * tower.heads : (place + 1) * tower.heads] = self._product(y, number, name).reshape(shape)
         norms = w.q_norm, w.k_norm, tower.eps
-        mixed = self._of_encoders.self_attention(qkv, rope, self._transform, [count], 1.0, None, norms)
+        mixed = self._encoder_ops.self_attention(qkv, rope, self._transform, [count], 1.0, None, norms)
         mixed = self._product(mixed.reshape(count, tower.heads * tower.head_dim), number, "out")
         ops.rms_norm(mixed, (w.post_norm, tower.eps), residual=x)
 

@@ -50,7 +50,7 @@ class Reader(PatchReader[WindowTower, Weights, LayerWeights]):
             self._attend(x, x, (layer.qkv, layer.out), rope, lengths, (layer.norm, tower.eps))
             for part in parts(ops, x):
                 norm = layer.ffn_norm, tower.eps
-                y = ops.linear(part, layer.gate_up, norm=norm, activation="silu", then=layer.down)
+                y = ops.linear(part, layer.gate_up, norm=norm, activation="silu", consumer=layer.down)
                 ops.linear(y, layer.down, residual=part)
             yield 0
         ops.rms_norm(x, (w.norm, tower.eps))

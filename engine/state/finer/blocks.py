@@ -320,7 +320,7 @@ class FinerBlocks(KVBlocks):
     def _code_arrays(self, layer: int, places: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         """Code a layer of blocks that are not finer from arrays of finer ones."""
         ops, format = self._ops, self._caches[layer].finer.format
-        aside = ops.of_layer(layer).cache(format, len(places), 0, [self._caches[layer].finer])
+        aside = ops.layer_ops(layer).cache(format, len(places), 0, [self._caches[layer].finer])
         ops.write_blocks(aside, range(len(places)), arrays)
         buffer = ops.decode_blocks(aside, range(len(places)))
         sources = [KVLocation(buffer, number) for number in range(len(places))]

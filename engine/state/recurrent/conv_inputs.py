@@ -76,8 +76,8 @@ class ConvInputs(RecurrentState):
         super().__init__(ops, shape, block_size, layers, blocks)
         nothing = np.zeros((self._before, shape.channels), np.float32)
         ends = blocks[0], *nothing.shape
-        self._ends = {layer: ops.of_layer(layer).to_device(np.zeros(ends, np.float32)) for layer in layers}
-        self._nothing = {card: card.to_device(nothing) for card in dict.fromkeys(map(ops.of_layer, layers))}
+        self._ends = {layer: ops.layer_ops(layer).to_device(np.zeros(ends, np.float32)) for layer in layers}
+        self._nothing = {card: card.to_device(nothing) for card in dict.fromkeys(map(ops.layer_ops, layers))}
 
     def cache(self, layer: int) -> Array:
         """The slots of one layer, float32 (slots, before + block size, channels)."""
@@ -99,14 +99,14 @@ class ConvInputs(RecurrentState):
                 for layer in self.layers:
                     slots = self.cache(layer)
                     last = self._end(layer, table, number) if before is None else slots[before][self.block_size :]
-                    self._ops.of_layer(layer).assign(slots[slot][: self._before], last)
+                    self._ops.layer_ops(layer).assign(slots[slot][: self._before], last)
             before = slot
         return growth
 
     def _end(self, layer: int, table: BlockTable, number: int) -> Array:
         """Return the inputs that the first token of block `number` sees, where the block before it is complete."""
         if number == 0:
-            return self._nothing[self._ops.of_layer(layer)]
+            return self._nothing[self._ops.layer_ops(layer)]
         if number == 1:
             assert table.sink is not None
             return self.cache(layer)[table.sink][self.block_size :]
@@ -140,7 +140,7 @@ class ConvInputs(RecurrentState):
         targets = {number + 1: [self._ends[layer][block]] for number, block in growth.quantized.items()}
         for number, slot in growth.slots.items():
             targets.setdefault(number, []).append(slots[slot])
-        ops = self._ops.of_layer(layer)
+        ops = self._ops.layer_ops(layer)
         ops.assign(growth.buffer[ops].last, last)
         growth.buffer[ops].targets = targets
 
@@ -152,20 +152,20 @@ class ConvInputs(RecurrentState):
         if growth.buffer is None:
             for block, slot in self.filled(growth, length):
                 for layer, ends in self._ends.items():
-                    self._ops.of_layer(layer).assign(ends[block], self.cache(layer)[slot][self.block_size :])
+                    self._ops.layer_ops(layer).assign(ends[block], self.cache(layer)[slot][self.block_size :])
         super().commit(table, growth, length)
 
     # -- blocks on the host ------------------------------------------------------------------------------------
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
-        of_layer = self._ops.of_layer
+        layer_ops = self._ops.layer_ops
         return {
-            (layer, "inputs"): np.stack([of_layer(layer).to_host(ends[block]) for block in blocks])
+            (layer, "inputs"): np.stack([layer_ops(layer).to_host(ends[block]) for block in blocks])
             for layer, ends in self._ends.items()
         }
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
         for layer, ends in self._ends.items():
             for block, inputs in zip(blocks, arrays[layer, "inputs"], strict=True):
-                ops = self._ops.of_layer(layer)
+                ops = self._ops.layer_ops(layer)
                 ops.assign(ends[block], ops.to_device(inputs))

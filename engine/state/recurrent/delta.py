@@ -125,7 +125,7 @@ class DeltaState(RecurrentState):
         self._shape = shape
         self._of_cards: dict[Ops, list[DeltaSlots]] = {}
         for layer in layers:
-            self._of_cards.setdefault(ops.of_layer(layer), []).append(self.cache(layer))
+            self._of_cards.setdefault(ops.layer_ops(layer), []).append(self.cache(layer))
         self._snapshots = {
             layer: {
                 name: np.zeros((blocks[0], *shape), dtype) for name, shape, dtype in shape.block_arrays(block_size, "")
@@ -184,7 +184,7 @@ class DeltaState(RecurrentState):
 
     def _begin(self, layer: int, table: BlockTable, start: int, slot: Slot) -> None:
         """Write what a sequence without a slot begins with to a slot without tokens: zeros, or its snapshot."""
-        ops, (matrices, *_, inputs) = self._ops.of_layer(layer), slot
+        ops, (matrices, *_, inputs) = self._ops.layer_ops(layer), slot
         if start == 0:
             ops.assign(matrices, 0)
             ops.assign(inputs, 0)
@@ -206,7 +206,7 @@ class DeltaState(RecurrentState):
         if growth.buffer is None:
             return
         (layer,) = layers
-        ops, place = self._ops.of_layer(layer), start % self.block_size
+        ops, place = self._ops.layer_ops(layer), start % self.block_size
         slot = first_tokens(growth.buffer[ops].slot, 0, self._specs(place))
         if table.current is None:
             self._begin(layer, table, start, slot)
@@ -218,7 +218,7 @@ class DeltaState(RecurrentState):
         if growth.buffer is None:
             return ()
         (layer,) = layers
-        ops, place = self._ops.of_layer(layer), (start + count) % self.block_size
+        ops, place = self._ops.layer_ops(layer), (start + count) % self.block_size
         prompt: _Prompt = growth.buffer[ops]
         (target,) = growth.slots.values()
         computed = first_tokens(prompt.slot, 0, self._specs(place))
@@ -281,7 +281,7 @@ class DeltaState(RecurrentState):
             for layer in self.layers:
                 slots = self.cache(layer)
                 ends = DeltaEnds([number], slots.matrices[slot], slots.inputs[slot, : self._before])
-                kept[layer] = self._ops.of_layer(layer).keep_states(ends, self._shape.codes)
+                kept[layer] = self._ops.layer_ops(layer).keep_states(ends, self._shape.codes)
             self._write(kept, [block])
             table.snapshots[number] = block
         return table.block(number)

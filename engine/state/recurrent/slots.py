@@ -64,7 +64,7 @@ class RecurrentState(TableGroup):
         self._before = shape.full_arrays(0)[-1].shape[0]  # inputs of the convolution before the block
         self._slots: dict[int, Slot] = {
             layer: [
-                ops.of_layer(layer).to_device(np.zeros((blocks[1], *spec.shape), spec.dtype))
+                ops.layer_ops(layer).to_device(np.zeros((blocks[1], *spec.shape), spec.dtype))
                 for spec in shape.full_arrays(block_size)
             ]
             for layer in layers
@@ -101,18 +101,18 @@ class RecurrentState(TableGroup):
     def copy_full(self, target: int, source: int, tokens: int) -> None:
         for layer in self.layers:
             copied = self._slot(layer, source, tokens)
-            assign_each(self._ops.of_layer(layer), self._slot(layer, target, tokens), copied)
+            assign_each(self._ops.layer_ops(layer), self._slot(layer, target, tokens), copied)
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         return {
-            (layer, spec.name): self._ops.of_layer(layer).to_host(array)
+            (layer, spec.name): self._ops.layer_ops(layer).to_host(array)
             for layer in self.layers
             for spec, array in zip(self._specs(tokens), self._slot(layer, slot, tokens), strict=True)
         }
 
     def write_full(self, slot: int, arrays: BlockArrays) -> None:
         for layer in self.layers:
-            ops, tokens = self._ops.of_layer(layer), len(arrays[layer, "inputs"]) - self._before
+            ops, tokens = self._ops.layer_ops(layer), len(arrays[layer, "inputs"]) - self._before
             copied = [ops.to_device(arrays[layer, spec.name]) for spec in self._specs(tokens)]
             assign_each(ops, self._slot(layer, slot, tokens), copied)
 

@@ -101,7 +101,7 @@ settings = {{"device": "cpu", "threads": 1, "ctx_size": 256, "cache_type_k": "f1
 with Engine.load({str(model)!r}, **settings) as engine:
     print(engine.generate("The capital of France is", SamplingParams(max_tokens=3, temperature=0)).text)
 from polarlm.engine.jit.compile import images, library
-print(images.AVAILABLE, *(one.level.name for one in library._of_this_process.values()))
+print(images.AVAILABLE, *(one.level.name for one in library._instances.values()))
 """
     done = subprocess.run([*command, "-c", program], **_run({**environment, "XDG_CACHE_HOME": str(tmp_path)}))
     assert done.returncode == 0, done.stderr[-2000:]

@@ -11,7 +11,7 @@ from polarlm.engine.backends.native import codecs as tiles
 from polarlm.engine.backends.native.kernels.attention.prompts import attend as attend_kernel
 from polarlm.engine.backends.native.kernels.attention.unit import Prompt
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs
-from polarlm.engine.backends.native.kernels.linear.block_sums import passes
+from polarlm.engine.backends.native.kernels.linear.block_sums import output_groups
 from polarlm.engine.backends.native.kernels.linear.product import Product, product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, largest_tiling
 from polarlm.engine.jit.lang import F32, Emitter, Kernel, Level, Value, vector
@@ -49,7 +49,7 @@ def test_products(level: Level) -> None:
     one, many = (Loop(product(Product(get("q4_1"), own)), level) for own in (SINGLE, largest_tiling(level)))
     rows = largest_tiling(level).rows
     assert count <= one.count(instruction) <= count + 4
-    turns = len(passes(level, rows))
+    turns = len(output_groups(level, rows))
     assert rows * count <= turns * many.count(instruction) <= rows * (count + 4)
     assert one.count("and") == (32 if level.splits_words else 64)
     assert turns * len(many) < rows * len(one) * (0.85 if level.splits_words else 0.7)

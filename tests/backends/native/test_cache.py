@@ -80,5 +80,5 @@ def test_a_layer_says_why_numpy_computes_it(types: tuple[str, str], block_size: 
     """test_status.py has layers that kernels compute, wholly or in part."""
     native = NativeOps(1)
     cache = native.cache(replace(format_of(types), block_size=block_size, head_dim=head_dim), 1, 1)
-    assert native.in_numpy(cache) == {"attention and encoding": why}
+    assert native.numpy_fallbacks(cache) == {"attention and encoding": why}
     assert type(cache) is LayerCache

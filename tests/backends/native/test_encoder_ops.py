@@ -28,7 +28,7 @@ def test_rows_are_normed(columns: int, rows: int, seed: int) -> None:
     variance = (centred**2).mean(1, keepdims=True)
     for ops in BACKENDS:
         actual = x.copy()
-        ops.of_encoders.layer_norm(actual, (weight, bias, EPS))
+        ops.encoder_ops.layer_norm(actual, (weight, bias, EPS))
         expected = centred / np.sqrt(variance + EPS) * weight + bias
         # The mean is rounded to 2^-24 of itself, about 3, which is more of rows that vary little.
         error = 4e-6 * (1 + np.abs(weight) / np.sqrt(variance + EPS)) * (1 + np.abs(centred) / np.sqrt(variance + EPS))
@@ -61,7 +61,7 @@ def test_a_token_sees_its_own_text(
     q, k, v = np.split(qkv.copy(), [heads, heads + kv_heads], axis=1)
     for ops, turns in product(BACKENDS, (rope, None)):
         (transform,) = ops.prepare([HeadTransform(kv_heads)])
-        actual = ops.of_encoders.self_attention(qkv.copy(), turns, transform, lengths, 0.3, window)
+        actual = ops.encoder_ops.self_attention(qkv.copy(), turns, transform, lengths, 0.3, window)
         first = 0
         for length in lengths:
             text = slice(first, first + length)
@@ -74,10 +74,10 @@ def test_a_vector_does_not_depend_on_the_other_texts(rng: np.random.Generator) -
     qkv = rng.standard_normal((sum(lengths), 3 * heads, dim)).astype(np.float32)
     rope = np.ones((len(qkv), dim // 2), np.float32), np.zeros((len(qkv), dim // 2), np.float32)
     (transform,) = (ops := NativeOps()).prepare([HeadTransform(heads)])
-    together, first = ops.of_encoders.self_attention(qkv.copy(), rope, transform, lengths, 0.3).copy(), 0
+    together, first = ops.encoder_ops.self_attention(qkv.copy(), rope, transform, lengths, 0.3).copy(), 0
     for length in lengths:
         text, first = slice(first, first + length), first + length
-        alone = ops.of_encoders.self_attention(
+        alone = ops.encoder_ops.self_attention(
             qkv[text].copy(), (rope[0][text], rope[1][text]), transform, [length], 0.3
         )
         np.testing.assert_array_equal(alone, together[text])

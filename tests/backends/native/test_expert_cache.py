@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarlm.engine.backends.native import tiles
-from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles, Stacked
+from polarlm.engine.backends.native.product_ops.loading import CachedTiles, ExpertMatrices
 from polarlm.engine.backends.ops import ExpertCache
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.errors import LoadError
@@ -26,7 +26,7 @@ class Read:
         self.experts: list[int] = []
         self.fails = False
 
-    def __call__(self, stored: Stacked, target: np.ndarray) -> None:
+    def __call__(self, stored: ExpertMatrices, target: np.ndarray) -> None:
         if self.fails:
             raise LoadError("a file has changed")
         expert = int(stored[0].values[0, 0])  # type: ignore[attr-defined]

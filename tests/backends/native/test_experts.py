@@ -9,7 +9,7 @@ import pytest
 
 from polarlm.engine.backends.native.kernels.linear.product import Product
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, expert_tiling
-from polarlm.engine.backends.native.launch import Launching
+from polarlm.engine.backends.native.launch import LaunchSpec
 from polarlm.engine.backends.native.product_ops.experts import ExpertOps
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
 from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, with_rows
@@ -180,11 +180,11 @@ def test_a_row_gives_the_same_alone_as_among_others() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Product, np.ndarray]]:
+def recorded_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Product, np.ndarray]]:
     """The products that `experts` launches, and for which experts: entries of `ExpertRows` that have rows."""
     found = []
 
-    def product(self: Multiplication, spec: Product, *rest: Any) -> Launching:
+    def product(self: Multiplication, spec: Product, *rest: Any) -> LaunchSpec:
         found.append((spec, with_rows(rest[-1])))
         return launch(self, spec, *rest)
 
@@ -193,7 +193,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Product, np.ndarray]]:
     return found
 
 
-def test_few_rows_of_an_expert_fill_small_panels(asked: list[tuple[Product, np.ndarray]]) -> None:
+def test_few_rows_of_an_expert_fill_small_panels(recorded_launches: list[tuple[Product, np.ndarray]]) -> None:
     """Once their kernels are compiled: prompts take those for many rows meanwhile, with the same results. No other test
     needs these kernels."""
     rng = np.random.default_rng(4)
@@ -203,28 +203,28 @@ def test_few_rows_of_an_expert_fill_small_panels(asked: list[tuple[Product, np.n
     def run(rows: int) -> np.ndarray:
         x, logits = (np.random.default_rng(5).standard_normal((rows, size)).astype(np.float32) for size in (256, 8))
         routing = ops.route(logits, Experts(8, 2, 256))
-        asked.clear()
+        recorded_launches.clear()
         return ops.experts(x, routing, *matrices, "silu").copy()
 
     few, most = expert_tiling(3, best()), expert_tiling(100, best())
     assert few.rows <= most.rows or few == most
     run(400)
-    assert [spec.tiling for spec, _ in asked] == [most] * 2
+    assert [spec.tiling for spec, _ in recorded_launches] == [most] * 2
     early = run(12)
-    assert [spec.tiling for spec, _ in asked] == [most] * 2
+    assert [spec.tiling for spec, _ in recorded_launches] == [most] * 2
     with launch.graph():
         late = run(12)
-    assert [spec.tiling for spec, _ in asked] == [few] * 2
+    assert [spec.tiling for spec, _ in recorded_launches] == [few] * 2
     np.testing.assert_array_equal(early, late)
     np.testing.assert_array_equal(run(12), late)
-    assert [spec.tiling for spec, _ in asked] == [few] * 2
+    assert [spec.tiling for spec, _ in recorded_launches] == [few] * 2
     run(2)
-    assert [spec.tiling for spec, _ in asked] == [SINGLE] * 2
+    assert [spec.tiling for spec, _ in recorded_launches] == [SINGLE] * 2
 
 
 @pytest.mark.parametrize("rows", [1, 6, 70])
 def test_a_product_reads_an_expert_once_for_all_rows_that_chose_it(
-    rows: int, asked: list[tuple[Product, np.ndarray]]
+    rows: int, recorded_launches: list[tuple[Product, np.ndarray]]
 ) -> None:
     rng = np.random.default_rng(7)
     launch = launcher(best())
@@ -232,8 +232,8 @@ def test_a_product_reads_an_expert_once_for_all_rows_that_chose_it(
     routing = ops.route(rng.standard_normal((rows, 9)).astype(np.float32), Experts(9, 3, 64))
     ops.experts(rng.standard_normal((rows, 64)).astype(np.float32), routing, *matrices, "silu")
     experts, counts = np.unique(routing.ids, return_counts=True)
-    assert len(asked) == 2, "gate and up together, and down"
-    for _, chosen in asked:
+    assert len(recorded_launches) == 2, "gate and up together, and down"
+    for _, chosen in recorded_launches:
         found = {int(expert): int(count) for expert, _, count in chosen}
         assert len(found) == len(chosen)
         assert found == dict(zip(experts.tolist(), counts.tolist(), strict=True))

@@ -60,7 +60,7 @@ def test_a_step_with_an_op_outside_runs_op_by_op() -> None:
     model, graphs = Model(launch), Graphs(launch)
 
     def work(x: np.ndarray) -> np.ndarray:
-        return launch.in_numpy(lambda y: y / 2, model.forward(x))
+        return launch.run_numpy(lambda y: y / 2, model.forward(x))
 
     x = np.ones((1, 64), np.float32)
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_a_call_between_launches_is_made_at_each_replay(threads: int) -> None:
         np.testing.assert_array_equal(graphs.run("step", work, [x.copy()]), expected)
         assert seen[before:] == seen[before - 3 : before]
     fixed, recording = next(entry for entry in graphs._recordings.values() if entry is not None)
-    again = launch.record()
-    with again as alone:
+    second = launch.record()
+    with second as alone:
         model.forward(fixed[0])
     assert recording.buffers.nbytes == alone.buffers.nbytes

@@ -167,9 +167,9 @@ def test_tokens_of_a_prompt_go_to_a_slot_as_the_halves_of_the_reference(level: L
     for found, wanted in (compiled.full_k, plain.full_k), (compiled.full_v, plain.full_v):
         np.testing.assert_array_equal(found, wanted)
         assert not found[1, :, 7:].any()
-    again = NumpyOps(1).buffer(format, 16)
-    HeadOps(launcher(level)).copy_full([compiled], [Move(KVLocation(again, 0), KVLocation(None, 1), 7)])
-    np.testing.assert_array_equal(again[0][:, :7], compiled.full_k[1, :, :7])
+    block = NumpyOps(1).buffer(format, 16)
+    HeadOps(launcher(level)).copy_full([compiled], [Move(KVLocation(block, 0), KVLocation(None, 1), 7)])
+    np.testing.assert_array_equal(block[0][:, :7], compiled.full_k[1, :, :7])
 
 
 @some_levels
@@ -212,4 +212,4 @@ def test_layers_share_the_memory_of_a_rotation() -> None:
     first, second = ops.prepare([HeadTransform(1, None, dense(64), signed_hadamard(64))] * 2)
     assert first.keys is second.keys
     assert first.keys.memory.shape == (64, 64)
-    assert first.values.memory.shape == first.back.memory.shape == (64,)
+    assert first.values.memory.shape == first.inverse.memory.shape == (64,)

@@ -45,17 +45,17 @@ def wide_lookup(level: Level) -> str:
     return "vperm[it]?2?b" if has_permutes(level) else "vperm[it]2w"
 
 
-def of_polar_keys(level: Level) -> dict[str, int]:
+def polar_key_counts(level: Level) -> dict[str, int]:
     if has_permutes(level):
         return {"vpermb": 6, "vpdpbusd": 6}
     return {"vpshufb": 6, "vpmaddubsw": 6, "vpmulhrsw": 3}
 
 
-def of_polar_values(level: Level) -> dict[str, int]:
+def polar_value_counts(level: Level) -> dict[str, int]:
     return {"vpshufb": 4, "vpmulhrsw": 12, "vpackuswb": 6, OF_SMALL_BYTES[level.name]: 12}
 
 
-def of_table(level: Level) -> float:
+def table_count(level: Level) -> float:
     """The share of instructions that may use the stack in a loop with a table."""
     return 0.02 if has_permutes(level) else 0.2
 
@@ -64,17 +64,17 @@ def of_table(level: Level) -> float:
 # registers of AVX-512.
 Counts = Callable[[Level], dict[str, int]]
 OF_CODECS: dict[tuple[str, str], tuple[Counts, Callable[[Level], float]]] = {
-    ("ring4", "keys"): (lambda level: {wide_lookup(level): 4, OF_BYTES[level.name]: 12}, of_table),
-    ("ring3.5", "values"): (lambda level: {wide_lookup(level): 4, OF_SMALL_BYTES[level.name]: 12}, of_table),
-    ("turbo3", "keys"): (lambda level: {"vpshufb": 4, OF_BYTES[level.name]: 12}, of_table),
-    ("polarpair-m4n4", "keys"): (lambda level: {wide_lookup(level): 4, OF_BYTES[level.name]: 24}, of_table),
+    ("ring4", "keys"): (lambda level: {wide_lookup(level): 4, OF_BYTES[level.name]: 12}, table_count),
+    ("ring3.5", "values"): (lambda level: {wide_lookup(level): 4, OF_SMALL_BYTES[level.name]: 12}, table_count),
+    ("turbo3", "keys"): (lambda level: {"vpshufb": 4, OF_BYTES[level.name]: 12}, table_count),
+    ("polarpair-m4n4", "keys"): (lambda level: {wide_lookup(level): 4, OF_BYTES[level.name]: 24}, table_count),
     ("q8_0", "values"): (lambda level: {OF_BYTES[level.name]: 24}, lambda level: 0.1),
     ("q4_0", "keys"): (
         lambda level: {OF_SMALL_BYTES[level.name]: 24},
         lambda level: 0.1 if "avx512vnni" in level.needs else 1,
     ),
-    ("polarquant", "keys"): (of_polar_keys, lambda level: 0),
-    ("polarquant", "values"): (of_polar_values, lambda level: 0),
+    ("polarquant", "keys"): (polar_key_counts, lambda level: 0),
+    ("polarquant", "values"): (polar_value_counts, lambda level: 0),
     ("f16", "keys"): (lambda level: {"vcvtph2ps": 8, "vfmadd231ps": 24}, lambda level: 0),
     ("f16", "values"): (lambda level: {"vcvtph2ps": 8, "vfmadd231ps": 24}, lambda level: 0),
 }

@@ -67,7 +67,7 @@ def test_a_level_with_a_missing_feature_is_never_chosen(monkeypatch: pytest.Monk
         assert not any(missing in other.needs for other in target.levels())
         monkeypatch.setenv(VARIABLE, level.name)
         with pytest.raises(EngineError):
-            target.permitted()
+            target.permitted_levels()
 
 
 def test_every_level_is_found_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def names_on_arm(monkeypatch: pytest.MonkeyPatch, system: str, library: object) 
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(target.ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(target, "host_features", host_features.__wrapped__)
-    monkeypatch.setattr(target, "_known_to_llvm", lambda: pytest.fail("LLVM is not asked"))
+    monkeypatch.setattr(target, "_llvm_features", lambda: pytest.fail("LLVM is not asked"))
     return [level.name for level in target.levels()]
 
 
@@ -142,10 +142,10 @@ def test_macos_is_asked_by_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_llvm_knows_every_feature_that_linux_lists() -> None:
     """LLVM asks the CPU, and which registers the system saves. Linux may be told to list fewer."""
-    if target.machine() != "x86_64" or target._listed_by_linux() is None:
+    if target.machine() != "x86_64" or target._linux_features() is None:
         pytest.skip("Linux lists no features of an x86 CPU here")
     asked = {feature for level in LEVELS for feature in level.needs}
-    assert target.host_features() & asked <= target._known_to_llvm()
+    assert target.host_features() & asked <= target._llvm_features()
 
 
 def test_features_that_linux_does_not_list_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_features_that_linux_does_not_list_are_missing(monkeypatch: pytest.Monke
 def test_where_linux_lists_nothing_llvm_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     actual = target.host_features()
     monkeypatch.setattr(target, "host_features", target.host_features.__wrapped__)
-    monkeypatch.setattr(target, "_known_to_llvm", lambda: actual)
+    monkeypatch.setattr(target, "_llvm_features", lambda: actual)
     monkeypatch.setattr(target, "_CPUS", tmp_path / "cpuinfo")
     for content in (None, "Features\t: asimd\n", ""):
         if content is not None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from polarlm.engine.backends.native.kernels.linear.activations import Inputs
-from polarlm.engine.backends.native.kernels.linear.matrix_sums import together
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import units_at_once
 from polarlm.engine.backends.native.kernels.linear.product import Product, ProductArguments, product
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, largest_tiling
 from polarlm.engine.backends.native.product_ops.linear import LinearOps
@@ -151,10 +151,10 @@ def test_threads_share_the_units(level: Level) -> None:
 
 
 def test_threads_take_many_units_and_none_has_nothing_to_do() -> None:
-    assert together(96, 1, 2) == 16
-    assert together(96, 2, 2) == 8
-    assert together(16, 1, 4) == 4
-    assert together(3, 1, 4) == 1
+    assert units_at_once(96, 1, 2) == 16
+    assert units_at_once(96, 2, 2) == 8
+    assert units_at_once(16, 1, 4) == 4
+    assert units_at_once(3, 1, 4) == 1
 
 
 @in_turn("level", [level for level in LEVELS if level.matrix_rows])

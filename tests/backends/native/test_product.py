@@ -86,7 +86,7 @@ def quantized(
     run(quantize_rows(False, row_tile, inputs=inputs, is_unsigned=is_unsigned), level, count, _rows(x, out))
     groups, size = out.reshape(len(out), columns // 32, -1), 32 * inputs.size * row_tile
     if inputs is Inputs.CODES and are_matrices(level, row_tile, inputs):
-        return out, *(part[:count] for part in of_matrices(groups))
+        return out, *(part[:count] for part in matrix_parts(groups))
     own = np.ascontiguousarray(groups[..., :size])
     if inputs is Inputs.BYTES:
         own = own ^ 128 if is_unsigned else own
@@ -111,7 +111,7 @@ def in_order(own: np.ndarray, row_tile: int, *, paired: bool) -> np.ndarray:
     return fours.reshape(panels, groups, row_tile, 32).swapaxes(1, 2)
 
 
-def of_matrices(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def matrix_parts(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The words and numbers of all rows as above, from panels (panels, groups, bytes) for matrices of a level."""
     halves = groups[..., : 4 * 16 * GROUP].copy().view(np.uint16).astype(np.uint32) << 16
     words = halves.view(np.float32).reshape(*groups.shape[:2], 2, 16, GROUP).sum(2)
@@ -142,8 +142,8 @@ def interleaved(x: np.ndarray, row_tile: int, level: Level) -> np.ndarray:
 
 
 def as_words(values: np.ndarray) -> np.ndarray:
-    """Numbers (rows, columns) as `NumberWords` rounds them, float64: in integers of a power of two for 32 numbers, so
-    that their magnitudes add up to less than 2¹⁷, and eight times the largest is."""
+    """Numbers (rows, columns) as `ExpandedNumbers` rounds them, float64: in integers of a power of two for 32 numbers,
+    so that their magnitudes add up to less than 2¹⁷, and eight times the largest is."""
     groups = values.astype(np.float64).reshape(len(values), -1, GROUP)
     magnitudes = np.abs(groups)
     bound = np.maximum(magnitudes.sum(-1, keepdims=True), 8 * magnitudes.max(-1, keepdims=True))

@@ -159,14 +159,14 @@ def wide(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_workers_of_an_engine_are_as_many_as_it_says(wide: None, monkeypatch: pytest.MonkeyPatch) -> None:
     started = Workers()
-    monkeypatch.setattr(working, "_of_this_process", [started])
+    monkeypatch.setattr(working, "_instances", [started])
     for setting, number in ((1, 1), (3, 3), (64, 4)):
         assert NativeOps(setting).threads().number == number
         assert started._number == number - 1
 
 
 def test_a_system_that_starts_no_more_threads_is_named(wide: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(working, "_of_this_process", [Workers()])
+    monkeypatch.setattr(working, "_instances", [Workers()])
 
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -89,10 +89,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_the_store_gets_half_of_the_memory_left_by_the_weights(machine: SimpleNamespace) -> None:
-    assert NumpyOps().room_beside(0) == 4 * GIB
-    assert NumpyOps().room_beside(4 * GIB) == 2 * GIB
+    assert NumpyOps().memory_left(0) == 4 * GIB
+    assert NumpyOps().memory_left(4 * GIB) == 2 * GIB
     machine.limit = 3 * GIB
-    assert NumpyOps().room_beside(GIB) == GIB
+    assert NumpyOps().memory_left(GIB) == GIB
 
 
 def test_weights_fit_with_swap_or_are_an_error_with_both_sizes(
@@ -100,15 +100,15 @@ def test_weights_fit_with_swap_or_are_an_error_with_both_sizes(
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     with pytest.raises(EngineError, match=r"10\.0 GiB as float32, and 8\.0 GiB .*smaller model") as raised:
-        NumpyOps().room_beside(10 * GIB)
+        NumpyOps().memory_left(10 * GIB)
     assert (raised.value.code, raised.value.numbers) == ("out_of_memory", {"lacking": 2 * GIB})
     machine.swap = 4 * GIB
-    assert NumpyOps().room_beside(10 * GIB) == 0
+    assert NumpyOps().memory_left(10 * GIB) == 0
     machine.swap = 0
     monkeypatch.setattr(sys, "platform", "darwin")  # where other programs are pushed to disk
-    assert NumpyOps().room_beside(10 * GIB) == 0
+    assert NumpyOps().memory_left(10 * GIB) == 0
     with pytest.raises(EngineError, match=r"20\.0 GiB .* 16\.0 GiB"):
-        NumpyOps().room_beside(20 * GIB)
+        NumpyOps().memory_left(20 * GIB)
 
 
 def test_weights_that_cannot_fit_are_not_read(

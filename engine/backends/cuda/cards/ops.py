@@ -14,13 +14,13 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, Move
 from polarlm.engine.backends.ops import Load
 
-_OF_ONE_CACHE = ("round_trip", "decode_blocks", "read_blocks", "write_blocks", "read_full", "write_full")
+_CACHE_OPS = ("round_trip", "decode_blocks", "read_blocks", "write_blocks", "read_full", "write_full")
 
 
 class CardsOps(CudaOps):
     """The ops of several cards. What belongs to no layer is done on the last one, which has the head of the model.
 
-    A layer's ops are its card's (`of_layer`). Block ids mean the same on every card; ops with a cache, and with
+    A layer's ops are its card's (`layer_ops`). Block ids mean the same on every card; ops with a cache, and with
     the buffer of a prompt, are done where that cache is.
     """
 
@@ -34,13 +34,13 @@ class CardsOps(CudaOps):
         self.encoded_at_once = min(card.encoded_at_once for card in cards)
         devices = [card._device for card in cards]
         sizes = [(device.processors, device.shared_memory, device.overlaps) for device in devices]
-        self._alike = [device for device, size in zip(devices, sizes, strict=True) if size == sizes[-1]]
+        self._same_devices = [device for device, size in zip(devices, sizes, strict=True) if size == sizes[-1]]
         self._ends = [*itertools.accumulate(counts)]
         self._by_device: dict[Device, CudaOps] = {card._device: card for card in cards}
-        for name in _OF_ONE_CACHE:
-            setattr(self, name, partial(self._where_cache_is, name))
+        for name in _CACHE_OPS:
+            setattr(self, name, partial(self._run_on_cache_device, name))
 
-    def of_layer(self, layer: int) -> CudaOps:
+    def layer_ops(self, layer: int) -> CudaOps:
         return self.cards[bisect_right(self._ends, layer)]
 
     # -- memory ------------------------------------------------------------------------------------------------
@@ -52,9 +52,9 @@ class CardsOps(CudaOps):
     def work_bytes(self, load: Load) -> int:
         return sum(card.work_bytes(load) for card in self.cards)
 
-    def set_aside(self, load: Load) -> None:
+    def reserve_workspace(self, load: Load) -> None:
         for card in self.cards:
-            card.set_aside(load)
+            card.reserve_workspace(load)
 
     def wait(self) -> None:
         for card in self.cards:
@@ -70,7 +70,7 @@ class CardsOps(CudaOps):
 
     # -- K/V ---------------------------------------------------------------------------------------------------
 
-    def _where_cache_is(self, op: str, cache: LayerCache, *args: Any) -> Any:
+    def _run_on_cache_device(self, op: str, cache: LayerCache, *args: Any) -> Any:
         return getattr(self._by_device[cache.device], op)(cache, *args)
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> CardBuffers:
@@ -81,8 +81,8 @@ class CardsOps(CudaOps):
             if on_card := [cache for cache in caches if cache.device is device]:
                 card.copy_full(on_card, moves)
 
-    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
+    def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
         for device, card in self._by_device.items():
-            on_card = [f._replace(caches=[c for c in f.caches if c.device is device]) for f in filled]
+            on_card = [f._replace(caches=[c for c in f.caches if c.device is device]) for f in groups]
             if any(blocks.caches for blocks in on_card):
                 card.encode_blocks([blocks for blocks in on_card if blocks.caches])

@@ -17,7 +17,8 @@ NUMBERS: dict[type, str] = {int: "i", np.int32: "i", np.int64: "q", float: "f", 
 
 MOST_RECORDINGS, MOST_PASSES = 64, 16
 """The most recordings that a device keeps, least recently used first out; each is a graph of some hundred launches.
-Those with calls of `Device.between` are as many graphs as there are layers, and have a limit of their own."""
+Those with calls of `Device.run_between_graphs` are as many graphs as there are layers, and have a limit of their
+own."""
 
 
 class Addresses(NamedTuple):
@@ -31,7 +32,7 @@ class Addresses(NamedTuple):
     written: int
 
 
-class Carried(NamedTuple):
+class PaddedInput(NamedTuple):
     """An input of `Device.run_graph`: `array` on `device`, this or another one, followed by the rest of `filler` on the
     host."""
 
@@ -44,9 +45,9 @@ class Carried(NamedTuple):
         return self.filler.shape
 
 
-class Moved(NamedTuple):
-    """An input of `Device.run_graph` with `rows` rows: `array` on `device`, another one, and rows that nothing reads,
-    whose numbers are finite."""
+class PeerCopy(NamedTuple):
+    """An input of `Device.run_graph` with `rows` rows: a copy of `array`, which is on another device, then rows of
+    padding with finite numbers, which nothing reads."""
 
     array: Array
     device: Device
@@ -66,7 +67,7 @@ class Device(Protocol):
     overlaps: bool  # recorded kernels that wait for their predecessor by themselves are launched before it has ended
 
     def use(self) -> None:
-        """Prepare this thread for assignments between arrays of the device: they are work of its own."""
+        """Make this device current in the calling thread: assignments between arrays run on the current device."""
 
     def memory(self) -> tuple[int, int]:
         """Free bytes, total bytes. Memory that this process has allocated but does not use counts as free."""
@@ -126,15 +127,15 @@ class Device(Protocol):
         every replay, between two parts of the recording.
         """
 
-    def between(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
-        """Call work(*arrays), which launches what no recording knows.
+    def run_between_graphs(self, work: Callable[..., None], arrays: Sequence[Array], *, is_last: bool = False) -> None:
+        """Call work(*arrays), whose launches are not recorded.
 
         Inside `run_graph`, `work` is called at every replay, between two parts of the recording, with views of the
         arrays, which are contiguous; it must not keep them. is_last: nothing is recorded after it.
         """
 
     def run_graph(
-        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried | Moved]
+        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | PaddedInput | PeerCopy]
     ) -> Result:
         """work(*inputs on the device), or a replay of its launches if this key, shapes and dtypes were seen before.
 
@@ -145,7 +146,7 @@ class Device(Protocol):
     def forget(self) -> None:
         """Drop all recordings, and with them what their work holds."""
 
-    def set_aside(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         """Allocate `size` contiguous bytes for the memory pool that all recordings share. Raises MemoryError.
 
         Recordings that need more allocate it when they are recorded.

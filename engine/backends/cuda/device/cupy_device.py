@@ -15,11 +15,17 @@ from typing import Any
 import cupy
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import Addresses, Carried, Device, Moved, Result, cublas_lt, overlap
-from polarlm.engine.backends.cuda.device.cupy_recording import Between, HostCall, Recordings, memory_errors, pinned
+from polarlm.engine.backends.cuda.device import Addresses, Device, PaddedInput, PeerCopy, Result, cublas_lt, overlap
+from polarlm.engine.backends.cuda.device.cupy_recording import (
+    HostCall,
+    Recordings,
+    UnrecordedCall,
+    memory_errors,
+    pinned,
+)
 from polarlm.engine.backends.cuda.device.kernel_source import OPTIONS, OVERLAPS, source, waits
 from polarlm.engine.backends.cuda.device.modules import Modules, compiler_threads
-from polarlm.engine.backends.cuda.device.packed_launch import Kernel, letters_of, load_driver
+from polarlm.engine.backends.cuda.device.packed_launch import Kernel, load_driver, type_letters
 from polarlm.engine.errors import EngineError
 from polarlm.model_loaders.forks import cached_property
 
@@ -58,15 +64,15 @@ def open_device(number: int = 0) -> CupyDevice:
     """The GPU of this number. Raises EngineError ("device_unavailable") with the reason if it cannot be used."""
     count = device_count()
     if number >= count:
-        there = "only cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        raise _unavailable(f"There is no cuda:{number}: the NVIDIA driver shows {there}")
+        choices = "only cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise _unavailable(f"There is no cuda:{number}: the NVIDIA driver shows {choices}")
     try:
         with memory_errors():
             device = CupyDevice(number)
     except OSError as error:
         raise _unavailable(f"The NVIDIA driver's library does not load ({_first_line(error)})") from error
     except MemoryError as error:
-        raise _too_full(number) from error
+        raise _out_of_memory(number) from error
     except _runtime.CUDARuntimeError as error:
         raise _unavailable(f"cuda:{number} does not start ({_first_line(error)})") from error
     capability = _capability()
@@ -76,9 +82,9 @@ def open_device(number: int = 0) -> CupyDevice:
         )
     try:  # a missing compiler, header or library is noticed only when it is used
         with memory_errors():
-            _try(device)
+            _self_test(device)
     except MemoryError as error:
-        raise _too_full(number) from error
+        raise _out_of_memory(number) from error
     except Exception as error:
         version, newest = _nvrtc()
         gpu = f"the GPU, {device.name}, which has compute capability {capability[0]}.{capability[1]}"
@@ -90,8 +96,9 @@ def open_device(number: int = 0) -> CupyDevice:
     return device
 
 
-def _try(device: CupyDevice) -> None:
-    """Compute a product and a kernel, then record and replay both. Raises what they raise, and RuntimeError."""
+def _self_test(device: CupyDevice) -> None:
+    """Compute a product and a kernel, then record and replay both. Raises RuntimeError for a wrong result, and their
+    own errors."""
     defines: dict[str, int | float | str] = {"ACTIVATION": "silu", **({OVERLAPS: 1} if device.overlaps else {})}
     text = source("activate_mul", None, None, None, **defines)
 
@@ -109,7 +116,7 @@ def _try(device: CupyDevice) -> None:
 
 def can_overlap() -> bool:
     """Whether the current GPU, its driver and runtime support overlapped launches."""
-    return overlap.is_there(_capability(), _runtime.driverGetVersion(), _runtime.runtimeGetVersion())
+    return overlap.is_supported(_capability(), _runtime.driverGetVersion(), _runtime.runtimeGetVersion())
 
 
 def _capability() -> tuple[int, int]:
@@ -127,13 +134,13 @@ def _nvrtc() -> tuple[str, int]:
         return "NVRTC, which does not load", 1000
 
 
-def _too_full(number: int) -> EngineError:
+def _out_of_memory(number: int) -> EngineError:
     """The error of a GPU whose memory others have."""
-    name, left = _runtime.getDeviceProperties(number)["name"].decode(), ""
+    name, note = _runtime.getDeviceProperties(number)["name"].decode(), ""
     with suppress(_runtime.CUDARuntimeError):  # nor is there memory to ask
         free, total = (size / 2**30 for size in _runtime.memGetInfo())
-        left = f" ({free:.1f} of {total:.1f} GiB)"
-    return _unavailable(f"{name} has too little free memory to begin{left}: nvidia-smi shows which programs take it")
+        note = f" ({free:.1f} of {total:.1f} GiB)"
+    return _unavailable(f"{name} has too little free memory to begin{note}: nvidia-smi shows which programs take it")
 
 
 def _unavailable(reason: str) -> EngineError:
@@ -148,7 +155,7 @@ class CupyDevice:
     """A GPU of the process; CUDA_VISIBLE_DEVICES says which it has."""
 
     def __init__(self, number: int = 0, *, overlaps: bool | None = None) -> None:
-        """overlaps: whether launches overlap if the GPU supports it; None for `overlap.is_wanted`."""
+        """overlaps: whether launches overlap if the GPU supports it; None for `overlap.is_enabled`."""
         self._number = number
         _runtime.setDevice(number)
         properties = _runtime.getDeviceProperties(number)
@@ -158,15 +165,17 @@ class CupyDevice:
         self.processors = int(properties["multiProcessorCount"])
         self.shared_memory = int(_runtime.deviceGetAttribute(_SHARED_MEMORY, number))
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self.overlaps = (overlap.is_wanted(_capability()) if overlaps is None else overlaps) and can_overlap()
+        self.overlaps = (overlap.is_enabled(_capability()) if overlaps is None else overlaps) and can_overlap()
         self._driver = load_driver()
         self._modules: Modules[cupy.RawModule] = Modules(self._compile, compiler_threads())
         self._kernels: dict[tuple[str, str], Kernel] = {}
-        self._accepted: dict[tuple[str, str, tuple[type, ...]], Kernel] = {}  # for the types of arguments in Python
-        self._staged: list[Any] = []  # pinned memory of the newest copies
+        self._kernels_by_types: dict[
+            tuple[str, str, tuple[type, ...]], Kernel
+        ] = {}  # for the types of arguments in Python
+        self._staging: list[Any] = []  # pinned memory of the newest copies
         self._copies: deque[tuple[cupy.cuda.Event, list[Any]]] = deque()  # of earlier ones; and an event after each
         self._recordings = Recordings(self._stream, self._copy_from)
-        self._reached: set[int] = set()  # other GPUs, by their numbers, whose memory this one has been allowed to read
+        self._peers: set[int] = set()  # other GPUs, by their numbers, whose memory this one has been allowed to read
 
     def use(self) -> None:
         """Make this GPU and its stream the current ones of the thread."""
@@ -201,10 +210,10 @@ class CupyDevice:
             self._copy_in(y, x.ctypes.data, x.nbytes)
             self._stream.synchronize()
         elif x.nbytes:
-            staged = cupy.cuda.alloc_pinned_memory(x.nbytes)
-            np.ndarray(x.shape, x.dtype, staged)[...] = x
-            self._copy_in(y, staged.ptr, x.nbytes)
-            self._keep(staged)
+            staging = cupy.cuda.alloc_pinned_memory(x.nbytes)
+            np.ndarray(x.shape, x.dtype, staging)[...] = x
+            self._copy_in(y, staging.ptr, x.nbytes)
+            self._keep(staging)
         return y
 
     def to_host(self, x: cupy.ndarray) -> np.ndarray:
@@ -217,16 +226,16 @@ class CupyDevice:
         return y
 
     def to_host_later(self, x: cupy.ndarray) -> tuple[cupy.ndarray, Callable[[], np.ndarray]]:
-        copy, staged = self.empty(x.shape, x.dtype), pinned(x.nbytes)
-        copied = cupy.cuda.Event(disable_timing=True)
+        copy, staging = self.empty(x.shape, x.dtype), pinned(x.nbytes)
+        copy_event = cupy.cuda.Event(disable_timing=True)
         _runtime.memcpyAsync(copy.data.ptr, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToDevice, self._stream.ptr)
-        _runtime.memcpyAsync(staged.ctypes.data, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToHost, self._stream.ptr)
-        self._stream.record(copied)
-        self._keep(staged)
+        _runtime.memcpyAsync(staging.ctypes.data, x.data.ptr, x.nbytes, _runtime.memcpyDeviceToHost, self._stream.ptr)
+        self._stream.record(copy_event)
+        self._keep(staging)
 
         def wait() -> np.ndarray:
-            copied.synchronize()
-            return staged.view(x.dtype).reshape(x.shape).copy()
+            copy_event.synchronize()
+            return staging.view(x.dtype).reshape(x.shape).copy()
 
         return copy, wait
 
@@ -243,27 +252,27 @@ class CupyDevice:
         assert isinstance(device, CupyDevice)
         assert x.flags.c_contiguous
         if device is self:
-            to, of = y.data.ptr, x.data.ptr
-            _runtime.memcpyAsync(to, of, x.nbytes, _runtime.memcpyDeviceToDevice, self._stream.ptr)
+            target, source_address = y.data.ptr, x.data.ptr
+            _runtime.memcpyAsync(target, source_address, x.nbytes, _runtime.memcpyDeviceToDevice, self._stream.ptr)
             return
         device.use()
         ready = device._stream.record(cupy.cuda.Event(disable_timing=True))
         self.use()
-        if device._number not in self._reached:
-            self._reached.add(device._number)
-            _reach(self._number, device._number)
+        if device._number not in self._peers:
+            self._peers.add(device._number)
+            _allow_peer_access(self._number, device._number)
         self._stream.wait_event(ready)
         _runtime.memcpyPeerAsync(y.data.ptr, self._number, x.data.ptr, device._number, x.nbytes, self._stream.ptr)
         device._stream.wait_event(self._stream.record(cupy.cuda.Event(disable_timing=True)))
 
-    def _keep(self, staged: Any) -> None:
+    def _keep(self, staging: Any) -> None:
         """Keep pinned memory alive until its copy has finished."""
-        self._staged.append(staged)
-        if len(self._staged) == _COPIES_AT_ONCE:
+        self._staging.append(staging)
+        if len(self._staging) == _COPIES_AT_ONCE:
             while self._copies and self._copies[0][0].done:
                 self._copies.popleft()
-            self._copies.append((self._stream.record(cupy.cuda.Event(disable_timing=True)), self._staged))
-            self._staged = []
+            self._copies.append((self._stream.record(cupy.cuda.Event(disable_timing=True)), self._staging))
+            self._staging = []
 
     def wait(self) -> None:
         self._stream.synchronize()
@@ -286,31 +295,31 @@ class CupyDevice:
         if cupy.cuda.get_current_stream() is not self._stream:
             self.use()
         key = kernel, text, tuple(map(type, args))
-        if key not in self._accepted:
-            self._accept(*key)
-        known = self._accepted[key]
+        if key not in self._kernels_by_types:
+            self._prepare_launch(*key)
+        loaded = self._kernels_by_types[key]
         if Addresses in key[2]:
             args = [self._upload_addresses(arg) if type(arg) is Addresses else arg for arg in args]
-        if shared > known.allowed:
-            known.allow(shared)
+        if shared > loaded.shared_limit:
+            loaded.allow(shared)
         array = cupy.ndarray
         values = [arg.data.ptr if type(arg) is array else 0 if arg is None else arg for arg in args]
         # Outside of a recording the host is slower than short kernels, which then have nothing to overlap with.
-        overlaps = known.waits and self.overlaps and self._recordings.under_way
-        sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared, self._stream.ptr, known.attribute, overlaps
-        known.pack(*known.start, *sizes, *values)
-        if status := known.launch(*known.handles):
+        overlaps = loaded.waits and self.overlaps and self._recordings.is_recording
+        sizes = *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared, self._stream.ptr, loaded.attribute, overlaps
+        loaded.pack(*loaded.start, *sizes, *values)
+        if status := loaded.launch(*loaded.handles):
             raise cupy.cuda.driver.CUDADriverError(status)
 
-    def _accept(self, kernel: str, text: str, types: tuple[type, ...]) -> None:
+    def _prepare_launch(self, kernel: str, text: str, types: tuple[type, ...]) -> None:
         """Compile a kernel, unless it is, and let it be launched with arguments of these types. Raises TypeError."""
-        letters, known = letters_of(types, _POINTERS), self._kernels.get((kernel, text))
-        if known is None:
+        letters, loaded = type_letters(types, _POINTERS), self._kernels.get((kernel, text))
+        if loaded is None:
             function = self._modules.get(text).get_function(kernel)
-            known = self._kernels[kernel, text] = Kernel(self._driver, function, waits(text, kernel), letters)
-        if letters != known.letters:
-            raise TypeError(f"{kernel} takes arguments of the types {known.letters}, as before, not {letters}")
-        self._accepted[kernel, text, types] = known
+            loaded = self._kernels[kernel, text] = Kernel(self._driver, function, waits(text, kernel), letters)
+        if letters != loaded.letters:
+            raise TypeError(f"{kernel} takes arguments of the types {loaded.letters}, as before, not {letters}")
+        self._kernels_by_types[kernel, text, types] = loaded
 
     def expect(self, text: str) -> None:
         self._modules.expect(text)
@@ -342,17 +351,19 @@ class CupyDevice:
         return cublas_lt.Products(cublas_lt.load_library(_runtime.runtimeGetVersion()), self._workspace.data.ptr)
 
     def call_host(self, work: Callable[..., np.ndarray], y: cupy.ndarray, arrays: Sequence[cupy.ndarray]) -> None:
-        call = HostCall(work, y, arrays, self._recordings.staged)
-        if self._recordings.under_way:
+        call = HostCall(work, y, arrays, self._recordings.staging)
+        if self._recordings.is_recording:
             self._recordings.cut(call)
         else:
             self.use()
             call.make(self._stream)
             self._stream.synchronize()  # its pinned memory may be replaced by a larger one
 
-    def between(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray], *, is_last: bool = False) -> None:
-        if self._recordings.under_way:
-            self._recordings.cut(Between(work, arrays), is_last=is_last)
+    def run_between_graphs(
+        self, work: Callable[..., None], arrays: Sequence[cupy.ndarray], *, is_last: bool = False
+    ) -> None:
+        if self._recordings.is_recording:
+            self._recordings.cut(UnrecordedCall(work, arrays), is_last=is_last)
             return
         # Its arrays are no recording's: they would enlarge a pool that never shrinks.
         with cupy.cuda.using_allocator(cupy.get_default_memory_pool().malloc):
@@ -361,18 +372,18 @@ class CupyDevice:
     def forget(self) -> None:
         self._recordings.forget()
 
-    def set_aside(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         self.use()
-        self._recordings.set_aside(size)
+        self._recordings.reserve_workspace(size)
 
     def run_graph(
-        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried | Moved]
+        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | PaddedInput | PeerCopy]
     ) -> Result:
         self.use()
         return self._recordings.run_graph(key, work, inputs)
 
 
-def _reach(number: int, other: int) -> None:
+def _allow_peer_access(number: int, other: int) -> None:
     """Allow the current GPU, `number`, to read the memory of GPU `other`, if it can: GPUs without NVLink or a common
     PCIe switch often cannot, and GeForce cards cannot."""
     if number == other or not _runtime.deviceCanAccessPeer(number, other):

@@ -10,14 +10,14 @@ from typing import Any
 import cupy
 import numpy as np
 
-from polarlm.engine.backends.cuda.device import MOST_PASSES, MOST_RECORDINGS, Carried, Device, Moved, Result
+from polarlm.engine.backends.cuda.device import MOST_PASSES, MOST_RECORDINGS, Device, PaddedInput, PeerCopy, Result
 
 _runtime = cupy.cuda.runtime
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 
 _ALIGNMENT = 256  # bytes: alignment of each input in the buffer of all inputs
 
-_Input = np.ndarray | Carried | Moved
+_Input = np.ndarray | PaddedInput | PeerCopy
 _Copy = Callable[[cupy.ndarray, cupy.ndarray, Device], None]  # copies an array of a device to the beginning of another
 
 
@@ -25,16 +25,16 @@ class Recordings:
     """The recordings of a device, see `Device.run_graph`. Callers select the stream first."""
 
     def __init__(self, stream: cupy.cuda.Stream, copy: _Copy):
-        self.under_way = False  # whether work is being recorded
+        self.is_recording = False  # whether work is being recorded
         self._stream, self._copy = stream, copy
-        self._kept: dict[Hashable, _Recording] = {}  # least recently used first
+        self._recordings_by_key: dict[Hashable, _Recording] = {}  # least recently used first
         self._pinned: dict[int, np.ndarray] = {}  # by the place of an argument of `HostCall`, 0 for the result
         # A graph keeps the addresses that it was recorded with, so recordings allocate from their own pool. They share
         # it, since they never run concurrently.
         self._allocator = _PermanentAllocator()
         self._memory = cupy.cuda.MemoryPool(self._allocator)
 
-    def set_aside(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         with memory_errors(), cupy.cuda.using_allocator(self._memory.malloc):
             cupy.empty(size, np.uint8)  # freed at once: the pool keeps it and splits it for smaller arrays
 
@@ -42,16 +42,16 @@ class Recordings:
         """See `Device.run_graph`. The first call runs `work`, which compiles and allocates; the second one records."""
         whole = key, tuple((x.shape, _dtype(x).str) for x in inputs)
         with memory_errors():
-            recording = self._kept.pop(whole, None)
+            recording = self._recordings_by_key.pop(whole, None)
             if recording is None:
                 self._drop_oldest(is_pass=None, most=MOST_PASSES - 1)
                 recording = _Recording(self._stream, self._memory, self._copy, inputs)
                 recording.take(inputs)
                 with cupy.cuda.using_allocator(self._memory.malloc):
                     result = work(*recording.inputs)
-                self._kept[whole] = recording
+                self._recordings_by_key[whole] = recording
                 return result
-            self._kept[whole] = recording
+            self._recordings_by_key[whole] = recording
             recording.take(inputs)
             if not recording.parts:
                 self._record(recording, work)
@@ -61,7 +61,7 @@ class Recordings:
         """Record work, for which the default pool's free blocks are freed if there is no memory without them: not while
         it is recorded."""
         for is_first in (True, False):
-            self.under_way, self._allocator.may_free = True, False
+            self.is_recording, self._allocator.may_free = True, False
             try:
                 recording.record(work)
                 break
@@ -69,33 +69,33 @@ class Recordings:
                 if not is_first:
                     raise
             finally:
-                self.under_way, self._allocator.may_free = False, True
+                self.is_recording, self._allocator.may_free = False, True
             cupy.get_default_memory_pool().free_all_blocks()
         self._drop_oldest(is_pass=recording.is_pass, most=MOST_PASSES if recording.is_pass else MOST_RECORDINGS)
 
     def _drop_oldest(self, *, is_pass: bool | None, most: int) -> None:
         """Drop the least recently used recordings of a kind beyond `most`; see `_Recording.is_pass`."""
-        of_kind = [whole for whole, recording in self._kept.items() if recording.is_pass is is_pass]
-        for whole in of_kind[: max(0, len(of_kind) - most)]:
-            self._kept.pop(whole).end()
+        same_kind = [whole for whole, recording in self._recordings_by_key.items() if recording.is_pass is is_pass]
+        for whole in same_kind[: max(0, len(same_kind) - most)]:
+            self._recordings_by_key.pop(whole).end()
 
     def forget(self) -> None:
         """See `Device.forget`."""
         with contextlib.suppress(_runtime.CUDARuntimeError):  # of a GPU that works no more
             self._stream.synchronize()
-        self._kept.clear()
+        self._recordings_by_key.clear()
 
-    def staged(self, place: int, x: cupy.ndarray) -> np.ndarray:
+    def staging(self, place: int, x: cupy.ndarray) -> np.ndarray:
         """Pinned memory for the argument at a place of a host call, or at 0 for its result. Calls share it: each has
         waited for the one before when it writes there."""
         if place not in self._pinned or self._pinned[place].nbytes < x.nbytes:
             self._pinned[place] = pinned(1 << max(0, x.nbytes - 1).bit_length())
         return self._pinned[place][: x.nbytes].view(x.dtype).reshape(x.shape)
 
-    def cut(self, call: HostCall | Between, *, is_last: bool = False) -> None:
+    def cut(self, call: HostCall | UnrecordedCall, *, is_last: bool = False) -> None:
         """End the part of the recording that is under way, and begin another one after `call`, unless it is the last
         one."""
-        next(reversed(self._kept.values())).cut(call, is_last=is_last)
+        next(reversed(self._recordings_by_key.values())).cut(call, is_last=is_last)
 
 
 class HostCall:
@@ -106,13 +106,13 @@ class HostCall:
         work: Callable[..., np.ndarray],
         y: cupy.ndarray,
         arrays: Sequence[cupy.ndarray],
-        staged: Callable[[int, cupy.ndarray], np.ndarray],
+        staging: Callable[[int, cupy.ndarray], np.ndarray],
     ):
-        """staged: see `Recordings.staged`."""
+        """staging: see `Recordings.staging`."""
         assert all(array.flags.c_contiguous for array in (y, *arrays))
         # In a recording, later launches may use the same memory.
-        self._work, self._y, self._arrays = work, _borrowed(y), [_borrowed(array) for array in arrays]
-        self._result, *self._copies = (staged(place, array) for place, array in enumerate((y, *arrays)))
+        self._work, self._y, self._arrays = work, _unowned_view(y), [_unowned_view(array) for array in arrays]
+        self._result, *self._copies = (staging(place, array) for place, array in enumerate((y, *arrays)))
 
     def make(self, stream: cupy.cuda.Stream) -> None:
         for copy, x in zip(self._copies, self._arrays, strict=True):
@@ -123,12 +123,12 @@ class HostCall:
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, stream.ptr)
 
 
-class Between:
-    """A call that launches what is not recorded; see `Device.between`."""
+class UnrecordedCall:
+    """A call that launches what is not recorded; see `Device.run_between_graphs`."""
 
     def __init__(self, work: Callable[..., None], arrays: Sequence[cupy.ndarray]):
         # In a recording, later launches may use the same memory.
-        self._work, self._arrays = work, [_borrowed(array) for array in arrays]
+        self._work, self._arrays = work, [_unowned_view(array) for array in arrays]
 
     def make(self, stream: cupy.cuda.Stream) -> None:
         self._work(*self._arrays)
@@ -139,48 +139,49 @@ class _Recording:
     calls the host or launches what is not recorded, one between any two calls."""
 
     def __init__(self, stream: cupy.cuda.Stream, memory: cupy.cuda.MemoryPool, copy: _Copy, inputs: Sequence[_Input]):
-        self.parts: list[cupy.cuda.Graph | HostCall | Between] = []  # in order, once it is recorded
-        self._captured: list[cupy.cuda.Graph | HostCall | Between] = []  # while it is recorded
+        self.parts: list[cupy.cuda.Graph | HostCall | UnrecordedCall] = []  # in order, once it is recorded
+        self._captured_parts: list[cupy.cuda.Graph | HostCall | UnrecordedCall] = []  # while it is recorded
         self._ends = False  # whether its last part has been recorded
         self._result: Any = None
         self._stream, self._memory, self._copy = stream, memory, copy
         # All inputs on the host are copied at once from a pinned buffer, which is not overwritten before that copy has
         # finished; inputs of other devices follow them.
         sizes = [math.prod(x.shape) * _dtype(x).itemsize for x in inputs]
-        behind = [isinstance(x, Moved) for x in inputs]
+        are_peers = [isinstance(x, PeerCopy) for x in inputs]
         places, end, on_host = {}, 0, 0
-        for number in sorted(range(len(inputs)), key=behind.__getitem__):
+        for number in sorted(range(len(inputs)), key=are_peers.__getitem__):
             places[number] = slice(end, end + sizes[number])
             end += -(-sizes[number] // _ALIGNMENT) * _ALIGNMENT
-            if not behind[number]:
+            if not are_peers[number]:
                 on_host = end
-        self._pinned, self._copied = pinned(on_host), cupy.cuda.Event(disable_timing=True)
+        self._pinned, self._copy_event = pinned(on_host), cupy.cuda.Event(disable_timing=True)
         with cupy.cuda.using_allocator(memory.malloc):
             self._buffer = cupy.empty(end, np.uint8)
-        self._moved = on_host, end - on_host  # the part of the buffer for inputs of other devices: first byte, bytes
-        self._staged = [self._pinned[places[number]] for number in range(len(inputs))]
+        # The part of the buffer for inputs of other devices: first byte, bytes.
+        self._peer_range = on_host, end - on_host
+        self._staging = [self._pinned[places[number]] for number in range(len(inputs))]
         self.inputs = [self._buffer[places[number]].view(_dtype(x)).reshape(x.shape) for number, x in enumerate(inputs)]
 
     def take(self, inputs: Sequence[_Input]) -> None:
         """Copy the inputs of this call to the device: those on the host, then arrays that are on devices."""
-        self._copied.synchronize()
-        for staged, x in zip(self._staged, inputs, strict=True):
-            if not isinstance(x, Moved):
-                x = x.filler if isinstance(x, Carried) else x
-                staged[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+        self._copy_event.synchronize()
+        for staging, x in zip(self._staging, inputs, strict=True):
+            if not isinstance(x, PeerCopy):
+                x = x.filler if isinstance(x, PaddedInput) else x
+                staging[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         size, target, source = self._pinned.nbytes, self._buffer.data.ptr, self._pinned.ctypes.data
         _runtime.memcpyAsync(target, source, size, _runtime.memcpyHostToDevice, self._stream.ptr)
-        self._copied.record(self._stream)
-        first, moved = self._moved
-        if moved:  # earlier graphs may have written there since: their memory was free when it was allocated
-            _runtime.memsetAsync(target + first, 0, moved, self._stream.ptr)
-        for to, x in zip(self.inputs, inputs, strict=True):
-            if isinstance(x, Carried | Moved):
-                self._copy(to, x.array, x.device)
+        self._copy_event.record(self._stream)
+        first, peer_bytes = self._peer_range
+        if peer_bytes:  # earlier graphs may have written there since: their memory was free when it was allocated
+            _runtime.memsetAsync(target + first, 0, peer_bytes, self._stream.ptr)
+        for target, x in zip(self.inputs, inputs, strict=True):
+            if isinstance(x, PaddedInput | PeerCopy):
+                self._copy(target, x.array, x.device)
 
     def record(self, work: Callable[..., Any]) -> None:
         """Capture work(*self.inputs) as graphs without running it."""
-        self._captured, self._ends = [], False
+        self._captured_parts, self._ends = [], False
         self._stream.begin_capture()
         try:
             with cupy.cuda.using_allocator(self._memory.malloc):
@@ -189,24 +190,24 @@ class _Recording:
             with contextlib.suppress(Exception):  # the capture may be invalid; the first error says why
                 self._stream.end_capture()
             raise
-        self._result = _borrowed(result)
-        self.parts = [*self._captured, *([] if self._ends else [self._stream.end_capture()])]
+        self._result = _unowned_view(result)
+        self.parts = [*self._captured_parts, *([] if self._ends else [self._stream.end_capture()])]
 
     @property
     def is_pass(self) -> bool | None:
         """Whether something is launched between its parts. None before it is recorded."""
-        return any(isinstance(part, Between) for part in self.parts) if self.parts else None
+        return any(isinstance(part, UnrecordedCall) for part in self.parts) if self.parts else None
 
-    def cut(self, call: HostCall | Between, *, is_last: bool) -> None:
+    def cut(self, call: HostCall | UnrecordedCall, *, is_last: bool) -> None:
         """See `Recordings.cut`."""
-        self._captured += [self._stream.end_capture(), call]
+        self._captured_parts += [self._stream.end_capture(), call]
         self._ends = is_last
         if not is_last:
             self._stream.begin_capture()
 
     def launch(self) -> Any:
         for part in self.parts:
-            if isinstance(part, HostCall | Between):
+            if isinstance(part, HostCall | UnrecordedCall):
                 part.make(self._stream)
             else:
                 part.launch(self._stream)
@@ -214,7 +215,7 @@ class _Recording:
 
     def end(self) -> None:
         """Wait until no copy reads pinned memory, so that it can be freed."""
-        self._copied.synchronize()
+        self._copy_event.synchronize()
         if len(self.parts) > 1:
             self._stream.synchronize()
 
@@ -222,13 +223,13 @@ class _Recording:
 def _dtype(x: _Input) -> np.dtype:
     if isinstance(x, np.ndarray):
         return x.dtype
-    return np.dtype(x.array.dtype) if isinstance(x, Moved) else x.filler.dtype
+    return np.dtype(x.array.dtype) if isinstance(x, PeerCopy) else x.filler.dtype
 
 
-def _borrowed(result: Any) -> Any:
+def _unowned_view(result: Any) -> Any:
     """Views of a result that do not keep its memory allocated, so that the next recording or launch may reuse it."""
     if isinstance(result, tuple):
-        return tuple(map(_borrowed, result))
+        return tuple(map(_unowned_view, result))
     assert result.flags.c_contiguous
     memory = cupy.cuda.UnownedMemory(result.data.ptr, result.nbytes, None, result.data.device_id)
     return cupy.ndarray(result.shape, result.dtype, cupy.cuda.MemoryPointer(memory, 0))

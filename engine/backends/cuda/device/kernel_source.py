@@ -50,13 +50,13 @@ def source(
     of blocks with more bits, for a kernel that reads two kinds; then these names, and all that the kernel JOINS, are
     there for each kind, in the namespaces `finer` and `coarser`, and TWO_KINDS is defined. defines: the
     constants that the kernel's DEFINES line names; an int is written as it is, a float as the nearest float32, a str
-    (a type) as text. WEIGHT and BESIDE may name weight formats, whose structs are included.
+    (a type) as text. WEIGHT and SECOND may name weight formats, whose structs are included.
     Compiler messages show the lines of the original files. Raises FileNotFoundError for an unknown kernel or codec.
     """
     text = _text(f"{kernel}.cu")
-    parts = "".join(map(_text, joined(text)))
+    parts = "".join(map(_text, joined_files(text)))
     if finer is None:
-        return with_readers(parts + text, keys, values, **defines)
+        return source_from_text(parts + text, keys, values, **defines)
     kinds: dict[str, dict[str, Layout | None]] = {
         "finer": {"Key": finer[0], "Value": finer[1]},
         "coarser": {"Key": keys, "Value": values},
@@ -68,18 +68,18 @@ def source(
     return _constants({**defines, "TWO_KINDS": 1}) + prelude() + structs + text
 
 
-def joined(text: str) -> list[str]:
+def joined_files(text: str) -> list[str]:
     """The names of the files that a kernel of this text JOINS."""
     match = _JOINS.search(text)
     return re.split(r",\s(?:// )?", match[1]) if match else []
 
 
-def with_readers(
+def source_from_text(
     text: str, keys: Layout | None = None, values: Layout | None = None, **defines: int | float | str
 ) -> str:
     """`source` for a kernel that is given as text, not by name."""
     sides = {"Key": keys, "Value": values}
-    readers = _structs(sides.values()) + _layouts(sides) + _weights(defines.get("WEIGHT"), defines.get("BESIDE"))
+    readers = _structs(sides.values()) + _layouts(sides) + _weights(defines.get("WEIGHT"), defines.get("SECOND"))
     return _constants(defines) + prelude() + readers + text
 
 

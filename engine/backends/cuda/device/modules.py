@@ -1,4 +1,4 @@
-"""Compiled modules of CUDA texts, which threads can compile before they are needed."""
+"""Compiled modules of CUDA source texts, which background threads compile before they are needed."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ class Modules(Generic[Module]):
     def __init__(self, compile: Callable[[str], Module], threads: int) -> None:
         self._compile, self._most_threads = compile, threads
         self._lock = threading.Lock()
-        self._asked: dict[str, Future[Module]] = {}
+        self._futures: dict[str, Future[Module]] = {}
         self._queue: deque[str] = deque()
-        self._running = 0
+        self._thread_count = 0
 
     def expect(self, text: str) -> None:
         """Queue a text for compilation. Returns at once."""
         with self._lock:
-            if text in self._asked:
+            if text in self._futures:
                 return
-            self._asked[text] = Future()
+            self._futures[text] = Future()
             self._queue.append(text)
-            if self._running < self._most_threads:
+            if self._thread_count < self._most_threads:
                 # Not a daemon, even if one asks: the compiler must not run while the process exits.
                 threading.Thread(target=self._work, name="compiler", daemon=False).start()
-                self._running += 1
+                self._thread_count += 1
 
     def get(self, text: str) -> Module:
         """The module of a text. Raises the compiler's error; the next call then compiles the text again."""
         with self._lock:
-            future = self._asked.get(text)
+            future = self._futures.get(text)
             is_ours = future is None or text in self._queue
             if future is None:
-                future = self._asked[text] = Future()
+                future = self._futures[text] = Future()
             elif is_ours:
                 self._queue.remove(text)
         if is_ours:  # no thread has started on it: compile it here, ahead of the queue
@@ -59,14 +59,14 @@ class Modules(Generic[Module]):
             return future.result()
         except BaseException:
             with self._lock:
-                if self._asked.get(text) is future:
-                    del self._asked[text]
+                if self._futures.get(text) is future:
+                    del self._futures[text]
             raise
 
     def wait(self, text: str) -> None:
         """Block until the compilation of an expected text has succeeded or failed."""
         with self._lock:
-            future = self._asked.get(text)
+            future = self._futures.get(text)
         if future is not None:
             wait([future])
 
@@ -75,10 +75,10 @@ class Modules(Generic[Module]):
         while True:
             with self._lock:
                 if not self._queue or not threading.main_thread().is_alive():
-                    self._running -= 1
+                    self._thread_count -= 1
                     return
                 text = self._queue.popleft()
-                future = self._asked[text]
+                future = self._futures[text]
             self._fill(text, future)
 
     def _fill(self, text: str, future: Future[Module]) -> None:

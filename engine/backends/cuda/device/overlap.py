@@ -10,16 +10,16 @@ VARIABLE = "POLARLM_OVERLAP_LAUNCHES"  # 1 turns these launches on, where the GP
 _LEAST_CAPABILITY = 9, 0
 # Compute capabilities of GPUs on which `make gpu-test`, which launches in both ways, has passed: last on 2026-11-26,
 # and on 2026-11-28 with overlapped launches.
-_PROVED = ((9, 0),)
+_TESTED = ((9, 0),)
 _LEAST_CUDA = 12030  # the first version whose graphs keep these launches
 
 
-def is_wanted(capability: tuple[int, int]) -> bool:
+def is_enabled(capability: tuple[int, int]) -> bool:
     """Whether the environment turns these launches on; if it says nothing, whether they are proved on such a GPU."""
-    asked = os.environ.get(VARIABLE)
-    return capability in _PROVED if not asked else asked == "1"
+    setting = os.environ.get(VARIABLE)
+    return capability in _TESTED if not setting else setting == "1"
 
 
-def is_there(capability: tuple[int, int], *cuda_versions: int) -> bool:
+def is_supported(capability: tuple[int, int], *cuda_versions: int) -> bool:
     """Whether a GPU of this compute capability supports them, with these versions of driver and runtime."""
     return capability >= _LEAST_CAPABILITY and min(cuda_versions) >= _LEAST_CUDA

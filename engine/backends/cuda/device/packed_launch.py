@@ -24,8 +24,8 @@ def load_driver() -> ctypes.CDLL:
 class Kernel:
     """A kernel that is launched with arguments of the same C types every time, by one thread at a time.
 
-    letters: these types, as letters of `struct`. waits: whether it waits for its predecessor by itself. allowed: its
-    limit of dynamic shared memory; CUDA's own depends on the kernel's static shared memory, so it is always raised.
+    letters: these types, as letters of `struct`. waits: whether it waits for its predecessor by itself. shared_limit:
+    its limit of dynamic shared memory; CUDA's own depends on the kernel's static shared memory, so it is always raised.
     `pack(*start, …)` packs a launch: grid and block, three sizes each; bytes of shared memory; the stream's handle;
     `attribute`; 1 if it may start before its predecessor has ended, else 0; addresses and numbers. `launch(*handles)`
     launches it, and returns the driver's status, 0 for success.
@@ -33,7 +33,7 @@ class Kernel:
 
     def __init__(self, driver: Any, function: Any, waits: bool, letters: str) -> None:
         """driver: from `load_driver`. function: CuPy's."""
-        self.allowed, self.waits, self.letters, self._function = 0, waits, letters, function
+        self.shared_limit, self.waits, self.letters, self._function = 0, waits, letters, function
         layout = struct.Struct(_CONFIG + letters)
         buffer, places = ctypes.create_string_buffer(layout.size), (ctypes.c_void_p * len(letters))()
         address = ctypes.addressof(buffer)
@@ -45,10 +45,10 @@ class Kernel:
         self.handles = ctypes.c_void_p(address), ctypes.c_void_p(function.kernel.ptr), places, None
 
     def allow(self, shared: int) -> None:
-        self._function.max_dynamic_shared_size_bytes = self.allowed = shared
+        self._function.max_dynamic_shared_size_bytes = self.shared_limit = shared
 
 
-def letters_of(types: Sequence[type], pointers: Collection[type]) -> str:
+def type_letters(types: Sequence[type], pointers: Collection[type]) -> str:
     """The C types of arguments of these types, `pointers` among them, as letters of `struct`. Raises TypeError."""
     for kind in types:
         if kind not in pointers and kind not in NUMBERS:

@@ -1,4 +1,4 @@
-"""A device on which nothing runs: its arrays have shapes and no memory, and it says what it is asked to launch."""
+"""A device on which nothing runs: its arrays have shapes and no memory, and it reports every launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from polarlm.engine.backends.cuda.device import Carried, Moved, Result
+from polarlm.engine.backends.cuda.device import PaddedInput, PeerCopy, Result
 
 GEMM = "gemm"
 
@@ -26,7 +26,7 @@ class Launch(NamedTuple):
 
 
 class TracingArray:
-    """What an array would be, without its memory. What is written to it is lost."""
+    """The shape, strides and dtype of an array without memory. Writes to it are lost."""
 
     def __init__(self, like: np.ndarray) -> None:
         """like: of the same shape, strides and dtype. Nothing reads or writes its elements."""
@@ -57,14 +57,14 @@ class TracingDevice:
 
     def __init__(
         self,
-        launched: Callable[[Launch], None],
+        on_launch: Callable[[Launch], None],
         processors: int,
         shared_memory: int,
         memory: tuple[int, int] = (1 << 40, 1 << 40),
         overlaps: bool = False,
     ) -> None:
-        """launched: is called with every launch. The rest describes the GPU that the launches are meant for."""
-        self._launched, self._memory = launched, memory
+        """on_launch: is called with every launch. The rest describes the GPU that the launches are meant for."""
+        self._on_launch, self._memory = on_launch, memory
         self.processors, self.shared_memory, self.overlaps = processors, shared_memory, overlaps
 
     def use(self) -> None:
@@ -101,7 +101,7 @@ class TracingDevice:
     def launch(
         self, kernel: str, text: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], shared: int = 0
     ) -> None:
-        self._launched(Launch(kernel, text, grid, block, args, shared))
+        self._on_launch(Launch(kernel, text, grid, block, args, shared))
 
     def expect(self, text: str) -> None:
         """Nothing is compiled."""
@@ -110,22 +110,24 @@ class TracingDevice:
         """No text is expected."""
 
     def gemm(self, *arrays: TracingArray | None, add: bool) -> None:
-        self._launched(Launch(GEMM, "", (), (), arrays, 0))
+        self._on_launch(Launch(GEMM, "", (), (), arrays, 0))
 
     def call_host(self, work: Callable[..., np.ndarray], y: TracingArray, arrays: Sequence[TracingArray]) -> None:
         work(*map(self.to_host, arrays))
 
-    def between(self, work: Callable[..., None], arrays: Sequence[TracingArray], *, is_last: bool = False) -> None:
+    def run_between_graphs(
+        self, work: Callable[..., None], arrays: Sequence[TracingArray], *, is_last: bool = False
+    ) -> None:
         work(*arrays)
 
     def forget(self) -> None:
         """Nothing is recorded."""
 
     def run_graph(
-        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | Carried | Moved]
+        self, key: Hashable, work: Callable[..., Result], inputs: Sequence[np.ndarray | PaddedInput | PeerCopy]
     ) -> Result:
-        hosts = (x.filler if isinstance(x, Carried) else x for x in inputs)
-        return work(*(self.empty(x.shape, x.array.dtype if isinstance(x, Moved) else x.dtype) for x in hosts))
+        hosts = (x.filler if isinstance(x, PaddedInput) else x for x in inputs)
+        return work(*(self.empty(x.shape, x.array.dtype if isinstance(x, PeerCopy) else x.dtype) for x in hosts))
 
-    def set_aside(self, size: int) -> None:
+    def reserve_workspace(self, size: int) -> None:
         """There is no memory."""

@@ -122,12 +122,12 @@ class HostTable:
     def shape(self) -> tuple[int, ...]:
         return self.table.shape
 
-    def on(self, device: Device) -> Array:
+    def device_table(self, device: Device) -> Array:
         if device not in self.copies:
             self.copies[device] = device.from_host(self.table)
         return self.copies[device]
 
-    def filled_up(self, rows: int) -> HostTable:
+    def pad_rows(self, rows: int) -> HostTable:
         """A copy of the table, padded to `rows` rows with empty ones."""
         return replace(self, table=with_rows(self.table, rows), copies={})
 
@@ -169,8 +169,10 @@ class SpanTable(HostTable):
             counts = self.column("rows") * group
             spans = np.flatnonzero((self.column("quantized") > 0) == has_codes).tolist()
             tiles = np.array([(i, first) for i in spans for first in range(0, counts[i], size)], np.int32)
-            seen = self.column("position")[tiles[:, 0]] + np.minimum(tiles[:, 1] + size, counts[tiles[:, 0]]) // group
-            self._tiles[key] = device.from_host(tiles[np.argsort(-seen, kind="stable")])  # these take longest
+            visible_ends = (
+                self.column("position")[tiles[:, 0]] + np.minimum(tiles[:, 1] + size, counts[tiles[:, 0]]) // group
+            )
+            self._tiles[key] = device.from_host(tiles[np.argsort(-visible_ends, kind="stable")])  # these take longest
         return self._tiles[key]
 
     def column(self, name: str) -> np.ndarray:
@@ -213,10 +215,10 @@ def _pack(spans: Sequence[SpanView], block_size: int) -> SpanTable:
 
 
 def next_spans(
-    last: SpanTable, before: Sequence[int], views: Mapping[int, SpanView], positions: np.ndarray, block_size: int
+    last: SpanTable, previous_rows: Sequence[int], views: Mapping[int, SpanView], positions: np.ndarray, block_size: int
 ) -> SpanTable:
     """See `KVOps.next_spans`."""
-    rows = [_row(views[row], block_size) if old < 0 else last.rows[old] for row, old in enumerate(before)]
+    rows = [_row(views[row], block_size) if old < 0 else last.rows[old] for row, old in enumerate(previous_rows)]
     spans = _table(rows, None)
     spans.column("first_row")[:], spans.column("position")[:] = range(len(rows)), positions
     return spans

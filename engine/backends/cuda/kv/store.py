@@ -1,4 +1,10 @@
-"""The KV store on a GPU: launches of the kernels in `cuda/kv/` and `cuda/encode/`, and of `place_kv`."""
+"""The KV store on a GPU: launches of the kernels in `cuda/kv/` and `cuda/encode/`, and of `place_kv`; and the
+candidates for the nearest point of a codec's table, which `cuda/encode/encode_blocks.cu` reads: a short list for every
+cell of a grid.
+
+A pair is compared only with the candidates of its cell, which finds the same point as a comparison with all points. A
+path search has the candidates of `engine.codecs.parts.cosets`.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +20,51 @@ from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.cuda.device import Addresses, Array, row_stride
 from polarlm.engine.backends.cuda.heads import DeviceTransform, HeadOps
 from polarlm.engine.backends.cuda.kv.cache import Buffer, LayerCache, PassTables, PromptBuffer, SideArrays, SpanTable
-from polarlm.engine.backends.cuda.kv.candidates import candidates, path_candidates
 from polarlm.engine.backends.cuda.launch import LaunchConfig, threads_for
 from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation, Move, Norms, RecordedSpans, Rope
+from polarlm.engine.codecs.parts.cosets import CELLS, STATES, Cosets
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.encode import read_back
 from polarlm.engine.quantization.metric import Metric, residue_costs
 from polarlm.engine.records import Layout, Layouts
+
+_CELLS = 64  # cells along each axis of the square [−4, 4)²
+_SIDE = 8 / _CELLS
+_MANY = 256  # with up to this many points a cell has room for four candidates, else for twelve
+
+ALL = 0xFFFF  # marks a cell whose list does not fit: the kernel compares with every point
+
+# Scores in the square are sums of three terms below 24: their float32 error is less than 1e-5.
+_TOLERANCE = 1e-4
+
+
+def candidates(points: np.ndarray) -> np.ndarray:
+    """points (P, 2) float32 → (64, 64, 4) uint16, or (64, 64, 12) if P > 256: ascending codes, padded with the first.
+
+    The nearest point has the least score |p|²/2 − x·p in float32. The difference of two scores is linear in x: from the
+    centre of a cell to its edges it changes by at most half a side times the sum of the points' coordinate differences.
+    A point is a candidate if that is enough to overtake the best point at the centre.
+    """
+    p, room = points.astype(np.float64), 4 if len(points) <= _MANY else 12
+    centres = (np.moveaxis(np.indices((_CELLS, _CELLS)), 0, -1).reshape(-1, 2) + 0.5) * _SIDE - 4
+    score = np.square(p).sum(1) / 2 - centres @ p.T
+    best = score.argmin(1)
+    lead = score - score.min(1, keepdims=True)
+    reach = np.abs(p[None] - p[best][:, None]).sum(2) * (_SIDE / 2 + _TOLERANCE)
+    can_win = lead <= reach + _TOLERANCE
+    lists = np.empty((len(centres), room), np.uint16)
+    for row, winners in zip(lists, can_win, strict=True):
+        codes = np.flatnonzero(winners)
+        row[:] = ALL if len(codes) > room else np.pad(codes, (0, room - len(codes)), constant_values=codes[0])
+    return lists.reshape(_CELLS, _CELLS, room)
+
+
+def path_candidates(points: np.ndarray) -> np.ndarray:
+    """points (P, 2) float32 → (256, 256, 2) uint16: for each cell, the codes of its four candidates, a byte each."""
+    cosets = Cosets(points)
+    codes = np.ascontiguousarray(cosets.codes.T.astype(np.uint8)[cosets.entries])  # (65536, 4)
+    return codes.view(np.uint16).reshape(CELLS, CELLS, STATES // 2)
+
 
 _SomeLayouts = tuple[Layout | None, Layout | None]
 
@@ -41,8 +85,10 @@ class CacheOps(HeadOps):
         full = sum(layout.nbytes for layout in _full_layouts(format))
         return format.kv_heads * (keys.nbytes + values.nbytes), format.kv_heads * full
 
-    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
-        layouts, on_card = _layouts(format), [other for other in beside if other.device is self._device]
+    def cache(
+        self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
+    ) -> LayerCache:
+        layouts, on_card = _layouts(format), [other for other in earlier_caches if other.device is self._device]
         try:
             if format.finer is not None:
                 return self._two_kinds(format, format.finer, quantized, full, on_card)
@@ -68,17 +114,17 @@ class CacheOps(HeadOps):
         size = format.kv_heads * sum(layout.nbytes for layout in _layouts(format))
         memory, slots = self._device.zeros((quantized * size,), np.uint8), self._pools(format, full)
 
-        def in_memory(kind: CacheFormat, finer: LayerCache | None) -> LayerCache:
+        def make_cache(kind: CacheFormat, finer: LayerCache | None) -> LayerCache:
             layouts = records.together(*_layouts(kind))
-            each, of_keys = kind.kv_heads * layouts[0].stride, layouts[0].nbytes
+            each, key_bytes = kind.kv_heads * layouts[0].stride, layouts[0].nbytes
             count = quantized * size // each
             blocks = memory[: count * each].reshape(count, kind.kv_heads, layouts[0].stride)
-            pools = blocks[..., :of_keys], blocks[..., of_keys:]
+            pools = blocks[..., :key_bytes], blocks[..., key_bytes:]
             keys, values = self._sides(layouts, kind, pools, on_card)
-            of_both = slots, _full_layouts(kind), blocks, functools.partial(self._move, blocks)
-            return LayerCache(self._device, kind, layouts, keys, values, *of_both, finer, len(on_card))
+            memory_args = slots, _full_layouts(kind), blocks, functools.partial(self._move, blocks)
+            return LayerCache(self._device, kind, layouts, keys, values, *memory_args, finer, len(on_card))
 
-        return in_memory(format, in_memory(finer, None))
+        return make_cache(format, make_cache(finer, None))
 
     def _move(self, blocks: Array, target: int, source: int) -> None:
         self._copy_records(blocks, blocks, np.array([source]), np.array([target]))
@@ -96,21 +142,23 @@ class CacheOps(HeadOps):
         return Buffer(*(self._device.empty(shape, np.uint8) for shape in shapes))
 
     def _sides(
-        self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], beside: Sequence[LayerCache]
+        self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], earlier_caches: Sequence[LayerCache]
     ) -> list[SideArrays]:
-        """Keys and values, with pools of their records. beside: caches whose codecs' tables they may have."""
-        kinds = [*beside, *(other.finer for other in beside if other.finer is not None)]
-        known = {
+        """Keys and values, with pools of their records. earlier_caches: caches whose codecs' tables they may have."""
+        kinds = [*earlier_caches, *(other.finer for other in earlier_caches if other.finer is not None)]
+        tables_by_layout = {
             layout: side for kind in kinds for layout, side in zip(kind.layouts, (kind.keys, kind.values), strict=True)
         }
         sides = zip(pools, layouts, (format.metric_k, format.metric_v), strict=True)
-        return [self._side(pool, layout, metric, known.get(layout)) for pool, layout, metric in sides]
+        return [self._side(pool, layout, metric, tables_by_layout.get(layout)) for pool, layout, metric in sides]
 
     def _side(self, pool: Array, layout: Layout, metric: Metric | None, like: SideArrays | None) -> SideArrays:
         """A side with `pool`; the codec's tables are shared with `like` (same layout) if given."""
         if like is None:
             tables = layout.record.tables
-            like = SideArrays(pool, None, self._upload(tables if tables.size else None), self._upload(_nearest(layout)))
+            like = SideArrays(
+                pool, None, self._upload(tables if tables.size else None), self._upload(_candidates_of(layout))
+            )
         arrays = SideArrays(pool, None, like.tables, like.candidates)
         if metric is None:
             return arrays
@@ -134,7 +182,15 @@ class CacheOps(HeadOps):
     def append_kv(self, cache: LayerCache, spans: SpanTable | PassTables, k: Array, v: Array) -> None:
         for table in filter(None, spans.parts):
             (count, width), groups = table.shape, -(-(table.most_rows + 15) // 16)
-            args = (*cache.pools(table.buffer), k, v, table.on(self._device), width, groups, cache.format.kv_heads)
+            args = (
+                *cache.pools(table.buffer),
+                k,
+                v,
+                table.device_table(self._device),
+                width,
+                groups,
+                cache.format.kv_heads,
+            )
             self._launch(
                 "append_kv",
                 (count * groups, cache.format.kv_heads),
@@ -156,7 +212,7 @@ class CacheOps(HeadOps):
         if isinstance(spans, RecordedSpans):
             q, k, v = self.transform_heads(qkv, rope, transform, norms)
             has_values, first = row_stride(v) == v[0].size, heads - transform.kv_heads
-            # The spans that count are those of the pass that runs the recording.
+            # A replay appends to the spans of the batch that it runs for.
             spans.pending = (
                 lambda k, v: self.append_kv(cache, spans.spans, k, v if has_values else v[:, first:]),
                 (k, v if has_values else qkv),
@@ -171,15 +227,15 @@ class CacheOps(HeadOps):
         q = self._device.empty((rows, heads - 2 * transform.kv_heads, dim), np.float32)
         assert isinstance(spans, SpanTable)
         count, width = spans.table.shape
-        outputs, span_args = (q, *cache.pools(spans.buffer)), (spans.on(self._device), width, count)
+        outputs, span_args = (q, *cache.pools(spans.buffer)), (spans.device_table(self._device), width, count)
         inputs = qkv, rope, transform, norms, rows * heads
         at_most = launch_configs.step_rows(spans.most_rows)
         self._launch_heads("place_kv", outputs, *inputs, *span_args, layouts=cache.full_layouts, rows=at_most)
         return q
 
     def copy_full(self, caches: Sequence[LayerCache], moves: Sequence[Move]) -> None:
-        to, of, one = moves[0].target.buffer, moves[0].source.buffer, caches[0]
-        pools = Addresses([(*cache.pools(to), *cache.pools(of)) for cache in caches], written=2)
+        target_pool, source_pool, one = moves[0].target.buffer, moves[0].source.buffer, caches[0]
+        pools = Addresses([(*cache.pools(target_pool), *cache.pools(source_pool)) for cache in caches], written=2)
         blocks = [(target.block, source.block, tokens) for target, source, tokens in moves]
         args = pools, self._upload(np.array(blocks, np.int32)), len(moves), one.format.kv_heads
         grid = len(caches) * len(moves), one.format.kv_heads, 2
@@ -199,16 +255,16 @@ class CacheOps(HeadOps):
         quantized = (self._upload(layout.pack({"values": x})[None]) for layout, x in zip(layouts, halves, strict=True))
         self.copy_full([cache], [Move(place, KVLocation([Buffer(*quantized)], 0), tokens)])
 
-    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
-        alike: dict[tuple[str, _SomeLayouts, int], list[tuple[int, SideArrays, np.ndarray]]] = {}
-        for caches, blocks, sources in filled:
+    def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
+        launches: dict[tuple[str, _SomeLayouts, int], list[tuple[int, SideArrays, np.ndarray]]] = {}
+        for caches, blocks, sources in groups:
             moves = np.array([[source.block for source in sources], blocks], np.int32).T
             for cache in caches:
                 sides = zip((cache.keys, cache.values), cache.pools(sources[0].buffer), strict=True)
                 for number, (side, pool) in enumerate(sides):
                     kind = *_encoder(side, number, cache.layouts), cache.format.kv_heads
-                    alike.setdefault(kind, []).append((number, side._replace(full=pool), moves))
-        for (kernel, layouts, heads), rows in alike.items():
+                    launches.setdefault(kind, []).append((number, side._replace(full=pool), moves))
+        for (kernel, layouts, heads), rows in launches.items():
             rows.sort(key=lambda row: row[0])  # keys come first
             numbers = np.repeat(np.arange(len(rows), dtype=np.int32), [len(moves) for *_, moves in rows])
             jobs = np.column_stack([numbers, np.concatenate([moves for *_, moves in rows])])
@@ -233,18 +289,18 @@ class CacheOps(HeadOps):
 
     def read_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> dict[str, np.ndarray]:
         if cache.blocks is not None:
-            both, of_keys = self._gathered(cache.blocks, blocks), cache.layouts[0].nbytes
-            arrays = {"keys": both[..., :of_keys], "values": both[..., of_keys:]}
+            both, key_bytes = self._gather_records(cache.blocks, blocks), cache.layouts[0].nbytes
+            arrays = {"keys": both[..., :key_bytes], "values": both[..., key_bytes:]}
             # What lies in the memory between the fields may have been a block of the other kind.
             sides = zip(arrays.items(), cache.layouts, strict=True)
             return {name: layout.without_padding(array) for (name, array), layout in sides}
         pools = ("keys", cache.keys.quantized), ("values", cache.values.quantized)
-        return {name: self._gathered(pool, blocks) for name, pool in pools}
+        return {name: self._gather_records(pool, blocks) for name, pool in pools}
 
-    def _gathered(self, pool: Array, blocks: Sequence[int]) -> np.ndarray:
-        gathered = self._device.empty((len(blocks), *pool.shape[1:]), np.uint8)
-        self._copy_records(gathered, pool, np.asarray(blocks), np.arange(len(blocks)))
-        return self._device.to_host(gathered)
+    def _gather_records(self, pool: Array, blocks: Sequence[int]) -> np.ndarray:
+        copied_records = self._device.empty((len(blocks), *pool.shape[1:]), np.uint8)
+        self._copy_records(copied_records, pool, np.asarray(blocks), np.arange(len(blocks)))
+        return self._device.to_host(copied_records)
 
     def write_blocks(self, cache: LayerCache, blocks: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         stored = transfer.converted(cache.format, len(blocks), arrays, transfer.RECORDS)
@@ -270,11 +326,13 @@ class CacheOps(HeadOps):
             record = layout.pack(codecs.get(codecs.FULL).encode(block))
             self._copy_records(pool, self._upload(record), np.zeros(1), np.full(1, slot))
 
-    def _copy_records(self, to: Array, pool: Array, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy records `sources` of `pool` to records `targets` of the pool `to`."""
+    def _copy_records(self, target_pool: Array, pool: Array, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy records `sources` of `pool` to records `targets` of the pool `target_pool`."""
         moves = self._upload(np.stack([sources, targets], axis=1).astype(np.int32))
-        bytes_each = to.shape[1] * to.shape[2]
-        self._launch("copy_records", (len(sources),), LaunchConfig({}, _COPY_THREADS), to, pool, moves, bytes_each)
+        bytes_each = target_pool.shape[1] * target_pool.shape[2]
+        self._launch(
+            "copy_records", (len(sources),), LaunchConfig({}, _COPY_THREADS), target_pool, pool, moves, bytes_each
+        )
 
 
 def _encoder(side: SideArrays, number: int, layouts: Layouts) -> tuple[str, _SomeLayouts]:
@@ -293,7 +351,7 @@ def feedback_tiles(factor: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _nearest(layout: Layout) -> np.ndarray | None:
+def _candidates_of(layout: Layout) -> np.ndarray | None:
     """The candidates of the codec's points, if it has points in the plane. They take a while to find."""
     points = layout.record.points
     if points is None or points.shape[1] == 1:

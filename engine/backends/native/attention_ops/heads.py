@@ -20,13 +20,13 @@ from polarlm.engine.backends.numpy.kv.cache import LayerCache
 class Rotation:
     """A rotation as kernels apply it.
 
-    order 0: a product with memory (D, D). order 1: no rotation. order ≥ 2: x · before (D,), then D/order Hadamard
+    order 0: a product with memory (D, D). order 1: no rotation. order ≥ 2: x · input_signs (D,), then D/order Hadamard
     matrices, then · memory (D,): the signs after them, divided by √order.
     """
 
     order: int
     memory: np.ndarray
-    before: np.ndarray | None = None
+    input_signs: np.ndarray | None = None
 
 
 NO_ROTATION = Rotation(1, np.zeros(1, np.float32))
@@ -34,7 +34,7 @@ NO_ROTATION = Rotation(1, np.zeros(1, np.float32))
 
 @dataclass(frozen=True, eq=False)
 class PreparedTransform(HeadTransform):
-    """A `HeadTransform`, and what its kernels read. back: the inverse of the rotation `values`.
+    """A `HeadTransform`, and what its kernels read. inverse: of the rotation `values`.
 
     key_factor (H + K or 1, D), value_factor (K or 1, D): the scale times the signs before a Hadamard matrix, with one
     row if all heads share it; None without scale and signs.
@@ -42,14 +42,14 @@ class PreparedTransform(HeadTransform):
 
     keys: Rotation = NO_ROTATION
     values: Rotation = NO_ROTATION
-    back: Rotation = NO_ROTATION
+    inverse: Rotation = NO_ROTATION
     key_factor: np.ndarray | None = None
     value_factor: np.ndarray | None = None
 
 
 class HeadOps(KernelOps):
     def prepare(self, transforms: Sequence[HeadTransform]) -> list[PreparedTransform]:
-        return [_prepared(*one) for one in with_rotations(transforms, _rotation, NO_ROTATION)]
+        return [_prepare_transform(*one) for one in with_rotations(transforms, _rotation, NO_ROTATION)]
 
     def transform_heads(
         self, qkv: np.ndarray, rope: Rope, transform: PreparedTransform, norms: Norms = None
@@ -153,19 +153,21 @@ def _rotation(matrix: np.ndarray) -> Rotation:
     signs = hadamard_signs(matrix)
     if signs is None:
         return Rotation(0, np.ascontiguousarray(matrix, np.float32))
-    return Rotation(signs.order, signs.after / np.sqrt(np.float32(signs.order)), signs.before)
+    return Rotation(signs.order, signs.output_signs / np.sqrt(np.float32(signs.order)), signs.input_signs)
 
 
-def _prepared(transform: HeadTransform, keys: Rotation, values: Rotation, back: Rotation) -> PreparedTransform:
+def _prepare_transform(
+    transform: HeadTransform, keys: Rotation, values: Rotation, inverse: Rotation
+) -> PreparedTransform:
     scale = transform.scale
-    of_keys, of_values = (None, None) if scale is None else np.split(scale, [len(scale) - transform.kv_heads])
+    key_scale, value_scale = (None, None) if scale is None else np.split(scale, [len(scale) - transform.kv_heads])
     return PreparedTransform(
         **vars(transform),
         keys=keys,
         values=values,
-        back=back,
-        key_factor=_factor(of_keys, keys.before),
-        value_factor=_factor(of_values, values.before),
+        inverse=inverse,
+        key_factor=_factor(key_scale, keys.input_signs),
+        value_factor=_factor(value_scale, values.input_signs),
     )
 
 

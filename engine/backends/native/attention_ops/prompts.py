@@ -41,11 +41,11 @@ class PromptOps(KernelOps):
         spans: StepTable | Sequence[SpanView],
         rule: ScoreRule,
         transform: PreparedTransform | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> np.ndarray:
         """Raises KernelError if a group of query heads is larger than a unit has room for."""
         if not isinstance(cache, TileCache):
-            return self._launch.in_numpy(super().attention, q, cache, spans, rule, transform)
+            return self._launch.run_numpy(super().attention, q, cache, spans, rule, transform)
         if (group := q.shape[1] // cache.format.kv_heads) > MOST_QUERIES:
             raise KernelError(f"No kernel attends with {group} query heads for each KV head")
         out = np.empty(q.shape, np.float32)
@@ -64,15 +64,17 @@ class PromptOps(KernelOps):
     ) -> None:
         """Attention of the rows q (T, H, D) of one sequence → out (T, H, D) float32."""
         oldest = max(0, span.position - (rule.window or NO_WINDOW) + 1)
-        segments = list(_full(cache, span, oldest, max(span.position + len(q), span.sees + 1)))
+        segments = list(_full_segments(cache, span, oldest, max(span.position + len(q), span.sees + 1)))
         parts = _parts(cache, span, oldest)
-        attend_to = self._launcher(q, out, cache.format.kv_heads, span, rule, transform)
+        launch = self._launcher(q, out, cache.format.kv_heads, span, rule, transform)
         for number, (stored, start, ids) in enumerate(parts):
             is_last = number == len(parts) - 1
-            decoded = _segment(self.decoded(stored, ids), start, len(ids) * cache.format.block_size)
-            attend_to([decoded, *segments] if is_last else [decoded], is_first=number == 0, is_last=is_last)
+            decode_to_float = _segment(self.decode_to_float(stored, ids), start, len(ids) * cache.format.block_size)
+            launch(
+                [decode_to_float, *segments] if is_last else [decode_to_float], is_first=number == 0, is_last=is_last
+            )
         if not parts:
-            attend_to(segments, is_first=True, is_last=True)
+            launch(segments, is_first=True, is_last=True)
 
     def attend_to_texts(
         self,
@@ -117,10 +119,10 @@ class PromptOps(KernelOps):
         (rows, heads, dim), window = q.shape, rule.window or NO_WINDOW
         group = heads // kv_heads
         tile = self._tile(rows, group, kv_heads)
-        back = NO_ROTATION if transform is None else transform.back
+        inverse = NO_ROTATION if transform is None else transform.inverse
         scale_back = None if transform is None else transform.scale_back
         kernel = attend(
-            Prompt(dim, scale_back is not None, back.order, rule.softcap is not None, rule.sink_scores is not None)
+            Prompt(dim, scale_back is not None, inverse.order, rule.softcap is not None, rule.sink_scores is not None)
         )
         row_max, row_sum = np.empty((2, rows, heads), np.float32)
 
@@ -133,8 +135,8 @@ class PromptOps(KernelOps):
                 row_sum=row_sum,
                 sink_scores=rule.sink_scores,
                 scale_back=scale_back,
-                before=back.before,
-                rotation=back.memory,
+                input_signs=inverse.input_signs,
+                rotation=inverse.memory,
                 rows=rows,
                 group=group,
                 kv_heads=kv_heads,
@@ -152,7 +154,7 @@ class PromptOps(KernelOps):
 
         return launch
 
-    def decoded(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def decode_to_float(self, cache: TileCache, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Decode the B quantized blocks `ids` → k, v (K, B·N, D) float32."""
         format, (kernel, arguments) = cache.format, cache.decoding
         k, v = self._launch.empty((2, format.kv_heads, len(ids) * format.block_size, format.head_dim))
@@ -171,23 +173,23 @@ class PromptOps(KernelOps):
 def _parts(cache: TileCache, span: SpanView, oldest: int) -> list[tuple[TileCache, int, np.ndarray]]:
     """The quantized blocks from position `oldest` on, in parts: their cache, position of the first token, block ids."""
     format, size = cache.format, cache.format.block_size
-    kept = MOST // (8 * format.kv_heads * format.head_dim)  # tokens whose memory still fits the buffer pool
+    pool_tokens = MOST // (8 * format.kv_heads * format.head_dim)  # tokens whose memory still fits the buffer pool
     # A power of two is a multiple of the kernel's tile, so results equal a single part's.
-    block_tile = max(1, min(_DECODED, 1 << (kept.bit_length() - 1)) // size)
-    skipped = max(0, oldest - span.table_start) // size
+    block_tile = max(1, min(_DECODED, 1 << (pool_tokens.bit_length() - 1)) // size)
+    first_block = max(0, oldest - span.table_start) // size
     return [
         (stored, span.table_start + first * size, ids[first : first + block_tile].astype(np.int64))
         for stored, ids in blocks_of(cache, span)
-        for first in range(skipped, len(ids), block_tile)
+        for first in range(first_block, len(ids), block_tile)
     ]
 
 
 def _text_rows(lengths: Sequence[int], most: int) -> np.ndarray:
     """The `TextRows` of texts, each of up to `most` rows: int64 (n, 4)."""
-    of_texts = np.asarray(lengths, np.int64)
-    counts = -(-of_texts // most)
+    text_lengths = np.asarray(lengths, np.int64)
+    counts = -(-text_lengths // most)
     part = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    first, length = np.repeat(of_texts.cumsum() - of_texts, counts), np.repeat(of_texts, counts)
+    first, length = np.repeat(text_lengths.cumsum() - text_lengths, counts), np.repeat(text_lengths, counts)
     return np.stack([first + part * most, np.minimum(length - part * most, most), first, length], axis=1)
 
 
@@ -197,7 +199,7 @@ def _segment(sides: Sequence[np.ndarray], start: int, tokens: int) -> Segment:
     return Segment(k=k, v=v, head_stride=k.strides[0], start=start, tokens=tokens)
 
 
-def _full(cache: TileCache, span: SpanView, oldest: int, end: int) -> Iterator[Segment]:
+def _full_segments(cache: TileCache, span: SpanView, oldest: int, end: int) -> Iterator[Segment]:
     """The segments in full precision with positions from `oldest` up to `end`: sink block and current block."""
     size = cache.format.block_size
     if span.sink is not None and oldest < size:

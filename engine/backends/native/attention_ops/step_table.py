@@ -13,7 +13,7 @@ import numpy as np
 from polarlm.engine.backends.kv import SpanView, table_width
 from polarlm.engine.backends.native.kernels.attention.partials import FullBlock, RowPlace, SpanHeader, Unit
 from polarlm.engine.backends.ops import STEP_ROWS
-from polarlm.engine.jit.run.buffers import aligned
+from polarlm.engine.jit.run.buffers import aligned_bytes
 from polarlm.model_loaders.forks import cached_property
 
 NO_WINDOW = 1 << 40  # the window of layers without one, in tokens
@@ -37,8 +37,8 @@ class StepTable:
         rows_of_all = views[-1].rows.stop - views[0].rows.start
         self.most_rows = max(view.rows.stop - view.rows.start for view in views)
         kinds = 1 if views[0].finer is None else 2
-        cuts = [_cut(view, n) for view in views]
-        width = table_width(max(cut.ends[-1] for cut in cuts))
+        chunked = [_block_chunks(view, n) for view in views]
+        width = table_width(max(chunks.ends[-1] for chunks in chunked))
         self.key = n, len(views), rows_of_all, self.most_rows, width, kinds
         """Tables with equal keys have the same shapes: `copy_from` works between them."""
         most_full = FULL * _most_full(n)
@@ -48,22 +48,22 @@ class StepTable:
         full: list[int] = []
         sequences: list[int] = []
         places: list[int] = []
-        for number, (view, cut) in enumerate(zip(views, cuts, strict=True)):
+        for number, (view, chunks) in enumerate(zip(views, chunked, strict=True)):
             rows = view.rows.stop - view.rows.start
             # Where blocks have two kinds, the first finer ones, which are few, share chunk 0.
             first_quantized = 0 if view.finer and view.table else 1
-            ends = [max(1, first_quantized + -(-end // cut.chunk_blocks)) for end in cut.ends]
+            ends = [max(1, first_quantized + -(-end // chunks.chunk_blocks)) for end in chunks.ends]
             slots = [view.current.block, *view.following]
             full_blocks = [] if view.sink is None else [view.sink, 0]
             for i, slot in enumerate(slots):
                 full_blocks += slot, view.current_start + n * i
-            of_table = view.table_start, cut.chunk_blocks, first_quantized, ends[-1], len(full_blocks) // FULL
-            for kind, quantized in enumerate(cut.ends):
-                headers[kind] += SpanHeader(len(sequences), rows, view.position, quantized, *of_table)
+            table_fields = view.table_start, chunks.chunk_blocks, first_quantized, ends[-1], len(full_blocks) // FULL
+            for kind, quantized in enumerate(chunks.ends):
+                headers[kind] += SpanHeader(len(sequences), rows, view.position, quantized, *table_fields)
                 for chunk in range(ends[kind - 1] if kind else 1, ends[kind]):
                     units[kind] += number, chunk
-            ids += cut.ids
-            ids += [0] * (width - len(cut.ids))
+            ids += chunks.ids
+            ids += [0] * (width - len(chunks.ids))
             full += full_blocks
             full += [0] * (most_full - len(full_blocks))
             sequences += [number] * rows
@@ -77,26 +77,26 @@ class StepTable:
         words = [ids, full, sequences, places, *headers]
         for one in units[:-1]:
             words += one, [0] * (len(views) * most_chunks(n, width) * UNIT - len(one))
-        self._words = array("q", itertools.chain(*words, units[-1]))
+        self._contents = array("q", itertools.chain(*words, units[-1]))
 
     @cached_property
     def arrays(self) -> Arrays:
         """The arrays, allocated on first use: `copy_from` another table needs only that table's contents."""
-        arrays = Arrays.of_key(*self.key)
-        arrays.memory[: len(self._words)] = self._words
+        arrays = Arrays.from_key(*self.key)
+        arrays.memory[: len(self._contents)] = self._contents
         return arrays
 
     def copy_from(self, other: StepTable) -> None:
         """Overwrite this table with the contents of another that has the same `key`."""
         assert self.key == other.key
-        self.arrays.memory[: len(other._words)] = other._words
+        self.arrays.memory[: len(other._contents)] = other._contents
         self.unit_counts, self.views = other.unit_counts, other.views
 
     def __iter__(self) -> Iterator[SpanView]:
         return iter(self.views)
 
 
-class _Cut(NamedTuple):
+class _BlockChunks(NamedTuple):
     """The quantized blocks of a sequence, cut into chunks of `chunk_blocks`.
 
     ids: of the blocks. The first kind is filled up with zeros, so that chunks have blocks of one kind. ends: the index
@@ -108,13 +108,13 @@ class _Cut(NamedTuple):
     chunk_blocks: int
 
 
-def _cut(view: SpanView, block_size: int) -> _Cut:
+def _block_chunks(view: SpanView, block_size: int) -> _BlockChunks:
     finer = view.finer or ()
     chunk_blocks = max(_least_blocks(block_size), -(-(len(finer) + len(view.table)) // MOST_CHUNKS))
     if view.finer is None:
-        return _Cut(view.table, [len(view.table)], chunk_blocks)
-    filled = [*finer, *[0] * (-len(finer) % chunk_blocks * bool(view.table))]
-    return _Cut([*filled, *view.table], [len(finer), len(filled) + len(view.table)], chunk_blocks)
+        return _BlockChunks(view.table, [len(view.table)], chunk_blocks)
+    padded_ids = [*finer, *[0] * (-len(finer) % chunk_blocks * bool(view.table))]
+    return _BlockChunks([*padded_ids, *view.table], [len(finer), len(padded_ids) + len(view.table)], chunk_blocks)
 
 
 class Arrays(NamedTuple):
@@ -140,7 +140,7 @@ class Arrays(NamedTuple):
         return self.units.shape[1] // self.headers.shape[1]
 
     @staticmethod
-    def of_key(block_size: int, count: int, rows: int, _most_rows: int, width: int, kinds: int) -> Arrays:
+    def from_key(block_size: int, count: int, rows: int, _most_rows: int, width: int, kinds: int) -> Arrays:
         """Zeros for a `StepTable.key`: `count` sequences, `rows` rows in all, up to `width` quantized blocks each."""
         shapes: tuple[tuple[int, ...], ...] = (
             (count, width),
@@ -151,7 +151,7 @@ class Arrays(NamedTuple):
             (kinds, count * most_chunks(block_size, width), UNIT),
         )
         sizes = [math.prod(shape) for shape in shapes]
-        memory = aligned(8 * sum(sizes)).view(np.int64)
+        memory = aligned_bytes(8 * sum(sizes)).view(np.int64)
         ends = itertools.accumulate(sizes)
         parts = [memory[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)]
         return Arrays(memory, *parts)

@@ -26,23 +26,23 @@ class AttentionOps(PromptOps):
     """The ops `attention` and `spans`. Layers whose cache is not a `TileCache` are computed by NumPy."""
 
     def spans(self, spans: Sequence[SpanView], block_size: int) -> StepTable | Sequence[SpanView]:
-        in_slots = all(span.current.buffer is None for span in spans)
-        return StepTable(spans, block_size) if in_slots else spans
+        is_step = all(span.current.buffer is None for span in spans)
+        return StepTable(spans, block_size) if is_step else spans
 
     def decode_blocks(self, cache: LayerCache, blocks: Sequence[int]) -> Buffer:
         if not isinstance(cache, TileCache):
             return super().decode_blocks(cache, blocks)
         if len(blocks) > 1:
-            return self.decoded(cache, np.asarray(blocks, np.int64))
+            return self.decode_to_float(cache, np.asarray(blocks, np.int64))
         # Steps decode a block at a time: Python that prepares a launch anew takes three times as long as its kernel.
-        if cache.decoding_one is None:
-            kernel, fixed = cache.decoding
-            of_one = fixed._replace(ids=np.zeros(1, np.int64), count=1)
-            cache.decoding_one = self._launch.prepare([(kernel, cache.format.kv_heads, of_one)])
-        ((_, arguments, *_),), (ids,) = cache.decoding_one.launches, cache.decoding_one.arrays
+        if cache.one_block_decoding is None:
+            kernel, common = cache.decoding
+            one_block = common._replace(ids=np.zeros(1, np.int64), count=1)
+            cache.one_block_decoding = self._launch.prepare([(kernel, cache.format.kv_heads, one_block)])
+        ((_, arguments, *_),), (ids,) = cache.one_block_decoding.launches, cache.one_block_decoding.arrays
         k, v = self._launch.empty((2, cache.format.kv_heads, cache.format.block_size, cache.format.head_dim))
         ids[0], arguments[_K], arguments[_V] = blocks[0], address(k), address(v)
-        self._launch.run(cache.decoding_one)
+        self._launch.run(cache.one_block_decoding)
         return k, v
 
     def attention(
@@ -52,7 +52,7 @@ class AttentionOps(PromptOps):
         spans: StepTable | Sequence[SpanView],
         rule: ScoreRule,
         transform: PreparedTransform | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> np.ndarray:
         if isinstance(spans, StepTable) and isinstance(cache, TileCache):
             return self._step(q, cache, spans, rule, transform)
@@ -102,22 +102,24 @@ class AttentionOps(PromptOps):
             self._launch(kernel, units, arguments, grain=1, overlaps=kind > 0)
 
         out = np.empty(q.shape, np.float32)
-        back = NO_ROTATION if transform is None else transform.back
+        inverse = NO_ROTATION if transform is None else transform.inverse
         scale_back = None if transform is None else transform.scale_back
-        merging = MergeArguments(
+        merge_arguments = MergeArguments(
             parts=parts,
             headers=arrays.headers,
             row_sequences=arrays.row_sequences,
             scale_back=scale_back,
             sink_scores=rule.sink_scores,
-            before=back.before,
-            memory=back.memory,
+            input_signs=inverse.input_signs,
+            memory=inverse.memory,
             out=out,
             heads=heads,
             most_chunks=arrays.most_chunks,
         )
-        merged = merge(dim, back.order, is_scaled=scale_back is not None, has_sink_scores=rule.sink_scores is not None)
-        self._launch(merged, rows * heads, merging)
+        merge_kernel = merge(
+            dim, inverse.order, is_scaled=scale_back is not None, has_sink_scores=rule.sink_scores is not None
+        )
+        self._launch(merge_kernel, rows * heads, merge_arguments)
         return out
 
 

@@ -11,7 +11,7 @@ from polarlm.engine.backends.native.attention_ops.heads import HeadOps, Prepared
 from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.kernels.attention.unit import supports
 from polarlm.engine.backends.native.kernels.rows import LayerNormArguments, layer_norm_rows
-from polarlm.engine.backends.numpy.encoders import parts_of
+from polarlm.engine.backends.numpy.attention import parts_of
 
 
 class EncoderOps(HeadOps, PromptOps):

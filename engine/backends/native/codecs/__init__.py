@@ -78,21 +78,21 @@ class KeyTiles(Tiles):
         """Prepare the query at q, D float32 padded with zeros and already scaled → its prepared form at out."""
 
     @abstractmethod
-    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
+    def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
         """The scores of 1 to MOST_QUERIES prepared queries with each key of a tile → N float32 at each of out.
 
-        after: a tile that is needed soon. It is prefetched a few lines at a time while this one is read, since many
+        next_tile: a tile that is needed soon. It is prefetched a few lines at a time while this one is read, since many
         prefetches at once stall the core.
         """
 
 
 class ValueTiles(Tiles):
     @abstractmethod
-    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
+    def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
         """Add Σ weightₜ · valueₜ to the D float32 at each of sums, for 1 to MOST_QUERIES rows of weights.
 
-        after: as for `KeyTiles.emit_scores`. weights: N float32 ≥ 0 each, which may be overwritten. The padding after
-        the D sums is never read.
+        next_tile: as for `KeyTiles.emit_scores`. weights: N float32 ≥ 0 each, which may be overwritten. The padding
+        after the D sums is never read.
         """
 
 
@@ -123,22 +123,22 @@ def tiles(format: CacheFormat) -> tuple[KeyTiles, ValueTiles] | str:
         return f"kernels have no room for heads of {dim} channels"
     k, v = keys(format.codec_k, n, dim), values(format.codec_v, n, dim)
     if k is None or v is None:
-        lacking = [codec.name for codec, side in ((format.codec_k, k), (format.codec_v, v)) if side is None]
-        return f"no kernel reads {' and '.join(dict.fromkeys(lacking))}"
+        missing = [codec.name for codec, side in ((format.codec_k, k), (format.codec_v, v)) if side is None]
+        return f"no kernel reads {' and '.join(dict.fromkeys(missing))}"
     return k, v
 
 
 def keys(codec: Codec, block_size: int, head_dim: int) -> KeyTiles | None:
     """The tiles of keys; None if no kernel reads them."""
-    return _made("keys", codec, block_size, head_dim)
+    return _make_tiles("keys", codec, block_size, head_dim)
 
 
 def values(codec: Codec, block_size: int, head_dim: int) -> ValueTiles | None:
     """The tiles of values; None if no kernel reads them."""
-    return _made("values", codec, block_size, head_dim)
+    return _make_tiles("values", codec, block_size, head_dim)
 
 
-def _made(side: str, codec: Codec, block_size: int, head_dim: int) -> Any:
+def _make_tiles(side: str, codec: Codec, block_size: int, head_dim: int) -> Any:
     make = getattr(_module(codecs.file_of(codec)), side, None)
     return None if make is None or block_size % 16 else make(codec, block_size, head_dim)
 

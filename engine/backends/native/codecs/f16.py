@@ -13,7 +13,7 @@ import math
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles
 from polarlm.engine.backends.native.kernels.encode.load import load, load_halves
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder_alone
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, plain_encoder
 from polarlm.engine.backends.native.kernels.multiply import pieces
 from polarlm.engine.codecs import Codec
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
@@ -32,35 +32,35 @@ def sum_tile(e: Emitter, heads: int, vectors: int) -> int:
 def _multiply(
     e: Emitter,
     block: Value,
-    after: Value,
+    next_tile: Value,
     shape: tuple[int, int],
-    unrolled: int,
+    unroll: int,
     factors: Values,
     targets: Values,
     *,
     adds: bool,
 ) -> None:
     """The sums of the rows of a matrix of float16, each times its factor, of each set of factors → the targets, or
-    `adds` to them. unrolled: rows at a time."""
+    `adds` to them. unroll: rows at a time."""
     rows, columns = shape
     vectors = columns // 16
-    together = sum_tile(e, len(factors), vectors)
-    for first in range(0, vectors, together):
-        places = [64 * (first + number) for number in range(together)]
+    vector_tile = sum_tile(e, len(factors), vectors)
+    for first in range(0, vectors, vector_tile):
+        places = [64 * (first + number) for number in range(vector_tile)]
         totals = [
             [e.variable(e.load(target, _F16, place) if adds else e.zero(_F16)) for place in places]
             for target in targets
         ]
-        with e.loop(0, rows, unrolled) as row:
+        with e.loop(0, rows, unroll) as row:
             offset = row * (2 * columns)
             if not first:
-                e.prefetch(after + offset, 2 * columns * unrolled)
-            at = block + offset
+                e.prefetch(next_tile + offset, 2 * columns * unroll)
+            address = block + offset
             row_factors = [factor + row * 4 for factor in factors]
-            for step in range(unrolled):
+            for step in range(unroll):
                 wide = [e.broadcast(factor, F32, 16, 4 * step) for factor in row_factors]
-                for number in range(together):
-                    value = e.half_to_float(e.load(at, _I16, 2 * columns * step + 32 * (first + number)))
+                for number in range(vector_tile):
+                    value = e.half_to_float(e.load(address, _I16, 2 * columns * step + 32 * (first + number)))
                     for factor, total in zip(wide, totals, strict=True):
                         total[number].set(e.fma(value, factor, total[number].get()))
         for total, target in zip(totals, targets, strict=True):
@@ -83,23 +83,23 @@ class HalfKeys(KeyTiles):
             with e.loop(0, unit.dim * unit.row, 64) as offset:
                 e.store(e.float_to_half(e.load(unit.x + offset, _F16)), tile + (offset >> 1))
 
-        return encoder_alone(self.name, format, side, write)
+        return plain_encoder(self.name, format, side, write)
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         for first in range(0, self._head_dim, 16):
             e.store(e.load(q, _F16, 4 * first), out, 4 * first)
 
-    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
-        unrolled = math.gcd(self._head_dim, 4)
-        _multiply(e, block, after, (self._head_dim, self._tokens), unrolled, queries, out, adds=False)
+    def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
+        unroll = math.gcd(self._head_dim, 4)
+        _multiply(e, block, next_tile, (self._head_dim, self._tokens), unroll, queries, out, adds=False)
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         for channel in range(0, self._head_dim, 16):
             channels = range(channel, min(channel + 16, self._head_dim))
             with e.loop(0, self._tokens, 16) as token:
-                at, target = block + token * 2, out + token * (4 * self._head_dim)
-                rows = [e.half_to_float(e.load(at, _I16, 2 * self._tokens * i)) for i in channels]
-                for number, row in enumerate(e.transposed(rows + rows[-1:] * (16 - len(rows)))):
+                address, target = block + token * 2, out + token * (4 * self._head_dim)
+                rows = [e.half_to_float(e.load(address, _I16, 2 * self._tokens * i)) for i in channels]
+                for number, row in enumerate(e.transpose(rows + rows[-1:] * (16 - len(rows)))):
                     e.store(e.part(row, 0, len(channels)), target, 4 * (self._head_dim * number + channel))
 
 
@@ -111,10 +111,10 @@ class HalfValues(ValueTiles):
         super().__init__("half_values", codec, block_size, head_dim, section)
 
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
-        return encoder_alone(self.name, format, side, lambda unit: unit.report(load_halves(unit, unit.block.tiles)))
+        return plain_encoder(self.name, format, side, lambda unit: unit.report(load_halves(unit, unit.block.tiles)))
 
-    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
-        _multiply(e, block, after, (self._tokens, self._row), 4, weights, sums, adds=True)
+    def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
+        _multiply(e, block, next_tile, (self._tokens, self._row), 4, weights, sums, adds=True)
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         with e.loop(0, self._tokens) as token:

@@ -22,10 +22,10 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, Tiles, ValueTiles, codes_section
 from polarlm.engine.backends.native.codecs.f16 import sum_tile
 from polarlm.engine.backends.native.codecs.parts.decoding import emit_pack_norms, emit_points
-from polarlm.engine.backends.native.codecs.parts.packing import Packing, side_by_side
+from polarlm.engine.backends.native.codecs.parts.packing import Packing, pack_bytes
 from polarlm.engine.backends.native.kernels.encode.load import load
 from polarlm.engine.backends.native.kernels.encode.rounding import write_codes
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder_alone
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, plain_encoder
 from polarlm.engine.codecs.ggml import Grouped
 from polarlm.engine.codecs.schema.arrays import SATURATION
 from polarlm.engine.codecs.schema.sections import Section
@@ -57,7 +57,7 @@ class _GroupedTiles(Tiles):
         def write(unit: Unit) -> None:
             e = unit.e
             unit.report(load(unit, float(SATURATION)))
-            scales = unit.take(unit.dim // _GROUP * unit.row)
+            scales = unit.allocate(unit.dim // _GROUP * unit.row)
             with e.loop(0, unit.dim // _GROUP) as group, unit.vectors() as offset:
                 first = group * (_GROUP * unit.row) + offset
                 e.store(choose(unit, unit.x + first, unit.codes + first), scales + group * unit.row + offset)
@@ -67,7 +67,7 @@ class _GroupedTiles(Tiles):
                 codes = unit.errors
             self.emit_pack(e, codes, scales, unit.block.tiles)
 
-        return encoder_alone(self.name, format, side, write, self._packing.bits)
+        return plain_encoder(self.name, format, side, write, self._packing.bits)
 
     @abstractmethod
     def _codes_section(self, codes: Stream) -> Section:
@@ -101,9 +101,9 @@ class _GroupedTiles(Tiles):
             return e.level.dot4_signed(e, total, codes, signed)
         return e.level.dot4(e, total, codes, signed, fits=self._packing.bits == 4)
 
-    def _scales(self, e: Emitter, at: Value) -> list[Value]:
+    def _scales(self, e: Emitter, address: Value) -> list[Value]:
         """The scales of a group, float32, 16 tokens per vector."""
-        return [e.half_to_float(e.load(at, _HALVES, 2 * first)) for first in range(0, self._tokens, 16)]
+        return [e.half_to_float(e.load(address, _HALVES, 2 * first)) for first in range(0, self._tokens, 16)]
 
 
 def _inverse(e: Emitter, scale: Value) -> Value:
@@ -167,8 +167,8 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
         row, parts = 4 * self._tokens, self._tokens // 16
         group, part, place = number // (8 * parts), number // 8 % parts, number % 8
-        at = codes + (group * 8 + place) * (4 * row) + part * 64
-        return side_by_side([e.load(at, _I16, row * i) for i in range(4)])
+        address = codes + (group * 8 + place) * (4 * row) + part * 64
+        return pack_bytes([e.load(address, _I16, row * i) for i in range(4)])
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         for group in range(self._groups):
@@ -180,28 +180,28 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
             start = e.sum_lanes(integers[0] + integers[1]) * -self._zero
             e.store(start, out, self._head_dim + 4 * self._groups + 4 * group)
 
-    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
+    def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
         parts, run = self._tokens // 16, self._packing.run
         # With one vector of sums at a time, LLVM would spill the queries' factors to the stack for the next one.
-        together = sum_tile(e, len(queries), parts)
+        group_tile = sum_tile(e, len(queries), parts)
         totals = [[e.variable(e.zero(_F16)) for _ in range(parts)] for _ in queries]
-        e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
+        e.prefetch(next_tile + self._scales_at, self.nbytes - self._scales_at)
 
         def add(group: Value, chunks: Sequence[int]) -> None:
             """Add the products of 32 channels, of the tokens of these chunks."""
             offset, nbytes = group * self._packing.nbytes(8 * parts), self._packing.nbytes(8 * parts)
             if not chunks[0]:
-                e.prefetch(after + offset, nbytes)
-            at = block + offset
+                e.prefetch(next_tile + offset, nbytes)
+            address = block + offset
             scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
             group_queries = [query + group * _GROUP for query in queries]
             steps = [query + group * 4 + self._head_dim for query in queries]
             for chunk in chunks:
                 starts = [e.broadcast(step, I32, 16, 4 * self._groups) for step in steps]
-                dots = [list(starts) for _ in range(together)]
+                dots = [list(starts) for _ in range(group_tile)]
                 for first in range(0, 8, run):
                     for part, sums in enumerate(dots, chunk):
-                        start = at + self._packing.nbytes(8 * part + first)
+                        start = address + self._packing.nbytes(8 * part + first)
                         e.keep_order()
                         for place, code in enumerate(self._packing.emit(e, start, run), first):
                             for head, query in enumerate(group_queries):
@@ -213,7 +213,7 @@ class GroupedKeys(_GroupedTiles, KeyTiles):
                         factor = scales[part] * e.broadcast(step, F32, 16)
                         total[part].set(e.fma(dot.to_float(), factor, total[part].get()))
 
-        chunks = range(0, parts, together)
+        chunks = range(0, parts, group_tile)
         # Where few registers hold the sums, a chunk's sums are finished before the next one's.
         turns: list[Sequence[int]] = [[chunk] for chunk in chunks] if e.level.keeps_order else [chunks]
         for own_chunks in turns:
@@ -234,21 +234,21 @@ class GroupedValues(_GroupedTiles, ValueTiles):
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> Value:
         fours = self._tokens // 4
-        at = codes + number % fours * (4 * self._head_dim) + number // fours * 16
-        return side_by_side([e.load(at, vector(I8, 16), i * self._head_dim).zext(I32) for i in range(4)])
+        address = codes + number % fours * (4 * self._head_dim) + number // fours * 16
+        return pack_bytes([e.load(address, vector(I8, 16), i * self._head_dim).zext(I32) for i in range(4)])
 
-    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
+    def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
         fours, run = self._tokens // 4, self._packing.run
-        rounded = [e.stack(self._tokens) for _ in weights]
+        byte_weights = [e.stack(self._tokens) for _ in weights]
         half_bytes = self._packing.nbytes(fours)
         # Both halves of a group share the loads of weights where registers have room for the sums of both.
         halves = [(0, 1)] if e.level.has_room else [(0,), (1,)]
-        e.prefetch(after + self._scales_at, self.nbytes - self._scales_at)
+        e.prefetch(next_tile + self._scales_at, self.nbytes - self._scales_at)
         with e.loop(0, self._groups) as group:
-            e.prefetch(after + group * (2 * half_bytes), 2 * half_bytes)
+            e.prefetch(next_tile + group * (2 * half_bytes), 2 * half_bytes)
             scales = self._scales(e, block + group * (2 * self._tokens) + self._scales_at)
             steps, starts = [], []
-            for weight, target in zip(weights, rounded, strict=True):
+            for weight, target in zip(weights, byte_weights, strict=True):
                 scaled = [e.load(weight, _F16, 64 * i) * scale for i, scale in enumerate(scales)]
                 integers, top = round_to(e, scaled, _LIMIT)
                 total = integers[0]
@@ -258,22 +258,22 @@ class GroupedValues(_GroupedTiles, ValueTiles):
                     e.store(integer.trunc(I8), target, 16 * i)
                 steps.append(top * (1 / _LIMIT))
                 starts.append(e.splat(e.sum_lanes(total) * -self._zero, 16))
-            at = block + group * (2 * half_bytes)
-            for together in halves:
-                totals = {(half, head): e.variable(start) for half in together for head, start in enumerate(starts)}
+            address = block + group * (2 * half_bytes)
+            for group_tile in halves:
+                totals = {(half, head): e.variable(start) for half in group_tile for head, start in enumerate(starts)}
                 code_tile = max(run, 4)
                 with e.loop(0, fours, code_tile) as first:
-                    tile = at + (first // run) * self._packing.nbytes(run)
+                    tile = address + (first // run) * self._packing.nbytes(run)
                     for place in range(0, code_tile, run):
                         codes = {
                             half: self._packing.emit(e, tile + (half * half_bytes + self._packing.nbytes(place)), run)
-                            for half in together
+                            for half in group_tile
                         }
                         for i in range(run):
-                            for head, weight in enumerate(rounded):
+                            for head, weight in enumerate(byte_weights):
                                 e.keep_order()
                                 factor = e.broadcast(weight + first * 4, I32, 16, 4 * (place + i))
-                                for half in together:
+                                for half in group_tile:
                                     sum_ = totals[half, head]
                                     sum_.set(self._dot(e, sum_.get(), codes[half][i], factor))
                 for (half, head), sum_ in totals.items():

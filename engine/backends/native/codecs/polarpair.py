@@ -50,7 +50,7 @@ class PolarPairKeys(KeyTiles):
             part = e.load(q, _F16, 4 * first)
             e.store(e.shuffle(part, part, PAIR_LANES), out, 4 * first)
 
-    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
+    def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
         factor_at = -(-self._head_dim // 16) * 16
         prepared = [[e.stack(factor_at + 8) for _ in queries] for _ in range(self._spans)]
         for span, targets in enumerate(prepared):
@@ -58,8 +58,8 @@ class PolarPairKeys(KeyTiles):
             for query, target in zip(queries, targets, strict=True):
                 parts = [e.load(query, _F16, 64 * i) * step for i, step in enumerate(steps)]
                 store_query(e, parts, self._table, target)
-        totals = emit_products(e, self._table, block, after, self._tokens, self._head_dim, prepared)
-        e.prefetch(after + self._steps_at, self.nbytes - self._steps_at)
+        totals = emit_products(e, self._table, block, next_tile, self._tokens, self._head_dim, prepared)
+        e.prefetch(next_tile + self._steps_at, self.nbytes - self._steps_at)
         each = self._tokens // 16 // self._spans
         for number, (total, target) in enumerate(zip(totals, out, strict=True)):
             for group, dots in enumerate(total):

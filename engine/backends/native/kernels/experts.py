@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
-from polarlm.engine.backends.native.kernels.rows import LOWEST, best, over_columns
+from polarlm.engine.backends.native.kernels.rows import LOWEST, best, for_each_column
 from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
 
 MOST_EXPERTS = 4096  # whose scores and counters are in a thread's scratch memory
@@ -56,7 +56,7 @@ def route(spec: Choice) -> Kernel[RouteArguments]:
         scores, ranks = scratch, scratch + 4 * MOST_EXPERTS
         with e.loop(begin, end) as row:
             logits = args.logits + row * args.stride
-            ids, weights = (at + row * args.top_k * 4 for at in (args.ids, args.weights))
+            ids, weights = (address + row * args.top_k * 4 for address in (args.ids, args.weights))
             top = best(e, logits, args.count)
             is_finite = top >= 0
             highest = e.load(logits + e.imax(top, 0).sext(I64) * 4, F32)
@@ -64,13 +64,13 @@ def route(spec: Choice) -> Kernel[RouteArguments]:
             total = e.variable(e.constant(F32, 0.0))
             with e.loop(0, args.top_k) as number:
                 expert = e.imax(best(e, ranks, args.count), 0)
-                at = expert.sext(I64) * 4
-                e.store(e.constant(F32, LOWEST), ranks + at)
-                score = e.load(scores + at, F32)
+                offset = expert.sext(I64) * 4
+                e.store(e.constant(F32, LOWEST), ranks + offset)
+                score = e.load(scores + offset, F32)
                 total.add(score)
                 e.store(expert, ids + number * 4)
                 # Weights are divided by the sum of the scores.
-                weight = score * e.load(args.factors + at, F32) if spec.has_factors else score
+                weight = score * e.load(args.factors + offset, F32) if spec.has_factors else score
                 e.store(weight, weights + number * 4)
             factor = args.scale / total.get() if spec.renormalizes else args.scale
             factor = e.select(is_finite, factor, e.constant(F32, float("nan")))
@@ -89,20 +89,20 @@ def _scores(
 
     def exponentials(offset: Value, kind: Type) -> None:
         logit = e.load(logits + offset, kind)
-        power = e.exp(logit - e.like(highest, logit)) if spec.scoring == "softmax" else e.exp(-logit) + 1.0
+        power = e.exp(logit - e.const_like(highest, logit)) if spec.scoring == "softmax" else e.exp(-logit) + 1.0
         e.store(power, scores + offset)
         sums[kind].add(power)
 
-    over_columns(e, args.count, exponentials)
+    for_each_column(e, args.count, exponentials)
     total = e.sum_lanes(sums[_F16].get()) + sums[F32].get()
 
     def finish(offset: Value, kind: Type) -> None:
         power = e.load(scores + offset, kind)
-        score = power / e.like(total, power) if spec.scoring == "softmax" else e.like(1.0, power) / power
+        score = power / e.const_like(total, power) if spec.scoring == "softmax" else e.const_like(1.0, power) / power
         e.store(score, scores + offset)
         e.store(score + e.load(args.bias + offset, kind) if spec.has_bias else score, ranks + offset)
 
-    over_columns(e, args.count, finish)
+    for_each_column(e, args.count, finish)
 
 
 class ArrangeArguments(NamedTuple):
@@ -135,8 +135,8 @@ def arrange(row_tile: int) -> Kernel[ArrangeArguments]:
         with e.loop(0, args.count) as expert:
             e.store(e.i64(0), counters + expert * 8)
         with e.loop(0, args.most) as place:
-            for at in (args.sources, args.panel_places):
-                e.store(e.constant(I32, -1), at + place * 4)
+            for address in (args.sources, args.panel_places):
+                e.store(e.constant(I32, -1), address + place * 4)
         with e.loop(0, args.slots) as slot, e.loop(0, len(ExpertRows._fields)) as field:
             e.store(e.i64(0), args.chosen + slot * _RECORD + field * 8)
         with e.loop(0, args.pairs) as pair, e.when(~e.load(args.weights + pair * 4, F32).equals(0.0)):
@@ -191,9 +191,9 @@ def combine(*, adds: bool) -> Kernel[CombineArguments]:
                     weight = e.load(args.weights + first + number * 4, F32)
                     with e.when(~weight.equals(0.0)):
                         result = e.load(args.results + place * args.columns * 4 + offset, kind)
-                        total.set(e.fma(result, e.like(weight, result), total.get()))
+                        total.set(e.fma(result, e.const_like(weight, result), total.get()))
                 e.store(total.get(), target + offset)
 
-            over_columns(e, args.columns, write)
+            for_each_column(e, args.columns, write)
 
     return Kernel(f"combine{'_add' * adds}", emit, CombineArguments)

@@ -12,7 +12,7 @@ from polarlm.engine.backends.native.kernels.rows import inverse_rms
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
 from polarlm.engine.jit.lang import F32, I32, Emitter, Float32, Int64, Kernel, Pointer, Value, read, vector
 
-_TOGETHER = 4  # vectors that share a pass over a dense rotation
+_VECTORS_AT_ONCE = 4  # vectors that share a pass over a dense rotation
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
             last = group - 1 if spec.queries_alone else group
             heads_at, half_at = args.qkv + row * heads * row_bytes, row * (row_bytes // 2)
             if spec.in_slots:
-                at = read(e, RowPlace, args.places, row)
-                place = at.slot * args.row_stride + head * args.head_stride + at.offset * (2 * dim)
+                row_place = read(e, RowPlace, args.places, row)
+                place = row_place.slot * args.row_stride + head * args.head_stride + row_place.offset * (2 * dim)
                 # Float32 before it is rounded into a slot: in scratch, after the vectors for a dense rotation.
-                own_k = own_v = scratch + (group + (1 + _TOGETHER)) * row_bytes
+                own_k = own_v = scratch + (group + (1 + _VECTORS_AT_ONCE)) * row_bytes
             else:
                 place = row * args.row_stride + head * args.head_stride
                 own_k, own_v = args.k + place, args.v + place
@@ -102,21 +102,21 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
                 number = e.select(is_key, queries + head, head * group + i)
                 weight = e.select(is_key, args.k_norm, args.q_norm)
                 source, factor = heads_at + number * row_bytes, args.key_factor + number * args.key_factor_stride
-                ready = scratch + i * row_bytes if order == 0 else scratch
+                transformed = scratch + i * row_bytes if order == 0 else scratch
                 turns = args.cos + half_at, args.sin + half_at
-                _norm_and_rope(e, spec, source, ready, weight, args.eps, *turns, factor)
+                _norm_and_rope(e, spec, source, transformed, weight, args.eps, *turns, factor)
                 if order != 0:
                     rotate(e, scratch, target_of(i), args.key_rotation, dim, order)
             if order == 0:
-                with e.loop(0, last + 1, _TOGETHER) as first:
+                with e.loop(0, last + 1, _VECTORS_AT_ONCE) as first:
                     vectors_at = scratch + first * row_bytes
-                    for offset, vectors in rotate_dense(e, vectors_at, args.key_rotation, dim, _TOGETHER):
+                    for offset, vectors in rotate_dense(e, vectors_at, args.key_rotation, dim, _VECTORS_AT_ONCE):
                         for member, value in enumerate(vectors):
                             with e.when(first + member <= last):
                                 e.store(value, target_of(first + member), offset)
             if not spec.queries_alone:
                 if spec.in_slots:
-                    _put(e, own_k, args.k + place, dim)
+                    _store_halves(e, own_k, args.k + place, dim)
                 source = heads_at + (queries + kv_heads + head) * row_bytes
                 if spec.values[0] or spec.has_value_norm:
                     factor = args.value_factor + head * args.value_factor_stride
@@ -129,7 +129,7 @@ def transform(spec: Heads) -> Kernel[HeadArguments]:
                     source = scratch
                 rotate(e, source, own_v, args.value_rotation, dim, spec.values[1])
                 if spec.in_slots:
-                    _put(e, own_v, args.v + place, dim)
+                    _store_halves(e, own_v, args.v + place, dim)
 
     return Kernel(spec.name, emit, HeadArguments, scratch=row_bytes)
 
@@ -148,8 +148,8 @@ def _norm_and_rope(
                 part * inverse * e.load(weight, kind, place) for part, place in zip((low, high), places, strict=True)
             )
         c, s = e.load(cos, kind, 4 * first), e.load(sin, kind, 4 * first)
-        turned = e.fma(low, c, -(high * s)), e.fma(high, c, low * s)
-        for part, place in zip(turned, places, strict=True):
+        rotated_pair = e.fma(low, c, -(high * s)), e.fma(high, c, low * s)
+        for part, place in zip(rotated_pair, places, strict=True):
             e.store(part * e.load(factor, kind, place) if spec.keys[0] else part, target, place)
 
 
@@ -171,16 +171,18 @@ def to_slot(dim: int) -> Kernel[SlotArguments]:
         with e.loop(begin, end) as head, e.loop(0, args.tokens) as token:
             for source, target in ((args.from_k, args.to_k), (args.from_v, args.to_v)):
                 rows, place = source + head * args.from_stride, target + head * args.to_stride
-                _put(e, rows + token * (4 * dim), place + token * (2 * dim), dim)
+                _store_halves(e, rows + token * (4 * dim), place + token * (2 * dim), dim)
 
     return Kernel(f"to_slot_{dim}", emit, SlotArguments)
 
 
-def _put(e: Emitter, x: Value, target: Value, dim: int) -> None:
+def _store_halves(e: Emitter, x: Value, target: Value, dim: int) -> None:
     """x (D,) float32 → target (D,) float16, rounded for full-precision slots as `numpy.attention.rounded` does."""
     limit = float(HALF_MAX)
     for first, lanes in pieces(dim):
         value = e.load(x, vector(F32, lanes), 4 * first)
-        clipped = e.select(value > limit, e.like(limit, value), e.select(value < -limit, e.like(-limit, value), value))
+        clipped = e.select(
+            value > limit, e.const_like(limit, value), e.select(value < -limit, e.const_like(-limit, value), value)
+        )
         half, is_finite = e.float_to_half(clipped), (value.bits(vector(I32, lanes)) & 0x7FFFFFFF) < 0x7F800000
-        e.store(e.select(is_finite, half, e.like(0x7E00, half)), target, 2 * first)
+        e.store(e.select(is_finite, half, e.const_like(0x7E00, half)), target, 2 * first)

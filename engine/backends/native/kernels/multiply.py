@@ -12,7 +12,8 @@ from polarlm.engine.jit.lang import F32, Emitter, Value, Values, vector
 
 
 def offsets(*sizes: int) -> list[int]:
-    """Offsets in bytes of arrays of so many float32 in scratch memory, each from a cache line on; and their end."""
+    """Offsets in bytes of float32 arrays of these sizes in scratch memory, each at the start of a cache line; and the
+    end of the last one."""
     return list(accumulate((-(-numbers // 16) * 64 for numbers in sizes), initial=0))
 
 
@@ -32,8 +33,8 @@ def multiply(
     sums = [[e.variable(value) for value in row] for row in start]
     lanes = [value.lanes for value in start[0]]
     with e.loop(0, size) as i:
-        at = right + i * right_stride
-        parts = [e.load(at, vector(F32, count), 4 * sum(lanes[:number])) for number, count in enumerate(lanes)]
+        row_address = right + i * right_stride
+        parts = [e.load(row_address, vector(F32, count), 4 * sum(lanes[:number])) for number, count in enumerate(lanes)]
         for row, totals in enumerate(sums):
             factor = e.load(left + i * 4, F32, left_stride * row)
             for part, total in zip(parts, totals, strict=True):
@@ -50,7 +51,7 @@ def pieces(channels: int) -> Iterator[tuple[int, int]]:
             first += lanes
 
 
-class Left(NamedTuple):
+class LeftMatrix(NamedTuple):
     """The left matrix of a product, float32 (rows, size). stride: bytes from row to row."""
 
     address: Value
@@ -61,18 +62,18 @@ class Left(NamedTuple):
 
 def product(
     e: Emitter,
-    left: Left,
+    left: LeftMatrix,
     right: tuple[Value, int],
     start: Callable[[Value, int, int], Value],
     finish: Callable[[Value, int, Value], None],
     tile: tuple[int, int],
-    seen: Value | None = None,
+    visible_columns: Value | None = None,
 ) -> None:
     """left @ right (size, columns) + start, by tiles of rows and of vectors of 16 columns.
 
     right: the address and the columns of a matrix without padding. start(row, column, lanes) returns what the sums of a
-    row begin with; finish(row, column, value) takes them. tile: its rows and vectors. seen: columns from here on are
-    not needed. The sums of a row have the same terms in the same order whichever tile they are in.
+    row begin with; finish(row, column, value) takes them. tile: its rows and vectors. visible_columns: columns from
+    here on are not needed. The sums of a row have the same terms in the same order whichever tile they are in.
     """
     (height, vectors), (matrix, columns) = tile, right
     parts = list(pieces(columns))
@@ -81,15 +82,15 @@ def product(
     def compute(row: Value, height: int, group: Sequence[tuple[int, int]]) -> None:
         rows, column = [row + i for i in range(height)], group[0][0]
         begin = [[start(i, first, lanes) for first, lanes in group] for i in rows]
-        at = left.address + row * left.stride
-        sums = multiply(e, at, left.stride, matrix + 4 * column, 4 * columns, left.size, begin)
+        row_address = left.address + row * left.stride
+        sums = multiply(e, row_address, left.stride, matrix + 4 * column, 4 * columns, left.size, begin)
         for i, totals in zip(rows, sums, strict=True):
             for (first, _), total in zip(group, totals, strict=True):
                 finish(i, first, total)
 
     for number in range(0, len(parts), vectors):
         group = parts[number : number + vectors]
-        with e.when(seen > group[0][0]) if seen is not None else nullcontext():
+        with e.when(visible_columns > group[0][0]) if visible_columns is not None else nullcontext():
             with e.loop(0, whole, height) as row:
                 compute(row, height, group)
             if height > 1:
@@ -125,8 +126,8 @@ def rotate_dense(e: Emitter, x: Value, matrix: Value, dim: int, rows: int) -> It
             yield 4 * first, list(values)
 
 
-def _hadamard(e: Emitter, x: Value, target: Value, after: Value, first: int, order: int) -> None:
-    """The fast Walsh-Hadamard transform of `order` (a power of two) channels from `first` on, times `after`."""
+def _hadamard(e: Emitter, x: Value, target: Value, output_signs: Value, first: int, order: int) -> None:
+    """The fast Walsh-Hadamard transform of `order` (a power of two) channels from `first` on, times `output_signs`."""
     lanes = min(order, 16)
     places = range(4 * first, 4 * (first + order), 4 * lanes)
     whole = [e.load(x, vector(F32, lanes), place) for place in places]
@@ -142,4 +143,4 @@ def _hadamard(e: Emitter, x: Value, target: Value, after: Value, first: int, ord
         whole = [e.fma(part, signs, e.shuffle(part, part, [lane ^ step for lane in range(lanes)])) for part in whole]
         step *= 2
     for part, place in zip(whole, places, strict=True):
-        e.store(part * e.load(after, part.type, place), target, place)
+        e.store(part * e.load(output_signs, part.type, place), target, place)

@@ -18,7 +18,7 @@ _TOGETHER = 2  # independent vectors of maxima: with one, each comparison would 
 _LANES = 16
 
 
-def over_columns(e: Emitter, columns: Value, body: Callable[[Value, Type], None]) -> None:
+def for_each_column(e: Emitter, columns: Value, body: Callable[[Value, Type], None]) -> None:
     """Emit body(offset in bytes, type) for vectors of 16 columns, then for each remaining column; type: float32."""
     whole = columns // 16 * 16
     with e.loop(0, whole, 16) as column:
@@ -32,12 +32,12 @@ def inverse_rms(e: Emitter, x: Value, columns: Value, eps: Value) -> Value:
     total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
 
     def add_square(offset: Value, kind: Type) -> None:
-        value, into = e.load(x + offset, kind), total if kind == _F16 else rest
-        into.set(e.fma(value, value, into.get()))
+        value, partial = e.load(x + offset, kind), total if kind == _F16 else rest
+        partial.set(e.fma(value, value, partial.get()))
 
-    over_columns(e, columns, add_square)
+    for_each_column(e, columns, add_square)
     mean = (e.sum_lanes(total.get()) + rest.get()) / columns.trunc(I32).to_float() + eps
-    return e.like(1.0, mean) / e.sqrt(mean)
+    return e.const_like(1.0, mean) / e.sqrt(mean)
 
 
 class NormArguments(NamedTuple):
@@ -60,15 +60,15 @@ def norm_rows(*, adds: bool) -> Kernel[NormArguments]:
 
     def emit(e: Emitter, args: NormArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as row:
-            source, into = args.x + row * args.x_stride, args.target + row * args.stride
+            source, target = args.x + row * args.x_stride, args.target + row * args.stride
             weight = args.weight + row % args.weights * args.columns * 4
             factor = inverse_rms(e, source, args.columns, args.eps)
 
             def write(offset: Value, kind: Type) -> None:
                 value = e.load(source + offset, kind) * factor * e.load(weight + offset, kind)
-                e.store(e.load(into + offset, kind) + value if adds else value, into + offset)
+                e.store(e.load(target + offset, kind) + value if adds else value, target + offset)
 
-            over_columns(e, args.columns, write)
+            for_each_column(e, args.columns, write)
 
     return Kernel(f"norm_rows{'_add' * adds}", emit, NormArguments)
 
@@ -95,24 +95,24 @@ def layer_norm_rows() -> Kernel[LayerNormArguments]:
             total, rest = e.variable(e.zero(_F16)), e.variable(e.zero(F32))
 
             def add(offset: Value, kind: Type) -> None:
-                into = total if kind == _F16 else rest
-                into.set(into.get() + e.load(x_row + offset, kind))
+                partial = total if kind == _F16 else rest
+                partial.set(partial.get() + e.load(x_row + offset, kind))
 
-            over_columns(e, args.columns, add)
+            for_each_column(e, args.columns, add)
             mean = (e.sum_lanes(total.get()) + rest.get()) / args.columns.trunc(I32).to_float()
 
             def centre(offset: Value, kind: Type) -> None:
                 value = e.load(x_row + offset, kind)
-                e.store(value - e.like(mean, value), x_row + offset)
+                e.store(value - e.const_like(mean, value), x_row + offset)
 
-            over_columns(e, args.columns, centre)
+            for_each_column(e, args.columns, centre)
             factor = inverse_rms(e, x_row, args.columns, args.eps)
 
             def write(offset: Value, kind: Type) -> None:
                 value = e.load(x_row + offset, kind) * factor * e.load(args.weight + offset, kind)
                 e.store(value + e.load(args.bias + offset, kind), x_row + offset)
 
-            over_columns(e, args.columns, write)
+            for_each_column(e, args.columns, write)
 
     return Kernel("layer_norm_rows", emit, LayerNormArguments)
 
@@ -144,14 +144,14 @@ def gate(activation: str) -> Kernel[GateArguments]:
 
             def write(offset: Value, kind: Type) -> None:
                 x, up = e.load(first + offset, kind), e.load(second + offset, kind)
-                e.store(gated(e, activation, x, up), target + offset)
+                e.store(apply_gate(e, activation, x, up), target + offset)
 
-            over_columns(e, args.columns, write)
+            for_each_column(e, args.columns, write)
 
     return Kernel(f"gate_{activation}", emit, GateArguments)
 
 
-def gated(e: Emitter, activation: str, x: Value, up: Value) -> Value:
+def apply_gate(e: Emitter, activation: str, x: Value, up: Value) -> Value:
     """activation(x) * up = x / (1 + e^u) * up, with u = -x (SiLU), u = -√(8/π) · (x + 0.044715 x³) (GELU by tanh), or
     u = -1.702 x for x up to 7 and (up between ±7) + 1 instead of up (clamped SwiGLU); or relu(x) * up; or
     Φ(x) * up (GELU). In networks without a gate x and up are the same."""
@@ -170,17 +170,17 @@ def gated(e: Emitter, activation: str, x: Value, up: Value) -> Value:
 def _normal_share(e: Emitter, x: Value) -> Value:
     """Φ(x); see `numpy.activations.ERF`."""
     size = e.fmax(x, -x)
-    t = e.like(1.0, x) / (size * (ERF_P / 2**0.5) + 1.0)
+    t = e.const_like(1.0, x) / (size * (ERF_P / 2**0.5) + 1.0)
     sums = t * ERF[-1]
     for factor in ERF[-2::-1]:
         sums = (sums + factor) * t
     tail = e.exp(x * x * -0.5) * sums * 0.5
-    return e.select(x >= 0.0, e.like(1.0, x) - tail, tail)
+    return e.select(x >= 0.0, e.const_like(1.0, x) - tail, tail)
 
 
 def _at_most(e: Emitter, x: Value, limit: float) -> Value:
     """The minimum of x and a limit; NaN for NaN."""
-    return e.select(x > limit, e.like(limit, x), x)
+    return e.select(x > limit, e.const_like(limit, x), x)
 
 
 class RowGateArguments(NamedTuple):
@@ -208,17 +208,17 @@ def gate_rows(*, shared: bool) -> Kernel[RowGateArguments]:
 
             def write(offset: Value, kind: Type) -> None:
                 x = e.load(x_row + offset, kind)
-                logit = e.like(e.load(logits, F32), x) if shared else e.load(logits + offset, kind)
+                logit = e.const_like(e.load(logits, F32), x) if shared else e.load(logits + offset, kind)
                 e.store(x / (e.exp(-logit) + 1.0), x_row + offset)
 
-            over_columns(e, args.columns, write)
+            for_each_column(e, args.columns, write)
 
     return Kernel(f"gate_rows{'_shared' * shared}", emit, RowGateArguments)
 
 
-def capped(e: Emitter, x: Value, cap: Value) -> Value:
+def apply_softcap(e: Emitter, x: Value, cap: Value) -> Value:
     """cap · tanh(x / cap) = cap · (1 − 2 / (1 + e^(2x/cap))), float32."""
-    return cap - cap * 2.0 / (e.exp(x * (e.like(2.0, cap) / cap)) + 1.0)
+    return cap - cap * 2.0 / (e.exp(x * (e.const_like(2.0, cap) / cap)) + 1.0)
 
 
 class ChangeArguments(NamedTuple):
@@ -233,16 +233,16 @@ class ChangeArguments(NamedTuple):
 ROW_PIECE = 4096  # columns of a unit
 
 
-def _softcapped(e: Emitter, x: Value, cap: Value) -> Value:
+def _softcap_checked(e: Emitter, x: Value, cap: Value) -> Value:
     """x − x is 0, but NaN for an infinity, which would become the cap, as if the model had computed it."""
-    return capped(e, x, cap) + (x - x)
+    return apply_softcap(e, x, cap) + (x - x)
 
 
-def _scaled(e: Emitter, x: Value, factor: Value) -> Value:
-    return e.select((factor <= 0.0) & (factor >= 0.0), e.like(0.0, x), x * factor)
+def _scale_row(e: Emitter, x: Value, factor: Value) -> Value:
+    return e.select((factor <= 0.0) & (factor >= 0.0), e.const_like(0.0, x), x * factor)
 
 
-_CHANGES = {"softcap": _softcapped, "scale": _scaled}
+_CHANGES = {"softcap": _softcap_checked, "scale": _scale_row}
 
 
 @cache
@@ -257,13 +257,13 @@ def change_rows(name: str) -> Kernel[ChangeArguments]:
     def emit(e: Emitter, args: ChangeArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             first, row = unit % args.pieces * ROW_PIECE, unit // args.pieces
-            at, number = args.x + row * args.stride + first * 4, e.load(args.numbers + row * args.step, F32)
+            address, number = args.x + row * args.stride + first * 4, e.load(args.numbers + row * args.step, F32)
 
             def write(offset: Value, kind: Type) -> None:
-                x = e.load(at + offset, kind)
-                e.store(_CHANGES[name](e, x, e.like(number, x)), at + offset)
+                x = e.load(address + offset, kind)
+                e.store(_CHANGES[name](e, x, e.const_like(number, x)), address + offset)
 
-            over_columns(e, e.imin(args.columns - first, ROW_PIECE), write)
+            for_each_column(e, e.imin(args.columns - first, ROW_PIECE), write)
 
     return Kernel(f"{name}_rows", emit, ChangeArguments)
 
@@ -298,35 +298,35 @@ def best(e: Emitter, x: Value, columns: Value) -> Value:
     floats, integers = zip(*((vector(F32, n), vector(I32, n)) if n else (F32, I32) for n in widths), strict=True)
     tops = [e.variable(e.constant(kind, LOWEST)) for kind in floats]
     columns_of = [e.variable(e.constant(kind, 0)) for kind in integers]
-    infinite = [e.variable(e.constant(kind, 0.0)) for kind in floats]  # becomes NaN if a number is not finite
+    not_finite = [e.variable(e.constant(kind, 0.0)) for kind in floats]  # becomes NaN if a number is not finite
 
-    def see(number: int, column: Value) -> None:
+    def compare(number: int, column: Value) -> None:
         value = e.load(x + column * 4, floats[number], 4 * _LANES * number if widths[number] else 0)
-        columns_here = e.like(column.trunc(I32), columns_of[number].get())
+        column_numbers = e.const_like(column.trunc(I32), columns_of[number].get())
         better = value > tops[number].get()
         tops[number].set(e.select(better, value, tops[number].get()))
-        columns_of[number].set(e.select(better, columns_here, columns_of[number].get()))
-        infinite[number].set(e.fma(value, e.like(0.0, value), infinite[number].get()))
+        columns_of[number].set(e.select(better, column_numbers, columns_of[number].get()))
+        not_finite[number].set(e.fma(value, e.const_like(0.0, value), not_finite[number].get()))
 
     with e.loop(0, whole, step) as column:
         for number in range(_TOGETHER):
-            see(number, column)
+            compare(number, column)
     with e.loop(whole, columns) as column:
-        see(_TOGETHER, column)
+        compare(_TOGETHER, column)
 
-    def over_lanes(values: list[Value]) -> Value:
+    def max_of_lanes(values: list[Value]) -> Value:
         highest = values[-1]
         for value in values[:-1]:
             highest = e.fmax(highest, e.fmax_lanes(value))
         return highest
 
-    top = over_lanes([top_of.get() for top_of in tops])
+    top = max_of_lanes([top_of.get() for top_of in tops])
     places = []
     for number, (top_of, column_of, lanes) in enumerate(zip(tops, columns_of, widths, strict=True)):
         first = tuple(range(_LANES * number, _LANES * (number + 1))) if lanes else 0
         place = (column_of.get() + e.constant(integers[number], first)).to_float()
-        places.append(e.select(top_of.get().equals(top), -place, e.like(LOWEST, place)))
-    total = infinite[-1].get()
-    for zeros in infinite[:-1]:
+        places.append(e.select(top_of.get().equals(top), -place, e.const_like(LOWEST, place)))
+    total = not_finite[-1].get()
+    for zeros in not_finite[:-1]:
         total = total + e.sum_lanes(zeros.get())
-    return e.select(total.equals(0.0), (-over_lanes(places)).to_int(), e.constant(I32, NONE))
+    return e.select(total.equals(0.0), (-max_of_lanes(places)).to_int(), e.constant(I32, NONE))

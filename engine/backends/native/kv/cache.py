@@ -1,4 +1,5 @@
-"""The KV cache of a layer with its quantized blocks in tiles, and which layers have one."""
+"""The KV cache of a layer with its quantized blocks in tiles, which layers have one, and what kernels need to encode
+its keys and values."""
 
 from __future__ import annotations
 
@@ -10,16 +11,97 @@ import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat
-from polarlm.engine.backends.native.codecs import KeyTiles, ValueTiles, tiles
+from polarlm.engine.backends.native.codecs import EncodedTiles, KeyTiles, Tiles, ValueTiles, tiles
 from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArguments, Decoding, decode
-from polarlm.engine.backends.native.kernels.encode.unit import Block
-from polarlm.engine.backends.native.kv.encoders import Encoder, encoder
-from polarlm.engine.backends.native.launch import Prepared
-from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides
-from polarlm.engine.backends.numpy.kv.stored_blocks import full_slots, stored_blocks
+from polarlm.engine.backends.native.kernels.encode.paths import path_tables
+from polarlm.engine.backends.native.kernels.encode.unit import LANES, ROW_PAD, TABLES, Block, EncodeArguments
+from polarlm.engine.backends.native.launch import PreparedLaunches
+from polarlm.engine.backends.numpy.kv.cache import Buffer, Fields, LayerCache, Sides, full_slots, stored_blocks
 from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.codecs.trellis import TrellisTable
 from polarlm.engine.jit.lang import Kernel
+from polarlm.engine.jit.run.workers import SCRATCH
+from polarlm.engine.quantization.metric import Metric
 from polarlm.model_loaders.forks import cached_property
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """A kernel and the arrays of its error metric.
+
+    addresses: of these arrays for each KV head, int64 (K, fields of `Block`); 0 in other fields. arrays: name → array,
+    referenced here to keep them alive.
+    """
+
+    kernel: Kernel[EncodeArguments]
+    addresses: np.ndarray
+    arrays: dict[str, np.ndarray]
+
+
+def encoder(tiles: Tiles, format: CacheFormat, side: int) -> Encoder | str:
+    """The encoder of keys (side 0) or values (1) into tiles, or the reason why NumPy must encode them."""
+    codec, metric = ((format.codec_k, format.metric_k), (format.codec_v, format.metric_v))[side]
+    if not isinstance(tiles, EncodedTiles):
+        return f"no kernel encodes {codec.name}"
+    if (kernel := tiles.encoder(format, side)) is None:
+        if codec.rounding is not None and not isinstance(codec.rounding, TABLES):
+            return f"no kernel rounds to the table of {codec.name}"
+        return (
+            f"{SCRATCH >> 10} KiB of scratch memory are too few to encode {format.block_size} tokens of "
+            f"{format.head_dim} channels as {codec.name}; a smaller block_size needs less"
+        )
+    arrays = {} if metric is None else _arrays(metric)
+    if isinstance(codec.rounding, TrellisTable):
+        arrays["paths"] = path_tables(codec.rounding.bits).content[None]
+    addresses = np.zeros((format.kv_heads, len(Block._fields)), np.int64)
+    for name, array in arrays.items():
+        addresses[:, Block._fields.index(name)] = by_head(array, format.kv_heads)
+    return Encoder(kernel, addresses, arrays)
+
+
+def by_head(array: np.ndarray, heads: int) -> np.ndarray:
+    """Addresses (K,) int64 of each head's part of array (K or 1, …), which must be contiguous."""
+    assert array[0].flags.c_contiguous
+    step = array.strides[0] if len(array) == heads else 0
+    return array.ctypes.data + np.arange(heads, dtype=np.int64) * step
+
+
+def _arrays(metric: Metric) -> dict[str, np.ndarray]:
+    arrays = {"feedback": metric.feedback, "matrix": metric.matrix, "weights": metric.weights}
+    if metric.tilt_mean is not None:
+        arrays["mean_query"] = metric.tilt_mean
+    if (token_feedback := metric.token_feedback) is not None and token_feedback.shape[
+        2
+    ] > 1:  # rounds of several tokens
+        arrays["token_feedback"] = np.ascontiguousarray(token_feedback.swapaxes(2, 3))
+    elif token_feedback is not None:
+        width = metric.feedback.shape[1] // metric.weights.shape[1]
+        arrays["feedback"] = diagonals(metric.feedback, width)
+        arrays["token_feedback"] = diagonals_of_tokens(token_feedback)
+    return arrays
+
+
+def diagonals(feedback: np.ndarray, width: int) -> np.ndarray:
+    """feedback (K, D, D) → (K, P + 1, width, width, P rounded up to 16) float32, as `Encoding` describes it."""
+    heads, dim, _ = feedback.shape
+    pairs = dim // width
+    blocks = feedback.reshape(heads, pairs, width, pairs, width)
+    out = np.zeros((heads, pairs + 1, width, width, -(-pairs // LANES) * LANES), np.float32)
+    for lag in range(1, pairs):
+        rows = np.arange(lag, pairs)
+        out[:, lag, :, :, lag:pairs] = blocks[:, rows, :, rows - lag].transpose(1, 2, 3, 0)
+    return out
+
+
+def diagonals_of_tokens(feedback: np.ndarray) -> np.ndarray:
+    """feedback (K or 1, N, 1, N) → (K or 1, N + 1, N + 32) float32, as `Encoding` describes it."""
+    size = feedback.shape[-1]
+    out = np.zeros((len(feedback), size + 1, size + 2 * ROW_PAD), np.float32)
+    for lag in range(1, size):
+        diagonal = feedback[:, :, 0].diagonal(-lag, axis1=1, axis2=2)  # for tokens lag, …, N − 1
+        out[:, lag, ROW_PAD : ROW_PAD + size - lag] = diagonal[:, ::-1]
+    return out
+
 
 _TILES = "tiles"
 
@@ -29,15 +111,15 @@ class TileCache(LayerCache):
     """The stored K/V of one layer, with quantized blocks in tiles, which kernels read.
 
     k, v: {"tiles": uint8 (K, quantized blocks, bytes of a tile)}. encoders: for keys and for values the encoder, or the
-    reason why NumPy encodes them. encoding_one, decoding_one: the launches that encode and decode a single block, once
-    they have been prepared.
+    reason why NumPy encodes them. one_block_encoding, one_block_decoding: the launches that encode and decode a single
+    block, once they have been prepared.
     """
 
     key_tiles: KeyTiles
     value_tiles: ValueTiles
     encoders: tuple[Encoder | str, Encoder | str]
-    encoding_one: Prepared | None = field(default=None, init=False)
-    decoding_one: Prepared | None = field(default=None, init=False)
+    one_block_encoding: PreparedLaunches | None = field(default=None, init=False)
+    one_block_decoding: PreparedLaunches | None = field(default=None, init=False)
 
     stored_as: ClassVar[str] = transfer.TILES
 
@@ -81,16 +163,16 @@ class TileCache(LayerCache):
     def block_addresses(self) -> dict[int, tuple[Encoder, np.ndarray, np.ndarray]]:
         """For each side that kernels encode: its encoder, the `Block` of block 0, without x, int64 (K, 1, its fields),
         and what each next block adds to it, int64 (its fields)."""
-        of_sides = {}
-        for side, of_side in enumerate(self.encoders):
-            if isinstance(of_side, Encoder):
-                first, steps = of_side.addresses[:, None].copy(), np.zeros(len(Block._fields), np.int64)
+        encoders_by_side = {}
+        for side, side_encoder in enumerate(self.encoders):
+            if isinstance(side_encoder, Encoder):
+                first, steps = side_encoder.addresses[:, None].copy(), np.zeros(len(Block._fields), np.int64)
                 for name, array in {"tiles": self.memory[side], **({} if side else self.mean)}.items():
                     field, heads = Block._fields.index(name), np.arange(len(array), dtype=np.int64)
                     first[:, 0, field] = array.ctypes.data + heads * array.strides[0]
                     steps[field] = array.strides[1]
-                of_sides[side] = of_side, first, steps
-        return of_sides
+                encoders_by_side[side] = side_encoder, first, steps
+        return encoders_by_side
 
     @cached_property
     def decoding(self) -> tuple[Kernel[DecodeArguments], DecodeArguments]:
@@ -102,7 +184,7 @@ class TileCache(LayerCache):
         blank = dict.fromkeys(DecodeArguments._fields, None)
         return decode(spec), DecodeArguments(**{**blank, **read, **self.strides})
 
-    def of_one_block(self) -> TileCache:
+    def one_block_cache(self) -> TileCache:
         """A cache with the same format and slots, and memory of its own for one quantized block."""
         (k, v, mean), _ = stored_blocks(replace(self.format, finer=None), 1, transfer.TILES)
         return replace(self, k=k, v=v, mean=mean, finer=None)
@@ -114,17 +196,19 @@ class CacheOps(NumpyOps):
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         return transfer.nbytes(format, transfer.TILES), super().cache_bytes(format)[1]
 
-    def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
+    def cache(
+        self, format: CacheFormat, quantized: int, full: int, earlier_caches: Sequence[LayerCache] = ()
+    ) -> LayerCache:
         """A `TileCache` where kernels can attend over it; else NumPy's cache, whose layer the ops leave to NumPy."""
         if _reason(format) is not None:
-            return super().cache(format, quantized, full, beside)
+            return super().cache(format, quantized, full, earlier_caches)
         blocks, finer_blocks = stored_blocks(format, quantized, transfer.TILES)
         slots, finer = full_slots(format, full), None
         if format.finer is not None and finer_blocks is not None:
             finer = _tile_cache(format.finer, finer_blocks, slots)
         return _tile_cache(format, blocks, slots, finer)
 
-    def in_numpy(self, cache: LayerCache) -> dict[str, str]:
+    def numpy_fallbacks(self, cache: LayerCache) -> dict[str, str]:
         if isinstance(cache, TileCache):
             sides = zip(("keys", "values"), cache.encoders, strict=True)
             return {f"the encoding of {side}": why for side, why in sides if isinstance(why, str)}

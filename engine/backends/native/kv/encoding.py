@@ -9,11 +9,10 @@ import numpy as np
 
 from polarlm.engine.backends.kv import FilledBlocks, KVLocation
 from polarlm.engine.backends.native.kernels.encode.unit import Block, EncodeArguments
-from polarlm.engine.backends.native.kv.cache import TileCache
-from polarlm.engine.backends.native.kv.encoders import by_head
+from polarlm.engine.backends.native.kv.cache import TileCache, by_head
 from polarlm.engine.backends.native.launch import KernelOps
 from polarlm.engine.backends.numpy.kv.cache import LayerCache
-from polarlm.engine.backends.numpy.kv.encoding import alike, encode_side
+from polarlm.engine.backends.numpy.kv.encoding import encodable_runs, encode_side
 from polarlm.engine.codecs import NotFinite
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.quantization.encode import decode_centred, fill_up
@@ -33,14 +32,14 @@ class _Launch(NamedTuple):
 class EncodingOps(KernelOps):
     """The ops that encode blocks. Layers whose cache is not a `TileCache` are encoded by NumPy."""
 
-    def encode_blocks(self, filled: Sequence[FilledBlocks]) -> None:
-        if len(filled) == 1 and self._encode_one(*filled[0]):
+    def encode_blocks(self, groups: Sequence[FilledBlocks]) -> None:
+        if len(groups) == 1 and self._encode_one(*groups[0]):
             return
         launches: dict[_Launch, list[np.ndarray]] = {}
-        for layers, blocks, sources in alike(filled):
+        for layers, blocks, sources in encodable_runs(groups):
             tiled = [layer for layer in layers if isinstance(layer, TileCache)]  # all of them, or none
             if not tiled:
-                self._launch.in_numpy(super().encode_blocks, [FilledBlocks(layers, blocks, sources)])
+                self._launch.run_numpy(super().encode_blocks, [FilledBlocks(layers, blocks, sources)])
                 continue
             targets = np.array(blocks, np.int64)[:, None]
             codecs, dim = (layers[0].format.codec_k.name, layers[0].format.codec_v.name), layers[0].format.head_dim
@@ -52,31 +51,31 @@ class EncodingOps(KernelOps):
                     launch = _Launch(encoder.kernel, dim, is_half, codecs[side])
                     launches.setdefault(launch, []).append(addresses.reshape(-1, addresses.shape[-1]))
             for side in {0, 1} - tiled[0].block_addresses.keys():
-                self._launch.in_numpy(_encode_side, tiled, blocks, sources, side)
+                self._launch.run_numpy(_encode_side, tiled, blocks, sources, side)
         self._encode({launch: np.concatenate(parts) for launch, parts in launches.items()})
 
     def _encode_one(self, layers: Sequence[LayerCache], blocks: Sequence[int], sources: Sequence[KVLocation]) -> bool:
         """Encode a block of a layer, if it is only one, and kernels encode both sides; return whether it is so. Steps
-        do that again and again: launches that are prepared take less Python."""
+        do that repeatedly, and prepared launches take less Python."""
         if len(layers) != 1 or len(blocks) != 1 or not isinstance(layer := layers[0], TileCache):
             return False
-        if len(of_sides := layer.block_addresses) < 2:
+        if len(encoders_by_side := layer.block_addresses) < 2:
             return False
-        if layer.encoding_one is None:
+        if layer.one_block_encoding is None:
             heads, dim, launches = layer.format.kv_heads, layer.format.head_dim, []
-            for encoder, first, _ in of_sides.values():
+            for encoder, first, _ in encoders_by_side.values():
                 blank = EncodeArguments(first[:, 0].copy(), np.zeros(heads, np.uint8), dim, is_half=False)
                 launches.append((encoder.kernel, heads, blank))
-            layer.encoding_one = self._launch.prepare(launches)
-        prepared, arrays = layer.encoding_one.launches, layer.encoding_one.arrays
-        for side, (_, first, steps) in of_sides.items():
+            layer.one_block_encoding = self._launch.prepare(launches)
+        prepared, arrays = layer.one_block_encoding.launches, layer.one_block_encoding.arrays
+        for side, (_, first, steps) in encoders_by_side.items():
             x, is_half = _sources(layer, sources, side)
             addresses = arrays[2 * side]
             np.add(first[:, 0], steps * blocks[0], out=addresses)
             addresses[:, _X] = x[:, 0]
             _, arguments, *_ = prepared[side]
             arguments[_IS_HALF] = is_half
-        self._launch.run(layer.encoding_one)
+        self._launch.run(layer.one_block_encoding)
         for damaged, codec in zip(arrays[1::2], (layer.format.codec_k, layer.format.codec_v), strict=True):
             if damaged.any():
                 raise NotFinite(codec.name)
@@ -86,7 +85,7 @@ class EncodingOps(KernelOps):
         if not isinstance(cache, TileCache):
             super().round_trip(cache, place, tokens)
             return
-        format, one = cache.format, cache.of_one_block()
+        format, one = cache.format, cache.one_block_cache()
         with np.errstate(invalid="ignore", over="ignore"):  # the kernels report numbers that are not finite
             blocks = [fill_up(x[:, :tokens].astype(np.float32), format.block_size) for x in cache.full(place)]
         self.encode_blocks([FilledBlocks([one], [0], [KVLocation(blocks, 0)])])
@@ -106,8 +105,8 @@ class EncodingOps(KernelOps):
             for launch, addresses in launches.items()
         )
         self._launch.run(prepared)
-        for launch, of_blocks in damaged.items():
-            if of_blocks.any():
+        for launch, damaged_blocks in damaged.items():
+            if damaged_blocks.any():
                 raise NotFinite(launch.codec)
 
 

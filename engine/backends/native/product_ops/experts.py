@@ -24,7 +24,7 @@ from polarlm.engine.backends.native.kernels.linear.product import ExpertRows
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, expert_tiling, largest_tiling
 from polarlm.engine.backends.native.kernels.rows import RowGateArguments, gate_rows
 from polarlm.engine.backends.native.launch import KernelOps
-from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
+from polarlm.engine.backends.native.product_ops.loading import CachedTiles
 from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, compiled_tiling, experts_of
 from polarlm.engine.backends.ops import Routing
 from polarlm.engine.jit.lang import Kernel
@@ -89,15 +89,15 @@ class ExpertOps(KernelOps):
         residual: np.ndarray | None = None,
     ) -> np.ndarray:
         up = Multiplication(self._launch, gate_up, len(x), norm, activation)
-        back = Multiplication(self._launch, down, len(x), None, None)
-        order = self._arranged(routing, gate_up.count, (up, back))
+        down_product = Multiplication(self._launch, down, len(x), None, None)
+        order = self._arrange(routing, gate_up.count, (up, down_product))
         self._expect(order.chosen, gate_up, down)
         y = self._launch.empty((len(order.sources), up.width))
         up.launch(x, y, order.tiling, order.chosen, order.sources)
         if activation is not None and up.activation is None:
             y = self.activate_halves(y, activation)
-        results = self._launch.empty((len(order.panel_places), back.width))
-        back.launch(y, results, order.tiling, order.chosen, order.panel_places)
+        results = self._launch.empty((len(order.panel_places), down_product.width))
+        down_product.launch(y, results, order.tiling, order.chosen, order.panel_places)
         out = self._launch.empty((len(x), results.shape[1])) if residual is None else residual
         arguments = CombineArguments(
             results=results,
@@ -111,15 +111,15 @@ class ExpertOps(KernelOps):
         self._launch(combine(adds=residual is not None), len(x), arguments)
         return out
 
-    def _arranged(self, routing: Routing, count: int, products: Sequence[Multiplication]) -> _Order:
+    def _arrange(self, routing: Routing, count: int, products: Sequence[Multiplication]) -> _Order:
         """The rows in the order of their experts. count: the number of experts."""
 
         def kernels(sizes: Tiling) -> list[Kernel]:
-            return [arrange(sizes.rows), *itertools.chain(*(how.kernels(sizes) for how in products))]
+            return [arrange(sizes.rows), *itertools.chain(*(product.kernels(sizes) for product in products))]
 
         rows, top_k = routing.ids.shape
         pairs, slots = rows * top_k, min(rows * top_k, count)
-        level, inputs = self._launch.level, Inputs.shared(itertools.chain(*(how.inputs for how in products)))
+        level, inputs = self._launch.level, Inputs.shared(itertools.chain(*(product.inputs for product in products)))
         sizes, most = expert_tiling(pairs // count, level, inputs), largest_tiling(level, inputs)
         sizes = compiled_tiling(self._launch, sizes, most, kernels)
         row_tile = sizes.rows

@@ -16,8 +16,7 @@ from polarlm.engine.backends.native.kernels.rows import (
     gate_arguments,
     norm_rows,
 )
-from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
-from polarlm.engine.backends.native.product_ops.loading import LoadOps
+from polarlm.engine.backends.native.product_ops.loading import CachedTiles, LoadOps
 from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, compiled_tiling
 from polarlm.engine.weight_formats import Linear, Matrix
 from polarlm.model_loaders.config import is_gated
@@ -92,12 +91,12 @@ class LinearOps(LoadOps):
         norm: Norm = None,
         residual: np.ndarray | None = None,
         activation: str | None = None,
-        then: Linear | None = None,
+        consumer: Linear | None = None,
     ) -> np.ndarray:
         rows, level, bits = len(x), self._launch.level, self._launch.input_bits
-        of_norm = None if norm is None else (id(norm[0]), norm[1])
+        norm_key = None if norm is None else (id(norm[0]), norm[1])
         strides = x.strides, None if residual is None else residual.strides
-        key = id(w), of_norm, strides, activation, rows == 1, bits
+        key = id(w), norm_key, strides, activation, rows == 1, bits
         product = self._launch.take(key)
         if product is None:
             adds = residual is not None
@@ -106,13 +105,13 @@ class LinearOps(LoadOps):
         if y is None:
             # Rows whose beginnings are a power of two apart share a few sets of the caches, and several are written
             # together. What is activated is the input of another product, which takes rows at any distance.
-            apart = 16 if product.activation is not None and product.width % 512 == 0 else 0
-            y = self._launch.empty((rows, product.width + apart))[:, : product.width]
-        wanted = tiling(rows, level, product.shared)
-        if product.again is not None and product.again.sizes == wanted:
-            product.repeat(product.again, x, y)
+            padding = 16 if product.activation is not None and product.width % 512 == 0 else 0
+            y = self._launch.empty((rows, product.width + padding))[:, : product.width]
+        chosen_tiling = tiling(rows, level, product.shared)
+        if product.repeatable is not None and product.repeatable.sizes == chosen_tiling:
+            product.repeat(product.repeatable, x, y)
         else:
-            sizes, most = wanted, largest_tiling(level, product.shared)
+            sizes, most = chosen_tiling, largest_tiling(level, product.shared)
             if rows > 1:
                 sizes = compiled_tiling(self._launch, sizes, most, product.kernels)
             product.launch(x, y, sizes)

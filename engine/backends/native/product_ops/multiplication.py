@@ -22,11 +22,11 @@ from polarlm.engine.backends.native.kernels.linear.activations import (
     panel_bytes,
     quantize_rows,
 )
-from polarlm.engine.backends.native.kernels.linear.matrix_sums import together
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import units_at_once
 from polarlm.engine.backends.native.kernels.linear.product import ExpertRows, Product, ProductArguments, product, units
 from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, Tiling, are_unsigned
-from polarlm.engine.backends.native.launch import Launcher, Launching, Prepared
-from polarlm.engine.backends.native.product_ops.expert_cache import CachedTiles
+from polarlm.engine.backends.native.launch import Launcher, LaunchSpec, PreparedLaunches
+from polarlm.engine.backends.native.product_ops.loading import CachedTiles
 from polarlm.engine.jit.lang import Kernel
 from polarlm.engine.jit.lang.records import address
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix
@@ -34,16 +34,16 @@ from polarlm.model_loaders.config import is_gated
 
 _EXPERT, _ROWS = (ExpertRows._fields.index(name) for name in ("expert", "rows"))
 _X, _OUT = (RowArguments._fields.index(name) for name in ("x", "out"))
-_PANELS, _Y, _OF_ALL_ROWS = (ProductArguments._fields.index(name) for name in ("x", "y", "rows"))
+_PANELS, _Y, _ROW_COUNT = (ProductArguments._fields.index(name) for name in ("x", "y", "rows"))
 
 
-class Again(NamedTuple):
+class RepeatableLaunch(NamedTuple):
     """Launches of a product, for a tiling. panels: the bytes of a panel, of each array of panels. uses: the launch, the
     field of its arguments, the number of the array among x, y and these, and the offset in it. by_row: launches with a
     unit for each row."""
 
     sizes: Tiling
-    prepared: Prepared
+    prepared: PreparedLaunches
     panels: list[int]
     uses: list[tuple[int, int, int, int]]
     by_row: list[int]
@@ -77,22 +77,24 @@ class Multiplication:
         waits, level, bits = launch.in_graph or rows == 1, launch.level, launch.input_bits
         self.inputs = [inputs_for(part.format, part.shape[1], level, waits=waits, bits=bits) for part in w.parts]
         self.shared = Inputs.shared(self.inputs)
-        self.again: Again | None = None  # once launched, if it can be repeated
+        self.repeatable: RepeatableLaunch | None = None  # once launched, if it can be repeated
 
-    def repeat(self, again: Again, x: np.ndarray, y: np.ndarray) -> None:
+    def repeat(self, repeatable: RepeatableLaunch, x: np.ndarray, y: np.ndarray) -> None:
         """As the first `launch`, with other rows: what is packed already takes no Python."""
-        rows, (launches, commands) = len(x), (again.prepared.launches, again.prepared.commands)
-        panels = [self._launch.empty((-(-rows // again.sizes.rows), nbytes), np.uint8) for nbytes in again.panels]
+        rows, (launches, commands) = len(x), (repeatable.prepared.launches, repeatable.prepared.commands)
+        panels = [
+            self._launch.empty((-(-rows // repeatable.sizes.rows), nbytes), np.uint8) for nbytes in repeatable.panels
+        ]
         addresses = [address(array) for array in (x, y, *panels)]
-        for number, place, array, offset in again.uses:
+        for number, place, array, offset in repeatable.uses:
             launches[number][1][place] = addresses[array] + offset
         assert commands is not None
         for number, (_, arguments, *_) in enumerate(launches):
-            if number in again.by_row:
+            if number in repeatable.by_row:
                 commands.units[number], commands.grains[number] = rows, self._launch.grain(rows)
             else:
-                arguments[_OF_ALL_ROWS] = rows
-        self._launch.run(again.prepared)
+                arguments[_ROW_COUNT] = rows
+        self._launch.run(repeatable.prepared)
 
     def kernels(self, sizes: Tiling) -> list[Kernel]:
         panels = [self._panel_kernel(sizes, kind) for kind in dict.fromkeys(self.inputs)]
@@ -111,23 +113,23 @@ class Multiplication:
 
         With experts: chosen (n, fields of `ExpertRows`), and sources (P,) int32, the row of x of each place.
         """
-        first, launches, arrays = 0, list[Launching](), [x, y]
+        first, launches, arrays = 0, list[LaunchSpec](), [x, y]
         uses, by_row = list[tuple[int, int, int, int]](), list[int]()
         place_of: dict[Inputs, int] = {}  # among arrays
         for part, kind in zip(self._w.parts, self.inputs, strict=True):
             if kind not in place_of:
-                made = self._panels(x, sizes, kind, sources, launches)
-                place_of[kind] = 0 if made is x else len(arrays)
-                if made is not x:
+                row_panels = self._panels(x, sizes, kind, sources, launches)
+                place_of[kind] = 0 if row_panels is x else len(arrays)
+                if row_panels is not x:
                     by_row.append(number := len(launches) - 1)
                     uses += [(number, _X, 0, 0), (number, _OUT, len(arrays), 0)]
-                    arrays.append(made)
+                    arrays.append(row_panels)
             panels = arrays[place_of[kind]]
             spec, shape, data = self._spec(part, sizes, kind), (part.shape[0] // self._count, part.shape[1]), part.data
             bias, target = None if self._w.bias is None else self._w.bias[..., first:], y[:, first:]
             if isinstance(data, CachedTiles):
                 assert chosen is not None
-                self._launch.in_order(launches)
+                self._launch.launch_all(launches)
                 launches = []
                 work = partial(self._multiply_cached, spec, shape, bias, data)
                 self._launch.call(work, panels, target, chosen)
@@ -135,9 +137,9 @@ class Multiplication:
                 uses += [(len(launches), _PANELS, place_of[kind], 0), (len(launches), _Y, 1, 4 * first)]
                 launches.append(self._product(spec, shape, bias, data.memory, self._count, panels, target, chosen))
             first += shape[0]
-        prepared = self._launch.in_order(launches)
+        prepared = self._launch.launch_all(launches)
         if prepared is not None and chosen is None and len(x):
-            self.again = Again(sizes, prepared, [array.shape[1] for array in arrays[2:]], uses, by_row)
+            self.repeatable = RepeatableLaunch(sizes, prepared, [array.shape[1] for array in arrays[2:]], uses, by_row)
 
     def _spec(self, part: Matrix, sizes: Tiling, kind: Inputs) -> Product:
         has_bias = self._w.bias is not None
@@ -151,7 +153,7 @@ class Multiplication:
         return quantize_rows(is_normed, sizes.rows, inputs=kind, is_unsigned=is_unsigned, picks=self._is_stack)
 
     def _panels(
-        self, x: np.ndarray, sizes: Tiling, kind: Inputs, sources: np.ndarray | None, launches: list[Launching]
+        self, x: np.ndarray, sizes: Tiling, kind: Inputs, sources: np.ndarray | None, launches: list[LaunchSpec]
     ) -> np.ndarray:
         """The rows of x, after their norm: (panels, bytes of a panel) uint8, which a launch writes, or x itself if that
         is the same."""
@@ -180,11 +182,11 @@ class Multiplication:
         x: np.ndarray,
         y: np.ndarray,
         chosen: np.ndarray | None,
-    ) -> Launching:
+    ) -> LaunchSpec:
         """The launch for the products of panels x with a part of the weights. memory: `count` matrices (out, in) of
         this shape, in tiles one after another. bias (out,); with experts (count, out)."""
-        (outputs, columns), half, of_one = shape, 1 if spec.activation is None else 2, len(memory) // count
-        number = units(spec, of_one // half)
+        (outputs, columns), half, matrix_tiles = shape, 1 if spec.activation is None else 2, len(memory) // count
+        number = units(spec, matrix_tiles // half)
         arguments = ProductArguments(
             weights=memory,
             x=x,
@@ -197,14 +199,14 @@ class Multiplication:
             y_stride=y.strides[0],
             rows=len(y),
             outputs=outputs // half,
-            tiles=of_one // half,
-            expert_bytes=of_one * memory.shape[1],
+            tiles=matrix_tiles // half,
+            expert_bytes=matrix_tiles * memory.shape[1],
             bias_bytes=0 if bias is None else bias.strides[0],
         )
         if chosen is not None:
             return product(spec), len(chosen) * number, arguments, 0
         at_once = are_matrices(self._launch.level, spec.row_tile, spec.inputs)
-        return product(spec), number, arguments, together(number, half, self._launch.threads) if at_once else 0
+        return product(spec), number, arguments, units_at_once(number, half, self._launch.threads) if at_once else 0
 
     def _multiply_cached(
         self,
@@ -219,12 +221,12 @@ class Multiplication:
         """Multiply by as many experts at a time as there are slots, and with slots in place of experts."""
         entries, experts = with_rows(chosen), experts_of(chosen)
         for batch in data.batches(experts):
-            of_slots, slot_bias = entries[batch], None
-            of_slots[:, _EXPERT] = slots = data.take([experts[index] for index in batch])
+            slot_entries, slot_bias = entries[batch], None
+            slot_entries[:, _EXPERT] = slots = data.take([experts[index] for index in batch])
             if bias is not None:
                 slot_bias = self._launch.empty((data.slots, bias.shape[1]))
                 slot_bias[slots] = bias[entries[batch, _EXPERT]]
-            self._launch(*self._product(spec, shape, slot_bias, data.memory, data.slots, x, y, of_slots))
+            self._launch(*self._product(spec, shape, slot_bias, data.memory, data.slots, x, y, slot_entries))
 
 
 def compiled_tiling(launch: Launcher, sizes: Tiling, most: Tiling, kernels: Callable[[Tiling], list[Kernel]]) -> Tiling:

@@ -1,17 +1,20 @@
-"""The stored K/V of one layer in NumPy."""
+"""The stored K/V of one layer in NumPy, and its memory: an array for each field, or one of bytes for two kinds of
+blocks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
 from polarlm.engine.backends import transfer
 from polarlm.engine.backends.kv import CacheFormat, KVLocation
+from polarlm.engine.codecs import Field
 from polarlm.engine.codecs.schema.arrays import HALF_MAX
+from polarlm.engine.jit.run.buffers import aligned_bytes, zeros
 
 Fields = dict[str, np.ndarray]
 Buffer = tuple[np.ndarray, np.ndarray]  # k, v (K, S, D) float32 or float16
@@ -60,7 +63,7 @@ class LayerCache:
     def take(self, blocks: np.ndarray) -> Sides:
         """A copy of the quantized blocks with these ids, in the representation of `stored_as`."""
         arrays = self.k, self.v, self.mean
-        return Sides(*({name: _taken(array, blocks) for name, array in side.items()} for side in arrays))
+        return Sides(*({name: _take_blocks(array, blocks) for name, array in side.items()} for side in arrays))
 
     def put(self, blocks: Sequence[int], sides: Sides) -> None:
         """Overwrite the quantized blocks with these ids by `sides`, as `take` returns them."""
@@ -103,10 +106,10 @@ class LayerCache:
         return k, v
 
 
-Cached = TypeVar("Cached", bound=LayerCache)  # one type for both kinds of blocks
+AnyCache = TypeVar("AnyCache", bound=LayerCache)  # one type for both kinds of blocks
 
 
-def _taken(array: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+def _take_blocks(array: np.ndarray, blocks: np.ndarray) -> np.ndarray:
     """array[:, blocks], contiguous. `np.take` would copy a whole array even where a finer kind has a part."""
     return array.take(blocks, axis=1) if array.flags.c_contiguous else np.ascontiguousarray(array[:, blocks])
 
@@ -121,3 +124,66 @@ def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     halves = np.clip(x, -HALF_MAX, HALF_MAX).astype(dtype)
     halves[~np.isfinite(x)] = np.nan
     return halves
+
+
+SideFields = dict[str, dict[str, Field]]  # the arrays of a block of one KV head: keys "k", values "v", means "mean"
+
+
+def stored_blocks(format: CacheFormat, count: int, stored_as: str) -> tuple[Sides, Sides | None]:
+    """Return the arrays of `count` quantized blocks in the representation `stored_as`, and the finer kind's arrays if
+    the format has one: as many as fit into the same memory."""
+    sides = _sides(format, stored_as)
+    means = {
+        name: zeros((format.kv_heads, count, *stored.shape), stored.dtype) for name, stored in sides["mean"].items()
+    }
+    if format.finer is None:
+        k, v = (
+            {
+                name: _memory((format.kv_heads, count, *stored.shape), stored.dtype)
+                for name, stored in sides[side].items()
+            }
+            for side in "kv"
+        )
+        return Sides(k, v, means), None
+    nbytes, finer_nbytes = _nbytes(sides), _nbytes(finer_sides := _sides(format.finer, stored_as))
+    whole = _memory((format.kv_heads, count * nbytes), np.uint8)
+    # The means of a block have the block's id. Finer blocks have small ids and others large ones, so they never meet.
+    blocks, finer = _views(whole, sides, count), _views(whole, finer_sides, count * nbytes // finer_nbytes)
+    return Sides(*blocks, means), Sides(*finer, means)
+
+
+def full_slots(format: CacheFormat, count: int) -> Buffer:
+    """Return memory for the keys and the values of `count` full-precision slots."""
+    shape = (count, format.kv_heads, format.block_size, format.head_dim)
+    return zeros(shape, np.float16), zeros(shape, np.float16)
+
+
+def _memory(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros whose address is a multiple of 64, which kernels need."""
+    return aligned_bytes(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+
+
+def _sides(format: CacheFormat, stored_as: str) -> SideFields:
+    sides: SideFields = {"k": {}, "v": {}, "mean": {}}
+    for array, stored in transfer.block_arrays(format, stored_as).items():
+        side, _, name = array.partition(".")
+        sides[side][name] = stored
+    return sides
+
+
+def _nbytes(sides: SideFields) -> int:
+    """The bytes of a block of one KV head, without means."""
+    return sum(stored.nbytes for side in "kv" for stored in sides[side].values())
+
+
+def _views(whole: np.ndarray, sides: SideFields, count: int) -> tuple[Fields, Fields]:
+    """Views of whole (K, bytes) uint8 as `count` blocks, whose fields follow each other: of keys and of values."""
+    heads, step, offset = len(whole), _nbytes(sides), 0
+    views: tuple[Fields, Fields] = {}, {}
+    for fields, side in zip(views, "kv", strict=True):
+        for name, stored in sides[side].items():
+            strides = whole.strides[0], step, *np.empty(stored.shape, stored.dtype).strides
+            buffer = whole if count else np.empty(offset, np.uint8)
+            fields[name] = np.ndarray((heads, count, *stored.shape), stored.dtype, buffer, offset, strides)
+            offset += stored.nbytes
+    return views

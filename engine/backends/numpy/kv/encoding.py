@@ -19,14 +19,14 @@ from polarlm.engine.quantization.metric import join_layers
 _VALUES = 1 << 19  # most values that are encoded together
 
 
-def alike(filled: Sequence[FilledBlocks]) -> Iterator[FilledBlocks]:
-    """Yields `filled` in parts: runs of consecutive layers whose blocks can be encoded together."""
+def encodable_runs(groups: Sequence[FilledBlocks]) -> Iterator[FilledBlocks]:
+    """Yields `groups` in parts: runs of consecutive layers whose blocks can be encoded together."""
 
     def kind(cache: LayerCache) -> tuple[object, ...]:
         format = cache.format
         return format.codec_k, format.codec_v, format.mean_bits, format.metric_k is None, format.metric_v is None
 
-    for caches, blocks, sources in filled:
+    for caches, blocks, sources in groups:
         for _, group in itertools.groupby(caches, kind):
             layers = list(group)
             format = layers[0].format

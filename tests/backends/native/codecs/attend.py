@@ -12,7 +12,7 @@ from polarlm.engine.backends.native.kernels.attention.prompts import DecodeArgum
 from polarlm.engine.codecs import Codec
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.lang import F32, Emitter, Kernel, Level, Value, vector
-from polarlm.engine.jit.run.workers import aligned
+from polarlm.engine.jit.run.workers import aligned_bytes
 from tests.jit.levels import declared, run
 
 # (head dim, block size, queries that read a block together)
@@ -67,7 +67,7 @@ def mix_of_random_blocks(
 
 def in_memory(x: np.ndarray) -> np.ndarray:
     """The same bytes at an aligned address."""
-    memory = aligned(x.nbytes)
+    memory = aligned_bytes(x.nbytes)
     memory[:] = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
     return memory
 
@@ -81,7 +81,7 @@ def prepared(tiles: KeyTiles, level: Level, queries: np.ndarray) -> np.ndarray:
         with e.loop(begin, end) as head:
             tiles.emit_query(e, args.q + head * padded.strides[0], args.out + head * tiles.query_bytes)
 
-    out = aligned(len(queries) * tiles.query_bytes)
+    out = aligned_bytes(len(queries) * tiles.query_bytes)
     run(Kernel(f"query_{tiles.name}", emit, declared("q out")), level, len(queries), (in_memory(padded), out))
     return out.reshape(len(queries), -1)
 
@@ -114,7 +114,7 @@ def decoded(
 
 def scores(tiles: KeyTiles, level: Level, packed: np.ndarray, queries: np.ndarray, n: int) -> np.ndarray:
     """packed (blocks, nbytes), queries (H, D) → (blocks, H, N) float32."""
-    out = aligned(4 * len(packed) * len(queries) * n)
+    out = aligned_bytes(4 * len(packed) * len(queries) * n)
     kernel = scores_kernel(tiles, n, len(queries))
     run(kernel, level, len(packed), (in_memory(packed), prepared(tiles, level, queries), out))
     return out.view(np.float32).reshape(len(packed), len(queries), n)
@@ -123,7 +123,7 @@ def scores(tiles: KeyTiles, level: Level, packed: np.ndarray, queries: np.ndarra
 def mixed(tiles: ValueTiles, level: Level, packed: np.ndarray, weights: np.ndarray, d: int) -> np.ndarray:
     """packed (blocks, nbytes), weights (blocks, H, N) → 7 plus the sums, (H, D) float32."""
     heads, n = weights.shape[1:]
-    sums = aligned(heads * 4 * -(-d // 16) * 16)
+    sums = aligned_bytes(heads * 4 * -(-d // 16) * 16)
     sums.view(np.float32)[:] = 7
     kernel = mix_kernel(tiles, n, d, heads)
     run(kernel, level, len(packed), (in_memory(packed), in_memory(weights.astype(np.float32)), sums))

@@ -32,7 +32,7 @@ def bytes_and_norms(codec: Codec, fields: dict[str, np.ndarray]) -> tuple[np.nda
     own = tiles.keys(codec, n, d).from_streams(streams(codec, fields))  # type: ignore[union-attr]
     codes, norms = own["codes"], own["norm"]
     table = table_of(codec)
-    bytes_ = table.bytes_[codes] + table.beyond
+    bytes_ = table.bytes_[codes] + table.half_step
     if table.flips:
         bytes_ = flip(bytes_, PathSearch.states(codes))
     bytes_ = bytes_.reshape(*codes.shape[:-1], d).astype(np.float64)
@@ -53,7 +53,7 @@ def test_scores(name: str, level: Level) -> None:
     step = top[:, 0].astype(np.float64) / limit
     size = np.einsum("hd,bnd->bhn", np.abs(rounded), np.abs(bytes_)) * (step * table.scale)[:, None] * norms[:, None]
     model = np.einsum("hd,bnd->bhn", rounded, bytes_) * (step * table.scale)[:, None] * norms[:, None]
-    last_half = (step * table.scale)[:, None] * norms[:, None] * table.beyond
+    last_half = (step * table.scale)[:, None] * norms[:, None] * table.half_step
     np.testing.assert_array_less(np.abs(got - model), 1e-6 * size + 1.001 * last_half + 1e-12)
 
     keys = codec.decode(fields).astype(np.float64)

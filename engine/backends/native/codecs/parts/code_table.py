@@ -41,9 +41,10 @@ class CodeTable:
 
     @cached_property
     def codes(self) -> np.ndarray:
-        """The code of each number, (2^bits,). See `_mirrored`, or, where points have no mirror images, their order."""
-        mirrored = _mirrored(self.by_code) if self.width == 2 and self.bits <= 8 and not self.flips else None
-        order = np.arange(1 << self.bits) if mirrored is None else mirrored
+        """The code of each number, (2^bits,). See `_mirror_order`, or, where points have no mirror images, their
+        order."""
+        mirror_order = _mirror_order(self.by_code) if self.width == 2 and self.bits <= 8 and not self.flips else None
+        order = np.arange(1 << self.bits) if mirror_order is None else mirror_order
         return order.astype(np.uint8 if self.bits <= 8 else np.uint16)
 
     @cached_property
@@ -66,17 +67,17 @@ class CodeTable:
         """The quantization step of `bytes_`."""
         if self.is_even:
             return float(self.points[1, 0] - self.points[0, 0])
-        return float(np.abs(self.points).max()) / (127 + self.beyond)
+        return float(np.abs(self.points).max()) / (127 + self.half_step)
 
     @property
-    def beyond(self) -> float:
+    def half_step(self) -> float:
         """What is added to a byte: a half, where previous codes flip signs."""
         return 0.5 if self.flips else 0.0
 
     @property
     def bytes_(self) -> np.ndarray:
-        """The points in steps of `scale`, less `beyond`: (2^bits, width) int8."""
-        return np.clip(np.rint(self.points / self.scale - self.beyond), -128, 127).astype(np.int8)
+        """The points in steps of `scale`, less `half_step`: (2^bits, width) int8."""
+        return np.clip(np.rint(self.points / self.scale - self.half_step), -128, 127).astype(np.int8)
 
     def emit(self, e: Emitter, bias: int) -> Callable[..., Iterator[Value]]:
         """Returns a function: numbers from `Packing.emit`, channels, and with `flips` bytes whose two lowest bits are
@@ -87,9 +88,9 @@ class CodeTable:
         if self.flips and e.level.wide_tables and self.bits + 2 <= 7:  # all signs of a point in one table
             states = np.arange(4)[:, None, None] >> np.arange(self.width) & 1
             signed = (quadrant ^ -states.astype(np.int8)).reshape(-1, self.width)
-            table = _table(e, _biased(signed, bias))
+            table = _table(e, _biased_rows(signed, bias))
             return lambda code, channels, previous: table(self._with_state(code[0], previous), channels)
-        table, flip = _table(e, _biased(quadrant, bias)), self._emit_flips(e) if self.flips else None
+        table, flip = _table(e, _biased_rows(quadrant, bias)), self._emit_flips(e) if self.flips else None
 
         def lookup(code: list[Value], channels: Sequence[int], previous: Value | None = None) -> Iterator[Value]:
             for channel, value in zip(channels, table(code[0], channels), strict=True):
@@ -126,7 +127,7 @@ class CodeTable:
         return lambda codes: [look_up(code.bits(BYTES)).bits(code.type) for code in codes]
 
 
-def _mirrored(points: np.ndarray) -> np.ndarray | None:
+def _mirror_order(points: np.ndarray) -> np.ndarray | None:
     """points (2P, 2) → their order in which point P + i is point i with its second coordinate negated; None
     without such an order.
 
@@ -135,21 +136,21 @@ def _mirrored(points: np.ndarray) -> np.ndarray | None:
     steps = np.rint(points / np.abs(points).max() * 2**16).astype(np.int64)
     places = {(x, y): code for code, (x, y) in enumerate(steps.tolist())}
     images = [places.get((x, -y)) for x, y in steps.tolist()]
-    above, on_axis = np.flatnonzero(steps[:, 1] > 0), np.flatnonzero(steps[:, 1] == 0)
-    if None in images or len(places) < len(points) or len(on_axis) > 2 * _PART or len(on_axis) % 2:
+    upper, axis_points = np.flatnonzero(steps[:, 1] > 0), np.flatnonzero(steps[:, 1] == 0)
+    if None in images or len(places) < len(points) or len(axis_points) > 2 * _PART or len(axis_points) % 2:
         return None
-    first, second = on_axis[::2], on_axis[1::2]
-    return np.concatenate([above, first, [images[code] for code in above], second])
+    first, second = axis_points[::2], axis_points[1::2]
+    return np.concatenate([upper, first, [images[code] for code in upper], second])
 
 
-def _biased(bytes_: np.ndarray, bias: int) -> np.ndarray:
+def _biased_rows(bytes_: np.ndarray, bias: int) -> np.ndarray:
     """bytes_ (P, width) int8 → the rows of a table, (width, at least 16) uint8."""
     return np.resize((bytes_.astype(np.int16) + bias).astype(np.uint8).T, (bytes_.shape[1], max(16, len(bytes_))))
 
 
 def _table(e: Emitter, entries: np.ndarray) -> Callable[[Value, Sequence[int]], Iterator[Value]]:
     """Returns a function: a vector of indices, rows of entries (width, at most 256) → for each of them a vector of its
-    bytes, which is looked up when it is asked for, where a level keeps order."""
+    bytes. Where a level keeps order, a row is looked up only when the iterator reaches it."""
     if len(entries) == 2 and not e.level.keeps_order:
         look_up = e.level.pair_table(e, *(row.tobytes() for row in entries))
         return lambda index, rows: iter([look_up(index)[row] for row in rows])

@@ -24,8 +24,8 @@ def emit_codes(e: Emitter, packing: Packing, block: Value, vectors: int, out: Va
     """
     run = packing.run
 
-    def write(at: Value, target: Value, count: int) -> None:
-        for number, code in enumerate(packing.emit(e, at, count)):
+    def write(address: Value, target: Value, count: int) -> None:
+        for number, code in enumerate(packing.emit(e, address, count)):
             for plane, part in enumerate(code):
                 e.store(part, target, 64 * (number + plane * vectors))
 
@@ -67,47 +67,47 @@ def emit_points(
     with e.loop(0, tokens) as token, e.loop(0, len(norms)) as group:
         previous = e.variable(e.i64(0))
         norm = e.load(norms_at + (group * tokens + token) * 4, F32)
-        before = token * codes + group * group_codes
-        with e.loop(before, before + group_codes, code_tile) as first:
+        first_code = token * codes + group * group_codes
+        with e.loop(first_code, first_code + group_codes, code_tile) as first:
             for i in range(code_tile):
-                at = scratch + e.load(all_places + first * 2, I16, 2 * i).zext(I64)
-                code = e.load(at, I8).zext(I64)
+                address = scratch + e.load(all_places + first * 2, I16, 2 * i).zext(I64)
+                code = e.load(address, I8).zext(I64)
                 if packing.bits > 8:
-                    code = code | (e.load(at, I8, planes).zext(I64) << 8)
+                    code = code | (e.load(address, I8, planes).zext(I64) << 8)
                 entry = (previous.get() & 3) << packing.bits | code if flips else code
                 previous.set(code)
                 point = e.load(table + entry * (4 * width), vector(F32, width))
                 e.store(point * norm, out + first * (4 * width), 4 * width * i)
 
 
-def emit_norms(e: Emitter, at: Value, count: int, dtype: np.dtype) -> list[Value]:
-    """`count` norms at `at`, stored as uint8 or float16 → float32, 16 tokens per vector."""
+def emit_norms(e: Emitter, address: Value, count: int, dtype: np.dtype) -> list[Value]:
+    """`count` norms at `address`, stored as uint8 or float16 → float32, 16 tokens per vector."""
     if dtype == np.float16:
-        return [e.half_to_float(e.load(at, vector(I16, 16), 2 * first)) for first in range(0, count, 16)]
-    return [_from_byte(e, e.load(at, vector(I8, 16), first).zext(I32)) for first in range(0, count, 16)]
+        return [e.half_to_float(e.load(address, vector(I16, 16), 2 * first)) for first in range(0, count, 16)]
+    return [_from_byte(e, e.load(address, vector(I8, 16), first).zext(I32)) for first in range(0, count, 16)]
 
 
-def emit_pack_norms(e: Emitter, norms: Value, count: int, dtype: np.dtype, at: Value) -> None:
-    """The inverse: `count` norms at `norms`, float32 ≥ 0 within the format's range → uint8 or float16 at `at`."""
+def emit_pack_norms(e: Emitter, norms: Value, count: int, dtype: np.dtype, address: Value) -> None:
+    """The inverse: `count` norms at `norms`, float32 ≥ 0 within the format's range → uint8 or float16 at `address`."""
     if dtype != np.float16:
         thresholds = e.constant_bytes(np.append(ByteNorm().thresholds, np.inf).astype("<f4").tobytes())
     for first in range(0, count, 16):
         norm = e.load(norms, vector(F32, 16), 4 * first)
         if dtype == np.float16:
-            e.store(e.float_to_half(norm), at, 2 * first)
+            e.store(e.float_to_half(norm), address, 2 * first)
             continue
         code = e.zero(vector(I32, 16))  # binary search for the number of thresholds ≤ norm
         for step in (128, 64, 32, 16, 8, 4, 2, 1):
             least = gather(e, thresholds, code + (step - 1), F32)
             code = e.select(least <= norm, code + step, code)
-        e.store(code.trunc(I8), at, first)
+        e.store(code.trunc(I8), address, first)
 
 
 def _from_byte(e: Emitter, code: Value) -> Value:
     """code (16,) int32 → norm (16,) float32. Computed, since a gather of 16 numbers takes longer on most CPUs."""
     steps = (code - _ZERO).to_float()
     size = e.absolute(steps)
-    beyond = e.fmax(size - float(_KNEE), 0.0)
-    octaves = e.fma(beyond * beyond, e.like(_CURVE, size), size * _STEP)
+    excess = e.fmax(size - float(_KNEE), 0.0)
+    octaves = e.fma(excess * excess, e.const_like(_CURVE, size), size * _STEP)
     norm = e.exp(e.select(steps < 0.0, -octaves, octaves) * math.log(2))
     return e.select(code > 0, norm, e.zero(norm.type))

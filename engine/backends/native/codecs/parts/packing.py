@@ -19,16 +19,16 @@ class Packing(Planes):
         """Bytes that this many vectors of codes take."""
         return 64 * self.stored(vectors)
 
-    def emit(self, e: Emitter, at: Value, count: int, *, dirty: bool = False) -> list[list[Value]]:
-        """The codes of a run of `count` vectors at `at`: bytes (64,) each; for ten bits, low bytes and high bits.
+    def emit(self, e: Emitter, address: Value, count: int, *, dirty: bool = False) -> list[list[Value]]:
+        """The codes of a run of `count` vectors at `address`: bytes (64,) each; for ten bits, low bytes and high bits.
 
         dirty: for 7 and 6 bits, the unused high bits of a byte may hold anything.
         """
-        stored = [e.load(at, _WORDS, 64 * i) for i in range(self.stored(count))]
+        stored = [e.load(address, _WORDS, 64 * i) for i in range(self.stored(count))]
         codes: list[list[Value]] = [[] for _ in range(count)]
         for code, low, byte, place, bits in self.pieces(count):
             is_clean = bits == 8 or (dirty and bits == self.bits > 5)
-            part = _moved(stored[byte], low % 8 - place)
+            part = _shift(stored[byte], low % 8 - place)
             part = part if is_clean else part & _bytes((1 << bits) - 1 << low % 8)
             if low % 8:
                 codes[code][-1] = codes[code][-1] | part
@@ -36,37 +36,37 @@ class Packing(Planes):
                 codes[code].append(part)
         return [[part.bits(BYTES) for part in code] for code in codes]
 
-    def emit_low(self, e: Emitter, at: Value, count: int) -> list[Value]:
+    def emit_low(self, e: Emitter, address: Value, count: int) -> list[Value]:
         """Bytes (64,) whose two lowest bits are a run's codes; further bits are anything."""
-        stored = [e.load(at, _WORDS, 64 * i) for i in range(self.stored(count))]
+        stored = [e.load(address, _WORDS, 64 * i) for i in range(self.stored(count))]
         codes: dict[int, Value] = {}
         for code, low, byte, place, bits in self.pieces(count):
             if low > 1:
                 continue
-            part = _moved(stored[byte], low - place)
+            part = _shift(stored[byte], low - place)
             if code in codes or code >= len(stored):
                 part = part & _bytes((1 << bits) - 1 << low)
             codes[code] = codes[code] | part if code in codes else part
         return [codes[code].bits(BYTES) for code in range(count)]
 
-    def emit_pack(self, e: Emitter, codes: list[list[Value]], at: Value) -> None:
-        """The inverse of `emit`: the codes of a run's vectors, unused bits zero → the stored vectors at `at`."""
+    def emit_pack(self, e: Emitter, codes: list[list[Value]], address: Value) -> None:
+        """The inverse of `emit`: the codes of a run's vectors, unused bits zero → the stored vectors at `address`."""
         words: list[list[Value]] = [[] for _ in range(self.stored(len(codes)))]
         for code, low, byte, place, bits in self.pieces(len(codes)):
             part = codes[code][low // 8].bits(_WORDS)
             if bits < min(self.bits - low // 8 * 8, 8):
                 part = part & _bytes((1 << bits) - 1 << low % 8)
-            words[byte].append(_moved(part, place - low % 8))
+            words[byte].append(_shift(part, place - low % 8))
         for number, parts in enumerate(words):
-            e.store(functools.reduce(operator.or_, parts), at, 64 * number)
+            e.store(functools.reduce(operator.or_, parts), address, 64 * number)
 
 
-def side_by_side(codes: list[Value]) -> Value:
+def pack_bytes(codes: list[Value]) -> Value:
     """Four vectors of codes (16,) int32 below 256 → (16,) int32 whose four bytes are these codes."""
-    return functools.reduce(operator.or_, (_moved(code, 8 * i) for i, code in enumerate(codes)))
+    return functools.reduce(operator.or_, (_shift(code, 8 * i) for i, code in enumerate(codes)))
 
 
-def _moved(word: Value, bits: int) -> Value:
+def _shift(word: Value, bits: int) -> Value:
     return word << bits if bits > 0 else word >> -bits if bits else word
 
 

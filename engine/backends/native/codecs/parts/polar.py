@@ -9,8 +9,8 @@ parts:
     radii       (U, R, N) float16      R = 1 with four levels; 2 with three, where each half has a radius
 
 A second half stores the complement of its level 4, whose cosine is the sine of the angle: `rows_of`. A row has eight
-bits where the fields have seven, so that all halves are read alike: 4.0 bits per value. If D is no multiple of 16, the
-last half is zeros. Keys and values order the bytes of a unit differently: `_code_sections`.
+bits where the fields have seven, so that all halves are read in the same way: 4.0 bits per value. If D is no multiple
+of 16, the last half is zeros. Keys and values order the bytes of a unit differently: `_code_sections`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import Tiles
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load
-from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, encoder_alone
+from polarlm.engine.backends.native.kernels.encode.unit import EncodeArguments, Unit, plain_encoder
 from polarlm.engine.codecs.polarquant import (
     CENTRES,
     TAN_SQUARED,
@@ -77,9 +77,9 @@ class PolarTiles(Tiles):
     def encoder(self, format: CacheFormat, side: int) -> Kernel[EncodeArguments] | None:
         def write_unit(unit: Unit, channels: Value, halves: int) -> None:
             """Encode the 8 · halves channels of unit `channels`."""
-            e, at = unit.e, unit.x + channels * (16 * unit.row)
+            e, address = unit.e, unit.x + channels * (16 * unit.row)
             with unit.vectors() as offset:
-                x = [e.load(at + offset, vector(F32, 16), unit.row * channel) for channel in range(8 * halves)]
+                x = [e.load(address + offset, vector(F32, 16), unit.row * channel) for channel in range(8 * halves)]
                 self._emit_pack(e, *_quantize(e, x, self.levels), unit.block.tiles, channels, offset)
 
         def write(unit: Unit) -> None:
@@ -89,7 +89,7 @@ class PolarTiles(Tiles):
             if self.head_dim % 16:
                 write_unit(unit, unit.e.i64(self.head_dim // 16), 1)
 
-        return encoder_alone(self.name, format, side, write)
+        return plain_encoder(self.name, format, side, write)
 
     def prefetch(self, e: Emitter, tile: Value, unit: Value) -> None:
         each = 2 * self.tokens
@@ -110,8 +110,8 @@ class PolarTiles(Tiles):
         self._emit_pack_codes(e, directions, rows, tile + group * 64, tile + group * 32 + self.rows_at)
         for number in range(self.radii):
             half = radii[number] if number < len(radii) else e.zero(radii[0].type)
-            at = tile + unit * (2 * self.tokens * self.radii) + (offset >> 1)
-            e.store(half, at, self.radii_at + 2 * self.tokens * number)
+            address = tile + unit * (2 * self.tokens * self.radii) + (offset >> 1)
+            e.store(half, address, self.radii_at + 2 * self.tokens * number)
 
     @abstractmethod
     def _emit_pack_codes(self, e: Emitter, directions: Values, rows: Values, out: Value, out_rows: Value) -> None:
@@ -138,8 +138,8 @@ class PolarTiles(Tiles):
                     code = (e.load(block + group * 64 + place, I8).zext(I32) >> shift & 15).zext(I64)
                     points.append(e.load(directions + code * 8, vector(F32, 2)))
                 row = e.load(block + group * 32 + rows[half], I8, self.rows_at).zext(I64)
-                at = block + ((unit * self.radii + half % self.radii) * self.tokens + token) * 2
-                radius = e.half_to_float(e.load(at, I16, self.radii_at))
+                address = block + ((unit * self.radii + half % self.radii) * self.tokens + token) * 2
+                radius = e.half_to_float(e.load(address, I16, self.radii_at))
                 value = e.join(points) * e.load(factors + row * 32, vector(F32, 8)) * radius
                 e.store(value, out + token * (4 * self.head_dim) + unit * 64, 32 * half)
 
@@ -164,7 +164,7 @@ def by_lane(e: Emitter, tables: Sequence[np.ndarray], width: int) -> Value:
     return e.constant(vector(I8, width), entries.tolist() * (width // len(entries)))
 
 
-def interleaved(e: Emitter, a: Value, b: Value) -> list[Value]:
+def interleave(e: Emitter, a: Value, b: Value) -> list[Value]:
     """In each 128-bit lane, the low 8 bytes of a and b interleaved; then the high 8 bytes."""
     size = a.lanes
     return [

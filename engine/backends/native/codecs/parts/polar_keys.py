@@ -24,7 +24,7 @@ from polarlm.engine.backends.native.codecs.parts.polar import (
     PolarTiles,
     by_lane,
     emit_cosines,
-    interleaved,
+    interleave,
     pair_factors,
 )
 from polarlm.engine.codecs.polarquant import PolarQuant
@@ -86,18 +86,18 @@ class PolarKeys(PolarTiles, KeyTiles):
                     e.store(products, out + unit * 128, 16 * sums.order.index(4 * half + pair))
         e.store(norm * (sums.step / 127), out, 128 * self.units)
 
-    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
+    def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
         groups = self.tokens // 16
-        together = sum_tile(e, 2 * len(queries), groups)  # sums get a quarter of the registers: lookups need many
+        group_tile = sum_tile(e, 2 * len(queries), groups)  # sums get a quarter of the registers: lookups need many
         sums = _sums(e, self.levels)
-        for first in range(0, groups, together):
-            totals = [[e.variable(e.zero(_F16)) for _ in range(together)] for _ in queries]
+        for first in range(0, groups, group_tile):
+            totals = [[e.variable(e.zero(_F16)) for _ in range(group_tile)] for _ in queries]
             with e.loop(0, self.units) as unit:
                 if not first:
-                    self.prefetch(e, after, unit)
+                    self.prefetch(e, next_tile, unit)
                 tables = [query + unit * 128 for query in queries]
                 radii = block + unit * (2 * self.tokens * self.radii)
-                for number in range(together):
+                for number in range(group_tile):
                     place = first + number
                     directions = e.load(block + unit * (64 * groups), _I16, 64 * place)
                     rows = e.load(block + unit * (32 * groups), vector(I8, 32), self.rows_at + 32 * place)
@@ -138,10 +138,10 @@ class _SumsOfHalves:
         flips = e.constant(_BYTES, [0, 3, 12, 15] * 16)  # a sine is the cosine at the complement of the code
         self._pairs, self._factors = [], []
         for half in (0, 1):
-            at = [64 * (pair // 2) + 16 * (2 * half + pair % 2) + token for token in range(16) for pair in range(4)]
-            self._pairs.append(e.shuffle(low.bits(_BYTES) | numbers[0], high.bits(_BYTES) | numbers[1], at))
-            at = [32 * (pair // 2) + 16 * half + token for token in range(16) for pair in range(4)]
-            upper = e.shuffle(first.bits(rows.type), second.bits(rows.type), at)
+            order = [64 * (pair // 2) + 16 * (2 * half + pair % 2) + token for token in range(16) for pair in range(4)]
+            self._pairs.append(e.shuffle(low.bits(_BYTES) | numbers[0], high.bits(_BYTES) | numbers[1], order))
+            order = [32 * (pair // 2) + 16 * half + token for token in range(16) for pair in range(4)]
+            upper = e.shuffle(first.bits(rows.type), second.bits(rows.type), order)
             self._factors.append(self._look_up(upper ^ flips).bits(_I16))
 
     def sums(self, query: Value) -> list[Value]:
@@ -170,7 +170,7 @@ class _SumsOfPairs:
         first, second = ((wide >> 2) & 0x0C0C0C0C) | (wide & 0x03030303), (wide >> 2) & _CODE
         uppers = [upper.bits(_BYTES) for upper in (first, second)]
         factors = [e.level.lookup_in_lanes(e, table, upper) for table, upper in zip(self._tables, uppers, strict=True)]
-        self._factors = interleaved(e, factors[0], factors[1])
+        self._factors = interleave(e, factors[0], factors[1])
         self._codes = [(codes & _CODE).bits(_BYTES) for codes in (directions, directions >> 4)]
         self._cosines = emit_cosines(e, rows, range(32), 2**14) if self._levels == 4 else None
 
@@ -179,7 +179,7 @@ class _SumsOfPairs:
         products = [
             e.level.lookup_in_lanes(e, e.load(query, _BYTES, 64 * i), code) for i, code in enumerate(self._codes)
         ]
-        each = interleaved(e, products[0], products[1])
+        each = interleave(e, products[0], products[1])
         a, b = (e.level.pair_products(e, factor, product) for factor, product in zip(self._factors, each, strict=True))
         lanes = [16 * (i // 16) + 32 * (i // 8 % 2) + i % 8 for i in range(32)]
         total = e.shuffle(a, b, lanes) + e.shuffle(a, b, [lane + 8 for lane in lanes])

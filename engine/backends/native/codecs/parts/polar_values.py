@@ -25,7 +25,7 @@ from polarlm.engine.backends.native.codecs.parts.polar import (
     PolarTiles,
     by_lane,
     emit_cosines,
-    interleaved,
+    interleave,
     pair_factors,
 )
 from polarlm.engine.codecs.schema.sections import Section
@@ -59,10 +59,10 @@ class PolarValues(PolarTiles, ValueTiles):
         )
 
     def places(self, token: Value) -> tuple[list[list[tuple[Value, Value]]], list[Value]]:
-        eight, within = token // 8, token % 8
+        eight, token_in_eight = token // 8, token % 8
         shift = (eight * 4).trunc(I32)
-        pairs = [[(within + (16 * pair + 8 * half), shift) for pair in range(4)] for half in (0, 1)]
-        return pairs, [eight * 16 + within + 8 * half for half in (0, 1)]
+        pairs = [[(token_in_eight + (16 * pair + 8 * half), shift) for pair in range(4)] for half in (0, 1)]
+        return pairs, [eight * 16 + token_in_eight + 8 * half for half in (0, 1)]
 
     def _emit_pack_codes(self, e: Emitter, directions: Values, rows: Values, out: Value, out_rows: Value) -> None:
         for half, row in enumerate(rows):
@@ -73,7 +73,7 @@ class PolarValues(PolarTiles, ValueTiles):
                 both = e.part(code, 0, 8) | e.part(code, 8, 8) << 4
                 e.store(both.trunc(I8), out, 16 * pair + 8 * half)
 
-    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
+    def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
         groups, size = self.tokens // 16, max(32, e.level.byte_register or 64)  # lookups take 32 bytes or 64
         largest_radii, inverses = e.stack(4 * self.units), e.stack(4 * self.units)
         with e.loop(0, self.units) as unit:  # for all units first, so that their dependency chains overlap
@@ -81,25 +81,25 @@ class PolarValues(PolarTiles, ValueTiles):
             largest, inverse = self._largest_radius(e, radii)
             e.store(largest, largest_radii + unit * 4)
             e.store(inverse, inverses + unit * 4)
-        of_tokens = e.stack(8 * self.tokens)
-        self._measure_tokens(e, block + self.radii_at, inverses, of_tokens)
-        tops = [self._store_weights(e, weight, of_tokens) for weight in weights]
+        token_sizes = e.stack(8 * self.tokens)
+        self._measure_tokens(e, block + self.radii_at, inverses, token_sizes)
+        tops = [self._store_weights(e, weight, token_sizes) for weight in weights]
         factors = _Factors(e, self.levels, size)
         step = factors.largest * COSINES[1].max() / (_FACTOR * _DIRECTION) * (2**15 / _WORD)
         directions = [by_lane(e, [np.rint(x * (_DIRECTION / COSINES[1].max()))], size) for x in (COSINES[1], SINES)]
         kind, lanes = vector(I32, size // 4), [lane % 8 for lane in range(size // 2)]
         scaled = [e.stack(2 * self.tokens * factors.sets) for _ in weights]
         with e.loop(0, self.units) as unit:
-            self.prefetch(e, after, unit)
-            at, rows = block + unit * (64 * groups), block + unit * (32 * groups) + self.rows_at
+            self.prefetch(e, next_tile, unit)
+            address, rows = block + unit * (64 * groups), block + unit * (32 * groups) + self.rows_at
             radii = block + unit * (2 * self.tokens * self.radii) + self.radii_at
             inverse = e.load(inverses + unit * 4, F32)
-            self._scale(e, radii, rows, inverse, of_tokens + 4 * self.tokens, weights, scaled, factors)
+            self._scale(e, radii, rows, inverse, token_sizes + 4 * self.tokens, weights, scaled, factors)
             by_part = []
             for first in range(0, 64, size):
                 totals = [[e.variable(e.zero(kind)) for _ in directions] for _ in weights]
                 with e.loop(0, groups) as group:
-                    codes = e.load(at + group * 64, kind, first)
+                    codes = e.load(address + group * 64, kind, first)
                     for eight in (0, 1):
                         code = ((codes >> 4 * eight if eight else codes) & _CODE).bits(vector(I8, size))
                         values = [e.level.lookup_in_lanes(e, table, code).bits(kind) for table in directions]
@@ -138,9 +138,9 @@ class PolarValues(PolarTiles, ValueTiles):
             top = e.variable(e.zero(_F16))
             with e.loop(0, self.units) as unit:
                 inverse = e.broadcast(inverses + unit * 4, F32, 16)
-                at = radii + unit * (2 * self.tokens * self.radii) + offset
+                address = radii + unit * (2 * self.tokens * self.radii) + offset
                 for number in range(self.radii):
-                    radius = e.half_to_float(e.load(at, vector(I16, 16), 2 * self.tokens * number))
+                    radius = e.half_to_float(e.load(address, vector(I16, 16), 2 * self.tokens * number))
                     part = radius * inverse
                     top.set(e.select(part > top.get(), part, top.get()))
             largest = top.get()
@@ -155,7 +155,7 @@ class PolarValues(PolarTiles, ValueTiles):
         """
         parts = [e.load(weights, _F16, 64 * i) * e.load(sizes, _F16, 64 * i) for i in range(self.tokens // 16)]
         top = e.imax_lanes(functools.reduce(e.imax, (part.bits(_I16) for part in parts))).bits(F32)
-        inverse = e.select(top > 0.0, e.like(float(_WORD), top) / top, e.zero(F32))
+        inverse = e.select(top > 0.0, e.const_like(float(_WORD), top) / top, e.zero(F32))
         for number, part in enumerate(parts):
             e.store(e.round(part * inverse).trunc(I16), weights, 32 * number)
         return top
@@ -166,23 +166,23 @@ class PolarValues(PolarTiles, ValueTiles):
         radii: Value,
         rows: Value,
         inverse: Value,
-        of_tokens: Value,
+        token_sizes: Value,
         weights: Values,
         out: Values,
         factors: _Factors,
     ) -> None:
         """Weights (N,) int16 times the radii of a unit → `out` (sets, N) int16.
 
-        inverse: of the unit's largest radius. of_tokens (N,): _WORD divided by each token's size.
+        inverse: of the unit's largest radius. token_sizes (N,): _WORD divided by each token's size.
         """
-        together = 32 if self.tokens % 32 == 0 else 16
-        for first in range(0, self.tokens, together):
+        group_tile = 32 if self.tokens % 32 == 0 else 16
+        for first in range(0, self.tokens, group_tile):
             places = [2 * (first + self.tokens * i) for i in range(self.radii)]
-            unit_radii = [e.half_to_float(e.load(radii, vector(I16, together), place)) for place in places]
-            words_of = e.load(of_tokens, vector(F32, together), 4 * first)
-            words = [e.round(radius * inverse * words_of).trunc(I16) for radius in unit_radii]
+            unit_radii = [e.half_to_float(e.load(radii, vector(I16, group_tile), place)) for place in places]
+            token_words = e.load(token_sizes, vector(F32, group_tile), 4 * first)
+            words = [e.round(radius * inverse * token_words).trunc(I16) for radius in unit_radii]
             if factors.has_level4 < (self.levels == 4):
-                groups = range(first // 16, (first + together) // 16)
+                groups = range(first // 16, (first + group_tile) // 16)
                 lanes = [16 * (token // 8) + 8 * half + token % 8 for half in (0, 1) for token in range(16)]
                 cosines = [
                     emit_cosines(e, e.load(rows, vector(I8, 32), 32 * group), lanes, _WORD / COSINES[4].max())
@@ -191,7 +191,7 @@ class PolarValues(PolarTiles, ValueTiles):
                 by_half = (e.join([e.part(x, 16 * half, 16) for x in cosines]) for half in (0, 1))
                 words = [e.level.scaled_product(e, words[0], x) for x in by_half]
             for weight, target in zip(weights, out, strict=True):
-                own_weights = e.load(weight, vector(I16, together), 2 * first)
+                own_weights = e.load(weight, vector(I16, group_tile), 2 * first)
                 for number, word in enumerate(words):
                     e.store(e.level.scaled_product(e, own_weights, word), target, 2 * (first + self.tokens * number))
 
@@ -231,4 +231,4 @@ class _Factors:
         else:
             rest = e.constant(wide.type, [0x0F if pair > 1 else 0x0C for pair in pairs])
             factors = e.level.lookup_in_lanes(e, self._tables[first // size], shifted & rest | wide & level2)
-        return [word.bits(vector(I16, size // 2)) for word in interleaved(e, factors, e.zero(factors.type))]
+        return [word.bits(vector(I16, size // 2)) for word in interleave(e, factors, e.zero(factors.type))]

@@ -18,22 +18,24 @@ PAIR_LANES = [8 * half + 2 * i + k for half in (0, 1) for k in (0, 1) for i in r
 """The channels of 8 pairs in the order of a prepared query."""
 
 
-def read_codes(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[list[Value]]:
+def read_codes(e: Emitter, packing: Packing, address: Value, count: int) -> Iterator[list[Value]]:
     """Yields the codes of `count` vectors, from the beginning of a run. A run takes registers only when needed."""
     dirty = e.level.wide_tables  # their lookups ignore unused high bits
     for first in range(0, count, packing.run):
-        start, run = at + packing.nbytes(first) if first else at, min(packing.run, count - first)
+        start, run = address + packing.nbytes(first) if first else address, min(packing.run, count - first)
         if e.level.keeps_order and run > 2:
             # Each code is unpacked alone: what LLVM does not need of the others it leaves out.
-            yield from (packing.emit(e, e.unknown(start), run, dirty=dirty)[number] for number in range(run))
+            yield from (packing.emit(e, e.black_box(start), run, dirty=dirty)[number] for number in range(run))
         else:
             yield from packing.emit(e, start, run, dirty=dirty)
 
 
-def read_low(e: Emitter, packing: Packing, at: Value, count: int) -> Iterator[Value]:
+def read_low(e: Emitter, packing: Packing, address: Value, count: int) -> Iterator[Value]:
     """Yields what `Packing.emit_low` gives of `count` vectors, from the beginning of a run, run after run."""
     for first in range(0, count, packing.run):
-        yield from packing.emit_low(e, at + packing.nbytes(first) if first else at, min(packing.run, count - first))
+        yield from packing.emit_low(
+            e, address + packing.nbytes(first) if first else address, min(packing.run, count - first)
+        )
 
 
 def store_query(e: Emitter, parts: Values, table: CodeTable, out: Value) -> None:
@@ -44,7 +46,7 @@ def store_query(e: Emitter, parts: Values, table: CodeTable, out: Value) -> None
         total = total + part
         e.store(part.trunc(I8), out, 16 * number)
     e.store(top * (table.scale / 127), out, 16 * len(parts))
-    bias = round(2 * (table.beyond - _bias(e)))  # in halves; a last half is left out
+    bias = round(2 * (table.half_step - _bias(e)))  # in halves; a last half is left out
     e.store((e.sum_lanes(total) * bias).ashr(1), out, 16 * len(parts) + 4)
 
 
@@ -54,12 +56,12 @@ def _bias(e: Emitter) -> int:
 
 
 def emit_products(
-    e: Emitter, table: CodeTable, block: Value, after: Value, tokens: int, head_dim: int, prepared: Sequence[Values]
+    e: Emitter, table: CodeTable, block: Value, next_tile: Value, tokens: int, head_dim: int, prepared: Sequence[Values]
 ) -> list[list[Value]]:
     """The dot products of a tile's keys with prepared queries: for each query, int32, 16 tokens per vector.
 
-    after: a tile whose codes are prefetched. prepared: the tokens are cut into len(prepared) equal spans; the prepared
-    queries of each.
+    next_tile: a tile whose codes are prefetched. prepared: the tokens are cut into len(prepared) equal spans; the
+    prepared queries of each.
     """
     groups, width, packing = tokens // 16, table.width, Packing(table.bits)
     vectors, factor_at = tokens * head_dim // width // 64, -(-head_dim // 16) * 16
@@ -70,42 +72,45 @@ def emit_products(
 
     previous: dict[int, Variable] = {}  # the last code vector of each group
 
-    def add(at: Value, part_queries: Sequence[Values], count: int, chosen: Sequence[int]) -> None:
-        """Add the products of `count` code vectors at `at` with the queries at `part_queries`, of the chosen groups."""
-        for number, code in enumerate(read_codes(e, packing, at, count)):
+    def add(address: Value, part_queries: Sequence[Values], count: int, own_groups: Sequence[int]) -> None:
+        """Add the products of `count` code vectors at `address` with the queries at `part_queries`, of the chosen
+        groups."""
+        for number, code in enumerate(read_codes(e, packing, address, count)):
             quad, group = divmod(number, groups)
-            if group not in chosen:
+            if group not in own_groups:
                 continue
             e.keep_order()
-            before = None
+            previous_codes = None
             if table.flips:
                 word = code[0].bits(_I16)
-                before = e.same("fshl", word, previous[group].get(), 8).bits(BYTES)  # each byte is the one before it
+                previous_codes = e.same("fshl", word, previous[group].get(), 8).bits(
+                    BYTES
+                )  # each byte is the one before it
                 previous[group].set(word)
-            for channel, value in enumerate(lookup(code, range(width), before)):
+            for channel, value in enumerate(lookup(code, range(width), previous_codes)):
                 for query, total in zip(part_queries[group // each], totals[group], strict=True):
                     e.keep_order()
                     factor = e.broadcast(query, I32, 16, 4 * (quad * width + channel))
                     total.set(multiply(e, total.get(), value.bits(_I16), factor))
 
     code_tile = math.lcm(packing.run, groups)
-    together = sum_tile(e, len(prepared[0]), groups) if e.level.keeps_order else groups
-    for first in range(0, groups, together):
-        chosen = range(first, first + together)
+    group_tile = sum_tile(e, len(prepared[0]), groups) if e.level.keeps_order else groups
+    for first in range(0, groups, group_tile):
+        own_groups = range(first, first + group_tile)
         if table.flips:
-            previous.update({group: e.variable(e.zero(_I16)) for group in chosen})
+            previous.update({group: e.variable(e.zero(_I16)) for group in own_groups})
         if vectors % code_tile:
             if not first:
-                e.prefetch(after, packing.nbytes(vectors))
-            add(block, prepared, vectors, chosen)
+                e.prefetch(next_tile, packing.nbytes(vectors))
+            add(block, prepared, vectors, own_groups)
             continue
         nbytes = packing.nbytes(code_tile)
         with e.loop(0, vectors // code_tile) as part:
             offset = part * (code_tile // groups * 4 * width)
             part_queries = [[query + offset for query in queries] for queries in prepared]
             if not first:
-                e.prefetch(after + part * nbytes, nbytes)
-            add(block + part * nbytes, part_queries, code_tile, chosen)
+                e.prefetch(next_tile + part * nbytes, nbytes)
+            add(block + part * nbytes, part_queries, code_tile, own_groups)
     return [[total.get() for total in column] for column in zip(*totals, strict=True)]
 
 

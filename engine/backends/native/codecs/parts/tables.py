@@ -27,7 +27,7 @@ from polarlm.engine.backends.kv import CacheFormat
 from polarlm.engine.backends.native.codecs import KeyTiles, Tiles, ValueTiles, codes_section
 from polarlm.engine.backends.native.codecs.parts.code_table import CodeTable
 from polarlm.engine.backends.native.codecs.parts.decoding import emit_norms, emit_pack_norms, emit_points
-from polarlm.engine.backends.native.codecs.parts.packing import Packing, side_by_side
+from polarlm.engine.backends.native.codecs.parts.packing import Packing, pack_bytes
 from polarlm.engine.backends.native.codecs.parts.products import (
     PAIR_LANES,
     emit_products,
@@ -102,12 +102,12 @@ class _TableTiles(Tiles):
         codes (C, N) int32; if `by_token` (N, C) uint8, or uint16 for ten bits.
         """
         run = self._packing.run
-        whole, numbered = self._vectors // run, self._table.emit_numbers(e)
+        whole, renumber = self._vectors // run, self._table.emit_numbers(e)
         with e.loop(0, whole) as number:
-            vectors = [numbered(self._emit_vector(e, codes, number * run + i)) for i in range(run)]
+            vectors = [renumber(self._emit_vector(e, codes, number * run + i)) for i in range(run)]
             self._packing.emit_pack(e, vectors, tile + number * self._packing.nbytes(run))
         if rest := self._vectors % run:
-            vectors = [numbered(self._emit_vector(e, codes, e.i64(whole * run + i))) for i in range(rest)]
+            vectors = [renumber(self._emit_vector(e, codes, e.i64(whole * run + i))) for i in range(rest)]
             self._packing.emit_pack(e, vectors, tile + self._packing.nbytes(whole * run))
         with e.loop(0, 4 * self._tokens, 64) as offset:
             e.store(e.fmin(e.load(norms + offset, _F16), self._largest), norms + offset)
@@ -120,7 +120,7 @@ class _TableTiles(Tiles):
     def _four_bytes(self, codes: Values) -> list[Value]:
         """Four vectors of codes (16,) int32 → a vector whose lanes have a byte of each; for ten bits, low and high."""
         parts = [[code & 255 for code in codes], [code >> 8 for code in codes]] if self._table.bits > 8 else [[*codes]]
-        return [side_by_side(part) for part in parts]
+        return [pack_bytes(part) for part in parts]
 
     def emit_decode(self, e: Emitter, block: Value, out: Value, scratch: Value) -> None:
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
@@ -150,8 +150,8 @@ class TableKeys(_TableTiles, KeyTiles):
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
         row = 4 * self._tokens
-        at = codes + number // self._groups * (4 * row) + number % self._groups * 64
-        return self._four_bytes([e.load(at, _I16, row * i) for i in range(4)])
+        address = codes + number // self._groups * (4 * row) + number % self._groups * 64
+        return self._four_bytes([e.load(address, _I16, row * i) for i in range(4)])
 
     def emit_query(self, e: Emitter, q: Value, out: Value) -> None:
         parts = [e.load(q, _F16, 4 * first) for first in range(0, self._factor_at, 16)]
@@ -159,9 +159,9 @@ class TableKeys(_TableTiles, KeyTiles):
             parts = [e.shuffle(part, part, PAIR_LANES) for part in parts]
         store_query(e, parts, self._table, out)
 
-    def emit_scores(self, e: Emitter, block: Value, after: Value, queries: Values, out: Values) -> None:
-        totals = emit_products(e, self._table, block, after, self._tokens, self._head_dim, [queries])
-        e.prefetch(after + self._norms_at, self.nbytes - self._norms_at)
+    def emit_scores(self, e: Emitter, block: Value, next_tile: Value, queries: Values, out: Values) -> None:
+        totals = emit_products(e, self._table, block, next_tile, self._tokens, self._head_dim, [queries])
+        e.prefetch(next_tile + self._norms_at, self.nbytes - self._norms_at)
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
         for query, target, total in zip(queries, out, totals, strict=True):
             factor = e.broadcast(query, F32, 16, self._factor_at)
@@ -185,72 +185,74 @@ class TableValues(_TableTiles, ValueTiles):
 
     def _emit_vector(self, e: Emitter, codes: Value, number: Value) -> list[Value]:
         p, kind = self._lanes, I16 if self._table.bits > 8 else I8
-        size, along = kind.width // 8, self._tokens * p // 64
-        first = codes + number // along * (p * size) + number % along * (64 // p * self._codes * size)
+        size, token_vectors = kind.width // 8, self._tokens * p // 64
+        first = codes + number // token_vectors * (p * size) + number % token_vectors * (64 // p * self._codes * size)
         tokens = [e.load(first, vector(kind, p), i * self._codes * size).zext(I32) for i in range(64 // p)]
         return self._four_bytes([e.join(tokens[i::4]) for i in range(4)])
 
-    def emit_values(self, e: Emitter, block: Value, after: Value, weights: Values, sums: Values) -> None:
-        chunks, along, run = self._codes // self._lanes, self._tokens * self._lanes // 64, self._packing.run
+    def emit_values(self, e: Emitter, block: Value, next_tile: Value, weights: Values, sums: Values) -> None:
+        chunks, token_vectors, run = self._codes // self._lanes, self._tokens * self._lanes // 64, self._packing.run
         width = self._table.width
         norms = emit_norms(e, block + self._norms_at, self._tokens, self._norm)
-        e.prefetch(after + self._norms_at, self.nbytes - self._norms_at)
+        e.prefetch(next_tile + self._norms_at, self.nbytes - self._norms_at)
         steps, counts = quantize_weights(e, weights, norms)
         factors = [step * self._table.scale for step in steps]
-        extra = [count.to_float() * self._table.beyond for count in counts]
+        half_step_sums = [count.to_float() * self._table.half_step for count in counts]
         lookup = self._table.emit(e, 0)
         flips = self._table.flips
         totals = [[e.variable(e.zero(_I16)) for _ in range(width)] for _ in weights]
 
-        def add(code: list[Value], last: Value | None, at: Values, place: int, channels: Sequence[int]) -> None:
-            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `at`. last:
-            with flips, the same tokens' codes before these."""
-            fours = [self._weights(e, weight, place) for weight in at]
-            before = None if last is None else self._shifted(e, code[0], last)
-            for channel, values in zip(channels, lookup(code, channels, before), strict=True):
+        def add(code: list[Value], last: Value | None, addresses: Values, place: int, channels: Sequence[int]) -> None:
+            """Add the products of a code vector with the weights of its tokens; `place`: vectors after `addresses`.
+            last: with flips, the same tokens' codes before these."""
+            fours = [self._weights(e, weight, place) for weight in addresses]
+            previous_codes = None if last is None else self._shift_codes(e, code[0], last)
+            for channel, values in zip(channels, lookup(code, channels, previous_codes), strict=True):
                 for four, total in zip(fours, totals, strict=True):
                     e.keep_order()
                     total[channel].set(e.level.dot4(e, total[channel].get(), four, values.bits(_I16), fits=True))
 
         def finish(offset: Value | int) -> None:
             """Add a chunk's totals to the sums at this offset, and reset them to zero."""
-            for total, factor, target, more in zip(totals, factors, sums, extra, strict=True):
-                channels = [self._folded(e, channel.get()).to_float() for channel in total]
+            for total, factor, target, more in zip(totals, factors, sums, half_step_sums, strict=True):
+                channels = [self._fold_lanes(e, channel.get()).to_float() for channel in total]
                 if flips:
                     channels = [channel + more for channel in channels]
                 self._add_to_sums(e, channels, factor, target + offset)
                 for channel in total:
                     channel.set(e.zero(_I16))
 
-        if along % run:
-            e.prefetch(after, self._norms_at)
+        if token_vectors % run:
+            e.prefetch(next_tile, self._norms_at)
             last: dict[int, Value] = {}
             for number, code in enumerate(read_codes(e, self._packing, block, self._vectors)):
-                before = last.get(number % along, e.zero(code[0].type)) if flips else None
-                add(code, before, weights, number % along, range(width))
-                last[number % along] = code[0]
-                if number % along == along - 1:
-                    finish(number // along * (4 * self._lanes * width))
+                previous_codes = last.get(number % token_vectors, e.zero(code[0].type)) if flips else None
+                add(code, previous_codes, weights, number % token_vectors, range(width))
+                last[number % token_vectors] = code[0]
+                if number % token_vectors == token_vectors - 1:
+                    finish(number // token_vectors * (4 * self._lanes * width))
             return
-        code_tile = math.lcm(run, 4) if along % math.lcm(run, 4) == 0 else run
+        code_tile = math.lcm(run, 4) if token_vectors % math.lcm(run, 4) == 0 else run
         # Where few registers hold sums, a channel's sums are finished before the next one's.
         turns: list[Sequence[int]] = [[channel] for channel in range(width)] if e.level.keeps_order else [range(width)]
-        none = e.constant_bytes(bytes(self._packing.nbytes(along))) if flips else block  # codes before the first ones
+        no_codes = (
+            e.constant_bytes(bytes(self._packing.nbytes(token_vectors))) if flips else block
+        )  # codes before the first ones
         with e.loop(0, chunks) as chunk:
-            start, nbytes = chunk * self._packing.nbytes(along), self._packing.nbytes(code_tile)
-            earlier = e.select(chunk > 0, block + (start - self._packing.nbytes(along)), none)
+            start, nbytes = chunk * self._packing.nbytes(token_vectors), self._packing.nbytes(code_tile)
+            previous_chunk = e.select(chunk > 0, block + (start - self._packing.nbytes(token_vectors)), no_codes)
             for channels in turns:
-                with e.loop(0, along // code_tile) as part:
-                    at = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
+                with e.loop(0, token_vectors // code_tile) as part:
+                    addresses = [weight + part * (code_tile * 64 // self._lanes) for weight in weights]
                     offset = start + part * nbytes
                     if channels[0] == 0:
-                        e.prefetch(after + offset, nbytes)
-                    earlier_codes = read_low(e, self._packing, earlier + part * nbytes, code_tile if flips else 0)
+                        e.prefetch(next_tile + offset, nbytes)
+                    previous_low = read_low(e, self._packing, previous_chunk + part * nbytes, code_tile if flips else 0)
                     for place, code in enumerate(read_codes(e, self._packing, block + offset, code_tile)):
-                        add(code, next(earlier_codes, None), at, place, channels)
+                        add(code, next(previous_low, None), addresses, place, channels)
             finish(chunk * (4 * self._lanes * width))
 
-    def _shifted(self, e: Emitter, code: Value, last: Value) -> Value:
+    def _shift_codes(self, e: Emitter, code: Value, last: Value) -> Value:
         """The code before each code of a vector; those before the first ones of their tokens are the ends of `last`."""
         p = self._lanes
         order = [lane - 1 if lane % p else 16 + lane + p - 1 for lane in range(16)]
@@ -264,7 +266,7 @@ class TableValues(_TableTiles, ValueTiles):
         words = e.load(weights, vector(I32, fours), 4 * fours * place)
         return e.shuffle(words, words, [lane // self._lanes for lane in range(16)])
 
-    def _folded(self, e: Emitter, total: Value) -> Value:
+    def _fold_lanes(self, e: Emitter, total: Value) -> Value:
         """The sums over the lanes of the same code: (p,)."""
         while total.lanes > self._lanes:
             half = total.lanes // 2

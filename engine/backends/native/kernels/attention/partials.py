@@ -74,7 +74,7 @@ class MergeArguments(NamedTuple):
     row_sequences: Pointer
     scale_back: Pointer
     sink_scores: Pointer
-    before: Pointer
+    input_signs: Pointer
     memory: Pointer
     out: Pointer
     heads: Int64
@@ -86,7 +86,7 @@ def merge(head_dim: int, order: int, *, is_scaled: bool, has_sink_scores: bool) 
     """Partial results → out (T, H, D) float32, one unit per row and head.
 
     With has_sink_scores, sink_scores (H,) are scores whose values are 0. A result is multiplied by scale_back (H,) if
-    is_scaled, and then rotated; order, memory, before: see `Rotation`.
+    is_scaled, and then rotated; order, memory, input_signs: see `Rotation`.
     """
 
     def emit(e: Emitter, args: MergeArguments, begin: Value, end: Value, scratch: Value) -> None:
@@ -95,8 +95,8 @@ def merge(head_dim: int, order: int, *, is_scaled: bool, has_sink_scores: bool) 
             sequence = e.load(args.row_sequences + (unit // args.heads) * 8, I64)
             chunks = read(e, SpanHeader, args.headers, sequence).chunks
             partials = args.parts + unit * args.most_chunks * size
-            at = args.sink_scores + (unit % args.heads) * 4
-            score = e.load(at, F32) if has_sink_scores else e.constant(F32, LOWEST)
+            address = args.sink_scores + (unit % args.heads) * 4
+            score = e.load(address, F32) if has_sink_scores else e.constant(F32, LOWEST)
             row_max = e.variable(score)
             with e.loop(0, chunks) as chunk:
                 row_max.set(e.fmax(row_max.get(), e.load(partials + chunk * size, F32)))
@@ -108,14 +108,14 @@ def merge(head_dim: int, order: int, *, is_scaled: bool, has_sink_scores: bool) 
                 row_sum.set(e.fma(rescale, e.load(part, F32, 4), row_sum.get()))
                 for offset, weighted in zip(offsets, sums, strict=True):
                     weighted.set(e.fma(e.load(part, _F16, WEIGHTED + offset), rescale, weighted.get()))
-            factor = e.like(1.0, row_sum.get()) / row_sum.get()
+            factor = e.const_like(1.0, row_sum.get()) / row_sum.get()
             if is_scaled:
                 factor = factor * e.load(args.scale_back + (unit % args.heads) * 4, F32)
             for offset, weighted in zip(offsets, sums, strict=True):
                 e.store(weighted.get() * factor, scratch, offset)
             if order > 1:
                 for channel, lanes in pieces(head_dim):
-                    signs = e.load(args.before, vector(F32, lanes), 4 * channel)
+                    signs = e.load(args.input_signs, vector(F32, lanes), 4 * channel)
                     e.store(e.load(scratch, signs.type, 4 * channel) * signs, scratch, 4 * channel)
             rotate(e, scratch, args.out + unit * (4 * head_dim), args.memory, head_dim, order)
 

@@ -37,7 +37,7 @@ class PromptArguments(NamedTuple):
     row_sum: Pointer
     sink_scores: Pointer
     scale_back: Pointer
-    before: Pointer
+    input_signs: Pointer
     rotation: Pointer
     rows: Int64
     group: Int64
@@ -85,14 +85,14 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
                 state.open(row * group + member, first_position + row, own_q, args.scale, sink)
                 with e.when(args.is_first < 1):
                     state.resume(row * group + member, out + number * row_bytes, args.row_max, args.row_sum, number)
-            state.fill_up(queries, last_position)
+            state.pad_queries(queries, last_position)
             with e.loop(0, args.count) as index:
                 k, v, head_stride, start, tokens = read(e, Segment, args.segments, index)
                 from_key = e.imax(first_position - args.window + 1 - start, 0) // KEYS * KEYS
                 with e.loop(from_key, e.imin(tokens, e.imax(last_position, args.sees) + 1 - start), KEYS) as first:
-                    at = head * head_stride + first * row_bytes
+                    offset = head * head_stride + first * row_bytes
                     left = e.imin(tokens - first, KEYS)
-                    state.attend(k + at, v + at, start + first, left, queries, args.window, sees=args.sees)
+                    state.attend(k + offset, v + offset, start + first, left, queries, args.window, sees=args.sees)
             with e.loop(0, own_rows) as row, e.loop(0, group) as member:
                 number = ((first_row + row) * kv_heads + head) * group + member
                 target = out + number * row_bytes
@@ -100,7 +100,7 @@ def attend(spec: Prompt) -> Kernel[PromptArguments]:
                     state.suspend(row * group + member, target, args.row_max, args.row_sum, number)
                 with e.when(args.is_last > 0):
                     own_scale = args.scale_back + (head * group + member) * 4
-                    state.finish(row * group + member, target, (own_scale, args.before, args.rotation))
+                    state.finish(row * group + member, target, (own_scale, args.input_signs, args.rotation))
 
     return Kernel(spec.name, emit, PromptArguments, scratch=arrays(spec.dim)[-1])
 
@@ -151,14 +151,14 @@ def attend_to_texts(dim: int) -> Kernel[TextArguments]:
             with e.loop(0, text.rows) as row, e.loop(0, group) as member:
                 query = args.q + (text.row + row) * args.q_stride + (head * group + member) * row_bytes
                 state.open(row * group + member, first_position + row, query, args.scale)
-            state.fill_up(queries, first_position + text.rows - 1)
+            state.pad_queries(queries, first_position + text.rows - 1)
             from_key = e.imax(first_position - window + 1, 0) // KEYS * KEYS
             with e.loop(from_key, e.imin(text.length, first_position + text.rows), KEYS) as key:
-                at = head * args.head_stride + (text.first + key) * args.row_stride
+                offset = head * args.head_stride + (text.first + key) * args.row_stride
                 left = e.imin(text.length - key, KEYS)
-                for below, most in zip((0, *_TEXT_SIZES), _TEXT_SIZES, strict=False):
-                    with e.when((left > below) & (left <= most)):
-                        state.attend(args.k + at, args.v + at, key, left, queries, window, most)
+                for least, most in zip((0, *_TEXT_SIZES), _TEXT_SIZES, strict=False):
+                    with e.when((left > least) & (left <= most)):
+                        state.attend(args.k + offset, args.v + offset, key, left, queries, window, most)
             with e.loop(0, text.rows) as row, e.loop(0, group) as member:
                 number = ((text.row + row) * kv_heads + head) * group + member
                 state.finish(row * group + member, args.out + number * row_bytes)

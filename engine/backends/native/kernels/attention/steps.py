@@ -35,7 +35,7 @@ _BYTES_AHEAD = 6144  # prefetch distance, in tiles as they are read: the keys of
 
 @dataclass(frozen=True)
 class Attention(Decoding):
-    """The properties that a kernel is specialized for, beside what it says of blocks.
+    """The properties that a kernel is specialized for, in addition to those of its blocks.
 
     group: query heads of a KV head. query_tile: queries that share a pass over the blocks. is_capped: whether scores
     have a soft cap.
@@ -121,7 +121,7 @@ class _Body:
         with e.loop(begin, end) as unit:
             sequence, chunk = read(e, Unit, args.units, unit // args.kv_heads)
             self.head = unit % args.kv_heads
-            self.unit_after = e.imin(unit + 1, end - 1)
+            self.next_unit = e.imin(unit + 1, end - 1)
             self.header = read(e, SpanHeader, args.headers, sequence)
             with e.loop(0, self.header.rows * spec.group, spec.query_tile) as first:
                 queries = self._queries(first)
@@ -141,12 +141,12 @@ class _Body:
         queries = []
         for number in range(spec.query_tile):
             row, index = self._place(first, number)
-            at = self.scratch + number * self._stride
+            address = self.scratch + number * self._stride
             query = Query(
-                vector=at,
-                weighted=at + size,
-                prepared=at + 2 * size,
-                scores=at + (2 * size + spec.keys.query_bytes),
+                vector=address,
+                weighted=address + size,
+                prepared=address + 2 * size,
+                scores=address + (2 * size + spec.keys.query_bytes),
                 position=self.header.position + row,
                 row_max=e.variable(e.constant(F32, LOWEST)),
                 row_sum=e.variable(e.zero(_F16)),
@@ -202,11 +202,15 @@ class _Body:
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 scores = [query.scores + offset for query in queries]
-                following = i + spec.tiles_ahead
-                are_keys = following < count
-                after = e.load(ids + e.select(are_keys, following, e.imin(following - count, count - 1)) * 8, I64)
-                ahead = e.select(are_keys, keys + after * args.key_bytes, values + after * args.value_bytes)
-                self._block_scores(queries, keys, block, ahead, scores)
+                next_number = i + spec.tiles_ahead
+                are_keys = next_number < count
+                next_block = e.load(
+                    ids + e.select(are_keys, next_number, e.imin(next_number - count, count - 1)) * 8, I64
+                )
+                prefetch_address = e.select(
+                    are_keys, keys + next_block * args.key_bytes, values + next_block * args.value_bytes
+                )
+                self._block_scores(queries, keys, block, prefetch_address, scores)
             start = header.table_start + number * spec.block_size
             lows = [query.position - args.window + 1 - start for query in queries]
             tokens = count * spec.block_size
@@ -218,36 +222,40 @@ class _Body:
             with e.loop(0, count) as i:
                 block, offset = e.load(ids + i * 8, I64), i * (4 * spec.block_size)
                 weights = [query.scores + offset for query in queries]
-                following = i + spec.tiles_ahead
-                after = e.load(table + e.imin(number + following, header.quantized - 1) * 8, I64)
-                are_values = following < count
-                ahead = e.select(are_values, values + after * args.value_bytes, keys + after * args.key_bytes)
+                next_number = i + spec.tiles_ahead
+                next_block = e.load(table + e.imin(number + next_number, header.quantized - 1) * 8, I64)
+                are_values = next_number < count
+                prefetch_address = e.select(
+                    are_values, values + next_block * args.value_bytes, keys + next_block * args.key_bytes
+                )
                 tile = values + block * args.value_bytes
-                spec.values.emit_values(e, tile, ahead, weights, [query.weighted for query in queries])
+                spec.values.emit_values(e, tile, prefetch_address, weights, [query.weighted for query in queries])
 
-    def _block_scores(self, queries: Sequence[Query], keys: Value, block: Value, ahead: Value, scores: Values) -> None:
+    def _block_scores(
+        self, queries: Sequence[Query], keys: Value, block: Value, prefetch_address: Value, scores: Values
+    ) -> None:
         """Scores q·k + q·μ of each query with the keys of a block, whose mean is μ → N float32 at each of `scores`.
-        ahead: a tile to prefetch."""
+        prefetch_address: a tile to prefetch."""
         e, spec = self.e, self.spec
         tile = keys + block * self.args.key_bytes
-        spec.keys.emit_scores(e, tile, ahead, [query.prepared for query in queries], scores)
+        spec.keys.emit_scores(e, tile, prefetch_address, [query.prepared for query in queries], scores)
         if not spec.mean_bits:
             return
-        added = self._mean_scores(queries, self.head * self.args.blocks + block)
-        for more, at in zip(added, scores, strict=True):
+        mean_scores = self._mean_scores(queries, self.head * self.args.blocks + block)
+        for more, address in zip(mean_scores, scores, strict=True):
             for offset in range(0, 4 * spec.block_size, 64):
-                e.store(e.load(at, _F16, offset) + more, at, offset)
+                e.store(e.load(address, _F16, offset) + more, address, offset)
 
     def _mean_scores(self, queries: Sequence[Query], block: Value) -> list[Value]:
         e, bits, dim = self.e, self.spec.mean_bits, self.spec.head_dim
-        at = self.args.mean + block * (dim * bits // 8)
+        address = self.args.mean + block * (dim * bits // 8)
         sums = [e.zero(F32) for _ in queries]
         wide = [e.zero(_F16) for _ in queries]
         for channel, lanes in pieces(dim):
             if bits == 8:
-                mean = e.load(at, vector(I8, lanes), channel).sext(I32).to_float()
+                mean = e.load(address, vector(I8, lanes), channel).sext(I32).to_float()
             else:
-                mean = e.half_to_float(e.load(at, vector(I16, lanes), 2 * channel))
+                mean = e.half_to_float(e.load(address, vector(I16, lanes), 2 * channel))
             for number, query in enumerate(queries):
                 x = e.load(query.vector, vector(F32, lanes), 4 * channel)
                 if lanes == 16:
@@ -265,9 +273,9 @@ class _Body:
 
     def _full_blocks(self, queries: Sequence[Query], full: Value) -> None:
         e, spec, args, n, dim = self.e, self.spec, self.args, self.spec.block_size, self.spec.head_dim
-        unit_after = read(e, Unit, args.units, self.unit_after // args.kv_heads)
-        slot_after = read(e, FullBlock, self._full(unit_after.sequence)).slot
-        following = args.full_k + self._offset(slot_after, self.unit_after % args.kv_heads)
+        next_unit = read(e, Unit, args.units, self.next_unit // args.kv_heads)
+        next_slot = read(e, FullBlock, self._full(next_unit.sequence)).slot
+        next_number = args.full_k + self._offset(next_slot, self.next_unit % args.kv_heads)
         with e.loop(0, self.header.full) as number:
             slot, start = read(e, FullBlock, full, number)
             lows = [query.position - args.window + 1 - start for query in queries]
@@ -276,18 +284,18 @@ class _Body:
             with e.when(count > e.imax(lows[0], 0)):
                 offset = self._offset(slot, self.head)
                 first, keys, values = queries[0], args.full_k + offset, args.full_v + offset
-                widened = self.scratch + spec.query_tile * self._stride
-                places = first.vector, first.scores, len(queries), self._stride, widened
+                key_floats = self.scratch + spec.query_tile * self._stride
+                places = first.vector, first.scores, len(queries), self._stride, key_floats
                 blocks.full_scores(e, keys, values, dim, count, *places)
                 if spec.is_capped:
                     blocks.cap_scores(e, queries, e.i64(n), n, args.softcap)
                 blocks.mask(e, queries, lows, highs, e.i64(n))
                 blocks.softmax(e, queries, e.i64(n), n, dim)
-                after = read(e, FullBlock, full, e.imin(number + 1, self.header.full - 1)).slot
-                own_keys = args.full_k + self._offset(after, self.head)
-                after_keys = e.select(number + 1 < self.header.full, own_keys, following)
+                next_block = read(e, FullBlock, full, e.imin(number + 1, self.header.full - 1)).slot
+                own_keys = args.full_k + self._offset(next_block, self.head)
+                next_keys = e.select(number + 1 < self.header.full, own_keys, next_number)
                 scores, weighted = [query.scores for query in queries], [query.weighted for query in queries]
-                blocks.add_full_values(e, values, after_keys, dim, count, scores, weighted)
+                blocks.add_full_values(e, values, next_keys, dim, count, scores, weighted)
 
     def _full(self, sequence: Value) -> Value:
         return self.args.full + sequence * self.args.most_full * (8 * len(FullBlock._fields))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from polarlm.engine.backends.native.kernels.attention.partials import LOWEST
 from polarlm.engine.backends.native.kernels.multiply import multiply, offsets, pieces, rotate
-from polarlm.engine.backends.native.kernels.rows import capped
+from polarlm.engine.backends.native.kernels.rows import apply_softcap
 from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Value, Values, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
@@ -62,9 +62,9 @@ class Unit:
         """row_stride: bytes from row to row of keys and of values; None: they lie together."""
         self._row_stride = 4 * spec.dim if row_stride is None else row_stride
         self._e, self._spec, self._dim, self._softcap = e, spec, spec.dim, softcap
-        places = (scratch + at for at in arrays(spec.dim)[:-1])
-        self._keys, self._weights, self._rescale, self._position, *of_queries = places
-        self._query, self._weighted, self._row_max, self._row_sum = of_queries
+        places = (scratch + offset for offset in arrays(spec.dim)[:-1])
+        self._keys, self._weights, self._rescale, self._position, *query_arrays = places
+        self._query, self._weighted, self._row_max, self._row_sum = query_arrays
         rows, vectors = e.level.float_tile
         self._rows = max(n for n in (1, 2, 3, 4, _QUERY_TILE) if n <= rows)  # divisors of MOST_QUERIES
         self._vectors = max(n for n in (1, 2, 4) if n <= vectors)  # divisors of KEYS / 16
@@ -83,7 +83,7 @@ class Unit:
         e.store(e.constant(F32, 0.0 if sink is None else 1.0), self._row_sum + i * 4)
         e.store(position, self._position + i * 8)
 
-    def fill_up(self, queries: Value, position: Value) -> None:
+    def pad_queries(self, queries: Value, position: Value) -> None:
         """Initialize padding queries up to a multiple of `_rows`; their results are not read."""
         e = self._e
         with e.loop(queries, (queries + (self._rows - 1)) // self._rows * self._rows) as i:
@@ -102,24 +102,24 @@ class Unit:
         e.store(e.load(self._row_max + i * 4, F32), row_max + number * 4)
         e.store(e.load(self._row_sum + i * 4, F32), row_sum + number * 4)
 
-    def finish(self, i: Value, out: Value, back: tuple[Value, Value, Value] | None = None) -> None:
+    def finish(self, i: Value, out: Value, epilogue: tuple[Value, Value, Value] | None = None) -> None:
         """Store the result of query i: normalized, scaled and rotated.
 
-        back: the addresses of the scale, of the signs before the rotation, and of the rotation, if the kernel is
+        epilogue: the addresses of the scale, of the signs before the rotation, and of the rotation, if the kernel is
         specialized for one of them.
         """
         e, weighted, order = self._e, self._row(i)[1], self._spec.order
         row_sum = e.load(self._row_sum + i * 4, F32)
-        factor = e.like(1.0, row_sum) / row_sum
-        if back is not None and self._spec.is_scaled:
-            factor = factor * e.load(back[0], F32)
+        factor = e.const_like(1.0, row_sum) / row_sum
+        if epilogue is not None and self._spec.is_scaled:
+            factor = factor * e.load(epilogue[0], F32)
         for first, lanes in pieces(self._dim):
             x = e.load(weighted, vector(F32, lanes), 4 * first) * factor
-            if back is not None and order > 1:
-                x = x * e.load(back[1], x.type, 4 * first)
+            if epilogue is not None and order > 1:
+                x = x * e.load(epilogue[1], x.type, 4 * first)
             e.store(x, out if order == 1 else weighted, 4 * first)
-        if back is not None and order != 1:
-            rotate(e, weighted, out, back[2], self._dim, order)
+        if epilogue is not None and order != 1:
+            rotate(e, weighted, out, epilogue[2], self._dim, order)
 
     def attend(
         self,
@@ -140,12 +140,12 @@ class Unit:
         e, rows, vectors = self._e, self._rows, min(self._vectors, most // 16)
         self._transpose(k, tokens, vectors)
         with e.loop(0, queries, rows) as i:
-            at = self._position + i * 8
-            lowest, highest = e.load(at, I64), self._newest(e.load(at, I64, 8 * (rows - 1)), sees)
+            address = self._position + i * 8
+            lowest, highest = e.load(address, I64), self._newest(e.load(address, I64, 8 * (rows - 1)), sees)
             with e.when((start <= highest) & (start + tokens > lowest - window + 1)):
                 query, weighted = self._row(i)
-                seen = e.imin(highest - start + 1, tokens)
-                with e.loop(0, seen, 16 * vectors) as first:
+                visible = e.imin(highest - start + 1, tokens)
+                with e.loop(0, visible, 16 * vectors) as first:
                     panel = multiply(
                         e,
                         query,
@@ -161,7 +161,7 @@ class Unit:
                 self._softmax(i, start, tokens, window, most, sees)
                 parts = list(pieces(self._dim))
                 for number in range(0, len(parts), self._vectors):
-                    self._add_values(weighted, v, seen, parts[number : number + self._vectors])
+                    self._add_values(weighted, v, visible, parts[number : number + self._vectors])
 
     def _transpose(self, k: Value, tokens: Value, vectors: int) -> None:
         """k (tokens, D) → keys (D, KEYS), where copies of the last token are padding, as far as products read them.
@@ -174,7 +174,7 @@ class Unit:
             target = self._keys + first * 4
             whole = self._dim // 16 * 16
             with e.loop(0, whole, 16) as channel:
-                for number, column in enumerate(e.transposed([e.load(row + channel * 4, _F16) for row in rows])):
+                for number, column in enumerate(e.transpose([e.load(row + channel * 4, _F16) for row in rows])):
                     e.store(column, target + channel * (4 * KEYS), 4 * KEYS * number)
             for rest in range(whole, self._dim):
                 e.store(e.collect([e.load(row, F32, 4 * rest) for row in rows]), target, 4 * KEYS * rest)
@@ -192,40 +192,42 @@ class Unit:
             position = e.load(self._position + (i + row) * 8, I64)
             last = e.imax(e.imin(self._newest(position, sees) - start, tokens - 1), -1).trunc(I32)
             first = e.imin(e.imax(position - start - window + 1, 0), most).trunc(I32)
-            at, scores = self._weights + row * (4 * KEYS), []
+            row_weights, scores = self._weights + row * (4 * KEYS), []
             for number, key in enumerate(keys):
-                seen = (key <= last) & (key >= first)
-                score = e.load(at, _F16, 64 * number)
+                visible = (key <= last) & (key >= first)
+                score = e.load(row_weights, _F16, 64 * number)
                 if self._softcap is not None:
-                    score = capped(e, score, e.like(self._softcap, score))
-                scores.append(e.select(seen, score, e.like(LOWEST, score)))
+                    score = apply_softcap(e, score, e.const_like(self._softcap, score))
+                scores.append(e.select(visible, score, e.const_like(LOWEST, score)))
             own_row_max, rescale = self._row_max + (i + row) * 4, self._rescale + row * 4
-            before = e.load(own_row_max, F32)
-            row_max = e.fmax(e.fmax_lanes(_reduced(scores, _larger)), before)
+            old_row_max = e.load(own_row_max, F32)
+            row_max = e.fmax(e.fmax_lanes(_reduce_tree(scores, _larger)), old_row_max)
             # Of keys that are not seen the weight is 0, also where none is and the maximum is LOWEST.
             top = e.select(row_max > LOWEST, row_max, e.zero(F32))
             weights = [e.exp(score - top) for score in scores]
             for number, weight in enumerate(weights):
-                e.store(weight, at, 64 * number)
+                e.store(weight, row_weights, 64 * number)
             # The weight of a score of −infinity is 0: 0 · score makes the sum NaN where a score is not finite.
-            marked = [e.fma(score, e.like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)]
+            checked = [
+                e.fma(score, e.const_like(0.0, score), weight) for score, weight in zip(scores, weights, strict=True)
+            ]
             e.store(row_max, own_row_max)
-            e.store(before - row_max, rescale)
-            e.store(e.sum_lanes(_reduced(marked, lambda a, b: a + b)), rescale, 64)
+            e.store(old_row_max - row_max, rescale)
+            e.store(e.sum_lanes(_reduce_tree(checked, lambda a, b: a + b)), rescale, 64)
         e.store(e.exp(e.load(self._rescale, _F16)), self._rescale)
         for number in range(self._rows):
             row_sum, rescale = self._row_sum + i * 4, e.load(self._rescale, F32, 4 * number)
-            added = e.load(self._rescale, F32, 64 + 4 * number)
-            e.store(e.fma(e.load(row_sum, F32, 4 * number), rescale, added), row_sum, 4 * number)
+            weight_sum = e.load(self._rescale, F32, 64 + 4 * number)
+            e.store(e.fma(e.load(row_sum, F32, 4 * number), rescale, weight_sum), row_sum, 4 * number)
 
-    def _add_values(self, weighted: Value, v: Value, seen: Value, part: Sequence[tuple[int, int]]) -> None:
+    def _add_values(self, weighted: Value, v: Value, visible: Value, part: Sequence[tuple[int, int]]) -> None:
         """Add weights · values to the rescaled sums, for the channels of `part`."""
         e, row_bytes = self._e, 4 * self._dim
         start = []
         for row in range(self._rows):
-            rescale, at = e.load(self._rescale, F32, 4 * row), row_bytes * row
-            start.append([e.load(weighted, vector(F32, lanes), at + 4 * first) * rescale for first, lanes in part])
-        sums = multiply(e, self._weights, 4 * KEYS, v + 4 * part[0][0], self._row_stride, seen, start)
+            rescale, offset = e.load(self._rescale, F32, 4 * row), row_bytes * row
+            start.append([e.load(weighted, vector(F32, lanes), offset + 4 * first) * rescale for first, lanes in part])
+        sums = multiply(e, self._weights, 4 * KEYS, v + 4 * part[0][0], self._row_stride, visible, start)
         for row, values in enumerate(sums):
             for (channel, _), value in zip(part, values, strict=True):
                 e.store(value, weighted, row_bytes * row + 4 * channel)
@@ -241,7 +243,7 @@ def _larger(a: Value, b: Value) -> Value:
     return a.emitter.select(a > b, a, b)
 
 
-def _reduced(values: Values, combine: Callable[[Value, Value], Value]) -> Value:
+def _reduce_tree(values: Values, combine: Callable[[Value, Value], Value]) -> Value:
     """The values combined pairwise, as a tree."""
     whole = list(values)
     while len(whole) > 1:

@@ -13,12 +13,12 @@ Letters: N tokens in a block, D head dim, P pairs (or single values) of a vector
 from __future__ import annotations
 
 from polarlm.engine.backends.native.kernels.encode.load import ANY, load, measure
-from polarlm.engine.backends.native.kernels.encode.paths import in_order, round_to_paths
+from polarlm.engine.backends.native.kernels.encode.paths import in_token_order, round_to_paths
 from polarlm.engine.backends.native.kernels.encode.rounding import (
     round_all_tokens,
-    round_alone,
     round_skewed,
     round_with_best_norms,
+    round_without_feedback,
     write_codes,
     write_norms,
 )
@@ -36,7 +36,7 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
         elif encoding.rounds:
             round_to_paths(unit)
         elif not encoding.has_metric:
-            round_alone(unit)
+            round_without_feedback(unit)
         elif encoding.along_tokens:
             round_skewed(unit)
         else:
@@ -45,7 +45,7 @@ def encode(encoding: Encoding, tiles: PackedTiles) -> Kernel[EncodeArguments]:
             write_norms(unit)
         codes, norms = unit.codes, unit.norms
         if tiles.by_token and encoding.rounds:
-            codes, norms = in_order(unit)
+            codes, norms = in_token_order(unit)
         elif tiles.by_token:
             codes = unit.errors  # reuses the memory of the errors
             write_codes(unit, codes)

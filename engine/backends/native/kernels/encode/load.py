@@ -29,9 +29,9 @@ def load(unit: Unit, limit: float) -> Value:
         if unit.encoding.mean_bits:
             mean = e.load(unit.mean + channel * 4, _F8)
             rows = [row - e.join([mean, mean]) for row in rows]
-        clipped = [_clipped(e, row, limit, bad) for row in rows]
+        clipped = [_clip(e, row, limit, bad) for row in rows]
         target = unit.x + channel * unit.row + offset
-        for number, column in enumerate(_transposed(e, clipped)):
+        for number, column in enumerate(_transpose(e, clipped)):
             e.store(column, target, number * unit.row)
     return _any_byte(e, bad)
 
@@ -42,7 +42,7 @@ def load_halves(unit: Unit, out: Value) -> Value:
     bad = e.variable(e.zero(vector(I32, 8)))
     with e.loop(0, unit.tokens) as token, e.loop(0, unit.dim, 8) as channel:
         value = e.load(floats + (token * unit.dim + channel) * 4, _F8)
-        half = e.float_to_half(_clipped(e, value, float(HALF_MAX), bad))
+        half = e.float_to_half(_clip(e, value, float(HALF_MAX), bad))
         e.store(half, out + (token * ((unit.dim + 15) & -16) + channel) * 2)
     return _any_byte(e, bad)
 
@@ -55,7 +55,7 @@ def _as_floats(unit: Unit) -> Value:
     return e.select(unit.is_half > 0, unit.errors, unit.block.x)
 
 
-def _clipped(e: Emitter, value: Value, limit: float, bad: Variable) -> Value:
+def _clip(e: Emitter, value: Value, limit: float, bad: Variable) -> Value:
     """value clipped to ±limit, 0 where it is not finite; there lanes of `bad` become 1."""
     integers = vector(I32, value.lanes)
     is_bad = (value.bits(integers) & 0x7FFFFFFF) >= 0x7F800000
@@ -82,7 +82,7 @@ def measure(unit: Unit) -> None:
 
 
 def _centre(unit: Unit, source: Value) -> None:
-    """Store the block mean of the vectors at `source`, and write what it decodes to → `unit.mean` (D,).
+    """Store the block mean of the vectors at `source`, and write the decoded mean → `unit.mean` (D,).
 
     The arithmetic is the same as in `conditioning.centre`.
     """
@@ -105,15 +105,15 @@ def _centre(unit: Unit, source: Value) -> None:
         if unit.encoding.mean_bits == 8:
             code = e.imin(e.imax(e.round(mean / step), -127), 127)
             e.store(code.trunc(I8), unit.block.mean + channel)
-            back = code.to_float() * scale
+            decoded_mean = code.to_float() * scale
         else:
             half = e.float_to_half(mean)
             e.store(half, unit.block.mean + channel * 2)
-            back = e.half_to_float(half)
-        e.store(back, unit.mean + channel * 4)
+            decoded_mean = e.half_to_float(half)
+        e.store(decoded_mean, unit.mean + channel * 4)
 
 
-def _transposed(e: Emitter, rows: Values) -> list[Value]:
+def _transpose(e: Emitter, rows: Values) -> list[Value]:
     """8 vectors, each with 8 channels of tokens t and t + 8 → 8 vectors, one for each channel, with tokens in lanes.
 
     Each of three rounds swaps one bit of the row index with the same bit of the lane index.

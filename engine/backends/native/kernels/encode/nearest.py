@@ -34,7 +34,7 @@ _UNSURE = 1e-4  # in phases: a turn has at most 72, and the error of an angle is
 _ARC = 0.159151317, -0.0529385678, 0.0308029088, -0.0185298506, 0.00837908509, -0.00186515755
 
 
-class Found(NamedTuple):
+class NearestPoints(NamedTuple):
     """Codes (16,) int32, and each coordinate of their points, (16,) float32."""
 
     codes: Value
@@ -59,7 +59,7 @@ class NearestOfRings:
         scores = np.square(points[:first]).sum(1) / 2
         self._turn_of_zero = (np.arctan2(*points[scores.argmin(), ::-1]) / (2 * np.pi)) % 1 * quarters
 
-    def __call__(self, x: Values) -> Found:
+    def __call__(self, x: Values) -> NearestPoints:
         """Coordinates of vectors of unit variance, each (16,) float32 and finite → the nearest points."""
         e = self._e
         # NaN and infinity must not become an index, and scores must be finite.
@@ -69,13 +69,13 @@ class NearestOfRings:
         image = [e.absolute(value) for value in x]
         return self._with_signs(x, image, *self._nearest(image))
 
-    def _nearest(self, x: Values) -> tuple[Found, Value]:
+    def _nearest(self, x: Values) -> tuple[NearestPoints, Value]:
         """The nearest of the points, or of the points in a quadrant to a pair there, and its score."""
         e, (a, b) = self._e, x
         square = e.fma(a, a, b * b)
         word = e.constant(_I16, self._words[0])
-        for limit, outside in zip(self._limits, self._words[1:], strict=True):
-            word = e.select(square < limit, word, e.constant(_I16, outside))
+        for limit, outer_word in zip(self._limits, self._words[1:], strict=True):
+            word = e.select(square < limit, word, e.constant(_I16, outer_word))
         turn = e.select(square > 0.0, self._turn(a, b), e.constant(_F16, self._turn_of_zero))
 
         first, shift = word & 1023, (word >> _ODD & 1).to_float() * 0.5
@@ -83,28 +83,31 @@ class NearestOfRings:
         firsts, shifts = (first, first + phases[0]), (shift, -shift + 0.5)
         if self._symmetric:
             shifts = e.constant(_F16, 0.5), e.constant(_F16, 0.5)
-        others, unsure = [], square < 1e-9 if self._several_innermost else None  # so small, scores round to equal ones
+        others, is_unsure = (
+            [],
+            square < 1e-9 if self._several_innermost else None,
+        )  # so small, scores round to equal ones
         best, score = None, square
         for start, count, shift in zip(firsts, phases, shifts, strict=True):
             steps = turn * count.to_float() - shift  # from −½ to the number of phases
             phase = (steps + 0.5).to_int()
-            beyond = steps - phase.to_float()
-            is_between = e.absolute(beyond) > 0.5 - _UNSURE
-            unsure = is_between if unsure is None else unsure | is_between
-            other = phase + e.select(beyond > 0.0, e.constant(_I16, 1), e.constant(_I16, -1))
+            excess = steps - phase.to_float()
+            is_between = e.absolute(excess) > 0.5 - _UNSURE
+            is_unsure = is_between if is_unsure is None else is_unsure | is_between
+            other = phase + e.select(excess > 0.0, e.constant(_I16, 1), e.constant(_I16, -1))
             others.append(start + self._on_circle(other, count))
             code = start + self._on_circle(phase, count)
-            best, score = self._better(x, code, best, score)
+            best, score = self._choose_better(x, code, best, score)
         assert best is not None
-        assert unsure is not None
-        kept = [e.variable(value) for value in (score, best.codes, *best.points)]
-        with e.when(e.any(unsure)):
+        assert is_unsure is not None
+        results = [e.variable(value) for value in (score, best.codes, *best.points)]
+        with e.when(e.any(is_unsure)):
             for code in others:
-                best, score = self._better(x, code, best, score)
-            for variable, value in zip(kept, (score, best.codes, *best.points), strict=True):
+                best, score = self._choose_better(x, code, best, score)
+            for variable, value in zip(results, (score, best.codes, *best.points), strict=True):
                 variable.set(value)
-        score, codes, *points = (variable.get() for variable in kept)
-        return Found(codes, points), score
+        score, codes, *points = (variable.get() for variable in results)
+        return NearestPoints(codes, points), score
 
     def _on_circle(self, phase: Value, count: Value) -> Value:
         """A phase from −1 to `count` as one below `count`: the next one on the circle, or the end of a quadrant."""
@@ -113,32 +116,34 @@ class NearestOfRings:
             return e.select(phase < 0, e.zero(_I16), e.select(phase < count, phase, count - 1))
         return e.select(phase < 0, phase + count, e.select(phase < count, phase, phase - count))
 
-    def _with_signs(self, x: Values, image: Values, nearest: Found, score: Value) -> Found:
+    def _with_signs(self, x: Values, image: Values, nearest: NearestPoints, score: Value) -> NearestPoints:
         """The nearest to the pair if `nearest`, with `score`, is the nearest to its image in the quadrant.
 
         Among equal scores the lowest code wins, so a coordinate is negative only if that makes the score less.
         """
         e, (p, q) = self._e, nearest.points
-        rest, across = (p * p + q * q) * 0.5, image[1] * q
-        is_low = (x[1] < 0.0) & (rest - image[0] * p + across > score)
-        across = e.select((x[1] < 0.0) & ~is_low, -across, across)
-        is_left = (x[0] < 0.0) & (rest + image[0] * p - across > score)
+        rest, scaled_y = (p * p + q * q) * 0.5, image[1] * q
+        is_low = (x[1] < 0.0) & (rest - image[0] * p + scaled_y > score)
+        scaled_y = e.select((x[1] < 0.0) & ~is_low, -scaled_y, scaled_y)
+        is_left = (x[0] < 0.0) & (rest + image[0] * p - scaled_y > score)
         signs = e.select(is_left, e.constant(_I16, 256), e.zero(_I16)) | e.select(
             is_low, e.constant(_I16, 512), e.zero(_I16)
         )
-        return Found(nearest.codes | signs, [e.select(is_left, -p, p), e.select(is_low, -q, q)])
+        return NearestPoints(nearest.codes | signs, [e.select(is_left, -p, p), e.select(is_low, -q, q)])
 
-    def _better(self, x: Values, code: Value, best: Found | None, score: Value) -> tuple[Found, Value]:
+    def _choose_better(
+        self, x: Values, code: Value, best: NearestPoints | None, score: Value
+    ) -> tuple[NearestPoints, Value]:
         """The better of a candidate and the best so far, and its score; the lower code wins a tie."""
         e = self._e
         points = gather_pairs(e, self._points, code)
         (a, b), (p, q) = x, points
         candidate_score = (p * p + q * q) * 0.5 - a * p - b * q
         if best is None:
-            return Found(code, points), candidate_score
+            return NearestPoints(code, points), candidate_score
         better = (candidate_score < score) | (candidate_score.equals(score) & (code < best.codes))
-        chosen = [e.select(better, new, old) for new, old in zip(points, best.points, strict=True)]
-        return Found(e.select(better, code, best.codes), chosen), e.select(better, candidate_score, score)
+        best_points = [e.select(better, new, old) for new, old in zip(points, best.points, strict=True)]
+        return NearestPoints(e.select(better, code, best.codes), best_points), e.select(better, candidate_score, score)
 
     def _turn(self, a: Value, b: Value) -> Value:
         """The angle of (a, b) in turns, from 0 to 1; of a pair in the quadrant, in quarters of a turn."""
@@ -165,14 +170,14 @@ class NearestLevels:
         self._levels = levels_of(bits).tolist()
         self._thresholds = thresholds_of(bits).tolist()
 
-    def __call__(self, x: Values) -> Found:
+    def __call__(self, x: Values) -> NearestPoints:
         e, (value,) = self._e, x
         codes, level = e.zero(_I16), e.constant(_F16, self._levels[0])
-        for number, (threshold, above) in enumerate(zip(self._thresholds, self._levels[1:], strict=True)):
+        for number, (threshold, next_level) in enumerate(zip(self._thresholds, self._levels[1:], strict=True)):
             is_above = value > threshold
             codes = e.select(is_above, e.constant(_I16, number + 1), codes)
-            level = e.select(is_above, e.constant(_F16, above), level)
-        return Found(codes, [level])
+            level = e.select(is_above, e.constant(_F16, next_level), level)
+        return NearestPoints(codes, [level])
 
 
 class NearestEvenLevels:
@@ -181,10 +186,10 @@ class NearestEvenLevels:
     def __init__(self, e: Emitter, bits: int) -> None:
         self._e = e
 
-    def __call__(self, x: Values) -> Found:
+    def __call__(self, x: Values) -> NearestPoints:
         e, (value,) = self._e, x
         codes = e.fmin(e.fmax(value * float(STEPS) + (MIDDLE + 0.5), 0.0), 255.0).to_int()
-        return Found(codes, [(codes - MIDDLE).to_float() * (1 / STEPS)])
+        return NearestPoints(codes, [(codes - MIDDLE).to_float() * (1 / STEPS)])
 
 
 Search = NearestOfRings | NearestLevels | NearestEvenLevels

@@ -22,7 +22,7 @@ from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Value, Values, Varia
 
 _F16, _I16, _BYTES = vector(F32, LANES), vector(I32, LANES), vector(I8, 4 * LANES)
 
-TOGETHER = LANES // STATES  # tokens of a vector
+VECTOR_TOKENS = LANES // STATES  # tokens of a vector
 _LINK = 256  # a link is the state that a survivor comes from, times this, plus its code
 
 
@@ -54,17 +54,17 @@ class _Search:
     def __init__(self, unit: Unit, tables: PathTables, pointer: Value) -> None:
         e = self.e = unit.e
         self.unit, self.bits = unit, unit.encoding.bits
-        self.at = {name: pointer + offset for name, offset in tables.offsets.items()}
+        self.addresses = {name: pointer + offset for name, offset in tables.offsets.items()}
         states = np.arange(LANES) % STATES
         self.state = e.constant(_I16, tuple(states.tolist()))
         signs = [np.where(SIGNS[states, axis] < 0, -(2**31), 0) for axis in (0, 1)]
         self.signs = [e.constant(_I16, tuple(sign.tolist())) for sign in signs]
-        self.history = unit.take(unit.dim * (4 * LANES))
-        self.links = unit.take(unit.pairs * (4 * LANES))
+        self.history = unit.allocate(unit.dim * (4 * LANES))
+        self.links = unit.allocate(unit.pairs * (4 * LANES))
 
     def tokens(self, row: Value) -> Value:
         """Four neighbours of a row, each in the lanes of its survivors."""
-        four = self.e.load(row, vector(F32, TOGETHER))
+        four = self.e.load(row, vector(F32, VECTOR_TOKENS))
         return self.e.shuffle(four, four, [lane // STATES for lane in range(LANES)])
 
     def run(self, offset: Value) -> None:
@@ -76,14 +76,14 @@ class _Search:
         latest = [e.variable(e.zero(_F16)) for _ in (0, 1)]
         with e.loop(0, unit.pairs) as pair:
             rows = [unit.x + pair * unit.row_of_pairs + offset + axis * unit.row for axis in (0, 1)]
-            here = [self._unit(row, inverse) for row in rows]
-            targets = here
+            scaled = [self._unit(row, inverse) for row in rows]
+            targets = scaled
             if unit.encoding.has_metric:
                 feedback = self._feedback(pair, origin.get(), [error.get() for error in latest])
-                targets = [x + total for x, total in zip(here, feedback, strict=True)]
+                targets = [x + total for x, total in zip(scaled, feedback, strict=True)]
             source, code, points = self._step(pair, targets, cost)
             origin.set(source)
-            for axis, (x, point, error) in enumerate(zip(here, points, latest, strict=True)):
+            for axis, (x, point, error) in enumerate(zip(scaled, points, latest, strict=True)):
                 error.set(x - point)
                 e.store(error.get(), self.history + pair * (8 * LANES), 4 * LANES * axis)
             e.store((source << 8) | code, self.links + pair * (4 * LANES))
@@ -108,9 +108,9 @@ class _Search:
                 chains[step].set(e.fma(factor, errors, chains[step].get()))
         with e.loop(0, last, 2) as channel:
             for step in (0, 1):
-                at = self.history + channel * (4 * LANES)
-                errors = e.level.lookup_in_lanes(e, e.load(at, _BYTES, 4 * LANES * step), lanes)
-                e.store(errors, at, 4 * LANES * step)
+                start = self.history + channel * (4 * LANES)
+                errors = e.level.lookup_in_lanes(e, e.load(start, _BYTES, 4 * LANES * step), lanes)
+                e.store(errors, start, 4 * LANES * step)
                 for row, chains in zip(rows, sums, strict=True):
                     factor = e.broadcast(row + channel * 4, F32, LANES, 4 * step)
                     chains[step].set(e.fma(factor, errors.bits(_F16), chains[step].get()))
@@ -121,46 +121,46 @@ class _Search:
         e = self.e
         x, y = ((target.bits(_I16) ^ sign).bits(_F16) for target, sign in zip(targets, self.signs, strict=True))
         cells = [e.fmin(e.fmax(place * float(PER_UNIT) + CELLS / 2, 0.0), CELLS - 1.0).to_int() for place in (x, y)]
-        quadruple = gather(e, self.at["cells"], cells[0] * CELLS + cells[1], I16).zext(I32)
+        quadruple = gather(e, self.addresses["cells"], cells[0] * CELLS + cells[1], I16).zext(I32)
         weight = None
         if self.unit.encoding.has_metric:
             weight = e.broadcast(self.unit.block.weights + pair * 4, F32, LANES)
-        tagged = []
+        tagged_costs = []
         for coset in range(STATES):
-            px, py = gather_pairs(e, self.at["candidates"], quadruple * STATES + coset)
+            px, py = gather_pairs(e, self.addresses["candidates"], quadruple * STATES + coset)
             dx, dy = px - x, py - y
             total = dx * dx + dy * dy
             total = (total if weight is None else total * weight) + cost.get()
-            tagged.append((total.bits(_I16) & -STATES) | self.state)
-        best = self._least_by_state(tagged)
+            tagged_costs.append((total.bits(_I16) & -STATES) | self.state)
+        best = self._least_by_state(tagged_costs)
         origin = best & (STATES - 1)
         lanes = (origin * 0x04040404 + 0x03020100).bits(_BYTES)
         chosen = e.level.lookup_in_lanes(e, quadruple.bits(_BYTES), lanes).bits(_I16)
-        code = gather(e, self.at["codes"], chosen * STATES + self.state, I32)
-        points = gather_pairs(e, self.at["points"], (origin << self.bits) | code)
+        code = gather(e, self.addresses["codes"], chosen * STATES + self.state, I32)
+        points = gather_pairs(e, self.addresses["points"], (origin << self.bits) | code)
         cost.set(best.bits(_F16))
         return origin, code, points
 
-    def _least_by_state(self, tagged: Values) -> Value:
+    def _least_by_state(self, tagged_costs: Values) -> Value:
         """For each state that is entered a vector of costs, by the state before → the least one of each, in the lane of
         the state that is entered."""
         e = self.e
 
-        def merged(first: Value, second: Value, step: int) -> Value:
-            """Minima over pairs of lanes that are `step` apart: of `first`, and beside them minima of `second`."""
+        def merge(first: Value, second: Value, step: int) -> Value:
+            """Minima over pairs of lanes that are `step` apart: of `first` in one lane, of `second` in the other."""
             low = [lane - step + LANES if lane & step else lane for lane in range(LANES)]
             high = [lane + LANES if lane & step else lane + step for lane in range(LANES)]
             return e.imin(e.shuffle(first, second, low), e.shuffle(first, second, high))
 
-        a, b, c, d = tagged
-        return merged(merged(a, b, 1), merged(c, d, 1), 2)
+        a, b, c, d = tagged_costs
+        return merge(merge(a, b, 1), merge(c, d, 1), 2)
 
     def _trace(self, cost: Value, codes: Value) -> None:
         """The codes of the best path of each token → `codes`."""
         e, unit = self.e, self.unit
         costs = e.stack(4 * LANES)
         e.store(cost, costs)
-        for token in range(TOGETHER):
+        for token in range(VECTOR_TOKENS):
             first = STATES * token
             best, state = e.load(costs, F32, 4 * first), e.i64(0)
             for other in range(1, STATES):
@@ -182,24 +182,24 @@ def round_to_paths(unit: Unit) -> None:
     search = _Search(unit, path_tables(encoding.bits), unit.block.paths)
     if not encoding.has_metric:
         _limit_norms(unit)
-    originals = left = unit.x
+    originals = token_errors = unit.x
     if encoding.rounds > 1:
-        originals, unit.x, left = (_by_round(unit, unit.x, unit.dim) for _ in range(3))
+        originals, unit.x, token_errors = (_by_round(unit, unit.x, unit.dim) for _ in range(3))
         unit.norms, unit.inverses = (_by_round(unit, numbers, 1) for numbers in (unit.norms, unit.inverses))
     size = unit.row // encoding.rounds  # bytes
     for number in range(encoding.rounds):
         if number:
-            _feed_back(unit, left, number)
-        with unit.e.loop(number * size, (number + 1) * size, 4 * TOGETHER) as offset:
+            _feed_back(unit, token_errors, number)
+        with unit.e.loop(number * size, (number + 1) * size, 4 * VECTOR_TOKENS) as offset:
             search.run(offset)
             if encoding.has_metric:
-                _write_errors(unit, search.at["points"], originals, left, offset)
+                _write_errors(unit, search.addresses["points"], originals, token_errors, offset)
 
 
-def in_order(unit: Unit) -> tuple[Value, Value]:
+def in_token_order(unit: Unit) -> tuple[Value, Value]:
     """The codes, transposed to (N, P) bytes, and the norms (N,), in the order of tokens."""
     e, rounds = unit.e, unit.encoding.rounds
-    codes, norms = unit.errors, unit.take(unit.row)
+    codes, norms = unit.errors, unit.allocate(unit.row)
     with e.loop(0, unit.tokens // rounds) as place:
         for number in range(rounds):
             token, source = place * rounds + number, place * 4 + unit.row // rounds * number
@@ -222,7 +222,7 @@ def _limit_norms(unit: Unit) -> None:
 def _by_round(unit: Unit, source: Value, rows: Value | int) -> Value:
     """Rows of tokens (rows, N) float32 → the same in the order of rounds."""
     e, rounds = unit.e, unit.encoding.rounds
-    out = unit.take(rows * unit.row)
+    out = unit.allocate(rows * unit.row)
     with e.loop(0, rows) as row, e.loop(0, unit.tokens // rounds) as place:
         for number in range(rounds):
             value = e.load(source + row * unit.row + place * (4 * rounds), F32, 4 * number)
@@ -230,33 +230,34 @@ def _by_round(unit: Unit, source: Value, rows: Value | int) -> Value:
     return out
 
 
-def _feed_back(unit: Unit, left: Value, number: int) -> None:
-    """Add to the targets of a round what makes up for the errors `left` by the rounds before it."""
-    e, together = unit.e, unit.tokens // unit.encoding.rounds
-    kind = vector(F32, math.gcd(together, LANES))
-    factors = unit.block.along + 4 * unit.tokens * together * number
-    with e.loop(0, unit.dim, 4) as channel, e.loop(0, together, kind.count) as place:
+def _feed_back(unit: Unit, token_errors: Value, number: int) -> None:
+    """Add to the targets of a round what makes up for the errors `token_errors` by the rounds before it."""
+    e, round_tokens = unit.e, unit.tokens // unit.encoding.rounds
+    kind = vector(F32, math.gcd(round_tokens, LANES))
+    factors = unit.block.token_feedback + 4 * unit.tokens * round_tokens * number
+    with e.loop(0, unit.dim, 4) as channel, e.loop(0, round_tokens, kind.count) as place:
         sums = [e.variable(e.zero(kind)) for _ in range(4)]
-        with e.loop(0, number * together) as token:
-            factor = e.load(factors + (token * together + place) * 4, kind)
+        with e.loop(0, number * round_tokens) as token:
+            factor = e.load(factors + (token * round_tokens + place) * 4, kind)
             for row, total in enumerate(sums):
-                error = e.broadcast(left + channel * unit.row + token * 4, F32, kind.count, unit.row * row)
+                error = e.broadcast(token_errors + channel * unit.row + token * 4, F32, kind.count, unit.row * row)
                 total.set(e.fma(factor, error, total.get()))
         for row, total in enumerate(sums):
-            at = unit.x + channel * unit.row + place * 4 + unit.row // unit.encoding.rounds * number
-            e.store(e.load(at, kind, unit.row * row) + total.get(), at, unit.row * row)
+            start = unit.x + channel * unit.row + place * 4 + unit.row // unit.encoding.rounds * number
+            e.store(e.load(start, kind, unit.row * row) + total.get(), start, unit.row * row)
 
 
-def _write_errors(unit: Unit, points: Value, originals: Value, left: Value, offset: Value) -> None:
-    """The errors of four tokens: against their targets → `errors`; against what the block has → `left`, with rounds."""
-    e, kind = unit.e, vector(F32, TOGETHER)
-    state, norm = e.variable(e.zero(vector(I32, TOGETHER))), e.load(unit.norms + offset, kind)
+def _write_errors(unit: Unit, points: Value, originals: Value, token_errors: Value, offset: Value) -> None:
+    """The errors of four tokens: against their targets → `errors`; against what the block has → `token_errors`, with
+    rounds."""
+    e, kind = unit.e, vector(F32, VECTOR_TOKENS)
+    state, norm = e.variable(e.zero(vector(I32, VECTOR_TOKENS))), e.load(unit.norms + offset, kind)
     with e.loop(0, unit.pairs) as pair:
-        code = e.load(unit.codes + pair * unit.row + offset, vector(I32, TOGETHER))
+        code = e.load(unit.codes + pair * unit.row + offset, vector(I32, VECTOR_TOKENS))
         point_pairs = gather_pairs(e, points, (state.get() << unit.encoding.bits) | code)
         state.set(code & (STATES - 1))
         for axis, point in enumerate(point_pairs):
-            at, decoded = pair * unit.row_of_pairs + axis * unit.row + offset, point * norm
-            e.store(e.load(unit.x + at, kind) - decoded, unit.errors + at)
+            start, decoded = pair * unit.row_of_pairs + axis * unit.row + offset, point * norm
+            e.store(e.load(unit.x + start, kind) - decoded, unit.errors + start)
             if unit.encoding.rounds > 1:
-                e.store(e.load(originals + at, kind) - decoded, left + at)
+                e.store(e.load(originals + start, kind) - decoded, token_errors + start)

@@ -38,8 +38,8 @@ def round_with_best_norms(unit: Unit, round_: Callable[[Unit], None]) -> None:
             norms, best = e.load(unit.norms + offset, _F16), unit.best_norms + offset
             e.store(e.select(is_better, norms, e.load(best, _F16)), best)
             with e.loop(0, unit.pairs) as pair:
-                at = pair * unit.row + offset
-                codes, best = e.load(unit.codes + at, _I16), unit.best_codes + at
+                start = pair * unit.row + offset
+                codes, best = e.load(unit.codes + start, _I16), unit.best_codes + start
                 e.store(e.select(is_better, codes, e.load(best, _I16)), best)
     unit.codes, unit.norms = unit.best_codes, unit.best_norms
 
@@ -52,26 +52,26 @@ def round_all_tokens(unit: Unit) -> None:
     vector_tile = unit.vector_tile(8 // width)
     with e.loop(0, unit.pairs) as pair:
         rows = [unit.block.feedback + (pair * width + row) * (unit.dim * 4) for row in range(width)]
-        before = (pair * width + 1) & -2  # rounded up to even: the coefficient after an odd number is 0
-        here = pair * unit.row_of_pairs
+        earlier_values = (pair * width + 1) & -2  # rounded up to even: the coefficient after an odd number is 0
+        corner = pair * unit.row_of_pairs
         with e.loop(0, unit.row, 64 * vector_tile) as offset:
             sources = [unit.errors + offset + 64 * number for number in range(vector_tile)]
-            for row, by_source in enumerate(unit.products(rows, sources, before)):
+            for row, by_source in enumerate(unit.products(rows, sources, earlier_values)):
                 for number, total in enumerate(by_source):
                     place = offset + (row * unit.row + 64 * number)
-                    e.store(e.load(unit.x + here + place, _F16) + total, unit.target_of_pair + place)
+                    e.store(e.load(unit.x + corner + place, _F16) + total, unit.target_of_pair + place)
         with unit.vectors() as offset:
             offsets = [offset + row * unit.row for row in range(width)]
-            aims = [e.load(unit.target_of_pair + at, _F16) for at in offsets]
+            aims = [e.load(unit.target_of_pair + start, _F16) for start in offsets]
             norm, inverse = e.load(unit.norms + offset, _F16), e.load(unit.inverses + offset, _F16)
             nearest = nearest_to([aim * inverse for aim in aims])
             e.store(nearest.codes, unit.codes + pair * unit.row + offset)
             points = [point * norm for point in nearest.points]
-            for at, point in zip(offsets, points, strict=True):
-                e.store(e.load(unit.x + here + at, _F16) - point, unit.errors + here + at)
+            for start, point in zip(offsets, points, strict=True):
+                e.store(e.load(unit.x + corner + start, _F16) - point, unit.errors + corner + start)
 
 
-def round_alone(unit: Unit) -> None:
+def round_without_feedback(unit: Unit) -> None:
     """Round without feedback, as `Codec.encode` does; norms are limited to `Encoding.largest`."""
     e = unit.e
     nearest_to = search(e, unit.encoding.bits, unit.width)
@@ -98,21 +98,21 @@ def round_skewed(unit: Unit) -> None:
     nearest_to = search(e, unit.encoding.bits, unit.width)
     pad = row_bytes + unit.row_of_lanes  # zeros that are read for rows and lanes before the first
     nbytes = row_bytes * unit.encoding.rows(unit.pairs) + pad
-    targets, errors, target_errors = (unit.take(nbytes) + pad for _ in range(3))
+    targets, errors, target_errors = (unit.allocate(nbytes) + pad for _ in range(3))
     unit.clear(targets + -pad, nbytes * 3)
     _skew(unit, unit.x, targets)
-    norms, inverses = _reversed(unit, unit.norms), _reversed(unit, unit.inverses)
+    norms, inverses = _reverse(unit, unit.norms), _reverse(unit, unit.inverses)
     axes = [unit.row_of_lanes * axis for axis in range(width)]
     with e.loop(0, unit.encoding.rows(unit.pairs)) as row:
         first = e.imax(row - (unit.tokens - 1), 0) // LANES * LANES
         with e.loop(first, e.imin(row + 1, unit.pairs), LANES) as pair:
             token = row - pair  # the first lane's token; each next lane has the one before it
-            at = row_bytes * row + pair * 4
-            places = [at + axis for axis in axes]
+            start = row_bytes * row + pair * 4
+            places = [start + axis for axis in axes]
             xs = [e.load(targets + place, _F16) for place in places]
-            from_tokens = _from_tokens(unit, errors + at, token)
+            from_tokens = _from_tokens(unit, errors + start, token)
             own_targets = [x + total for x, total in zip(xs, from_tokens, strict=True)]
-            from_pairs = _from_pairs(unit, target_errors + at, row, pair)
+            from_pairs = _from_pairs(unit, target_errors + start, row, pair)
             token_at = (-token + (ROW_PAD + unit.tokens - 1)) * 4
             inverse, norm = e.load(inverses + token_at, _F16), e.load(norms + token_at, _F16)
             nearest = nearest_to([(x + total) * inverse for x, total in zip(own_targets, from_pairs, strict=True)])
@@ -127,9 +127,9 @@ def round_skewed(unit: Unit) -> None:
     _skew(unit, target_errors, unit.errors, back=True)
 
 
-def _reversed(unit: Unit, numbers: Value) -> Value:
+def _reverse(unit: Unit, numbers: Value) -> Value:
     """Numbers (N,) float32 of tokens → the address of ROW_PAD zeros, the numbers in reverse order, ROW_PAD zeros."""
-    e, out = unit.e, unit.take(unit.row + 8 * ROW_PAD)
+    e, out = unit.e, unit.allocate(unit.row + 8 * ROW_PAD)
     unit.clear(out, e.i64(unit.row + 8 * ROW_PAD))
     with unit.vectors() as offset:
         value = e.load(numbers + offset, _F16)
@@ -141,7 +141,7 @@ def _from_tokens(unit: Unit, errors: Value, token: Value) -> list[Value]:
     """Error feedback from earlier tokens to 16 cells. errors: address of these cells; token: the first cell's."""
     e, width, diagonal = unit.e, unit.width, 4 * unit.tokens + 8 * ROW_PAD
     sums = [[e.variable(e.zero(_F16)) for _ in range(2)] for _ in range(width)]
-    coefficients = unit.block.along + (-token + (ROW_PAD + unit.tokens - 1)) * 4
+    coefficients = unit.block.token_feedback + (-token + (ROW_PAD + unit.tokens - 1)) * 4
     with e.loop(1, e.imin(token + 1, e.i64(unit.tokens)), 2) as lag:
         factors = coefficients + lag * diagonal
         for step in (0, 1):
@@ -213,9 +213,9 @@ def write_norms(unit: Unit) -> None:
         with e.loop(0, unit.dim, 2) as channel:
             rows = [unit.block.matrix + (channel + row) * (unit.dim * 4) for row in (0, 1)]
             sums = unit.products(rows, sources, channel)
-            here = [e.load(row + channel * 4, vector(F32, 2)) for row in rows]
-            diagonal = [e.splat(e.extract(row, place), LANES) for place, row in enumerate(here)]
-            between = e.splat(e.extract(here[1], 0), LANES)
+            corner = [e.load(row + channel * 4, vector(F32, 2)) for row in rows]
+            diagonal = [e.splat(e.extract(row, place), LANES) for place, row in enumerate(corner)]
+            off_diagonal = e.splat(e.extract(corner[1], 0), LANES)
             means = (
                 [e.broadcast(unit.block.mean_query + channel * 4, F32, LANES, 4 * row) for row in (0, 1)]
                 if tilted
@@ -227,15 +227,15 @@ def write_norms(unit: Unit) -> None:
                     for place in (number, number + vector_tile)
                 )
                 own_x, own_y = ([by_source[place] for by_source in sums] for place in (number, number + vector_tile))
-                own_x[1] = e.fma(between, xs[0], own_x[1])
-                own_y[1] = e.fma(between, ys[0], own_y[1])
+                own_x[1] = e.fma(off_diagonal, xs[0], own_x[1])
+                own_y[1] = e.fma(off_diagonal, ys[0], own_y[1])
                 for row in (0, 1):
                     cost_sums.add(diagonal[row], xs[row], ys[row], own_x[row], own_y[row])
                     if tilted:
                         cost_sums.add_mean(means[row], xs[row], ys[row])
         for number, cost_sums in enumerate(by_vector):
             place = offset + 64 * number
-            ratio, cost = cost_sums.tilted(unit.dim) if tilted else (cost_sums.fitted(), None)
+            ratio, cost = cost_sums.tilted(unit.dim) if tilted else (cost_sums.fitted_ratio(), None)
             if unit.encoding.tries_norms:
                 assert cost is not None
                 e.store(cost, unit.costs + place)
@@ -247,8 +247,8 @@ def _decode(unit: Unit, sources: Values) -> None:
     e, half = unit.e, len(sources) // 2
     with e.loop(0, unit.dim) as channel:
         for x, errors in zip(sources[:half], sources[half:], strict=True):
-            at = errors + channel * unit.row
-            e.store(e.load(x + channel * unit.row, _F16) - e.load(at, _F16), at)
+            start = errors + channel * unit.row
+            e.store(e.load(x + channel * unit.row, _F16) - e.load(start, _F16), start)
 
 
 class _Sums:
@@ -282,7 +282,7 @@ class _Sums:
         for name, a in (("plain_x", x), ("plain", decoded)):
             self._add(name, a, decoded)
 
-    def fitted(self) -> Value:
+    def fitted_ratio(self) -> Value:
         """The factor of y that minimises the cost of the error."""
         return self._ratio(self.sums["xy"].get(), self.sums["yy"].get())
 
@@ -290,14 +290,14 @@ class _Sums:
         """The factor of what is decoded that minimises the cost for the queries that attend to each key, and that cost;
         see `engine.quantization.encode`."""
         e = self.e
-        got = {name: total.get() for name, total in self.sums.items()}
-        xx, xe, ee, mean_x, mean_e = (got[name] for name in ("xx", "xy", "yy", "mean_x", "mean_y"))
+        totals = {name: total.get() for name, total in self.sums.items()}
+        xx, xe, ee, mean_x, mean_e = (totals[name] for name in ("xx", "xy", "yy", "mean_x", "mean_y"))
         root = e.splat(e.sqrt(dim.trunc(I32).to_float()), LANES)
         lean_x = (xx - mean_x * mean_x) / root + mean_x
         lean_e = (xe - mean_x * mean_e) / root + mean_e
         lean_y = lean_x - lean_e
         with_x, with_e = e.fma(lean_x, lean_y, xx - xe), e.fma(lean_e, lean_y, xe - ee)
-        plain = self._ratio(got["plain_x"], got["plain"])
+        plain = self._ratio(totals["plain_x"], totals["plain"])
         low, high = TILT_RANGE
         ratio = e.fmin(e.fmax(self._ratio(with_x, with_x - with_e), plain * low), plain * high)
         rest = -ratio + 1.0

@@ -45,7 +45,7 @@ class Block(NamedTuple):
     feedback: Pointer
     matrix: Pointer
     mean_query: Pointer
-    along: Pointer
+    token_feedback: Pointer
     weights: Pointer
     paths: Pointer
     tiles: Pointer
@@ -125,8 +125,8 @@ def scratch_bytes(encoding: Encoding, head_dim: int) -> int:
     pairs, row = head_dim // encoding.width, 4 * encoding.tokens
     nbytes = (2 * head_dim + encoding.width + 3 + head_dim // 32) * row + 4 * head_dim
     if encoding.rounds:
-        of_rounds = (3 * head_dim + 3) * row if encoding.rounds > 1 else 0
-        nbytes += (head_dim + pairs) * 4 * LANES + of_rounds
+        round_bytes = (3 * head_dim + 3) * row if encoding.rounds > 1 else 0
+        nbytes += (head_dim + pairs) * 4 * LANES + round_bytes
     if not encoding.along_tokens:
         return nbytes + pairs * row + (4 + pairs) * row * encoding.tries_norms
     rows = encoding.rows(pairs) * (3 * encoding.width + 1) + 3 * (encoding.width + 1)
@@ -168,23 +168,23 @@ class Unit:
         self.pairs = self.dim // self.width
         self.row_of_lanes = (self.pairs * 4 + 63) & -64  # bytes of a skewed row of one channel of all pairs
         self.scratch = scratch
-        self.target_of_pair = self.take(self.row_of_pairs)
-        self.norms, self.inverses = self.take(self.row), self.take(self.row)
-        self.x = self.take(self.dim * self.row)  # (D, N)
-        self.errors = self.take(self.dim * self.row)  # (D, N)
-        self.codes = self.take(
+        self.target_of_pair = self.allocate(self.row_of_pairs)
+        self.norms, self.inverses = self.allocate(self.row), self.allocate(self.row)
+        self.x = self.allocate(self.dim * self.row)  # (D, N)
+        self.errors = self.allocate(self.dim * self.row)  # (D, N)
+        self.codes = self.allocate(
             encoding.rows(self.pairs) * self.row_of_lanes if encoding.along_tokens else self.pairs * self.row
         )
-        self.mean = self.take(self.dim * 4)
+        self.mean = self.allocate(self.dim * 4)
         if encoding.tries_norms:
-            self.rms, self.costs, self.least = self.take(self.row), self.take(self.row), self.take(self.row)
-            self.best_codes, self.best_norms = self.take(self.pairs * self.row), self.take(self.row)
+            self.rms, self.costs, self.least = self.allocate(self.row), self.allocate(self.row), self.allocate(self.row)
+            self.best_codes, self.best_norms = self.allocate(self.pairs * self.row), self.allocate(self.row)
 
     def report(self, damaged: Value) -> None:
         """damaged: a byte, 1 if x is not finite."""
         self.e.store(damaged, self._args.damaged + self._number)
 
-    def take(self, nbytes: int | Value) -> Value:
+    def allocate(self, nbytes: int | Value) -> Value:
         """The address of the next `nbytes` bytes of scratch."""
         first = self.scratch
         self.scratch = first + nbytes
@@ -240,7 +240,7 @@ def encoder(name: str, encoding: Encoding, write: Callable[[Unit], None]) -> Ker
     return Kernel(name, emit, EncodeArguments)
 
 
-def encoder_alone(
+def plain_encoder(
     name: str, format: CacheFormat, side: int, write: Callable[[Unit], None], bits: int = 8
 ) -> Kernel[EncodeArguments] | None:
     """The kernel that encodes keys (side 0) or values (1) for codecs without an error metric into the tiles `name`, as

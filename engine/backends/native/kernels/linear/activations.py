@@ -19,8 +19,8 @@ too, into a multiple of 256 and a signed byte, both bfloat16:
     low        (16, 32) bfloat16
     numbers    (16, 4) float32      of each row
 
-Inputs are quantized to int16 unless the user asks for int8 (`EngineConfig.input_bits`): an error of 2⁻¹⁶ of a group's
-largest input leaves the model as the file has it. Bytes take half of the products, which steps that wait for the
+Inputs are quantized to int16 unless the user asks for int8 (`EngineConfig.input_bits`): the error, 2⁻¹⁶ of a group's
+largest input, is far below that of the weights. Bytes take half of the products, which steps that wait for the
 weights do not feel. With int8 all products with codes have these inputs, so that a row's results do not depend on how
 many are multiplied together.
 """
@@ -33,7 +33,7 @@ from enum import Enum
 from functools import cache
 from typing import NamedTuple
 
-from polarlm.engine.backends.native.kernels.rows import inverse_rms, over_columns
+from polarlm.engine.backends.native.kernels.rows import for_each_column, inverse_rms
 from polarlm.engine.backends.native.tiles import QUAD, ROWS
 from polarlm.engine.jit.lang import F32, I8, I16, I32, I64, Emitter, Kernel, Type, Value, Values, round_to, vector
 from polarlm.engine.jit.lang.level import LARGEST_SPLIT, Level
@@ -42,7 +42,7 @@ from polarlm.engine.weight_formats import WeightFormat
 
 GROUP = 32  # inputs that share a scale
 MATRIX_ROW = 4 * GROUP + 16  # bytes of a group of a row of a matrix
-CROSSED = 16  # offset in the numbers of a row of the sums of products of pairs
+PAIR_PRODUCTS = 16  # offset in the numbers of a row of the sums of products of pairs
 
 
 class Inputs(Enum):
@@ -51,7 +51,7 @@ class Inputs(Enum):
 
     CODES = LARGEST_SPLIT  # as int16, for codes of weights
     BYTES = 127  # as int8, for codes of weights
-    WORDS = 16380  # as int16, for numbers of 16 bits that become words (`words.NumberWords`)
+    WORDS = 16380  # as int16, for numbers of 16 bits that become words (`expanded_weights.ExpandedNumbers`)
     FLOATS = 0  # as float32
 
     @property
@@ -129,8 +129,8 @@ def place_of_sum(groups: int, group: int) -> int:
 def panel_bytes(columns: int, row_tile: int, level: Level, inputs: Inputs = Inputs.CODES) -> int:
     """Bytes of a panel of `row_tile` rows; columns is a multiple of 32."""
     are_halves = inputs is Inputs.CODES and are_matrices(level, row_tile, inputs)
-    of_row = MATRIX_ROW if are_halves else row_bytes(level, inputs)
-    return columns // GROUP * of_row * row_tile
+    group_row_bytes = MATRIX_ROW if are_halves else row_bytes(level, inputs)
+    return columns // GROUP * group_row_bytes * row_tile
 
 
 class RowArguments(NamedTuple):
@@ -145,11 +145,11 @@ class RowArguments(NamedTuple):
 
 @cache
 def quantize_rows(
-    normed: bool, row_tile: int, *, inputs: Inputs = Inputs.CODES, is_unsigned: bool = False, picks: bool = False
+    has_norm: bool, row_tile: int, *, inputs: Inputs = Inputs.CODES, is_unsigned: bool = False, picks: bool = False
 ) -> Kernel[RowArguments]:
     """Rows of x → panels of int16 or int8, one unit per row. A group's largest magnitude becomes that of `inputs`.
 
-    normed: x / rms(x) * weight is quantized instead. columns: a multiple of 32. stride: bytes from row to row of x.
+    has_norm: x / rms(x) * weight is quantized instead. columns: a multiple of 32. stride: bytes from row to row of x.
     is_unsigned: int8 become unsigned bytes, with the zero point 128. picks: a unit is a row of the panels, whose row of
     x is in sources (units,) int32; negative: it is not written.
     """
@@ -160,99 +160,101 @@ def quantize_rows(
         with _rows(e, args, begin, end, picks) as (row, source):
             panel, place = row // row_tile, row % row_tile
             start = args.out + panel * groups * (size * row_tile)
-            if normed:
+            if has_norm:
                 factor = inverse_rms(e, source, args.columns, args.eps)
             with e.loop(0, groups) as group:
                 halves = [e.load(source + group * 128, f16, 64 * half) for half in (0, 1)]
-                if normed:
+                if has_norm:
                     norms = [e.load(args.weight + group * 128, f16, 64 * half) for half in (0, 1)]
                     halves = [half * factor * norm for half, norm in zip(halves, norms, strict=True)]
                 integers, top = round_to(e, halves, float(inputs.value))
                 target, each = start + group * (size * row_tile), number_bytes(e.level, inputs)
-                for_matrices = are_matrices(e.level, row_tile, inputs)
+                is_for_matrices = are_matrices(e.level, row_tile, inputs)
                 numbers = target + place * each + GROUP * inputs.size * row_tile
                 if inputs is Inputs.BYTES:
                     is_paired = are_paired(e.level, row_tile, inputs)
                     sums = _write_bytes(e, target, place, integers, is_paired=is_paired, is_unsigned=is_unsigned)
                 else:
-                    if for_matrices:
+                    if is_for_matrices:
                         numbers = _write_matrices(e, target, place, integers)
                     else:
                         for number, half in enumerate(integers):
-                            own = _split(e, half) if splits(e.level, row_tile, inputs) else half.trunc(I16)
-                            e.store(own, target + place * (2 * GROUP), 32 * number)
-                    halved = e.join([half.trunc(I16) for half in integers]).bits(vector(I32, 16))
-                    sums = _negative_sums(e, halved, crossed=each > 16)
+                            packed_half = _split(e, half) if splits(e.level, row_tile, inputs) else half.trunc(I16)
+                            e.store(packed_half, target + place * (2 * GROUP), 32 * number)
+                    words = e.join([half.trunc(I16) for half in integers]).bits(vector(I32, 16))
+                    sums = _negative_sums(e, words, with_pair_products=each > 16)
                 e.store(top * (1 / inputs.value), numbers)
-                e.store(sums.to_float() if for_matrices else sums, numbers, 4)
+                e.store(sums.to_float() if is_for_matrices else sums, numbers, 4)
 
     kind = inputs.suffix + "_unsigned" * is_unsigned
-    return Kernel(f"quantize{kind}{'_normed' * normed}{'_picked' * picks}_{row_tile}", emit, RowArguments)
+    return Kernel(f"quantize{kind}{'_normed' * has_norm}{'_picked' * picks}_{row_tile}", emit, RowArguments)
 
 
-def _negative_sums(e: Emitter, words: Value, *, crossed: bool) -> Value:
+def _negative_sums(e: Emitter, words: Value, *, with_pair_products: bool) -> Value:
     """The sums in a row's numbers, int32 (3,), or with sums of products (6,). words (16,) int32: its pairs of int16."""
     zero, ones = e.zero(words.type), e.constant(words.type, [0x10001] * 16)
     pairs, fours = e.level.dot2(e, zero, words, ones), zero
-    if crossed:  # in the even lanes; the odd ones hold the same again
+    if with_pair_products:  # in the even lanes; the odd ones hold the same again
         fours = e.level.dot2(e, zero, words, e.shuffle(words, words, [lane ^ 1 for lane in range(16)]))
     even, odd = range(0, 32, 2), range(1, 16, 2)
     sums = e.shuffle(pairs, fours, even) + e.shuffle(pairs, zero, [*odd, *range(16, 24)])
-    return -_of_lanes(e, sums, [0, 16, 20, 8, 24, 28] if crossed else [0, 16, 20])
+    return -_take_lanes(e, sums, [0, 16, 20, 8, 24, 28] if with_pair_products else [0, 16, 20])
 
 
-def _of_lanes(e: Emitter, sums: Value, lanes: Sequence[int]) -> Value:
+def _take_lanes(e: Emitter, sums: Value, lanes: Sequence[int]) -> Value:
     """Lanes of the sums of each eight lanes, and of each four, whose numbers follow: of a row, and of its halves."""
     for step in (2, 1):
         sums = sums + e.shuffle(sums, sums, [lane ^ step for lane in range(sums.lanes)])
     return e.shuffle(sums + e.shuffle(sums, sums, [lane ^ 4 for lane in range(sums.lanes)]), sums, lanes)
 
 
-def _write_bytes(e: Emitter, at: Value, row: Value, halves: Values, *, is_paired: bool, is_unsigned: bool) -> Value:
+def _write_bytes(
+    e: Emitter, address: Value, row: Value, halves: Values, *, is_paired: bool, is_unsigned: bool
+) -> Value:
     """Write 32 inputs of a row, int32, to the panel at an address. Returns the sums in its numbers, int32 (3,)."""
     lanes = vector(I32, 8)
-    bytes_ = e.join([_in_quads(e, half) for half in halves]).trunc(I8)
+    bytes_ = e.join([_order_quads(e, half) for half in halves]).trunc(I8)
     if is_paired:
-        target = at + (row // 2 * (2 * GROUP) + row % 2 * 8)
+        target = address + (row // 2 * (2 * GROUP) + row % 2 * 8)
         for eight in range(0, GROUP, 8):
             e.store(e.part(bytes_, eight, 8), target, 2 * eight)
     else:
-        e.store(bytes_ ^ -128 if is_unsigned else bytes_, at + row * GROUP)
+        e.store(bytes_ ^ -128 if is_unsigned else bytes_, address + row * GROUP)
     fours = e.level.sum_of_bytes(e, e.zero(lanes), Inputs.BYTES.value)
     fours.add(e.constant(lanes, 0x01010101), bytes_.bits(lanes))
-    return -_of_lanes(e, fours.end(), [0, 8, 12])
+    return -_take_lanes(e, fours.end(), [0, 8, 12])
 
 
-def _in_quads(e: Emitter, integers: Value) -> Value:
+def _order_quads(e: Emitter, integers: Value) -> Value:
     return e.shuffle(integers, integers, [lane & ~3 | QUAD[lane & 3] for lane in range(16)])
 
 
 def _split(e: Emitter, integers: Value) -> Value:
     """int32 (16,) as bytes (32,): see above."""
-    ordered = _in_quads(e, integers)
+    ordered = _order_quads(e, integers)
     high, low = (ordered + 128).ashr(8).trunc(I8), ordered.trunc(I8)
     return e.shuffle(high, low, [lane + 16 * i + first for first in (0, 8) for i in (0, 1) for lane in range(8)])
 
 
-def _write_matrices(e: Emitter, at: Value, row: Value, halves: Values) -> Value:
+def _write_matrices(e: Emitter, address: Value, row: Value, halves: Values) -> Value:
     """Write 32 inputs of a row, int32, to the matrices at an address. Returns the address of the row's numbers."""
-    nbytes, words = 2 * GROUP * ROWS, at + row * (2 * GROUP)
+    nbytes, words = 2 * GROUP * ROWS, address + row * (2 * GROUP)
     for number, integers in enumerate(halves):
         high = (integers + 128) & -256
         for place, part in ((0, high), (nbytes, integers - high)):
             e.store((part.to_float().bits(part.type) >> 16).trunc(I16), words, place + 32 * number)
-    return at + row * 16 + 2 * nbytes
+    return address + row * 16 + 2 * nbytes
 
 
 @cache
-def interleave_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kernel[RowArguments]:
+def interleave_rows(has_norm: bool, row_tile: int, *, picks: bool = False) -> Kernel[RowArguments]:
     """Rows of x → panels of float32, one unit per row. Arguments as of `quantize_rows`, with any number of columns."""
 
     def emit(e: Emitter, args: RowArguments, begin: Value, end: Value, scratch: Value) -> None:
         with _rows(e, args, begin, end, picks) as (row, source):
             panel = args.out + row // row_tile * args.columns * (4 * row_tile)
             target = panel + row % row_tile * 4
-            factor = inverse_rms(e, source, args.columns, args.eps) if normed else None
+            factor = inverse_rms(e, source, args.columns, args.eps) if has_norm else None
 
             def write(offset: Value, kind: Type) -> None:
                 value = e.load(source + offset, kind)
@@ -262,9 +264,9 @@ def interleave_rows(normed: bool, row_tile: int, *, picks: bool = False) -> Kern
                     number = e.extract(value, lane) if value.lanes else value
                     e.store(number, target + offset * row_tile, 4 * row_tile * lane)
 
-            over_columns(e, args.columns, write)
+            for_each_column(e, args.columns, write)
 
-    return Kernel(f"interleave{'_normed' * normed}{'_picked' * picks}_{row_tile}", emit, RowArguments)
+    return Kernel(f"interleave{'_normed' * has_norm}{'_picked' * picks}_{row_tile}", emit, RowArguments)
 
 
 @contextmanager

@@ -32,15 +32,16 @@ from polarlm.engine.jit.lang.level import ByteSum
 from polarlm.engine.weight_formats import WeightFormat
 
 # Prefetch distance in bytes. The hardware does not prefetch where a loop reads several streams of vectors: without
-# this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third. See `ahead`, too.
-AHEAD = 8192
+# this, 4-bit codes of many inputs are read at half the memory bandwidth, and 6-bit codes at a third. See
+# `prefetch_distance`, too.
+PREFETCH_BYTES = 8192
 _F16 = vector(F32, ROWS)
-_FEW_SUMS = 8  # a dot product waits for its sum's last one: two begin in a cycle, and each takes four
+_FEW_SUMS = 8  # a dot product waits for the previous one of its sum: each takes four cycles, and two begin per cycle
 
 
-def ahead(level: Level, row_tile: int) -> int:
+def prefetch_distance(level: Level, row_tile: int) -> int:
     """The prefetch distance of products of `row_tile` rows with codes."""
-    return AHEAD if row_tile > level.near_rows else 0
+    return PREFETCH_BYTES if row_tile > level.near_rows else 0
 
 
 class Outputs(NamedTuple):
@@ -53,24 +54,24 @@ class Outputs(NamedTuple):
 ALL = Outputs(0, ROWS)
 
 
-def passes(level: Level, row_tile: int) -> list[Outputs]:
+def output_groups(level: Level, row_tile: int) -> list[Outputs]:
     """The outputs of a tile that products of `row_tile` rows sum in turn, so that the sums stay in registers."""
     count = ROWS if row_tile == 1 else level.code_outputs
     return [Outputs(first, count) for first in range(0, ROWS, count)]
 
 
-def by_passes(
+def sum_by_outputs(
     e: Emitter, start: Sequence[Values], add: Callable[[Outputs, list[list[Variable]]], None]
 ) -> list[list[Value]]:
     """The sums of each tile and row, which begin with `start`: add(some outputs, their sums) adds to them."""
-    parts: list[list[list[Value]]] = [[[] for _ in of_tile] for of_tile in start]
-    for outputs in passes(e.level, len(start[0])):
-        sums = [[e.variable(e.part(total, *outputs)) for total in of_tile] for of_tile in start]
+    parts: list[list[list[Value]]] = [[[] for _ in tile_sums] for tile_sums in start]
+    for outputs in output_groups(e.level, len(start[0])):
+        sums = [[e.variable(e.part(total, *outputs)) for total in tile_sums] for tile_sums in start]
         add(outputs, sums)
-        for of_tile, totals in zip(parts, sums, strict=True):
-            for of_row, total in zip(of_tile, totals, strict=True):
-                of_row.append(total.get())
-    return [[e.join(of_row) for of_row in of_tile] for of_tile in parts]
+        for tile_sums, totals in zip(parts, sums, strict=True):
+            for row_parts, total in zip(tile_sums, totals, strict=True):
+                row_parts.append(total.get())
+    return [[e.join(row_parts) for row_parts in tile_sums] for tile_sums in parts]
 
 
 class Block:
@@ -80,11 +81,13 @@ class Block:
     factor: what scales are multiplied by.
     """
 
-    def __init__(self, e: Emitter, place: TileLayout, at: Value, factor: float = 1, outputs: Outputs = ALL) -> None:
+    def __init__(
+        self, e: Emitter, place: TileLayout, address: Value, factor: float = 1, outputs: Outputs = ALL
+    ) -> None:
         first, self.outputs = outputs
-        self.codes = at + (place.codes + 4 * first)
-        self.subs = read_subs(e, place, at) + first
-        self._e, self._place, self._halves, self._factor = e, place, at + 2 * first, factor
+        self.codes = address + (place.codes + 4 * first)
+        self.subs = read_subs(e, place, address) + first
+        self._e, self._place, self._halves, self._factor = e, place, address + 2 * first, factor
 
     @property
     def scale(self) -> Value:
@@ -105,35 +108,35 @@ def add_block(
     blocks: Sequence[Block],
     inputs: Value,
     sums: Sequence[Sequence[Variable]],
-    before: Callable[[Value], None] = lambda part: None,
+    before_part: Callable[[Value], None] = lambda part: None,
 ) -> None:
     """Add the products of the rows of a panel and of blocks with the same inputs to `sums`, of each block and row. All
     blocks are of the same outputs. The inputs are of the kind of `codes`.
 
-    inputs: address of the block's first inputs in the panel. before: emits what precedes part `part` of 32 inputs.
+    inputs: address of the block's first inputs in the panel. before_part: emits what precedes part `part` of 32 inputs.
     """
     place, row_tile, outputs = codes.place, len(sums[0]), blocks[0].outputs
     format, multiply = place.format, _multiplier(e.level, codes, row_tile)
     with e.loop(0, format.values // 32) as part:
         own_inputs = inputs + part * (row_bytes(e.level, codes.inputs) * row_tile)
         numbers = numbers_at(own_inputs, row_tile, e.level, codes.inputs)
-        at = [block.codes + part * place.part_bytes for block in blocks]
+        addresses = [block.codes + part * place.part_bytes for block in blocks]
         sub = part * (16 * (32 // format.group))
-        before(part)
+        before_part(part)
         for group in range(32 // format.group):
             place_in_numbers = place_of_sum(GROUP // format.group, group)
-            dots = multiply(e, codes, at, own_inputs, group, _less(e, numbers, place_in_numbers, outputs))
+            dots = multiply(e, codes, addresses, own_inputs, group, _input_sums(e, numbers, place_in_numbers, outputs))
             e.keep_order()
-            less = _less(e, numbers, place_in_numbers, outputs)  # where order is kept, read again
+            input_sums = _input_sums(e, numbers, place_in_numbers, outputs)  # where order is kept, read again
             for block, own_dots, totals in zip(blocks, dots, sums, strict=True):
                 own_scale = times_sub(e, block.scale, block.subs + sub, place.sub_scale, group, signed=True)
                 own_offset = block.offset
                 if own_offset is not None:
                     own_offset = -times_sub(e, own_offset, block.subs + sub, place.sub_offset, group)
-                for at_numbers, dot, x_less, total in zip(numbers, own_dots, less, totals, strict=True):
+                for at_numbers, dot, input_sum, total in zip(numbers, own_dots, input_sums, totals, strict=True):
                     value = dot.to_float() * own_scale
                     if own_offset is not None:
-                        value = e.fma(x_less.to_float(), own_offset, value)
+                        value = e.fma(input_sum.to_float(), own_offset, value)
                     total.set(e.fma(value, e.broadcast(at_numbers, F32, outputs), total.get()))
 
 
@@ -144,50 +147,54 @@ def _multiplier(level: Level, codes: Codes, row_tile: int) -> Callable[..., list
     return _dots_of_unsigned if codes.are_unsigned else _split_dots if level.splits_words else _dots
 
 
-def _less(e: Emitter, numbers: Values, place: int, outputs: int) -> list[Value]:
+def _input_sums(e: Emitter, numbers: Values, place: int, outputs: int) -> list[Value]:
     """Of each row the sum of its inputs, negative, int32 (outputs,). place: its offset among the numbers of a row."""
     return [e.broadcast(at_numbers, I32, outputs, place) for at_numbers in numbers]
 
 
-def _dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
+def _dots(
+    e: Emitter, codes: Codes, addresses: Values, inputs: Value, group: int, input_sums: Values
+) -> list[list[Value]]:
     """For each tile and row, the dot products (outputs,) int32 of the row's inputs with the codes of a group, less the
     zero point.
 
-    at: addresses of each tile's codes of 32 inputs. less: see `_less`.
+    addresses: addresses of each tile's codes of 32 inputs. input_sums: see `_input_sums`.
     """
-    size, rows, outputs = codes.place.format.group // 2, range(len(less)), less[0].lanes
-    zero = e.zero(less[0].type)
+    size, rows, outputs = codes.place.format.group // 2, range(len(input_sums)), input_sums[0].lanes
+    zero = e.zero(input_sums[0].type)
     # Two sums hide the latency of a dot product, where there are few others and registers have room for them.
-    has_room = len(less) == 1 or (e.level.has_room and len(less) * len(at) <= _FEW_SUMS)
+    has_room = len(input_sums) == 1 or (e.level.has_room and len(input_sums) * len(addresses) <= _FEW_SUMS)
     # Where order is kept, LLVM would still add the products to one of the two as it likes.
     chains = 2 if has_room and not e.level.keeps_order else 1
-    first = [x_less * codes.zero if codes.zero else zero for x_less in less]
-    sums = [[[start, *[zero] * (chains - 1)] for start in first] for _ in at]
+    first = [input_sum * codes.zero if codes.zero else zero for input_sum in input_sums]
+    sums = [[[start, *[zero] * (chains - 1)] for start in first] for _ in addresses]
     # Pairs that share vectors of codes are multiplied in succession, so that few registers hold codes.
     pairs = sorted(range(group * size, (group + 1) * size), key=codes.vector)
     for number, pair in enumerate(pairs):
         if not number or not codes.shares_bytes(pair, pairs[number - 1]):
             e.keep_order()
-        own_codes, chain = [codes.pair(address, pair, outputs) for address in at], number % chains
+        own_codes, chain = [codes.pair(address, pair, outputs) for address in addresses], number % chains
         for row in rows:
             words = e.broadcast(inputs, I32, outputs, 2 * GROUP * row + 4 * pair)
             for dots, code in zip(sums, own_codes, strict=True):
                 total = e.level.dot2(e, dots[row][chain], code, words)
-                dots[row][chain] = total if len(less) == 1 else e.in_order(total)
+                dots[row][chain] = total if len(input_sums) == 1 else e.order_sum(total)
     return [[dot[0] + dot[1] if chains == 2 else dot[0] for dot in dots] for dots in sums]
 
 
-def _split_dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
+def _split_dots(
+    e: Emitter, codes: Codes, addresses: Values, inputs: Value, group: int, input_sums: Values
+) -> list[list[Value]]:
     """The same with two rows of bytes at a time: the high and low bytes of inputs, or two rows' inputs of 8 bits."""
-    count, outputs = codes.place.format.group // 4, less[0].lanes
-    are_pairs, zero = codes.inputs is Inputs.BYTES, e.zero(less[0].type)
-    starts = [x_less * codes.zero for x_less in less]
+    count, outputs = codes.place.format.group // 4, input_sums[0].lanes
+    are_pairs, zero = codes.inputs is Inputs.BYTES, e.zero(input_sums[0].type)
+    starts = [input_sum * codes.zero for input_sum in input_sums]
     both = zip(starts[::2], starts[1::2], strict=True) if are_pairs else ((zero, start) for start in starts)
-    sums = [[e.level.split_start(e, *start) for start in both_starts] for both_starts in [[*both]] * len(at)]
+    sums = [[e.level.split_start(e, *start) for start in both_starts] for both_starts in [[*both]] * len(addresses)]
     # Quads that share vectors of codes are multiplied in succession, as pairs above.
     for quad in sorted(range(group * count, (group + 1) * count, 2), key=codes.vector_of_quad):
         e.keep_order()
-        own_codes = [[codes.quad(address, quad + i, outputs) for i in (0, 1)] for address in at]
+        own_codes = [[codes.quad(address, quad + i, outputs) for i in (0, 1)] for address in addresses]
         for row in range(len(sums[0])):
             words = e.load(inputs, vector(I8, 16), 2 * GROUP * row + 8 * quad)
             for dots, codes_of_two in zip(sums, own_codes, strict=True):
@@ -196,31 +203,35 @@ def _split_dots(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int,
     return [[*chain(*dots)] if are_pairs else [(high << 8) + low for high, low in dots] for dots in ends]
 
 
-def _dots_of_int8(e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values) -> list[list[Value]]:
+def _dots_of_int8(
+    e: Emitter, codes: Codes, addresses: Values, inputs: Value, group: int, input_sums: Values
+) -> list[list[Value]]:
     """The same with inputs of 8 bits."""
-    count, outputs = codes.place.format.group // 4, less[0].lanes
-    starts = [x_less * codes.zero if codes.zero else e.zero(x_less.type) for x_less in less]
-    sums = [[codes.sum_of_bytes(start) for start in starts] for _ in at]
+    count, outputs = codes.place.format.group // 4, input_sums[0].lanes
+    starts = [input_sum * codes.zero if codes.zero else e.zero(input_sum.type) for input_sum in input_sums]
+    sums = [[codes.sum_of_bytes(start) for start in starts] for _ in addresses]
     for quad in sorted(range(group * count, (group + 1) * count), key=codes.vector_of_quad):
         e.keep_order()
-        own_codes = [codes.quad(address, quad, outputs) for address in at]
-        for row in range(len(less)):
+        own_codes = [codes.quad(address, quad, outputs) for address in addresses]
+        for row in range(len(input_sums)):
             fours = e.broadcast(inputs, I32, outputs, GROUP * row + 4 * quad)
-            for of_tile, code in zip(sums, own_codes, strict=True):
-                of_tile[row].add(code, fours)
-    return [[one.end() for one in of_tile] for of_tile in sums]
+            for tile_sums, code in zip(sums, own_codes, strict=True):
+                tile_sums[row].add(code, fours)
+    return [[one.end() for one in tile_sums] for tile_sums in sums]
 
 
 def _dots_of_unsigned(
-    e: Emitter, codes: Codes, at: Values, inputs: Value, group: int, less: Values
+    e: Emitter, codes: Codes, addresses: Values, inputs: Value, group: int, input_sums: Values
 ) -> list[list[Value]]:
     """The same with unsigned codes: none becomes a word."""
-    count, outputs = codes.place.format.group // 4, less[0].lanes
-    zero = e.zero(less[0].type)
-    sums = [[[zero, x_less * codes.zero if codes.zero else zero] for x_less in less] for _ in at]  # high and low bytes
+    count, outputs = codes.place.format.group // 4, input_sums[0].lanes
+    zero = e.zero(input_sums[0].type)
+    sums = [
+        [[zero, input_sum * codes.zero if codes.zero else zero] for input_sum in input_sums] for _ in addresses
+    ]  # high and low bytes
     for quad in sorted(range(group * count, (group + 1) * count), key=codes.vector_of_quad):
-        own_codes = [codes.quad(address, quad, outputs) for address in at]
-        for row in range(len(less)):
+        own_codes = [codes.quad(address, quad, outputs) for address in addresses]
+        for row in range(len(input_sums)):
             for half in (0, 1):
                 place = 2 * GROUP * row + 16 * (quad // 2) + 8 * half + 4 * (quad % 2)
                 fours = e.broadcast(inputs, I32, outputs, place)
@@ -242,8 +253,8 @@ class Codes:
         self._e, self.place, self.inputs = e, place, inputs
         format, self._is_signed = place.format, place.planes == (8,)
         are_split = rows > 0 and splits(e.level, rows) and not e.level.splits_words
-        of_bytes = inputs is Inputs.BYTES and rows > 0 and not e.level.signed_dots
-        self.are_unsigned = of_bytes or are_split
+        are_bytes = inputs is Inputs.BYTES and rows > 0 and not e.level.signed_dots
+        self.are_unsigned = are_bytes or are_split
         bias = 128 if self.are_unsigned else 0
         table = None if format.table is None else (format.table.view(np.uint8) ^ bias).astype(np.uint8)
         self._look_up = None if table is None else e.level.table(e, e.constant_bytes(table.tobytes()), 16)
@@ -260,12 +271,12 @@ class Codes:
     def vector_of_quad(self, quad: int) -> int:
         return quad % self.place.planes[0]
 
-    def pair(self, at: Value, pair: int, lanes: int = ROWS) -> Value:
+    def pair(self, address: Value, pair: int, lanes: int = ROWS) -> Value:
         """The two codes of pair number `pair` of 8 or 16 rows, as the int16 halves of int32 lanes.
 
-        at: address of the codes of 32 inputs.
+        address: address of the codes of 32 inputs.
         """
-        words = read_pair(self._e, self.place, at, pair, lanes)
+        words = read_pair(self._e, self.place, address, pair, lanes)
         if self._look_up is not None:
             words = (self._look_up(words.bits(vector(I8, 4 * lanes))).bits(words.type) << 8).ashr(8)
         return words.bits(vector(I32, lanes))
@@ -274,9 +285,9 @@ class Codes:
         """A sum of products of quads with fours of int8."""
         return self._e.level.sum_of_bytes(self._e, start, most_code(self.place.format) * Inputs.BYTES.value)
 
-    def quad(self, at: Value, quad: int, lanes: int) -> Value:
+    def quad(self, address: Value, quad: int, lanes: int) -> Value:
         """The four codes of quad number `quad` of 8 or 16 rows, as the bytes of int32 lanes."""
-        codes = read_quad(self._e, self.place, at, quad, lanes)
+        codes = read_quad(self._e, self.place, address, quad, lanes)
         bytes_ = codes.bits(vector(I8, 4 * lanes))
         if self._look_up is not None:
             return self._look_up(bytes_).bits(codes.type)
@@ -293,8 +304,8 @@ def number_sums(
 
     def add(column: Value, count: int) -> None:
         for i in range(count):
-            at = panel + column * (4 * row_tile)
-            factors = [e.broadcast(at, F32, ROWS, 4 * (row_tile * i + r)) for r in range(row_tile)]
+            address = panel + column * (4 * row_tile)
+            factors = [e.broadcast(address, F32, ROWS, 4 * (row_tile * i + r)) for r in range(row_tile)]
             for tile, totals in zip(tiles, sums, strict=True):
                 raw = read_plain(e, tile + column * (ROWS * size), format, ROWS, ROWS * size * i)
                 for factor, total in zip(factors, totals, strict=True):

@@ -41,8 +41,8 @@ def dequantize_rows(format: WeightFormat) -> Kernel[DequantizeArguments]:
             target = args.y + number * args.columns * 4
             if format.unpack is None:
                 with e.loop(0, args.columns) as column:
-                    at = tile + (column * 16 + lane) * format.nbytes
-                    e.store(read_plain(e, at, format, 0) * args.factor, target + column * 4)
+                    address = tile + (column * 16 + lane) * format.nbytes
+                    e.store(read_plain(e, address, format, 0) * args.factor, target + column * 4)
             else:
                 _dequantize_lane(e, format, tile, lane, args.blocks, target, args.factor)
 
@@ -57,17 +57,17 @@ def _dequantize_lane(
     place = layout(format) if expand is None else expand.layout
     table = None if format.table is None else e.constant_bytes(format.table.astype(np.float32).tobytes())
     with e.loop(0, blocks) as block:
-        at = tile + block * block_bytes(format)
+        address = tile + block * block_bytes(format)
         if expand is not None:
-            at = expand(at)
-        numbers = at + lane * 2
+            address = expand(address)
+        numbers = address + lane * 2
         scale = read_scale(e, numbers, 0, place.is_power, 0)
         if expand is not None:
             scale = scale * float(expand.factor)
         offset = None if place.offset is None else read_scale(e, numbers, place.offset, False, 0)
-        subs = read_subs(e, place, at)
+        subs = read_subs(e, place, address)
         with e.loop(0, format.values // 32) as part:
-            codes_at = at + part * place.part_bytes + lane * 4 + place.codes
+            codes_at = address + part * place.part_bytes + lane * 4 + place.codes
             sub_at = subs + part * (16 * (32 // format.group)) + lane
             out = target + (block * format.values + part * 32) * 4
             for pair in range(16):

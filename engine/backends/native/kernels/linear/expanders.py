@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD
+from polarlm.engine.backends.native.kernels.linear.block_sums import PREFETCH_BYTES
 from polarlm.engine.backends.native.tiles import QUAD, ROWS, LatticeField, TileLayout, block_bytes, lattice_layout
 from polarlm.engine.jit.lang import F32, F64, I8, I16, I32, I64, Emitter, Value, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -46,39 +46,39 @@ class LatticeExpander:
         points = format.grid.points().reshape(1 << format.bits, -1, 4)
         self._points = e.constant_bytes(np.ascontiguousarray(points[..., QUAD]).tobytes())
 
-    def __call__(self, at: Value) -> Value:
+    def __call__(self, address: Value) -> Value:
         e, out, format = self._e, self._out, self._format
-        e.prefetch(at + AHEAD, block_bytes(format))
-        e.store(e.load(at, vector(I16, ROWS), self._fields["scale"].start), out)
+        e.prefetch(address + PREFETCH_BYTES, block_bytes(format))
+        e.store(e.load(address, vector(I16, ROWS), self._fields["scale"].start), out)
         parts = format.values // 32
         if self._indices is not None:
             with e.loop(0, parts) as part:
-                self._join_indices(at, part, self._indices + part * (2 * ROWS * self._cells))
+                self._join_indices(address, part, self._indices + part * (2 * ROWS * self._cells))
         with e.loop(0, parts) as part:
-            signs = self._expand_scales(at, part)
+            signs = self._expand_scales(address, part)
             codes = out + part * self.layout.part_bytes
-            quads = (quad for cell in range(self._cells) for quad in self._quads(at, part, cell))
+            quads = (quad for cell in range(self._cells) for quad in self._quads(address, part, cell))
             for number, quad in enumerate(quads):
                 values = quad.bits(_BYTES)
                 if signs is not None:
-                    values = self._signed(values, signs, number)
+                    values = self._apply_signs(values, signs, number)
                 e.store(values, codes, self.layout.codes + _ROW * number)
         return out
 
-    def _join_indices(self, at: Value, part: Value, out: Value) -> None:
+    def _join_indices(self, address: Value, part: Value, out: Value) -> None:
         """Write the indices of 32 inputs, uint16 (cells, 16)."""
         e, high_bits = self._e, self._format.bits - 8
-        high, low = self._field(at, part, self._fields["high"]), self._low(at, part)
+        high, low = self._field(address, part, self._fields["high"]), self._low(address, part)
         for cell in range(self._cells):
             lower = e.load(low, _WORDS, _ROW * (cell // 4)) >> 8 * (cell % 4) & 255
             upper = (high >> high_bits * cell & (1 << high_bits) - 1) << 8
             e.store((lower | upper).trunc(I16), out, 2 * ROWS * cell)
 
-    def _expand_scales(self, at: Value, part: Value) -> Value | None:
+    def _expand_scales(self, address: Value, part: Value) -> Value | None:
         """Write the scales of the groups of 32 inputs → their signs, int32 (16,), if signs are stored."""
         e, count, scales, signs = self._e, 32 // self._format.group, [], None
         if self._grid.signs:
-            signs = self._field(at, part, self._fields["signs"])
+            signs = self._field(address, part, self._fields["signs"])
         if self._grid.signs == 7:
             assert signs is not None
             scales.append((signs >> 7 & 0x01010101) * 0x01020408 >> 24)
@@ -88,20 +88,20 @@ class LatticeExpander:
             parity = parity ^ parity >> 1
             signs = signs | (parity & 0x01010101) << 7
         if "sub_scale" in self._fields:
-            rest = self._field(at, part, self._fields["sub_scale"])
+            rest = self._field(address, part, self._fields["sub_scale"])
             scales += [rest >> 4 * number & 15 for number in range(count - len(scales))]
         out = self._out + part * (ROWS * count)
         for number, scale in enumerate(scales):
             e.store(((scale << 1) + 1).trunc(I8), out, 2 * ROWS + ROWS * number)
         return signs
 
-    def _quads(self, at: Value, part: Value, cell: int) -> list[Value]:
+    def _quads(self, address: Value, part: Value, cell: int) -> list[Value]:
         """The points of a cell as int32 (16,), four values each."""
         e, size = self._e, self._grid.cell
         loaded = []
         for row in range(ROWS):
             if self._indices is None:
-                index = e.load(self._low(at, part), I8, _ROW * (cell // 4) + 4 * row + cell % 4)
+                index = e.load(self._low(address, part), I8, _ROW * (cell // 4) + 4 * row + cell % 4)
             else:
                 index = e.load(self._indices + part * (2 * ROWS * self._cells), I16, 2 * (ROWS * cell + row))
             loaded.append(e.load(self._points + index.zext(I64) * size, {4: F32, 8: F64}[size]))
@@ -111,22 +111,22 @@ class LatticeExpander:
         both = points.bits(vector(I32, 2 * ROWS))
         return [e.shuffle(both, both, range(half, 2 * ROWS, 2)) for half in (0, 1)]
 
-    def _signed(self, values: Value, signs: Value, number: int) -> Value:
+    def _apply_signs(self, values: Value, signs: Value, number: int) -> Value:
         """Four values of each row, in quad `number`, int8 (64,), with their signs."""
         e, sign_bytes = self._e, signs.bits(_BYTES)
         spread = e.shuffle(sign_bytes, sign_bytes, [lane & ~3 | number // 2 for lane in range(_BYTES.count)])
         mask = [1 << 4 * (number % 2) + place for place in QUAD] * ROWS
         return e.select((spread & e.constant(_BYTES, mask)).equals(0), values, -values)
 
-    def _low(self, at: Value, part: Value) -> Value:
+    def _low(self, address: Value, part: Value) -> Value:
         """The address of the low bytes of the indices of 32 inputs."""
-        return at + part * (ROWS * self._cells) + self._fields["low"].start
+        return address + part * (ROWS * self._cells) + self._fields["low"].start
 
-    def _field(self, at: Value, part: Value, field: LatticeField) -> Value:
+    def _field(self, address: Value, part: Value, field: LatticeField) -> Value:
         """A field of 4 to 32 bits of 32 inputs, int32 (16,)."""
         e, kind = self._e, {1: I8, 2: I16, 4: I32}[field.size]
         place = part >> 1 if field.bits == 4 else part
-        loaded = e.load(at + place * (ROWS * field.size), vector(kind, ROWS), field.start).zext(I32)
+        loaded = e.load(address + place * (ROWS * field.size), vector(kind, ROWS), field.start).zext(I32)
         if field.bits == 4:
             return loaded >> e.splat(((part & 1) << 2).trunc(I32), ROWS) & 15
         return loaded
@@ -143,21 +143,21 @@ class TritExpander:
         self.layout = TileLayout(format, (8,), None, None, None, None, codes, size, is_power=False)
         self._out = e.stack(size)
 
-    def __call__(self, at: Value) -> Value:
+    def __call__(self, address: Value) -> Value:
         e, out = self._e, self._out
-        e.prefetch(at + AHEAD, block_bytes(self._format))
-        e.store(e.load(at, vector(I16, ROWS)), out)
-        packed, codes = at + 2 * ROWS, out + self.layout.codes
+        e.prefetch(address + PREFETCH_BYTES, block_bytes(self._format))
+        e.store(e.load(address, vector(I16, ROWS)), out)
+        packed, codes = address + 2 * ROWS, out + self.layout.codes
         for count, digits in self._runs:
             with e.loop(0, count // 4) as number:  # four inputs of all rows
                 self._expand(packed + number * _ROW, codes + number * _ROW, count // 4, digits)
             packed, codes = packed + ROWS * count, codes + ROWS * count * digits
         return out
 
-    def _expand(self, at: Value, out: Value, step: int, digits: int) -> None:
+    def _expand(self, address: Value, out: Value, step: int, digits: int) -> None:
         """Write the codes of four bytes of each row; codes of the next digits follow after `step` others."""
         e = self._e
-        packed = e.load(at, _WORDS)
+        packed = e.load(address, _WORDS)
         halves = [packed & _EVEN, packed >> 8 & _EVEN]
         for digit in range(digits):
             tripled = [(half << 1) + half for half in halves]

@@ -123,9 +123,9 @@ def _emit_numbers(e: Emitter, format: WeightFormat, source: Value, target: Value
     element, size = {2: I16, 4: I32}[format.nbytes], format.nbytes
     whole = (args.blocks // ROWS) * ROWS
     with e.loop(0, whole, ROWS) as column:
-        at = source + column * size
-        rows = [e.load(at + args.row_bytes * row, vector(element, ROWS)) for row in range(ROWS)]
-        for place, values in enumerate(e.transposed(rows)):
+        address = source + column * size
+        rows = [e.load(address + args.row_bytes * row, vector(element, ROWS)) for row in range(ROWS)]
+        for place, values in enumerate(e.transpose(rows)):
             e.store(values, target + column * (ROWS * size), place * ROWS * size)
     with e.loop(whole, args.blocks) as column, e.loop(0, ROWS) as row:
         value = e.load(source + row * args.row_bytes + column * size, element)
@@ -137,26 +137,28 @@ def _emit_blocks(e: Emitter, format: WeightFormat, source: Value, target: Value,
     powers = _powers(format) if place.is_power else None
     table = None if powers is None else e.constant_bytes(powers[1].tobytes())
     with e.loop(0, args.blocks) as block, e.loop(0, ROWS) as row:
-        at, out = source + row * args.row_bytes + block * format.nbytes, target + block * place.nbytes
+        address, out = source + row * args.row_bytes + block * format.nbytes, target + block * place.nbytes
         if powers is not None and table is not None:
-            exponent = e.load(at, I8, powers[0]).zext(I64)
+            exponent = e.load(address, I8, powers[0]).zext(I64)
             e.store(e.load(table + exponent * 2, I16), out + row * 2)
         for name, start in (("scale", 0), ("offset", place.offset)):
             if start is not None and name in fields:
-                e.store(_emit_bytes(e, at, fields[name]).bits(I16), out + row * 2, start)
-        if subs := [_emit_bytes(e, at, fields[name]) for name in ("sub_scale", "sub_offset") if name in fields]:
+                e.store(_emit_bytes(e, address, fields[name]).bits(I16), out + row * 2, start)
+        if subs := [_emit_bytes(e, address, fields[name]) for name in ("sub_scale", "sub_offset") if name in fields]:
             _emit_subs(e, e.join(subs), place, out + row)
         for part in range(format.values // _PART):
-            codes = _emit_bytes(e, at, fields["codes"][_PART * part : _PART * (part + 1)])
+            codes = _emit_bytes(e, address, fields["codes"][_PART * part : _PART * (part + 1)])
             _emit_codes(e, codes, place, out + row * 4, place.codes + part * place.part_bytes)
 
 
 def _emit_lattice(e: Emitter, format: WeightFormat, source: Value, target: Value, args: PackArguments) -> None:
     fields = origins(format)
     with e.loop(0, args.blocks) as block, e.loop(0, ROWS) as row:
-        at, out = source + row * args.row_bytes + block * format.nbytes, target + block * block_bytes(format)
+        address, out = source + row * args.row_bytes + block * format.nbytes, target + block * block_bytes(format)
         for name, place in lattice_layout(format).items():
-            numbers = _emit_bytes(e, at, fields[name]).bits(vector({1: I8, 2: I16, 4: I32}[place.size], place.count))
+            numbers = _emit_bytes(e, address, fields[name]).bits(
+                vector({1: I8, 2: I16, 4: I32}[place.size], place.count)
+            )
             for number in range(place.count):
                 e.store(e.extract(numbers, number), out + row * place.size, place.start + ROWS * place.size * number)
 
@@ -166,9 +168,9 @@ def _emit_trits(e: Emitter, format: WeightFormat, source: Value, target: Value, 
     count = sum(nbytes for nbytes, _ in format.runs)
     quads = [4 * (place // 4) + QUAD[place % 4] for place in range(count)]
     with e.loop(0, args.blocks) as block, e.loop(0, ROWS) as row:
-        at, out = source + row * args.row_bytes + block * format.nbytes, target + block * block_bytes(format)
-        e.store(e.load(at, I16, count), out + row * 2)
-        words = _spread(e, e.load(at, vector(I8, count)), quads).bits(vector(I32, count // 4))
+        address, out = source + row * args.row_bytes + block * format.nbytes, target + block * block_bytes(format)
+        e.store(e.load(address, I16, count), out + row * 2)
+        words = _spread(e, e.load(address, vector(I8, count)), quads).bits(vector(I32, count // 4))
         for number in range(words.lanes):
             e.store(e.extract(words, number), out + row * 4, 2 * ROWS + 4 * ROWS * number)
 
@@ -207,27 +209,27 @@ def _emit_codes(e: Emitter, codes: Value, place: TileLayout, out: Value, start: 
         low += bits
 
 
-def _emit_bytes(e: Emitter, at: Value, wanted: Origins) -> Value:
-    """Bytes of a field, from the block at `at`: int8 (bytes,)."""
-    kind, whole = vector(I8, len(wanted.flips)), None
-    for shift, places, masks in wanted.moves():
+def _emit_bytes(e: Emitter, address: Value, origins: Origins) -> Value:
+    """Bytes of a field, from the block at `address`: int8 (bytes,)."""
+    kind, whole = vector(I8, len(origins.flips)), None
+    for shift, places, masks in origins.moves():
         first, last = int(places[places >= 0].min()), int(places.max())
-        loaded = e.load(at, vector(I8, last + 1 - first), first)
-        moved = _shifted(_spread(e, loaded, np.maximum(places - first, 0)), shift)
-        kept = 0xFF >> shift if shift >= 0 else 0xFF << -shift & 0xFF
-        if (masks & kept != kept).any():
-            moved = moved & e.constant(kind, masks.tolist())
-        whole = moved if whole is None else whole | moved
+        source = e.load(address, vector(I8, last + 1 - first), first)
+        bits = _shift(_spread(e, source, np.maximum(places - first, 0)), shift)
+        is_kept = 0xFF >> shift if shift >= 0 else 0xFF << -shift & 0xFF
+        if (masks & is_kept != is_kept).any():
+            bits = bits & e.constant(kind, masks.tolist())
+        whole = bits if whole is None else whole | bits
     assert whole is not None
-    return whole ^ e.constant(kind, wanted.flips.tolist()) if wanted.flips.any() else whole
+    return whole ^ e.constant(kind, origins.flips.tolist()) if origins.flips.any() else whole
 
 
-def _spread(e: Emitter, loaded: Value, lanes: Sequence[int] | np.ndarray) -> Value:
+def _spread(e: Emitter, source: Value, lanes: Sequence[int] | np.ndarray) -> Value:
     chosen = [int(lane) for lane in lanes]
-    return loaded if chosen == list(range(loaded.lanes)) else e.shuffle(loaded, loaded, chosen)
+    return source if chosen == list(range(source.lanes)) else e.shuffle(source, source, chosen)
 
 
-def _shifted(a: Value, right: int) -> Value:
+def _shift(a: Value, right: int) -> Value:
     return a >> right if right > 0 else a << -right if right < 0 else a
 
 

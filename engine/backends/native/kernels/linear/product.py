@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from enum import Enum
+from functools import cache, partial
 from typing import NamedTuple
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, are_matrices, row_bytes
@@ -14,14 +15,14 @@ from polarlm.engine.backends.native.kernels.linear.block_sums import (
     Codes,
     Outputs,
     add_block,
-    ahead,
-    by_passes,
     number_sums,
+    prefetch_distance,
+    sum_by_outputs,
 )
-from polarlm.engine.backends.native.kernels.linear.expanding import SUMS, expanded_sums, is_expanded
-from polarlm.engine.backends.native.kernels.linear.matrix_sums import matrix_sums, runs
+from polarlm.engine.backends.native.kernels.linear.expanded_sums import SUMS, expanded_sums, is_expanded
+from polarlm.engine.backends.native.kernels.linear.matrix_sums import matrix_sums, unit_runs
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling
-from polarlm.engine.backends.native.kernels.rows import gated
+from polarlm.engine.backends.native.kernels.rows import apply_gate
 from polarlm.engine.backends.native.tiles import layout
 from polarlm.engine.jit.lang import F32, Emitter, Int64, Kernel, Level, Pointer, Value, Values, Variable, read, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -102,73 +103,26 @@ def product(spec: Product) -> Kernel[ProductArguments]:
     """
 
     def emit(e: Emitter, args: ProductArguments, begin: Value, end: Value, scratch: Value) -> None:
-        tiles = args.tiles
-        parts, wide = _parts(spec, e.level), _tiles_of_unit(spec)
-
-        def tiles_of(of: _Operands) -> list[Value]:
-            tile = of.unit * wide
-            others = [tile + tiles] if spec.activation else [e.imin(tile + i, tiles - 1) for i in range(1, wide)]
-            return [tile, *others]
-
-        def write(of: _Operands, sums: Sequence[Values], tile: Value, first: Value) -> None:
-            """Store the outputs of the rows from `first` on. sums: of each row, of gate and up with an activation."""
-            for row, totals in enumerate(zip(*sums, strict=True)):
-                with e.when(first + row < of.rows) if spec.row_tile > 1 else nullcontext():
-                    at = of.y + (first + row) * args.y_stride
-                    _write(e, spec, totals, at, of.bias, (tile, tiles), args.outputs, scratch)
-
-        def finish(of: _Operands, sums: Sequence[Values], first: Value) -> None:
-            """Store the outputs of a unit. sums: of each tile and row."""
-            by_tile = [sums] if spec.activation else [[tile_sums] for tile_sums in sums]
-            for number, tile_sums in enumerate(by_tile):
-                write(of, tile_sums, of.unit * wide + number, first)
-
-        if are_matrices(e.level, spec.row_tile, spec.inputs):
-            each = 1 if spec.activation is None else 2
-            with (
-                runs(e, spec.format, spec.inputs, (begin, end), tiles, each) as (unit, count),
-                nullcontext(_operands(e, spec, args, unit, wide)) as of,
-            ):
-                tile = of.weights + of.unit * args.tile_bytes
-                weights, panels = (tile, args.tile_bytes, tiles), (of.x, args.x_stride, args.blocks, of.rows)
-                y = of.y + of.unit * 64, args.y_stride
-                rows = matrix_sums(e, spec.format, spec.inputs, weights, (count, each), panels, y, scratch + SUMS)
-                for number, first, sums in rows:
-                    finish(of._replace(unit=of.unit + number), sums, first)
-            return
-        if is_expanded(spec.format, spec.inputs, spec.tiling, e.level):
-            with e.loop(begin, end) as unit, nullcontext(_operands(e, spec, args, unit, wide)) as of:
-                starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
-                inputs, at_once = (of.x, args.x_stride, args.blocks, of.rows), len(starts) // parts
-                kept, kind = scratch + SUMS, spec.inputs
-                for first, sums in expanded_sums(e, spec.format, spec.tiling, starts, at_once, inputs, kept, kind):
-                    finish(of, sums, first)
-            return
-        with (
-            e.loop(begin, end) as unit,
-            nullcontext(_operands(e, spec, args, unit, wide)) as of,
-            e.loop(0, of.rows, spec.row_tile) as first,
-        ):
-            starts = [of.weights + number * args.tile_bytes for number in tiles_of(of)]
-
-            def multiply(part: int) -> list[list[Value]]:
-                part_tiles, inputs = starts[part::parts], (of.x, first, args.blocks, args.x_stride)
-                if not spec.inputs.are_integers:
-                    panel = of.x + first // spec.row_tile * args.x_stride
-                    return number_sums(e, spec.format, part_tiles, panel, args.blocks, spec.row_tile)
-                return _packed(e, spec, part_tiles, *inputs)
-
-            if parts == 1:
-                sums = multiply(0)
-            else:  # scratch keeps the sums of the gate meanwhile
-                (gates,) = multiply(0)
-                for row, total in enumerate(gates):
-                    e.store(total, scratch, 128 + 64 * row)
-                (ups,) = multiply(1)
-                sums = [[e.load(scratch, _F16, 128 + 64 * row) for row in range(spec.row_tile)], ups]
-            finish(of, sums, first)
+        body = _Body(e, spec, args, scratch)
+        {Way.MATRICES: body.matrices, Way.EXPANDED: body.expanded, Way.TILES: body.tiles}[way(spec, e.level)](
+            begin, end
+        )
 
     return Kernel(spec.name, emit, ProductArguments)
+
+
+class Way(Enum):
+    """How a kernel multiplies; README.md has the picture."""
+
+    MATRICES = "matrices"  # codes become matrices of the level, which multiplies these
+    EXPANDED = "expanded"  # blocks are expanded in memory that stays in the cache, once for many panels
+    TILES = "tiles"  # the weights of a tile are unpacked in registers, for each panel
+
+
+def way(spec: Product, level: Level) -> Way:
+    if are_matrices(level, spec.row_tile, spec.inputs):
+        return Way.MATRICES
+    return Way.EXPANDED if is_expanded(spec.format, spec.inputs, spec.tiling, level) else Way.TILES
 
 
 class _Operands(NamedTuple):
@@ -196,6 +150,87 @@ def _operands(e: Emitter, spec: Product, args: ProductArguments, unit: Value, wi
         args.bias + chosen.expert * args.bias_bytes,
         chosen.rows,
     )
+
+
+class _Body:
+    """Emits the body of `product`, in each `Way`."""
+
+    def __init__(self, e: Emitter, spec: Product, args: ProductArguments, scratch: Value) -> None:
+        self._e, self._spec, self._args, self._scratch = e, spec, args, scratch
+        self._parts, self._wide = _parts(spec, e.level), _tiles_of_unit(spec)
+
+    def matrices(self, begin: Value, end: Value) -> None:
+        e, spec, args = self._e, self._spec, self._args
+        each = 1 if spec.activation is None else 2
+        with unit_runs(e, spec.format, spec.inputs, (begin, end), args.tiles, each) as (unit, count):
+            operands = _operands(e, spec, args, unit, self._wide)
+            tile = operands.weights + operands.unit * args.tile_bytes
+            weights, y = (tile, args.tile_bytes, args.tiles), (operands.y + operands.unit * 64, args.y_stride)
+            panels = operands.x, args.x_stride, args.blocks, operands.rows
+
+            def finish(number: Value, row: Value, sums: Sequence[Values]) -> None:
+                self._finish(operands._replace(unit=operands.unit + number), row, sums)
+
+            sums_at = self._scratch + SUMS
+            matrix_sums(e, spec.format, spec.inputs, weights, (count, each), panels, y, sums_at, finish)
+
+    def expanded(self, begin: Value, end: Value) -> None:
+        e, spec, args = self._e, self._spec, self._args
+        with e.loop(begin, end) as unit:
+            operands = _operands(e, spec, args, unit, self._wide)
+            tiles = self._tiles(operands)
+            panels, at_once = (operands.x, args.x_stride, args.blocks, operands.rows), len(tiles) // self._parts
+            finish = partial(self._finish, operands)
+            expanded_sums(
+                e, spec.format, spec.tiling, tiles, at_once, panels, self._scratch + SUMS, spec.inputs, finish
+            )
+
+    def tiles(self, begin: Value, end: Value) -> None:
+        e, spec, args, parts, scratch = self._e, self._spec, self._args, self._parts, self._scratch
+        with e.loop(begin, end) as unit:
+            operands = _operands(e, spec, args, unit, self._wide)
+            with e.loop(0, operands.rows, spec.row_tile) as first:
+                tiles = self._tiles(operands)
+
+                def multiply(part: int) -> list[list[Value]]:
+                    part_tiles, inputs = tiles[part::parts], (operands.x, first, args.blocks, args.x_stride)
+                    if not spec.inputs.are_integers:
+                        panel = operands.x + first // spec.row_tile * args.x_stride
+                        return number_sums(e, spec.format, part_tiles, panel, args.blocks, spec.row_tile)
+                    return _packed_sums(e, spec, part_tiles, *inputs)
+
+                if parts == 1:
+                    sums = multiply(0)
+                else:  # scratch keeps the sums of the gate meanwhile
+                    (gates,) = multiply(0)
+                    for row, total in enumerate(gates):
+                        e.store(total, scratch, 128 + 64 * row)
+                    (ups,) = multiply(1)
+                    sums = [[e.load(scratch, _F16, 128 + 64 * row) for row in range(spec.row_tile)], ups]
+                self._finish(operands, first, sums)
+
+    def _tiles(self, operands: _Operands) -> list[Value]:
+        """The addresses of a unit's tiles of weights."""
+        e, tiles, tile = self._e, self._args.tiles, operands.unit * self._wide
+        others = (
+            [tile + tiles] if self._spec.activation else [e.imin(tile + i, tiles - 1) for i in range(1, self._wide)]
+        )
+        return [operands.weights + number * self._args.tile_bytes for number in (tile, *others)]
+
+    def _finish(self, operands: _Operands, first: Value, sums: Sequence[Values]) -> None:
+        """Store the outputs of a unit for the rows from `first` on. sums: of each tile and row."""
+        by_tile = [sums] if self._spec.activation else [[tile_sums] for tile_sums in sums]
+        for number, tile_sums in enumerate(by_tile):
+            self._write(operands, tile_sums, operands.unit * self._wide + number, first)
+
+    def _write(self, operands: _Operands, sums: Sequence[Values], tile: Value, first: Value) -> None:
+        """Store the outputs of a tile. sums: of each row, of gate and up with an activation."""
+        e, spec, args = self._e, self._spec, self._args
+        for row, totals in enumerate(zip(*sums, strict=True)):
+            with e.when(first + row < operands.rows) if spec.row_tile > 1 else nullcontext():
+                address = operands.y + (first + row) * args.y_stride
+                place = tile, args.tiles
+                _write(e, spec, totals, address, operands.bias, place, args.outputs, self._scratch)
 
 
 def units(spec: Product, tiles: int) -> int:
@@ -236,9 +271,11 @@ def _write(
 
     def finished(values: Values, offset: Value) -> Value:
         if spec.has_bias:
-            values = [value + e.load(at + offset, value.type) for value, at in zip(values, biases, strict=True)]
+            values = [
+                value + e.load(address + offset, value.type) for value, address in zip(values, biases, strict=True)
+            ]
         if spec.activation:
-            return gated(e, spec.activation, *values)
+            return apply_gate(e, spec.activation, *values)
         return values[0] + e.load(y + offset, values[0].type) if spec.adds else values[0]
 
     with e.when(left >= 16):
@@ -251,12 +288,15 @@ def _write(
             e.store(finished(values, lane * 4), y + lane * 4)
 
 
-def _packed(
+def _packed_sums(
     e: Emitter, spec: Product, tiles: Values, x: Value, first: Value, blocks: Value, stride: Value
 ) -> list[list[Value]]:
     """The sums of each tile and row, for weights of codes and scales. x: panels from `quantize_rows`."""
     format, place = spec.format, layout(spec.format)
-    codes, distance = Codes(e, place, spec.row_tile, spec.inputs), place.codes + ahead(e.level, spec.row_tile)
+    codes, distance = (
+        Codes(e, place, spec.row_tile, spec.inputs),
+        place.codes + prefetch_distance(e.level, spec.row_tile),
+    )
     panel = x + first // spec.row_tile * stride
 
     def add(outputs: Outputs, sums: Sequence[Sequence[Variable]]) -> None:
@@ -266,9 +306,11 @@ def _packed(
 
             def before_part(part: Value) -> None:
                 if outputs.first == 0:
-                    for at in starts:
-                        e.prefetch(at + part * place.part_bytes + distance, place.part_bytes)
+                    for address in starts:
+                        e.prefetch(address + part * place.part_bytes + distance, place.part_bytes)
 
-            add_block(e, codes, [Block(e, place, at, outputs=outputs) for at in starts], inputs, sums, before_part)
+            add_block(
+                e, codes, [Block(e, place, address, outputs=outputs) for address in starts], inputs, sums, before_part
+            )
 
-    return by_passes(e, [[e.zero(_F16)] * spec.row_tile for _ in tiles], add)
+    return sum_by_outputs(e, [[e.zero(_F16)] * spec.row_tile for _ in tiles], add)

@@ -37,7 +37,7 @@ def tiling(rows: int, level: Level, inputs: Inputs = Inputs.CODES) -> Tiling:
 
     inputs: how products read them; `Inputs.shared` of several.
     """
-    if level.sums_in_order and inputs.are_integers and rows <= _FEW_ROWS:
+    if level.orders_sums and inputs.are_integers and rows <= _FEW_ROWS:
         # Unpacking a tile of codes, and scaling its sums, take about as long as a row.
         size = Tiling(min(range(1, 1 + _MOST_IN_ORDER), key=lambda row_tile: -(-rows // row_tile) * (row_tile + 1)), 1)
         return size._replace(unpacks_again=become_words(size, level, inputs))

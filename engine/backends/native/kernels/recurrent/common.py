@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from polarlm.engine.backends.native.kernels.multiply import Left, pieces, product
-from polarlm.engine.backends.native.kernels.rows import over_columns
+from polarlm.engine.backends.native.kernels.multiply import LeftMatrix, pieces, product
+from polarlm.engine.backends.native.kernels.rows import for_each_column
 from polarlm.engine.jit.lang import F32, I32, I64, Emitter, Float32, Int64, Kernel, Pointer, Type, Value, vector
 
 _LOG_TERMS = 9  # terms of atanh(z) / z for z up to 1/3
@@ -18,7 +18,7 @@ _LOG_TERMS = 9  # terms of atanh(z) / z for z up to 1/3
 class RecurrentArguments(NamedTuple):
     """Arguments of the kernels that add rows; see `DeltaWeights`, `Mamba2Weights` and `DeltaSlots`.
 
-    kept (blocks,) int32: for the end of each block, its row of `end_matrices` and `end_inputs`, or −1; for a prompt
+    end_rows (blocks,) int32: for the end of each block, its row of `end_matrices` and `end_inputs`, or −1; for a prompt
     alone. Of Mamba 2, with T rows and Q groups: convolved (T, C): x, B and C after the convolution. block_keys: the
     keys of each block of a prompt, (blocks, Q, A, N). scores (T, Q, N): products of queries with the keys of the block.
     """
@@ -34,7 +34,7 @@ class RecurrentArguments(NamedTuple):
     decays: Pointer
     inputs: Pointer
     spans: Pointer
-    kept: Pointer
+    end_rows: Pointer
     end_matrices: Pointer
     end_inputs: Pointer
     blocks: Int64
@@ -58,28 +58,28 @@ class Span(NamedTuple):
 
 def span_of(e: Emitter, spans: Value, number: Value) -> Span:
     """The span of this number among those at the address `spans`."""
-    at = spans + number * 16
-    return Span(*(e.load(at + 4 * field, I32).sext(I64) for field in range(4)))
+    address = spans + number * 16
+    return Span(*(e.load(address + 4 * field, I32).sext(I64) for field in range(4)))
 
 
-def by_blocks(e: Emitter, block: int, span: Span, body: Callable[[Value, Value, Value, Value], None]) -> None:
+def for_each_block(e: Emitter, block: int, span: Span, body: Callable[[Value, Value, Value, Value], None]) -> None:
     """Emit body(first row, rows, place, number of the block) for the rows of each block of a span."""
     row, left, place, number = (e.variable(value) for value in (span.first, span.rows, span.place, e.i64(0)))
     with e.repeat_while() as condition:
-        now = e.imin(left.get(), -place.get() + block)
-        body(row.get(), now, place.get(), number.get())
-        row.add(now)
-        left.add(-now)
+        block_rows = e.imin(left.get(), -place.get() + block)
+        body(row.get(), block_rows, place.get(), number.get())
+        row.add(block_rows)
+        left.add(-block_rows)
         place.set(e.i64(0))
         number.add(1)
         condition.append(left.get() > 0)
 
 
-def kept_row(e: Emitter, kept: Value, blocks: Value, number: Value) -> Value:
-    """The row in which the state after a block is kept, or −1. kept: the address of the rows of `blocks` blocks."""
+def end_row(e: Emitter, end_rows: Value, blocks: Value, number: Value) -> Value:
+    """The row in which the state after a block is kept, or −1. end_rows: the address of the rows of `blocks` blocks."""
     row = e.variable(e.i64(-1))
     with e.when(number < blocks):
-        row.set(e.load(kept + number * 4, I32).sext(I64))
+        row.set(e.load(end_rows + number * 4, I32).sext(I64))
     return row.get()
 
 
@@ -89,33 +89,37 @@ def product_tile(e: Emitter, is_prompt: bool) -> tuple[int, int]:
     return (min(rows, 6), vectors) if is_prompt else (min(rows, 2), 2 * vectors)
 
 
-def convolved(e: Emitter, spec: Any, x: Value, inputs: Value, weights: Value, start: Value) -> Value:
+def convolution(e: Emitter, spec: Any, x: Value, inputs: Value, weights: Value, start: Value) -> Value:
     """start plus the convolution of numbers at x, silu of it. x, inputs, weights: addresses of a row's numbers, of the
     slot's inputs that are the first ones under the convolution, and of its weights. The numbers become inputs, too."""
-    row_bytes, before, newest = 4 * spec.channels, spec.width - 1, e.load(x, start.type)
-    e.store(newest, inputs, before * row_bytes)
-    for back in range(before):
-        x_back, weight = (e.load(at, start.type, back * row_bytes) for at in (inputs, weights))
+    row_bytes, rows_before, newest = 4 * spec.channels, spec.width - 1, e.load(x, start.type)
+    e.store(newest, inputs, rows_before * row_bytes)
+    for row_back in range(rows_before):
+        x_back, weight = (e.load(address, start.type, row_back * row_bytes) for address in (inputs, weights))
         start = e.fma(x_back, weight, start)
-    return silu(e, e.fma(newest, e.load(weights, start.type, before * row_bytes), start))
+    return silu(e, e.fma(newest, e.load(weights, start.type, rows_before * row_bytes), start))
 
 
 def repeat_inputs(
-    e: Emitter, inputs: Value, sizes: tuple[Any, int, int], columns: Value, kept: tuple[Value, Value] | None = None
+    e: Emitter,
+    inputs: Value,
+    sizes: tuple[Any, int, int],
+    columns: Value,
+    end_target: tuple[Value, Value] | None = None,
 ) -> None:
     """The last inputs of a block are the first ones of the next block. inputs: address of the first channel's of
-    `columns`. sizes: bytes of a row, rows of a block, and inputs before a row. kept: as in `Matrix.advance`."""
-    row_bytes, block, before = sizes
+    `columns`. sizes: bytes of a row, rows of a block, and inputs before a row. end_target: as in `Matrix.advance`."""
+    row_bytes, block, rows_before = sizes
 
     def repeat(offset: Value, kind: Type) -> None:
-        for row in range(before):
+        for row in range(rows_before):
             x = e.load(inputs + (offset + row_bytes * (block + row)), kind)
             e.store(x, inputs + (offset + row_bytes * row))
-            if kept is not None:
-                with e.when(kept[0]):
-                    e.store(x, kept[1] + (offset + row_bytes * row))
+            if end_target is not None:
+                with e.when(end_target[0]):
+                    e.store(x, end_target[1] + (offset + row_bytes * row))
 
-    over_columns(e, columns, repeat)
+    for_each_column(e, columns, repeat)
 
 
 def silu(e: Emitter, x: Value) -> Value:
@@ -126,9 +130,9 @@ def softplus(e: Emitter, x: Value) -> Value:
     """log(1 + e^x) of a float32: max(x, 0) + 2 atanh(y / (2 + y)) with y = e^−|x|."""
     y = e.exp(-e.absolute(x))
     z = y / (y + 2.0)
-    square, total = z * z, e.like(1.0 / (2 * _LOG_TERMS - 1), x)
+    square, total = z * z, e.const_like(1.0 / (2 * _LOG_TERMS - 1), x)
     for term in range(_LOG_TERMS - 2, -1, -1):
-        total = e.fma(total, square, e.like(1.0 / (2 * term + 1), x))
+        total = e.fma(total, square, e.const_like(1.0 / (2 * term + 1), x))
     return e.fmax(x, 0.0) + z * total * 2.0
 
 
@@ -145,19 +149,20 @@ class Matrix:
     block: int
 
     @staticmethod
-    def of(args: Any, number: Value, keys: Value, sizes: tuple[int, int, int]) -> Matrix:
-        """The state of this number among those of all slots and heads. sizes: A, D, N."""
+    def from_arguments(args: Any, number: Value, keys: Value, sizes: tuple[int, int, int]) -> Matrix:
+        """State number `number` of all slots and heads. sizes: A, D, N."""
         key_dim, value_dim, block = sizes
         matrix = args.matrices + number * (4 * key_dim * value_dim)
         updates, decays = args.updates + number * (4 * block * value_dim), args.decays + number * (4 * block)
         return Matrix(matrix, keys, updates, decays, *sizes)
 
     def advance(
-        self, e: Emitter, scaled: Value, tile: tuple[int, int], kept: tuple[Value, Value] | None = None
+        self, e: Emitter, scaled: Value, tile: tuple[int, int], end_target: tuple[Value, Value] | None = None
     ) -> None:
         """Apply the decays and updates of a complete block. scaled: scratch for N·D numbers.
 
-        tile: of `product`. kept: a condition, and the address at which the new matrix is stored as well if it holds.
+        tile: of `product`. end_target: a condition, and the address at which the new matrix is stored as well if it
+        holds.
         """
         value_row = 4 * self.value_dim
         at_end = e.load(self.decays, F32, 4 * (self.block - 1))
@@ -169,19 +174,19 @@ class Matrix:
         whole = e.exp(at_end)
         product(
             e,
-            Left(self.keys, 4 * self.block, e.i64(self.key_dim), e.i64(self.block)),
+            LeftMatrix(self.keys, 4 * self.block, e.i64(self.key_dim), e.i64(self.block)),
             (scaled, self.value_dim),
             lambda i, first, lanes: e.load(self.matrix + i * value_row, vector(F32, lanes), 4 * first) * whole,
             lambda i, first, value: e.store(value, self.matrix + i * value_row, 4 * first),
             tile,
         )
-        if kept is None:
+        if end_target is None:
             return
-        condition, target = kept
+        condition, target = end_target
         with e.when(condition), e.loop(0, self.key_dim) as i:
             for first, lanes in pieces(self.value_dim):
-                at = i * value_row
-                e.store(e.load(self.matrix + at, vector(F32, lanes), 4 * first), target + at, 4 * first)
+                address = i * value_row
+                e.store(e.load(self.matrix + address, vector(F32, lanes), 4 * first), target + address, 4 * first)
 
 
 class AdvanceArguments(NamedTuple):
@@ -206,7 +211,7 @@ def advance(
             slot, head = e.load(args.slots + unit // heads * 4, I32).sext(I64), unit % heads
             key = head % key_heads if tiled else head // shared
             keys = args.keys + (slot * key_heads + key) * (4 * key_dim * block)
-            state = Matrix.of(args, slot * heads + head, keys, (key_dim, value_dim, block))
+            state = Matrix.from_arguments(args, slot * heads + head, keys, (key_dim, value_dim, block))
             state.advance(e, scratch, e.level.float_tile)
             first, last = (args.channels * number // heads for number in (head, head + 1))
             row_bytes = args.channels * 4

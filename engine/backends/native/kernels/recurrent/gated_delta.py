@@ -1,4 +1,4 @@
-"""Gated delta rules: rows are added to slots, block by block; see `engine.backends.numpy.gated_delta`.
+"""Gated delta rules: rows are added to slots, block by block; see `engine.backends.numpy.recurrent`.
 
 Every sum of a row has its terms in the order of the tokens, so that it does not depend on which rows are computed with
 it, and rows that are computed one at a time leave the same state as rows that are computed together.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
+from polarlm.engine.backends.native.kernels.multiply import LeftMatrix, offsets, pieces, product
 from polarlm.engine.backends.native.kernels.recurrent import common
 from polarlm.engine.backends.native.kernels.recurrent.common import RecurrentArguments
 from polarlm.engine.jit.lang import F32, I32, Emitter, Kernel, Value, vector
@@ -85,7 +85,7 @@ def gated_delta(spec: Delta) -> Kernel[RecurrentArguments]:
                     with e.when(place + count >= spec.block):
                         _Unit(*arguments).advance(number)
 
-            common.by_blocks(e, spec.block, span, add)
+            common.for_each_block(e, spec.block, span, add)
 
     return Kernel(spec.name, emit, RecurrentArguments, scratch=_arrays(spec)[-1])
 
@@ -97,8 +97,8 @@ class _Unit:
         self, e: Emitter, spec: Delta, args: RecurrentArguments, scratch: Value, slot: Value, head: Value
     ) -> None:
         self.e, self.spec, self.args, self.slot, self.head = e, spec, args, slot, head
-        self.rows, self.scores, self.weights, self.read, self.scaled, self.beta, self.since = (
-            scratch + at for at in _arrays(spec)[:-1]
+        self.rows, self.scores, self.weights, self.read, self.scaled, self.beta, self.start_decay = (
+            scratch + offset for offset in _arrays(spec)[:-1]
         )
         self.keys = args.keys + (slot * spec.key_heads + head) * (4 * spec.key_dim * spec.block)
         self.inputs = args.inputs + slot * (4 * spec.channels * (spec.width - 1 + spec.block))
@@ -119,7 +119,7 @@ class _Unit:
 
     def state(self, head: Value) -> common.Matrix:
         spec, number = self.spec, self.slot * self.spec.value_heads + head
-        return common.Matrix.of(self.args, number, self.keys, (spec.key_dim, spec.value_dim, spec.block))
+        return common.Matrix.from_arguments(self.args, number, self.keys, (spec.key_dim, spec.value_dim, spec.block))
 
     def add(self, row: Value, count: Value, place: Value) -> None:
         """Add `count` rows from `row` on, the first at this place in the block, and compute their results."""
@@ -129,20 +129,20 @@ class _Unit:
         key_row = 4 * spec.key_dim
         (query, _), (key, _) = self.parts()
         with e.loop(0, count) as i:
-            at, projected = place + i, self.args.projected + (row + i) * (4 * spec.columns)
+            token, projected = place + i, self.args.projected + (row + i) * (4 * spec.columns)
             key_at, other = self.rows + i * key_row, self.rows + (count + i) * key_row
-            self._normed(key, at, projected, key_at, 1.0)
-            self._normed(query, at, projected, other, spec.key_dim**-0.5)
+            self._normalize(key, token, projected, key_at, 1.0)
+            self._normalize(query, token, projected, other, spec.key_dim**-0.5)
             with e.loop(0, spec.key_dim) as channel:
-                e.store(e.load(key_at + channel * 4, F32), self.keys + (channel * spec.block + at) * 4)
+                e.store(e.load(key_at + channel * 4, F32), self.keys + (channel * spec.block + token) * 4)
         product(
             e,
-            Left(self.rows, key_row, count * 2, e.i64(spec.key_dim)),
+            LeftMatrix(self.rows, key_row, count * 2, e.i64(spec.key_dim)),
             (self.keys, spec.block),
             lambda i, first, lanes: e.zero(vector(F32, lanes)),
             lambda i, first, value: e.store(value, self.scores + i * (4 * spec.block), 4 * first),
             self.tile,
-            seen=place + count,
+            visible_columns=place + count,
         )
         with e.loop(0, spec.shared) as member:
             self._add_to(self.value_head(member), row, count, place)
@@ -153,29 +153,30 @@ class _Unit:
         size = 4 * spec.key_dim * spec.value_dim
         with e.loop(0, spec.shared) as member:
             matrix = self.state(self.value_head(member)).matrix
-            with e.loop(0, size // _PREFETCHED * _PREFETCHED, _PREFETCHED) as at:
-                e.prefetch(matrix + at, _PREFETCHED)
+            with e.loop(0, size // _PREFETCHED * _PREFETCHED, _PREFETCHED) as offset:
+                e.prefetch(matrix + offset, _PREFETCHED)
 
-    def _normed(self, channel: Value, at: Value, projected: Value, target: Value, length: float) -> None:
+    def _normalize(self, channel: Value, token: Value, projected: Value, target: Value, length: float) -> None:
         """Convolve a query or a key, the token of this place, into `target`, with this length."""
         e = self.e
         squares = e.variable(e.constant(F32, _LENGTH_EPS))
         values = [
-            (first, self._convolved(channel, at, projected, first, lanes)) for first, lanes in pieces(self.spec.key_dim)
+            (first, self._convolve(channel, token, projected, first, lanes))
+            for first, lanes in pieces(self.spec.key_dim)
         ]
         for first, x in values:
             squares.add(e.sum_lanes(x * x) if x.lanes > 1 else e.extract(x, 0) * e.extract(x, 0))
             e.store(x, target, 4 * first)
-        factor = e.like(length, squares.get()) / e.sqrt(squares.get())
+        factor = e.const_like(length, squares.get()) / e.sqrt(squares.get())
         for first, x in values:
             e.store(x * factor, target, 4 * first)
 
-    def _convolved(self, channel: Value, at: Value, projected: Value, first: int, lanes: int) -> Value:
+    def _convolve(self, channel: Value, token: Value, projected: Value, first: int, lanes: int) -> Value:
         """silu of the convolution of `lanes` channels from `channel` + first on; their newest inputs are kept."""
         e, offset = self.e, channel * 4 + 4 * first
-        inputs = self.inputs + at * (4 * self.spec.channels) + offset
+        inputs = self.inputs + token * (4 * self.spec.channels) + offset
         start = e.zero(vector(F32, lanes))
-        return common.convolved(e, self.spec, projected + offset, inputs, self.args.conv + offset, start)
+        return common.convolution(e, self.spec, projected + offset, inputs, self.args.conv + offset, start)
 
     def _add_to(self, head: Value, row: Value, count: Value, place: Value) -> None:
         """Add rows to a value head, and compute its results; `rows` and `scores` are its key head's."""
@@ -187,7 +188,7 @@ class _Unit:
         self._gates(head, row, count, place, decays)
         product(
             e,
-            Left(self.rows, 4 * spec.key_dim, count * 2, e.i64(spec.key_dim)),
+            LeftMatrix(self.rows, 4 * spec.key_dim, count * 2, e.i64(spec.key_dim)),
             (state.matrix, spec.value_dim),
             lambda i, first, lanes: e.zero(vector(F32, lanes)),
             lambda i, first, value: e.store(value, read + i * value_row, 4 * first),
@@ -196,28 +197,28 @@ class _Unit:
         self._weigh(count, place, decays)
         channel = self.value_channel(head)
         with e.loop(0, count) as i:
-            at, projected = place + i, args.projected + (row + i) * (4 * spec.columns)
-            beta, since = (e.load(where + i * 4, F32) for where in (self.beta, self.since))
+            token, projected = place + i, args.projected + (row + i) * (4 * spec.columns)
+            beta, start_decay = (e.load(where + i * 4, F32) for where in (self.beta, self.start_decay))
             for first, lanes in pieces(spec.value_dim):
-                v = self._convolved(channel, at, projected, first, lanes)
-                known = e.load(read + i * value_row, v.type, 4 * first)
-                e.store((v - known * since) * beta, updates + at * value_row, 4 * first)
-                queried = read + (count + i) * value_row
-                e.store(e.load(queried, v.type, 4 * first) * since, queried, 4 * first)
+                v = self._convolve(channel, token, projected, first, lanes)
+                key_read = e.load(read + i * value_row, v.type, 4 * first)
+                e.store((v - key_read * start_decay) * beta, updates + token * value_row, 4 * first)
+                query_read = read + (count + i) * value_row
+                e.store(e.load(query_read, v.type, 4 * first) * start_decay, query_read, 4 * first)
         with e.loop(0, count) as i:
-            at = place + i
+            token = place + i
             product(
                 e,
-                Left(weights + i * block_row, block_row, e.i64(1), at),
+                LeftMatrix(weights + i * block_row, block_row, e.i64(1), token),
                 (updates, spec.value_dim),
-                lambda _, first, lanes: e.load(updates + at * value_row, vector(F32, lanes), 4 * first),
-                lambda _, first, value: e.store(value, updates + at * value_row, 4 * first),
+                lambda _, first, lanes: e.load(updates + token * value_row, vector(F32, lanes), 4 * first),
+                lambda _, first, value: e.store(value, updates + token * value_row, 4 * first),
                 (1, self.tile[1]),
             )
         results = read + count * value_row
         product(
             e,
-            Left(weights + count * block_row, block_row, count, place + count),
+            LeftMatrix(weights + count * block_row, block_row, count, place + count),
             (updates, spec.value_dim),
             lambda i, first, lanes: e.load(results + i * value_row, vector(F32, lanes), 4 * first),
             lambda i, first, value: e.store(value, results + i * value_row, 4 * first),
@@ -226,10 +227,10 @@ class _Unit:
         self._gate(head, row, count, results)
 
     def _gates(self, head: Value, row: Value, count: Value, place: Value, decays: Value) -> None:
-        """Add the rows' decays, and compute `beta` and `since`."""
+        """Add the rows' decays, and compute `beta` and `start_decay`."""
         e, spec, args = self.e, self.spec, self.args
-        before = e.load(decays + e.imax(place - 1, 0) * 4, F32)
-        total = e.variable(e.select(place > 0, before, e.constant(F32, 0.0)))
+        rows_before = e.load(decays + e.imax(place - 1, 0) * 4, F32)
+        total = e.variable(e.select(place > 0, rows_before, e.constant(F32, 0.0)))
         rate, bias = e.load(args.decay + head * 4, F32), e.load(args.dt_bias + head * 4, F32)
         with e.loop(0, count) as i:
             logits = args.projected + ((row + i) * spec.columns + head) * 4
@@ -237,24 +238,24 @@ class _Unit:
             b, a = e.load(logits, F32, offset), e.load(logits, F32, offset + 4 * spec.value_heads)
             total.add(rate * common.softplus(e, a + bias))
             e.store(total.get(), decays + (place + i) * 4)
-            e.store(e.exp(total.get()), self.since + i * 4)
-            e.store(e.like(1.0, b) / (e.exp(-b) + 1.0), self.beta + i * 4)
+            e.store(e.exp(total.get()), self.start_decay + i * 4)
+            e.store(e.const_like(1.0, b) / (e.exp(-b) + 1.0), self.beta + i * 4)
 
     def _weigh(self, count: Value, place: Value, decays: Value) -> None:
         """`scores` → `weights`: what the updates of the block's tokens weigh in the rows' updates and results."""
         e, block_row = self.e, 4 * self.spec.block
         with e.loop(0, count) as i:
-            at = place + i
-            decay, beta = e.load(decays + at * 4, F32), e.load(self.beta + i * 4, F32)
-            last = at.trunc(I32)
+            token = place + i
+            decay, beta = e.load(decays + token * 4, F32), e.load(self.beta + i * 4, F32)
+            last = token.trunc(I32)
             for first, lanes in pieces(self.spec.block):
                 numbers = e.constant(vector(I32, lanes), list(range(first, first + lanes)))
-                between = e.exp(-e.load(decays, vector(F32, lanes), 4 * first) + decay)
-                zero, key, query = e.zero(between.type), i * block_row, (count + i) * block_row
-                known = between * e.load(self.scores + key, between.type, 4 * first) * -beta
-                e.store(e.select(numbers < last, known, zero), self.weights + key, 4 * first)
-                queried = between * e.load(self.scores + query, between.type, 4 * first)
-                e.store(e.select(numbers <= last, queried, zero), self.weights + query, 4 * first)
+                pair_decay = e.exp(-e.load(decays, vector(F32, lanes), 4 * first) + decay)
+                zero, key, query = e.zero(pair_decay.type), i * block_row, (count + i) * block_row
+                key_read = pair_decay * e.load(self.scores + key, pair_decay.type, 4 * first) * -beta
+                e.store(e.select(numbers < last, key_read, zero), self.weights + key, 4 * first)
+                query_read = pair_decay * e.load(self.scores + query, pair_decay.type, 4 * first)
+                e.store(e.select(numbers <= last, query_read, zero), self.weights + query, 4 * first)
 
     def _gate(self, head: Value, row: Value, count: Value, results: Value) -> None:
         """RMSNorm(results) · common.silu(z) → out."""
@@ -269,26 +270,30 @@ class _Unit:
                 x = e.load(result, kind, 4 * first)
                 squares.add(e.sum_lanes(x * x))
             mean = squares.get() * (1.0 / spec.value_dim) + args.eps
-            factor = e.like(1.0, mean) / e.sqrt(mean)
+            factor = e.const_like(1.0, mean) / e.sqrt(mean)
             for first, kind in parts:
                 gate = common.silu(e, e.load(z, kind, 4 * (spec.channels + first)))
                 x = e.load(result, kind, 4 * first) * factor * e.load(args.norm, kind, 4 * first)
                 e.store(x * gate, target, 4 * first)
 
     def advance(self, number: Value) -> None:
-        """Make the state at the end of the block that at the start of the next one, and keep it if it is asked for."""
+        """Turn the state at the end of a block into the state at the start of the next one, and store it if it is
+        kept."""
         e, spec, args = self.e, self.spec, self.args
-        row_bytes, before = 4 * spec.channels, spec.width - 1
-        kept = common.kept_row(e, args.kept, args.blocks, number)
+        row_bytes, rows_before = 4 * spec.channels, spec.width - 1
+        end_row = common.end_row(e, args.end_rows, args.blocks, number)
 
         def repeat(channel: Value, count: int) -> None:
-            inputs, target = self.inputs + channel * 4, args.end_inputs + kept * (before * row_bytes) + channel * 4
-            common.repeat_inputs(e, inputs, (row_bytes, spec.block, before), e.i64(count), (kept >= 0, target))
+            inputs, target = (
+                self.inputs + channel * 4,
+                args.end_inputs + end_row * (rows_before * row_bytes) + channel * 4,
+            )
+            common.repeat_inputs(e, inputs, (row_bytes, spec.block, rows_before), e.i64(count), (end_row >= 0, target))
 
         with e.loop(0, spec.shared) as member:
             head = self.value_head(member)
-            target = args.end_matrices + (kept * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
-            self.state(head).advance(e, self.scaled, self.tile, (kept >= 0, target))
+            target = args.end_matrices + (end_row * spec.value_heads + head) * (4 * spec.key_dim * spec.value_dim)
+            self.state(head).advance(e, self.scaled, self.tile, (end_row >= 0, target))
             repeat(self.value_channel(head), spec.value_dim)
         for channel, count in self.parts():
             repeat(channel, count)

@@ -1,4 +1,4 @@
-"""Mamba 2: rows are added to slots, block by block; see `engine.backends.numpy.mamba2`.
+"""Mamba 2: rows are added to slots, block by block; see `engine.backends.numpy.recurrent`.
 
 Four kernels follow each other: convolutions, of channels; keys, and their products with queries, of groups; results, of
 heads; and norms, of rows. Every sum of a row has its terms in the order of the tokens, as in `gated_delta`.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from polarlm.engine.backends.native.kernels.multiply import Left, offsets, pieces, product
+from polarlm.engine.backends.native.kernels.multiply import LeftMatrix, offsets, pieces, product
 from polarlm.engine.backends.native.kernels.recurrent import common
 from polarlm.engine.backends.native.kernels.recurrent.common import RecurrentArguments
-from polarlm.engine.backends.native.kernels.rows import over_columns
+from polarlm.engine.backends.native.kernels.rows import for_each_column
 from polarlm.engine.jit.lang import F32, I32, Emitter, Kernel, Type, Value, vector
 from polarlm.engine.jit.run.workers import SCRATCH
 
@@ -58,13 +58,13 @@ class Mamba2:
 @cache
 def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
     """silu of the convolution of x, B and C; one unit per span and `PART` channels."""
-    row_bytes, before = 4 * spec.channels, spec.width - 1
+    row_bytes, rows_before = 4 * spec.channels, spec.width - 1
     parts = -(-spec.channels // PART)
 
     def emit(e: Emitter, args: RecurrentArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             span, channel = common.span_of(e, args.spans, unit // parts), unit % parts * PART
-            inputs = args.inputs + span.slot * (row_bytes * (before + spec.block)) + channel * 4
+            inputs = args.inputs + span.slot * (row_bytes * (rows_before + spec.block)) + channel * 4
             columns = e.imin(-channel + spec.channels, PART)
 
             def add(row: Value, count: Value, place: Value, number: Value) -> None:
@@ -77,16 +77,16 @@ def convolve(spec: Mamba2) -> Kernel[RecurrentArguments]:
                         bias = e.load(args.bias + channel * 4 + offset, kind) if spec.has_bias else e.zero(kind)
                         weights = args.conv + channel * 4 + offset
                         places = source + offset, input_row + offset, weights
-                        e.store(common.convolved(e, spec, *places, bias), target + offset)
+                        e.store(common.convolution(e, spec, *places, bias), target + offset)
 
-                    over_columns(e, columns, compute)
+                    for_each_column(e, columns, compute)
                 if spec.is_prompt:
                     with e.when(place + count >= spec.block):
-                        kept = common.kept_row(e, args.kept, args.blocks, number)
-                        end = kept >= 0, args.end_inputs + kept * (before * row_bytes) + channel * 4
-                        common.repeat_inputs(e, inputs, (row_bytes, spec.block, before), columns, end)
+                        end_row = common.end_row(e, args.end_rows, args.blocks, number)
+                        end = end_row >= 0, args.end_inputs + end_row * (rows_before * row_bytes) + channel * 4
+                        common.repeat_inputs(e, inputs, (row_bytes, spec.block, rows_before), columns, end)
 
-            common.by_blocks(e, spec.block, span, add)
+            common.for_each_block(e, spec.block, span, add)
 
     return Kernel(spec.name("convolve"), emit, RecurrentArguments)
 
@@ -99,20 +99,20 @@ def multiply_keys(spec: Mamba2) -> Kernel[RecurrentArguments]:
     def emit(e: Emitter, args: RecurrentArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             span, group = common.span_of(e, args.spans, unit // spec.groups), unit % spec.groups
-            of_slot = args.keys + (span.slot * spec.groups + group) * key_bytes
+            slot_keys = args.keys + (span.slot * spec.groups + group) * key_bytes
 
             def copy(target: Value, source: Value) -> None:
                 with e.loop(0, spec.size) as channel:
                     for first, lanes in pieces(spec.block):
-                        at = channel * (4 * spec.block)
-                        e.store(e.load(source + at, vector(F32, lanes), 4 * first), target + at, 4 * first)
+                        offset = channel * (4 * spec.block)
+                        e.store(e.load(source + offset, vector(F32, lanes), 4 * first), target + offset, 4 * first)
 
             def add(row: Value, count: Value, place: Value, number: Value) -> None:
-                keys = of_slot
+                keys = slot_keys
                 if spec.is_prompt:
                     keys = args.block_keys + (number * spec.groups + group) * key_bytes
                     with e.when(place > 0):
-                        copy(keys, of_slot)
+                        copy(keys, slot_keys)
                 key = args.convolved + (row * spec.channels + group * spec.size + spec.inner) * 4
                 with e.loop(0, count) as i, e.loop(0, spec.size) as channel:
                     x = e.load(key + (i * spec.channels + channel) * 4, F32)
@@ -120,18 +120,18 @@ def multiply_keys(spec: Mamba2) -> Kernel[RecurrentArguments]:
                 scores = args.scores + (row * spec.groups + group) * (4 * spec.block)
                 product(
                     e,
-                    Left(key + 4 * spec.groups * spec.size, 4 * spec.channels, count, e.i64(spec.size)),
+                    LeftMatrix(key + 4 * spec.groups * spec.size, 4 * spec.channels, count, e.i64(spec.size)),
                     (keys, spec.block),
                     lambda i, first, lanes: e.zero(vector(F32, lanes)),
                     lambda i, first, value: e.store(value, scores + i * (4 * spec.groups * spec.block), 4 * first),
                     common.product_tile(e, spec.is_prompt),
-                    seen=place + count,
+                    visible_columns=place + count,
                 )
                 if spec.is_prompt:
                     with e.when(place + count < spec.block):
-                        copy(of_slot, keys)
+                        copy(slot_keys, keys)
 
-            common.by_blocks(e, spec.block, span, add)
+            common.for_each_block(e, spec.block, span, add)
 
     return Kernel(spec.name("multiply_keys"), emit, RecurrentArguments)
 
@@ -158,7 +158,7 @@ def add_rows(spec: Mamba2) -> Kernel[RecurrentArguments]:
     def emit(e: Emitter, args: RecurrentArguments, begin: Value, end: Value, scratch: Value) -> None:
         with e.loop(begin, end) as unit:
             head = _Head(e, spec, args, scratch, common.span_of(e, args.spans, unit // spec.heads), unit % spec.heads)
-            common.by_blocks(e, spec.block, head.span, head.add)
+            common.for_each_block(e, spec.block, head.span, head.add)
 
     return Kernel(spec.name("add_rows"), emit, RecurrentArguments, scratch=_arrays(spec)[-1])
 
@@ -168,9 +168,11 @@ class _Head:
         self, e: Emitter, spec: Mamba2, args: RecurrentArguments, scratch: Value, span: common.Span, head: Value
     ) -> None:
         self.e, self.spec, self.args, self.span, self.head = e, spec, args, span, head
-        self.weights, self.read, self.scaled, self.since, self.step = (scratch + at for at in _arrays(spec)[:-1])
+        self.weights, self.read, self.scaled, self.start_decay, self.step = (
+            scratch + offset for offset in _arrays(spec)[:-1]
+        )
         self.group, number = head // spec.shared, span.slot * spec.heads + head
-        self.state = common.Matrix.of(args, number, args.keys, (spec.size, spec.dim, spec.block))
+        self.state = common.Matrix.from_arguments(args, number, args.keys, (spec.size, spec.dim, spec.block))
         self.matrix, self.updates, self.decays = self.state.matrix, self.state.updates, self.state.decays
 
     def add(self, row: Value, count: Value, place: Value, number: Value) -> None:
@@ -186,11 +188,11 @@ class _Head:
                 e.store(values * step, self.updates + (place + i) * row_bytes, 4 * first)
         product(
             e,
-            Left(query, 4 * spec.channels, count, e.i64(spec.size)),
+            LeftMatrix(query, 4 * spec.channels, count, e.i64(spec.size)),
             (self.matrix, spec.dim),
             lambda i, first, lanes: e.zero(vector(F32, lanes)),
             lambda i, first, value: e.store(
-                value * e.load(self.since + i * 4, F32), self.read + i * row_bytes, 4 * first
+                value * e.load(self.start_decay + i * 4, F32), self.read + i * row_bytes, 4 * first
             ),
             common.product_tile(e, spec.is_prompt),
         )
@@ -206,7 +208,7 @@ class _Head:
 
         product(
             e,
-            Left(self.weights, block_row, count, place + count),
+            LeftMatrix(self.weights, block_row, count, place + count),
             (self.updates, spec.dim),
             lambda i, first, lanes: e.load(self.read + i * row_bytes, vector(F32, lanes), 4 * first),
             finish,
@@ -217,39 +219,39 @@ class _Head:
                 self._end_block(number)
 
     def _steps(self, row: Value, count: Value, place: Value) -> None:
-        """Add the rows' decays, and compute `step` and `since`."""
+        """Add the rows' decays, and compute `step` and `start_decay`."""
         e, spec, args = self.e, self.spec, self.args
-        before = e.load(self.decays + e.imax(place - 1, 0) * 4, F32)
-        total = e.variable(e.select(place > 0, before, e.constant(F32, 0.0)))
+        rows_before = e.load(self.decays + e.imax(place - 1, 0) * 4, F32)
+        total = e.variable(e.select(place > 0, rows_before, e.constant(F32, 0.0)))
         rate, bias = e.load(args.decay + self.head * 4, F32), e.load(args.dt_bias + self.head * 4, F32)
         with e.loop(0, count) as i:
             source = args.projected + ((row + i) * spec.columns + self.head) * 4
             step = common.softplus(e, e.load(source, F32, 4 * (spec.inner + spec.channels)) + bias)
             total.add(rate * step)
             e.store(total.get(), self.decays + (place + i) * 4)
-            e.store(e.exp(total.get()), self.since + i * 4)
+            e.store(e.exp(total.get()), self.start_decay + i * 4)
             e.store(step, self.step + i * 4)
 
     def _weigh(self, row: Value, count: Value, place: Value) -> None:
         """Compute `weights`: scores, times what is left of the updates of the block's tokens."""
         e, spec = self.e, self.spec
         with e.loop(0, count) as i:
-            at = place + i
-            decay, last = e.load(self.decays + at * 4, F32), at.trunc(I32)
+            token = place + i
+            decay, last = e.load(self.decays + token * 4, F32), token.trunc(I32)
             scores = self.args.scores + ((row + i) * spec.groups + self.group) * (4 * spec.block)
             for first, lanes in pieces(spec.block):
                 numbers = e.constant(vector(I32, lanes), list(range(first, first + lanes)))
-                between = e.exp(-e.load(self.decays, vector(F32, lanes), 4 * first) + decay)
-                weight = between * e.load(scores, between.type, 4 * first)
-                seen = e.select(numbers <= last, weight, e.zero(between.type))
-                e.store(seen, self.weights + i * (4 * spec.block), 4 * first)
+                pair_decay = e.exp(-e.load(self.decays, vector(F32, lanes), 4 * first) + decay)
+                weight = pair_decay * e.load(scores, pair_decay.type, 4 * first)
+                visible_columns = e.select(numbers <= last, weight, e.zero(pair_decay.type))
+                e.store(visible_columns, self.weights + i * (4 * spec.block), 4 * first)
 
     def _end_block(self, number: Value) -> None:
         e, spec, args = self.e, self.spec, self.args
         size = 4 * spec.size * spec.dim
-        kept = common.kept_row(e, args.kept, args.blocks, number)
-        target = args.end_matrices + (kept * spec.heads + self.head) * size
+        end_row = common.end_row(e, args.end_rows, args.blocks, number)
+        target = args.end_matrices + (end_row * spec.heads + self.head) * size
         keys = args.block_keys + (number * spec.groups + self.group) * (4 * spec.size * spec.block)
         replace(self.state, keys=keys).advance(
-            e, self.scaled, common.product_tile(e, spec.is_prompt), (kept >= 0, target)
+            e, self.scaled, common.product_tile(e, spec.is_prompt), (end_row >= 0, target)
         )

@@ -1,7 +1,8 @@
-"""Weights as words or bytes in memory: codes, for products of many rows, and numbers of 16 bits.
+"""Weights that are expanded in memory before they are multiplied: codes as words or bytes, for products of many rows,
+and numbers of 16 bits as words.
 
-Where a level has few registers, a product of many rows would unpack its codes again for every few rows, and spend half
-of its time so. Words in memory are loaded, multiplied and added. For 32 inputs of 16 outputs there are
+Where a level has few registers, a product of many rows would unpack its codes again for every few rows, which takes
+half of its time. Expanded, they are unpacked once. For 32 inputs of 16 outputs there are
 
     words    (16, 16, 2) int16          of each pair of inputs and each output: codes less their zero point, or numbers
     scale    (32 / group, 16) float32
@@ -13,7 +14,7 @@ Codes that are multiplied by inputs of 8 bits are bytes, (8, 16, 4), of each qua
 Two pairs x, y of inputs and their words v, w give vx + wy = (x + w)(y + v) − xy − vw (Winograd, A New Algorithm for
 Inner Product, 1968): one product of two sums instead of two products. The sum of the xy belongs to a row and comes with
 its panel, the sum of the vw belongs to an output. int32 wraps, so that the differences are exact. Each third row is
-multiplied without that, in the pipes that sums leave free.
+multiplied without that: its products go to the pipes that the sums of the other rows leave free.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from functools import reduce
 from itertools import chain
 
 from polarlm.engine.backends.native.kernels.linear.activations import (
-    CROSSED,
     GROUP,
+    PAIR_PRODUCTS,
     Inputs,
     most_code,
     numbers_at,
     place_of_sum,
     row_bytes,
 )
-from polarlm.engine.backends.native.kernels.linear.block_sums import AHEAD, Block, Codes
+from polarlm.engine.backends.native.kernels.linear.block_sums import PREFETCH_BYTES, Block, Codes
 from polarlm.engine.backends.native.kernels.linear.expanders import expander
-from polarlm.engine.backends.native.kernels.linear.tile_reads import is_bfloat, read_plain, times_sub, widened
+from polarlm.engine.backends.native.kernels.linear.tile_reads import is_bfloat, read_plain, times_sub, widen
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
 from polarlm.engine.jit.lang import F32, I8, I16, I32, Emitter, Value, Values, Variable, vector
 from polarlm.engine.jit.lang.level import ByteSum
@@ -52,11 +53,11 @@ _F16, _I16, _WORDS = vector(F32, ROWS), vector(I32, ROWS), vector(I16, 2 * ROWS)
 _VECTOR = 4 * ROWS  # bytes of a pair, or of a scale, of 16 outputs
 
 
-class Words:
-    """Multiplies words.
+class ExpandedWeights:
+    """Emits products with expanded weights; subclasses emit the expansion.
 
-    Subclasses write them. blocks: blocks of a tile in `INPUTS` inputs. parts: 32 inputs each, of a block. vectors: of
-    32 inputs, as they are multiplied by `inputs`.
+    blocks: how many blocks of a tile have `INPUTS` inputs. parts: how many times 32 inputs a block has. vectors: how
+    many vectors 32 inputs are, as they are multiplied by `inputs`.
     """
 
     blocks: int
@@ -75,16 +76,17 @@ class Words:
         self.nbytes = self._starts + _VECTOR * self._groups * self._has_starts
         """Of 32 inputs."""
 
-    def _write_starts(self, at: Value) -> None:
+    def _write_starts(self, address: Value) -> None:
         """Write what sums of products with the words at an address start with."""
         for group in range(self._groups * self._has_starts):
-            self._e.store(-self._crossed(at, group), at, self._starts + _VECTOR * group)
+            self._e.store(-self._pair_products(address, group), address, self._starts + _VECTOR * group)
 
-    def _crossed(self, at: Value, group: int) -> Value:
-        """The sums of the products of a group's words, of one pair with the next: int32 (16,). at: address of words."""
+    def _pair_products(self, address: Value, group: int) -> Value:
+        """The sums of the products of a group's words, of one pair with the next: int32 (16,). address: address of
+        words."""
         e, size, total = self._e, self.vectors // self._groups, self._e.zero(_I16)
         for pair in range(group * size, (group + 1) * size, 2):
-            total = e.level.dot2(e, total, *(e.load(at, _I16, _VECTOR * (pair + i)) for i in (0, 1)))
+            total = e.level.dot2(e, total, *(e.load(address, _I16, _VECTOR * (pair + i)) for i in (0, 1)))
         return total
 
     def write_blocks(self, tile: Value, first: Value, count: Value, out: Value) -> None:
@@ -104,63 +106,64 @@ class Words:
         with e.loop(0, parts) as part:
             own_inputs = inputs + part * nbytes
             numbers = numbers_at(own_inputs, row_tile, e.level, self.inputs)
-            at = [tile + part * self.nbytes for tile in tiles]
+            addresses = [tile + part * self.nbytes for tile in tiles]
             e.prefetch(next_inputs + part * nbytes, nbytes)
             for group in range(self._groups):
-                dots = [[e.variable(start) for start in self._start(address, group, numbers)] for address in at]
+                dots = [[e.variable(start) for start in self._start(address, group, numbers)] for address in addresses]
                 multiply = self._half_products if self._halves else self._products
                 with e.loop(group * size, (group + 1) * size, at_once) as number:
-                    multiply([address + number * _VECTOR for address in at], own_inputs + number * 4, dots)
-                for address, of_tile, totals in zip(at, dots, sums, strict=True):
-                    self._add_group(address, group, [dot.get() for dot in of_tile], numbers, totals)
+                    multiply([address + number * _VECTOR for address in addresses], own_inputs + number * 4, dots)
+                for address, tile_sums, totals in zip(addresses, dots, sums, strict=True):
+                    self._add_group(address, group, [dot.get() for dot in tile_sums], numbers, totals)
 
     def _at_once(self, size: int) -> int:
         """Vectors that are multiplied in a turn of the loop over the `size` vectors of a group: with more, LLVM
         multiplies row by row and keeps the words on the stack."""
         return 2
 
-    def _start(self, at: Value, group: int, numbers: Values) -> list[Value]:
+    def _start(self, address: Value, group: int, numbers: Values) -> list[Value]:
         """What the dot products of a group start with, of each row."""
         e = self._e
         if not self._halves:
             return [e.zero(_I16) for _ in numbers]
-        of_words = e.load(at, _I16, self._starts + _VECTOR * group)
-        place = CROSSED if self._groups == 1 else CROSSED + 4 + 4 * group
+        word_sums = e.load(address, _I16, self._starts + _VECTOR * group)
+        place = PAIR_PRODUCTS if self._groups == 1 else PAIR_PRODUCTS + 4 + 4 * group
         whole = _whole_rows(len(numbers))
         return [
-            e.zero(_I16) if row in whole else of_words + e.broadcast(at_numbers, I32, ROWS, place)
+            e.zero(_I16) if row in whole else word_sums + e.broadcast(at_numbers, I32, ROWS, place)
             for row, at_numbers in enumerate(numbers)
         ]
 
-    def _products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
-        """Add products of two pairs of inputs to the sums of each tile and row. at: addresses of the tiles' words."""
+    def _products(self, addresses: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
+        """Add products of two pairs of inputs to the sums of each tile and row. addresses: addresses of the tiles'
+        words."""
         e = self._e
         for number in range(2):
-            words = [e.load(address, _I16, _VECTOR * number) for address in at]
+            words = [e.load(address, _I16, _VECTOR * number) for address in addresses]
             for row in range(len(dots[0])):
                 pair = e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number)
-                for word, of_tile in zip(words, dots, strict=True):
-                    of_tile[row].set(e.level.dot2(e, of_tile[row].get(), word, pair))
+                for word, tile_sums in zip(words, dots, strict=True):
+                    tile_sums[row].set(e.level.dot2(e, tile_sums[row].get(), word, pair))
 
-    def _half_products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
+    def _half_products(self, addresses: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         """The same with one product of sums, and the products of the two pairs of inputs and of words in addition: in
         all rows except `_whole_rows`."""
         e, whole = self._e, _whole_rows(len(dots[0]))
-        words = [[e.load(address, _WORDS, _VECTOR * number) for number in range(2)] for address in at]
+        words = [[e.load(address, _WORDS, _VECTOR * number) for number in range(2)] for address in addresses]
         for row in range(len(dots[0])):
             x, y = (e.broadcast(inputs, I32, ROWS, 2 * GROUP * row + 4 * number).bits(_WORDS) for number in range(2))
-            for (v, w), of_tile in zip(words, dots, strict=True):
+            for (v, w), tile_sums in zip(words, dots, strict=True):
                 for a, b in ((x, v), (y, w)) if row in whole else ((x + w, y + v),):
-                    of_tile[row].set(e.level.dot2(e, of_tile[row].get(), a.bits(_I16), b.bits(_I16)))
+                    tile_sums[row].set(e.level.dot2(e, tile_sums[row].get(), a.bits(_I16), b.bits(_I16)))
 
-    def _add_group(self, at: Value, group: int, dots: Values, numbers: Values, totals: Sequence[Variable]) -> None:
+    def _add_group(self, address: Value, group: int, dots: Values, numbers: Values, totals: Sequence[Variable]) -> None:
         """Add the dot products of a group, scaled. numbers: of each row, the address of its scale and sums."""
         e, place = self._e, place_of_sum(self._groups, group)
         for at_numbers, dot, total in zip(numbers, dots, totals, strict=True):
-            value = dot.to_float() * e.load(at, _F16, self._scales + _VECTOR * group)
+            value = dot.to_float() * e.load(address, _F16, self._scales + _VECTOR * group)
             if self._offsets is not None:
-                less = e.broadcast(at_numbers, I32, ROWS, place).to_float()
-                value = e.fma(less, e.load(at, _F16, self._offsets + _VECTOR * group), value)
+                input_sum = e.broadcast(at_numbers, I32, ROWS, place).to_float()
+                value = e.fma(input_sum, e.load(address, _F16, self._offsets + _VECTOR * group), value)
             total.set(e.fma(value, e.broadcast(at_numbers, F32, ROWS), total.get()))
 
 
@@ -171,7 +174,7 @@ def _whole_rows(row_tile: int) -> range:
     return range(0, row_tile // 3 * 3, 3)
 
 
-class CodeWords(Words):
+class ExpandedCodes(ExpandedWeights):
     def __init__(self, e: Emitter, format: WeightFormat) -> None:
         self._format, self._expander = format, expander(e, format)
         self._layout = layout(format) if self._expander is None else self._expander.layout
@@ -179,34 +182,34 @@ class CodeWords(Words):
         super().__init__(e, GROUP // format.group, has_offset=self._layout.offset is not None)
         self.blocks, self.parts = INPUTS // format.values, format.values // GROUP
 
-    def _write_codes(self, at: Value, out: Value) -> None:
-        """Write the words of 32 inputs. at: address of their codes."""
+    def _write_codes(self, address: Value, out: Value) -> None:
+        """Write the words of 32 inputs. address: address of their codes."""
         for pair in sorted(range(self.vectors), key=self._codes.vector):
-            self._e.store(self._word(at, pair), out, _VECTOR * pair)
+            self._e.store(self._word(address, pair), out, _VECTOR * pair)
 
-    def _word(self, at: Value, pair: int) -> Value:
-        """A pair of codes of 16 outputs, as words. at: address of the codes of 32 inputs."""
-        words = self._codes.pair(at, pair).bits(_WORDS)
+    def _word(self, address: Value, pair: int) -> Value:
+        """A pair of codes of 16 outputs, as words. address: address of the codes of 32 inputs."""
+        words = self._codes.pair(address, pair).bits(_WORDS)
         return words - self._codes.zero if self._codes.zero else words
 
     def write_blocks(self, tile: Value, first: Value, count: Value, out: Value) -> None:
         e, expand = self._e, self._expander
         with e.loop(0, count) as number:
-            at, factor = tile + (first + number) * block_bytes(self._format), 1.0
+            address, factor = tile + (first + number) * block_bytes(self._format), 1.0
             if expand is not None:
-                at, factor = expand(at), expand.factor
-            self._write(Block(e, self._layout, at, factor), out + number * (self.parts * self.nbytes))
+                address, factor = expand(address), expand.factor
+            self._write(Block(e, self._layout, address, factor), out + number * (self.parts * self.nbytes))
 
     def _write(self, block: Block, out: Value) -> None:
         e, place = self._e, self._layout
         with e.loop(0, self.parts) as part:
-            at, target, sub = (
+            address, target, sub = (
                 block.codes + part * place.part_bytes,
                 out + part * self.nbytes,
                 block.subs + part * ROWS * self._groups,
             )
-            e.prefetch(at + AHEAD, place.part_bytes)
-            self._write_codes(at, target)
+            e.prefetch(address + PREFETCH_BYTES, place.part_bytes)
+            self._write_codes(address, target)
             for group in range(self._groups):
                 scale = times_sub(e, block.scale, sub, place.sub_scale, group, signed=True)
                 e.store(scale, target, self._scales + _VECTOR * group)
@@ -216,24 +219,24 @@ class CodeWords(Words):
             self._write_starts(target)
 
 
-class CodeBytes(CodeWords):
+class ExpandedBytes(ExpandedCodes):
     """Codes less their zero point, int8. They are multiplied by inputs plus 128: sums start with what is too much."""
 
     inputs = Inputs.BYTES
     vectors = GROUP // 4
     has_starts = True
 
-    def _write_codes(self, at: Value, out: Value) -> None:
+    def _write_codes(self, address: Value, out: Value) -> None:
         zero, bytes_ = self._codes.zero, vector(I8, 4 * ROWS)
         for quad in sorted(range(self.vectors), key=self._codes.vector_of_quad):
-            codes = self._codes.quad(at, quad, ROWS).bits(bytes_)
+            codes = self._codes.quad(address, quad, ROWS).bits(bytes_)
             self._e.store(codes - zero if zero else codes, out, _VECTOR * quad)
 
-    def _crossed(self, at: Value, group: int) -> Value:
+    def _pair_products(self, address: Value, group: int) -> Value:
         """128 times the sum of the codes of a group."""
         e, size, total = self._e, self.vectors // self._groups, self._sum(self._e.zero(_I16))
         for quad in range(group * size, (group + 1) * size):
-            total.add(e.constant(_I16, 0x01010101), e.load(at, _I16, _VECTOR * quad))
+            total.add(e.constant(_I16, 0x01010101), e.load(address, _I16, _VECTOR * quad))
         return total.end() << 7
 
     def _sum(self, start: Value) -> ByteSum:
@@ -245,23 +248,23 @@ class CodeBytes(CodeWords):
     def _at_once(self, size: int) -> int:
         return min(size, self._sum(self._e.zero(_I16)).at_once)
 
-    def _start(self, at: Value, group: int, numbers: Values) -> list[Value]:
-        return [self._e.load(at, _I16, self._starts + _VECTOR * group)] * len(numbers)
+    def _start(self, address: Value, group: int, numbers: Values) -> list[Value]:
+        return [self._e.load(address, _I16, self._starts + _VECTOR * group)] * len(numbers)
 
-    def _products(self, at: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
+    def _products(self, addresses: Values, inputs: Value, dots: Sequence[Sequence[Variable]]) -> None:
         e, count = self._e, self._at_once(self.vectors // self._groups)
-        sums = [[self._sum(total.get()) for total in of_tile] for of_tile in dots]
+        sums = [[self._sum(total.get()) for total in tile_sums] for tile_sums in dots]
         for number in range(count):
-            codes = [e.load(address, _I16, _VECTOR * number) for address in at]
+            codes = [e.load(address, _I16, _VECTOR * number) for address in addresses]
             for row in range(len(dots[0])):
                 fours = e.broadcast(inputs, I32, ROWS, GROUP * row + 4 * number)
-                for code, of_tile in zip(codes, sums, strict=True):
-                    of_tile[row].add(fours, code)
+                for code, tile_sums in zip(codes, sums, strict=True):
+                    tile_sums[row].add(fours, code)
         for total, one in zip(chain(*dots), chain(*sums), strict=True):
             total.set(one.end())
 
 
-class NumberWords(Words):
+class ExpandedNumbers(ExpandedWeights):
     """Writes numbers of 16 bits as words: integers, and a power of two for each output and 32 inputs.
 
     A CPU multiplies twice as many words at a time as float32. Memory keeps the numbers of the file; they become words
@@ -285,31 +288,31 @@ class NumberWords(Words):
     def _write(self, numbers: Value, out: Value) -> None:
         """Write the words and scales of 32 inputs to `out`. numbers: address of (32, 16) float16 or bfloat16."""
         e = self._e
-        e.prefetch(numbers + AHEAD, _NUMBER_BYTES)
+        e.prefetch(numbers + PREFETCH_BYTES, _NUMBER_BYTES)
         bound = self._bound(numbers)
         exponents = e.fmax(bound, _LEAST).bits(_I16) & _EXPONENT
         power = (-exponents + (2 * _BIAS + _SUM_BITS - 1 << 23)).bits(_F16)
         for pair in range(GROUP // 2):
-            low, high = (self._rounded(numbers, 2 * pair + i, power) for i in (0, 1))
+            low, high = (self._round(numbers, 2 * pair + i, power) for i in (0, 1))
             e.store((high << 16) | (low & 0xFFFF), out, 4 * ROWS * pair)
         scale = (exponents - (_SUM_BITS - 1 << 23)).bits(_F16)
         e.store(scale + (bound - bound), out, self._scales)  # NaN if a number is NaN or infinite
         self._write_starts(out)
 
-    def _rounded(self, numbers: Value, number: int, power: Value) -> Value:
+    def _round(self, numbers: Value, number: int, power: Value) -> Value:
         """A row of numbers times `power`, to the nearest integer: the lowest 16 bits of int32 (16,)."""
         e = self._e
         row = read_plain(e, numbers, self._format, ROWS, 2 * ROWS * number)
-        return e.fma(row, power, e.like(_ROUNDING, row)).bits(_I16)
+        return e.fma(row, power, e.const_like(_ROUNDING, row)).bits(_I16)
 
     def _bound(self, numbers: Value) -> Value:
         """Of each output, the sum of the 32 magnitudes, or eight times the largest if that is more: float32 (16,)."""
         e, halves = self._e, vector(I16, ROWS)
         bits = [e.load(numbers, halves, 2 * ROWS * number) & 0x7FFF for number in range(GROUP)]
-        largest = self._widened(reduce(e.imax, bits))
-        sums = [reduce(Value.__add__, map(self._widened, bits[i::_CHAINS])) for i in range(_CHAINS)]
+        largest = self._widen(reduce(e.imax, bits))
+        sums = [reduce(Value.__add__, map(self._widen, bits[i::_CHAINS])) for i in range(_CHAINS)]
         total, most = reduce(Value.__add__, sums), largest * float(_SHARE)
         return e.select(total > most, total, most)
 
-    def _widened(self, bits: Value) -> Value:
-        return widened(self._e, bits, is_bfloat=self._is_bfloat)
+    def _widen(self, bits: Value) -> Value:
+        return widen(self._e, bits, is_bfloat=self._is_bfloat)

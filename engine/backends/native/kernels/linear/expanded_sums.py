@@ -1,19 +1,26 @@
-"""Sums of products with blocks that are expanded first: lattices and digits to codes of 8 bits; numbers of 16 bits to
-words, and for products of many rows codes to words where the level is faster so (`words`).
+"""Sums of products with expanded blocks (`Way.EXPANDED`): a block of 16 rows is expanded once for 64 panels, in memory
+of the thread that stays in the cache.
 
-A block of 16 rows is expanded in memory of the thread that stays in the cache, once for 64 panels.
+Lattices and digits are expanded to codes of 8 bits (`expanders`); numbers of 16 bits to words, and codes to words or
+bytes where the level multiplies many rows faster so (`expanded_weights`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from polarlm.engine.backends.native.kernels.linear.activations import GROUP, Inputs, row_bytes
-from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, Outputs, add_block, by_passes
+from polarlm.engine.backends.native.kernels.linear.block_sums import Block, Codes, Outputs, add_block, sum_by_outputs
+from polarlm.engine.backends.native.kernels.linear.expanded_weights import (
+    INPUTS,
+    ExpandedBytes,
+    ExpandedCodes,
+    ExpandedNumbers,
+    ExpandedWeights,
+)
 from polarlm.engine.backends.native.kernels.linear.expanders import expander, has_expander
 from polarlm.engine.backends.native.kernels.linear.tiling import Tiling, become_words
-from polarlm.engine.backends.native.kernels.linear.words import INPUTS, CodeBytes, CodeWords, NumberWords, Words
 from polarlm.engine.backends.native.tiles import ROWS, block_bytes, layout
 from polarlm.engine.jit.lang import F32, Emitter, Level, Value, Values, Variable, vector
 from polarlm.engine.weight_formats import WeightFormat
@@ -44,60 +51,60 @@ def expanded_sums(
     tiles: Values,
     at_once: int,
     panels: tuple[Value, Value, Value, Value],
-    kept: Value,
+    sums_at: Value,
     kind: Inputs,
-) -> Iterator[tuple[Value, list[list[Value]]]]:
-    """Yields once, inside a loop over all panels: a panel's first row, and the sums of each tile and each of its rows.
+    finish: Callable[[Value, list[list[Value]]], None],
+) -> None:
+    """Call finish(a panel's first row, the sums of each tile and each of its rows) inside a loop over all panels.
 
     tiles: addresses. at_once: how many of them are multiplied at a time. panels: the address of panels from
-    `quantize_rows` for `kind`, the bytes of one, the blocks of a row, and the number of rows. kept: memory for the sums
-    of 64 panels and all tiles, and then for words.
+    `quantize_rows` for `kind`, the bytes of one, the blocks of a row, and the number of rows. sums_at: memory for the
+    sums of 64 panels and all tiles, and then for words.
     """
     x, stride, blocks, rows = panels
     row_tile = sizes.rows
     most, size = _PANELS * row_tile, _ROW * row_tile
-    zero, free = e.zero(vector(F32, ROWS)), kept + len(tiles) * _PANELS * size
-    expanded: _InWords | _Bytes
+    zero, words_at = e.zero(vector(F32, ROWS)), sums_at + len(tiles) * _PANELS * size
+    expanded: _WordBlocks | _ByteBlocks
     if kind is Inputs.WORDS or become_words(sizes, e.level, kind):
-        words = {Inputs.WORDS: NumberWords, Inputs.CODES: CodeWords, Inputs.BYTES: CodeBytes}[kind]
-        expanded = _InWords(e, words(e, format), at_once, free)
+        words = {Inputs.WORDS: ExpandedNumbers, Inputs.CODES: ExpandedCodes, Inputs.BYTES: ExpandedBytes}[kind]
+        expanded = _WordBlocks(e, words(e, format), at_once, words_at)
     else:
-        expanded = _Bytes(e, format, at_once, row_tile, kind)
+        expanded = _ByteBlocks(e, format, at_once, row_tile, kind)
     with e.loop(0, rows, most) as begin:
         count = (e.imin(rows - begin, most) + (row_tile - 1)) // row_tile
         with e.loop(0, count) as panel:
             for place in range(len(tiles) * row_tile):
-                e.store(zero, kept + panel * size, _place(place // row_tile, place % row_tile, row_tile))
+                e.store(zero, sums_at + panel * size, _place(place // row_tile, place % row_tile, row_tile))
         with e.loop(0, blocks, expanded.blocks) as block:
             for first in range(0, len(tiles), at_once):
-                together = range(first, min(first + at_once, len(tiles)))
-                expanded.expand([tiles[number] for number in together], block, blocks)
+                tile_group = range(first, min(first + at_once, len(tiles)))
+                expanded.expand([tiles[number] for number in tile_group], block, blocks)
                 with e.loop(0, count) as panel:
-                    places = [[_place(number, row, row_tile) for row in range(row_tile)] for number in together]
+                    places = [[_place(number, row, row_tile) for row in range(row_tile)] for number in tile_group]
                     totals = [
-                        [e.variable(e.load(kept + panel * size, zero.type, place)) for place in tile_places]
+                        [e.variable(e.load(sums_at + panel * size, zero.type, place)) for place in tile_places]
                         for tile_places in places
                     ]
                     number, step = begin // row_tile + panel, block * (max(format.values, GROUP) // GROUP)
                     inputs = x + number * stride + step * (row_bytes(e.level, kind) * row_tile)
                     expanded.add(inputs, inputs + stride, totals)
                     for total, place in zip(chain(*totals), chain(*places), strict=True):
-                        e.store(total.get(), kept + panel * size, place)
+                        e.store(total.get(), sums_at + panel * size, place)
         with e.loop(0, count) as panel:
-            yield (
-                begin + panel * row_tile,
-                [
-                    [e.load(kept + panel * size, zero.type, _place(number, row, row_tile)) for row in range(row_tile)]
-                    for number in range(len(tiles))
-                ],
-            )
+            first_row = begin + panel * row_tile
+            sums = [
+                [e.load(sums_at + panel * size, zero.type, _place(number, row, row_tile)) for row in range(row_tile)]
+                for number in range(len(tiles))
+            ]
+            finish(first_row, sums)
 
 
 def _place(tile: int, row: int, row_tile: int) -> int:
     return _ROW * (tile * _PANELS * row_tile + row)
 
 
-class _Bytes:
+class _ByteBlocks:
     """A block of each tile, expanded to codes of 8 bits."""
 
     blocks = 1
@@ -117,18 +124,18 @@ class _Bytes:
         e, expand = self._e, self._expanders[0]
 
         def add(outputs: Outputs, totals: Sequence[Sequence[Variable]]) -> None:
-            blocks = [Block(e, expand.layout, at, expand.factor, outputs) for at in self._expanded]
+            blocks = [Block(e, expand.layout, address, expand.factor, outputs) for address in self._expanded]
             add_block(e, self._codes, blocks, inputs, totals)
 
-        results = by_passes(e, [[total.get() for total in totals] for totals in sums], add)
+        results = sum_by_outputs(e, [[total.get() for total in totals] for totals in sums], add)
         for total, value in zip(chain(*sums), chain(*results), strict=True):
             total.set(value)
 
 
-class _InWords:
+class _WordBlocks:
     """256 inputs of each tile, which have become words or bytes."""
 
-    def __init__(self, e: Emitter, words: Words, tiles: int, memory: Value) -> None:
+    def __init__(self, e: Emitter, words: ExpandedWeights, tiles: int, memory: Value) -> None:
         self._e, self._words, self.blocks = e, words, words.blocks
         self._places = [memory + number * (INPUTS // GROUP * words.nbytes) for number in range(tiles)]
         self._parts = e.i64(0)

@@ -1,1 +1,0 @@
-"""Launches of the kernels in `cuda/recurrent/`: layers whose state is not K/V."""
