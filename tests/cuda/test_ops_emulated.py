@@ -541,26 +541,6 @@ def test_values_beyond_half_precision_saturate_and_nan_stays(ops: CudaOps, rng: 
     np.testing.assert_array_equal(out[0], np.tile(wanted, (HEADS, 1)))
 
 
-def test_attention_with_a_soft_cap_and_sink_scores_is_that_of_numpy(rng: np.random.Generator) -> None:
-    """In a prompt and in steps of one row and of several."""
-    sink_scores, outputs = 2 * normal(rng, HEADS), []
-    for ops in (CudaOps(open_device()), HOST):
-        store, made, seen = store_of(ops, ("f16", "f16"), (None,)), np.random.default_rng(1), []
-        kv = store.new_sequence()
-        for count, step in ((N + 3, False), (1, True), (3, True)):
-            span = store.open_step(kv, count) if step else store.open(kv, count)
-            table, cache = described(store, [span], count), store.cache(0)
-            q, k, v = (ops.to_device(2 * halves(made, count, heads, D)) for heads in (HEADS, KV_HEADS, KV_HEADS))
-            ops.append_kv(cache, table, k, v)
-            out = ops.attention(q, cache, table, ScoreRule(D**-0.5, None, 3.0, ops.to_device(sink_scores)))
-            seen.append(np.array(ops.to_host(out)))
-            store.seal(0, span)
-            store.commit(span)
-        outputs.append(seen)
-    for result, wanted in zip(*outputs, strict=True):
-        assert np.abs(result - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
-
-
 @pytest.mark.parametrize(
     ("rows", "rotation", "formats", "dtype"),
     [
