@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,11 +11,9 @@ import pytest
 
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.kv.cache import HEADER
-from polarlm.engine.backends.cuda.launch_configs import GEMV_ROWS
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, ScoreRule, SpanView
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.backends.numpy.rows import rms_norm
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from polarlm.engine.errors import EngineError
@@ -28,8 +24,8 @@ from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV, Span
 from polarlm.engine.weight_formats import Linear, Matrix, get
-from tests.cuda.emulated import EmulatedDevice, open_device
-from tests.cuda.formats import EPS32, STEP, read, store
+from tests.cuda.emulated import open_device
+from tests.cuda.formats import EPS32, STEP
 from tests.pairs import each
 from tests.weights import StoredArray, load
 
@@ -199,127 +195,6 @@ def test_gate_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, columns: 
         HOST.gate(x, logits)
     units = 4 + 1.173 * np.abs(logits[np.abs(logits) < 100]).max()
     np.testing.assert_allclose(ops.to_host(on_device), x, rtol=units * EPS32, atol=1e-30)
-
-
-def gated(exact: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[gate | up] and how far it may be off → silu(gate) · up, and how far that may be.
-
-    The slope of silu is at most 1.1, and its size at most the gate's; it takes a few operations more.
-    """
-    (gate, up), (off_gate, off_up) = np.split(exact, 2, axis=1), np.split(allowed, 2, axis=1)
-    silu = gate / (1 + np.exp(-gate))
-    return silu * up, 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(silu) * off_up + 16 * EPS32 * np.abs(gate * up)
-
-
-# Rows, inputs and outputs; multiprocessors, which decide with these how blocks and warps share a product; the matrix's
-# format; what else there is.
-PRODUCTS = [
-    (1, 4104, 33, 1, "f16", "norm bias added"),
-    (2, 264, 21, 6, "bf16", ""),
-    (2, 2104, 10, 6, "f16", "norm silu"),  # several warps for an output
-    (1, 72, 3, 6, "f32", "bias added"),
-    (4, 48, 40, 1, "f16", "bias added"),
-    (3, 72, 1, 6, "bf16", "bias added recorded"),
-    (9, 1032, 40, 1, "f16", "norm bias added"),
-    (50, 328, 260, 1, "bf16", "bias added"),
-    (9, 776, 48, 1, "bf16", "norm silu"),
-    (70, 48, 48, 6, "bf16", "norm bias silu"),
-    (100, 48, 40, 6, "f16", "norm bias added recorded"),
-]
-
-
-@pytest.mark.parametrize(("rows", "n", "out", "processors", "stored", "more"), PRODUCTS)
-def test_linear_is_the_product(
-    rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-    rows: int,
-    n: int,
-    out: int,
-    processors: int,
-    stored: str,
-    more: str,
-) -> None:
-    """Rows for our own kernel and for the library, recorded or not. Each of n additions rounds a sum of about the root
-    of the summed squares r, and the errors go either way: √n · r units. Four times that, because tensor cores cut off
-    instead. With a norm, x that is nearly between two halves may become either."""
-    monkeypatch.setattr(EmulatedDevice, "processors", processors)
-    ops, normed, activation = CudaOps(open_device()), "norm" in more, "silu" if "silu" in more else None
-    x = normal(rng, rows, n) * (rng.uniform(0.1, 10, (rows, 1)) / np.sqrt(n)).astype(np.float32)
-    w, host_w = matrix(ops, rng, out, n, stored=stored)
-    (bias, host_bias), (gain, host_gain), before = vector(ops, rng, out), vector(ops, rng, n), normal(rng, rows, out)
-
-    def on_device(x: Any, y: Any) -> Any:
-        whole, norm = Linear((w,), bias if "bias" in more else None), (gain, EPS) if normed else None
-        residual = y if "added" in more else None
-        return ops.linear(x, whole, norm=norm, residual=residual, activation=activation)
-
-    if "recorded" in more:
-        result = ops.run_graph("test", on_device, [x, before])
-    else:
-        result = on_device(ops.to_device(x), ops.to_device(before))
-    values, weights = x.astype(np.float64), host_w.astype(np.float64)
-    if normed:
-        values = values / np.sqrt((values**2).mean(axis=1, keepdims=True) + EPS) * host_gain
-    kind = STORED.get(stored, "__half")
-    rounds = rows > GEMV_ROWS or stored != "bf16"  # gemv does not round x to bfloat16
-    if rounds:
-        values = read(store(values.astype(np.float32), kind), kind).astype(np.float64)
-    root = np.sqrt(values**2 @ weights.T**2)
-    exact = values @ weights.T + ("bias" in more) * host_bias + ("added" in more) * before
-    allowed = (4 * EPS32 * np.sqrt(n) + normed * rounds * STEP[kind]) * root + 4 * EPS32 * np.abs(exact)
-    if activation is not None:
-        exact, allowed = gated(exact, allowed)
-    worst = np.abs(ops.to_host(result) - exact) - allowed
-    assert (worst <= 0).all(), f"{(~(worst <= 0)).sum()} of {worst.size} are off, by up to {np.nanmax(worst)}"
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_inputs_beyond_half_precision_saturate(ops: CudaOps, rows: int) -> None:
-    x = np.zeros((3, 8), np.float32)
-    x[0, 1], x[1, 2], x[2, 3] = 1e6, -1e6, np.nan
-    w = Linear((load(ops, np.ones((1, 8), np.float32), "f16"),))
-    parts = [ops.to_host(ops.linear(ops.to_device(x[i : i + rows]), w)) for i in range(0, 3, rows)]
-    np.testing.assert_array_equal(np.concatenate(parts)[:, 0], [65504, -65504, np.nan])
-
-
-@pytest.mark.parametrize(
-    ("backend", "rows", "biased", "added", "activation"),
-    [
-        ("cpu", 3, True, True, None),
-        ("cuda", 1, True, False, "silu"),
-        ("cuda", 3, True, True, None),
-        ("cuda", 6, True, False, "silu"),
-        ("cuda", 20, True, True, None),
-        ("cuda", 70, True, False, "silu"),
-    ],
-)
-def test_parts_may_have_different_formats(
-    ops: CudaOps, rng: np.random.Generator, backend: str, rows: int, biased: bool, added: bool, activation: str | None
-) -> None:
-    """A matrix of each format that a test can make, on either backend; against float64."""
-    n, device = math.lcm(48, *(get(name).values for _, name in MIXED)), {"cpu": HOST, "cuda": ops}[backend]
-    files = [StoredArray(0.3 * normal(rng, size, n), name) for size, name in MIXED]
-    out = sum(len(file.raw) for file in files)
-    x, bias, gain, before = normal(rng, rows, n), normal(rng, out), normal(rng, n), normal(rng, rows, out)
-    w = Linear(device.load(files), device.to_device(bias) if biased else None)
-    if backend == "cuda":
-        kept = ["f16" if name == "f32" else name for _, name in MIXED]  # float32 becomes half
-        assert [part.format.name for part in w.parts] == [name for name, _ in itertools.groupby(kept)]
-    y = device.to_device(before.copy()) if added else None
-    norm = device.to_device(gain), EPS
-    result = device.to_host(device.linear(device.to_device(x), w, norm=norm, residual=y, activation=activation))
-    held = device.rows(w).astype(np.float64)
-    np.testing.assert_array_equal(device.rows(w, slice(15, 40)), held[15:40])
-    np.testing.assert_allclose(held, np.concatenate([file.values for file in files]), rtol=2**-11, atol=1e-6)
-    values = rms_norm(x, gain, EPS).astype(np.float64)
-    exact = values @ held.T + (bias if biased else 0) + (before if added else 0)
-    # Products take x in the type of each part; bfloat16 is the coarsest, to which few rows are not rounded.
-    coarsest = STEP["__nv_bfloat16"] if rows > GEMV_ROWS else STEP["__half"]
-    rounding = coarsest / 2 if backend == "cuda" else 0
-    allowed = (rounding + 4 * n * EPS32) * (np.abs(values) @ np.abs(held).T + 1)
-    if activation is not None:
-        exact, allowed = gated(exact, allowed)
-    assert (np.abs(result - exact) <= allowed).all()
 
 
 # -- heads -------------------------------------------------------------------------------------------------------

@@ -45,3 +45,14 @@ def attention(
     if half_precision:
         weights = weights.astype(np.float16).astype(np.float32)
     return (weights @ v / total).swapaxes(0, 1).astype(np.float64)
+
+
+def gated(exact: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[gate | up] and how far it may be off → silu(gate) · up, and how far that may be.
+
+    The slope of silu is at most 1.1, and its size at most the gate's; it takes a few operations more.
+    """
+    (gate, up), (off_gate, off_up) = np.split(exact, 2, axis=1), np.split(allowed, 2, axis=1)
+    silu = gate / (1 + np.exp(-gate))
+    eps = np.finfo(np.float32).eps
+    return silu * up, 1.1 * off_gate * (np.abs(up) + off_up) + np.abs(silu) * off_up + 16 * eps * np.abs(gate * up)
