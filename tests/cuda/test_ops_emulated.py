@@ -15,7 +15,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.kv import CacheFormat, HeadTransform, KVLocation, ScoreRule, SpanView
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
+from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -26,7 +26,6 @@ from polarlm.engine.state.store import KVStore, SequenceKV, Span
 from polarlm.engine.weight_formats import Linear, Matrix, get
 from tests.cuda.emulated import open_device
 from tests.cuda.formats import EPS32, STEP
-from tests.pairs import each
 from tests.weights import StoredArray, load
 
 HOST = NumpyOps()
@@ -197,69 +196,6 @@ def test_gate_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, columns: 
     np.testing.assert_allclose(ops.to_host(on_device), x, rtol=units * EPS32, atol=1e-30)
 
 
-# -- heads -------------------------------------------------------------------------------------------------------
-
-ROTATIONS: dict[str, Callable[[int], np.ndarray | None]] = {
-    "none": lambda dim: None,
-    "signs": signed_hadamard,
-    "signs on both sides": twice_signed_hadamard,
-    "dense": dense,
-    "permutation": lambda dim: np.eye(dim, dtype=np.float32)[np.arange(dim).reshape(2, -1).T.reshape(-1)].T,
-}
-
-
-def heads_of(rng: np.random.Generator, rows: int, dim: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """qkv (T, H + 2K, D), and cos and sin."""
-    angles = rng.uniform(0, 100, (rows, dim // 2))
-    return normal(rng, rows, HEADS + 2 * KV_HEADS, dim), (
-        np.cos(angles).astype(np.float32),
-        np.sin(angles).astype(np.float32),
-    )
-
-
-@pytest.mark.parametrize(
-    ("dim", "kv_heads", "scaled", "normed", "keys", "values"),
-    [
-        (8, KV_HEADS, False, True, "none", "signs"),
-        (24, KV_HEADS, True, False, "signs", "signs on both sides"),
-        (24, 0, True, True, "signs", "signs"),  # a layer that shares K/V has queries alone
-        (64, KV_HEADS, True, True, "signs on both sides", "dense"),
-        (96, KV_HEADS, False, False, "dense", "permutation"),
-        (64, KV_HEADS, True, False, "permutation", "none"),
-    ],
-)
-def test_transform_heads_is_as_on_the_host(
-    ops: CudaOps, rng: np.random.Generator, dim: int, kv_heads: int, scaled: bool, normed: bool, keys: str, values: str
-) -> None:
-    qkv, rope = heads_of(rng, 3, dim)
-    scale = rng.uniform(0.5, 2, (HEADS + 2 * KV_HEADS, dim)).astype(np.float32) if scaled else None
-    value_eps = EPS if scaled == normed else None
-    transform = HeadTransform(kv_heads, scale, ROTATIONS[keys](dim), ROTATIONS[values](dim), value_eps=value_eps)
-    norms, host_norms = None, None
-    if normed:
-        gains = [vector(ops, rng, dim) for _ in range(2)]
-        norms, host_norms = ((*(gain[side] for gain in gains), EPS) for side in (0, 1))
-    wanted = HOST.transform_heads(qkv.copy(), rope, transform, host_norms)
-    made = ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, rope)), *ops.prepare([transform]), norms)
-    for x, expected in zip(made, wanted, strict=True):
-        if expected.size:
-            same(ops.to_host(x), expected, sums=dim)
-
-
-@pytest.mark.skipif(not hasattr(open_device(), "launches"), reason="what a GPU was asked to do is not known")
-def test_signed_hadamard_matrices_take_no_dense_product(ops: CudaOps, rng: np.random.Generator) -> None:
-    qkv, rope = heads_of(rng, 2, 64)
-    for keys, values, launches in (
-        (twice_signed_hadamard(64).T, signed_hadamard(64), []),
-        (dense(64), None, ["rotate_dense_kernel"]),
-        (signed_hadamard(64), dense(64), ["rotate_dense_kernel"]),
-    ):
-        ops._device.launches.clear()
-        (transform,) = ops.prepare([HeadTransform(KV_HEADS, None, keys, values)])
-        ops.transform_heads(ops.to_device(qkv), tuple(map(ops.to_device, rope)), transform)
-        assert ops._device.launches == ["transform_heads_kernel", *launches]
-
-
 # -- the KV store ------------------------------------------------------------------------------------------------
 
 
@@ -366,74 +302,24 @@ def test_prefill_and_steps_attend_as_on_the_host(types: tuple[str, str]) -> None
         assert np.abs(seen - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
 
 
-PLACED = [("signs", "signs on both sides"), ("none", "signs"), ("dense", "none"), ("signs", "dense")]
-
-
-@pytest.mark.parametrize(
-    ("keys", "values", "sequences"), [(*rotations, count) for rotations, count in each(PLACED, [1, 2])]
-)
-def test_attention_rotates_back_what_place_kv_has_rotated(
-    rng: np.random.Generator, keys: str, values: str, sequences: int
-) -> None:
-    """Prompts and steps, over the end of a block, as on the host: whichever kernels serve them, the result is the same
-    as of three ops, one after the other."""
-    rotations = ROTATIONS[keys](D), ROTATIONS[values](D)
-    scale = rng.uniform(0.5, 2, (HEADS + 2 * KV_HEADS, D)).astype(np.float32)
-    gains = normal(rng, D), normal(rng, D)
-    scale_back = np.repeat(rng.uniform(0.5, 2, KV_HEADS).astype(np.float32), HEADS // KV_HEADS)
-    stored, outputs = HeadTransform(KV_HEADS, scale, *rotations, scale_back), []
-    for ops in (CudaOps(open_device(checked=False)), HOST):
-        store, made = store_of(ops, ("f16", "f16"), (None,)), np.random.default_rng(1)
-        (transform,) = ops.prepare([stored])
-        kept = [store.new_sequence() for _ in range(sequences)]
-        seen = []
-        for of, count in [*(([kv], N - 2) for kv in kept), *((kept, rows) for rows in (1, 1, 1, 1, 9, 16))]:
-            spans = [store.open_step(kv, count) if of is kept else store.open(kv, count) for kv in of]
-            qkv, rope = heads_of(made, count * len(of), D)
-            table, on_device = described(store, spans, count), tuple(map(ops.to_device, rope))
-            norms = (*map(ops.to_device, gains), EPS) if keys == "signs" else None
-            q = ops.place_kv(ops.to_device(qkv), on_device, transform, store.cache(0), table, norms)
-            mixed = ops.attention(q, store.cache(0), table, ScoreRule(D**-0.5), transform)
-            seen.append(np.array(ops.to_host(mixed)))
-            for span in spans:
-                store.seal(0, span)
-                store.commit(span)
-        outputs.append(seen)
-    for result, wanted in zip(*outputs, strict=True):
-        assert np.abs(result - wanted).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
-
-
-def test_values_beyond_half_precision_saturate_and_nan_stays(ops: CudaOps, rng: np.random.Generator) -> None:
-    """Infinities and large numbers become ±65504; NaN stays NaN, so that damage shows. A token alone is its own sum."""
-    store = store_of(ops, ("f16", "f16"), (None,))
-    span, (qkv, rope) = store.open_step(store.new_sequence(), 1), heads_of(rng, 1, D)
-    qkv[0, HEADS + KV_HEADS :] = np.resize([1e9, -np.inf, 65520, -1e6, 0, 1, np.inf, np.nan], D)
-    (transform,) = ops.prepare([HeadTransform(KV_HEADS, None, None, None)])
-    table = described(store, [span], 1)
-    q = ops.place_kv(ops.to_device(qkv), tuple(map(ops.to_device, rope)), transform, store.cache(0), table)
-    out = ops.to_host(ops.attention(q, store.cache(0), table, ScoreRule(D**-0.5)))
-    wanted = np.resize([65504, -65504, 65504, -65504, 0, 1, 65504, np.nan], D)
-    np.testing.assert_array_equal(out[0], np.tile(wanted, (HEADS, 1)))
-
-
 @pytest.mark.parametrize(
     ("rows", "rotation", "formats", "dtype"),
     [
-        (1, "signs", ["f16"], np.float32),
-        (2, "signs", ["f16"], np.float16),
-        (5, "none", ["bf16", "bf16"], np.uint16),
-        (5, "dense", ["f16"], np.float32),
+        (1, signed_hadamard, ["f16"], np.float32),
+        (2, signed_hadamard, ["f16"], np.float16),
+        (5, None, ["bf16", "bf16"], np.uint16),
+        (5, dense, ["f16"], np.float32),
     ],
 )
 def test_attention_of_3_rows_comes_in_the_type_of_the_next_product(
-    ops: CudaOps, rng: np.random.Generator, rows: int, rotation: str, formats: list[str], dtype: type[np.generic]
+    ops: CudaOps, rng: np.random.Generator, rows: int, rotation: Any, formats: list[str], dtype: type[np.generic]
 ) -> None:
     """With two sequences in a step: the product has the same bits as with float32, and takes a kernel less."""
     store = store_of(ops, ("f16", "f16"), (None,))
     kept = [store.new_sequence() for _ in range(2)]
     feed(store, kept[:1], 20, 0)
     feed(store, kept[1:], 5, 1)
-    (transform,) = ops.prepare([HeadTransform(KV_HEADS, None, None, ROTATIONS[rotation](D))])
+    (transform,) = ops.prepare([HeadTransform(KV_HEADS, None, None, rotation and rotation(D))])
     out = Linear(tuple(matrix(ops, rng, 24, HEADS * D, stored=stored)[0] for stored in formats))
     spans = [store.open_step(kv, rows) for kv in kept]
     table, cache = described(store, spans, rows), store.cache(0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from polarlm.engine.backends.cuda import launch_configs
 from polarlm.engine.backends.kv import HeadTransform
-from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard
+from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
 from polarlm.engine.errors import KernelError
 from tests.ops.attending import Case, Sequence_, Shape, case_of
 from tests.ops.backends import BEST, CUDA, NUMPY, SOME, backend_cases, backends
@@ -55,22 +55,37 @@ def check_orders(case: Case, seeds: Sequence[int] = (0, 1, 2)) -> None:
 
 
 def with_transform(case: Case, rotation: np.ndarray | None, *, is_scaled: bool) -> Case:
+    """The heads of a KV head have one factor on a GPU, as in the engine, which scales values."""
     heads, kv_heads = case.q.shape[1], case.cache.format.kv_heads
-    scale = np.random.default_rng(1).uniform(0.5, 2, heads).astype(np.float32) if is_scaled else None
-    return replace(case, transform=HeadTransform(kv_heads, None, None, rotation, scale))
+    factors = np.random.default_rng(1).uniform(0.5, 2, heads).astype(np.float32)
+    if case.ops.backend == "cuda":
+        factors = np.repeat(factors[:kv_heads], heads // kv_heads)
+    return replace(case, transform=HeadTransform(kv_heads, None, None, rotation, factors if is_scaled else None))
 
 
-@backends(NUMPY, *SOME)
-@pytest.mark.parametrize(
-    ("dim", "group", "rows", "done", "blocks", "window"),
-    [(64, 3, 100, 70, 6, None), (80, 1, 33, 0, 0, 20), (8, 8, 30, 65, 5, 90)],
+POLAR = Shape(("polarquant", "polarquant"), 64, 3, N)
+PROMPTS = [
+    (POLAR, signed_hadamard, prompt_rows(6, 100, 70), None),
+    (POLAR._replace(dim=80, group=1), signed_hadamard, prompt_rows(0, 33, 0), 20),
+    (POLAR._replace(dim=8, group=8), signed_hadamard, prompt_rows(5, 30, 65), 90),
+]
+HALVES = Shape(("f16", "f16"), 16, 2, 16, 0)
+ROTATIONS = [signed_hadamard, twice_signed_hadamard, dense, None]
+
+
+@backend_cases(
+    "ops shape rotation sequences window",
+    [
+        *((backend, *case) for backend in (NUMPY, *SOME) for case in PROMPTS),
+        *((CUDA, HALVES, rotation, last_rows(20, 40), None) for rotation in ROTATIONS),
+    ],
 )
 def test_a_prompt_attends(
-    ops: Any, dim: int, group: int, rows: int, done: int, blocks: int, window: int | None
+    ops: Any, shape: Shape, rotation: Any, sequences: list[Sequence_], window: int | None
 ) -> None:
     """The result is scaled and rotated back."""
-    case = prompt_case(ops, Shape(("polarquant", "polarquant"), dim, group, N), prompt_rows(blocks, rows, done), window)
-    case = with_transform(case, signed_hadamard(dim), is_scaled=True)
+    case = prompt_case(ops, shape, sequences, window)
+    case = with_transform(case, rotation and rotation(shape.dim), is_scaled=True)
     case.check(case.attended())
 
 

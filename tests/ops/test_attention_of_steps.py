@@ -262,12 +262,18 @@ def test_a_sink_that_is_not_finite(ops: Any, sink: float) -> None:
 ROTATIONS = [dense, None, signed_hadamard, twice_signed_hadamard]
 
 
-@backend_cases("ops rotation", [*each(SOME or [NUMPY], ROTATIONS), (NUMPY, dense)])
-def test_the_result_is_scaled_and_rotated_back(ops: Any, rotation: Any) -> None:
-    dim = 80 if ops.backend == "native" and ops._launch.level == BEST[0].level else 64
-    case = case_of(ops, Shape(dim=dim), [Sequence_(100, 2), Sequence_(5)])
+@backend_cases(
+    "ops rotation shape",
+    [
+        *((backend, rotation, Shape()) for backend, rotation in each(SOME or [NUMPY], ROTATIONS)),
+        *((backend, dense, Shape(dim=80)) for backend in (NUMPY, *BEST)),
+        *((CUDA, rotation, SINKS._replace(types=("f16", "f16"))) for rotation in ROTATIONS),
+    ],
+)
+def test_the_result_is_scaled_and_rotated_back(ops: Any, rotation: Any, shape: Shape) -> None:
+    case = case_of(ops, shape, [Sequence_(100, 2), Sequence_(5)])
     scale = np.random.default_rng(0).uniform(0.5, 2, 6).astype(np.float32)
-    transform = HeadTransform(2, None, None, rotation and rotation(dim), scale)
+    transform = HeadTransform(2, None, None, rotation and rotation(shape.dim), scale)
     case = Case(**{**vars(case), "transform": transform})
     case.check(case.attended())
 
