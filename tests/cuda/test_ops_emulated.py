@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -97,103 +97,6 @@ def test_weights_that_do_not_fit_are_refused(ops: CudaOps) -> None:
     with pytest.raises(EngineError, match=r"weights take .* GiB .* only .* GiB of its .* GiB are free") as caught:
         ops.room_beside(2 * total)
     assert caught.value.code == "out_of_memory"
-
-
-# -- the forward pass --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stored", STORED)
-def test_embed_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, stored: str) -> None:
-    table, host = matrix(ops, rng, 11, 24, stored=stored)
-    ids = np.array([10, 0, 3], np.int32)
-    for tokens in (ids, np.array([10, -2, 3])):  # below 0: a token that could not be drawn
-        np.testing.assert_array_equal(ops.to_host(ops.embed(table, ops.to_device(tokens))), host[ids])
-    scaled = ops.to_host(ops.embed(table, ops.to_device(ids), 50.5))
-    np.testing.assert_array_equal(scaled, host[ids] * np.float32(50.5))
-
-
-@pytest.mark.parametrize("rows", [1, 5, 70])
-def test_rms_norm_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, rows: int) -> None:
-    """In place in columns of each row, or added to a residual."""
-    x, residual = normal(rng, rows, 56), normal(rng, rows, 24)
-    norm, host_norm = vector(ops, rng, 24)
-    on_device, target = ops.to_device(x), ops.to_device(residual)
-    ops.rms_norm(on_device[:, 8:32], (norm, EPS), residual=target)
-    np.testing.assert_array_equal(ops.to_host(on_device), x)
-    ops.rms_norm(on_device[:, 8:32], (norm, EPS))
-    HOST.rms_norm(x[:, 8:32], (host_norm, EPS), residual=residual)
-    HOST.rms_norm(x[:, 8:32], (host_norm, EPS))
-    same(ops.to_host(target), residual, sums=24)
-    same(ops.to_host(on_device), x, sums=24)
-    with pytest.raises(EngineError, match=r"rows of 12 numbers.*device=cpu"):
-        ops.rms_norm(on_device[:, 8:20], (norm, EPS))
-
-
-# Calls of ops with x (3, 320) and y (3, 960), in place or with a result.
-ELEMENTWISE: dict[str, Callable[[Ops, Any, Any], Any]] = {
-    "softcap": lambda ops, x, y: ops.softcap(x[:, 2:290], 30.0),
-    "clip": lambda ops, x, y: ops.clip(x[:, 2:290], -0.7, 0.4),
-    "scale": lambda ops, x, y: ops.scale(x[:, 2:290], ops.to_device(np.float32([-1.7]))),
-    "scale by zero": lambda ops, x, y: ops.scale(x[:, 2:290], ops.to_device(np.float32([[0], [2], [0]]))),
-    "scale rows": lambda ops, x, y: ops.scale(x[:, 2:290], y[:, 300:301]),
-    **{
-        f"activate, {name}": lambda ops, x, y, name=name: ops.activate(x, y[:, 320:640], name)
-        for name in ("silu", "gelu_tanh", "swiglu_clamped")
-    },
-    **{
-        f"halves, {name}": lambda ops, x, y, name=name: ops.activate_halves(x, name)
-        for name in ("silu", "relu_squared", "gelu", "plain_gelu_tanh")
-    },
-}
-
-
-def test_elementwise_ops_are_those_of_numpy(ops: CudaOps, rng: np.random.Generator) -> None:
-    """In columns of each row, with columns of a wider array; NaN stays, and a cap makes infinity NaN."""
-    for name, call in ELEMENTWISE.items():
-        x, y = 4 * normal(rng, 3, 320), normal(rng, 3, 960)
-        x[0, 3:6] = (np.nan, np.inf, -np.inf) if name in ("softcap", "scale by zero") else (0, 1e-6, -1)
-        on_device = ops.to_device(x)
-        made, wanted = call(ops, on_device, ops.to_device(y)), call(HOST, x, y)
-        result, expected = (on_device, x) if wanted is None else (made, wanted)
-        np.testing.assert_allclose(ops.to_host(result), expected, rtol=16 * EPS32, atol=1e-6, err_msg=name)
-
-
-def test_layer_norm_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator) -> None:
-    x, weight, bias = 5 + normal(rng, 3, 44), normal(rng, 44), normal(rng, 44)
-    ops.layer_norm(on_device := ops.to_device(x), (ops.to_device(weight), ops.to_device(bias), EPS))
-    HOST.layer_norm(x, (weight, bias, EPS))
-    np.testing.assert_allclose(ops.to_host(on_device), x, atol=2e-5)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(2, 2, 72, None), (4, 2, 16, 12), (1, 1, 10, None)])
-def test_attention_to_texts_is_that_of_numpy(
-    ops: CudaOps, rng: np.random.Generator, heads: int, kv_heads: int, dim: int, window: int | None
-) -> None:
-    """Up to the rounding of queries, keys, values and weights to halves."""
-    lengths = [1, 64, 5, 97]
-    qkv = normal(rng, sum(lengths), heads + 2 * kv_heads, dim)
-    rope = tuple(normal(rng, 2, len(qkv), dim // 2))
-    for turns in (None, rope):
-        results = []
-        for one in (ops, HOST):
-            (transform,) = one.prepare([HeadTransform(kv_heads)])
-            of_device = None if turns is None else tuple(map(one.to_device, turns))
-            result = one.self_attention(one.to_device(qkv), of_device, transform, lengths, 0.3, window)
-            results.append(one.to_host(result))
-        assert np.abs(results[0] - results[1]).max() <= 4 * STEP["__half"] * np.abs(results[1]).max()
-
-
-@pytest.mark.parametrize("columns", [300, 6, 1])
-def test_gate_is_that_of_numpy(ops: CudaOps, rng: np.random.Generator, columns: int) -> None:
-    """By a logit for each number, or for several neighbours, in place; e^x is off by 2 + 1.173 |x| units (CUDA)."""
-    x, logits = normal(rng, 3, 300), 20 * normal(rng, 3, columns)
-    logits[1, 0], logits[2, 0] = np.nan, -200
-    on_device = ops.to_device(x)
-    ops.gate(on_device, ops.to_device(logits))
-    with np.errstate(over="ignore"):
-        HOST.gate(x, logits)
-    units = 4 + 1.173 * np.abs(logits[np.abs(logits) < 100]).max()
-    np.testing.assert_allclose(ops.to_host(on_device), x, rtol=units * EPS32, atol=1e-30)
 
 
 # -- the KV store ------------------------------------------------------------------------------------------------

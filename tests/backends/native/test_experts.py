@@ -254,19 +254,6 @@ def test_a_row_that_is_not_finite_changes_no_other(value: float) -> None:
     np.testing.assert_array_equal(found[[0, 1, 3, 5]], sound[[0, 1, 3, 5]])
 
 
-@some_levels
-def test_rows_are_multiplied_by_the_sigmoid_of_their_logits(level: Level) -> None:
-    rng = np.random.default_rng(5)
-    for columns in (1, 4, 40):
-        x, logits = (
-            rng.standard_normal((3, 40)).astype(np.float32),
-            5 * rng.standard_normal((3, columns)).astype(np.float32),
-        )
-        wanted = x / np.repeat(1 + np.exp(-logits.astype(np.float64)), 40 // columns, axis=1)
-        ExpertOps(launcher(level)).gate(x, logits)
-        np.testing.assert_allclose(x, wanted, rtol=2e-6)
-
-
 def test_experts_in_different_formats_are_refused() -> None:
     rng = np.random.default_rng(6)
     with pytest.raises(EngineError, match=r"different formats.*weight_type"):
