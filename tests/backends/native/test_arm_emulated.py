@@ -49,8 +49,8 @@ TESTS = [
     "tests/backends/native/test_encoding.py::test_tiles_without_a_metric_are_those_of_numpy",
     "tests/ops/test_attention_of_prompts.py::test_a_prompt_attends",
     "tests/ops/test_experts.py::test_results_of_experts",
-    "tests/backends/native/test_conv.py::test_results_and_slots_are_those_of_numpy",
-    "tests/backends/test_recurrent.py::test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence",
+    "tests/ops/test_recurrent.py::test_short_convolutions_and_slots_are_those_of_numpy",
+    "tests/ops/test_recurrent.py::test_a_prompt_in_parts_and_the_steps_after_it_are_the_recurrence",
 ]
 
 
