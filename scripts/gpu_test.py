@@ -26,16 +26,16 @@ from polarlm.engine.backends.select import select
 from tests.written_results import read, write
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "tests" / "cuda"
+FOLDERS = ROOT / "tests" / "ops", ROOT / "tests" / "cuda"
 # Every op; packed weights; whole models; what only a GPU can show; whole engines. Then single kernels in all variants.
-_OPS = ("test_ops_emulated", "test_packed_weights", "test_recurrent")
+_OPS = ("test_ops_emulated", "test_linear", "test_recurrent")
 _MODELS = ("test_packed_model", "test_model_emulated")
 FIRST = (*_OPS, *_MODELS, "test_gpu", "test_schedules", "test_family_scores")
 LAST = ("test_gpu_large",)  # tens of seconds alone
 # Whole models and engines: where the GPU has overlapped launches, they run with these and with launches in turn.
 AGAIN = (*_MODELS, "test_gpu", "test_schedules")
 # What a file has that runs kernels on the device. Tests of CuPy's stand-in have a device of their own.
-_ON_DEVICE, _STAND_IN = re.compile(r"open_device\b|tests\.cuda\.programs|run_naive"), "test_cupy_"
+_ON_DEVICE, _STAND_IN = re.compile(r"open_device\b|\bCUDA\b|tests\.cuda\.programs|run_naive"), "test_cupy_"
 _MOST_WORKERS, _WORKER_BYTES = 12, 3 << 30  # processes of a file, and the GPU's memory for each
 _NEEDED = ("pytest", "hypothesis")
 _PASSED = (0, 5)  # pytest's exit codes; 5: -k has chosen no test of the file
@@ -136,7 +136,7 @@ def files() -> list[Path]:
     """The files of tests that run on a GPU, in the order of their importance."""
     paths = {
         path.stem: path
-        for path in sorted(FOLDER.glob("test_*.py"))
+        for path in sorted(path for folder in FOLDERS for path in folder.glob("test_*.py"))
         if _ON_DEVICE.search(path.read_text(encoding="utf-8")) and not path.stem.startswith(_STAND_IN)
     }
     return [paths[name] for name in dict.fromkeys((*FIRST, *paths, *LAST))]

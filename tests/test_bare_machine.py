@@ -48,10 +48,10 @@ def test_every_test_of_a_gpu_is_found() -> None:
 @pytest.mark.slow  # kernels are emulated
 def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     """Packed weights, which need no package for their format; and whole engines, with both kinds of launches."""
-    some = "(activation and q4_k and -12-) or Q4_K_M-1] or demonstration or out_of_memory or (random_schedules and f16)"
+    some = "(activation and 3-True) or Q4_K_M-1] or demonstration or out_of_memory or (random_schedules and f16)"
     command = ["make", "--no-print-directory", "gpu-test", f"PY={sys.executable} -m tests.bare_machine"]
     results = tmp_path / "results.jsonl"
-    flags = "--files test_packed_weights,test_gpu,test_schedules"
+    flags = "--files test_linear,test_gpu,test_schedules"
     flags += f" --workers 1 --limit {LONG} --budget {LONG} --results {results} -p no:cacheprovider -k '{some}'"
     done = run([*command, f"ARGS={flags}"])
     assert done.returncode == 0, done.stdout + done.stderr
