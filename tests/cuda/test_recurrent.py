@@ -159,7 +159,7 @@ def test_a_block_that_adds_nothing_leaves_a_large_matrix(rng: np.random.Generato
     bodies.assert_close(ends.matrices[0], matrices[-1])
 
 
-@pytest.mark.parametrize(("shape", "block"), [SHAPES[0], SHAPES[3], SHAPES[5]])
+@mostly_slow("shape, block", [SHAPES[0], SHAPES[3], SHAPES[5]], [SHAPES[0], SHAPES[5]])
 def test_rows_that_are_not_kept_leave_no_trace(shape: Recurrent, block: int) -> None:
     unwrap(bodies.test_rows_that_are_not_kept_leave_no_trace)("cuda", shape, block)
 
