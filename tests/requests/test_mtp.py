@@ -100,7 +100,7 @@ OF_TYPES = [
 
 
 @BACKENDS
-@mostly_slow("of, temperature", [*product(OF_TYPES, [0, 1.5])], each(OF_TYPES, [0, 1.5]))
+@mostly_slow("of, temperature", product(OF_TYPES, [0, 1.5]), each(OF_TYPES, [0, 1.5]), ids=str)
 def test_answers_are_those_of_steps_of_one_token(
     tmp_path: Path, of: tuple[str, str], temperature: float, backend: Callable[[], Any]
 ) -> None:
