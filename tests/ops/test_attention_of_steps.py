@@ -195,7 +195,7 @@ def test_a_window_hides_older_tokens(ops: Any, types: tuple[str, str], block: in
 def test_a_sequence_without_rows_gives_zeros(ops: Any) -> None:
     """It pads a batch."""
     case = case_of(ops, SMALL, totals([70]))
-    table = ops.spans(case.views, 16).filled_up(2)
+    table = ops.spans(case.views, 16).pad_rows(2)
     q = ops.to_device(np.repeat(case.q, 2, axis=0))
     out = ops.to_host(ops.attention(q, case.cache, table, case.rule))
     case.check(out[:1])

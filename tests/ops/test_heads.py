@@ -161,7 +161,7 @@ def test_layers_share_the_memory_of_a_rotation(ops: Any) -> None:
     first, second = ops.prepare([HeadTransform(1, None, dense(64), signed_hadamard(64))] * 2)
     assert first.keys is second.keys
     assert first.keys.memory.shape == (64, 64)
-    assert first.values.memory.shape == first.back.memory.shape == (64,)
+    assert first.values.memory.shape == first.inverse.memory.shape == (64,)
 
 
 # -- keys and values go to a step's slots, or to a prompt's buffer -------------------------------------------------
