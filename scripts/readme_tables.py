@@ -13,16 +13,18 @@ from typing import Any
 from polarlm.bench.gpu.requests import GENERATION, LLAMA_CPP, PROMPT
 from polarlm.bench.gpu.tables import rates
 from polarlm.bench.quality.scores import CODED, SERVED
+from polarlm.bench.result import Result, read
 from polarlm.bench.serving.options import XLLAMACPP
 from polarlm.bench.speed import figures
 from polarlm.bench.speed.contestants import OURS
-from polarlm.bench.speed.tables import label, place, strongest
+from polarlm.bench.speed.tables import cache, engine, is_ours, label, place, strongest
+from polarlm.bench.speed.tables import rates as speed_rates
 from polarlm.engine import EngineConfig, codecs
 from polarlm.engine.state.cache_types import TWO_KINDS
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
 from scripts.gpu_tables import attention_of, gpu_of, has_llama_cpp, measurements, seconds_of
-from scripts.quality_tables import DEMO, Measured, newest, newest_of_each
+from scripts.quality_tables import DEMO, RESULTS, Measured, newest, newest_of_each
 from scripts.speed_tables import served
 
 NOTHING = "—"
@@ -88,7 +90,7 @@ def speed() -> str:
     """Prompts and generation of the default type beside the strongest peer, then a server beside llama.cpp's."""
     rows, shown = list[Sequence[str]](), list[tuple[str, str]]()
     for name, model in _MODELS.items():
-        measured = newest(name)
+        measured = read(max(RESULTS.glob(f"{name}.json")))
         shown.append((_cores(measured), measured["date"]))
         first = [_machine(*shown[-1]), f"{model}, {measured['weights']}"]
         for cells in _rates(measured):
@@ -104,15 +106,16 @@ def _cores(measured: Measured) -> str:
     return re.sub(r"\(R\)| Processor", "", place(measured)).split(",")[0]
 
 
-def _rates(measured: Measured) -> Iterator[list[str]]:
-    for row in sorted(measured["rows"], key=lambda row: (row["section"] != figures.GENERATION, row["tokens"])):
-        ours = {cell["cache"]: cell.get("median") for cell in row["cells"] if cell["engine"] == OURS}
-        peer = strongest(row["cells"])
-        name, rate = ("", None) if peer is None else (label(peer["engine"]), peer["median"])
-        if row["section"] in (figures.PROMPT, figures.GENERATION):
-            yield [row["name"], _rate(ours[DEFAULT]), _ratio(ours[DEFAULT], rate, name)]
-        if row["section"] == figures.PROMPT and ours.get(_EIGHT):
-            yield [f"{row['name']}, inputs of 8 bits", _rate(ours[_EIGHT]), _ratio(ours[_EIGHT], rate, name)]
+def _rates(result: Result) -> Iterator[list[str]]:
+    for section in figures.GENERATION, figures.PROMPT:
+        of_section = speed_rates(result, section).items()
+        for subject, rows in sorted(of_section, key=lambda item: next(iter(item[1].values())).more["tokens"]):
+            ours = {cache(who): row.value for who, row in rows.items() if is_ours(who)}
+            peer = strongest(rows.values())
+            name, rate = ("", None) if peer is None else (label(engine(peer.contestant)), peer.value)
+            yield [subject, _rate(ours[DEFAULT]), _ratio(ours[DEFAULT], rate, name)]
+            if section == figures.PROMPT and ours.get(_EIGHT):
+                yield [f"{subject}, inputs of 8 bits", _rate(ours[_EIGHT]), _ratio(ours[_EIGHT], rate, name)]
 
 
 def _server_rows(measured: Measured, machine: str) -> Iterator[list[str]]:

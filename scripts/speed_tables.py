@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from polarlm.bench import report
+from polarlm.bench.result import Result, Row, origin, read
 from polarlm.bench.serving.conversations import format_result
 from polarlm.bench.serving.tables import servers_table
 from polarlm.bench.speed.figures import GENERATION, PROMPT
+from polarlm.bench.speed.measure import MEMORY
+from polarlm.bench.speed.starts import START
 from polarlm.bench.speed.tables import (
-    Measured,
     bandwidth_table,
     batches_table,
     memory_table,
@@ -22,22 +24,22 @@ from polarlm.bench.speed.tables import (
     source,
     starts_of_models,
 )
-from scripts.quality_tables import RESULTS, ROOT, newest
+from scripts.quality_tables import RESULTS, ROOT, Measured, newest
 
 DEMO = "SmolLM2-135M-Instruct"
 
 
-def published(kind: str = "speed") -> dict[Path, Measured]:
+def published(kind: str = "speed") -> dict[Path, Result]:
     """The newest complete measurement of each model on each CPU and level of instructions; also one that lacks starts
     alone, which come last. The demonstration model comes first, then by name.
 
     kind: "speed", or "starts" for measurements of starts alone.
     """
-    newest_of: dict[tuple[str, str], tuple[Path, Measured]] = {}
-    measurements = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob(f"{kind}-*.json")]
-    for path, measured in sorted(measurements, key=lambda item: (item[1]["date"], item[0].name)):
-        if (measured["complete"] or measured["memory"]) and measured["device"] == "cpu":
-            newest_of[_title(measured), place(measured)] = path, measured
+    newest_of: dict[tuple[str, str], tuple[Path, Result]] = {}
+    results = [(path, read(path)) for path in RESULTS.glob(f"{kind}-*.json")]
+    for path, result in sorted(results, key=lambda item: (item[1]["date"], item[0].name)):
+        if (result["complete"] or any(result.parts(MEMORY))) and result["device"] == "cpu":
+            newest_of[_title(result), place(result)] = path, result
     return dict(sorted(newest_of.values(), key=lambda item: (item[1]["model"] != DEMO, item[0].name)))
 
 
@@ -46,16 +48,16 @@ def all_tables() -> str:
     parts = []
     everything = published()
     titles = Counter(map(_title, everything.values()))
-    for path, measured in everything.items():
-        where = f", on {place(measured)}" if titles[_title(measured)] > 1 else ""
-        parts.append(f"### {_title(measured)}{where}")
-        parts += [rates_table(measured, [GENERATION, PROMPT]), *_picture(path)]
-        parts += ["What a step reads, and the share of the memory's bandwidth:", bandwidth_table(measured)]
-        if measured["memory"]:  # else rates alone were measured
-            parts += ["Memory of the process:", memory_table(measured)]
-            parts += ["Steps of several sequences together:", batches_table(measured)]
-        parts.append(source(measured))
-    notes = dict.fromkeys(f"{sentence}." for measured in everything.values() for sentence in measured["left_out"])
+    for path, result in everything.items():
+        where = f", on {place(result)}" if titles[_title(result)] > 1 else ""
+        parts.append(f"### {_title(result)}{where}")
+        parts += [rates_table(result, [GENERATION, PROMPT]).markdown(), *_picture(path)]
+        parts += ["What a step reads, and the share of the memory's bandwidth:", bandwidth_table(result).markdown()]
+        if any(result.parts(MEMORY)):  # else rates alone were measured
+            parts += ["Memory of the process:", memory_table(result).markdown()]
+            parts += ["Steps of several sequences together:", batches_table(result).markdown()]
+        parts.append(source(result))
+    notes = dict.fromkeys(f"{sentence}." for result in everything.values() for sentence in result["left_out"])
     return "\n\n".join([*parts, *notes])
 
 
@@ -63,24 +65,29 @@ def starts() -> str:
     """A table of starts for each machine that measured them, for docs/speed.md."""
     parts = []
     for where, group in _starts_by_machine().items():
-        one = next((measured for measured in group if len(measured["starts"]) > 1), group[0])  # with the peer
-        runs = max(len(row.get("runs", ())) for row in one["starts"])
+        one = next((result for result in group if len(_starts_of(result)) > 1), group[0])  # with the peer
+        runs = max(len(row.runs) for row in _starts_of(one))
         dates = " to ".join(sorted({min(m["date"] for m in group), max(m["date"] for m in group)}))
+        line = origin(one.about)
         parts += [
-            starts_of_models(group),
+            starts_of_models(group).markdown(),
             f"On {where}, {one['threads']['most']} threads; {peers_in_words(one)}; "
             f"medians of {runs} starts; measured on {dates} with commands such as\n"
-            + report.with_origin(f"`{one['command']}`.", one, "\n"),
+            f"`{one['command']}`." + (f"\n{line}" if line else ""),
         ]
     return "\n\n".join(parts)
 
 
-def _starts_by_machine() -> dict[str, list[Measured]]:
-    groups: dict[str, list[Measured]] = {}
-    for measured in [*published("starts").values(), *published().values()]:
-        if measured["starts"]:
-            level = _restricted_to(measured)
-            groups.setdefault(place(measured) + (f" with {level} alone" if level else ""), []).append(measured)
+def _starts_of(result: Result) -> list[Row]:
+    return [row for row in result.rows("seconds") if row.subject == START]
+
+
+def _starts_by_machine() -> dict[str, list[Result]]:
+    groups: dict[str, list[Result]] = {}
+    for result in [*published("starts").values(), *published().values()]:
+        if _starts_of(result):
+            level = _restricted_to(result)
+            groups.setdefault(place(result) + (f" with {level} alone" if level else ""), []).append(result)
     return groups
 
 
@@ -119,12 +126,12 @@ def served() -> list[Measured]:
     return sorted(beside, key=lambda one: str(one["date"]))[-1:]
 
 
-def _title(measured: Measured) -> str:
+def _title(measured: Result) -> str:
     level = _restricted_to(measured)
     return f"{measured['model']}, {measured['weights']}" + (f", with {level} alone" if level else "")
 
 
-def _restricted_to(measured: Measured) -> str | None:
+def _restricted_to(measured: Result) -> str | None:
     level: str | None = measured["machine"].get("restricted_to")
     return level
 

@@ -18,7 +18,7 @@ from polarlm.bench.command import TYPES_HELP, at_least, cache_types, model_named
 from polarlm.bench.gpu.plan import SHARES, Plan
 from polarlm.bench.gpu.setup import Gpu, Sizes, open_gpu
 from polarlm.bench.gpu.tables import Results, Row, format_tables
-from polarlm.bench.report import Output
+from polarlm.bench.result import Output
 from polarlm.bench.speed.options import file_names
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note, run

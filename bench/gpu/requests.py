@@ -15,7 +15,7 @@ import numpy as np
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.setup import Gpu, Sizes
-from polarlm.bench.report import Output
+from polarlm.bench.result import Output
 from polarlm.bench.serving.options import LoadOptions, Options
 from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.ours import Ours

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from polarlm.bench import report
 from polarlm.bench.command import at_least, model_named, weight_files
-from polarlm.bench.report import Output
+from polarlm.bench.result import Output
 from polarlm.bench.serving import conversations
 from polarlm.bench.serving.options import LOAD, ConversationOptions, LoadOptions, Options
 from polarlm.bench.speed.options import file_names

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from polarlm.bench import report
 from polarlm.bench.command import model_files, weight_files
-from polarlm.bench.report import Output
+from polarlm.bench.result import Output
 from polarlm.bench.serving.client import Answer, ask, kind
 from polarlm.bench.serving.options import LoadOptions, Options
 from polarlm.bench.serving.peer import PeerServer, read_peer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,9 +27,8 @@ class Contestant:
     types: CacheType | None = field(default=None, compare=False)  # for our engine, as is the next
     input_bits: int = field(default=EngineConfig.input_bits, compare=False)
 
-    def as_json(self) -> dict[str, str]:
-        types = {} if self.types is None else {"types": self.types.pair}
-        return {"engine": self.engine, "cache": self.cache, **types}
+    def __str__(self) -> str:
+        return f"{self.engine} {self.cache}"
 
     @property
     def is_ours(self) -> bool:
@@ -47,7 +47,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that all contestants run."""
+    """The model that all contestants run. end: when their time is over, by `time.monotonic`."""
 
     path: Path
     device: str
@@ -56,6 +56,7 @@ class Subject:
     head_dim: int
     file_bytes: int  # bytes of all tensors in their files
     peer_paths: Mapping[str, str] = field(default_factory=dict)  # name of a peer → its Python or its program
+    end: float = math.inf
 
     def kv_bytes(self, bits: float, tokens: int) -> int:
         """Bytes of K/V of `tokens` tokens with `bits` bits a value."""
@@ -83,9 +84,9 @@ def _metadata(reader: Any, key: str, default: int) -> int:
 def new_child(contestant: Contestant, subject: Subject, variables: Mapping[str, str] | None = None) -> Child:
     """A new process of the contestant. variables: further ones of its environment. Raises Failed."""
     if contestant.is_ours:
-        return Child(_OURS, variables=variables)
-    path = subject.peer_paths[contestant.engine]
-    return Child(contestant.peer.module, sys.executable if contestant.is_program else path, variables)
+        return Child(_OURS, variables=variables, end=subject.end)
+    path = sys.executable if contestant.is_program else subject.peer_paths[contestant.engine]
+    return Child(contestant.peer.module, path, variables, subject.end)
 
 
 def start(

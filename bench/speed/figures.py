@@ -1,17 +1,19 @@
-"""The figures of a speed measurement, as JSON."""
+"""The runs of a contestant in a row of a speed measurement, and which of a peer's count."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from polarlm.bench.result import Row
 from polarlm.bench.speed.contestants import Contestant
 
-PROMPT, GENERATION, BATCHES = "prompt", "generation", "batches"
+PROMPT, GENERATION, BATCHES = "prompt", "generation", "batches"  # sections
+RATE = "tokens/s"
 FAR_BEHIND = 1.5  # times as fast as with fewer threads a contestant is with more, so that fewer need no further runs
 MARGIN = 0.1  # share of the fastest run by which a peer's second fastest may be slower, or its figure does not count
+_STARVED = 0.05  # share of the memory's bandwidth below which a peer has lacked a core
 
 
 @dataclass(eq=False)
@@ -22,7 +24,6 @@ class Cell:
     threads: int
     runs: list[float] = field(default_factory=list)
     failure: str | None = None
-    read: Mapping[str, int] | None = None  # bytes of "weights" and "cache" that a step reads
     tried: Mapping[int, Sequence[float]] = field(default_factory=dict)  # numbers of threads of a peer → their runs
 
     @property
@@ -34,20 +35,6 @@ class Cell:
         """Whether the two fastest runs agree."""
         fastest, *slower = sorted(self.runs, reverse=True)
         return bool(slower) and slower[0] >= (1 - MARGIN) * fastest
-
-    def as_json(self, bandwidth: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-        """The cell as JSON. bandwidth: number of threads → bytes per second of each measurement."""
-        cell: dict[str, Any] = {"engine": self.contestant.engine, "cache": self.contestant.cache}
-        if self.tried:
-            cell["tried"] = {str(threads): list(runs) for threads, runs in self.tried.items()}
-        if self.failure is not None or not self.runs:
-            return {**cell, "failure": self.failure or "not measured"}
-        cell |= {"threads": self.threads, "median": self.median, "fastest": max(self.runs), "runs": self.runs}
-        if self.read is not None:
-            cell["bytes_read"] = dict(self.read)
-            if self.threads in bandwidth:
-                cell["bandwidth_share"] = sum(self.read.values()) * self.median / max(bandwidth[self.threads])
-        return cell
 
 
 def is_far_behind(cell: Cell, cells: Sequence[Cell]) -> bool:
@@ -71,51 +58,15 @@ def best(cells: Sequence[Cell]) -> Cell:
     return chosen
 
 
-@dataclass
-class Row:
-    """The results of all contestants in one task."""
+def starved(row: Row, share: float | None, ours: float) -> str:
+    """How the rate of a peer shows that other processes have had its cores; "" if it does not.
 
-    section: str
-    name: str
-    tokens: int  # tokens of the prompt or before the steps; for batches, the number of sequences
-    cells: list[Cell] = field(default_factory=list)
-
-    def as_json(self, bandwidth: Mapping[int, Sequence[float]]) -> dict[str, Any]:
-        cells = [cell.as_json(bandwidth) for cell in self.cells]
-        return {"section": self.section, "name": self.name, "tokens": self.tokens, "cells": cells}
-
-
-@dataclass
-class Speed:
-    """The results of a measurement."""
-
-    model: str
-    weights: str  # the format in which the file stores them
-    file_bytes: int  # bytes of all tensors in their files
-    device: str
-    contestants: Sequence[Contestant]
-    # For each peer its "name", its "version_or_absence", and what it was "built_with", which is empty if it is missing.
-    peers: list[dict[str, str]] = field(default_factory=list)
-    ours: dict[str, Any] = field(default_factory=dict)  # `Ours.about` of our first contestant
-    most_threads: int = 1
-    peer_threads: Sequence[int] = ()  # numbers of threads; a peer's best one counts in each row
-    # Engine → number of threads → steps per second of short generation, by which the number is chosen.
-    tried: dict[str, dict[int, list[float]]] = field(default_factory=dict)
-    chosen: dict[str, int] = field(default_factory=dict)
-    bandwidth: dict[int, list[float]] = field(default_factory=dict)  # threads → bytes per second
-    rows: list[Row] = field(default_factory=list)
-    memory: list[dict[str, Any]] = field(default_factory=list)
-    starts: list[dict[str, Any]] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)  # sentences
-
-    def as_json(self) -> dict[str, Any]:
-        same = ("model", "weights", "file_bytes", "device", "ours", "peers", "memory", "starts", "left_out")
-        threads = {"most": self.most_threads, "peers": list(self.peer_threads)}
-        return {
-            **{name: getattr(self, name) for name in same},
-            "contestants": [contestant.as_json() for contestant in self.contestants],
-            "threads": {**threads, "chosen": self.chosen, "tried": self.tried},
-            "bytes_per_second": self.bandwidth,
-            "unit": "tokens/s",
-            "rows": [row.as_json(self.bandwidth) for row in self.rows],
-        }
+    share, ours: of the memory's bandwidth, the peer's and our largest in the same row: a small model reads little with
+    any engine.
+    """
+    tried = {int(threads): max(runs) for threads, runs in row.more.get("tried", {}).items()}
+    few, many = min(tried, default=0), max(tried, default=0)
+    if few < many and tried[many] < (1 - MARGIN) * tried[few]:
+        return f"slower with {many} threads than with {few}"
+    has_core = share is None or share >= _STARVED or ours < _STARVED
+    return "" if has_core else f"at {share:.1%} of the memory's bandwidth"
