@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polarlm.bench.result import Result
+from polarlm.engine.state.cache_types import PRESETS
 
 Old = Mapping[str, Any]
+_BY_AGE_SINCE = "2026-11-27"
+_FIGURES: tuple[str, ...] = (
+    "kl_mean",
+    "kl_median",
+    "kl_90th_percentile",
+    "kl_99th_percentile",
+    "kl_999th_percentile",
+    "kl_max",
+)
+_FIGURES += ("same_top1", "draft_acceptance")
 
 
 def rows_of(measured: Old, result: Result) -> None:
@@ -16,6 +27,10 @@ def rows_of(measured: Old, result: Result) -> None:
         _speed(measured, result)
     elif "theirs" in next(iter(measured.get("rows", ())), {}):
         _embeddings(measured, result)
+    elif "snapshots" in measured:
+        _snapshots(measured, result)
+    elif "exact_perplexity" in measured:
+        _quality(measured, result)
 
 
 def _speed(measured: Old, result: Result) -> None:
@@ -45,6 +60,46 @@ def _embeddings(measured: Old, result: Result) -> None:
         more = {name: row[name] for name in ("weights", "texts", "tokens")}
         for who, runs in {"polarlm": row["ours"], **row["theirs"]}.items():
             result.add(f"{row['weights']}, texts of {row['texts']}", who, "tokens/s", runs, value=max(runs), **more)
+
+
+def _quality(measured: Old, result: Result) -> None:
+    """Presets were of blocks that are all alike before _BY_AGE_SINCE; the model was named by its file."""
+    result.about["model"] = measured["model"].removesuffix(f".{measured['weights']}")
+    types = result.about["types"] = dict[str, dict[str, str]]()
+    for row in measured["rows"]:
+        name, scoring = row["type"], row["scored_as"]
+        if measured["date"] < _BY_AGE_SINCE and name in PRESETS:
+            name = "/".join(PRESETS[name].alike)
+        who = name if scoring == "as served" else f"{name}, {scoring}"
+        types[who] = {"type": name, "pair": row.get("pair", name.removesuffix(":plain")), "scored_as": scoring}
+        errors = {"perplexity": row.get("perplexity_error"), **(row.get("errors") or {})}
+        _figures(result, "text", who, row, errors, ("perplexity", "nll_per_token", "bits_per_value"))
+        for one in row.get("by_position", ()):
+            more = {name: one[name] for name in ("start", "end", "positions")}
+            errors = {"kl_mean": one.get("kl_error"), "same_top1": one.get("top1_error")}
+            _figures(result, f"positions {one['start']:,} to {one['end'] - 1:,}", who, one, errors, **more)
+        if answer := row.get("answer"):
+            _figures(result, "texts of its own", who, answer, answer["errors"] or {}, ("tokens",))
+        if speed := row.get("speed"):
+            result.add_all("speed", name, {kind: speed[kind] for kind in ("prompt", "generation")})
+        if (fit := row.get("fit")) and not fit["problem"]:
+            result.add_all("room", name, {kind: fit[kind] for kind in ("bytes_per_token", "tokens")})
+
+
+def _snapshots(measured: Old, result: Result) -> None:
+    for row in measured["rows"]:
+        result.add_all("snapshot", row["type"], {name: row[name] for name in ("bytes", "bits")})
+        for one in row["distances"]:
+            subject, errors = f"tokens after it: {one['tokens']}", one["errors"] or {}
+            _figures(result, subject, row["type"], one, errors, tokens=one["tokens"])
+
+
+def _figures(
+    result: Result, subject: str, who: str, row: Old, errors: Old, names: Sequence[str] = (), **more: Any
+) -> None:
+    for name in (*_FIGURES, *names):
+        if row.get(name) is not None:
+            result.add(subject, who, name, value=row[name], error=errors.get(name), **more)
 
 
 def _start(result: Result, subject: str, row: Old, figures: Old) -> None:

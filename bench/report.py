@@ -136,19 +136,20 @@ class Report:
             Section(one.heading, [table.measured() for table in one.tables if table.rows], one.text)
             for one in self.sections
         ]
-        self.sections = [one for one in sections if one.tables or (one.text and not self.brief)]
+        self.sections = [one for one in sections if one.tables]
         shown = {name for section in self.sections for table in section.tables for name in table.header}
         self.columns = {name: says for name, says in self.columns.items() if name in shown}
 
     def terminal(self, width: int = sys.maxsize) -> str:
         """The report as Markdown."""
-        about = [f"{name}: {text}" for name, text in self.about if text]
-        sections = self.sections[: self.brief]
-        parts = ["\n".join([self.title, *about])] if self.brief is None else []
-        for section in sections:
-            parts += [section.heading] if self.brief is None else []
-            parts += [table.markdown(width) for table in section.tables]
-            parts += [section.text] if section.text and self.brief is None else []
+        if self.brief is not None:
+            about = dict(self.about)
+            tables = [table.markdown(width) for one in self.sections[: self.brief] for table in one.tables]
+            return "\n\n".join([*tables, f"{about['origin']}\nload: {about['load']}"])
+        parts = ["\n".join([self.title, *(f"{name}: {text}" for name, text in self.about if text)])]
+        for section in self.sections:
+            parts += [section.heading, *(table.markdown(width) for table in section.tables)]
+            parts += [section.text] if section.text else []
         return "\n\n".join([*parts, *self.notes])
 
     def write_page(self, file: Path) -> None:
@@ -181,17 +182,18 @@ class Report:
         page = json.with_suffix(".html")
         self.write_page(page)
         print(self.terminal(shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize))
-        note(f"The page: {page}, its figures: {json}")
+        where = "The page:" if self.brief is None else "More tables and pictures are on the page"
+        note(f"{where} {page}, all figures in {json}")
 
 
-def provenance(result: Result) -> list[tuple[str, str]]:
+def provenance(result: Result, *, is_timed: bool = True) -> list[tuple[str, str]]:
     """What is said of every result: date, command, machine, load, and what it is of."""
     machine = result["machine"]
     gpu = f"{machine['gpu']['name']}, " if "gpu" in machine else ""
     return [
         ("machine", f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['system']}"),
-        ("load", load_in_words(result)),
-        ("of", origin(result.about)),
+        ("load", load_in_words(result, is_timed=is_timed)),
+        ("origin", origin(result.about)),
         ("date", result["date"]),
         ("command", result["command"]),
     ]

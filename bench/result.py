@@ -139,7 +139,7 @@ class Result:
         **more: Any,
     ) -> None:
         """Add a row, in place of one of the same subject, contestant and quantity."""
-        runs = tuple(runs)
+        runs = tuple(map(float, runs))
         if value is None and runs and not failure:
             value = statistics.median(runs)
         row = Row(subject, contestant, quantity, runs, value, error, failure or "", more)
@@ -246,12 +246,15 @@ def load() -> float:
     return round(psutil.getloadavg()[0], 2)
 
 
-def load_in_words(result: Result) -> str:
-    """The load before the measurement and after; a warning if the machine was busy; "" of an older result."""
+def load_in_words(result: Result, *, is_timed: bool = True) -> str:
+    """The load before the measurement and after; a warning if the machine was busy; "" of an older result.
+
+    is_timed: whether it has times or speeds, which other work changes.
+    """
     if "load" not in result.about:
         return ""
     before, after = result["load"]["before"], result["load"]["after"]
-    warning = "; the machine had other work, so times say little" if before > _BUSY else ""
+    warning = "; the machine had other work, so times say little" if before > _BUSY and is_timed else ""
     return f"{before:.1f} before, {after:.1f} after, on {result['machine']['cores']} cores{warning}"
 
 

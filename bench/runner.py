@@ -26,7 +26,8 @@ class Part(NamedTuple):
 
 
 class Runner:
-    """seconds: the time that there is for everything. write: writes a result, which is complete or not."""
+    """seconds: the time that there is for everything. write: writes a result, which is complete or not; False where
+    there is none yet."""
 
     def __init__(
         self,
@@ -61,8 +62,8 @@ class Runner:
         """Write the result so far, which `take` brings up to date, unless that was done just now."""
         if self._clock() - self._written >= _WRITTEN_EVERY:
             take()
-            self._write(False)
-            self._written = self._clock()
+            if self._write(False) is not False:
+                self._written = self._clock()
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -12,8 +12,8 @@ from typing import Any
 
 from polarlm.bench.gpu.requests import GENERATION, LLAMA_CPP, PROMPT
 from polarlm.bench.gpu.tables import rates
-from polarlm.bench.quality.scores import CODED, SERVED
-from polarlm.bench.result import Result, read
+from polarlm.bench.quality.scores import CODED, SERVED, TEXT, contestant
+from polarlm.bench.result import Figures, Result
 from polarlm.bench.serving.options import XLLAMACPP
 from polarlm.bench.speed import figures
 from polarlm.bench.speed.contestants import OURS
@@ -24,8 +24,8 @@ from polarlm.engine.state.cache_types import TWO_KINDS
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
 from scripts.gpu_tables import attention_of, gpu_of, has_llama_cpp, measurements, seconds_of
-from scripts.quality_tables import DEMO, RESULTS, Measured, newest, newest_of_each
-from scripts.speed_tables import served
+from scripts.quality_tables import DEMO, newest, newest_of_each, of
+from scripts.speed_tables import Measured, served
 
 NOTHING = "—"
 _NUMBERS = "tokens/s", "bits/value, 2,048 tokens", "8,192"  # columns to the right
@@ -90,7 +90,7 @@ def speed() -> str:
     """Prompts and generation of the default type beside the strongest peer, then a server beside llama.cpp's."""
     rows, shown = list[Sequence[str]](), list[tuple[str, str]]()
     for name, model in _MODELS.items():
-        measured = read(max(RESULTS.glob(f"{name}.json")))
+        measured = newest(name)
         shown.append((_cores(measured), measured["date"]))
         first = [_machine(*shown[-1]), f"{model}, {measured['weights']}"]
         for cells in _rates(measured):
@@ -211,22 +211,22 @@ def costs() -> str:
     found, elsewhere = newest_of_each(f"quality-{DEMO}"), newest(_QWEN)
     of_all = {name: rows for _, types in found for name, rows in types.items()}
     full = found[0][0]["exact_perplexity"]
-    qwen = {row["type"]: row for row in elsewhere["rows"] if row["scored_as"] == CODED}
+    qwen = {name: elsewhere.figures(TEXT, contestant(name, CODED)) for name in _NAMES}
     shown = [("", one["date"]) for one, types in found if {*types} & {*_NAMES}] + [("", elsewhere["date"])]
     lines = []
     for name, words in _NAMES.items():
         if name in of_all:
             as_served, coded = of_all[name][SERVED], of_all[name][CODED]
-            bits = as_served["bits_per_value"]
-            change = f"{100 * (as_served['perplexity'] / full - 1):+.1f} %"
+            bits = of(as_served, "bits_per_value")
+            change = f"{100 * (of(as_served, 'perplexity') / full - 1):+.1f} %"
             cells = f"{bits:.2f}", f"{_long_bits(name, bits):.2f}", change, _kl(as_served), _kl(coded)
-            lines.append((bits, [words, *cells, _kl(qwen[name]) if name in qwen else NOTHING]))
+            lines.append((bits, [words, *cells, _kl(qwen[name]) if qwen[name] else NOTHING]))
     header = ["Type", "bits/value, 2,048 tokens", "8,192", "perplexity", "KL as served", "KL, all coded", "Qwen2.5"]
     return f"{_table(header, [line for _, line in sorted(lines, key=lambda line: line[0])])}\n\n{_sources(shown)}"
 
 
-def _kl(row: Mapping[str, Any]) -> str:
-    return f"{row['kl_mean']:#.2g}"
+def _kl(figures: Figures) -> str:
+    return f"{of(figures, 'kl_mean'):#.2g}"
 
 
 def _long_bits(name: str, bits: float) -> float:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from polarlm.bench import report
 from polarlm.bench.result import Result, Row, origin, read
@@ -24,9 +25,15 @@ from polarlm.bench.speed.tables import (
     source,
     starts_of_models,
 )
-from scripts.quality_tables import RESULTS, ROOT, Measured, newest
+from scripts.quality_tables import RESULTS, ROOT
 
 DEMO = "SmolLM2-135M-Instruct"
+Measured = Mapping[str, Any]
+
+
+def newest(name: str) -> Measured:
+    measured: Measured = json.loads(max(RESULTS.glob(f"{name}.json")).read_text(encoding="utf-8"))
+    return measured
 
 
 def published(kind: str = "speed") -> dict[Path, Result]:

@@ -7,44 +7,33 @@ positions, are drawn again, with replacement (Efron 1979). What is said of each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from polarlm.bench.quality.divergence import Divergence
+from polarlm.bench.result import Result
 
 _DRAWS = 200  # their spread is within 5 % of the spread of infinitely many
 _TAIL = 1000  # positions without which nothing is said of one in a thousand
+TAIL = "kl_999th_percentile"
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Figures of many divergences; KL in nats.
+def add_figures(result: Result, subject: str, contestant: str, windows: Sequence[Divergence], **more: Any) -> None:
+    """Add a row for each figure of windows' divergences, KL in nats, with the mean of each window as its runs:
 
-    errors: the standard errors of the others by name; None if there is a single window.
+    mean, median, quantiles and maximum of KL; "same_top1", the share of positions with the same most likely token; and
+    "draft_acceptance", the share of full precision's own tokens that a model with these distributions accepts. TAIL is
+    left out below 1,000 positions.
     """
-
-    kl_mean: float
-    kl_median: float
-    kl_90th_percentile: float
-    kl_99th_percentile: float
-    kl_999th_percentile: float | None  # None below 1,000 positions
-    kl_max: float
-    same_top1: float  # share of positions
-    draft_acceptance: float  # share of full precision's own tokens that a model with these distributions accepts
-    errors: dict[str, float] | None
-
-
-def figures(windows: Sequence[Divergence]) -> Figures:
-    """The figures of windows' divergences, with their errors."""
     values = _of(windows)
     draws = [_of([windows[i] for i in chosen]) for chosen in drawn(len(windows))]
-    errors = {name: float(np.std([draw[name] for draw in draws])) for name in values} if draws else None
-    whole = sum(len(one.kl) for one in windows)
-    tail = values["kl_999th_percentile"] if whole >= _TAIL else None
-    if errors is not None and tail is None:
-        del errors["kl_999th_percentile"]
-    return Figures(**values | {"kl_999th_percentile": tail}, errors=errors)  # type: ignore[arg-type]
+    if sum(len(one.kl) for one in windows) < _TAIL:
+        del values[TAIL]
+    runs = {"kl_mean": [float(one.kl.mean()) for one in windows]}
+    for name, value in values.items():
+        error = float(np.std([draw[name] for draw in draws])) if draws else None
+        result.add(subject, contestant, name, runs.get(name, ()), value=value, error=error, **more)
 
 
 def error_of(statistic: Callable[[np.ndarray], float], windows: int) -> float | None:
@@ -68,7 +57,7 @@ def _of(windows: Sequence[Divergence]) -> dict[str, float]:
         "kl_median": median,
         "kl_90th_percentile": ninety,
         "kl_99th_percentile": ninety_nine,
-        "kl_999th_percentile": tail,
+        TAIL: tail,
         "kl_max": most,
         "same_top1": float(np.concatenate([one.same_top1 for one in windows]).mean()),
         "draft_acceptance": float(np.concatenate([one.accepted for one in windows]).mean()),

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from polarlm.bench import report
-from polarlm.bench.command import model_files, model_named
-from polarlm.bench.quality import page, snapshots
+from polarlm.bench.quality import snapshots
 from polarlm.bench.quality.divergence import Divergence
-from polarlm.bench.quality.inputs import QualityConfig, page_file, read_text
+from polarlm.bench.quality.inputs import PROGRAM, QualityConfig, name_of_text, opened, page_file, read_text
 from polarlm.bench.quality.scores import windows
+from polarlm.bench.quality.snapshots import AFTER, SNAPSHOT
 from polarlm.bench.quality.survey import arithmetic
-from polarlm.bench.quality.tables import kl_cells, two_digits, with_error
+from polarlm.bench.quality.tables import kl_columns, two_digits
+from polarlm.bench.report import Column, Report, Section, Table, provenance
+from polarlm.bench.result import Figures, Result, Row, Writer, digest_of_text, duration
+from polarlm.bench.runner import Clock, Runner
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.cli.progress import counting
@@ -23,86 +22,62 @@ from polarlm.engine.loading.assembly import Parts, assemble
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.quantization.snapshot_codes import ALL, EXACT
 from polarlm.engine.state.plan import format_bytes
-from polarlm.model_loaders import load_weights
 from polarlm.model_loaders.config import ModelConfig, Recurrent
 
 _WINDOW = 8 * snapshots.LENGTH  # tokens, as far as the model's context allows
 _CODINGS = [one for one in ALL.values() if one != EXACT]
-# Column → its explanation, for the page and docs/quality.md.
-COLUMNS = {
-    "state type": "how snapshots keep the matrices of recurrent layers; f32 is exact",
-    "one snapshot": "bytes of a snapshot, all layers together",
-    "bits": "for each number of a matrix, scales or norms included",
-    "tokens after it": "the figures beside it are of so many tokens after each snapshot",
-    "KL mean": "how far the next token's distribution is from that after an exact snapshot, in nats; 0 is the same",
-    "KL median": "half of the tokens are further off than this, in nats",
-    "KL 90 %": "one token in ten is further off than this, in nats",
-    "KL 99 %": "one token in a hundred is further off than this, in nats",
-    "KL 99.9 %": "one token in a thousand is further off than this, in nats",
-    "KL max": "the token that is furthest off, in nats",
-    "same top-1": "tokens for which the most likely one is that after an exact snapshot",
-}
+_EXACT = "that after an exact snapshot"
+COLUMNS = [
+    Column.of(
+        "one snapshot", "bytes", lambda size: format_bytes(int(size)), "bytes of a snapshot, all layers together"
+    ),
+    Column.of("bits", "bits", "{:.2f}".format, "for each number of a matrix, scales or norms included"),
+    Column.of(
+        "tokens after it", "tokens", "{:.0f}".format, "the figures beside it are of so many tokens after each snapshot"
+    ),
+    replace(
+        kl_columns("token")[0],
+        says=f"how far the next token's distribution is from {_EXACT}, in nats; 0 is the same",
+    ),
+    *kl_columns("token")[1:],
+    Column.of("same top-1", "same_top1", two_digits, f"tokens for which the most likely one is {_EXACT}"),
+]
 
 
-def measure(options: QualityConfig, argv: Sequence[str], clock: Callable[[], float]) -> None:
+def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
     """Measure for `options.minutes`, write the page and its JSON, also after Ctrl-C, and print the table."""
-    started = clock()
     text = read_text(str(options.text))
-    path, name = model_files(model_named(options.weights, options.hf_repo))
-    config, source, dtype = load_weights(path)
+    with opened(options) as model:
+        _check(model.config, model.name)
+        named = name_of_text(str(options.text))
+        writer = Writer(page_file(options.output, f"{model.name} state {named}"), "quality", argv, program=PROGRAM)
+        ops = arithmetic(model.source, options.threads)
+    window = min(_WINDOW, model.config.max_context)
+    note(f"Loading {model.name}")
+    parts = assemble(settle(model.path, None, {**snapshots.SETTINGS, "ctx_size": window}), note, ops=ops)
+    about = {"model": model.name, "weights": model.dtype, "text": named, **model.digest, **digest_of_text(text)}
+    about |= {"arithmetic": "float32" if ops.backend == "numpy" else "compiled kernels", "window": window}
+    result, divergences = Result(about), list[dict[str, Divergence]]()
+
+    def write(complete: bool) -> bool:
+        """Write the JSON, and the page of an incomplete result, once there is a snapshot."""
+        if not divergences:
+            return False
+        result.about |= {"snapshots": len(divergences), "seconds": round(runner.seconds, 1)}
+        snapshots.add_rows(result, parts.model, _CODINGS, divergences)
+        writer.write(result, complete=complete)
+        if not complete:
+            report_of(result).write_page(writer.path.with_suffix(".html"))
+        return True
+
+    runner = Runner(60 * options.minutes, write, clock)
+    note(f"{len(_CODINGS)} state types for {duration(runner.left())} at most; Ctrl-C keeps the figures")
     try:
-        digests = report.digest_of_model(source.files())
-        _check(config, name)
-        file = page_file(options.output, f"{name}-state")
-        ops = arithmetic(source, options.threads)
-    finally:
-        source.close()
-    window = min(_WINDOW, config.max_context)
-    note(f"Loading {name}")
-    parts = assemble(settle(path, None, {**snapshots.SETTINGS, "ctx_size": window}), note, ops=ops)
-    about = {
-        "model": name,
-        "weights": dtype,
-        "text": "standard input" if options.text == "-" else Path(str(options.text)).name,
-        **digests,
-        **report.digest_of_text(text),
-        "arithmetic": "float32" if ops.backend == "numpy" else "compiled kernels",
-        "window": window,
-    }
-
-    divergences: list[dict[str, Divergence]] = []
-    limit, kept = 60 * options.minutes, -math.inf
-
-    def keep(*, complete: bool) -> dict[str, Any]:
-        """Write the page and its JSON, and return what was written."""
-        nonlocal kept
-        rows = [asdict(row) for row in snapshots.rows_of(parts.model, _CODINGS, divergences)]
-        more = {"snapshots": len(divergences), "rows": rows, "seconds": round(clock() - started, 1)}
-        whole, program = {**about, **more}, ("polarlm", "quality")
-        written = report.write(file.with_suffix(".json"), "quality", argv, whole, complete=complete, program=program)
-        _write_page(file, written)
-        kept = clock()
-        return written
-
-    def go_on() -> bool:
-        """Write what there is now and then; whether there is time for more."""
-        if clock() - kept >= report.WRITTEN_EVERY:
-            keep(complete=False)
-        return clock() - started < limit
-
-    note(f"{len(_CODINGS)} state types for {report.duration(limit)} at most; Ctrl-C keeps the figures")
-    try:
-        try:
-            _continue_texts(parts, text, window, divergences, go_on)
-        except BaseException:
-            if divergences:
-                keep(complete=False)
-            raise
-        result = keep(complete=True)
+        with runner.kept():
+            _continue_texts(parts, text, window, divergences, runner)
     finally:
         parts.close()
-    print(report.with_origin(report.table(list(COLUMNS), cells(result["rows"])), result))
-    note(f"The page: {file}, its figures: {file.with_suffix('.json')}")
+    report_of(result).show(writer.path)
 
 
 def _check(config: ModelConfig, name: str) -> None:
@@ -116,9 +91,9 @@ def _check(config: ModelConfig, name: str) -> None:
 
 
 def _continue_texts(
-    parts: Parts, text: str, window: int, divergences: list[dict[str, Divergence]], go_on: Callable[[], bool]
+    parts: Parts, text: str, window: int, divergences: list[dict[str, Divergence]], runner: Runner
 ) -> None:
-    """Add the divergences after each snapshot of the text, while `go_on` says so. Raises FlagError."""
+    """Add the divergences after each snapshot of the text, while there is time. Raises FlagError."""
     tokenizer = parts.source.tokenizer
     cut = [
         ids for ids in windows(tokenizer.tokenize(text), window, tokenizer.bos_id) if len(ids) >= 2 * snapshots.LENGTH
@@ -130,53 +105,45 @@ def _continue_texts(
             for one in snapshots.continuations(parts.model, ids, _CODINGS):
                 divergences.append(one)
                 count("")
-                if not go_on():
+                runner.keep()
+                if not runner.left():
                     return
 
 
-def cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row of cells for each type and distance. rows: `SnapshotRow`s as dictionaries."""
-    return [
-        [
-            row["type"],
-            format_bytes(row["bytes"]),
-            f"{row['bits']:.2f}",
-            f"{one['tokens']}",
-            *kl_cells(one),
-            with_error(one["same_top1"], (one["errors"] or {}).get("same_top1"), two_digits),
-        ]
-        for row in rows
-        for one in (row["distances"][-1:] if row["type"] == EXACT.name else row["distances"])
-    ]
+def table_of(result: Result) -> Table:
+    """A line for each type and distance; one for exact snapshots, which have no errors."""
+    lines: list[tuple[str, Figures]] = []
+    for subject, name, figures in result.parts(AFTER):
+        tokens = float(figures["kl_mean"].more["tokens"])
+        if name != EXACT.name or tokens == snapshots.LENGTH:
+            size = result.figures(SNAPSHOT, name)
+            lines.append((name, {**size, "tokens": Row(subject, name, "tokens", value=tokens), **figures}))
+    return Table.of("state type", COLUMNS, lines)
 
 
-def _write_page(file: Path, result: Mapping[str, Any]) -> None:
-    arithmetic = (
-        "float32" if result["arithmetic"] == "float32" else "compiled kernels (the weights as float32 do not fit)"
-    )
-    about = [
-        ("model", f"{result['model']}, {result['weights']} weights"),
-        (
-            "text",
-            f"{result['text']}: {result['snapshots']:,} snapshots in windows of up to {result['window']:,} tokens",
-        ),
-        ("arithmetic", f"{arithmetic}; keys and values in half precision"),
-        ("date", f"{result['date']}, {report.duration(result['seconds'])}"),
-        ("command", result["command"]),
-    ]
-    length = snapshots.LENGTH
+def report_of(result: Result) -> Report:
+    float32 = result["arithmetic"] == "float32"
+    arithmetic = "float32" if float32 else "compiled kernels (the weights as float32 do not fit)"
+    length, count = snapshots.LENGTH, f"{result['snapshots']:,} snapshots"
     text = (
         f"The text is read as a prompt. Every {length} tokens it is continued by the next {length}, from the exact "
         "snapshot and from each coding of it. The recurrent layers forget the error with every token."
     )
-    table = list(COLUMNS), cells(result["rows"])
-    whole = page.Page(
+    return Report(
         title=f"What a snapshot costs: {result['model']}",
-        lead=f"Measured on {result['text']}, {result['snapshots']:,} snapshots, on {result['date']}",
+        lead=f"Measured on {result['text']}, {count}, on {result['date']}",
         partial="" if result["complete"] else "This page is partial: the measurement was interrupted.",
-        sections=[page.Section("All state types", {"Table of all state types": table}, text)],
-        about=about,
-        origin=report.origin(result),
-        columns=COLUMNS,
+        sections=[Section("All state types", [table_of(result)], text)],
+        about=[
+            ("model", f"{result['model']}, {result['weights']} weights"),
+            ("text", f"{result['text']}: {count} in windows of up to {result['window']:,} tokens"),
+            ("arithmetic", f"{arithmetic}; keys and values in half precision"),
+            ("time", duration(result["seconds"])),
+            *provenance(result, is_timed=False),
+        ],
+        columns={
+            "state type": "how snapshots keep the matrices of recurrent layers; f32 is exact",
+            **{column.name: column.says for column in COLUMNS},
+        },
+        brief=1,
     )
-    page.render(file, whole)

@@ -8,40 +8,25 @@ that the state alone differs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from polarlm.bench.quality.divergence import Divergence
-from polarlm.bench.quality.figures import Figures, figures
+from polarlm.bench.quality.figures import add_figures
 from polarlm.bench.quality.states import divergence, forward, hidden_of
+from polarlm.bench.result import Result
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.quantization.snapshot_codes import EXACT, SnapshotCodes
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.state.recurrent.delta import DeltaShape, DeltaState
 from polarlm.engine.state.store import SequenceKV
 
+SNAPSHOT, AFTER = "snapshot", "tokens after it:"  # subjects
 DISTANCES = (1, 16, 64, 256)  # tokens after a snapshot
 LENGTH = DISTANCES[-1]
 SETTINGS = {"cache_type": "f16", "state_type": EXACT.name, "kept_sequences": 2, "parallel": 2}
 """Of the engine that is measured."""
-
-
-@dataclass(frozen=True)
-class Distance(Figures):
-    """The divergence of the first `tokens` tokens after the snapshots; its errors are over snapshots."""
-
-    tokens: int
-
-
-@dataclass(frozen=True)
-class SnapshotRow:
-    """The figures of one coding over all snapshots. bytes: of a snapshot, all layers. bits: per number of a matrix."""
-
-    type: str
-    bytes: int
-    bits: float
-    distances: list[Distance]
 
 
 def continuations(
@@ -89,27 +74,27 @@ def _continued(model: Transformer, sequence: SequenceKV, ids: Sequence[int], cod
         model.store.release(sequence)
 
 
-def rows_of(
-    model: Transformer, codings: Sequence[SnapshotCodes], divergences: Sequence[Mapping[str, Divergence]]
-) -> list[SnapshotRow]:
-    """Return a row for exact snapshots, then one for each coding. divergences: what `continuations` yielded."""
-    same = Divergence(np.zeros(LENGTH), np.ones(LENGTH, bool), np.ones(LENGTH))
-    return [
-        _row(model, one, [same if one == EXACT else each[one.name] for each in divergences])
-        for one in (EXACT, *codings)
-    ]
+def add_rows(
+    result: Result,
+    model: Transformer,
+    codings: Sequence[SnapshotCodes],
+    divergences: Sequence[Mapping[str, Divergence]],
+) -> None:
+    """Add the rows of exact snapshots, then of each coding: the bytes of a snapshot, all layers, the bits per number of
+    a matrix, and figures of the first tokens after the snapshots, whose errors are over these.
 
-
-def _row(model: Transformer, codes: SnapshotCodes, divergences: Sequence[Divergence]) -> SnapshotRow:
+    divergences: what `continuations` yielded.
+    """
     store = model.store.shape
-    shapes = [replace(layer, codes=codes) for layer in store.layers if isinstance(layer, DeltaShape)]
-    sizes = codes.fields(shapes[0].mixer.key_dim, shapes[0].mixer.value_dim).values()
-    bits = 8 * sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in sizes)
-    return SnapshotRow(
-        codes.name,
-        bytes=sum(one.quantized_bytes(store.block_size) for one in shapes),
-        bits=bits / (shapes[0].mixer.key_dim * shapes[0].mixer.value_dim),
-        distances=[
-            Distance(**vars(figures([one[:tokens] for one in divergences])), tokens=tokens) for tokens in DISTANCES
-        ],
-    )
+    same = Divergence(np.zeros(LENGTH), np.ones(LENGTH, bool), np.ones(LENGTH))
+    for codes in (EXACT, *codings):
+        shapes = [replace(layer, codes=codes) for layer in store.layers if isinstance(layer, DeltaShape)]
+        mixer = shapes[0].mixer
+        sizes = codes.fields(mixer.key_dim, mixer.value_dim).values()
+        bits = 8 * sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in sizes)
+        nbytes = sum(one.quantized_bytes(store.block_size) for one in shapes)
+        size = {"bytes": nbytes, "bits": bits / (mixer.key_dim * mixer.value_dim)}
+        result.add_all(SNAPSHOT, codes.name, size)
+        after = [same if codes == EXACT else each[codes.name] for each in divergences]
+        for tokens in DISTANCES:
+            add_figures(result, f"{AFTER} {tokens}", codes.name, [one[:tokens] for one in after], tokens=tokens)
