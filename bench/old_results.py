@@ -27,6 +27,8 @@ def rows_of(measured: Old, result: Result) -> None:
         _speed(measured, result)
     elif "theirs" in next(iter(measured.get("rows", ())), {}):
         _embeddings(measured, result)
+    elif measured.get("benchmark") == "gpu":
+        _gpu(measured, result)
     elif "snapshots" in measured:
         _snapshots(measured, result)
     elif "exact_perplexity" in measured:
@@ -60,6 +62,45 @@ def _embeddings(measured: Old, result: Result) -> None:
         more = {name: row[name] for name in ("weights", "texts", "tokens")}
         for who, runs in {"polarlm": row["ours"], **row["theirs"]}.items():
             result.add(f"{row['weights']}, texts of {row['texts']}", who, "tokens/s", runs, value=max(runs), **more)
+
+
+def _gpu(measured: Old, result: Result) -> None:
+    for row in measured.get("rates", ()):
+        _gpu_rate(result, row["kind"], row["tokens"], f"{row['engine']} {row['cache_type']}", row["runs"])
+    for row in measured.get("prompts", ()):
+        who, subject = f"polarlm {row['cache_type']}", f"prompt of {row['tokens']:,}"
+        times = {name: row[name] or None for name in ("seconds", "device")}
+        result.add_all(subject, who, times, tokens=row["tokens"])
+        if row["seconds"] and "tokens/s" not in result.figures(subject, who):
+            _gpu_rate(result, "prompt", row["tokens"], who, [row["tokens"] / row["seconds"]])
+    for row in measured.get("sequences", ()):
+        more = {name: row[name] for name in ("sequences", "prompt", "answer")}
+        times = {name: row[name] for name in ("first", "seconds", "step")}
+        result.add_all(f"{row['sequences']} sequences", f"{row['engine']} {row['cache_type']}", times, **more)
+    for row in measured.get("server", ()):
+        more = {name: row[name] for name in ("clients", "prompt", "answer")}
+        result.add("server", "polarlm", "tokens/s", value=row["tokens_per_second"], **more)
+        for name, old in (("first token", "first_token"), ("between two tokens", "between_tokens")):
+            result.add("server", "polarlm", name, row[old], value=row[old][0])
+    for row in measured.get("limits", ()):
+        result.add("device", "copy", "bytes/s", value=row["copy"])
+        result.add("device", "bf16 product", "FLOP/s", value=row["gemm"])
+    for row in (*measured.get("attention_peers", ()), *measured.get("attention", ())):
+        more = {name: row[name] for name in ("context", "batch")}
+        subject, who = f"attention, {row['context']} × {row['batch']}", row.get("name") or row["cache_type"]
+        result.add(subject, who, "seconds", value=row["seconds"], failure=row.get("note"), **more)
+        result.add_all(subject, who, {name: row.get(name) for name in ("bytes", "error")})
+    for row in measured.get("matrices", ()):
+        subject, why = f"product of {row['name']}, {row['weights']}", row.get("note")
+        result.add(subject, str(row["rows"]), "seconds", value=row["seconds"], failure=why, bytes=row["bytes"])
+    for row in measured.get("encoding", ()):
+        who, more = row["cache_type"], {"blocks": row["blocks"]}
+        result.add(f"encoding {row['blocks']}", who, "seconds", value=row["seconds"], **more)
+
+
+def _gpu_rate(result: Result, kind: str, tokens: int, who: str, runs: Sequence[float]) -> None:
+    subject = f"{kind} {'at' if kind == 'generation' else 'of'} {tokens:,}"
+    result.add(subject, who, "tokens/s", runs, section=kind, tokens=tokens)
 
 
 def _quality(measured: Old, result: Result) -> None:

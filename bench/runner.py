@@ -35,7 +35,7 @@ class Runner:
         write: Callable[[bool], object] = lambda complete: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._clock, self._write, self._written = clock, write, -math.inf
+        self._clock, self.write, self._written = clock, write, -math.inf
         self.began = clock()
         self.end = self.began + seconds
         self.left_out: list[str] = []  # names of parts for which there was no time
@@ -62,7 +62,7 @@ class Runner:
         """Write the result so far, which `take` brings up to date, unless that was done just now."""
         if self._clock() - self._written >= _WRITTEN_EVERY:
             take()
-            if self._write(False) is not False:
+            if self.write(False) is not False:
                 self._written = self._clock()
 
     @contextmanager
@@ -71,9 +71,9 @@ class Runner:
         try:
             yield
         except BaseException:
-            self._write(False)
+            self.write(False)
             raise
-        self._write(not self.left_out)
+        self.write(not self.left_out)
 
     # -- parts and runs --------------------------------------------------------------------------------------------
 

@@ -6,12 +6,9 @@ Each has the newest measurement of its kind, so a new file in bench/results and 
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
-from polarlm.bench.gpu.requests import GENERATION, LLAMA_CPP, PROMPT
-from polarlm.bench.gpu.tables import rates
+from polarlm.bench.gpu.requests import LLAMA_CPP, SEQUENCES, subject_of
 from polarlm.bench.quality.scores import CODED, SERVED, TEXT, contestant
 from polarlm.bench.result import Figures, Result
 from polarlm.bench.serving.options import XLLAMACPP
@@ -132,6 +129,7 @@ def _server_rows(measured: Measured, machine: str) -> Iterator[list[str]]:
 
 # -- GPUs ----------------------------------------------------------------------------------------------------------
 
+_KINDS = figures.GENERATION, figures.PROMPT
 _DEPTHS, _PROMPTS, _SEQUENCES = (8, 2048, 32_768), (64, 512, 2048), 64
 _ATTENTION = (2048, 1), (32_768, 16)  # context, sequences
 
@@ -139,21 +137,19 @@ _ATTENTION = (2048, 1), (32_768, 16)  # context, sequences
 def gpu() -> str:
     """An 8B model on the GPU that was measured last, beside llama.cpp and our own half precision, and attention."""
     everything = measurements()
-    one = next(one for one in everything if _is_8b(one) and rates(one))
+    one = next(one for one in everything if _is_8b(one) and speed_rates(one, *_KINDS))
     machine, model = gpu_of(one), str(one["model"]).upper().replace("-", ", ", 1)
     shown, rows = [(machine, str(one["date"]))], list[Sequence[str]]()
     peer = next(m for m in everything if _is_8b(m) and gpu_of(m) == machine and has_llama_cpp(m))
-    when = str(peer.get("peer_date", "" if peer is one else peer["date"]))  # llama.cpp's figures of another day
-    ours, theirs = rates(one), rates(peer)
-
-    def of(found: Mapping[Any, Sequence[float]], *key: str | int) -> float | None:
-        return statistics.median(found[key]) if found.get(key) else None
-
-    for kind, tokens in [*((GENERATION, depth) for depth in _DEPTHS), *((PROMPT, count) for count in _PROMPTS)]:
-        rate, half = (of(ours, kind, tokens, OURS, cache) for cache in (DEFAULT, HALF))
+    when = str(peer.about.get("peer_date", "" if peer is one else peer["date"]))  # llama.cpp's figures of another day
+    for kind, tokens in [*((figures.GENERATION, depth) for depth in _DEPTHS), *((figures.PROMPT, n) for n in _PROMPTS)]:
+        subject = subject_of(kind, tokens)
+        rate, half = (one.value(subject, f"{OURS} {name}", figures.RATE) for name in (DEFAULT, HALF))
         if rate:
-            where = f" of {tokens:,}" if kind == PROMPT else ", depth ≤ 64" if tokens < 64 else f" at {tokens:,}"
-            beside = _ratio(rate, of(theirs, kind, tokens, LLAMA_CPP, HALF))
+            where = (
+                f" of {tokens:,}" if kind == figures.PROMPT else ", depth ≤ 64" if tokens < 64 else f" at {tokens:,}"
+            )
+            beside = _ratio(rate, peer.value(subject, f"{LLAMA_CPP} {HALF}", figures.RATE))
             rows.append([kind + where, _rate(rate), beside, _ratio(rate, half)])
     for count, prompt, answer, rate in _together(one, OURS):
         there = next((other for same, *_, other in _together(peer, LLAMA_CPP) if same == count), None)
@@ -175,15 +171,16 @@ def gpu() -> str:
     return f"{table}\n\n{_sources(shown)} {where if faster else 'Our own `f16` was faster in every row of the model'}."
 
 
-def _is_8b(measured: Measured) -> bool:
+def _is_8b(measured: Result) -> bool:
     return str(measured["model"]).lower().startswith("8b")
 
 
-def _together(measured: Measured, engine: str) -> Iterator[tuple[int, int, int, float]]:
+def _together(measured: Result, engine: str) -> Iterator[tuple[int, int, int, float]]:
     """Number, tokens in and out, and tokens/s of answers of the most sequences at a time."""
-    for row in measured.get("sequences", ()):
-        if row["engine"] == engine and row["sequences"] == _SEQUENCES and row["seconds"]:
-            yield _SEQUENCES, row["prompt"], row["answer"], _SEQUENCES * row["answer"] / row["seconds"]
+    for _, who, times in measured.parts(f"{_SEQUENCES} {SEQUENCES}"):
+        if who.startswith(engine) and (seconds := times["seconds"].value):
+            more = times["seconds"].more
+            yield _SEQUENCES, more["prompt"], more["answer"], _SEQUENCES * more["answer"] / seconds
 
 
 # -- cache types ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from polarlm.engine.config import EngineConfig
 from polarlm.engine.state.plan import format_bytes
 
 _PARTS = ("imports", "loading", "first token")  # of a start
+_LARGE = 0.1  # a spread, as a share of the median
 
 
 def report_of(result: Result) -> Report:
@@ -29,8 +30,8 @@ def report_of(result: Result) -> Report:
         title=f"{_named(result)} on {_where(result)}",
         lead="Medians ± half the spread; × is the ratio to the strongest peer",
         sections=[
-            Section("Prompts, tokens/s", [rates_table(result, [PROMPT], spread=True)]),
-            Section("Generation, tokens/s", [rates_table(result, [GENERATION], spread=True)]),
+            Section("Prompts, tokens/s", [rates_table(result, [PROMPT], spread="all")]),
+            Section("Generation, tokens/s", [rates_table(result, [GENERATION], spread="all")]),
             Section(read, [bandwidth_table(result)]),
             Section("Steps of several sequences together", [batches_table(result)]),
             Section("Memory of the process", [memory_table(result)]),
@@ -47,35 +48,38 @@ def report_of(result: Result) -> Report:
 
 
 def rates(result: Result, *sections: str) -> dict[str, dict[str, Row]]:
-    """Subject → contestant → its rate, section by section."""
+    """Subject → contestant → its rate, section by section, short contexts first."""
     found: dict[str, dict[str, Row]] = {}
-    for section in sections:
-        for row in result.rows(RATE):
-            if row.more.get("section") == section:
-                found.setdefault(row.subject, {})[row.contestant] = row
+    for row in sorted(
+        (row for row in result.rows(RATE) if row.more.get("section") in sections),
+        key=lambda row: (sections.index(row.more["section"]), row.more["tokens"]),
+    ):
+        found.setdefault(row.subject, {})[row.contestant] = row
     return found
 
 
-def rates_table(result: Result, sections: Sequence[str], *, spread: bool = False) -> Table:
+def rates_table(result: Result, sections: Sequence[str], *, spread: str = "", beside: bool = False) -> Table:
     """A table with a line per prompt or context and a column per contestant; ours with the ratio to the strongest peer,
-    which is the fastest cache of any peer. With several peers, the last column names it.
+    which is the fastest cache of any peer, in bold if we are slower. With several peers, the last column names it.
 
-    spread: whether to show half the distance between the slowest and the fastest run, too.
+    spread: whether to show half the distance between the slowest and the fastest run, too: "all", or "large" where it
+    is more than a tenth. beside: whether only what a peer has read, too, is shown, if there is one.
     """
-    lines_, has_ratios = rates(result, *sections), not _starved(result)
+    found, has_ratios = rates(result, *sections), not _starved(result)
+    if beside and any(strongest(rows.values()) for rows in found.values()):
+        found = {subject: rows for subject, rows in found.items() if strongest(rows.values())}
 
     def cell(subject: str, contestant: str) -> str:
-        row, peer = lines_[subject].get(contestant), strongest(lines_[subject].values())
+        row, peer = found[subject].get(contestant), strongest(found[subject].values())
         return _rate_cell(row, peer.value if peer and has_ratios else None, spread)
 
-    table = Table.crossed("", lines_, _columns(result), cell)
-    if len({engine(one) for one in result["contestants"] if not is_ours(one)}) < 2:
+    columns = _columns(result)
+    table = Table.crossed("", found, columns, cell)
+    if len({engine(one) for one in columns if not is_ours(one)}) < 2:
         return table
-    best = (strongest(rows.values()) for rows in lines_.values())
-    named = [
-        [*row, NOTHING if peer is None else name(peer.contestant)] for row, peer in zip(table.rows, best, strict=True)
-    ]
-    return Table([*table.header, "strongest peer"], named)
+    best = (strongest(rows.values()) for rows in found.values())
+    names = [NOTHING if peer is None else name(peer.contestant) for peer in best]
+    return Table([*table.header, "strongest peer"], [[*row, who] for row, who in zip(table.rows, names, strict=True)])
 
 
 def strongest(rows: Iterable[Row]) -> Row | None:
@@ -84,15 +88,17 @@ def strongest(rows: Iterable[Row]) -> Row | None:
     return max(theirs, key=lambda row: row.value or 0, default=None)
 
 
-def _rate_cell(row: Row | None, best: float | None, spread: bool) -> str:
+def _rate_cell(row: Row | None, best: float | None, spread: str) -> str:
     if row is None or row.value is None:
         runs = () if row is None else max(row.more.get("tried", {}).values(), key=max, default=())
         return f"{row.failure if row else NOTHING}{': ' if runs else ''}{', '.join(map(rate_text, runs))}"
-    text = rate_text(row.value)
-    if spread:
-        half = (max(row.runs) - min(row.runs)) / 2
-        text += f" ±{half:,.1f}" if row.value < 100 else f" ±{half:,.0f}"
-    return text if not is_ours(row.contestant) or best is None else f"{text} ({row.value / best:.2f}×)"
+    text, half = rate_text(row.value), (max(row.runs) - min(row.runs)) / 2
+    if spread == "all" or (spread and half > _LARGE * row.value):
+        text += f" ± {half:,.1f}" if row.value < 100 else f" ± {half:,.0f}"
+    if not is_ours(row.contestant) or best is None:
+        return text
+    ratio = f"{row.value / best:.2f}×"
+    return f"{text} (**{ratio}**)" if float(ratio[:-1]) < 1 else f"{text} ({ratio})"
 
 
 def _starved(result: Result) -> list[str]:
@@ -248,7 +254,7 @@ def is_ours(contestant: str) -> bool:
 
 def label(engine: str) -> str:
     """The name of an engine in tables."""
-    return "here" if engine == OURS else peers.every()[engine].label
+    return "here" if engine == OURS else peers.every()[engine].label if engine in peers.every() else engine
 
 
 def name(contestant: str) -> str:
@@ -261,9 +267,14 @@ def rate_text(rate: float) -> str:
 
 
 def _columns(result: Result) -> Mapping[str, str]:
-    """Contestant → its name: of ours the cache, the default one in bold."""
+    """Contestant → its name: of ours the cache, the default one in bold. Those of a result that does not list them are
+    in order, ours first."""
+    measured = sorted(
+        {row.contestant for row in result.rows(RATE) if "section" in row.more}, key=lambda who: (not is_ours(who), who)
+    )
     bold = {f"{OURS} {EngineConfig.cache_type}": f"**{EngineConfig.cache_type}**"}
-    return {one: bold.get(one, cache(one)) if is_ours(one) else name(one) for one in result["contestants"]}
+    contestants = result.about.get("contestants", measured)
+    return {one: bold.get(one, cache(one)) if is_ours(one) else name(one) for one in contestants}
 
 
 def _threads(result: Result) -> str:

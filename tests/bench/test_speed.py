@@ -270,8 +270,8 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     assert "\nload: " in out
     prompts, generation, *_ = tables(out)
     assert prompts[0] == ["", "**balanced**", "f16", "llama.cpp f16", "llama.cpp q4_0"]
-    assert prompts[1] == ["prompt of 40", "400 ±0 (2.00×)", "400 ±0 (2.00×)", "200 ±0", "200 ±0"]
-    assert generation[2] == ["generation at 100", "400 ±0 (2.00×)", "400 ±0 (2.00×)", "200 ±0", "200 ±0"]
+    assert prompts[1] == ["prompt of 40", "400 ± 0 (2.00×)", "400 ± 0 (2.00×)", "200 ± 0", "200 ± 0"]
+    assert generation[2] == ["generation at 100", "400 ± 0 (2.00×)", "400 ± 0 (2.00×)", "200 ± 0", "200 ± 0"]
     assert whole["threads"]["chosen"] == {"polarlm": 2}
     assert "threads: 2 for prompts, for steps here 2; a peer's best of 1 and 2 in each row\n" in out
     assert whole["peers"] == [{"name": PEER, "version_or_absence": "1.2.3", "built_with": "AVX2 = 1"}]
@@ -305,7 +305,7 @@ def test_a_peer_s_figure_counts_if_two_runs_agree(measure_with: Measure, stands:
     assert {*f16.more["tried"]["2"]} == {90.0, 110.0}, "what was left out is kept"
     assert q4_0.failure == "unstable"
     prompts, *_ = tables(out)
-    assert prompts[2][1:4] == ["60.0 ±0.0 (1.50×)", "60.0 ±0.0 (1.50×)", "40.0 ±0.0"]
+    assert prompts[2][1:4] == ["60.0 ± 0.0 (1.50×)", "60.0 ± 0.0 (1.50×)", "40.0 ± 0.0"]
     assert prompts[2][4] in ("unstable: 20.0, 25.0", "unstable: 25.0, 20.0")
     _, _, err = measure_with(*FOUR, "--repeat", "1", status=2)
     assert err.splitlines()[-1].startswith("error: --repeat 1: a peer's figure counts if two runs agree")
@@ -363,9 +363,16 @@ def test_the_ratio_is_to_the_strongest_peer_which_each_row_names(measure_with: M
     prompts, generation, read, *_ = tables(out)
     columns = ["", "**balanced**", "llama.cpp f16", "OpenVINO u8", "OpenVINO f16"]
     assert prompts[0] == generation[0] == [*columns, "strongest peer"]
-    assert generation[1][1] == "90.0 ±0.0 (1.50×)"
+    assert generation[1][1] == "90.0 ± 0.0 (1.50×)"
     assert generation[1][-1] == "llama.cpp f16"
-    assert prompts[1] == ["prompt of 40", "90.0 ±0.0 (0.75×)", "60.0 ±0.0", "120 ±0", "60.0 ±0.0", "OpenVINO u8"]
+    assert prompts[1] == [
+        "prompt of 40",
+        "90.0 ± 0.0 (**0.75×**)",
+        "60.0 ± 0.0",
+        "120 ± 0",
+        "60.0 ± 0.0",
+        "OpenVINO u8",
+    ]
     assert read[0] == columns[:3], "what OpenVINO does not say is not made up"
     assert [peer["name"] for peer in whole["peers"]] == [PEER, "openvino-genai"]
     assert "\n\nOpenVINO converts weights and does not say what to" in out
