@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -13,7 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from polarlm.bench import result
 from polarlm.bench.gpu import __main__ as gpu_bench
+from polarlm.bench.gpu import peer
 from polarlm.engine import EngineError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts import gpu_first, gpu_test
@@ -124,7 +125,7 @@ def test_the_parts_of_a_first_run_leave_results(tmp_path: Path, tiny_path: Path)
     for part in measured:
         few = "--only", "kernels", "--contexts", "64", "--budget", "1"
         assert gpu_bench.main([*part.command[1:], *few], emulated(), SIZES) == 0
-        assert json.loads((tmp_path / f"{part.name}.json").read_text(encoding="utf-8"))["limits"]
+        assert [*result.read(tmp_path / f"{part.name}.json").parts("device")]
 
 
 @pytest.mark.slow  # kernels are emulated
@@ -135,11 +136,11 @@ def test_the_gpu_s_benchmark_needs_neither_packages_nor_a_network(tmp_path: Path
     done = run([*command, f"ARGS={flags} --output {output}"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    results = json.loads(output.read_text(encoding="utf-8"))
+    results = result.read(output)
     assert results["machine"]["gpu"]["name"] == "Fake GPU"
-    assert all(results[part] for part in ("limits", "attention", "matrices", "encoding"))
+    assert all([*results.parts(part)] for part in ("device", "attention", "product of", "encoding"))
     assert {one["what"].split()[0] for one in results["not_measured"]} == {"prompt"}
     assert all("there is no model: " in one["why"] for one in results["not_measured"])
     # No PyTorch, or one that knows nothing of the stand-in.
-    notes = {peer["note"] for peer in results["attention_peers"]}
+    notes = {row.failure for row in results.rows("seconds") if row.contestant in peer.NAMES}
     assert notes in ({"PyTorch is not installed"}, {"PyTorch sees no GPU"})
