@@ -132,7 +132,12 @@ def presets() -> str:
 
 # (file below engine/, first and last definition, what happens there). A definition is a function, or CLASS.METHOD.
 STEP = (
-    ("requests/steps.py", "Steps.run", "Steps._begin", "the rows of all running requests begin together"),
+    (
+        "requests/batches.py",
+        "Batches.open_step",
+        "Batches.commit",
+        "rows of all running requests: open, compute, commit",
+    ),
     ("state/store.py", "KVStore.open_step", "KVStore.open_step", "the store opens a place for a token's K/V"),
     ("model/forward.py", "Transformer._run", "Transformer._embed", "embedding, layers, logits, a token"),
     ("model/decoder.py", "DecoderLayer", "_compute_chunk", "the loop over the layers: mixer and feed-forward network"),

@@ -19,11 +19,11 @@ from typing import Protocol
 
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS, DRAFTS, MTP
+from polarlm.engine.limits import DRAFT_MODEL, DRAFT_ROWS, DRAFTS, MOST_DRAFTED, MTP
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.params import SamplingParams
-from polarlm.engine.requests.draft_model import ModelDrafter
+from polarlm.engine.sampling.sample import Sampled, greedy
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.store import SequenceKV
 
@@ -130,6 +130,81 @@ class MtpDrafter:
         """It holds no blocks."""
 
 
+class ModelDrafter:
+    """Drafts the most likely tokens of one request, each by a step of a second, smaller model; none if its store has no
+    room.
+
+    K/V of rejected tokens are discarded before the next draft; they are all in the current block, where a draft ends.
+    Layers with a window may then attend to as many tokens fewer: a draft may be worse, but the answer stays the same.
+    """
+
+    def __init__(self, model: Transformer, vocabulary: int) -> None:
+        """model: the draft model, which all requests share. vocabulary: the number of ids."""
+        self._model, self._store = model, model.store
+        self._sampler_input = greedy(vocabulary)
+        self._kv: SequenceKV | None = None
+        self._stored: list[int] = []  # the ids whose K/V are stored
+
+    def is_ready(self, ids: Sequence[int]) -> bool:
+        return True
+
+    def draft(self, ids: Sequence[int], most: int) -> Sequence[int]:
+        try:
+            kv = self._common(ids)
+            guesses: list[int] = []
+            token = self._compute(kv, ids[kv.length :])
+            while isinstance(token, int):
+                guesses.append(token)
+                if len(guesses) == most:
+                    break
+                token = self._compute(kv, [token])
+        except OutOfBlocks:
+            self.release()
+            return ()
+        return guesses
+
+    def release(self) -> None:
+        if self._kv is not None:
+            self._store.release(self._kv)
+        self._kv, self._stored = None, []
+
+    def _common(self, ids: Sequence[int]) -> SequenceKV:
+        """Return the K/V of the longest stored prefix of `ids[:-1]`, and discard the K/V of other tokens."""
+        stored, same = self._stored, max(0, len(self._stored) - MOST_DRAFTED)  # earlier tokens were verified
+        while same < min(len(stored), len(ids) - 1) and stored[same] == ids[same]:
+            same += 1
+        if self._kv is not None and same < len(stored):
+            if same < self._store.first_of_block(self._kv):
+                self.release()
+            else:
+                self._store.truncate(self._kv, same)
+                del stored[same:]
+        if self._kv is None:
+            self._kv = self._store.new_sequence()
+        return self._kv
+
+    def _compute(self, kv: SequenceKV, ids: Sequence[int]) -> Sampled:
+        """Compute the rows of `ids`, which follow `kv`, and return the most likely next token. Raises OutOfBlocks."""
+        if len(ids) > MOST_DRAFTED:
+            span = self._store.open(kv, len(ids) - 1)
+            with self._store.aborting([span]):
+                self._model.forward([span], ids[:-1], outputs=1)
+                self._store.commit(span)
+            self._stored += ids[:-1]
+            ids = ids[-1:]
+        sampled: Sampled = -1
+        while ids:
+            room = min(len(ids), self._store.rows_of_block(kv))
+            now = ids[: max(rows for rows in (1, *DRAFT_ROWS) if rows <= room)]  # those that have kernels
+            span = self._store.open_step(kv, len(now))
+            with self._store.aborting([span]):
+                *_, sampled = self._model.step([span], now, [self._sampler_input] * len(now))
+                self._store.commit(span)
+            self._stored += now
+            ids = ids[len(now) :]
+        return sampled
+
+
 class StepSeconds:
     """The seconds that a step takes by its number of rows: the median of recent steps, or extrapolated from the two
     closest numbers of rows that were measured recently."""
@@ -169,7 +244,7 @@ class StepSeconds:
         return seconds if self._count - number < _STALE else None
 
 
-class Batch:
+class StepPlan:
     """A step that is being planned: its rows, and the tokens that it is expected to give, with the drafts so far."""
 
     def __init__(self, requests: int) -> None:
@@ -193,26 +268,26 @@ class Drafts:
         self._right, self._tried = 1.0, 2.0  # decaying counts of drafted tokens after right ones: right ones, and all
         self._pause = _PAUSES[0]
         self._resumes = 0  # length of the sequence at which drafts resume
-        self._before = Batch(1)  # the last draft's step, without that draft
+        self._before = StepPlan(1)  # the last draft's step, without that draft
         self.drafted = self.accepted = 0
 
     def is_ready(self, ids: Sequence[int]) -> bool:
         """Whether there may be a draft after the token that follows `ids`."""
         return len(ids) + 1 >= self._resumes and self._drafter.is_ready(ids)
 
-    def draft(self, ids: Sequence[int], room: int, batch: Batch) -> Sequence[int]:
-        """Return tokens to verify after `ids` in the step `batch`, at most `room`, and add them to `batch`."""
+    def draft(self, ids: Sequence[int], room: int, plan: StepPlan) -> Sequence[int]:
+        """Return tokens to verify after `ids` in the step `plan`, at most `room`, and add them to `plan`."""
         if len(ids) < self._resumes or room < self._lengths[0]:
             return ()
         likely = self._right / self._tried
-        wanted = self._best(room, batch, likely) or self._lengths[0]
+        wanted = self._best(room, plan, likely) or self._lengths[0]
         drafted = self._drafter.draft(ids, wanted)
         length = next((length for length in reversed(self._lengths) if length <= len(drafted)), 0)
         if not length:
             return ()
-        self._before.rows, self._before.tokens = batch.rows, batch.tokens
-        batch.rows += length
-        batch.tokens += _expected(length, likely)
+        self._before.rows, self._before.tokens = plan.rows, plan.tokens
+        plan.rows += length
+        plan.tokens += _expected(length, likely)
         return drafted[:length]
 
     def verified(self, ids: Sequence[int], drafted: int, accepted: int) -> None:
@@ -232,11 +307,11 @@ class Drafts:
         """Free the drafter's blocks: the request ends, or waits."""
         self._drafter.release()
 
-    def _best(self, room: int, batch: Batch, likely: float) -> int:
-        """Return the length of a draft with which `batch` gives the most tokens per second; 0 if none pays."""
-        best, most = 0, _MARGIN * batch.tokens / self._seconds(batch.rows)
+    def _best(self, room: int, plan: StepPlan, likely: float) -> int:
+        """Return the length of a draft with which `plan` gives the most tokens per second; 0 if none pays."""
+        best, most = 0, _MARGIN * plan.tokens / self._seconds(plan.rows)
         for length in self._lengths:
-            rate = (batch.tokens + _expected(length, likely)) / self._seconds(batch.rows + length)
+            rate = (plan.tokens + _expected(length, likely)) / self._seconds(plan.rows + length)
             if length <= room and rate > most:
                 best, most = length, rate
         return best

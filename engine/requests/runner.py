@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from polarlm.engine.backends.numpy import host_memory
@@ -12,11 +11,12 @@ from polarlm.engine.errors import DeviceLost
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.warm_up import rehearsals
 from polarlm.engine.outputs import CacheStats, ExpertStatus, SnapshotStatus, Status
+from polarlm.engine.requests.batches import Batch, Batches, UnitTimer
 from polarlm.engine.requests.drafts import Drafting
+from polarlm.engine.requests.matching import Matcher
 from polarlm.engine.requests.prefills import Prefills
 from polarlm.engine.requests.request import Request
 from polarlm.engine.requests.scheduler import Scheduler, TokenSequence, Unit
-from polarlm.engine.requests.steps import Steps
 from polarlm.engine.state.blocks import BlockAllocator
 from polarlm.engine.state.finer.blocks import CodingAgain
 from polarlm.engine.state.prefix import PrefixCache
@@ -52,8 +52,10 @@ class Runner:
         self.newest = StoredSequence()
         self._rehearsals = rehearsals(model, scheduler.parallel)
         self._coding = CodingAgain(self._store.finer)
-        self._steps = Steps(model, prefixes, scheduler, self._preempt, self._arrived, drafting.seconds)
-        self._prefills = Prefills(model, prefixes, scheduler, self._coding, tiers, self._release, self._arrived)
+        self._timer = timer = UnitTimer(scheduler)
+        self._batches = Batches(model, prefixes, scheduler, tiers, timer, self._preempt, drafting.seconds)
+        matcher = Matcher(model.store, prefixes, self._coding)
+        self._prefills = Prefills(model, scheduler, self._batches, matcher, self._coding, timer, self._release)
 
     def submit(self, request: Request) -> None:
         request.why_damaged = self._model.weights.why_damaged
@@ -63,37 +65,46 @@ class Runner:
     def run_unit(self) -> None:
         """Run the next unit of work, if there is one. An error fails only the requests of that unit; one that the
         device does not survive fails all."""
-        is_late = bool(
-            self._prefills.launched and self._scheduler.running
-        )  # a step makes the time of a prompt's unit known
-        unit = self._scheduler.schedule(in_step=self._steps.has_begun or is_late)
+        # With a step, the time is known that a GPU has spent on chunks of prompts.
+        is_late = self._timer.launched and self._scheduler.running
+        unit = self._scheduler.schedule(in_step=self._batches.next_step is not None or bool(is_late))
         if unit is None:
             return
+        with self._working(unit):
+            batch = self._batch(unit)
+            if batch is not None:
+                self._batches.finish(batch)
+        self._code_again()
+
+    def _batch(self, unit: Unit) -> Batch | None:
+        """Return the next batch, computed: the step that has begun, a new one, or complete prompts."""
         requests = [self.requests[sequence] for sequence in unit.sequences]
-        self._computed = computed = [] if unit.is_prefill else requests
-        self._started = time.perf_counter()
-        for request in computed:
-            request.clock.begin(not request.sequence.generated)
+        if unit.is_prefill:
+            return self._prefills.compute(requests, [self.requests[sequence] for sequence in unit.running])
+        self._timer.add(*requests)
+        batch, self._batches.next_step = self._batches.next_step, None
+        if batch is None and (batch := self._batches.open_step(requests)) is not None:
+            self._batches.compute(batch)
+        return batch
+
+    @contextmanager
+    def _working(self, unit: Unit) -> Iterator[None]:
+        """A context for a unit of work: its time is taken, an error fails its requests, and finished ones are removed
+        at its end."""
+        self._timer.begin()
         try:
-            if unit.is_prefill:
-                running = [self.requests[sequence] for sequence in unit.running]
-                self._prefills.run(requests, running, computed)
-            else:
-                self._steps.run(requests)
+            yield
         except Exception as error:
             if not self._is_lost():
-                for request in self._affected(computed, is_prefill=unit.is_prefill):
+                for request in self._affected(is_prefill=unit.is_prefill):
                     request.fail(error)
         except BaseException:  # Ctrl-C, maybe in a thread that waits for a request of another unit
-            for request in self._affected(computed, is_prefill=unit.is_prefill):
+            for request in self._affected(is_prefill=unit.is_prefill):
                 request.finish("cancelled")
             raise
         finally:
-            self._scheduler.record_time(unit, time.perf_counter() - self._started)
-            for request in computed:
-                request.clock.lap()
+            self._timer.end(unit)
             self.sweep()
-        self._code_again()
 
     def _code_again(self) -> None:
         """Code blocks again between two units. Without memory for that, it is tried again after the next unit."""
@@ -103,20 +114,6 @@ class Runner:
             if not self._is_lost() and not isinstance(error, MemoryError):
                 raise
 
-    def _arrived(self) -> float:
-        """Tokens of the unit have arrived. What it took beyond a usual step, a GPU spent on prompts before it. Return
-        when it began without that."""
-        usual, launched, self._prefills.launched = self._scheduler.usual_step, self._prefills.launched, []
-        if usual is not None and launched:
-            late = max(0.0, time.perf_counter() - self._started - usual)
-            self._started += late
-            for request in self._computed:
-                request.clock.since += late
-            for request in launched:
-                request.clock.prefill += late / len(launched)
-                self._scheduler.record_time(Unit(True, (request.sequence,)), late / len(launched))
-        return self._started
-
     def makes_room(self, tokens: int) -> bool:
         """Code blocks again for no longer than a step takes if `tokens` lack room; return whether they did."""
         is_short = self._coding.must_wait(tokens)
@@ -124,10 +121,9 @@ class Runner:
             self._coding.between_units(self._scheduler.usual_step)
         return is_short
 
-    @staticmethod
-    def _affected(requests: Sequence[Request], *, is_prefill: bool) -> list[Request]:
+    def _affected(self, *, is_prefill: bool) -> list[Request]:
         """Return the requests that an error in this unit fails."""
-        return [r for r in requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
+        return [r for r in self._timer.requests if not r.sequence.finished and (is_prefill or r.kv is not None)]
 
     def status(self) -> Status:
         groups = self._store.groups
@@ -211,14 +207,14 @@ class Runner:
 
     def sweep(self) -> None:
         """Remove finished and cancelled requests. The prefix cache can still find their blocks."""
-        for request in [request for request in self.requests.values() if request.sequence.finished]:
+        for request in [one for one in self.requests.values() if one.sequence.finish_reason is not None]:
             self._scheduler.remove(request.sequence)
             del self.requests[request.sequence]
             self._release(request)
 
     def _release(self, request: Request) -> None:
         """Abort the request's spans and release its K/V to the prefix cache; discard them if they are damaged."""
-        self._steps.leave(request)
+        self._batches.leave(request)
         if request.drafts is not None:
             request.drafts.release()
         prefill, kv, request.prefill, request.kv = request.prefill, request.kv, None, None

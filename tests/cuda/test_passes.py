@@ -18,7 +18,7 @@ from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.errors import DeviceLost
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import fold
-from polarlm.engine.requests import prefills
+from polarlm.engine.requests import batches, prefills
 from polarlm.engine.state.layer_shapes import FinerKind
 from polarlm.engine.state.store import KVStore, SequenceKV
 from tests.cuda import test_model_emulated
@@ -274,7 +274,7 @@ def test_only_passes_of_many_rows_tell_how_many_fit_beside_running_requests(
 ) -> None:
     """Here, where a step may wait for no row at all, no prompt joins it once a pass has told so."""
     monkeypatch.setattr(prefills, "GAP", 1e-12)
-    monkeypatch.setattr(prefills, "_MANY_ROWS", many)
+    monkeypatch.setattr(batches, "_MANY_ROWS", many)
     for prompt in TOKENS[:4]:
         engine.generate(prompt, GREEDY, ANEW)
     engine.submit(TOKENS[4], replace(GREEDY, max_tokens=8), ANEW, into=[])

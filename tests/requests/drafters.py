@@ -9,7 +9,7 @@ import numpy as np
 
 from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
 from polarlm.engine.limits import MOST_DRAFTED
-from polarlm.engine.requests.drafts import Batch, Drafter, Drafts, StepSeconds
+from polarlm.engine.requests.drafts import Drafter, Drafts, StepPlan, StepSeconds
 
 ANEW = PromptOptions(cache_prompt=False)
 
@@ -42,7 +42,7 @@ class Unpaced(Drafts):
     def is_ready(self, ids: Sequence[int]) -> bool:
         return True
 
-    def draft(self, ids: Sequence[int], room: int, batch: Batch) -> Sequence[int]:
+    def draft(self, ids: Sequence[int], room: int, batch: StepPlan) -> Sequence[int]:
         given = self._given.draft(ids, min(room, self._length())) if room > 0 else ()
         self.lengths.append(len(given))
         return given

@@ -14,7 +14,7 @@ from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.placement.wanted import Sizes, Wanted, bytes_beside
 from polarlm.engine.outputs import Chunk, fold
-from polarlm.engine.requests.draft_model import ModelDrafter
+from polarlm.engine.requests.drafts import ModelDrafter
 from tests.random_model import random_model
 from tests.requests.drafters import ANEW, Unpaced, drafting, first_difference, margin, summary
 from tests.requests.test_drafts import plain, prompts

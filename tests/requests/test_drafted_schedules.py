@@ -167,7 +167,7 @@ class Schedules(RuleBasedStateMachine):
 def assert_idle_but_taken(engine: Engine) -> None:
     """No request, and no slot or snapshot in use."""
     assert not engine._runner.requests
-    assert not engine._runner._steps.has_begun
+    assert engine._runner._batches.next_step is None
     groups = engine._store.groups
     assert all(group.full.free == group.full.size for group in groups)
     assert all(group.quantized.free == group.quantized.size for group in groups if group.is_sparse)

@@ -87,7 +87,7 @@ def engine(tiny_path: Path, ops: Ahead) -> Iterator[Engine]:
     with load_tiny(tiny_path, ops=ops, **SETTINGS) as engine:
         yield engine
         assert_idle(engine)
-        assert not engine._runner._steps.has_begun
+        assert engine._runner._batches.next_step is None
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_the_next_prompt_waits_for_no_more_than_the_step_that_has_begun(
     engine.submit([*range(5, 25)], drawn(max_tokens=60), into=first)
     for _ in range(6):
         engine.work()
-    assert engine._runner._steps.has_begun
+    assert engine._runner._batches.next_step is not None
     engine.submit([*range(40, 60)], drawn(max_tokens=5), into=second)
     before = len(ops.events)
     engine.work()
@@ -233,7 +233,7 @@ def test_steps_begin_ahead_while_a_prompt_waits_for_its_share(
     before, ahead = ops.events.count("tokens"), 0
     while engine.status().waiting:
         engine.work()
-        ahead += engine._runner._steps.has_begun
+        ahead += engine._runner._batches.next_step is not None
     steps = ops.events.count("tokens") - before
     assert steps > 30
     assert 0.8 * steps < ahead < steps
@@ -290,7 +290,7 @@ def run(engine: Engine, rng: np.random.Generator, asked: Sequence[Asked]) -> lis
                 tickets[rng.integers(len(tickets))].cancel()
         while engine.work():
             pass
-    assert not engine._runner._steps.has_begun
+    assert engine._runner._batches.next_step is None
     return outboxes
 
 

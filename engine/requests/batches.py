@@ -1,0 +1,394 @@
+"""Batches: rows of prompts and of requests that run, which are computed together, and what becomes of their tokens.
+
+open → compute → finish: commit the rows, begin the next step, take the tokens. A step is a batch without prompts. A
+long prompt is a batch by itself, whose chunks are computed one by one (`requests/prefills.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+from polarlm.engine.errors import EngineError
+from polarlm.engine.model.forward import Transformer
+from polarlm.engine.requests.drafts import StepPlan, StepSeconds
+from polarlm.engine.requests.request import Request
+from polarlm.engine.requests.scheduler import Scheduler, Unit
+from polarlm.engine.sampling.sample import NEWEST, Fetch, Sampled, SamplerInput
+from polarlm.engine.state.blocks import OutOfBlocks
+from polarlm.engine.state.prefix import PrefixCache
+from polarlm.engine.state.store import Span
+from polarlm.engine.storage.tiers.tiers import Tiers
+
+_RECENT = 4  # batches with prompts
+_MANY_ROWS = 256  # of a batch: fewer take as long as reading the weights, whatever their number
+
+
+@dataclass(eq=False)
+class Rows:
+    """The rows of a request in a batch.
+
+    span: where they go; None once the request has left. ids: their tokens, the last of which may be `guesses`, drafted.
+    is_known: whether the token after them is there already, so that none is taken.
+    """
+
+    request: Request
+    span: Span | None
+    ids: Sequence[int]
+    guesses: Sequence[int] = ()
+    is_prompt: bool = False
+    is_known: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """How many of the rows have a token sampled: of a prompt, the last one."""
+        return 1 if self.is_prompt else len(self.ids)
+
+
+@dataclass(eq=False)
+class Batch:
+    """Rows that are computed together: those of prompts, then those of requests that run, oldest first.
+
+    fetch: their tokens; None before `compute`, and while `logits` wait for sampler inputs.
+    """
+
+    rows: list[Rows] = field(default_factory=list)
+    fetch: Fetch | None = None
+    logits: Any = None
+    began: float = field(default_factory=time.perf_counter)
+    damaged: dict[Request, EngineError] | None = None  # once it is committed
+
+    @property
+    def held(self) -> list[Rows]:
+        """The rows of requests that have not left."""
+        return [rows for rows in self.rows if rows.span is not None]
+
+    @property
+    def prompts(self) -> list[Rows]:
+        return [rows for rows in self.rows if rows.is_prompt]
+
+    @property
+    def count(self) -> int:
+        return sum(len(rows.ids) for rows in self.rows)
+
+
+class UnitTimer:
+    """Times a unit of work for the scheduler, and for the requests that take part in it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.requests: list[Request] = []  # which take part
+        self.launched: list[Request] = []  # for each chunk of a prompt that a GPU may still compute, its request
+
+    def begin(self) -> None:
+        self.requests, self._began = [], time.perf_counter()
+
+    def add(self, *requests: Request) -> None:
+        """These requests take part from now on."""
+        self.requests += requests
+        for request in requests:
+            request.clock.begin(prefilling=not request.sequence.generated)
+
+    def tokens_arrived(self) -> float:
+        """Tokens of the unit have arrived. What it took beyond a usual step, a GPU spent on prompts before it. Return
+        when it began without that."""
+        usual, launched, self.launched = self._scheduler.usual_step, self.launched, []
+        if usual is not None and launched:
+            late = max(0.0, time.perf_counter() - self._began - usual)
+            self._began += late
+            for request in self.requests:
+                request.clock.since += late
+            for request in launched:
+                request.clock.prefill += late / len(launched)
+                self._scheduler.record_time(Unit(True, (request.sequence,)), late / len(launched))
+        return self._began
+
+    def end(self, unit: Unit) -> None:
+        self._scheduler.record_time(unit, time.perf_counter() - self._began)
+        for request in self.requests:
+            request.clock.lap()
+
+
+class Batches:
+    """The batches of a `Runner`, whose caller holds the engine's lock."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        prefixes: PrefixCache,
+        scheduler: Scheduler,
+        tiers: Tiers | None,
+        timer: UnitTimer,
+        preempt: Callable[[], bool],
+        seconds: StepSeconds,
+    ) -> None:
+        """preempt: preempts the youngest request; False if only one computes. seconds: times of steps with requests
+        that may draft."""
+        self._model, self._store, self._prefixes, self._tiers = model, model.store, prefixes, tiers
+        self._scheduler, self._timer, self._preempt, self._seconds = scheduler, timer, preempt, seconds
+        self.next_step: Batch | None = None  # which has begun while the tokens of the last one were taken
+        self.rates = deque([math.inf], _RECENT)  # rows per second of the latest batches of many rows with prompts
+
+    def leave(self, request: Request) -> None:
+        """Abort a request's rows in the step that has begun: they come after its final token."""
+        if (step := self.next_step) is not None:
+            for rows in step.held:
+                if rows.request is request and rows.span is not None:
+                    self._store.abort(rows.span)
+                    rows.span = None
+            self.next_step = step if step.held else None
+
+    def _aborting(self, batch: Batch) -> AbstractContextManager[None]:
+        return self._store.aborting(rows.span for rows in batch.rows if rows.span is not None)
+
+    # -- open --------------------------------------------------------------------------------------------------
+
+    def open_step(self, requests: Sequence[Request]) -> Batch | None:
+        """Open a row for the newest token of each request, oldest first, and for drafted tokens after it. Some requests
+        may fail or be preempted for it; None if none is left."""
+        batch, plan = Batch(), StepPlan(len(requests))
+        with self._aborting(batch):
+            for request in requests:
+                try:
+                    guesses = () if request.drafts is None else self._draft(request, plan)
+                except Exception as error:  # the other requests of the step continue
+                    self._model.ops.check()
+                    request.fail(error)
+                    continue
+                span = self._open(request, len(guesses))
+                if span is not None:
+                    batch.rows.append(_rows(request, span, guesses))
+        return batch if batch.rows else None
+
+    def _draft(self, request: Request, plan: StepPlan) -> Sequence[int]:
+        """Return drafted tokens to verify after the newest one, at most as many as fit into the current block."""
+        if request.kv is None:  # it was preempted for this step
+            return ()
+        missing = len(request.sequence.ids) - request.kv.length
+        return request.draft(self._store.rows_of_block(request.kv) - missing + 1, plan)
+
+    def _open(self, request: Request, drafted: int) -> Span | None:
+        """Open a span of the tokens that have no K/V yet, the newest one last, and of `drafted` ones after it; None if
+        the request was preempted, or finished because it runs alone and there is no room.
+
+        The span ends with the current block at the latest, so that each token attends to the codes that it would attend
+        to in a step of its own. Younger requests may be preempted for it; drafted tokens that need another block are
+        left out.
+        """
+        while request.kv is not None:
+            missing = len(request.sequence.ids) - request.kv.length
+            try:
+                return self._store.open_step(request.kv, min(missing + drafted, self._store.rows_of_block(request.kv)))
+            except OutOfBlocks:
+                if drafted:
+                    drafted = 0
+                elif not self._preempt():
+                    request.finish("length")
+                    return None
+        return None
+
+    def open_prompts(self, requests: Sequence[Request], running: Sequence[Request] = ()) -> Batch:
+        """Open rows for the prompts of the first requests, and for a step of the running ones, without drafts, if there
+        is room for all. Raises OutOfBlocks if there is no room for the first request, and MemoryError if there is no
+        memory for its buffers."""
+        batch, prompts = Batch(), [(kv, len(one.sequence.prompt) - kv.length) for one in requests if (kv := one.kv)]
+        spans: list[Span] = []
+        while not spans:
+            try:
+                spans = self._store.open_pass(prompts)
+            except MemoryError:
+                if len(prompts) == 1:
+                    raise
+                prompts = prompts[: len(prompts) // 2]
+        batch.rows += [_rows(request, span, is_prompt=True) for request, span in zip(requests, spans, strict=False)]
+        steps = list[Rows]()
+        with self._aborting(batch), suppress(OutOfBlocks), self._aborting(Batch(steps)):
+            for request in running:
+                assert request.kv is not None
+                missing = len(request.sequence.ids) - request.kv.length
+                span = self._store.open_step(request.kv, min(missing, self._store.rows_of_block(request.kv)))
+                steps.append(_rows(request, span))
+            batch.rows += steps
+        self._timer.add(*(rows.request for rows in batch.rows[1:]))
+        return batch
+
+    # -- compute -----------------------------------------------------------------------------------------------
+
+    def compute(self, batch: Batch) -> None:
+        """Compute the rows of an open batch, and begin to sample the tokens after them. Aborts them if it raises."""
+        with self._aborting(batch):
+            prompts, steps = batch.prompts, [rows for rows in batch.rows if not rows.is_prompt]
+            spans, ids = _spans(steps), [*chain.from_iterable(rows.ids for rows in steps)]
+            if prompts:
+                hidden = self._model.forward_pass(_spans(prompts), [rows.ids for rows in prompts], spans, ids)
+                self.sample(batch, hidden)
+                return
+            inputs = self._sampler_inputs(batch)
+            begins_ahead = len(ids) == len(steps) and all(rows.request.begins_ahead for rows in steps)
+            if begins_ahead and self._model.ops.fetch_later is not None and self._model.mtp is None:
+                batch.fetch = self._model.step_ahead(spans, ids, inputs)
+                return
+            tokens = self._model.step(spans, ids, inputs)
+            self._timer.tokens_arrived()
+            batch.fetch = Fetch(None, lambda: tokens)
+
+    def sample(self, batch: Batch, hidden: Any) -> None:
+        """Begin to sample the tokens of a batch with prompts, from the hidden states (n, E) of their last rows and of
+        all other rows."""
+        inputs = self._sampler_inputs(batch)
+        if [rows for rows in batch.rows if not rows.is_known and _expects_token(rows.request)]:
+            batch.fetch = Fetch(None, self._model.begin_choosing(hidden, inputs))
+        else:
+            batch.fetch = Fetch(None, lambda: [0] * len(inputs))
+
+    def _sampler_inputs(self, batch: Batch) -> list[SamplerInput]:
+        """The sampler inputs of all rows with outputs. A request whose constraint raises fails."""
+        inputs = list[SamplerInput]()
+        for rows in batch.rows:
+            request, sampler = rows.request, rows.request.sampler
+            first, last = rows.outputs - len(rows.guesses) - 1, [sampler.none]
+            if rows.span is not None and not rows.is_known and _expects_token(request):
+                try:
+                    last = [sampler.next(rows.guesses[:count]) for count in range(len(rows.guesses) + 1)]
+                except Exception as error:  # raised by the request's constraint
+                    request.fail(error)
+                    last *= len(rows.guesses) + 1
+            inputs += [*[sampler.none] * first, *last]
+        return inputs
+
+    # -- finish ------------------------------------------------------------------------------------------------
+
+    def finish(self, batch: Batch) -> None:
+        """Commit a computed batch and take its tokens.
+
+        If every request of a step allows it, the following step, which is the next unit of work, begins before, so that
+        the device computes it while tokens are taken and constraints compute their masks.
+        """
+        if batch.fetch is None:
+            with self._aborting(batch):
+                for rows in batch.held:
+                    assert rows.span is not None
+                    rows.is_known = len(rows.request.sequence.ids) > rows.span.start + 1
+                batch.fetch = self._model.sample_ahead(batch.logits, self._sampler_inputs(batch))
+        self.commit(batch)
+        try:
+            self.next_step = self._begin_next(batch, batch.fetch)
+        finally:  # an error in the next step must not lose the tokens of this one
+            self._take(batch, batch.fetch)
+
+    def commit(self, batch: Batch) -> None:
+        """Keep the rows of a computed batch, of drafted tokens those that are right, which are taken here."""
+        if batch.damaged is not None:
+            return
+        held = batch.held
+        with self._aborting(batch):
+            kept = self._take_verified(batch) if [rows for rows in held if rows.guesses] else None
+            growing = [rows for rows in held if rows.span is not None and rows.span.growth]
+            errors = self._store.commit_steps(_spans(held), kept)
+        batch.damaged = {rows.request: errors[number] for number, rows in enumerate(held) if number in errors}
+        for rows in growing:
+            if rows.span is not None and rows.request.options.pooling is None:
+                self._prefixes.insert(rows.span.sequence, rows.request.sequence.ids)
+        for request in [rows.request for rows in held if rows.request.wants_progress]:
+            if request.prefill is None:  # which has reported each chunk
+                request.report_progress(len(request.sequence.prompt))
+        for request in [rows.request for rows in held if rows.is_prompt]:
+            request.prefill = None
+            self._scheduler.admit(request.sequence)
+            if request.kv is not None and request.kv.length == request.sequence.computable:
+                self._scheduler.prefilled(request.sequence)
+
+    def _take_verified(self, batch: Batch) -> list[int | None]:
+        """Take drafted tokens that are right, and the one after them. Return how many rows of each request are kept;
+        None for all, without a draft."""
+        assert batch.fetch is not None
+        tokens, kept = iter(batch.fetch.wait()), list[int | None]()
+        for rows in batch.rows:
+            sampled, drafted = [*islice(tokens, rows.outputs)], len(rows.guesses)
+            right = rows.request.take_verified(rows.guesses, sampled[-1 - drafted :]) if drafted else 0
+            kept.append(len(rows.ids) - drafted + right if drafted else None)
+        return kept
+
+    def _begin_next(self, batch: Batch, fetch: Fetch) -> Batch | None:
+        """Begin the step after a step, whose tokens are not known yet; None if it has to wait for them."""
+        requests = [rows.request for rows in batch.rows]
+        if fetch.ids is None or self._scheduler.prefill_follows:
+            return None
+        if [rows for rows in batch.rows if rows.is_known]:
+            return None
+        if [one for one in requests if not one.expects_more or (one.drafts is not None and one.may_draft)]:
+            return None  # requests that have left the step expect nothing
+        step = Batch()
+        with suppress(OutOfBlocks), self._aborting(step):  # `open_step` will preempt a request for it
+            for request in requests:
+                assert request.kv is not None
+                step.rows += (Rows(request, self._store.open_step(request.kv), (NEWEST,)),)
+            if [one for one in requests if not (one.begins_ahead and one.sampler.reach_ahead)]:
+                step.logits = self._model.rows_ahead(_spans(step.rows), fetch)
+            else:
+                inputs = [request.sampler.next((NEWEST,)) for request in requests]
+                step.fetch = self._model.step_ahead(_spans(step.rows), fetch, inputs)
+            return step
+        return None
+
+    def _take(self, batch: Batch, fetch: Fetch) -> None:
+        tokens, began = _last_tokens(batch, fetch.wait()), self._timer.tokens_arrived()
+        prompts, damaged = batch.prompts, batch.damaged or {}
+        for rows in prompts:
+            rows.request.clock.lap()
+        if prompts and self._tiers is not None:
+            self._tiers.computed(sum(len(rows.ids) for rows in prompts), prompts[0].request.clock.prefill)
+        for rows, token in zip(batch.rows, tokens, strict=True):
+            request = rows.request
+            token = damaged.get(request, token) if damaged else token
+            if rows.guesses:
+                request.damage(damaged.get(request))
+            elif rows.span is None or request.sequence.finish_reason is not None:
+                continue
+            elif rows.is_known or request.sequence.max_tokens == 0:
+                if isinstance(token, EngineError):
+                    request.take(token)
+                elif not rows.is_known:
+                    request.finish("length")
+            else:
+                request.take(token)
+        seconds = time.perf_counter() - (batch.began if prompts else began)
+        if prompts and len(prompts) < len(batch.rows):
+            self._scheduler.take_step()
+        if not prompts and [rows for rows in batch.rows if rows.request.drafts is not None]:
+            self._seconds.record(batch.count, seconds)
+        elif prompts and batch.count >= _MANY_ROWS:
+            self.rates.append(batch.count / seconds)
+
+
+def _rows(request: Request, span: Span, guesses: Sequence[int] = (), *, is_prompt: bool = False) -> Rows:
+    """The rows of an open span; without `guesses` if there was no room for them."""
+    ids, stop = request.sequence.ids, span.start + span.count
+    present = ids[span.start : stop]
+    guesses = guesses if stop > len(ids) else ()
+    return Rows(request, span, [*present, *guesses], guesses, is_prompt, is_known=stop < len(ids))
+
+
+def _spans(rows: Iterable[Rows]) -> list[Span]:
+    return [one.span for one in rows if one.span is not None]
+
+
+def _expects_token(request: Request) -> bool:
+    return not request.sequence.finished and request.sequence.max_tokens > 0
+
+
+def _last_tokens(batch: Batch, tokens: Sequence[Sampled]) -> Sequence[Sampled]:
+    """Return the token after the last row of each request, or the error of one of its rows."""
+    if len(tokens) == len(batch.rows):
+        return tokens
+    last, left = list[Sampled](), iter(tokens)
+    for rows in batch.rows:
+        sampled = [*islice(left, rows.outputs)]
+        last.append(next((one for one in sampled if isinstance(one, EngineError)), sampled[-1]))
+    return last
