@@ -10,8 +10,8 @@
 // Grid (CTAs), two or more, best one per SM; block and dynamic shared memory as in decode_attention.cu, 4 bytes more.
 // DEFINES: as in decode_attention.cu; SHARED is of the kind that needs more.
 // PRECOND: as for decode_attention.cu; no window.
-// JOINS: last.cuh, attention.cuh, shares.cuh, decode_work.cuh, decode_state.cuh, decode_full.cuh, decode_quantized.cuh,
-// hadamard.cuh, sums.cuh, decode_share.cuh.
+// JOINS: last.cuh, attention.cuh, shares.cuh, decode_work.cuh, decode_records.cuh, hadamard.cuh, sums.cuh,
+// decode_share.cuh.
 
 // How many CTAs have units of finer blocks; a warp calls it together. Their share of the CTAs is that of their bytes,
 // rounded such that the kind of fewer CTAs gets more: so no CTA has much more than the mean of all CTAs and one unit.

@@ -28,7 +28,7 @@
 // With two kinds of quantized blocks, TWO_KINDS, the parts below are read twice, in the namespaces `finer` and
 // `coarser`, and there are four arguments more. keys, values and their tables belong to the coarser blocks. Finer
 // blocks come first (Span in prelude.cuh); before the first coarser block, tables are replaced. There is no window.
-// JOINS: attention.cuh, visible_parts.cuh, decode_parts.cuh, prefill_parts.cuh, prefill_rows.cuh.
+// JOINS: attention.cuh, visible_parts.cuh, decode_parts.cuh, prefill_rows.cuh.
 
 #ifdef TWO_KINDS
 using namespace coarser;

@@ -17,12 +17,12 @@
 // for add_parts.cu.
 // Grid (tiles · ceil(rows / ROWS), parts), 32 · WARPS_OUT · WARPS_K threads; blocks of neighbouring rows of x are
 // neighbours, so that they find the weights in the L2 cache. With SECOND it has more tiles and arguments:
-// second_matrix.cuh. With EXPERTS (0 or 1, default 0) it has (tiles, 1, groups of rows), and more arguments:
+// output_tile.cuh. With EXPERTS (0 or 1, default 0) it has (tiles, 1, groups of rows), and more arguments:
 // expert_group.cuh.
 // DEFINES: WEIGHT (a weight format), ROWS (8, 16, 32, 48, 64), WARPS_OUT, WARPS_K (1, 2), INPUTS (64, 128), STAGES (at
 // least 3), RESIDENT (blocks of a multiprocessor), SHARED (bytes of dynamic shared memory), ADD (0 or 1), ACTIVATION (a
 // function of activation.cuh, or not defined), TO (type of y, see output_tile.cuh), SECOND.
-// JOINS: activation.cuh, output_tile.cuh, second_matrix.cuh, expert_group.cuh, wide_weights.cuh.
+// JOINS: activation.cuh, output_tile.cuh, expert_group.cuh, wide_weights.cuh.
 // Cost: bytes of the weights; products; x from L2 once for each block: rows / TILE times the bytes of 16-bit weights.
 // PRECOND: in % 8 == 0, in % VALUES == 0 if packed; x, weight aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS
 // and the format is packed.

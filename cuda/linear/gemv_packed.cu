@@ -14,12 +14,12 @@
 // set, its warps take turns at units of UNIT, whole blocks of the format, and their sums are added in shared memory;
 // they copy the units of the next set while they multiply and add.
 // Grid (sets of tiles, or fewer), 32 · WARPS threads. With EXPERTS (0 or 1, default 0) it has pairs in z, and more
-// arguments: chosen_expert.cuh. With SECOND it has more blocks and arguments: second_matrix.cuh.
+// arguments: chosen_expert.cuh. With SECOND it has more blocks and arguments: output_tile.cuh.
 // DEFINES: WEIGHT (a packed format), ROWS (most rows: 1, 2), UNIT (128 or 256, a multiple of VALUES), TILES (even if
 // GATED), SLOTS (more than TILES), WARPS, RESIDENT (blocks of a multiprocessor), SHARED (bytes of dynamic shared
 // memory), NORMED (0 or 1), ADD (0 or 1), ACTIVATION (a function of activation.cuh, or not defined), TO (type of y, see
 // output_tile.cuh), SECOND.
-// JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh, chosen_expert.cuh, second_matrix.cuh.
+// JOINS: activation.cuh, inverse_rms.cuh, output_tile.cuh, chosen_expert.cuh.
 // Cost: bytes of the weights; at least WARPS · (SLOTS − TILES) units per block are in flight. Each block reads x
 // from L2 or L1 for each set.
 // PRECOND: 1 <= rows <= ROWS; in % VALUES == 0; x, norm aligned to 16 bytes; out % 16 == 0 if GATED or EXPERTS.

@@ -22,6 +22,17 @@ struct DeltaHeads {
     __device__ __forceinline__ int decay(int head) const { return beta(head) + values; }
 };
 
+// Where a projected row [z | x | B | C | dt] of Mamba 2 has what belongs to its heads. Their queries, keys and values
+// are C, B and x; channels are counted from the first of x.
+struct Mamba2Heads : DeltaHeads {
+    __device__ __forceinline__ int value(int head) const { return head * VALUE_DIM; }
+    __device__ __forceinline__ int key(int key) const { return values * VALUE_DIM + key * KEY_DIM; }
+    __device__ __forceinline__ int query(int key) const { return values * VALUE_DIM + (keys + key) * KEY_DIM; }
+
+    __device__ __forceinline__ int first_channel() const { return values * VALUE_DIM; }  // after z
+    __device__ __forceinline__ int step(int head) const { return first_channel() + channels() + head; }
+};
+
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 __device__ __forceinline__ float silu_of(float x) { return x / (1.0f + __expf(-x)); }
 

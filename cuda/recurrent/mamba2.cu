@@ -9,7 +9,7 @@
 //
 // With MOST_ROWS 1, span i has row i or none: then y is 0 there.
 // Grid (H, spans), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, MOST_ROWS (1 or 16), THREADS, SHARED.
-// JOINS: delta.cuh, delta_matrix.cuh, delta_step.cuh, mamba2.cuh.
+// JOINS: delta.cuh, delta_matrix.cuh, delta_step.cuh.
 // PRECOND: the rows of a span lie in one block.
 // Cost: a head reads its matrix once, and keys and updates of the block's tokens so far.
 

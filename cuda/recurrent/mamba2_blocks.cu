@@ -6,7 +6,7 @@
 // The other arguments are as for it too; bias (C,) or null; skip (H,).
 // Grid (blocks, Q, ceil(H / Q / MEMBERS)), block THREADS. DEFINES: KEY_DIM, VALUE_DIM, BLOCK, WIDTH, CHANNELS (of
 // queries and keys that are in shared memory at a time), MEMBERS (heads of a block of threads), THREADS, SHARED.
-// JOINS: delta.cuh, delta_pairs.cuh, mamba2.cuh.
+// JOINS: delta.cuh, delta_pairs.cuh.
 // PRECOND: THREADS >= (N / 4)², CHANNELS % 4 == 0.
 // Cost: N²A FMA for MEMBERS heads.
 

@@ -100,7 +100,7 @@ def gemv_packed(
 
 
 def _sizes(tiles: Sequence[int], slots: Sequence[int], units: Sequence[int]) -> dict[str, int]:
-    """The DEFINES of one format or of two, see `cuda/linear/second_matrix.cuh`."""
+    """The DEFINES of one format or of two, see `cuda/linear/output_tile.cuh`."""
     named = zip(("", "SECOND_"), tiles, slots, units, strict=False)
     return {f"{prefix}{name}": size for prefix, *sizes in named for name, size in zip(_SIZES, sizes, strict=True)}
 
