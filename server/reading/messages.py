@@ -100,7 +100,7 @@ class _Reader:
     def read(self, at: str, entry: Any, *, asked: bool, is_last: bool) -> None:
         """Read a message or an item. asked: whether it is what the user asks now. Raises BadRequest."""
         kind = mapping(at, entry, "an object with a role and a content").get("type", "message")
-        if kind == "item_reference" or {*entry} - {"places"} == {"id"}:  # its type may be left out
+        if kind == "item_reference" or {*entry} - {"paths"} == {"id"}:  # its type may be left out
             sentence = (
                 f"{at}: item_reference: this server keeps no items of earlier responses, and would leave them out"
             )

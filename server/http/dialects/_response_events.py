@@ -10,7 +10,7 @@ from typing import Any
 
 from polarlm.engine import TokenLogprob, Usage
 from polarlm.engine.parsing.pieces import Answer, CallStart, Piece
-from polarlm.server.http.dialects._shared import Places, arguments_of, members
+from polarlm.server.http.dialects._shared import FieldPaths, arguments_of, members
 from polarlm.server.http.errors import TOO_LONG, ApiError
 from polarlm.server.http.generation import Writer
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -203,13 +203,13 @@ def tools_of(value: Any) -> ResponseTools:
     read = ResponseTools()
     for at, tool, namespace in _each("tools", value):
         if tool.get("type", "function") != "function":
-            read.tools.append({**tool, "places": Places({"": at})})
+            read.tools.append({**tool, "paths": FieldPaths({"": at})})
             continue
         function = {name: member for name, member in tool.items() if name != "type"}
         if namespace:
             function["name"] = in_namespace(namespace, name := text(f"{at}.name", tool.get("name")))
             read.namespaced[function["name"]] = namespace, name
-        read.tools.append({"type": "function", "function": function, "places": Places({".function": at})})
+        read.tools.append({"type": "function", "function": function, "paths": FieldPaths({".function": at})})
     return read
 
 

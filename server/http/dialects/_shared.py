@@ -14,7 +14,7 @@ from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.values import BadRequest, array, mapping
 
 
-class Places(dict[str, str]):
+class FieldPaths(dict[str, str]):
     """The client's paths, by our relative paths in a message or a tool; "" is the whole. JSON has no such class."""
 
 
@@ -22,27 +22,27 @@ def read_own(
     body: Mapping[str, Any], names: Mapping[str, str], about: About, takes: Collection[str] = ("messages",)
 ) -> ParsedRequest:
     """The request in `body`, which has our own names. Raises BadRequest with the client's names: `names` maps ours to
-    the client's, and so do the "places" of messages and tools."""
-    places: dict[str, str] = {}
+    the client's, and so do the "paths" of messages and tools."""
+    paths: dict[str, str] = {}
     for i, message in enumerate(body.get("messages", ())):
-        places |= _absolute(f"messages[{i}]", message)
+        paths |= _absolute(f"messages[{i}]", message)
     for i, tool in enumerate(body.get("tools", ())):
-        places |= _absolute(f"tools[{i}]", tool)
+        paths |= _absolute(f"tools[{i}]", tool)
     try:
         asked = read(body, about, takes)
     except BadRequest as error:
-        raise _renamed(error, {**places, **names}) from None
+        raise _renamed(error, {**paths, **names}) from None
     told = [_renamed(BadRequest(*warning), names) for warning in asked.warnings]
     by, warnings = asked.constrained_by, tuple((one.field or "", one.message) for one in told)
     return replace(asked, constrained_by=by and names.get(by, by), warnings=warnings)
 
 
 def _absolute(at: str, value: Any) -> dict[str, str]:
-    """Our path → the client's path, for each part of `value` that has a place; the longest path first."""
-    places = value.get("places") if isinstance(value, dict) else None
-    if not isinstance(places, Places):
+    """Our path → the client's path, for each part of `value` that has one; the longest path first."""
+    paths = value.get("paths") if isinstance(value, dict) else None
+    if not isinstance(paths, FieldPaths):
         return {}
-    return {at + ours: places[ours] for ours in sorted(places, key=len, reverse=True)}
+    return {at + ours: paths[ours] for ours in sorted(paths, key=len, reverse=True)}
 
 
 def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
@@ -75,9 +75,9 @@ def members(field: str, value: Any) -> dict[str, Any]:
 
 
 def located(field: str, value: Any) -> list[dict[str, Any]]:
-    """The objects in a JSON array, with their places. Raises BadRequest."""
-    places = ((f"{field}[{index}]", one) for index, one in enumerate(array(field, value)))
-    return [{**members(at, one), "places": Places({"": at})} for at, one in places]
+    """The objects in a JSON array, with their paths. Raises BadRequest."""
+    parts = ((f"{field}[{index}]", one) for index, one in enumerate(array(field, value)))
+    return [{**members(path, one), "paths": FieldPaths({"": path})} for path, one in parts]
 
 
 def arguments_of(written: str) -> dict[str, Any] | None:

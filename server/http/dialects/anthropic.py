@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from polarlm.engine import Usage
 from polarlm.engine.parsing.pieces import Answer, Piece
-from polarlm.server.http.dialects._shared import Places, arguments_of, known, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import FieldPaths, arguments_of, known, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.streams import NAMED, Event
@@ -78,18 +78,18 @@ def _system(value: Any) -> list[dict[str, Any]]:
     if isinstance(value, list):
         texts = (block.get("text") if isinstance(block, dict) else None for block in value)
         prompt = [one for one, text in zip(value, texts, strict=True) if not str(text).startswith(_BILLING)]
-    return [{"places": Places({"": "system"}), "role": "system", "content": prompt}] if prompt else []
+    return [{"paths": FieldPaths({"": "system"}), "role": "system", "content": prompt}] if prompt else []
 
 
-def _tool(place: str, value: Any) -> dict[str, Any]:
-    tool = members(place, value)
+def _tool(path: str, value: Any) -> dict[str, Any]:
+    tool = members(path, value)
     if tool.get("type", "custom") != "custom" and "input_schema" not in tool:  # one of Anthropic's own
-        return tool | {"places": Places({"": place})}
+        return tool | {"paths": FieldPaths({"": path})}
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if "description" in tool:
         function["description"] = tool["description"]
-    places = Places({".function": place, ".function.parameters": f"{place}.input_schema"})
-    return {"type": "function", "function": function, "places": places}
+    paths = FieldPaths({".function": path, ".function.parameters": f"{path}.input_schema"})
+    return {"type": "function", "function": function, "paths": paths}
 
 
 def _tool_choice(value: Any) -> dict[str, Any]:
@@ -111,9 +111,9 @@ def _check_edits(value: Any) -> None:
     """Raises BadRequest for an edit that removes a part of the conversation."""
     edits = array("context_management.edits", members("context_management", value).get("edits", []))
     for index, edit in enumerate(edits):
-        place = f"context_management.edits[{index}]"
-        if members(place, edit).get("keep") != "all":
-            raise BadRequest(place, f"{place}: this server leaves nothing out of a conversation; leave the edit out")
+        path = f"context_management.edits[{index}]"
+        if members(path, edit).get("keep") != "all":
+            raise BadRequest(path, f"{path}: this server leaves nothing out of a conversation; leave the edit out")
 
 
 def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from polarlm.engine.requests.prompts import Prompt
 from polarlm.model_loaders.forks import cached_property
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.described import NEVER, head, listed, ollama_version, shown
-from polarlm.server.http.dialects._shared import Places, arguments_of, known, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import FieldPaths, arguments_of, known, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.generation import About, Endpoint, Generation, Writer
 from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
@@ -207,9 +207,9 @@ def _completion(body: Mapping[str, Any]) -> dict[str, Any]:
         return {"prompt": prompt, "suffix": body["suffix"]}
     if is_raw:
         return {"prompt": prompt}
-    places = Places({".images": "images", "": "prompt"})
-    question = {"places": places, "role": "user", "content": prompt, "images": body.get("images")}
-    first = [{"places": Places({"": "system"}), "role": "system", "content": system}] if system else []
+    paths = FieldPaths({".images": "images", "": "prompt"})
+    question = {"paths": paths, "role": "user", "content": prompt, "images": body.get("images")}
+    first = [{"paths": FieldPaths({"": "system"}), "role": "system", "content": system}] if system else []
     return {"messages": [*first, question]}
 
 

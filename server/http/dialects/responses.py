@@ -13,7 +13,7 @@ from polarlm.engine import EngineError
 from polarlm.engine.parsing.pieces import Piece
 from polarlm.engine.sampling.sample import most_tokens
 from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter, read_choice, tools_of
-from polarlm.server.http.dialects._shared import Places, known, located, members, read_own, refuse
+from polarlm.server.http.dialects._shared import FieldPaths, known, located, members, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
 from polarlm.server.http.generation import About, Endpoint, Generation
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -128,10 +128,10 @@ def _own(body: Mapping[str, Any]) -> dict[str, Any]:
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     first: list[dict[str, Any]] = []
     if "instructions" in body and (instructions := text("instructions", body["instructions"])):
-        first.append({"places": Places({"": "instructions"}), "role": "system", "content": instructions})
+        first.append({"paths": FieldPaths({"": "instructions"}), "role": "system", "content": instructions})
     asked = body.get("input")
     if isinstance(asked, str):
-        return [*first, {"places": Places({"": "input"}), "role": "user", "content": asked}]
+        return [*first, {"paths": FieldPaths({"": "input"}), "role": "user", "content": asked}]
     return first + located("input", array("input", asked, "a string, or an array with at least one item", 1))
 
 
