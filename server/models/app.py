@@ -27,7 +27,7 @@ from polarlm.server.http.plain.metrics import counters, gauges, of_models, page
 from polarlm.server.http.streams import LINES, EventStream, while_there
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.mcp.session import McpServers
-from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, WAITING, ModelProcess, Served
+from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, WAITING, ModelProcess, ModelSlot
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.registry import NamedModel, Registry, in_words
 from polarlm.server.models.supervisor import Supervisor
@@ -106,26 +106,26 @@ class _SeveralModels(Front):
         return {one.model.name: _described(one) for one in self._supervisor.all()}
 
     def find(self, name: str) -> tuple[str, Mapping[str, Any]]:
-        served = self._supervisor.find(name)
-        return served.model.name, _described(served)
+        slot = self._supervisor.find(name)
+        return slot.model.name, _described(slot)
 
     async def load(self, request: Request) -> Response:
         """POST /models/load: begins to load a model; /models tells when it is. Raises ApiError or Refused."""
-        served = await self._named(request)
-        if served.is_loading or served.state == READY:
-            raise ApiError(400, f"{served.model.name} is {served.state} already", "invalid_request", "model")
-        self._supervisor.begin(served)
+        slot = await self._named(request)
+        if slot.is_loading or slot.state == READY:
+            raise ApiError(400, f"{slot.model.name} is {slot.state} already", "invalid_request", "model")
+        self._supervisor.begin(slot)
         return JSONResponse({"success": True})
 
     async def unload(self, request: Request) -> Response:
         """POST /models/unload: ends a model's process after its answers, and a load or download at once."""
-        served = await self._named(request)
-        if not served.is_loading and served.state != READY:
-            raise ApiError(400, f"{served.model.name} is {served.state}, not loaded", "invalid_request", "model")
-        self._supervisor.give_up(served)
+        slot = await self._named(request)
+        if not slot.is_loading and slot.state != READY:
+            raise ApiError(400, f"{slot.model.name} is {slot.state}, not loaded", "invalid_request", "model")
+        self._supervisor.give_up(slot)
         return JSONResponse({"success": True})
 
-    async def _named(self, request: Request) -> Served:
+    async def _named(self, request: Request) -> ModelSlot:
         body = await read_body(request, self._config.max_body)
         name = text("model", body.get("model") or body.get("name") or "")
         if not name:
@@ -266,19 +266,19 @@ async def _downloaded(registry: Registry, name: hub.HubName) -> AsyncGenerator[d
         await asyncio.gather(fetching, process.end_at_once(), return_exceptions=True)
 
 
-def _described(served: Served) -> dict[str, Any]:
+def _described(slot: ModelSlot) -> dict[str, Any]:
     """The fields of llama-server's router in OpenAI's lists: aliases, and "unloaded", "loading", "loaded"."""
-    value = {STOPPING: READY, WAITING: LOADING}.get(served.state, served.state)
+    value = {STOPPING: READY, WAITING: LOADING}.get(slot.state, slot.state)
     status: dict[str, Any] = {"value": value, "args": []}
-    if served.state == FAILED:
-        status |= {"value": "unloaded", "failed": True, "error": str(served.error or "an unexpected error")}
+    if slot.state == FAILED:
+        status |= {"value": "unloaded", "failed": True, "error": str(slot.error or "an unexpected error")}
     described: dict[str, Any] = {
-        "aliases": list(served.model.aliases),
+        "aliases": list(slot.model.aliases),
         "status": status,
-        "pinned": served.model.pinned,
+        "pinned": slot.model.pinned,
     }
-    if served.need is not None and served.need.tokens:
-        described |= {"context_length": served.need.tokens, "memory": served.need.bytes}
+    if slot.need is not None and slot.need.tokens:
+        described |= {"context_length": slot.need.tokens, "memory": slot.need.bytes}
     return described
 
 

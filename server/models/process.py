@@ -162,7 +162,7 @@ STOPPING, FAILED = "stopping", "failed"
 
 
 @dataclass(eq=False)
-class Served:
+class ModelSlot:
     """A model and its process. `state` is one of the six above."""
 
     model: NamedModel

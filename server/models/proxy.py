@@ -20,7 +20,7 @@ from polarlm.server.http.described import head
 from polarlm.server.http.errors import ApiError, ErrorShapes, api_error
 from polarlm.server.http.streams import DATA, HEADERS, LINES, NAMED, send_soon, while_there
 from polarlm.server.models.child import CLIENT, KEY_NAME
-from polarlm.server.models.process import READY, ModelProcess, Served
+from polarlm.server.models.process import READY, ModelProcess, ModelSlot
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, is_empty, is_number, read_json, text, wrong
 from polarlm.server.running import journal
@@ -76,22 +76,22 @@ class Proxy:
             data = bytes(await read_bytes(request, LARGER * self._config.max_body))  # a model may read images
             fields = read_json(data)
         name = fields.get("model") or request.query_params.get("model") or ""
-        served = self._supervisor.find(text("model", name))
-        if path == "/stats" and served.state != READY:
-            return JSONResponse({"model": served.model.name, "state": served.progress()})
-        if path in MONITORED and served.state != READY:
-            raise Refused("model_not_loaded", f"{served.model.name} is {served.state}: it is loaded by a request")
-        keep = self._supervisor.usual_keep(served)
+        slot = self._supervisor.find(text("model", name))
+        if path == "/stats" and slot.state != READY:
+            return JSONResponse({"model": slot.model.name, "state": slot.progress()})
+        if path in MONITORED and slot.state != READY:
+            raise Refused("model_not_loaded", f"{slot.model.name} is {slot.state}: it is loaded by a request")
+        keep = self._supervisor.usual_keep(slot)
         if path.startswith("/api/") and not is_empty(fields.get("keep_alive")):
             keep = keep_alive(fields["keep_alive"])
             has_prompt = any(fields.get(name) for name in ("messages", "prompt", "suffix", "images"))
             if keep == 0 and path in _OF_OLLAMA and not has_prompt:
-                if not served.model.pinned:
-                    self._supervisor.give_up(served)
+                if not slot.model.pinned:
+                    self._supervisor.give_up(slot)
                 unloaded = {"done": True, "done_reason": "unload"}
-                return JSONResponse(_empty(path, served.model.name) | unloaded)
+                return JSONResponse(_empty(path, slot.model.name) | unloaded)
         streams = path in _OF_OLLAMA if fields.get("stream") is None else fields["stream"] is True
-        return _Passed(self, request, served, data, keep, streams=streams)
+        return _Passed(self, request, slot, data, keep, streams=streams)
 
 
 class _Passed(Response):
@@ -99,10 +99,10 @@ class _Passed(Response):
     or pieces without text; after these, an error is its last event."""
 
     def __init__(
-        self, proxy: Proxy, request: Request, served: Served, body: bytes, keep: float | None, *, streams: bool
+        self, proxy: Proxy, request: Request, slot: ModelSlot, body: bytes, keep: float | None, *, streams: bool
     ) -> None:
         """keep: seconds that the model is kept afterwards. streams: whether the answer is a stream."""
-        self._proxy, self._request, self._served = proxy, request, served
+        self._proxy, self._request, self._slot = proxy, request, slot
         self._path, self._body, self._keep, self._streams = request.url.path, body, keep, streams
         named = NAMED if self._path.startswith(("/v1/messages", *_RESPONSES)) else DATA
         self._framing = LINES if self._path.startswith("/api/") else named
@@ -124,8 +124,8 @@ class _Passed(Response):
 
     async def _answer(self, send: Send) -> None:
         await self._load(send)
-        served = self._served
-        with self._proxy._supervisor.using(served, self._keep) as process:
+        slot = self._slot
+        with self._proxy._supervisor.using(slot, self._keep) as process:
             most = self._proxy._config.max_body
             if len(self._body) > most and not process.reads_images:
                 raise too_large(most)
@@ -139,28 +139,28 @@ class _Passed(Response):
                     entry.silent, entry.outcome = False, "model_ended"
                 with suppress(asyncio.TimeoutError):
                     code = await asyncio.wait_for(process.ended(), _CRASH_SECONDS)
-                    raise model_ended(served.model.name, code) from None
-                raise Refused("model_ended", f"The connection to {served.model.name} was lost: {error}") from None
+                    raise model_ended(slot.model.name, code) from None
+                raise Refused("model_ended", f"The connection to {slot.model.name} was lost: {error}") from None
 
     async def _load(self, send: Send) -> None:
         """Wait for the model, with signs of life on a stream. Raises EngineError or Refused."""
         since, limit = time.monotonic(), self._proxy._config.request_seconds
-        loading = asyncio.ensure_future(self._proxy._supervisor.ready(self._served))
+        loading = asyncio.ensure_future(self._proxy._supervisor.ready(self._slot))
         try:
             while not loading.done():
                 await asyncio.wait([loading], timeout=SIGN_SECONDS if self._began else SILENT_SECONDS)
                 if not loading.done() and time.monotonic() - since > limit:
-                    raise Refused("timeout", f"{self._served.model.name} was not loaded within {limit} seconds")
+                    raise Refused("timeout", f"{self._slot.model.name} was not loaded within {limit} seconds")
                 if not loading.done() and self._streams:
                     await self._show_life(send, time.monotonic() - since)
             loading.result()
         except BaseException:
             if not loading.cancel() and not loading.cancelled() and loading.exception() is None:
-                self._proxy._supervisor.release(self._served)
+                self._proxy._supervisor.release(self._slot)
             raise
 
     async def _show_life(self, send: Send, seconds: float) -> None:
-        name, path = self._served.model.name, self._path
+        name, path = self._slot.model.name, self._path
         if not self._began:
             begun = Response(headers=HEADERS, media_type=self._framing.media_type)
             del begun.headers["content-length"]
@@ -169,7 +169,7 @@ class _Passed(Response):
             await send_soon(send, LINES.frame(_empty(path, name) | {"done": False}))
         else:
             plain = name.encode("ascii", "replace").decode()
-            await send_soon(send, f": {plain}: {self._served.progress()}, {seconds:.0f} s\n\n".encode())
+            await send_soon(send, f": {plain}: {self._slot.progress()}, {seconds:.0f} s\n\n".encode())
 
     async def _pass_on(self, process: ModelProcess, send: Send) -> None:
         request, client = self._request, self._request.client

@@ -56,7 +56,7 @@ def models(folder: Path) -> Path:
 
 def hung(server: Front, name: str) -> None:
     """Stop the process of a model that has begun to be loaded, as on a disk that hangs."""
-    eventually(lambda: server.served(name).process is not None)
+    eventually(lambda: server.slot(name).process is not None)
     os.kill(server.pid(name), signal.SIGSTOP)
     assert server.state(name) == LOADING
 
