@@ -69,7 +69,7 @@ def kernel_file(name: str, folder: Path) -> str:
 
 
 def sessions_of(model: str, folder: Path) -> Path:
-    sessions = process._of_child(replace(ServerConfig(), sessions=str(folder)), model, "key").sessions
+    sessions = process._child_config(replace(ServerConfig(), sessions=str(folder)), model, "key").sessions
     assert sessions is not None
     return Path(sessions)
 

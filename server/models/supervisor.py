@@ -41,95 +41,96 @@ class Supervisor:
         self.closing = False
 
     def all(self) -> list[ModelSlot]:
-        return [self._of(model) for model in self.registry.models()]
+        return [self._slot(model) for model in self.registry.models()]
 
     def find(self, name: str) -> ModelSlot:
         """The model of this name; for an empty one, the model that was used last, or else the first. Raises Refused."""
         if name == "":
-            used = [one for one in self._slots.values() if one.starts]
-            if used:
-                return max(used, key=lambda one: one.used)
+            started_slots = [one for one in self._slots.values() if one.starts]
+            if started_slots:
+                return max(started_slots, key=lambda one: one.last_used)
             if models := self.registry.models():
-                return self._of(models[0])
+                return self._slot(models[0])
         model = self.registry.find(name)
         if model is None:
-            known = in_words(self.registry.models())
-            raise Refused("model_not_found", f"There is no model called {name[:100]}; there are: {known}")
-        return self._of(model)
+            names = in_words(self.registry.models())
+            raise Refused("model_not_found", f"There is no model called {name[:100]}; there are: {names}")
+        return self._slot(model)
 
-    def _of(self, model: NamedModel) -> ModelSlot:
+    def _slot(self, model: NamedModel) -> ModelSlot:
         slot = self._slots.setdefault(model.name, ModelSlot(model))
         if slot.state in (UNLOADED, FAILED):
             slot.model = model  # the folder may have another file of this name by now
         return slot
 
-    async def ready(self, slot: ModelSlot) -> None:
+    async def acquire(self, slot: ModelSlot) -> None:
         """Return when the model takes requests; load it if need be. Raises EngineError or Refused. The model then has
-        one request more, until `using` or `release` ends it."""
+        one request more, until `use` or `release` ends it."""
         if self.closing:
             raise refused.closing()
         if slot.state == READY:
             slot.active += 1
             return
-        admitted, loading = asyncio.Event(), self.begin(slot)
-        slot.waiting.append(admitted)
+        admitted, loading = asyncio.Event(), self.begin_load(slot)
+        slot.waiters.append(admitted)
         try:
             await asyncio.wait([loading])  # which goes on if this client leaves
             if loading.cancelled():
-                raise refused.closing() if self.closing else _given_up(slot)
+                raise refused.closing() if self.closing else _cancelled_load(slot)
             loading.result()
         except BaseException:  # the error of loading, or the client has gone
             if admitted.is_set():
                 self.release(slot)
-            elif admitted in slot.waiting:
-                slot.waiting.remove(admitted)
+            elif admitted in slot.waiters:
+                slot.waiters.remove(admitted)
             raise
 
     @contextmanager
-    def using(self, slot: ModelSlot, keep: float | None) -> Iterator[ModelProcess]:
-        """The process, for the request that `ready` admitted. keep: see `ModelSlot`. Raises Refused if it has ended."""
+    def use(self, slot: ModelSlot, keep_seconds: float | None) -> Iterator[ModelProcess]:
+        """The process, for the request that `acquire` admitted. keep_seconds: as of `ModelSlot`. Raises Refused if
+        the process has ended."""
         try:
             if slot.process is None or slot.state not in (READY, STOPPING):
                 sentence = f"The process of {slot.model.name} has ended: send the request again, which starts it"
                 raise Refused("model_ended", sentence)
-            slot.used = time.monotonic()
-            slot.keep = keep
+            slot.last_used = time.monotonic()
+            slot.keep_seconds = keep_seconds
             yield slot.process
         finally:
             self.release(slot)
-            if keep == 0 and not slot.model.pinned and slot.state == READY:
+            if keep_seconds == 0 and not slot.model.pinned and slot.state == READY:
                 self.unload(slot)
 
     def release(self, slot: ModelSlot) -> None:
         slot.active -= 1
-        slot.used = time.monotonic()
+        slot.last_used = time.monotonic()
         slot.free.set()
 
-    def begin(self, slot: ModelSlot) -> asyncio.Task[None]:
+    def begin_load(self, slot: ModelSlot) -> asyncio.Task[None]:
         """The task that loads a model, which is begun if need be. It goes on without clients, until `give_up`."""
         self._sweeper = self._sweeper or asyncio.create_task(self._sweep())
-        if slot.loading is None or slot.loading.done():
-            slot.loading = asyncio.create_task(self._load(slot))
+        if slot.load_task is None or slot.load_task.done():
+            slot.load_task = asyncio.create_task(self._load(slot))
             # Takes its error: whoever waits for the model gets it, and perhaps nobody waits any more.
-            slot.loading.add_done_callback(lambda loading: loading.cancelled() or loading.exception())
-        return slot.loading
+            slot.load_task.add_done_callback(lambda loading: loading.cancelled() or loading.exception())
+        return slot.load_task
 
     def unload(self, slot: ModelSlot) -> asyncio.Task[None]:
         """End a loaded model's process once it has answered its requests; new ones wait, and start it again."""
-        if slot.stopping is None or slot.stopping.done():
-            slot.stopping = asyncio.create_task(self._stop(slot))
-        return slot.stopping
+        if slot.stop_task is None or slot.stop_task.done():
+            slot.stop_task = asyncio.create_task(self._stop(slot))
+        return slot.stop_task
 
     def give_up(self, slot: ModelSlot) -> None:
         """End the load of a model, at which its clients get an error, or else unload the model."""
-        loading = slot.loading
+        loading = slot.load_task
         if loading is None or loading.done():
             self.unload(slot)
             return
         loading.cancel()
-        slot.loading = None
+        slot.load_task = None
         if slot.state != STOPPING:  # the task has a process to end; otherwise it waits for the one before to end
-            slot.state, slot.stopping = STOPPING, loading
+            slot.state, slot.stop_task = STOPPING, loading
 
     async def close(self) -> None:
         """Take no more requests, let the processes finish their requests, and end the processes."""
@@ -139,23 +140,23 @@ class Supervisor:
         for one in self._slots.values():
             if one.is_loading:
                 self.give_up(one)
-        given_up = [one.stopping for one in self._slots.values() if one.stopping is not None and one.process is None]
+        stops = [one.stop_task for one in self._slots.values() if one.stop_task is not None and one.process is None]
         ends = [one.process.end() for one in self._slots.values() if one.process is not None]
-        await asyncio.gather(*given_up, *ends, return_exceptions=True)
+        await asyncio.gather(*stops, *ends, return_exceptions=True)
 
     async def _load(self, slot: ModelSlot) -> None:
         """Start the model's process, and have it load the model when there is room. Raises EngineError or Refused."""
-        if slot.stopping is not None:
-            await asyncio.wait([slot.stopping])  # which goes on if this task is cancelled
+        if slot.stop_task is not None:
+            await asyncio.wait([slot.stop_task])  # which goes on if this task is cancelled
         if self.closing:
             raise refused.closing()
         slot.state, slot.error, name = LOADING, None, slot.model.name
         slot.starts += 1
-        since, process = time.monotonic(), None
+        start, process = time.monotonic(), None
         try:
-            process = ModelProcess(slot.model, self._config, lambda code: self._ended(slot, process, code))
+            process = ModelProcess(slot.model, self._config, lambda code: self._on_exit(slot, process, code))
             slot.process = process
-            await process.fetched()
+            await process.fetch()
             await self._take_memory(slot, process)
             await process.load()
         except BaseException as error:
@@ -165,35 +166,35 @@ class Supervisor:
                     await process.end_at_once()
             finally:
                 slot.process, slot.state = None, UNLOADED if was_given_up else FAILED
-                self._memory.set_aside(slot, None)
+                self._memory.reserve(slot, None)
             if not self.closing:
-                note(_given_up(slot).message if was_given_up else f"{name} cannot be loaded: {error}")
+                note(_cancelled_load(slot).message if was_given_up else f"{name} cannot be loaded: {error}")
             if not isinstance(error, (EngineError, Refused)):
                 raise
             slot.error = without_folder(error, slot.model.path)
             raise slot.error from None
         slot.state = READY
-        for admitted in slot.waiting:  # they come before a model that needs the memory
+        for admitted in slot.waiters:  # they come before a model that needs the memory
             admitted.set()
-        slot.active += len(slot.waiting)
-        slot.waiting.clear()
-        slot.keep = self.usual_keep(slot)
-        slot.used = time.monotonic()
-        self._memory.set_aside(slot, slot.need)  # from now on it can be unloaded
-        note(f"{name} is loaded, after {time.monotonic() - since:.1f} s")
+        slot.active += len(slot.waiters)
+        slot.waiters.clear()
+        slot.keep_seconds = self.default_keep(slot)
+        slot.last_used = time.monotonic()
+        self._memory.reserve(slot, slot.need)  # from now on it can be unloaded
+        note(f"{name} is loaded, after {time.monotonic() - start:.1f} s")
 
     async def _take_memory(self, slot: ModelSlot, process: ModelProcess) -> None:
         """Set memory aside for the model, and unload others until there is enough. Raises EngineError or Refused."""
         try:
             while True:
-                seen = self._memory.changed
-                need = await process.need(self._memory.reserved(slot), self._memory.left(slot))
-                if seen.is_set():
+                changed = self._memory.changed
+                need = await process.need(self._memory.reserved_bytes(slot), self._memory.bytes_left(slot))
+                if changed.is_set():
                     continue
                 if need.fits:
                     break
-                if slot not in self._memory.short:
-                    self._memory.short.append(slot)
+                if slot not in self._memory.queue:
+                    self._memory.queue.append(slot)
                 slot.need, slot.state = need, WAITING
                 if victim := self._memory.victim(slot):
                     if victim.state == READY:
@@ -202,15 +203,15 @@ class Supervisor:
                 elif not self._memory.waits_for_others(slot):
                     self._memory.check_most(slot, need)
                     break  # the model tries what there is, and says what it lacks
-                await seen.wait()
+                await changed.wait()
             slot.need, slot.state = need, LOADING
         except BaseException:
             slot.need = None
             raise
         finally:
-            if slot in self._memory.short:
-                self._memory.short.remove(slot)
-            self._memory.set_aside(slot, slot.need)
+            if slot in self._memory.queue:
+                self._memory.queue.remove(slot)
+            self._memory.reserve(slot, slot.need)
 
     async def _stop(self, slot: ModelSlot) -> None:
         if slot.state != READY or slot.process is None:
@@ -222,21 +223,21 @@ class Supervisor:
         if slot.state == STOPPING:
             await slot.process.end()
             slot.state, slot.process = UNLOADED, None
-            self._memory.set_aside(slot, None)
+            self._memory.reserve(slot, None)
             note(f"{slot.model.name} is unloaded")
 
-    def _ended(self, slot: ModelSlot, process: ModelProcess | None, code: int) -> None:
+    def _on_exit(self, slot: ModelSlot, process: ModelProcess | None, code: int) -> None:
         """A process has ended. If nobody meant it to, its requests end with an error, and the next one starts it."""
         if self.closing or slot.process is not process:
             return
         if slot.state == READY or (slot.state == STOPPING and slot.active):
             slot.state, slot.process = FAILED, None
-            self._memory.set_aside(slot, None)
+            self._memory.reserve(slot, None)
             slot.error = refused.model_ended(slot.model.name, code)
             note(f"The process of {slot.model.name} {how_ended(code)}; the next request starts it again")
             slot.free.set()
 
-    def usual_keep(self, slot: ModelSlot) -> float | None:
+    def default_keep(self, slot: ModelSlot) -> float | None:
         """Seconds without requests after which a model is unloaded; None: as long as there is room."""
         minutes = self._config.idle_unload if slot.model.idle_minutes is None else slot.model.idle_minutes
         return 60 * minutes if minutes else None
@@ -245,12 +246,12 @@ class Supervisor:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             for one in self._slots.values():
-                late = one.keep is not None and time.monotonic() >= one.used + one.keep
-                if one.state == READY and not one.active and late and not one.model.pinned:
+                is_due = one.keep_seconds is not None and time.monotonic() >= one.last_used + one.keep_seconds
+                if one.state == READY and not one.active and is_due and not one.model.pinned:
                     self.unload(one)
 
 
-def _given_up(slot: ModelSlot) -> Refused:
+def _cancelled_load(slot: ModelSlot) -> Refused:
     name = slot.model.name
     return Refused("model_not_loaded", f"{name} was unloaded before it was loaded: a new request loads it")
 

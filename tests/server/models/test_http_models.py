@@ -20,7 +20,7 @@ from polarlm.engine.loading.need import PROCESS_BYTES
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import create_app
 from polarlm.server.models import proxy
-from polarlm.server.models.app import ASKED, POSTED, create_models_app, spelt
+from polarlm.server.models.app import GET_PATHS, POST_PATHS, create_models_app, expand_v1
 from polarlm.server.models.process import FAILED, LOADING, READY, UNLOADED
 from polarlm.server.running.driver import Driver
 from tests.encoders import make_folder
@@ -210,7 +210,7 @@ def test_every_path_of_one_model_is_one_of_several(engine: Any, running: Front) 
     )
     paths, known = ({getattr(route, "path", "") for route in app.routes} for app in (one, several))
     assert paths <= known
-    assert {*spelt(POSTED), *spelt(ASKED)} <= paths
+    assert {*expand_v1(POST_PATHS), *expand_v1(GET_PATHS)} <= paths
 
 
 def test_a_killed_process_ends_its_streams_with_an_error_and_nothing_else(running: Front) -> None:

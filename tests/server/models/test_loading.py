@@ -65,17 +65,17 @@ def hung(server: Front, name: str) -> None:
 def test_a_process_that_hangs_keeps_no_model_waiting_and_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asking: ThreadPoolExecutor
 ) -> None:
-    monkeypatch.setattr(process, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(process, "_POLL_SECONDS", 0.05)
     with front(two_models(tmp_path)) as server:
         waits = asking.submit(server.ask, "big")
         hung(server, "big")
         assert server.ask("small").status_code == 200
-        monkeypatch.setattr(process, "_STILL_SECONDS", 0.1)
+        monkeypatch.setattr(process, "_IDLE_SECONDS", 0.1)
         answer = waits.result(PATIENCE)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
         assert "neither read nor computed" in answer.json()["error"]["message"]
         assert server.state("big") == FAILED
-        monkeypatch.setattr(process, "_STILL_SECONDS", 120)
+        monkeypatch.setattr(process, "_IDLE_SECONDS", 120)
         assert server.ask("big").status_code == 200
 
         server.http.post("/models/unload", json={"model": "big"})

@@ -44,8 +44,8 @@ class FakeProcess:
 
     fetching = None
 
-    def __init__(self, machine: Machine, name: str, ended: Callable[[int], None]) -> None:
-        self.machine, self.name, self._ended = machine, name, ended
+    def __init__(self, machine: Machine, name: str, on_exit: Callable[[int], None]) -> None:
+        self.machine, self.name, self._on_exit = machine, name, on_exit
         self.has_taken = False  # the memory of its model
         self.size = machine.sizes.get(name, GIB)
         machine.running.append(self)
@@ -57,7 +57,7 @@ class FakeProcess:
         if self not in self.machine.running:
             raise Refused("model_ended", "killed")
 
-    async def fetched(self) -> Path:
+    async def fetch(self) -> Path:
         await self._step("fetched")
         return Path(self.name)
 
@@ -85,9 +85,9 @@ class FakeProcess:
     def kill(self, code: int = -9) -> None:
         if self in self.machine.running:
             self.machine.running.remove(self)
-            self._ended(code)
+            self._on_exit(code)
 
-    async def ended(self) -> int:
+    async def exit_code(self) -> int:
         return -9
 
 
@@ -109,9 +109,11 @@ def scenario(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
                 await asyncio.wait_for(test(supervisor, machine), 120)
                 await supervisor.close()
                 assert not machine.running
-                assert not [one.model.name for one in supervisor.all() if one.active or one.waiting]
+                assert not [one.model.name for one in supervisor.all() if one.active or one.waiters]
 
-            monkeypatch.setattr(module, "ModelProcess", lambda model, _, ended: FakeProcess(machine, model.name, ended))
+            monkeypatch.setattr(
+                module, "ModelProcess", lambda model, _, on_exit: FakeProcess(machine, model.name, on_exit)
+            )
             monkeypatch.setattr(module, "_SWEEP_SECONDS", 0.005)
             asyncio.run(main())
 
@@ -122,16 +124,16 @@ def scenario(**settings: Any) -> Callable[[Scenario], Callable[..., None]]:
 
 async def use(supervisor: Supervisor, name: str, keep: float | None = None) -> ModelSlot:
     slot = supervisor.find(name)
-    await supervisor.ready(slot)
-    with supervisor.using(slot, keep):
+    await supervisor.acquire(slot)
+    with supervisor.use(slot, keep):
         pass
     return slot
 
 
 @asynccontextmanager
 async def busy(supervisor: Supervisor, slot: ModelSlot, keep: float | None = None) -> AsyncGenerator[None, None]:
-    await supervisor.ready(slot)
-    with supervisor.using(slot, keep):
+    await supervisor.acquire(slot)
+    with supervisor.use(slot, keep):
         yield
 
 
@@ -202,7 +204,7 @@ async def test_without_others_to_unload_a_model_tries_what_there_is(supervisor: 
 
 @scenario(idle_unload=0.001)
 async def test_idle_models_are_unloaded(supervisor: Supervisor, machine: Machine) -> None:
-    slot = await use(supervisor, "a", supervisor.usual_keep(supervisor.find("a")))
+    slot = await use(supervisor, "a", supervisor.default_keep(supervisor.find("a")))
     assert slot.expires is not None
     await use(supervisor, "b", None)  # as long as there is room
     await use(supervisor, "c", 0)
@@ -259,7 +261,7 @@ async def test_a_client_that_goes_while_its_model_is_loaded_holds_nothing(
 ) -> None:
     machine.let.clear()
     slot = supervisor.find("a")
-    one, other = (asyncio.create_task(supervisor.ready(slot)) for _ in range(2))
+    one, other = (asyncio.create_task(supervisor.acquire(slot)) for _ in range(2))
     await until(lambda: slot.state == LOADING and len(machine.running) == 1)
     one.cancel()
     machine.let.set()
@@ -273,9 +275,9 @@ async def test_a_process_may_end_before_the_request_that_it_was_started_for_reac
     supervisor: Supervisor, machine: Machine
 ) -> None:
     slot = supervisor.find("a")
-    await supervisor.ready(slot)
+    await supervisor.acquire(slot)
     machine.running[0].kill()
-    with pytest.raises(Refused, match="The process of a has ended"), supervisor.using(slot, None):
+    with pytest.raises(Refused, match="The process of a has ended"), supervisor.use(slot, None):
         pass
     assert (slot.state, slot.active) == (FAILED, 0)
     await use(supervisor, "a")
@@ -369,7 +371,7 @@ async def test_room_goes_to_those_who_have_waited_longest(supervisor: Supervisor
     slot, loads = await use(supervisor, "a"), []
     async with busy(supervisor, slot):
         for name in "bc":
-            loads.append(supervisor.begin(supervisor.find(name)))
+            loads.append(supervisor.begin_load(supervisor.find(name)))
             await until(lambda name=name: supervisor.find(name).state == WAITING)  # type: ignore[misc]
         machine.held["b", "need"] = asyncio.Event()
     await until(lambda: slot.state == UNLOADED)
