@@ -37,7 +37,7 @@ def driven(model: EngineConfig, config: ServerConfig, logged: str | None = None)
     """Load a model, set the log up, and yield the driver. logged: a name in lines of the log. Raises EngineError."""
     place, most = config.sessions, parse_size(config.max_sessions_size)
     sessions = None if place is None else SessionFolder(place, most)
-    with Engine.load(model.weights, config=model, verbose=lambda told: note(note_in_flags(told))) as engine:
+    with Engine.load(model.weights, config=model, verbose=lambda sentence: note(note_in_flags(sentence))) as engine:
         if config.alias is not None:
             engine.model = replace(engine.model, name=config.alias)
         missing = engine.model.template.missing(engine.model.name)

@@ -141,8 +141,11 @@ class _OneModel(Front):
     def listed(self) -> dict[str, Mapping[str, Any]]:
         engine = self._driver.engine
         takes = {"input_modalities": ["text", *(["image"] if self._driver.engine.reads_images else [])]}
-        told = {"context_length": engine.context, "architecture": {**takes, "output_modalities": ["text"]}}
-        return {engine.model.name: told, **dict.fromkeys(engine.adapters.by_name, told | {"parent": engine.model.name})}
+        fields = {"context_length": engine.context, "architecture": {**takes, "output_modalities": ["text"]}}
+        return {
+            engine.model.name: fields,
+            **dict.fromkeys(engine.adapters.by_name, fields | {"parent": engine.model.name}),
+        }
 
     def find(self, name: str) -> tuple[str, Mapping[str, Any]]:
         if name not in (models := self.listed()):

@@ -67,8 +67,10 @@ class Conversations:
         written = {key: _kept(f"messages.{key}", message) for key, message in messages.items()}
         revision = await asyncio.to_thread(store.write, name, base, _kept("head", head), written)
         if revision is None:
-            told = f"The conversation has changed after revision {base}: read what is new, and send the change again"
-            raise ApiError(409, told, "conflict", "base")
+            sentence = (
+                f"The conversation has changed after revision {base}: read what is new, and send the change again"
+            )
+            raise ApiError(409, sentence, "conflict", "base")
         return JSONResponse({"revision": revision})
 
     async def remove(self, request: Request) -> Response:

@@ -21,7 +21,7 @@ from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import COMMENT, DATA, NOTHING, Event, EventStream, Framing, Pieces, merged, while_there
 from polarlm.server.http.warnings import in_stream, warn
 from polarlm.server.reading.fields import FIELDS, unknown_fields
-from polarlm.server.reading.parameters import About, ParsedRequest
+from polarlm.server.reading.parameters import ModelInfo, ParsedRequest
 from polarlm.server.reading.prompts import with_adapter
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
@@ -54,7 +54,7 @@ class Endpoint(ABC):
     known: Collection[str] = FIELDS  # fields that are read, or have no effect by intent; all others get a warning
 
     @abstractmethod
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, Writer]:
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, Writer]:
         """The request in the body of an HTTP request. Raises BadRequest."""
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
@@ -67,7 +67,7 @@ class Generation(Endpoints):
         """counted: fields of a count of tokens besides it."""
         super().__init__(driver)
         self._endpoint = endpoint
-        self._about = driver.about
+        self._about = driver.model_info
         self._beside = counted or {}
 
     async def serve(self, request: Request) -> Response:
@@ -76,12 +76,12 @@ class Generation(Endpoints):
 
     async def count(self, request: Request) -> Response:
         """{…, "input_tokens"}. Raises BadRequest, Refused, EngineError or ApiError."""
-        asked, _, told = await self._asked(await self._body(request))
+        parsed, _, warnings = await self._asked(await self._body(request))
         engine = self._driver.engine
-        work = partial(engine.prompt_ids, asked.prompt, asked.options, told.append)
-        ids = await self._counted(request, "tokenized", work, asked.prompt)
+        work = partial(engine.prompt_ids, parsed.prompt, parsed.options, warnings.append)
+        ids = await self._counted(request, "tokenized", work, parsed.prompt)
         counted = JSONResponse({**self._beside, "input_tokens": len(ids)})
-        return warn(counted, told)
+        return warn(counted, warnings)
 
     async def _asked(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer, list[str]]:
         """The request in a body, with its adapter, what writes its response, and sentences about what is not done as
@@ -90,56 +90,60 @@ class Generation(Endpoints):
 
     def _read(self, body: dict[str, Any]) -> tuple[ParsedRequest, Writer, list[str]]:
         chosen = with_adapter(PromptOptions(), body, self._driver.engine.adapters.scales)
-        about = self._about
+        info = self._about
         if chosen.lora:  # by a name that chooses it again
-            name = chosen.lora if body.get("model") == chosen.lora else f"{about.name}:{chosen.lora}"
-            about = replace(about, name=name)
-        asked, writer = self._endpoint.read(body, about)
-        options = replace(asked.options, lora=chosen.lora, lora_scale=chosen.lora_scale)
-        told = [*(sentence for _, sentence in asked.warnings), *self._endpoint.warnings(body)]
-        return replace(asked, options=options), writer, told
+            name = chosen.lora if body.get("model") == chosen.lora else f"{info.name}:{chosen.lora}"
+            info = replace(info, name=name)
+        parsed, writer = self._endpoint.read(body, info)
+        options = replace(parsed.options, lora=chosen.lora, lora_scale=chosen.lora_scale)
+        warnings = [*(sentence for _, sentence in parsed.warnings), *self._endpoint.warnings(body)]
+        return replace(parsed, options=options), writer, warnings
 
     async def respond(self, request: Request, body: dict[str, Any]) -> Response:
-        asked, writer, told = await self._asked(body)  # to which is added what is found when the prompt is tokenized
-        if asked.answers > (room := self._driver.room):
-            field = "prompt" if asked.more_prompts else "n"
-            wanted = f"{field} asks for {asked.answers} answers" if asked.more_prompts else f"n is {asked.n}"
+        parsed, writer, warnings = await self._asked(
+            body
+        )  # to which is added what is found when the prompt is tokenized
+        if parsed.answers > (room := self._driver.room):
+            field = "prompt" if parsed.more_prompts else "n"
+            wanted = f"{field} asks for {parsed.answers} answers" if parsed.more_prompts else f"n is {parsed.n}"
             sentence = f"{wanted}, and this server has room for {room} answers, those included that wait"
             raise BadRequest(field, f"{sentence}: ask for fewer at a time (--parallel and --max-queue are its limits)")
-        if asked.stream:
-            asked = replace(asked, progress=asked.progress and self._about.tells_cached)
-            events = self._events(asked, writer, told)
+        if parsed.stream:
+            parsed = replace(parsed, progress=parsed.progress and self._about.tells_cached)
+            events = self._events(parsed, writer, warnings)
             first = await while_there(request.receive, anext(events))
             framing = self._endpoint.framing
             stream = EventStream(first, events, framing, writer.failure, partial(_sign, writer, framing))
-            stream.silent_seconds = asked.sign_seconds if asked.sign_seconds is not None else stream.silent_seconds
-            return warn(stream, told)
-        asked = replace(asked, progress=False)
-        whole = await while_there(request.receive, self._whole(asked, writer, told))
-        return warn(whole, told)
+            stream.silent_seconds = parsed.sign_seconds if parsed.sign_seconds is not None else stream.silent_seconds
+            return warn(stream, warnings)
+        parsed = replace(parsed, progress=False)
+        whole = await while_there(request.receive, self._whole(parsed, writer, warnings))
+        return warn(whole, warnings)
 
-    def _pieces(self, asked: ParsedRequest, told: list[str]) -> Pieces:
-        return merged([answer(self._driver, one, index, told) for one in asked.each() for index in range(asked.n)])
+    def _pieces(self, parsed: ParsedRequest, warnings: list[str]) -> Pieces:
+        return merged(
+            [answer(self._driver, one, index, warnings) for one in parsed.each() for index in range(parsed.n)]
+        )
 
-    async def _whole(self, asked: ParsedRequest, writer: Writer, told: list[str]) -> Response:
-        each: list[list[Piece]] = [[] for _ in range(asked.answers)]
-        async with aclosing(self._pieces(asked, told)) as pieces:
+    async def _whole(self, parsed: ParsedRequest, writer: Writer, warnings: list[str]) -> Response:
+        each: list[list[Piece]] = [[] for _ in range(parsed.answers)]
+        async with aclosing(self._pieces(parsed, warnings)) as pieces:
             async for index, piece in pieces:
                 each[index].append(piece)
         # In a thread, since an answer may be long.
         return await asyncio.to_thread(lambda: JSONResponse(writer.whole([fold(of_one) for of_one in each])))
 
-    async def _events(self, asked: ParsedRequest, writer: Writer, told: list[str]) -> AsyncGenerator[Event, None]:
+    async def _events(self, parsed: ParsedRequest, writer: Writer, warnings: list[str]) -> AsyncGenerator[Event, None]:
         """The events of a streamed response; first NOTHING, if the engine takes all requests before any has a token."""
         begun: set[int] = set()
         accepted = 0
         usages: dict[int, Usage] = {}
         last: list[Event] = []  # the events of the last piece
-        async with aclosing(self._pieces(asked, told)) as pieces:
+        async with aclosing(self._pieces(parsed, warnings)) as pieces:
             async for index, piece in pieces:
                 if piece.is_waiting:
                     accepted += 1
-                    if accepted == asked.answers and not begun:
+                    if accepted == parsed.answers and not begun:
                         yield NOTHING
                     continue
                 events = writer.events(index, piece, first=index not in begun)
@@ -148,13 +152,13 @@ class Generation(Endpoints):
                 begun.add(index)
                 if piece.usage is not None:
                     usages[index] = piece.usage
-                if len(usages) == asked.answers:
+                if len(usages) == parsed.answers:
                     last = [*events]
                     continue
                 for event in events:
                     yield event
-        ending = writer.ending([usages[index] for index in range(asked.answers)])
-        for event in in_stream([*last, *ending], told):
+        ending = writer.ending([usages[index] for index in range(parsed.answers)])
+        for event in in_stream([*last, *ending], warnings):
             yield event
 
 

@@ -239,8 +239,8 @@ def _unreadable(error: ValidationError) -> SessionMessage | ValidationError:
             said = {"jsonrpc": "2.0", "id": number and int(number[1])}
     if not isinstance(said, dict) or "jsonrpc" not in said or "method" in said or not isinstance(said.get("id"), int):
         return error  # such as a line of a log
-    told = ErrorData(code=PARSE_ERROR, message=f"The answer cannot be read ({wrong['msg']})")
-    return SessionMessage(JSONRPCError(jsonrpc="2.0", id=said["id"], error=told))
+    error_data = ErrorData(code=PARSE_ERROR, message=f"The answer cannot be read ({wrong['msg']})")
+    return SessionMessage(JSONRPCError(jsonrpc="2.0", id=said["id"], error=error_data))
 
 
 def _answer(result: Any) -> tuple[str, bool]:

@@ -67,11 +67,11 @@ def complaint(body: Body) -> tuple[str, str] | None:
 def warnings(body: Body) -> list[tuple[str, str]]:
     """The `asking` fields that are not done as they ask, each with a sentence that names it."""
     ignored = [FIELDS[name] for name in body if name in FIELDS and FIELDS[name].standing == "ignored"]
-    told = [(field.name, f"{field.name} is ignored: {field.says}") for field in ignored]
+    sentences = [(field.name, f"{field.name} is ignored: {field.says}") for field in ignored]
     for name, most in CAPS.items():
         if name in body and capped(name, body[name]) != body[name]:
-            told.append((name, f"{name} is {shown(body[name])}, and the most that there is here, {most}, counts"))
-    return told
+            sentences.append((name, f"{name} is {shown(body[name])}, and the most that there is here, {most}, counts"))
+    return sentences
 
 
 def unknown_fields(body: Body, known: Collection[str], inside: str = "") -> list[str]:
@@ -89,13 +89,13 @@ def _unknown(name: str, known: Collection[str], inside: str) -> str:
     return f"{inside}{name} is unknown and ignored" + (f": did you mean {inside}{meant}?" if meant else "")
 
 
-def one_spelling_each(body: Body, told: list[tuple[str, str]]) -> dict[str, Any]:
-    """`body` with one spelling of each field, the first of SPELLINGS that it has. told: gets a sentence for each other
-    one that has another value."""
+def one_spelling_each(body: Body, field_warnings: list[tuple[str, str]]) -> dict[str, Any]:
+    """`body` with one spelling of each field, the first of SPELLINGS that it has. field_warnings: gets a sentence for
+    each other one that has another value."""
     kept = dict(body)
     for names in SPELLINGS:
         first, *others = [name for name in names if name in body] or [""]
-        told += [(other, only(first, other)) for other in others if kept.pop(other) != body[first]]
+        field_warnings += [(other, only(first, other)) for other in others if kept.pop(other) != body[first]]
     return kept
 
 

@@ -75,14 +75,16 @@ def infill_of(tokenizer: Tokenizer) -> Infill | None:
     return None
 
 
-def infilled(field: str, asked: ParsedRequest, tokenizer: Tokenizer, texts: Iterable[tuple[Any, ...]]) -> ParsedRequest:
-    """`asked` with a prompt for each of `texts`, the arguments of `Infill.prompt`; control tokens' names in them stay
+def infilled(
+    field: str, request: ParsedRequest, tokenizer: Tokenizer, texts: Iterable[tuple[Any, ...]]
+) -> ParsedRequest:
+    """`request` with a prompt for each of `texts`, the arguments of `Infill.prompt`; control tokens' names in them stay
     text. Raises BadRequest, which names `field`, for a model without the tokens."""
     if (infill := infill_of(tokenizer)) is None:
         sentence = "this model has no tokens for filling in the middle of a text; send the text before it as a prompt"
         raise BadRequest(field, f"{field}: {sentence}")
-    ends = () if asked.params.ignore_eos else infill.ends
-    params = replace(asked.params, stop_token_ids=(*asked.params.stop_token_ids, *ends))
-    options = replace(asked.options, parse_special=False)
+    ends = () if request.params.ignore_eos else infill.ends
+    params = replace(request.params, stop_token_ids=(*request.params.stop_token_ids, *ends))
+    options = replace(request.options, parse_special=False)
     first, *more = (infill.prompt(*one) for one in texts)
-    return replace(asked, prompt=first, more_prompts=tuple(more), params=params, options=options)
+    return replace(request, prompt=first, more_prompts=tuple(more), params=params, options=options)

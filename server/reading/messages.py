@@ -18,7 +18,7 @@ from typing import Any
 
 from polarlm.server.reading.parts import CALLED_WITH, Losses, image_in, in_words, is_image, kind_of, said
 from polarlm.server.reading.tools import in_namespace
-from polarlm.server.reading.values import BadRequest, Told, array, mapping, shown, text, wrong
+from polarlm.server.reading.values import BadRequest, FieldWarnings, array, mapping, shown, text, wrong
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles that clients may use, and their names in templates."""
@@ -35,18 +35,18 @@ Message = dict[str, Any]
 Piece = str | Message  # a text, or an image: {"type": "image", "image": bytes}
 
 
-def read_messages(history: Any, told: Told, *, reads_images: bool = False) -> list[Message]:
-    """The messages in an array of messages and items. told: gets the field, and a sentence for each kind of thing that
-    is left out or put otherwise. reads_images: whether the model does. Raises BadRequest."""
+def read_messages(history: Any, field_warnings: FieldWarnings, *, reads_images: bool = False) -> list[Message]:
+    """The messages in an array of messages and items. field_warnings: gets the field, and a sentence for each kind of
+    thing that is left out or put otherwise. reads_images: whether the model does. Raises BadRequest."""
     question = _question(array("messages", history, "an array with at least one message", 1))
     reader = _Reader(reads_images)
     try:
         for index, one in enumerate(history):
-            reader.read(f"messages[{index}]", one, asked=index == question, is_last=index == len(history) - 1)
+            reader.read(f"messages[{index}]", one, is_question=index == question, is_last=index == len(history) - 1)
     except RecursionError:
         raise BadRequest("messages", "messages is nested too deeply") from None
     sentences = reader.warnings()
-    told += [("messages", sentence) for sentence in sentences]
+    field_warnings += [("messages", sentence) for sentence in sentences]
     if not (read := reader.messages()):
         raise BadRequest("messages", ": ".join(("messages has nothing to answer", *sentences)))
     return read
@@ -97,8 +97,8 @@ class _Reader:
         }
         return [f"{sentence} {in_words(each)}" for sentence, each in kinds.items() if each]
 
-    def read(self, at: str, entry: Any, *, asked: bool, is_last: bool) -> None:
-        """Read a message or an item. asked: whether it is what the user asks now. Raises BadRequest."""
+    def read(self, at: str, entry: Any, *, is_question: bool, is_last: bool) -> None:
+        """Read a message or an item. is_question: whether it is what the user asks now. Raises BadRequest."""
         kind = mapping(at, entry, "an object with a role and a content").get("type", "message")
         if kind == "item_reference" or {*entry} - {"paths"} == {"id"}:  # its type may be left out
             sentence = (
@@ -118,14 +118,14 @@ class _Reader:
             known = ROLES.get(role) or _ELSEWHERE.get(role)
             if known is None:
                 self._roles[role] = None
-            self._message(at, known or "user", entry, asked)
+            self._message(at, known or "user", entry, is_question)
 
-    def _message(self, at: str, role: str, item: Mapping[str, Any], asked: bool) -> None:
+    def _message(self, at: str, role: str, item: Mapping[str, Any], is_question: bool) -> None:
         is_answer = role == "assistant"
         thoughts = [item[name] for name in _REASONING if is_answer and isinstance(item.get(name), str)][:1]
         pieces: list[Piece] = []
         calls: list[Message] = []
-        if asked and item.get("images") and not self._reads_images:
+        if is_question and item.get("images") and not self._reads_images:
             raise BadRequest(f"{at}.images", f"{at}.images: this server takes text alone; leave images out")
         content = item.get("content")
         if content is not None and not isinstance(content, (str, list)) and kind_of(content) == "untyped":
@@ -143,7 +143,9 @@ class _Reader:
             elif kind == "redacted_thinking":  # which only its maker can read
                 self._losses.left_out[kind] = None
             else:
-                pieces.append(self._image_or_text(place, part, asked) if role == "user" else self._part(place, part))
+                pieces.append(
+                    self._image_or_text(place, part, is_question) if role == "user" else self._part(place, part)
+                )
         if is_answer:
             pieces.append(_text(item.get("refusal")))
             if item.get("audio"):
@@ -153,19 +155,19 @@ class _Reader:
         if pieces or not results:
             self._add(message | {"content": _content(pieces)} | ({"tool_calls": calls} if calls else {}))
 
-    def _image_or_text(self, at: str, part: Any, asked: bool = False) -> Piece:
+    def _image_or_text(self, at: str, part: Any, is_question: bool = False) -> Piece:
         if self._reads_images and is_image(part):
             try:
                 return {"type": "image", "image": image_in(at, part)}
             except BadRequest:
-                if asked:
+                if is_question:
                     raise
-        return self._part(at, part, asked)
+        return self._part(at, part, is_question)
 
-    def _part(self, at: str, part: Any, asked: bool = False) -> str:
+    def _part(self, at: str, part: Any, is_question: bool = False) -> str:
         losses = Losses()
         written, kind = said(part, losses), kind_of(part)
-        if losses.left_out and asked:
+        if losses.left_out and is_question:
             inside = mapping(at, part, 'an object such as {"type": "text", "text": "…"}')
             text(f"{at}.text", inside.get("text", ""))
             takes = "text and images" if self._reads_images else "text"

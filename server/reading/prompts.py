@@ -15,7 +15,7 @@ from polarlm.server.reading.tools import Tools, check_depth
 from polarlm.server.reading.values import (
     LARGEST,
     BadRequest,
-    Told,
+    FieldWarnings,
     array,
     at_most,
     count,
@@ -37,16 +37,19 @@ _LONGEST_EFFORT = 32  # characters: a word, such as "high"
 def read_prompt(
     body: Mapping[str, Any],
     takes: Collection[str] = ("messages", "prompt"),
-    told: Told | None = None,
+    field_warnings: FieldWarnings | None = None,
     *,
     reads_images: bool,
 ) -> Prompt:
-    """The prompt under one of the names in `takes`. told, reads_images: see `read_messages`. Raises BadRequest."""
-    told = [] if told is None else told
+    """The prompt under one of the names in `takes`. field_warnings, reads_images: see `read_messages`. Raises
+    BadRequest."""
+    field_warnings = [] if field_warnings is None else field_warnings
     name = one_given(body, takes)
-    told += [(other, only(name, other)) for other in ("messages", "prompt") if other not in takes and other in body]
+    field_warnings += [
+        (other, only(name, other)) for other in ("messages", "prompt") if other not in takes and other in body
+    ]
     if name == "messages":
-        return read_messages(body["messages"], told, reads_images=reads_images)
+        return read_messages(body["messages"], field_warnings, reads_images=reads_images)
     (prompt,) = read_prompts(name, body[name], 1)
     return prompt
 
@@ -61,21 +64,21 @@ def one_given(body: Mapping[str, Any], names: Collection[str]) -> str:
     raise BadRequest(next(iter(names)), sentence)
 
 
-def spelling(body: Mapping[str, Any], names: Sequence[str], told: Told) -> str:
+def spelling(body: Mapping[str, Any], names: Sequence[str], field_warnings: FieldWarnings) -> str:
     """The one of several spellings of a field that counts in a body: the first that it has, and is not empty. told:
     gets a sentence for each of the others that has another value."""
     there = [name for name in names if body.get(name) is not None]
     first, *others = [name for name in there if not is_empty(body[name])] or there or names
-    told += [(other, only(first, other)) for other in others if other in body and body[other] != body[first]]
+    field_warnings += [(other, only(first, other)) for other in others if other in body and body[other] != body[first]]
     return first
 
 
 def read_truncate(body: Mapping[str, Any], default: bool) -> bool:
     """Whether a text that is too long is cut, by the fields of Ollama, Text Embeddings Inference and Cohere, or of
     Voyage and Jina. Raises BadRequest."""
-    asked = [(name, body[name]) for name in ("truncate", "truncation") if body.get(name) is not None]
-    words = {name: _CUTS.get(value, value) if isinstance(value, str) else value for name, value in asked}
-    return all(flag(name, value) for name, value in words.items()) if asked else default
+    values = [(name, body[name]) for name in ("truncate", "truncation") if body.get(name) is not None]
+    words = {name: _CUTS.get(value, value) if isinstance(value, str) else value for name, value in values}
+    return all(flag(name, value) for name, value in words.items()) if values else default
 
 
 def read_options(body: Mapping[str, Any], *, parse_special: bool, tools: Tools | None = None) -> PromptOptions:
@@ -122,19 +125,19 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bo
 def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
     """Variables of the model's template: the ones in `value`, and the ones that an effort of reasoning implies."""
     field = "chat_template_kwargs"
-    asked: dict[str, Any] = {}
+    implied: dict[str, Any] = {}
     if effort is not None:
         effort = text("reasoning_effort", effort, _LONGEST_EFFORT)
-        asked = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        implied = {"enable_thinking": effort != "none", "reasoning_effort": effort}
     if value is None:
-        return asked
+        return implied
     for name in mapping(field, value, 'an object such as {"enable_thinking": false}'):
         if name in _OWN_VARIABLES:
             raise BadRequest(f"{field}.{name}", f"{field}.{name} cannot be set: the server gives it its value")
     check_depth(field, value)
     written = json.dumps(value, ensure_ascii=False)
     at_most(MOST_VARIABLES, field, len(written), "characters")
-    return asked | {name: part for name, part in value.items() if part is not None}
+    return implied | {name: part for name, part in value.items() if part is not None}
 
 
 def read_salt(value: Any) -> str:

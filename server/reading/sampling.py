@@ -43,14 +43,14 @@ def _within_limits(field: str, name: str, value: Any) -> Any:
 
 def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
     """`SamplingParams.logprobs`: a number of most likely tokens; None for no log-probabilities."""
-    asked, top = body.get("logprobs"), count("top_logprobs", body.get("top_logprobs", 0), 0, MOST_LOGPROBS)
+    value, top = body.get("logprobs"), count("top_logprobs", body.get("top_logprobs", 0), 0, MOST_LOGPROBS)
     if probabilities := count("n_probs", body.get("n_probs", 0), 0, MOST_LOGPROBS):
         return probabilities
     if not switched:
         if top:
             raise BadRequest("top_logprobs", "top_logprobs is not known here: logprobs itself is the number of tokens")
-        return None if asked is None or asked is False else count("logprobs", asked, 0, MOST_LOGPROBS)
-    if flag("logprobs", False if asked is None or asked == 0 else asked):
+        return None if value is None or value is False else count("logprobs", value, 0, MOST_LOGPROBS)
+    if flag("logprobs", False if value is None or value == 0 else value):
         return top
     if top:
         raise BadRequest("top_logprobs", "top_logprobs needs logprobs, which must be true with it")

@@ -10,7 +10,18 @@ from typing import Any, Literal
 
 from polarlm.engine.sampling.schemas import without_nulls
 from polarlm.server.reading.parts import in_words
-from polarlm.server.reading.values import BadRequest, Told, array, at_most, flag, is_empty, mapping, one_of, text, wrong
+from polarlm.server.reading.values import (
+    BadRequest,
+    FieldWarnings,
+    array,
+    at_most,
+    flag,
+    is_empty,
+    mapping,
+    one_of,
+    text,
+    wrong,
+)
 
 MOST_TOOLS = 128
 MOST_TEXT = 1 << 17  # characters of all tools as JSON
@@ -28,10 +39,10 @@ class Tools:
     several: bool  # whether there may be more than one call
 
 
-def read_tools(body: Mapping[str, Any], told: Told | None = None) -> Tools | None:
+def read_tools(body: Mapping[str, Any], field_warnings: FieldWarnings | None = None) -> Tools | None:
     """The functions of a request; None if it has none. Tools of other types are left out, and a choice of one of them
-    is "auto": `told` gets fields and sentences. Raises BadRequest."""
-    told = [] if told is None else told
+    is "auto": `field_warnings` gets fields and sentences. Raises BadRequest."""
+    field_warnings = [] if field_warnings is None else field_warnings
     several = flag("parallel_tool_calls", body.get("parallel_tool_calls", True))
     value, choice = body.get("tools", []), body.get("tool_choice", "auto")
     array("tools", value, "an array of functions")
@@ -40,8 +51,8 @@ def read_tools(body: Mapping[str, Any], told: Told | None = None) -> Tools | Non
     at_most(MOST_TOOLS, "tools", len(value) - len(others), "functions")
     if others:
         named_kinds = in_words(dict.fromkeys(kind for kind in kinds if kind != "function"))
-        told.append(("tools", f"tools of type {named_kinds} are left out: only functions are called"))
-        choice = _without(others, choice, told, alone=len(others) == len(value))
+        field_warnings.append(("tools", f"tools of type {named_kinds} are left out: only functions are called"))
+        choice = _without(others, choice, field_warnings, alone=len(others) == len(value))
     if len(value) == len(others):
         if choice not in ("auto", "none"):
             raise BadRequest("tool_choice", "tool_choice needs tools, and there are none")
@@ -71,7 +82,7 @@ def _kind(field: str, tool: Any) -> str:
     return kind or "function"
 
 
-def _without(others: list[dict[str, Any]], choice: Any, told: Told, *, alone: bool) -> Any:
+def _without(others: list[dict[str, Any]], choice: Any, field_warnings: FieldWarnings, *, alone: bool) -> Any:
     """A choice of tools without `others`; "auto" if nothing else is chosen. alone: whether there are no functions."""
     names = {_called(tool) for tool in others}
 
@@ -87,7 +98,7 @@ def _without(others: list[dict[str, Any]], choice: Any, told: Told, *, alone: bo
         left_out = left_out or not kept
         choice = {**choice, "allowed_tools": {**allowed, "tools": kept}}
     if left_out and choice != "auto":
-        told.append(("tool_choice", "tool_choice is auto: it asks for a tool that is left out"))
+        field_warnings.append(("tool_choice", "tool_choice is auto: it asks for a tool that is left out"))
     return "auto" if left_out else choice
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Body = Mapping[str, Any]
-Told = list[tuple[str, str]]  # fields, and sentences about what is not done as they ask
+FieldWarnings = list[tuple[str, str]]  # fields, and sentences about what is not done as they ask
 LARGEST = 2**63 - 1
 _LONGEST_NUMBER = 40  # characters of one in quotes
 

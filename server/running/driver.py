@@ -20,7 +20,7 @@ from polarlm.engine.outputs import Outbox, Status, embedding
 from polarlm.engine.requests.prompts import Prompt, read_until
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
-from polarlm.server.reading.parameters import About
+from polarlm.server.reading.parameters import ModelInfo
 from polarlm.server.running import journal, refused
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job, Worker
@@ -59,7 +59,7 @@ class Driver:
         self.engine = engine
         self.config = config
         model, special, tells_cached = engine.model, config.parse_special, not config.hide_cached_tokens
-        self.about = About(model, model.name, special, tells_cached, engine.context, engine.reads_images)
+        self.model_info = ModelInfo(model, model.name, special, tells_cached, engine.context, engine.reads_images)
         self._sessions = sessions
         self._totals = Totals()
         self.room = engine.config.parallel + config.max_queue  # answers that may wait or be computed at the same time
@@ -119,18 +119,18 @@ class Driver:
         params: SamplingParams,
         options: PromptOptions | None = None,
         *,
-        queued: bool = False,
+        announces: bool = False,
         progress: bool = False,
         submit: Submit | None = None,
         compiles: bool = False,
-        told: list[str] | None = None,
+        warnings: list[str] | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the answer to `prompt` in chunks; the last one has a finish_reason and the usage.
 
-        queued: first yield a chunk with nothing but the number of the prompt's tokens, once the engine has accepted the
-        request. progress: also yield chunks without text while the prompt is computed. submit: called in a thread in
-        place of `Engine.submit`. compiles: whether `submit` adds a constraint. told: gets the ticket's warnings before
-        the first chunk.
+        announces: first yield a chunk with nothing but the number of the prompt's tokens, once the engine has accepted
+        the request. progress: also yield chunks without text while the prompt is computed. submit: called in a thread
+        in place of `Engine.submit`. compiles: whether `submit` adds a constraint. warnings: gets the ticket's warnings
+        before the first chunk.
 
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
@@ -139,11 +139,11 @@ class Driver:
             job.entry.adapter = options.lora if options and options.lora else None
             start = partial(submit or self.engine.submit, prompt, self._limited(params), options, progress=progress)
             ticket = await self._submitted(job, prompt, start, compiles=compiles or params.is_constrained)
-            if told is not None:
-                told += ticket.warnings
+            if warnings is not None:
+                warnings += ticket.warnings
             last = False
             try:
-                if queued:
+                if announces:
                     yield Chunk("", (), prompt_tokens=ticket.prompt_tokens)
                 while not last:
                     item = await self._next(job)
@@ -161,10 +161,10 @@ class Driver:
         jobs: Sequence[tuple[Prompt, SamplingParams, PromptOptions]],
         write: Callable[[Embedding], T],
         outcome: str,
-        told: Callable[[int, str], None] = lambda index, sentence: None,
+        warn: Callable[[int, str], None] = lambda index, sentence: None,
     ) -> list[T]:
         """What `write`, called in a thread, returns for the embedding of each job, which are parts of one request.
-        outcome: what it counts as. told: gets the number of a job, and a warning of its ticket. Raises Refused or
+        outcome: what it counts as. warn: gets the number of a job, and a warning of its ticket. Raises Refused or
         EngineError. Cancelling the task that waits cancels the request."""
 
         def written_of(chunks: Sequence[Chunk]) -> T:
@@ -173,25 +173,25 @@ class Driver:
                 raise refused.closing()
             return write(vector)
 
-        written: list[T] = []
+        results: list[T] = []
         with self._job(self._answers) as job:
             # A decoder takes them one by one, between which the answers of others go on.
-            together = _TOGETHER if self.engine.model.config.is_encoder else 1
-            for first in range(0, len(jobs), together):
-                part = jobs[first : first + together]
+            batch = _TOGETHER if self.engine.model.config.is_encoder else 1
+            for first in range(0, len(jobs), batch):
+                part = jobs[first : first + batch]
                 for number, (prompt, params, options) in enumerate(part):
                     start = partial(self.engine.submit, prompt, params, options)
                     ticket = await self._submitted(job, prompt, start, _Place(job, number))
                     for sentence in ticket.warnings:
-                        told(first + number, sentence)
+                        warn(first + number, sentence)
                 chunks: list[list[Chunk]] = [[] for _ in part]
                 while not all(each and each[-1].finish_reason is not None for each in chunks):
                     number, chunk = await self._next(job)
                     self._totals.count(chunk, job)
                     chunks[number].append(chunk)
-                written += await self._aside(lambda: list(map(written_of, chunks)), self._readers.of(""))  # noqa: B023
+                results += await self._aside(lambda: list(map(written_of, chunks)), self._readers.of(""))  # noqa: B023
             job.outcome = outcome
-        return written
+        return results
 
     async def _next(self, job: Job) -> Any:
         """The next item that a thread appends to a job. Raises Refused or EngineError in place of one."""
@@ -212,8 +212,8 @@ class Driver:
             raise refusal
         queue.jobs.add(job)
         self._idle.clear()
-        late = Refused("timeout", f"The request took longer than {limit} seconds, the limit of this server")
-        timer = self._loop.call_later(limit, job.end, late)
+        timeout = Refused("timeout", f"The request took longer than {limit} seconds, the limit of this server")
+        timer = self._loop.call_later(limit, job.end, timeout)
         try:
             yield job
         except (Refused, EngineError) as error:

@@ -185,14 +185,14 @@ class Connection(asyncio.Protocol):
             salt = read_salt(message.get("cache_salt"))
             return lambda: self._transferred(self._driver.load_session(loaded, salt))
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
-        asked = read(body, self._driver.about)
-        told = [*(sentence for _, sentence in asked.warnings), *unknown_fields(body, _KNOWN)]
-        asked = replace(asked, options=with_adapter(asked.options, body, self._driver.engine.adapters.scales))
-        if asked.tools is not None:
+        request = read(body, self._driver.model_info)
+        warnings = [*(sentence for _, sentence in request.warnings), *unknown_fields(body, _KNOWN)]
+        request = replace(request, options=with_adapter(request.options, body, self._driver.engine.adapters.scales))
+        if request.tools is not None:
             raise BadRequest("tools", "tools are taken over HTTP alone: this socket sends answers as text")
-        if asked.n != 1:
+        if request.n != 1:
             raise BadRequest("n", "n must be 1 here: send a request for each answer")
-        return lambda: self._answer(request_id, asked, told)
+        return lambda: self._answer(request_id, request, warnings)
 
     def _cancel(self, request_id: Id, value: Any) -> None:
         """Cancel a request, unless it has ended and sent its last message already."""
@@ -215,21 +215,23 @@ class Connection(asyncio.Protocol):
             _LOG.exception("a request of the socket ended with an unexpected error")
             self._finish(request_id, error_of(Refused("internal", f"unexpected {type(error).__name__}")))
 
-    async def _answer(self, request_id: Id, asked: ParsedRequest, told: list[str]) -> dict[str, Any]:
-        """told: sentences about what is not done as asked."""
+    async def _answer(self, request_id: Id, request: ParsedRequest, warnings: list[str]) -> dict[str, Any]:
+        """warnings: sentences about what is not done as asked."""
         if entry := journal.current():
-            entry.warnings = told
-        async with aclosing(self._driver.stream(asked.prompt, asked.params, asked.options, told=told)) as chunks:
+            entry.warnings = warnings
+        async with aclosing(
+            self._driver.stream(request.prompt, request.params, request.options, warnings=warnings)
+        ) as chunks:
             text = ""
             logprobs: list[dict[str, Any]] = []
             tokenizer = self._driver.engine.model.tokenizer
             async for chunk in chunks:
                 text += chunk.text
                 logprobs += [likelihood(tokenizer, token) for token in chunk.logprobs]
-                if (text or logprobs) and (asked.stream or chunk.finish_reason):
+                if (text or logprobs) and (request.stream or chunk.finish_reason):
                     self._send(request_id, {"delta": text} | ({"logprobs": logprobs} if logprobs else {}))
                     text, logprobs = "", []
-        return last_of(chunk, self._config.hide_cached_tokens) | ({"warnings": told} if told else {})
+        return last_of(chunk, self._config.hide_cached_tokens) | ({"warnings": warnings} if warnings else {})
 
     async def _transferred(self, session: Awaitable[int]) -> dict[str, Any]:
         tokens = await session

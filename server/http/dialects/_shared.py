@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from polarlm.server.http.generation import About
+from polarlm.server.http.generation import ModelInfo
 from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.values import BadRequest, array, mapping
 
@@ -19,7 +19,7 @@ class FieldPaths(dict[str, str]):
 
 
 def read_own(
-    body: Mapping[str, Any], names: Mapping[str, str], about: About, takes: Collection[str] = ("messages",)
+    body: Mapping[str, Any], names: Mapping[str, str], info: ModelInfo, takes: Collection[str] = ("messages",)
 ) -> ParsedRequest:
     """The request in `body`, which has our own names. Raises BadRequest with the client's names: `names` maps ours to
     the client's, and so do the "paths" of messages and tools."""
@@ -29,12 +29,12 @@ def read_own(
     for i, tool in enumerate(body.get("tools", ())):
         paths |= _absolute(f"tools[{i}]", tool)
     try:
-        asked = read(body, about, takes)
+        request = read(body, info, takes)
     except BadRequest as error:
         raise _renamed(error, {**paths, **names}) from None
-    told = [_renamed(BadRequest(*warning), names) for warning in asked.warnings]
-    by, warnings = asked.constrained_by, tuple((one.field or "", one.message) for one in told)
-    return replace(asked, constrained_by=by and names.get(by, by), warnings=warnings)
+    renamed = [_renamed(BadRequest(*warning), names) for warning in request.warnings]
+    by, warnings = request.constrained_by, tuple((one.field or "", one.message) for one in renamed)
+    return replace(request, constrained_by=by and names.get(by, by), warnings=warnings)
 
 
 def _absolute(at: str, value: Any) -> dict[str, str]:

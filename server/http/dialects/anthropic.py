@@ -14,7 +14,7 @@ from polarlm.engine import Usage
 from polarlm.engine.parsing.pieces import Answer, Piece
 from polarlm.server.http.dialects._shared import FieldPaths, arguments_of, known, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.generation import About, Endpoint, Generation, Writer
+from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
 from polarlm.server.http.streams import NAMED, Event
 from polarlm.server.reading.fields import asking
 from polarlm.server.reading.parameters import ParsedRequest
@@ -52,9 +52,9 @@ class Messages(Endpoint):
     framing = NAMED
     known = known("anthropic", *_SAME_NAMES, *_OWN_NAMES, "output_config", "context_management")
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, MessageWriter]:
-        asked = read_own(_own(body), _NAMES, about)
-        return asked, MessageWriter(about.name, about.tells_cached)
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, MessageWriter]:
+        request = read_own(_own(body), _NAMES, info)
+        return request, MessageWriter(info.name, info.tells_cached)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,10 +130,10 @@ def _reasoning(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _format(body: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = members("output_config", body.get("output_config", {})).get("format")
-    if not wanted:
+    setting = members("output_config", body.get("output_config", {})).get("format")
+    if not setting:
         return {}
-    format = members("output_config.format", wanted)
+    format = members("output_config.format", setting)
     one_of("output_config.format.type", format.get("type"), ("json_schema",))
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}}
 

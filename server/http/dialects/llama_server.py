@@ -21,7 +21,7 @@ from polarlm.engine.sampling.sample import CHAIN, most_tokens, resolve
 from polarlm.model_loaders import Model
 from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.errors import TOO_LONG, ApiError
-from polarlm.server.http.generation import About, Endpoint, Generation, Writer
+from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
 from polarlm.server.http.openai.chat import ChatCompletions
 from polarlm.server.http.openai.completions import read_raw, text_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
@@ -86,11 +86,11 @@ class _Server(Endpoints):
     async def apply_template(self, request: Request) -> Response:
         """{"messages"} → {"prompt"}: the messages as the model's template writes them, with marks of images."""
         engine, body = self._driver.engine, await self._body(request)
-        asked, _ = (chat := ChatCompletions()).read(body, self._driver.about)
-        marked = _marked(asked.prompt)
-        work = partial(chat_text, marked, engine.model, asked.options)
+        parsed_request, _ = (chat := ChatCompletions()).read(body, self._driver.model_info)
+        marked = _marked(parsed_request.prompt)
+        work = partial(chat_text, marked, engine.model, parsed_request.options)
         shown = JSONResponse({"prompt": await self._counted(request, "templated", work, marked)})
-        return warn(shown, [*(sentence for _, sentence in asked.warnings), *chat.warnings(body)])
+        return warn(shown, [*(sentence for _, sentence in parsed_request.warnings), *chat.warnings(body)])
 
     async def adapters(self, _request: Request) -> Response:
         """The adapters (LoRA), with the numbers that `lora` gives. Their scales are 0: a request chooses its own."""
@@ -135,25 +135,25 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 class Completion(Endpoint):
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, CompletionWriter]:
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, CompletionWriter]:
         body = asking(body)
         more = _own_fields(body)
-        asked = read_raw(body, about)
-        several = asked.n > 1 or (isinstance(body["prompt"], list) and bool(asked.more_prompts))
-        return asked, CompletionWriter(about, asked, several, **more)
+        request = read_raw(body, info)
+        several = request.n > 1 or (isinstance(body["prompt"], list) and bool(request.more_prompts))
+        return request, CompletionWriter(info, request, several, **more)
 
 
 class Infilling(Endpoint):
     known = (*FIELDS, *_INFILLED, "input_extra")
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, CompletionWriter]:
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, CompletionWriter]:
         body = asking(body)
         more = _own_fields(body)
         texts = {name: text(name, body.get(name, "")) for name in _INFILLED}
         files = _files(body.pop("input_extra", []))
-        asked = read_raw({**body, "prompt": "-"}, about)
-        asked = infilled("input_suffix", asked, about.model.tokenizer, [(*texts.values(), files)])
-        return asked, CompletionWriter(about, asked, asked.n > 1, **more)
+        request = read_raw({**body, "prompt": "-"}, info)
+        request = infilled("input_suffix", request, info.model.tokenizer, [(*texts.values(), files)])
+        return request, CompletionWriter(info, request, request.n > 1, **more)
 
 
 def _files(value: Any) -> list[tuple[str, str]]:
@@ -177,8 +177,8 @@ def _own_fields(body: dict[str, Any]) -> dict[str, Any]:
 class CompletionWriter(Writer):
     error_body = error_body
 
-    about: About
-    asked: ParsedRequest
+    model_info: ModelInfo
+    request: ParsedRequest
     several: bool  # whether the body of a response that is not streamed is an array
     return_tokens: bool
     timings_per_token: bool
@@ -229,33 +229,33 @@ class CompletionWriter(Writer):
         self, index: int, last: Answer | Piece, content: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> dict[str, Any]:
         """A whole answer, or the last event of a streamed one."""
-        usage, one = last.usage, self.asked.each()[index // self.asked.n]
+        usage, one = last.usage, self.request.each()[index // self.request.n]
         assert usage is not None
         word = last.stopped_by or ""
-        is_full = usage.prompt_tokens + usage.completion_tokens >= self.about.context
+        is_full = usage.prompt_tokens + usage.completion_tokens >= self.model_info.context
         written: dict[str, Any] = {
             "index": index,
             "content": content,
             "tokens": list(tokens),
             "id_slot": -1,
             "stop": True,
-            "model": self.about.name,
+            "model": self.model_info.name,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
-            "generation_settings": generation_settings(self.about.model, one.params, self.about.context),
-            "prompt": text_of(one.prompt, self.about.model.tokenizer),
+            "generation_settings": generation_settings(self.model_info.model, one.params, self.model_info.context),
+            "prompt": text_of(one.prompt, self.model_info.model.tokenizer),
             "truncated": last.finish_reason == "length" and is_full,
             "stop_type": "limit" if last.finish_reason == "length" else "word" if word else "eos",
             "stopping_word": word,
-            "tokens_cached": usage.cached_tokens if self.about.tells_cached else None,
-            "timings": _timings(usage, self.about.tells_cached),
+            "tokens_cached": usage.cached_tokens if self.model_info.tells_cached else None,
+            "timings": _timings(usage, self.model_info.tells_cached),
         }
         if logprobs:
             written["completion_probabilities"] = self._probabilities(logprobs)
         return written
 
     def _probabilities(self, tokens: Sequence[TokenLogprob]) -> Any:
-        return ChatLogprobs(self.about.model.tokenizer, with_ids=True).write(tokens)["content"]
+        return ChatLogprobs(self.model_info.model.tokenizer, with_ids=True).write(tokens)["content"]
 
 
 def _timings(usage: Usage, tells_cached: bool) -> dict[str, Any]:

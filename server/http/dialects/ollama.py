@@ -20,7 +20,7 @@ from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.described import NEVER, head, listed, ollama_version, shown
 from polarlm.server.http.dialects._shared import FieldPaths, arguments_of, known, located, members, read_own, refuse
 from polarlm.server.http.errors import ApiError
-from polarlm.server.http.generation import About, Endpoint, Generation, Writer
+from polarlm.server.http.generation import Endpoint, Generation, ModelInfo, Writer
 from polarlm.server.http.openai.embeddings import MOST_INPUTS, vectors_of
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import HEADERS, LINES, Event
@@ -75,11 +75,11 @@ class Generating(Endpoint):
     known: Collection[str] = field()
     framing = LINES
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, LinesWriter]:
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, LinesWriter]:
         body = asking(body)
-        asked = read_own(self.prompt_of(body) | _shared(body), _NAMES, about, ("messages", "prompt"))
-        logprobs = None if asked.params.logprobs is None else ChatLogprobs(about.model.tokenizer)
-        return asked, LinesWriter(about.name, self.content, logprobs)
+        request = read_own(self.prompt_of(body) | _shared(body), _NAMES, info, ("messages", "prompt"))
+        logprobs = None if request.params.logprobs is None else ChatLogprobs(info.model.tokenizer)
+        return request, LinesWriter(info.name, self.content, logprobs)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         options = unknown_fields(body.get("options") or {}, known("ollama's options", *_OPTIONS), "options.")
@@ -106,19 +106,19 @@ class _Server(Endpoints):
         since = time.monotonic()
         body = await self._body(request)
         prompts = read_prompts("input", body.get("input"), MOST_INPUTS)
-        vectors, tokens, told = await self._embed(request, body, prompts, "input")
+        vectors, tokens, warnings = await self._embed(request, body, prompts, "input")
         name, took = self._driver.engine.model.name, nanoseconds(time.monotonic() - since)
         counts = {"model": name, "total_duration": took, "load_duration": 0, "prompt_eval_count": tokens}
         content = f'{json.dumps(counts)[:-1]},"embeddings":[{",".join(vectors)}]}}'
-        return warn(Response(content, media_type="application/json"), told)
+        return warn(Response(content, media_type="application/json"), warnings)
 
     async def embed_older(self, request: Request) -> Response:
         """POST /api/embeddings: {"prompt"} → {"embedding"}, which is [] for an empty text. Raises as `embed` does."""
         body = await self._body(request)
         prompt = text("prompt", body.get("prompt") or "")
-        vectors, _, told = await self._embed(request, body, [prompt] if prompt else [], "prompt")
+        vectors, _, warnings = await self._embed(request, body, [prompt] if prompt else [], "prompt")
         content = f'{{"embedding":{vectors[0] if vectors else "[]"}}}'
-        return warn(Response(content, media_type="application/json"), told)
+        return warn(Response(content, media_type="application/json"), warnings)
 
     async def _embed(
         self, request: Request, body: Mapping[str, Any], prompts: Sequence[Prompt], field: str
@@ -129,8 +129,8 @@ class _Server(Endpoints):
         options = read_options(isolated, parse_special=self._driver.config.parse_special)
         options = self._driver.engine.embedding_options(None, options)
         options = replace(options, **read_vector_options(asking(body), truncates=True))
-        told = unknown_fields(body, (field, *_OF_VECTORS))
-        return *await vectors_of(request, self._driver, prompts, options, field, told), told
+        warnings = unknown_fields(body, (field, *_OF_VECTORS))
+        return *await vectors_of(request, self._driver, prompts, options, field, warnings), warnings
 
     async def tags(self, _request: Request) -> Response:
         return JSONResponse({"models": [self._entry]})

@@ -15,7 +15,7 @@ from polarlm.engine.sampling.sample import most_tokens
 from polarlm.server.http.dialects._response_events import ResponseTools, ResponseWriter, read_choice, tools_of
 from polarlm.server.http.dialects._shared import FieldPaths, known, located, members, read_own, refuse
 from polarlm.server.http.errors import TOO_LONG, ApiError, api_error
-from polarlm.server.http.generation import About, Endpoint, Generation
+from polarlm.server.http.generation import Endpoint, Generation, ModelInfo
 from polarlm.server.http.openai.logprobs import ChatLogprobs
 from polarlm.server.http.streams import HEADERS, NAMED
 from polarlm.server.http.warnings import in_stream, warn
@@ -66,18 +66,18 @@ class Responses(Endpoint):
     framing = NAMED
     known = known("responses", *_SAME_NAMES, *_OWN_NAMES)
 
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, ResponseWriter]:
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, ResponseWriter]:
         body = asking(body)
         ours = _own(body)
         tools = tools_of(body.get("tools", []))
         if tools.tools:
             ours["tools"] = tools.tools
-        asked = read_own(ours, _NAMES, about)
-        params = asked.params
-        logprobs = None if params.logprobs is None else ChatLogprobs(about.model.tokenizer)
+        request = read_own(ours, _NAMES, info)
+        params = request.params
+        logprobs = None if params.logprobs is None else ChatLogprobs(info.model.tokenizer)
         repeated = {
             "instructions": body.get("instructions"),
-            "max_output_tokens": None if (most := most_tokens(params, about.model.generation)) < 0 else most,
+            "max_output_tokens": None if (most := most_tokens(params, info.model.generation)) < 0 else most,
             "metadata": _metadata(body.get("metadata", {})),
             "parallel_tool_calls": flag("parallel_tool_calls", body.get("parallel_tool_calls", True)),
             "temperature": params.temperature,
@@ -85,14 +85,14 @@ class Responses(Endpoint):
             "tool_choice": _choice(ours.get("tool_choice", "auto"), tools),
             "top_p": params.top_p,
         }
-        return asked, ResponseWriter(about.name, about.tells_cached, repeated, logprobs, tools)
+        return request, ResponseWriter(info.name, info.tells_cached, repeated, logprobs, tools)
 
     def warnings(self, body: Mapping[str, Any]) -> list[str]:
         cut = ["truncation is ignored: this server cuts no prompt"] if body.get("truncation") == "auto" else []
         included = body.get("include")
         names = included if isinstance(included, list) else ()
-        asked = [str(one) for one in names if one not in (None, _LOGPROBS, _ENCRYPTED)]
-        more = [f"include names {in_words(asked)}, which responses here do not have"] if asked else []
+        unsupported = [str(one) for one in names if one not in (None, _LOGPROBS, _ENCRYPTED)]
+        more = [f"include names {in_words(unsupported)}, which responses here do not have"] if unsupported else []
         return [*cut, *more, *super().warnings(body)]
 
 
@@ -106,10 +106,10 @@ class _Generation(Generation):
         except EngineError as error:
             if error.code != TOO_LONG or not body.get("stream"):
                 raise
-            _, writer, told = await self._asked(body)
+            _, writer, warnings = await self._asked(body)
             events = [*writer.events(0, Piece(), first=True), writer.failure(api_error(error))]
-            failed = b"".join(map(NAMED.frame, in_stream(events, told)))
-            return warn(Response(failed, headers=HEADERS, media_type=NAMED.media_type), told)
+            failed = b"".join(map(NAMED.frame, in_stream(events, warnings)))
+            return warn(Response(failed, headers=HEADERS, media_type=NAMED.media_type), warnings)
 
 
 def _own(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,10 +129,10 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     first: list[dict[str, Any]] = []
     if "instructions" in body and (instructions := text("instructions", body["instructions"])):
         first.append({"paths": FieldPaths({"": "instructions"}), "role": "system", "content": instructions})
-    asked = body.get("input")
-    if isinstance(asked, str):
-        return [*first, {"paths": FieldPaths({"": "input"}), "role": "user", "content": asked}]
-    return first + located("input", array("input", asked, "a string, or an array with at least one item", 1))
+    items = body.get("input")
+    if isinstance(items, str):
+        return [*first, {"paths": FieldPaths({"": "input"}), "role": "user", "content": items}]
+    return first + located("input", array("input", items, "a string, or an array with at least one item", 1))
 
 
 def _choice(choice: Any, tools: ResponseTools) -> Any:

@@ -11,7 +11,7 @@ from polarlm.engine.parsing.pieces import Answer, Piece
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.engine.sampling.detokenizer import Detokenizer
 from polarlm.model_loaders.tokenizers import Tokenizer
-from polarlm.server.http.generation import About, Endpoint
+from polarlm.server.http.generation import Endpoint, ModelInfo
 from polarlm.server.http.openai.logprobs import TextLogprobs
 from polarlm.server.http.openai.shapes import ChoicesWriter
 from polarlm.server.http.streams import Event
@@ -25,37 +25,37 @@ MOST_PROMPTS = 1024
 
 
 class Completions(Endpoint):
-    def read(self, body: dict[str, Any], about: About) -> tuple[ParsedRequest, TextWriter]:
+    def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, TextWriter]:
         body = asking(body)
         echo, suffix = flag("echo", body.pop("echo", False)), text("suffix", body.pop("suffix", ""))
-        asked = read_raw(body, about)
+        request = read_raw(body, info)
         if suffix:
             if echo:
                 raise BadRequest("suffix", "suffix and echo are both given: leave one of them out")
-            asked = _with_suffix(asked, suffix, about.model.tokenizer)
-        elif echo and asked.params.logprobs is not None:
-            asked = replace(asked, params=replace(asked.params, prompt_logprobs=asked.params.logprobs))
-        tokenizer, count = about.model.tokenizer, 0 if asked.params.logprobs is None else asked.answers
+            request = _with_suffix(request, suffix, info.model.tokenizer)
+        elif echo and request.params.logprobs is not None:
+            request = replace(request, params=replace(request.params, prompt_logprobs=request.params.logprobs))
+        tokenizer, count = info.model.tokenizer, 0 if request.params.logprobs is None else request.answers
         logprobs = [TextLogprobs(tokenizer, at_start=echo) for _ in range(count)]
-        echoes = [partial(text_of, one.prompt, tokenizer) for one in asked.each()] if echo else ()
-        settings = (asked.include_usage, logprobs, about.tells_cached, asked.n)
-        return asked, TextWriter(about.name, *settings, echoes=echoes)
+        echoes = [partial(text_of, one.prompt, tokenizer) for one in request.each()] if echo else ()
+        settings = (request.include_usage, logprobs, info.tells_cached, request.n)
+        return request, TextWriter(info.name, *settings, echoes=echoes)
 
 
-def read_raw(body: dict[str, Any], about: About) -> ParsedRequest:
+def read_raw(body: dict[str, Any], info: ModelInfo) -> ParsedRequest:
     """The request in a body with one or several raw prompts. Raises BadRequest."""
     prompts = None if body.get("prompt") is None else read_prompts("prompt", body["prompt"], MOST_PROMPTS)
     body = body | {"prompt": ""} if prompts else body
-    asked = read(body, about, ("prompt",))
+    request = read(body, info, ("prompt",))
     assert prompts is not None  # otherwise `read` has raised an error
-    return replace(asked, prompt=prompts[0], more_prompts=tuple(prompts[1:]))
+    return replace(request, prompt=prompts[0], more_prompts=tuple(prompts[1:]))
 
 
-def _with_suffix(asked: ParsedRequest, suffix: str, tokenizer: Tokenizer) -> ParsedRequest:
-    prompts = [one.prompt for one in asked.each()]
+def _with_suffix(request: ParsedRequest, suffix: str, tokenizer: Tokenizer) -> ParsedRequest:
+    prompts = [one.prompt for one in request.each()]
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise BadRequest("prompt", "prompt must be a string where there is a suffix")
-    return infilled("suffix", asked, tokenizer, [(prompt, suffix) for prompt in prompts])
+    return infilled("suffix", request, tokenizer, [(prompt, suffix) for prompt in prompts])
 
 
 def text_of(prompt: Prompt, tokenizer: Tokenizer) -> str:

@@ -21,7 +21,7 @@ from polarlm.server.http.streams import while_there
 from polarlm.server.http.warnings import of_each, warn
 from polarlm.server.reading.fields import asking, unknown_fields
 from polarlm.server.reading.prompts import read_salt, read_truncate, spelling
-from polarlm.server.reading.values import LARGEST, Told, array, at_most, count, flag, text, wrong
+from polarlm.server.reading.values import LARGEST, FieldWarnings, array, at_most, count, flag, text, wrong
 
 _PATHS = ("/v1/rerank", "/v2/rerank", "/v1/reranking", "/rerank", "/reranking")
 _TEXTS, _LIMITS, _RETURNS = ("documents", "texts"), ("top_n", "top_k"), ("return_documents", "return_text")  # spellings
@@ -40,7 +40,7 @@ class Rerank(Endpoints):
         """{"query", "documents"} → {"results": [{"index", "relevance_score"}]}, the best first, at most "top_n";
         {"query", "texts"} → [{"index", "score"}]."""
         sent = await self._body(request)
-        body, fields = asking(sent), Told()
+        body, fields = asking(sent), FieldWarnings()
         name = spelling(body, _TEXTS, fields)
         documents = _documents(name, body.get(name))
         query = text("query", body.get("query", ""))
@@ -52,7 +52,7 @@ class Rerank(Endpoints):
         engine = self._driver.engine
         salt = read_salt(body.get("cache_salt"))
         instruction = text("instruction", body["instruction"]) if "instruction" in body else None
-        told = [*(sentence for _, sentence in fields), *unknown_fields(sent, _KNOWN)]
+        warnings = [*(sentence for _, sentence in fields), *unknown_fields(sent, _KNOWN)]
         cut = dict[int, str]()  # number of a document → what is said of it
 
         def score(document: Embedding) -> tuple[float, int]:
@@ -60,7 +60,7 @@ class Rerank(Endpoints):
 
         rank = partial(engine.rank_jobs, query, documents, instruction, **_cuts(body), warn=cut.__setitem__)
         ranked = await asyncio.to_thread(rank)
-        told += of_each(name, cut)
+        warnings += of_each(name, cut)
         jobs = [(prompt, params, replace(options, cache_salt=salt)) for prompt, params, options in ranked]
         scores = await while_there(request.receive, self._driver.each(jobs, score, "ranked"))
         best = sorted(range(len(scores)), key=lambda index: -scores[index][0])[:most]
@@ -69,7 +69,7 @@ class Rerank(Endpoints):
             shown = [
                 {"index": at, "score": score} | ({"text": documents[at]} if returns else {}) for at, score in ranks
             ]
-            return warn(JSONResponse(shown), told)
+            return warn(JSONResponse(shown), warnings)
         tokens = sum(count for _, count in scores)
         results = [
             {"index": at, "relevance_score": scores[at][0]} | ({"document": {"text": documents[at]}} if returns else {})
@@ -83,7 +83,7 @@ class Rerank(Endpoints):
             "meta": {"api_version": {"version": "2"}, "tokens": {"input_tokens": tokens, "output_tokens": 0}},
             "results": results,
         }
-        return warn(JSONResponse(answer), told)
+        return warn(JSONResponse(answer), warnings)
 
 
 def _cuts(body: Mapping[str, Any]) -> dict[str, Any]:

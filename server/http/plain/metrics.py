@@ -142,9 +142,9 @@ def _experts(experts: ExpertStatus) -> Iterator[Metric]:
 
 def _build(engine: Engine, now: Status) -> Iterator[Metric]:
     type_k, type_v = stored(engine.config)
-    about = {"version": release(), "backend": now.backend, "model": engine.model.name}
-    about |= {"cache_type_k": type_k, "cache_type_v": type_v}
-    yield InfoMetricFamily("polarlm_build", "This program and what it serves", value=about)
+    labels = {"version": release(), "backend": now.backend, "model": engine.model.name}
+    labels |= {"cache_type_k": type_k, "cache_type_v": type_v}
+    yield InfoMetricFamily("polarlm_build", "This program and what it serves", value=labels)
 
 
 def _constraints(counts: CompilationCounts) -> Iterator[Metric]:

@@ -12,7 +12,7 @@ from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.streams import while_there
 from polarlm.server.http.warnings import warn
 from polarlm.server.reading.prompts import read_prompt, read_salt
-from polarlm.server.reading.values import Told
+from polarlm.server.reading.values import FieldWarnings
 from polarlm.server.running.sessions import read_name, read_saved
 
 
@@ -36,10 +36,10 @@ class Sessions(Endpoints):
         body = await self._body(request)
         name = read_name("name", body.get("name"))
         options = read_saved(body, self._driver.config, self._driver.engine.adapters.scales)
-        told = Told()
-        prompt = read_prompt(body, told=told, reads_images=self._driver.engine.reads_images)
+        field_warnings = FieldWarnings()
+        prompt = read_prompt(body, field_warnings=field_warnings, reads_images=self._driver.engine.reads_images)
         tokens = await while_there(request.receive, self._driver.save_session(name, prompt, options))
-        return warn(self._moved(name, tokens), [sentence for _, sentence in told])
+        return warn(self._moved(name, tokens), [sentence for _, sentence in field_warnings])
 
     async def load(self, request: Request) -> Response:
         """{"name"} → {"name", "tokens"}. "cache_salt" is the one it was saved with; only prompts with it find it."""

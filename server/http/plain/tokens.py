@@ -17,7 +17,7 @@ from polarlm.server.http.bodies import Endpoints
 from polarlm.server.http.warnings import warn
 from polarlm.server.reading.fields import FIELDS, asking, unknown_fields
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
-from polarlm.server.reading.values import LARGEST, Body, Told, array, count, flag, is_empty, text
+from polarlm.server.reading.values import LARGEST, Body, FieldWarnings, array, count, flag, is_empty, text
 
 MOST_TOKENS = 1 << 18  # in a response; as JSON, a token takes several times its bytes
 MOST_PIECES = 1 << 15
@@ -55,28 +55,28 @@ class Tokens(Endpoints):
     async def _tokenize_as_vllm(self, request: Request, sent: Body) -> Response:
         """{"prompt": text} or {"messages"} → {"tokens": [ids], "count", "max_model_len", "token_strs"}. Without
         "add_special_tokens", a text gets no token at its beginning. "return_token_strs" asks for "token_strs"."""
-        body, fields = asking(sent), Told()
+        body, fields = asking(sent), FieldWarnings()
         named = flag("return_token_strs", body.get("return_token_strs", False))
         special = flag("add_special_tokens", body.get("add_special_tokens", True))
-        prompt = read_prompt(body, told=fields, reads_images=self._driver.engine.reads_images)
+        prompt = read_prompt(body, field_warnings=fields, reads_images=self._driver.engine.reads_images)
         options = read_options(body, parse_special=self._driver.config.parse_special)
         options = replace(options, continue_final_message=read_continues(body, prompt))
 
-        told: list[str] = []
+        warnings: list[str] = []
 
         def work() -> dict[str, Any]:
             engine, most = self._driver.engine, MOST_PIECES if named else MOST_TOKENS
             if isinstance(prompt, str) and not special:
                 ids = engine.tokenize(prompt, control=options.parse_special)
             else:
-                ids = engine.prompt_ids(prompt, options, told.append)
+                ids = engine.prompt_ids(prompt, options, warnings.append)
             if len(ids) > most:
                 raise EngineError(f"the prompt has {len(ids)} tokens, but at most {most} are returned")
             names = [self._tokenizer.token_name(i) for i in ids] if named else None
             return {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
 
         counted = JSONResponse(await self._counted(request, "tokenized", work, prompt))
-        return warn(counted, [*(sentence for _, sentence in fields), *unknown_fields(sent, _OF_VLLM), *told])
+        return warn(counted, [*(sentence for _, sentence in fields), *unknown_fields(sent, _OF_VLLM), *warnings])
 
     def _ids(self, content: str, *, add_special: bool, parse_special: bool, with_pieces: bool) -> list[Any]:
         ids = self._tokenizer.tokenize(content, control=parse_special)

@@ -71,7 +71,7 @@ ELSEWHERE = {  # that have tests of their own
     *("tools", "tool_choice", "parallel_tool_calls", "model", "lora"),
 }
 
-ABOUT = parameters.About(mock.Mock(), "any", parse_special=True, tells_cached=True, context=64)
+ABOUT = parameters.ModelInfo(mock.Mock(), "any", parse_special=True, tells_cached=True, context=64)
 
 
 def read(**body: Any) -> parameters.ParsedRequest:
