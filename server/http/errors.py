@@ -57,15 +57,15 @@ class ApiError(Exception):
     headers: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, int] = field(default_factory=dict)
 
-    def told(self, api: str) -> str:
+    def message_for(self, api: str) -> str:
         """The message in the words of an API."""
         is_full = self.code == TOO_LONG and "n_ctx" in self.numbers
         return _FULL[api].format(message=self.message, **self.numbers) if is_full else self.message
 
     def body(self) -> dict[str, Any]:
         kind = "exceed_context_size_error" if self.code == TOO_LONG else _type(self.status)  # as llama-server has it
-        named = {"message": self.told("openai"), "type": kind, "param": self.param, "code": self.code}
-        return {"error": {**named, **self.numbers}}
+        fields = {"message": self.message_for("openai"), "type": kind, "param": self.param, "code": self.code}
+        return {"error": {**fields, **self.numbers}}
 
     def response(self) -> Response:
         return JSONResponse(self.body(), self.status, self.headers)

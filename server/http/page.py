@@ -19,7 +19,7 @@ from polarlm.engine.params import OPTIONS, SAMPLING
 @lru_cache(maxsize=1)
 def _page() -> tuple[str, bytes, dict[str, str]]:
     """The page, the same compressed, and headers."""
-    text = _whole()
+    text = _build()
     policy = [
         "default-src 'none'",
         f"script-src {_hash('script', text)}",
@@ -44,16 +44,16 @@ def _page() -> tuple[str, bytes, dict[str, str]]:
     return text, packed, headers
 
 
-def _whole() -> str:
+def _build() -> str:
     """page.html with its style sheets and their fonts as a single style, and its scripts as a single script."""
     folder = files("polarlm.server").joinpath("page")
 
     def read(name: str) -> str:
         return folder.joinpath(name).read_text(encoding="utf-8")
 
-    def joined(text: str, reference: str, element: str, first: str = "") -> str:
-        before, *names, after = re.split(reference + "\n", text)
-        return "\n".join([f"{before}<{element}>{first}", *map(read, names[::2]), f"</{element}>\n{after}"])
+    def inline(text: str, reference: str, element: str, first: str = "") -> str:
+        head, *names, tail = re.split(reference + "\n", text)
+        return "\n".join([f"{head}<{element}>{first}", *map(read, names[::2]), f"</{element}>\n{tail}"])
 
     def font(match: re.Match[str]) -> str:
         content = folder.joinpath(f"vendor/katex/{match[1]}").read_bytes()
@@ -62,9 +62,9 @@ def _whole() -> str:
     text = read("page.html").replace("        <!-- temperature -->\n", _input("temperature"))
     others = "".join(_input(name) for name in OPTIONS if name != "temperature")
     text = text.replace("        <!-- other sampling options -->\n", others)
-    text = joined(text, r'<link rel="stylesheet" href="(.*?)">', "style")
+    text = inline(text, r'<link rel="stylesheet" href="(.*?)">', "style")
     text = re.sub(r"url\((fonts/[^)]*woff2)\)[^}]*", font, text)  # the same font in older formats follows
-    return joined(text, r'<script src="(.*?)"></script>', "script", '\n"use strict";')
+    return inline(text, r'<script src="(.*?)"></script>', "script", '\n"use strict";')
 
 
 def _input(name: str) -> str:

@@ -24,9 +24,9 @@ def warn(response: Response, warnings: Iterable[str]) -> Response:
     added to the request's line in the log. A stream has the field by `in_stream`."""
     if not (sentences := list(dict.fromkeys(warnings))):
         return response
-    shown = [_UNSAFE.sub("?", sentence)[:_LONGEST] for sentence in sentences[:_MOST]]
+    texts = [_UNSAFE.sub("?", sentence)[:_LONGEST] for sentence in sentences[:_MOST]]
     more = [f"and {len(sentences) - _MOST} more"] if len(sentences) > _MOST else []
-    response.headers[HEADER] = "; ".join([*shown, *more])
+    response.headers[HEADER] = "; ".join([*texts, *more])
     if entry := journal.current():
         entry.warnings = sentences
     if not isinstance(response, EventStream) and bytes(response.body[-1:]) == b"}":
@@ -37,7 +37,7 @@ def warn(response: Response, warnings: Iterable[str]) -> Response:
     return response
 
 
-def of_each(field: str, warnings: Mapping[int, str]) -> list[str]:
+def warnings_of_items(field: str, warnings: Mapping[int, str]) -> list[str]:
     """Sentences about items of an array, told by their numbers: each sentence once, behind the places that it is of."""
     places: dict[str, list[str]] = {}
     for number, sentence in warnings.items():
@@ -48,7 +48,7 @@ def of_each(field: str, warnings: Mapping[int, str]) -> list[str]:
     ]
 
 
-def in_stream(events: Sequence[Event], warnings: Iterable[str]) -> Sequence[Event]:
+def add_to_stream(events: Sequence[Event], warnings: Iterable[str]) -> Sequence[Event]:
     """The last events of a stream, with the sentences in the last one that has a usage, or else in the last object; in
     OpenAI's Responses that is the response in it."""
     objects = [event for event in events if event is not None]

@@ -21,10 +21,10 @@ from polarlm.model_loaders import LoadError, hub
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.app import Front, error_shapes
 from polarlm.server.http.bodies import read_body
-from polarlm.server.http.described import NEVER, listed, ollama_version, shown, utc
 from polarlm.server.http.errors import ApiError, api_error
-from polarlm.server.http.plain.metrics import counters, gauges, of_models, page
-from polarlm.server.http.streams import LINES, EventStream, while_there
+from polarlm.server.http.model_details import NEVER, list_entry, ollama_version, show_response, utc
+from polarlm.server.http.plain.metrics import counters, gauges, merge_models, page
+from polarlm.server.http.streams import LINES, EventStream, while_connected
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.mcp.session import McpServers
 from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, WAITING, ModelProcess, ModelSlot
@@ -102,7 +102,7 @@ class _SeveralModels(Front):
         self._read: dict[tuple[str, float], dict[str, Any]] = {}  # entries of `_entry_of_ollama`
         self._pulls = asyncio.Semaphore(_PULLS_AT_ONCE)
 
-    def listed(self) -> dict[str, Mapping[str, Any]]:
+    def list_models(self) -> dict[str, Mapping[str, Any]]:
         return {one.model.name: _router_fields(one) for one in self._supervisor.all()}
 
     def find(self, name: str) -> tuple[str, Mapping[str, Any]]:
@@ -161,7 +161,7 @@ class _SeveralModels(Front):
         """What Ollama's clients are told about a model, from its files. Raises LoadError."""
         files = model_loaders.load(path)
         try:
-            return shown(files, model.config.ctx_size or files.config.max_context, self._entry_of_ollama(model))
+            return show_response(files, model.config.ctx_size or files.config.max_context, self._entry_of_ollama(model))
         finally:
             files.weights.close()
 
@@ -176,7 +176,7 @@ class _SeveralModels(Front):
             if key not in self._read:
                 config, weights, dtype = model_loaders.load_weights(path)
                 try:
-                    self._read[key] = listed(model.name, config, weights, dtype, path.is_dir())
+                    self._read[key] = list_entry(model.name, config, weights, dtype, path.is_dir())
                 finally:
                     weights.close()
             return self._read[key] | names
@@ -191,7 +191,7 @@ class _SeveralModels(Front):
         lines = self._pull_lines(name)
         if is_stream:
             return EventStream(await anext(lines), lines, LINES)
-        last = (await while_there(request.receive, _collect(lines)))[-1]
+        last = (await while_connected(request.receive, _collect(lines)))[-1]
         if "error" in last:
             raise ApiError(500, str(last["error"]), "model_unavailable")
         return JSONResponse(last)
@@ -229,7 +229,7 @@ class _SeveralModels(Front):
             counters("polarlm_model_starts", "How often its process was started", "model", starts),
             gauges("polarlm_model_requests", "Requests that it has", "model", active),
         ]
-        return page(states, of_models({name: text for name, text in pages.items() if text is not None}))
+        return page(states, merge_models({name: text for name, text in pages.items() if text is not None}))
 
 
 async def _collect(lines: AsyncGenerator[dict[str, Any], None]) -> list[dict[str, Any]]:

@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import LARGER, read_bytes, too_large
-from polarlm.server.http.described import head
 from polarlm.server.http.errors import ApiError, ErrorShapes, api_error
-from polarlm.server.http.streams import DATA, HEADERS, LINES, NAMED, send_soon, while_there
+from polarlm.server.http.model_details import line_head
+from polarlm.server.http.streams import DATA, HEADERS, LINES, NAMED, send_with_timeout, while_connected
 from polarlm.server.models.child import CLIENT, KEY_NAME
 from polarlm.server.models.process import READY, ModelProcess, ModelSlot
 from polarlm.server.models.supervisor import Supervisor
-from polarlm.server.reading.values import BadRequest, is_empty, is_number, read_json, text, wrong
+from polarlm.server.reading.values import BadRequest, is_empty, is_number, read_json, text, wrong_value
 from polarlm.server.running import journal
 from polarlm.server.running.refused import Refused, for_clients, model_ended
 
@@ -112,7 +112,7 @@ class _ProxiedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientDisconnect):
-                await while_there(receive, self._answer(send))
+                await while_connected(receive, self._answer(send))
         except Exception as error:  # EngineError, Refused: as the API writes errors
             shown = error if isinstance(error, ApiError) else api_error(for_clients(error))
             if not self._began:
@@ -166,10 +166,10 @@ class _ProxiedResponse(Response):
             del response.headers["content-length"]
             await self._begin(send, 200, response.raw_headers)
         if self._framing is LINES:
-            await send_soon(send, LINES.frame(_empty_line(path, name) | {"done": False}))
+            await send_with_timeout(send, LINES.frame(_empty_line(path, name) | {"done": False}))
         else:
             plain = name.encode("ascii", "replace").decode()
-            await send_soon(send, f": {plain}: {self._slot.progress()}, {seconds:.0f} s\n\n".encode())
+            await send_with_timeout(send, f": {plain}: {self._slot.progress()}, {seconds:.0f} s\n\n".encode())
 
     async def _pass_on(self, process: ModelProcess, send: Send) -> None:
         request, client = self._request, self._request.client
@@ -193,8 +193,8 @@ class _ProxiedResponse(Response):
                 fields = ((name.lower(), value) for name, value in answer.headers.raw)
                 await self._begin(send, answer.status_code, [field for field in fields if field[0] not in _HOP_HEADERS])
             async for piece in answer.aiter_raw():
-                await send_soon(send, piece)
-        await send_soon(send, b"", last=True)
+                await send_with_timeout(send, piece)
+        await send_with_timeout(send, b"", last=True)
 
     async def _begin(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._began, self._type = True, dict(headers).get(b"content-type", b"")
@@ -206,7 +206,7 @@ class _ProxiedResponse(Response):
             members = {name: error.get(name) for name in ("code", "message", "param")}
             body = {"type": "error", **members, "sequence_number": 0}
         with suppress(ClientDisconnect):
-            await send_soon(send, self._framing.frame(body), last=True)
+            await send_with_timeout(send, self._framing.frame(body), last=True)
 
 
 def keep_alive(value: Any) -> float | None:
@@ -219,7 +219,7 @@ def keep_alive(value: Any) -> float | None:
     if is_number(value) and value == value:  # which NaN is not
         return float(value) if 0 <= value < _LONGEST else None
     if not isinstance(value, str) or len(value) > _MOST_CHARACTERS:
-        raise wrong("keep_alive", 'seconds, or a text such as "10m"', value)
+        raise wrong_value("keep_alive", 'seconds, or a text such as "10m"', value)
     number = value.lstrip("+-")
     parts = _DURATION.findall(number)
     if re.fullmatch(r"\d+\.?\d*", number):
@@ -234,4 +234,4 @@ def keep_alive(value: Any) -> float | None:
 def _empty_line(path: str, name: str) -> dict[str, Any]:
     """A line without text of a stream of Ollama's API."""
     content = {"response": ""} if path == "/api/generate" else {"message": {"role": "assistant", "content": ""}}
-    return head(name) | content
+    return line_head(name) | content

@@ -10,7 +10,7 @@ from polarlm.engine import PromptOptions, SamplingParams
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.model_loaders import Model
 from polarlm.server.reading.constraints import read_constraint
-from polarlm.server.reading.fields import asking, complaint, one_spelling_each, warnings
+from polarlm.server.reading.fields import field_warnings, normalize_spellings, refusal_of, requested_fields
 from polarlm.server.reading.prompts import read_continues, read_options, read_prompt
 from polarlm.server.reading.sampling import read_sampling
 from polarlm.server.reading.tools import Tools, read_tools
@@ -66,21 +66,21 @@ def read(
     `top_logprobs`; otherwise `logprobs` is the count. Fields that ask for nothing and unknown fields are ignored.
     Raises BadRequest.
     """
-    field_warnings: FieldWarnings = []
-    body = one_spelling_each(asking(body), field_warnings)
-    if refused := complaint(body):
-        raise BadRequest(*refused)
+    warnings: FieldWarnings = []
+    body = normalize_spellings(requested_fields(body), warnings)
+    if refusal := refusal_of(body):
+        raise BadRequest(*refusal)
     usage = mapping("stream_options", body.get("stream_options", {})).get("include_usage")
     text("model", body.get("model", ""))  # any name is accepted
     answers = "n" if "n" in body else "n_cmpl"
-    tools = read_tools(body, field_warnings)
+    tools = read_tools(body, warnings)
     params = read_sampling(body, info.model.tokenizer.tokenize, switched_logprobs=switched_logprobs)
     if tools is not None and tools.calls != "none" and params.is_constrained and params.schema is None:
         sentence = "tools and a grammar, or a regular expression, exclude each other: leave one of them out"
         raise BadRequest("tools", sentence)
     if tools is not None and tools.calls == "must":
         params = replace(params, schema=None)  # the form of the text, and there is none
-    prompt = read_prompt(body, takes, field_warnings, reads_images=info.reads_images)
+    prompt = read_prompt(body, takes, warnings, reads_images=info.reads_images)
     continues = read_continues(body, prompt)
     options = read_options(body, parse_special=info.parse_special, tools=tools)
     return ParsedRequest(
@@ -95,7 +95,7 @@ def read(
         tools=tools,
         constrained_by=read_constraint(body)[0],
         reasoning=_reasoning(body),
-        warnings=(*field_warnings, *warnings(body)),
+        warnings=(*warnings, *field_warnings(body)),
     )
 
 

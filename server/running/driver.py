@@ -32,7 +32,7 @@ T = TypeVar("T")
 Submit = Callable[..., Ticket]
 _LOG = logging.getLogger(__name__)
 _TEXTS = 4  # texts that are counted at a time
-_TOGETHER = 256  # most requests of a job that wait in the engine's queue together
+_BATCH = 256  # most requests of a job that wait in the engine's queue together
 _LAST_SECONDS = 5.0  # time for a session that is being saved when the server ends
 
 
@@ -42,7 +42,7 @@ class _Queue:
     jobs: set[Job] = field(default_factory=set)
 
 
-class _Place:
+class _JobOutbox:
     """The outbox of one of several requests of a job: its chunks come to the job with its number."""
 
     def __init__(self, job: Job, number: int) -> None:
@@ -77,7 +77,7 @@ class Driver:
         self.ends = asyncio.Event()  # set when the server is to end
         self._idle = asyncio.Event()
         self._idle.set()
-        self._thread = EngineThread(self.engine, self._failed)
+        self._thread = EngineThread(self.engine, self._on_failure)
 
     async def drain(self, seconds: float) -> None:
         """Accept no more requests, wait for the current ones, and end the requests that are left after `seconds`."""
@@ -98,7 +98,7 @@ class Driver:
                 "a session was being saved or loaded when the server ended, and the disk did not finish in time"
             )
 
-    def _failed(self, error: Exception) -> None:
+    def _on_failure(self, error: Exception) -> None:
         """End all requests with an error of the engine, and the server if the engine works no more. Called in the
         engine's thread."""
         if not isinstance(error, DeviceLost):
@@ -137,8 +137,10 @@ class Driver:
         """
         with self._job(self._answers) as job:
             job.entry.adapter = options.lora if options and options.lora else None
-            start = partial(submit or self.engine.submit, prompt, self._limited(params), options, progress=progress)
-            ticket = await self._submitted(job, prompt, start, compiles=compiles or params.is_constrained)
+            start = partial(
+                submit or self.engine.submit, prompt, self._limit_tokens(params), options, progress=progress
+            )
+            ticket = await self._submit(job, prompt, start, compiles=compiles or params.is_constrained)
             if warnings is not None:
                 warnings += ticket.warnings
             last = False
@@ -156,7 +158,7 @@ class Driver:
                 if not last:  # no chunk had the usage
                     job.entry.cached_tokens += ticket.cached_tokens()
 
-    async def each(
+    async def embed_all(
         self,
         jobs: Sequence[tuple[Prompt, SamplingParams, PromptOptions]],
         write: Callable[[Embedding], T],
@@ -176,12 +178,12 @@ class Driver:
         results: list[T] = []
         with self._job(self._answers) as job:
             # A decoder takes them one by one, between which the answers of others go on.
-            batch = _TOGETHER if self.engine.model.config.is_encoder else 1
+            batch = _BATCH if self.engine.model.config.is_encoder else 1
             for first in range(0, len(jobs), batch):
                 part = jobs[first : first + batch]
                 for number, (prompt, params, options) in enumerate(part):
                     start = partial(self.engine.submit, prompt, params, options)
-                    ticket = await self._submitted(job, prompt, start, _Place(job, number))
+                    ticket = await self._submit(job, prompt, start, _JobOutbox(job, number))
                     for sentence in ticket.warnings:
                         warn(first + number, sentence)
                 chunks: list[list[Chunk]] = [[] for _ in part]
@@ -189,7 +191,7 @@ class Driver:
                     number, chunk = await self._next(job)
                     self._totals.count(chunk, job)
                     chunks[number].append(chunk)
-                results += await self._aside(lambda: list(map(written_of, chunks)), self._readers.of(""))  # noqa: B023
+                results += await self._in_thread(lambda: list(map(written_of, chunks)), self._readers.of(""))  # noqa: B023
             job.outcome = outcome
         return results
 
@@ -230,13 +232,13 @@ class Driver:
             if not any(queue.jobs for queue in self._queues):
                 self._idle.set()
 
-    def _limited(self, params: SamplingParams) -> SamplingParams:
+    def _limit_tokens(self, params: SamplingParams) -> SamplingParams:
         limit = self.config.max_tokens
         if limit is None or (params.max_tokens is not None and 0 <= params.max_tokens <= limit):
             return params
         return replace(params, max_tokens=limit)
 
-    async def _submitted(
+    async def _submit(
         self, job: Job, prompt: Prompt, start: Submit, into: Outbox | None = None, *, compiles: bool = False
     ) -> Ticket:
         """Submit a request with `start`, in a thread of a pool. into: gets its chunks, in place of the job."""
@@ -250,7 +252,7 @@ class Driver:
 
         job.entry.prompt = prompt if self.config.log_prompts else None
         try:
-            ticket = await self._aside(submit, self._readers.waiting if compiles else self._readers.of(prompt))
+            ticket = await self._in_thread(submit, self._readers.waiting if compiles else self._readers.of(prompt))
         except EngineError:
             if job.closed:  # ended while its constraint was compiled: raises the reason for that
                 await self._next(job)
@@ -269,7 +271,7 @@ class Driver:
 
         # Other sessions do not wait until its images are decoded, which the engine remembers.
         before = partial(self.engine.prompt_ids, prompt, options) if has_images(prompt) else None
-        return await self._on_disk("saved", save, before)
+        return await self._run_on_disk("saved", save, before)
 
     async def load_session(self, name: str, cache_salt: str = "") -> int:
         """Load a session into the store; return its number of tokens. Raises Refused or EngineError."""
@@ -280,18 +282,18 @@ class Driver:
                 raise refused.unknown_session(name)
             return len(self.engine.load_session(file, cache_salt=cache_salt).token_ids)
 
-        return await self._on_disk("loaded", load)
+        return await self._run_on_disk("loaded", load)
 
     async def list_sessions(self) -> list[Saved]:
-        return await self._on_disk("listed", self._folder.all)
+        return await self._run_on_disk("listed", self._folder.all)
 
     async def remove_session(self, name: str) -> None:
-        await self._on_disk("removed", partial(self._folder.remove, name))
+        await self._run_on_disk("removed", partial(self._folder.remove, name))
 
-    async def _on_disk(self, outcome: str, work: Callable[[], T], before: Callable[[], Any] | None = None) -> T:
+    async def _run_on_disk(self, outcome: str, work: Callable[[], T], before: Callable[[], Any] | None = None) -> T:
         """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits. before:
         see `_counted`."""
-        return await self._counted(self._transfers, self._disk.submit, outcome, work, before)
+        return await self._run_counted(self._transfers, self._disk.submit, outcome, work, before)
 
     @property
     def _folder(self) -> SessionFolder:
@@ -303,14 +305,14 @@ class Driver:
         return replace(deepcopy(self._totals), active=sum(len(queue.jobs) for queue in self._queues))
 
     async def status(self) -> Status:
-        return await self._aside(self.engine.status, None)  # slow templates may hold all threads of a pool
+        return await self._in_thread(self.engine.status, None)  # slow templates may hold all threads of a pool
 
-    async def counted(self, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
+    async def run_counted(self, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
         """The result of `work`, run in a thread and counted as `outcome`. prompt: what it reads. Raises Refused or
         EngineError. Cancelling the task that waits cancels the request."""
-        return await self._counted(self._texts, self._readers.of(prompt, "counts").submit, outcome, work)
+        return await self._run_counted(self._texts, self._readers.of(prompt, "counts").submit, outcome, work)
 
-    async def _counted(
+    async def _run_counted(
         self,
         queue: _Queue,
         submit: Callable[[Any], Any],
@@ -328,7 +330,7 @@ class Driver:
             job.outcome = outcome
             return result
 
-    async def _aside(self, function: Callable[[], T], pool: ThreadPoolExecutor | None) -> T:
+    async def _in_thread(self, function: Callable[[], T], pool: ThreadPoolExecutor | None) -> T:
         """The result of `function`, run in a thread of the pool or of the event loop. Raises EngineError or Refused."""
         try:
             return await self._loop.run_in_executor(pool, function)

@@ -14,7 +14,7 @@ from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.storage import files
 from polarlm.engine.storage.sessions import is_session
 from polarlm.server.config import ServerConfig
-from polarlm.server.reading.fields import asking
+from polarlm.server.reading.fields import requested_fields
 from polarlm.server.reading.prompts import read_options, with_adapter
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.refused import unknown_session
@@ -111,7 +111,7 @@ class SessionFolder:
 def read_saved(body: Mapping[str, Any], config: ServerConfig, adapters: Mapping[str, float]) -> PromptOptions:
     """The options of a prompt to save. adapters: with their scales. Raises BadRequest. What is saved tells which part
     of a prompt was cached: with --hide-cached-tokens a client learns it only of prompts with a salt that it knows."""
-    options = with_adapter(read_options(asking(body), parse_special=config.parse_special), body, adapters)
+    options = with_adapter(read_options(requested_fields(body), parse_special=config.parse_special), body, adapters)
     if config.hide_cached_tokens and not options.cache_salt:
         raise BadRequest("cache_salt", "cache_salt is missing: this server saves sessions of prompts with a salt alone")
     return options

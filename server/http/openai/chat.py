@@ -37,7 +37,7 @@ class ChatWriter(ChoicesWriter):
             message["tool_calls"] = calls
         return {"message": message}
 
-    def added(self, piece: Piece, number: int) -> dict[str, Any]:
+    def piece_fields(self, piece: Piece, number: int) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if piece.reasoning:
             delta["reasoning_content"] = piece.reasoning

@@ -15,8 +15,8 @@ from polarlm.server.http.generation import Endpoint, ModelInfo
 from polarlm.server.http.openai.logprobs import TextLogprobs
 from polarlm.server.http.openai.shapes import ChoicesWriter
 from polarlm.server.http.streams import Event
-from polarlm.server.reading.fields import asking
-from polarlm.server.reading.infill import Mixed, infilled
+from polarlm.server.reading.fields import requested_fields
+from polarlm.server.reading.infill import Mixed, with_infill_prompts
 from polarlm.server.reading.parameters import ParsedRequest, read
 from polarlm.server.reading.prompts import read_prompts
 from polarlm.server.reading.values import BadRequest, flag, text
@@ -26,7 +26,7 @@ MOST_PROMPTS = 1024
 
 class Completions(Endpoint):
     def read(self, body: dict[str, Any], info: ModelInfo) -> tuple[ParsedRequest, TextWriter]:
-        body = asking(body)
+        body = requested_fields(body)
         echo, suffix = flag("echo", body.pop("echo", False)), text("suffix", body.pop("suffix", ""))
         request = read_raw(body, info)
         if suffix:
@@ -55,7 +55,7 @@ def _with_suffix(request: ParsedRequest, suffix: str, tokenizer: Tokenizer) -> P
     prompts = [one.prompt for one in request.each()]
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise BadRequest("prompt", "prompt must be a string where there is a suffix")
-    return infilled("suffix", request, tokenizer, [(prompt, suffix) for prompt in prompts])
+    return with_infill_prompts("suffix", request, tokenizer, [(prompt, suffix) for prompt in prompts])
 
 
 def text_of(prompt: Prompt, tokenizer: Tokenizer) -> str:
@@ -72,26 +72,28 @@ class TextWriter(ChoicesWriter):
     prefix, kind, part_kind = "cmpl", "text_completion", "text_completion"
 
     echoes: Sequence[Callable[[], str]] = field(default=())  # texts of prompts, if answers begin with theirs
-    _echoed: set[int] = field(default_factory=set)  # answers that have begun
+    _echoed_answers: set[int] = field(default_factory=set)  # answers that have begun
 
     def fields(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text}
 
-    def added(self, piece: Piece, number: int) -> dict[str, Any]:
+    def piece_fields(self, piece: Piece, number: int) -> dict[str, Any]:
         return {"text": piece.text}
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         prompts = [self._prompt(index, answer) for index, answer in enumerate(answers if self.echoes else ())]
-        written = super().whole(answers)
-        for choice, (prompt, before) in zip(written["choices"], prompts, strict=False):
+        response = super().whole(answers)
+        for choice, (prompt, prompt_logprobs) in zip(response["choices"], prompts, strict=False):
             choice["text"] = prompt + choice["text"]
-            if before is not None:
-                choice["logprobs"] = {name: before[name] + after for name, after in choice["logprobs"].items()}
-        return written
+            if prompt_logprobs is not None:
+                choice["logprobs"] = {
+                    name: prompt_logprobs[name] + values for name, values in choice["logprobs"].items()
+                }
+        return response
 
     def events(self, index: int, piece: Piece, *, first: bool) -> Iterator[Event]:
-        if self.echoes and piece.progress is None and index not in self._echoed:
-            self._echoed.add(index)
+        if self.echoes and piece.progress is None and index not in self._echoed_answers:
+            self._echoed_answers.add(index)
             prompt, logprobs = self._prompt(index, piece)
             yield self._part({"index": index, "text": prompt, "logprobs": logprobs, "finish_reason": None})
         yield from super().events(index, piece, first=first)

@@ -15,9 +15,9 @@ from polarlm.engine import Embedding, PromptOptions, SamplingParams
 from polarlm.engine.limits import POOLINGS
 from polarlm.engine.requests.prompts import Prompt
 from polarlm.server.http.bodies import Endpoints
-from polarlm.server.http.streams import while_there
-from polarlm.server.http.warnings import of_each, warn
-from polarlm.server.reading.fields import asking, unknown_fields
+from polarlm.server.http.streams import while_connected
+from polarlm.server.http.warnings import warn, warnings_of_items
+from polarlm.server.reading.fields import requested_fields, unknown_fields
 from polarlm.server.reading.prompts import read_options, read_prompts, read_vector_options, spelling
 from polarlm.server.reading.values import BadRequest, FieldWarnings, one_of, text
 from polarlm.server.running.driver import Driver
@@ -56,8 +56,8 @@ class Embeddings(Endpoints):
     async def _embed(self, request: Request) -> tuple[list[str], int, PromptOptions, list[str]]:
         """(JSON of each vector, tokens of all texts, options, sentences about what is not done as asked) of a request.
         Raises BadRequest and as `vectors_of`."""
-        sent = await self._body(request)
-        body, fields = asking(sent), FieldWarnings()
+        fields_sent = await self._body(request)
+        body, fields = requested_fields(fields_sent), FieldWarnings()
         name = spelling(body, _TEXTS, fields)
         prompts = read_prompts(name, body.get(name), MOST_INPUTS)
         if body.get("truncate_prompt_tokens") not in (None, -1):
@@ -71,7 +71,7 @@ class Embeddings(Endpoints):
         options = self._driver.engine.embedding_options(pooling, options)
         options = replace(options, **read_vector_options(body, truncates="truncate_prompt_tokens" in body))
         encoding = one_of("encoding_format", body.get("encoding_format", "float"), ("float", "base64"))
-        warnings = [*(sentence for _, sentence in fields), *unknown_fields(sent, _KNOWN)]
+        warnings = [*(sentence for _, sentence in fields), *unknown_fields(fields_sent, _KNOWN)]
         as_base64 = encoding == "base64"
         vectors, tokens = await vectors_of(request, self._driver, prompts, options, name, warnings, as_base64=as_base64)
         return vectors, tokens, options, warnings
@@ -89,15 +89,15 @@ async def vectors_of(
 ) -> tuple[list[str], int]:
     """(JSON of the vector of each prompt, tokens of all prompts). warnings: gets sentences about prompts of `field`
     that are not read as a whole. Raises Refused, EngineError or ClientDisconnect."""
-    cut = dict[int, str]()
+    cuts = dict[int, str]()
 
-    def written(embedding: Embedding) -> tuple[str, int]:
+    def vector_json(embedding: Embedding) -> tuple[str, int]:
         vector, tokens = embedding.vector.astype("<f4"), embedding.usage.prompt_tokens
         if as_base64:
             return json.dumps(base64.b64encode(vector.tobytes()).decode()), tokens
         return json.dumps(vector.tolist(), separators=(",", ":")), tokens
 
     jobs = [(prompt, SamplingParams(max_tokens=0), options) for prompt in prompts]
-    pairs = await while_there(request.receive, driver.each(jobs, written, "embedded", cut.__setitem__))
-    warnings += of_each(field, cut)
+    pairs = await while_connected(request.receive, driver.embed_all(jobs, vector_json, "embedded", cuts.__setitem__))
+    warnings += warnings_of_items(field, cuts)
     return [vector for vector, _ in pairs], sum(tokens for _, tokens in pairs)

@@ -15,7 +15,7 @@ from polarlm.engine import Chunk, Engine, Usage
 from polarlm.engine.parsing.answer_parser import AnswerParser
 from polarlm.engine.parsing.pieces import Piece, fold
 from polarlm.engine.requests.prompts import is_chat
-from polarlm.server.answers.answering import _parsed
+from polarlm.server.answers.answering import _parse_chunk
 from polarlm.server.http.generation import ModelInfo
 from polarlm.server.reading.parameters import ParsedRequest
 from polarlm.server.reading.values import BadRequest
@@ -47,7 +47,7 @@ def pieces(engine: Engine, texts: list[str], reason: str = "length", stopped_by:
     stops = () if stopped_by is None else (stopped_by,)
     chunks = [Chunk(one, ()) for one in texts]
     last = Chunk("", (), finish_reason=reason, usage=USAGE, stopped_by=stopped_by)
-    return [piece for chunk in [*chunks, last] for piece in _parsed(chunk, parser, stops)]
+    return [piece for chunk in [*chunks, last] for piece in _parse_chunk(chunk, parser, stops)]
 
 
 TOOL = {"name": "time", "parameters": SCHEMA}

@@ -170,7 +170,7 @@ def test_prompts_are_in_the_journal_only_where_asked(engine: Engine) -> None:
 def test_requests_without_an_answer_do_not_count_in_the_mean_time(engine: Engine) -> None:
     async def test(driver: Driver) -> None:
         await whole(driver)
-        await driver.counted("tokenized", lambda: time.sleep(0.05))
+        await driver.run_counted("tokenized", lambda: time.sleep(0.05))
         assert sum(driver.snapshot().requests.values()) == 2
         assert driver.snapshot().seconds - driver._totals.answer_seconds >= 0.05
         with pytest.raises(EngineError):
