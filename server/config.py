@@ -213,7 +213,7 @@ def _check_models(engine: EngineConfig, server: ServerConfig) -> None:
     """Raises FlagError for flags that contradict --models, or need it."""
     if server.several and engine.weights is not None:
         raise FlagError("--weights names one model, --models several; leave one of the two out")
-    for name in _OF_ONE_MODEL if server.several else _OF_MODELS:
+    for name in _SINGLE_MODEL_SETTINGS if server.several else _MODELS_SETTINGS:
         flag, value = f"--{name.replace('_', '-')}", getattr(server, name)
         if value is None or value is False or value == ():
             continue
@@ -254,8 +254,8 @@ _POSITIVE = that(lambda count: count >= 1, "this has to be 1 or more")
 _FILE = that(lambda text: Path(text).expanduser().is_file(), "there is no such file")
 _PATH = that(lambda text: text != "" and "\0" not in text, "this needs a path")
 
-_OF_ONE_MODEL = ("alias", "unix", "socket_port", "share_blocks")
-_OF_MODELS = ("models_memory", "idle_unload", "pin", "allow_pull")
+_SINGLE_MODEL_SETTINGS = ("alias", "unix", "socket_port", "share_blocks")
+_MODELS_SETTINGS = ("models_memory", "idle_unload", "pin", "allow_pull")
 
 CHECKS: Mapping[str, Check] = {
     **dict.fromkeys(("port", "socket_port"), _PORT),

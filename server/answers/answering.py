@@ -67,7 +67,7 @@ async def answer(
         request.prompt,
         request.params,
         request.options,
-        announces=request.stream,
+        announces_prompt=request.stream,
         progress=request.progress,
         submit=submit,
         compiles=request.tools is not None,

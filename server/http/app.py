@@ -42,7 +42,7 @@ from polarlm.server.http.warnings import HEADER
 from polarlm.server.mcp.session import McpServers
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.driver import Driver
-from polarlm.server.running.refused import Refused
+from polarlm.server.running.refusals import Refusal
 
 _ANTHROPIC = "anthropic-version"  # the header of Anthropic's clients
 
@@ -92,7 +92,7 @@ class Front(ABC):
             *McpTools(config, servers).routes(),
             Route("/", page),
         ]
-        errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refused, HTTPException, Exception)
+        errors: tuple[type[Exception], ...] = (ApiError, BadRequest, EngineError, Refusal, HTTPException, Exception)
         return Starlette(
             routes=[*routes, *common],
             middleware=[*_cors(config), Middleware(Guard, config=config, errors=shapes)],
@@ -139,7 +139,7 @@ class Front(ABC):
 
 class _OneModel(Front):
     def __init__(self, driver: Driver, config: ServerConfig) -> None:
-        super().__init__(config, lambda: driver.closing)
+        super().__init__(config, lambda: driver.is_closing)
         self._driver = driver
 
     def list_models(self) -> dict[str, Mapping[str, Any]]:

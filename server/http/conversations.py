@@ -49,7 +49,7 @@ class Conversations:
         since = request.query_params.get("since", "0")
         if re.fullmatch("[0-9]{1,15}", since) is None:
             raise BadRequest("since", "since must be a revision: a whole number")
-        changes, revision, more = await asyncio.to_thread(store.since, int(since))
+        changes, revision, more = await asyncio.to_thread(store.changes_since, int(since))
         parts = ",".join(f"{json.dumps(name)}:{_change_json(change)}" for name, change in changes.items())
         body = f'{{"kept":true,"revision":{revision},"more":{json.dumps(more)},"conversations":{{{parts}}}}}'
         return Response(body, media_type="application/json")
@@ -91,7 +91,7 @@ class Conversations:
         return self._store, name
 
     def _is_allowed(self, request: Request) -> bool:
-        return self._config.keys.needed or is_here(request.client)
+        return self._config.keys.are_required or is_here(request.client)
 
 
 def _to_json(name: str, value: dict[str, Any]) -> str:

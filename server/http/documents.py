@@ -16,7 +16,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.http.bodies import LARGER, read_bytes
 from polarlm.server.http.errors import ApiError
 from polarlm.server.http.streams import while_connected
-from polarlm.server.running.refused import busy
+from polarlm.server.running.refusals import busy
 
 _AT_ONCE = 2  # files that are read at a time, in each turn; others wait
 _MOST = 16  # files in memory, which arrive, wait or are read; further files are refused

@@ -14,7 +14,7 @@ from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.errors import ConstraintError
 from polarlm.server.reading.values import BadRequest
-from polarlm.server.running.refused import Refused
+from polarlm.server.running.refusals import Refusal
 
 TOO_LONG = "context_length_exceeded"
 CLOSE = {"Connection": "close"}  # for responses after which the connection cannot be used
@@ -84,7 +84,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineError):
         field = error.field if isinstance(error, ConstraintError) else None
         return ApiError(_ENGINE_STATUS.get(error.code, 400), in_flags(error), error.code, field, numbers=error.numbers)
-    if isinstance(error, Refused):
+    if isinstance(error, Refusal):
         headers = dict(_RETRYING_IS_NO_USE) if error.code in ("timeout", "model_not_loaded") else {}
         if error.retry_after is not None:
             headers["Retry-After"] = str(error.retry_after)

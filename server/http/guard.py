@@ -53,14 +53,14 @@ class Guard:
             # A proxy may have honoured the other header (request smuggling).
             sentence = "A request has either Content-Length or Transfer-Encoding, not both"
             return ApiError(400, sentence, "invalid_http", headers=CLOSE)
-        if not self._keys.needed and not self._is_ours(headers.getlist("host"), scope.get("server")):
+        if not self._keys.are_required and not self._is_ours(headers.getlist("host"), scope.get("server")):
             sentence = (
                 "This server does not go by the name in the Host header: start it with --allowed-host NAME to give it "
                 "this name, or with an API key to let clients call it by any"
             )
             return ApiError(421, sentence, "misdirected_request", "Host")
         sent = _keys(headers)
-        if self._keys.needed and not self._knows_one(sent) and scope["path"] not in _OPEN:
+        if self._keys.are_required and not self._knows_one(sent) and scope["path"] not in _OPEN:
             sentence = "This server needs its API key, as in 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
             if any(sent):
                 sentence = "The key is not known: this server has another API key, or this one was withdrawn"

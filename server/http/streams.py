@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from polarlm.engine import EngineError
 from polarlm.engine.parsing.pieces import Piece
 from polarlm.server.http.errors import ApiError, api_error
-from polarlm.server.running.refused import Refused
+from polarlm.server.running.refusals import Refusal
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[int, Piece], None]
@@ -162,7 +162,7 @@ class EventStream(Response):
                     await self._write(self._frame(self._first))
                 async for event in self._events:
                     await self._write(self._frame(event))
-            except (Refused, EngineError) as error:
+            except (Refusal, EngineError) as error:
                 if not self._has_begun or self._failure is None:
                     raise
                 await self._write(self._frame(self._failure(api_error(error))))

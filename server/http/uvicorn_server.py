@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from polarlm.server.config import ServerConfig
 from polarlm.server.http.errors import CLOSE, ApiError
 from polarlm.server.running.listening import BACKLOG, ListenError, address_of, notice_lost_peers
-from polarlm.server.running.refused import TOO_MANY_CONNECTIONS, busy
+from polarlm.server.running.refusals import TOO_MANY_CONNECTIONS, busy
 
 _LAST_SECONDS = 5  # time for clients to read their last responses
 # Longer than clients keep an idle connection (usually 5 seconds): otherwise a request could be sent on a connection

@@ -34,8 +34,8 @@ from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, flag, text
 from polarlm.server.running import journal
 from polarlm.server.running.listening import quiet_accept_errors
-from polarlm.server.running.refused import Refused
-from polarlm.server.serving import until_signalled
+from polarlm.server.running.refusals import Refusal
+from polarlm.server.serving import serve_until_signal
 
 __all__ = ["Registry", "create_models_app", "in_words", "serve"]
 
@@ -84,11 +84,11 @@ async def serve(registry: Registry, config: ServerConfig, http: socket.socket, r
     asyncio.get_running_loop().set_exception_handler(quiet_accept_errors())
     supervisor, servers = Supervisor(registry, config), McpServers(config)
     proxy = Proxy(supervisor, config, error_shapes())
-    web = Web(journal.Journaled(create_models_app(supervisor, proxy, config, servers)), config, http)
+    web = Web(journal.JournalMiddleware(create_models_app(supervisor, proxy, config, servers)), config, http)
     try:
         await web.start()
         ends = asyncio.Event()
-        await until_signalled(ends, [web], ready, lambda: asyncio.gather(supervisor.close(), servers.close()))
+        await serve_until_signal(ends, [web], ready, lambda: asyncio.gather(supervisor.close(), servers.close()))
     finally:
         await servers.close()
         await supervisor.close()
@@ -97,7 +97,7 @@ async def serve(registry: Registry, config: ServerConfig, http: socket.socket, r
 
 class _SeveralModels(Front):
     def __init__(self, supervisor: Supervisor, proxy: Proxy, config: ServerConfig) -> None:
-        super().__init__(config, lambda: supervisor.closing)
+        super().__init__(config, lambda: supervisor.is_closing)
         self._supervisor, self._proxy = supervisor, proxy
         self._read: dict[tuple[str, float], dict[str, Any]] = {}  # entries of `_entry_of_ollama`
         self._pulls = asyncio.Semaphore(_PULLS_AT_ONCE)
@@ -151,7 +151,7 @@ class _SeveralModels(Front):
         """POST /api/show: a model's template and shape, without loading it. Raises ApiError, BadRequest or Refused."""
         model = (await self._find_named(request)).model
         if model.path is None:
-            raise Refused("model_not_loaded", f"{model.name} has to be fetched first: pull it, or ask it something")
+            raise Refusal("model_not_loaded", f"{model.name} has to be fetched first: pull it, or ask it something")
         try:
             return JSONResponse(await asyncio.to_thread(self._read_model, model, model.path))
         except LoadError as error:
@@ -211,7 +211,7 @@ class _SeveralModels(Front):
             async with self._pulls, aclosing(_download_lines(registry, hub_name)) as lines:
                 async for line in lines:
                     yield line
-        except (EngineError, Refused) as error:
+        except (EngineError, Refusal) as error:
             yield {"error": api_error(error).message}
 
     async def metrics(self, request: Request) -> Response:

@@ -37,7 +37,7 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
 from polarlm.server.running.journal import note
 from polarlm.server.running.listening import ListenError, tcp_socket
-from polarlm.server.serving import driven, serve_engine
+from polarlm.server.serving import load_driver, serve_engine
 
 CLIENT = "x-polarlm-client"  # the header with the address of the client that the parent has
 KEY_NAME = "x-polarlm-key"  # the header with the name of the key that it has sent
@@ -103,7 +103,7 @@ def _run(parent: _Server) -> None:
         return
     config = ServerConfig(**first["server"])
     model = _receive_settings(parent, model)
-    with tcp_socket(config.host, 0) as http, driven(model, config, config.alias) as driver:
+    with tcp_socket(config.host, 0) as http, load_driver(model, config, config.alias) as driver:
         loaded = {"port": http.getsockname()[1], "reads_images": driver.engine.reads_images}
         # Nobody else knows the port until the parent hears it.
         asyncio.run(

@@ -23,7 +23,7 @@ from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.storage import files
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.registry import NamedModel
-from polarlm.server.running.refused import Refused
+from polarlm.server.running.refusals import Refusal
 
 _INHERITED_SETTINGS = (  # settings of a child's server that are its parent's
     *("max_body", "max_connections", "max_queue", "max_tokens", "max_sessions_size", "request_seconds"),
@@ -76,8 +76,8 @@ class ModelProcess:
     async def end(self) -> None:
         """End the process in order; after 40 seconds, at once."""
         self._child.terminate()
-        _, late = await asyncio.wait([self._code], timeout=_END_SECONDS)
-        if late:
+        _, pending = await asyncio.wait([self._code], timeout=_END_SECONDS)
+        if pending:
             await self.end_at_once()
 
     async def end_at_once(self) -> None:
@@ -113,13 +113,13 @@ class ModelProcess:
                         f"{self.name} was given up: its process neither read nor computed for {_IDLE_SECONDS:.0f} "
                         "seconds, as where a disk hangs; the next request tries again"
                     )
-                    raise Refused("timeout", sentence)
+                    raise Refusal("timeout", sentence)
             message = next_message.result()
         finally:
             next_message.cancel()
         if message is None:
             how = how_ended(await self.exit_code())
-            raise Refused("model_ended", f"The process of {self.name} {how} while it loaded")
+            raise Refusal("model_ended", f"The process of {self.name} {how} while it loaded")
         if "failed" in message:
             raise EngineError(message["failed"]["message"], message["failed"]["code"])
         return message

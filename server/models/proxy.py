@@ -24,7 +24,7 @@ from polarlm.server.models.process import READY, ModelProcess, ModelSlot
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.reading.values import BadRequest, is_empty, is_number, read_json, text, wrong_value
 from polarlm.server.running import journal
-from polarlm.server.running.refused import Refused, for_clients, model_ended
+from polarlm.server.running.refusals import Refusal, for_clients, model_ended
 
 # Paths of what is asked all the time: none of them loads a model, nor counts as its use.
 MONITOR_PATHS = ("/stats", "/metrics", "/slots")
@@ -80,7 +80,7 @@ class Proxy:
         if path == "/stats" and slot.state != READY:
             return JSONResponse({"model": slot.model.name, "state": slot.progress()})
         if path in MONITOR_PATHS and slot.state != READY:
-            raise Refused("model_not_loaded", f"{slot.model.name} is {slot.state}: it is loaded by a request")
+            raise Refusal("model_not_loaded", f"{slot.model.name} is {slot.state}: it is loaded by a request")
         keep_seconds = self._supervisor.default_keep(slot)
         if path.startswith("/api/") and not is_empty(fields.get("keep_alive")):
             keep_seconds = keep_alive(fields["keep_alive"])
@@ -140,7 +140,7 @@ class _ProxiedResponse(Response):
                 with suppress(asyncio.TimeoutError):
                     code = await asyncio.wait_for(process.exit_code(), _CRASH_SECONDS)
                     raise model_ended(slot.model.name, code) from None
-                raise Refused("model_ended", f"The connection to {slot.model.name} was lost: {error}") from None
+                raise Refusal("model_ended", f"The connection to {slot.model.name} was lost: {error}") from None
 
     async def _load(self, send: Send) -> None:
         """Wait for the model, with signs of life on a stream. Raises EngineError or Refused."""
@@ -150,7 +150,7 @@ class _ProxiedResponse(Response):
             while not loading.done():
                 await asyncio.wait([loading], timeout=SIGN_SECONDS if self._began else SILENT_SECONDS)
                 if not loading.done() and time.monotonic() - start > limit:
-                    raise Refused("timeout", f"{self._slot.model.name} was not loaded within {limit} seconds")
+                    raise Refusal("timeout", f"{self._slot.model.name} was not loaded within {limit} seconds")
                 if not loading.done() and self._streams:
                     await self._show_life(send, time.monotonic() - start)
             loading.result()

@@ -16,9 +16,9 @@ from polarlm.server.config import ServerConfig
 from polarlm.server.models.memory import Memory
 from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, UNLOADED, WAITING, ModelProcess, ModelSlot
 from polarlm.server.models.registry import NamedModel, Registry, in_words
-from polarlm.server.running import refused
+from polarlm.server.running import refusals
 from polarlm.server.running.journal import note
-from polarlm.server.running.refused import Refused
+from polarlm.server.running.refusals import Refusal
 
 _SWEEP_SECONDS = 1.0  # most between two looks for idle models
 
@@ -38,7 +38,7 @@ class Supervisor:
         most = None if config.models_memory is None else parse_size(config.models_memory)
         self._memory = Memory(self._slots, most)
         self._sweeper: asyncio.Task[None] | None = None
-        self.closing = False
+        self.is_closing = False
 
     def all(self) -> list[ModelSlot]:
         return [self._slot(model) for model in self.registry.models()]
@@ -54,7 +54,7 @@ class Supervisor:
         model = self.registry.find(name)
         if model is None:
             names = in_words(self.registry.models())
-            raise Refused("model_not_found", f"There is no model called {name[:100]}; there are: {names}")
+            raise Refusal("model_not_found", f"There is no model called {name[:100]}; there are: {names}")
         return self._slot(model)
 
     def _slot(self, model: NamedModel) -> ModelSlot:
@@ -66,8 +66,8 @@ class Supervisor:
     async def acquire(self, slot: ModelSlot) -> None:
         """Return when the model takes requests; load it if need be. Raises EngineError or Refused. The model then has
         one request more, until `use` or `release` ends it."""
-        if self.closing:
-            raise refused.closing()
+        if self.is_closing:
+            raise refusals.server_closing()
         if slot.state == READY:
             slot.active += 1
             return
@@ -76,7 +76,7 @@ class Supervisor:
         try:
             await asyncio.wait([loading])  # which goes on if this client leaves
             if loading.cancelled():
-                raise refused.closing() if self.closing else _cancelled_load(slot)
+                raise refusals.server_closing() if self.is_closing else _cancelled_load(slot)
             loading.result()
         except BaseException:  # the error of loading, or the client has gone
             if admitted.is_set():
@@ -92,7 +92,7 @@ class Supervisor:
         try:
             if slot.process is None or slot.state not in (READY, STOPPING):
                 sentence = f"The process of {slot.model.name} has ended: send the request again, which starts it"
-                raise Refused("model_ended", sentence)
+                raise Refusal("model_ended", sentence)
             slot.last_used = time.monotonic()
             slot.keep_seconds = keep_seconds
             yield slot.process
@@ -134,7 +134,7 @@ class Supervisor:
 
     async def close(self) -> None:
         """Take no more requests, let the processes finish their requests, and end the processes."""
-        self.closing = True
+        self.is_closing = True
         if self._sweeper is not None:
             self._sweeper.cancel()
         for one in self._slots.values():
@@ -148,8 +148,8 @@ class Supervisor:
         """Start the model's process, and have it load the model when there is room. Raises EngineError or Refused."""
         if slot.stop_task is not None:
             await asyncio.wait([slot.stop_task])  # which goes on if this task is cancelled
-        if self.closing:
-            raise refused.closing()
+        if self.is_closing:
+            raise refusals.server_closing()
         slot.state, slot.error, name = LOADING, None, slot.model.name
         slot.starts += 1
         start, process = time.monotonic(), None
@@ -167,9 +167,9 @@ class Supervisor:
             finally:
                 slot.process, slot.state = None, UNLOADED if was_given_up else FAILED
                 self._memory.reserve(slot, None)
-            if not self.closing:
+            if not self.is_closing:
                 note(_cancelled_load(slot).message if was_given_up else f"{name} cannot be loaded: {error}")
-            if not isinstance(error, (EngineError, Refused)):
+            if not isinstance(error, (EngineError, Refusal)):
                 raise
             slot.error = without_folder(error, slot.model.path)
             raise slot.error from None
@@ -228,12 +228,12 @@ class Supervisor:
 
     def _on_exit(self, slot: ModelSlot, process: ModelProcess | None, code: int) -> None:
         """A process has ended. If nobody meant it to, its requests end with an error, and the next one starts it."""
-        if self.closing or slot.process is not process:
+        if self.is_closing or slot.process is not process:
             return
         if slot.state == READY or (slot.state == STOPPING and slot.active):
             slot.state, slot.process = FAILED, None
             self._memory.reserve(slot, None)
-            slot.error = refused.model_ended(slot.model.name, code)
+            slot.error = refusals.model_ended(slot.model.name, code)
             note(f"The process of {slot.model.name} {how_ended(code)}; the next request starts it again")
             slot.free.set()
 
@@ -251,13 +251,13 @@ class Supervisor:
                     self.unload(one)
 
 
-def _cancelled_load(slot: ModelSlot) -> Refused:
+def _cancelled_load(slot: ModelSlot) -> Refusal:
     name = slot.model.name
-    return Refused("model_not_loaded", f"{name} was unloaded before it was loaded: a new request loads it")
+    return Refusal("model_not_loaded", f"{name} was unloaded before it was loaded: a new request loads it")
 
 
-def without_folder(error: EngineError | Refused, path: Path | None) -> EngineError | Refused:
+def without_folder(error: EngineError | Refusal, path: Path | None) -> EngineError | Refusal:
     """`error` for clients, who need not know where the files are."""
-    if path is None or isinstance(error, Refused):
+    if path is None or isinstance(error, Refusal):
         return error
     return EngineError(str(error).replace(f"{path.parent}{os.sep}", ""), error.code)

@@ -21,12 +21,12 @@ from polarlm.engine.requests.prompts import Prompt, read_until
 from polarlm.engine.requests.request import Ticket
 from polarlm.server.config import ServerConfig
 from polarlm.server.reading.parameters import ModelInfo
-from polarlm.server.running import journal, refused
+from polarlm.server.running import journal, refusals
 from polarlm.server.running.counters import Totals
 from polarlm.server.running.job import Job, Worker
 from polarlm.server.running.readers import Readers, has_images
-from polarlm.server.running.refused import Refused, for_clients
-from polarlm.server.running.sessions import Saved, SessionFolder
+from polarlm.server.running.refusals import Refusal, for_clients
+from polarlm.server.running.sessions import SavedSession, SessionFolder
 
 T = TypeVar("T")
 Submit = Callable[..., Ticket]
@@ -67,30 +67,30 @@ class Driver:
         self._transfers = _Queue(1 + config.max_queue)  # apart: a disk that hangs delays only sessions
         self._texts = _Queue(_TEXTS + config.max_queue)  # apart: texts generate nothing
         self._queues = (self._answers, self._transfers, self._texts)
-        self.closing = False  # whether new requests are refused because the server is closing
+        self.is_closing = False  # whether new requests are refused because the server is closing
         self.lost: DeviceLost | None = None  # why the engine works no more
         self._readers = Readers(sum(queue.room for queue in self._queues))
         self._disk = Worker("sessions")
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.ends = asyncio.Event()  # set when the server is to end
+        self.end_event = asyncio.Event()  # set when the server is to end
         self._idle = asyncio.Event()
         self._idle.set()
         self._thread = EngineThread(self.engine, self._on_failure)
 
     async def drain(self, seconds: float) -> None:
         """Accept no more requests, wait for the current ones, and end the requests that are left after `seconds`."""
-        self.closing = True
+        self.is_closing = True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except asyncio.TimeoutError:
-            self._end_all(refused.closing())
+            self._end_all(refusals.server_closing())
 
     async def stop(self) -> None:
         """End all requests; return when the engine's thread has ended, even if a disk hangs."""
-        self.closing = True
-        self._end_all(refused.closing())
+        self.is_closing = True
+        self._end_all(refusals.server_closing())
         await self._loop.run_in_executor(None, self._thread.stop)
         self._readers.stop()
         if not await self._loop.run_in_executor(None, self._disk.stop, _LAST_SECONDS):
@@ -104,8 +104,8 @@ class Driver:
         if not isinstance(error, DeviceLost):
             self._loop.call_soon_threadsafe(self._end_all, error)
         elif self.lost is None:
-            self.lost, self.closing = error, True
-            self._loop.call_soon_threadsafe(self.ends.set)
+            self.lost, self.is_closing = error, True
+            self._loop.call_soon_threadsafe(self.end_event.set)
             self._loop.call_soon_threadsafe(self._end_all, error)
 
     def _end_all(self, reason: Exception) -> None:
@@ -119,7 +119,7 @@ class Driver:
         params: SamplingParams,
         options: PromptOptions | None = None,
         *,
-        announces: bool = False,
+        announces_prompt: bool = False,
         progress: bool = False,
         submit: Submit | None = None,
         compiles: bool = False,
@@ -127,10 +127,10 @@ class Driver:
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the answer to `prompt` in chunks; the last one has a finish_reason and the usage.
 
-        announces: first yield a chunk with nothing but the number of the prompt's tokens, once the engine has accepted
-        the request. progress: also yield chunks without text while the prompt is computed. submit: called in a thread
-        in place of `Engine.submit`. compiles: whether `submit` adds a constraint. warnings: gets the ticket's warnings
-        before the first chunk.
+        announces_prompt: first yield a chunk with nothing but the number of the prompt's tokens, once the engine has
+        accepted the request. progress: also yield chunks without text while the prompt is computed. submit: called in a
+        thread in place of `Engine.submit`. compiles: whether `submit` adds a constraint. warnings: gets the ticket's
+        warnings before the first chunk.
 
         Closing the generator, or cancelling the task that waits for it, cancels the request: read it inside
         `contextlib.aclosing`. Raises Refused or EngineError, before the first chunk or in place of a later one.
@@ -143,19 +143,19 @@ class Driver:
             ticket = await self._submit(job, prompt, start, compiles=compiles or params.is_constrained)
             if warnings is not None:
                 warnings += ticket.warnings
-            last = False
+            is_last = False
             try:
-                if announces:
+                if announces_prompt:
                     yield Chunk("", (), prompt_tokens=ticket.prompt_tokens)
-                while not last:
+                while not is_last:
                     item = await self._next(job)
                     self._totals.count(item, job)
                     job.entry.count(item)
-                    last = item.finish_reason is not None
+                    is_last = item.finish_reason is not None
                     job.outcome = item.finish_reason or job.outcome
                     yield item
             finally:
-                if not last:  # no chunk had the usage
+                if not is_last:  # no chunk had the usage
                     job.entry.cached_tokens += ticket.cached_tokens()
 
     async def embed_all(
@@ -169,10 +169,10 @@ class Driver:
         outcome: what it counts as. warn: gets the number of a job, and a warning of its ticket. Raises Refused or
         EngineError. Cancelling the task that waits cancels the request."""
 
-        def written_of(chunks: Sequence[Chunk]) -> T:
+        def write_all(chunks: Sequence[Chunk]) -> T:
             vector = embedding(chunks)
             if vector is None:
-                raise refused.closing()
+                raise refusals.server_closing()
             return write(vector)
 
         results: list[T] = []
@@ -191,7 +191,7 @@ class Driver:
                     number, chunk = await self._next(job)
                     self._totals.count(chunk, job)
                     chunks[number].append(chunk)
-                results += await self._in_thread(lambda: list(map(written_of, chunks)), self._readers.of(""))  # noqa: B023
+                results += await self._in_thread(lambda: list(map(write_all, chunks)), self._readers.pool_for(""))  # noqa: B023
             job.outcome = outcome
         return results
 
@@ -206,20 +206,20 @@ class Driver:
     def _job(self, queue: _Queue) -> Iterator[Job]:
         """Yields a job in `queue`, which ends after --request-seconds. Raises Refused."""
         job, limit = Job(self._loop, journal.current()), self.config.request_seconds
-        if self.closing or len(queue.jobs) >= queue.room:
-            busy = refused.busy("The server is busy", self._totals.usual_seconds())
-            refusal = refused.closing() if self.closing else busy
+        if self.is_closing or len(queue.jobs) >= queue.room:
+            busy = refusals.busy("The server is busy", self._totals.usual_seconds())
+            refusal = refusals.server_closing() if self.is_closing else busy
             job.entry.outcome = refusal.code
             self._totals.requests[refusal.code] += 1
             raise refusal
         queue.jobs.add(job)
         self._idle.clear()
-        timeout = Refused("timeout", f"The request took longer than {limit} seconds, the limit of this server")
+        timeout = Refusal("timeout", f"The request took longer than {limit} seconds, the limit of this server")
         timer = self._loop.call_later(limit, job.end, timeout)
         try:
             yield job
-        except (Refused, EngineError) as error:
-            job.outcome = error.code if isinstance(error, Refused) else "error"
+        except (Refusal, EngineError) as error:
+            job.outcome = error.code if isinstance(error, Refusal) else "error"
             raise
         finally:
             timer.cancel()
@@ -228,7 +228,7 @@ class Driver:
             self._thread.wake()  # so that the engine drops the request
             queue.jobs.discard(job)
             answer = queue is self._answers and job.outcome != "error"  # most errors precede any computation
-            self._totals.ended(job, answer=answer)
+            self._totals.count_end(job, answer=answer)
             if not any(queue.jobs for queue in self._queues):
                 self._idle.set()
 
@@ -252,7 +252,9 @@ class Driver:
 
         job.entry.prompt = prompt if self.config.log_prompts else None
         try:
-            ticket = await self._in_thread(submit, self._readers.waiting if compiles else self._readers.of(prompt))
+            ticket = await self._in_thread(
+                submit, self._readers.waiting if compiles else self._readers.pool_for(prompt)
+            )
         except EngineError:
             if job.closed:  # ended while its constraint was compiled: raises the reason for that
                 await self._next(job)
@@ -270,8 +272,8 @@ class Driver:
             return self.engine.save_session(file, prompt=prompt, options=options, progress=limit)
 
         # Other sessions do not wait until its images are decoded, which the engine remembers.
-        before = partial(self.engine.prompt_ids, prompt, options) if has_images(prompt) else None
-        return await self._run_on_disk("saved", save, before)
+        preparation = partial(self.engine.prompt_ids, prompt, options) if has_images(prompt) else None
+        return await self._run_on_disk("saved", save, preparation)
 
     async def load_session(self, name: str, cache_salt: str = "") -> int:
         """Load a session into the store; return its number of tokens. Raises Refused or EngineError."""
@@ -279,26 +281,28 @@ class Driver:
 
         def load() -> int:
             if not os.path.lexists(file):
-                raise refused.unknown_session(name)
+                raise refusals.unknown_session(name)
             return len(self.engine.load_session(file, cache_salt=cache_salt).token_ids)
 
         return await self._run_on_disk("loaded", load)
 
-    async def list_sessions(self) -> list[Saved]:
+    async def list_sessions(self) -> list[SavedSession]:
         return await self._run_on_disk("listed", self._folder.all)
 
     async def remove_session(self, name: str) -> None:
         await self._run_on_disk("removed", partial(self._folder.remove, name))
 
-    async def _run_on_disk(self, outcome: str, work: Callable[[], T], before: Callable[[], Any] | None = None) -> T:
+    async def _run_on_disk(
+        self, outcome: str, work: Callable[[], T], preparation: Callable[[], Any] | None = None
+    ) -> T:
         """The result of `work`, run in the thread for sessions, one at a time, to its end even if nobody waits. before:
         see `_counted`."""
-        return await self._run_counted(self._transfers, self._disk.submit, outcome, work, before)
+        return await self._run_counted(self._transfers, self._disk.submit, outcome, work, preparation)
 
     @property
     def _folder(self) -> SessionFolder:
         if self._sessions is None:
-            raise Refused("sessions_off", "This server keeps no sessions: start it with --sessions FOLDER")
+            raise Refusal("sessions_off", "This server keeps no sessions: start it with --sessions FOLDER")
         return self._sessions
 
     def snapshot(self) -> Totals:
@@ -310,7 +314,7 @@ class Driver:
     async def run_counted(self, outcome: str, work: Callable[[], T], prompt: Prompt = "") -> T:
         """The result of `work`, run in a thread and counted as `outcome`. prompt: what it reads. Raises Refused or
         EngineError. Cancelling the task that waits cancels the request."""
-        return await self._run_counted(self._texts, self._readers.of(prompt, "counts").submit, outcome, work)
+        return await self._run_counted(self._texts, self._readers.pool_for(prompt, "counts").submit, outcome, work)
 
     async def _run_counted(
         self,
@@ -318,12 +322,12 @@ class Driver:
         submit: Callable[[Any], Any],
         outcome: str,
         work: Callable[[], T],
-        before: Callable[[], Any] | None = None,
+        preparation: Callable[[], Any] | None = None,
     ) -> T:
-        """before: what is called first, in a thread that may wait."""
+        """preparation: what is called first, in a thread that may wait."""
         with self._job(queue) as job:
-            if before is not None:
-                self._readers.waiting.submit(partial(job.do, before))
+            if preparation is not None:
+                self._readers.waiting.submit(partial(job.do, preparation))
                 await self._next(job)
             submit(partial(job.do, work))
             result: T = await self._next(job)

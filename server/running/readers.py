@@ -22,7 +22,7 @@ class Readers:
         self._pools = {kind: ThreadPoolExecutor(_THREADS, thread_name_prefix="-".join(kind)) for kind in kinds}
         self.waiting = ThreadPoolExecutor(waiting, thread_name_prefix="waiting")
 
-    def of(self, prompt: Prompt, use: str = "answers") -> ThreadPoolExecutor:
+    def pool_for(self, prompt: Prompt, use: str = "answers") -> ThreadPoolExecutor:
         """The pool that a prompt is read in. use: "answers" or "counts"."""
         if has_images(prompt):
             return self.waiting

@@ -85,7 +85,7 @@ class McpTools:
         if not _is_own(request):
             return ApiError(403, "Pages of other origins cannot use MCP servers", "not_allowed", "Origin")
         is_forwarded = bool(_FORWARDED & set(request.headers.keys()))
-        if not self._config.keys.needed and (is_forwarded or not is_here(request.client)):
+        if not self._config.keys.are_required and (is_forwarded or not is_here(request.client)):
             sentence = "MCP servers are for this machine's browsers alone: start this server with an API key"
             return ApiError(403, sentence, "not_allowed")
         return None

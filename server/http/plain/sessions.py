@@ -13,7 +13,7 @@ from polarlm.server.http.streams import while_connected
 from polarlm.server.http.warnings import warn
 from polarlm.server.reading.prompts import read_prompt, read_salt
 from polarlm.server.reading.values import FieldWarnings
-from polarlm.server.running.sessions import read_name, read_saved
+from polarlm.server.running.sessions import read_name, read_options_to_save
 
 
 class Sessions(Endpoints):
@@ -35,7 +35,7 @@ class Sessions(Endpoints):
         """{"name", "messages" or "prompt"} → {"name", "tokens"}: how many tokens of the prompt are in the store."""
         body = await self._body(request)
         name = read_name("name", body.get("name"))
-        options = read_saved(body, self._driver.config, self._driver.engine.adapters.scales)
+        options = read_options_to_save(body, self._driver.config, self._driver.engine.adapters.scales)
         field_warnings = FieldWarnings()
         prompt = read_prompt(body, field_warnings=field_warnings, reads_images=self._driver.engine.reads_images)
         tokens = await while_connected(request.receive, self._driver.save_session(name, prompt, options))

@@ -221,6 +221,6 @@ def test_what_is_asked_all_the_time_has_no_line_in_the_log(
 
     scope = {"type": "http", "method": "GET", "path": path}
     with caplog.at_level(logging.INFO, logger="server.requests"):
-        asyncio.run(journal.Journaled(app)(scope, None, send))
+        asyncio.run(journal.JournalMiddleware(app)(scope, None, send))
     written = [record.line for record in caplog.records]  # type: ignore[attr-defined]
     assert [(line["route"], line["status"]) for line in written] == [(f"GET {path}", status)] * lines

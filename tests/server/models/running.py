@@ -25,7 +25,7 @@ from polarlm.server.models.process import ModelSlot
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.registry import Registry
 from polarlm.server.models.supervisor import Supervisor
-from polarlm.server.running.journal import Journaled
+from polarlm.server.running.journal import JournalMiddleware
 from polarlm.server.running.listening import tcp_socket
 from tests.server.http_server import join, quiet_config
 from tests.server.lines import eventually
@@ -89,7 +89,7 @@ def front(place: Path, *, model: dict[str, Any] | None = None, **settings: Any) 
         supervisor = Supervisor(Registry(common(**(model or {})), place, config.hub_models, config.pin), config)
         proxy = Proxy(supervisor, config, error_shapes())
         mcp = McpServers(config)
-        app = Journaled(create_models_app(supervisor, proxy, config, mcp))
+        app = JournalMiddleware(create_models_app(supervisor, proxy, config, mcp))
         server = uvicorn.Server(quiet_config(app))
         held.extend((supervisor, proxy, server, asyncio.get_running_loop()))
         ready.set()

@@ -18,7 +18,7 @@ from polarlm.server.models import supervisor as module
 from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, UNLOADED, WAITING, ModelSlot
 from polarlm.server.models.registry import Registry
 from polarlm.server.models.supervisor import Supervisor
-from polarlm.server.running.refused import Refused
+from polarlm.server.running.refusals import Refusal
 from tests.server.models.running import common
 
 GIB = 1 << 30
@@ -55,7 +55,7 @@ class FakeProcess:
             await held.wait()
         await asyncio.sleep(0)
         if self not in self.machine.running:
-            raise Refused("model_ended", "killed")
+            raise Refusal("model_ended", "killed")
 
     async def fetch(self) -> Path:
         await self._step("fetched")
@@ -75,7 +75,7 @@ class FakeProcess:
         self.has_taken = True
 
     async def end(self) -> None:
-        with suppress(Refused):  # it has ended already
+        with suppress(Refusal):  # it has ended already
             await self._step("end")
         self.kill()
 
@@ -277,7 +277,7 @@ async def test_a_process_may_end_before_the_request_that_it_was_started_for_reac
     slot = supervisor.find("a")
     await supervisor.acquire(slot)
     machine.running[0].kill()
-    with pytest.raises(Refused, match="The process of a has ended"), supervisor.use(slot, None):
+    with pytest.raises(Refusal, match="The process of a has ended"), supervisor.use(slot, None):
         pass
     assert (slot.state, slot.active) == (FAILED, 0)
     await use(supervisor, "a")
@@ -308,7 +308,7 @@ def test_a_load_that_hangs_keeps_no_other_from_loading_until_it_is_given_up(
         supervisor.give_up(supervisor.find("a"))
         again = asyncio.create_task(use(supervisor, "a"))  # a request after that loads it
         del machine.held["a", step]
-        with pytest.raises(Refused, match="a was unloaded before it was loaded") as caught:
+        with pytest.raises(Refusal, match="a was unloaded before it was loaded") as caught:
             await waits
         assert (caught.value.code, (await again).starts) == ("model_not_loaded", 2)
 
@@ -322,7 +322,7 @@ async def test_the_memory_of_a_model_that_is_being_loaded_is_counted(supervisor:
     await until(lambda: slot.state == WAITING)
     supervisor.give_up(supervisor.find("a"))
     await other
-    with pytest.raises(Refused):
+    with pytest.raises(Refusal):
         await waits
 
 
@@ -401,7 +401,7 @@ async def test_whatever_clients_do_in_the_end_everything_is_loaded_and_unloaded(
                 using = asyncio.create_task(use(supervisor, slot.model.name, chance.choice([None, 0, 0.001])))
                 await asyncio.wait([using], timeout=chance.choice([0.001, 10]))
                 using.cancel()
-                with suppress(Refused, asyncio.CancelledError):
+                with suppress(Refusal, asyncio.CancelledError):
                     await using
             assert sum(one.size for one in machine.running if one.has_taken) <= 2 * GIB
             await asyncio.sleep(chance.choice([0, 0.001]))
@@ -427,9 +427,9 @@ def test_closing_ends_those_who_wait_and_all_processes(
             await until(lambda: supervisor.find("c").state == WAITING)
             await supervisor.close()
         for waiting in waits:
-            with pytest.raises(Refused, match="about to end"):
+            with pytest.raises(Refusal, match="about to end"):
                 await waiting
-        with pytest.raises(Refused, match="about to end"):
+        with pytest.raises(Refusal, match="about to end"):
             await use(supervisor, "c")
 
     run(tmp_path, monkeypatch)
@@ -441,5 +441,5 @@ async def test_without_a_name_the_model_that_was_used_last_is_meant(supervisor: 
     for name in "cb":
         await use(supervisor, name)
     assert supervisor.find("").model.name == "b"
-    with pytest.raises(Refused, match="no model called d; there are: a, b, c"):
+    with pytest.raises(Refusal, match="no model called d; there are: a, b, c"):
         supervisor.find("d")
