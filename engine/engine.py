@@ -62,7 +62,7 @@ class Engine(Completions):
         parts = model
         self.config, self.model = parts.config, parts.source
         self.context, self.cache_shape = parts.plan.tokens, parts.plan.shape
-        self.reads_images = parts.source.tower is not None  # whether messages may have images
+        self.reads_images = parts.source.vision_encoder is not None  # whether messages may have images
         self._parts, self.expert_plan = parts, parts.experts
         self._start_line, self._fit_line = assembly.start_line(parts), assembly.fit_line(parts)
         self._model, self._store = parts.model, parts.model.store

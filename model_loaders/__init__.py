@@ -42,7 +42,7 @@ from polarlm.model_loaders.files.weights import WeightSource, main_dtype
 from polarlm.model_loaders.forks import cached_property
 from polarlm.model_loaders.hub import Fits, fetch, local, named, search_for
 from polarlm.model_loaders.rope import rope_frequencies
-from polarlm.model_loaders.towers import Tower, belongs, open_mmproj, reads_images, tower_of
+from polarlm.model_loaders.vision_encoders import VisionEncoder, belongs, open_mmproj, reads_images, vision_encoder_of
 
 if TYPE_CHECKING:
     from polarlm.model_loaders.chat.templates import ChatTemplate
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger(__name__)
-NO_TOWER = "none"  # instead of a file with the part that reads images
+NO_VISION_ENCODER = "none"  # instead of a file with the part that reads images
 _DTYPE_SUFFIX = re.compile(r"[.-]((I?Q\d\w*)|B?F16|F32)(-\d{5}-of-\d{5})?$", re.IGNORECASE)
 
 
@@ -79,8 +79,8 @@ class Model:
     dtype: str  # how most of the weights are stored, for the user: "Q4_1", "BF16", ...
     pooling: str | None = None  # how states become a vector, if the files say so: "mean", "cls" or "last"
     prompts: Prompts = NO_PROMPTS  # what precedes texts to embed
-    tower: Tower | None = None  # the part that reads images, if there is one
-    tower_weights: WeightSource | None = None
+    vision_encoder: VisionEncoder | None = None  # the part that reads images, if there is one
+    vision_weights: WeightSource | None = None
 
     @cached_property  # a future has a lock, which could stay locked in a forked child
     def tokenizer(self) -> Tokenizer:
@@ -94,7 +94,7 @@ class Model:
 
     def close(self) -> None:
         """Close the files of the weights."""
-        for weights in filter(None, (self.weights, self.tower_weights)):
+        for weights in filter(None, (self.weights, self.vision_weights)):
             weights.close()
 
     def left_out(self) -> str | None:
@@ -136,11 +136,11 @@ def load(
     where = demo_model(verbose) if path is None else _existing(path) if name is None else fetch(name, fits, verbose)
     model = _load_folder(where, mtp) if where.is_dir() else _load_gguf(where, mtp)
     try:
-        tower, tower_weights = load_tower(where, model.config, mmproj) or (None, None)
+        vision_encoder, vision_weights = load_vision_encoder(where, model.config, mmproj) or (None, None)
     except BaseException:
         model.weights.close()
         raise
-    model = replace(model, tower=tower, tower_weights=tower_weights)
+    model = replace(model, vision_encoder=vision_encoder, vision_weights=vision_weights)
     if path is None or is_demo(where):
         model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
     if template is not None:
@@ -148,23 +148,25 @@ def load(
     return model
 
 
-def load_tower(where: Path, config: ModelConfig, mmproj: str | None) -> tuple[Tower, WeightSource] | None:
+def load_vision_encoder(
+    where: Path, config: ModelConfig, mmproj: str | None
+) -> tuple[VisionEncoder, WeightSource] | None:
     """The part of the model at `where` that reads images, and its weights; None if there is none, or if `mmproj` is
     "none". Raises LoadError."""
-    if mmproj == NO_TOWER:
+    if mmproj == NO_VISION_ENCODER:
         return None
     if mmproj is not None:
-        tower, weights = open_mmproj(_existing(mmproj))
-        if not belongs(tower, config):
+        encoder, weights = open_mmproj(_existing(mmproj))
+        if not belongs(encoder, config):
             weights.close()
             raise LoadError(
-                f"{mmproj} is the part of another model: it gives images rows of {tower.outputs} numbers for "
-                f"{tower.kind}, and {where} is {config.family} with {config.hidden_size}; give the mmproj file of this "
-                "model."
+                f"{mmproj} is the part of another model: it gives images rows of {encoder.outputs} numbers for "
+                f"{encoder.kind}, and {where} is {config.family} with {config.hidden_size}; give the mmproj file "
+                "of this model."
             )
-        return tower, weights
+        return encoder, weights
     if where.is_dir():
-        return tower_of(where)
+        return vision_encoder_of(where)
     for file in _projectors(where) if reads_images(config.family) else ():
         found = usable(partial(open_mmproj, file))
         if found is not None and belongs(found[0], config):

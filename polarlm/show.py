@@ -38,9 +38,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _of_images(model: Model) -> list[tuple[str, str]]:
-    if model.tower_weights is None:
+    if model.vision_weights is None:
         return []
-    parameters = sum(math.prod(model.tower_weights.shape(name)) for name in model.tower_weights.names())
+    parameters = sum(math.prod(model.vision_weights.shape(name)) for name in model.vision_weights.names())
     return [("images", f"read, by {parameters:,} parameters more")]
 
 

@@ -25,12 +25,12 @@ import numpy as np
 
 from polarlm.engine.data_urls import file_in, is_data_url
 from polarlm.engine.errors import EngineError, counted, shown
-from polarlm.engine.model.towers._rows import PlacedImage
+from polarlm.engine.model.vision_encoders._rows import PlacedImage
 from polarlm.engine.state.places import IMAGE_IDS, Places
 from polarlm.model_loaders import Model
 from polarlm.model_loaders.limited_process import LimitedProcess, ProcessFailed, TookTooLong
 from polarlm.model_loaders.recent import Recent
-from polarlm.model_loaders.towers import MOST_ROWS, ImageShape, Tower, fit
+from polarlm.model_loaders.vision_encoders import MOST_ROWS, ImageShape, VisionEncoder, fit
 
 _WORKER = Path(__file__).with_name("worker.py")
 _MOST_PIXELS = 1 << 26  # of a file: 192 MB decoded
@@ -65,7 +65,7 @@ class ReadPrompt:
 
     prompt: Any
     images: Mapping[str, PromptImage]
-    _tower: Tower | None
+    _vision_encoder: VisionEncoder | None
 
     @property
     def ids(self) -> frozenset[int]:
@@ -80,11 +80,11 @@ class ReadPrompt:
         for number, piece in enumerate(_MARKED.split(text)):
             if number % 2 == 0:
                 last += piece
-            elif piece not in self.images or self._tower is None:  # a text that looks like a mark
+            elif piece not in self.images or self._vision_encoder is None:  # a text that looks like a mark
                 last += f"{_MARK}{piece}{_MARK}"
             else:
-                texts += [last + self._tower.before, self.images[piece].ids]
-                last = self._tower.after
+                texts += [last + self._vision_encoder.before, self.images[piece].ids]
+                last = self._vision_encoder.after
         return [*texts, last]
 
     def places(self, ids: Sequence[int], *, sections: bool) -> tuple[Places | None, list[PlacedImage]]:
@@ -108,7 +108,7 @@ class Images:
 
     def __init__(self, model: Model, context: int) -> None:
         """context: the most tokens of a prompt."""
-        self._tower, self._name = model.tower, model.name
+        self._vision_encoder, self._name = model.vision_encoder, model.name
         self._context = context
         self._most_rows = max(1, min(context // 2, MOST_ROWS))  # of an image: half of the context is for text
         self._workers = [LimitedProcess(_WORKER, [_MOST_PIXELS, seconds]) for seconds in _TURNS]
@@ -124,7 +124,7 @@ class Images:
         left out, and `warn` called, as for an image that is not read as a whole; the user's message is what is asked
         now until an answer follows. Raises EngineError, and NobodyWaits."""
         if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not any(map(_has_parts, prompt)):
-            return ReadPrompt(prompt, {}, self._tower)
+            return ReadPrompt(prompt, {}, self._vision_encoder)
         images: dict[str, PromptImage] = {}
         decoding = _Decoding(self._workers)
         asked = max((at for at, message in enumerate(prompt) if _role(message) != "system"), default=0)
@@ -149,7 +149,7 @@ class Images:
                         self._check_fit(images)
                 message = {**message, "content": "".join(texts)}
             messages.append(message)
-        return ReadPrompt(messages, images, self._tower)
+        return ReadPrompt(messages, images, self._vision_encoder)
 
     def _text_of(self, part: Any, images: dict[str, PromptImage], decoding: _Decoding) -> tuple[str, str]:
         """(text, note) of a part of a message; an image's text is its mark. Raises EngineError."""
@@ -158,7 +158,7 @@ class Images:
             return str(part["text"]), ""
         if kind not in ("image", "image_url"):
             raise EngineError('a part of a message is {"type": "text", "text": …} or {"type": "image", "image": …}')
-        if self._tower is None:
+        if self._vision_encoder is None:
             raise EngineError(f"{self._name} takes text alone: load a model that reads images")
         name, image = self._image(_bytes_of(part), decoding)
         images[name] = image
@@ -187,24 +187,24 @@ class Images:
         return name, image
 
     def _read(self, data: bytes, name: str, decoding: _Decoding) -> PromptImage:
-        assert self._tower is not None
+        assert self._vision_encoder is not None
         if find_spec("PIL") is None:
             raise EngineError("images need Pillow, which is not installed: pip install 'polarlm[images]'")
         file = {"data": base64.b64encode(data).decode()}
         width, height = decoding.ask(file)["size"]
-        shape = fit(self._tower, width, height)
+        shape = fit(self._vision_encoder, width, height)
         while shape.rows > self._most_rows and max(width, height) > 1:
             shrunk = 0.98 * math.sqrt(self._most_rows / shape.rows)
             width, height = max(1, int(width * shrunk)), max(1, int(height * shrunk))
-            smaller = fit(self._tower, width, height)
+            smaller = fit(self._vision_encoder, width, height)
             if smaller.rows < shape.rows:
                 shape = smaller
-            elif width <= shape.width and height <= shape.height:  # the least that the tower takes
+            elif width <= shape.width and height <= shape.height:  # the least that the vision encoder takes
                 break
-        to = {"to": [shape.width, shape.height], "filter": self._tower.filter}
+        to = {"to": [shape.width, shape.height], "filter": self._vision_encoder.filter}
         answer = decoding.ask(file | to)
         pixels = np.frombuffer(base64.b64decode(answer["pixels"]), np.uint8)
-        described = repr((name, shape, self._tower, _PIXELS)).encode()
+        described = repr((name, shape, self._vision_encoder, _PIXELS)).encode()
         hashes = np.frombuffer(hashlib.shake_128(described).digest(8 * shape.rows), np.uint64)
         ids = IMAGE_IDS | (hashes >> np.uint64(3)).astype(np.int64)
         pixels = pixels.reshape(shape.height, shape.width, 3)

@@ -24,7 +24,7 @@ from polarlm.model_loaders.files.repository import (
 )
 from polarlm.model_loaders.hub.choice import HubName, size_text
 from polarlm.model_loaders.hub.client import Client, Listing
-from polarlm.model_loaders.towers import may_belong, outputs_of, reads_images
+from polarlm.model_loaders.vision_encoders import may_belong, outputs_of, reads_images
 
 
 class GgufChoice:

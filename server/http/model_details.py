@@ -75,7 +75,7 @@ def _capabilities(model: Model) -> list[str]:
     """What a model can do; "insert" is writing text before a suffix."""
     if model.config.is_encoder:
         return [] if model.config.scores_pairs else ["embedding"]
-    optional = {"insert": infill_of(model.tokenizer) is not None, "vision": model.tower is not None}
+    optional = {"insert": infill_of(model.tokenizer) is not None, "vision": model.vision_encoder is not None}
     return ["completion", "tools", "embedding", *(name for name, can in optional.items() if can)]
 
 

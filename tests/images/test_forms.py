@@ -15,7 +15,7 @@ from PIL import Image, ImageCms
 from polarlm.engine import EngineError
 from polarlm.engine.images import reading
 from polarlm.engine.images.reading import Images
-from polarlm.model_loaders.towers import ImageShape
+from polarlm.model_loaders.vision_encoders import ImageShape
 from tests.images.test_reading import asked, file_of, only, reading_of
 
 WHITE, BLACK, RED = (255, 255, 255), (0, 0, 0), (200, 10, 20)
@@ -24,9 +24,9 @@ Pixels = Sequence[Sequence[Sequence[int]]]  # of rows
 
 @pytest.fixture(scope="module")
 def images() -> Iterator[Images]:
-    """Of a tower that takes each image at its own size."""
+    """Of a vision encoder that takes each image at its own size."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "fit", lambda tower, width, height: ImageShape(width, height, 1, (1, 1)))
+        patch.setattr(reading, "fit", lambda vision_encoder, width, height: ImageShape(width, height, 1, (1, 1)))
         made = reading_of()
         yield made
         made.close()

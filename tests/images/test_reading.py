@@ -21,10 +21,10 @@ from polarlm.engine import EngineError
 from polarlm.engine.images import reading as images
 from polarlm.engine.images.reading import Images, ReadPrompt
 from polarlm.model_loaders.limited_process import NobodyWaits, wanted_until
-from polarlm.model_loaders.towers import ImageShape, Tower
+from polarlm.model_loaders.vision_encoders import ImageShape, VisionEncoder
 from tests.server.lines import PATIENCE, eventually
 
-TOWER = Tower(
+VISION_ENCODER = VisionEncoder(
     "stub",
     8,
     "<before>",
@@ -41,7 +41,7 @@ TOWER = Tower(
 MARK = "\ufffc"
 
 
-def halved(tower: Tower, width: int, height: int) -> ImageShape:
+def halved(vision_encoder: VisionEncoder, width: int, height: int) -> ImageShape:
     """Rows of 4 × 4 pixels, of an image of half the size."""
     grid = max(1, round(height / 8)), max(1, round(width / 8))
     return ImageShape(4 * grid[1], 4 * grid[0], grid[0] * grid[1], grid)
@@ -55,8 +55,8 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Any:
     reader.close()
 
 
-def reading_of(tower: Tower | None = TOWER, context: int = 4096) -> Images:
-    return Images(SimpleNamespace(tower=tower, name="Model"), context)  # type: ignore[arg-type]
+def reading_of(vision_encoder: VisionEncoder | None = VISION_ENCODER, context: int = 4096) -> Images:
+    return Images(SimpleNamespace(vision_encoder=vision_encoder, name="Model"), context)  # type: ignore[arg-type]
 
 
 def picture(width: int = 40, height: int = 24, mode: str = "RGB") -> Image.Image:
@@ -148,7 +148,7 @@ def test_an_image_takes_at_most_half_of_the_context(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("size", [(1, 400_000), (400_000, 2)])
 def test_so_does_one_that_is_extremely_long(monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
-    def widened(tower: Tower, width: int, height: int) -> ImageShape:
+    def widened(vision_encoder: VisionEncoder, width: int, height: int) -> ImageShape:
         """As Qwen's: no side is 200 times as long as the other, and there are at most 16,384 rows of 32 × 32 pixels."""
         width, height = max(width, height // 200), max(height, width // 200)
         shrunk = max(1, math.sqrt(width * height / (16384 * 32**2)))
@@ -265,7 +265,7 @@ def test_what_cannot_be_read_is_a_sentence_now_and_left_out_later(reader: Images
     reader.read([*wrong, {"role": "assistant", "content": "?"}, {"role": "tool", "content": "!"}])  # an answer follows
 
 
-def test_a_model_without_a_tower_says_so() -> None:
+def test_a_model_without_a_vision_encoder_says_so() -> None:
     with pytest.raises(EngineError, match="Model takes text alone"):
         reading_of(None).read(asked(file_of(picture())))
 

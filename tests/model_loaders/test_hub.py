@@ -26,7 +26,7 @@ from polarlm.model_loaders.files.repository import RepositoryFile, gguf_contents
 from polarlm.model_loaders.hub import parse, transfer
 from tests.model_loaders.checkpoints import MODELS, finish, gguf_header
 from tests.model_loaders.hub_server import COMMIT, Hub, Repository, git_hash, sha256
-from tests.model_loaders.test_towers import write_gguf
+from tests.model_loaders.test_vision_encoders import write_gguf
 from tests.ports import free_port
 from tests.random_model import random_model, write_in_parts
 from tests.small_disk import small_disk

@@ -17,7 +17,7 @@ from polarlm.model_loaders.hub import local, parse
 from polarlm.server.models.registry import Registry
 from tests.model_loaders.checkpoints import finish
 from tests.model_loaders.hub_server import Hub, Repository
-from tests.model_loaders.test_towers import DEEP, write_gguf, write_mmproj
+from tests.model_loaders.test_vision_encoders import DEEP, write_gguf, write_mmproj
 from tests.server.models.running import common
 
 # What a repository holds, and for some names the file that is meant, or words of the refusal. "M" is a model, "O" one
@@ -205,7 +205,7 @@ def test_the_part_that_reads_images_is_found_where_it_lies(
     in_folder = [model_loaders.load(folder / model)] if not model.startswith("a/") else []
     for loaded in (model_loaders.load(fetched), *in_folder):
         loaded.close()
-        taken = [] if loaded.tower_weights is None else [path.name for path in loaded.tower_weights.files()]
+        taken = [] if loaded.vision_weights is None else [path.name for path in loaded.vision_weights.files()]
         assert taken == [Path(projector).name] * is_its
     assert any("reads no images: it has no mmproj file" in line for line in said) is not is_its
 

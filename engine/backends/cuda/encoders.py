@@ -1,4 +1,4 @@
-"""The ops of encoders on a GPU, by the kernels in `cuda/encoders/`; towers need them."""
+"""The ops of encoders on a GPU, by the kernels in `cuda/encoders/`; vision encoders need them."""
 
 from __future__ import annotations
 

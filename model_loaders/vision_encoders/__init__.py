@@ -1,17 +1,19 @@
-"""Towers: the part of a model that reads images. A file `towers/NAME.py` is one kind; files of models name it.
+"""Vision encoders: the part of a model that reads images. A file `vision_encoders/NAME.py` is one kind; files of models
+name it.
 
 A module defines
 
 - `MODEL_TYPES`: the `model_type` of configurations whose `vision_config` it reads, and the families of their decoders;
-- `configure(fields, prepared) -> Tower`: from config.json, and preprocessor_config.json (empty if it is missing);
-- `fit(tower, width, height) -> ImageShape`: what an image of so many pixels becomes;
-- `tensors(tower) -> TensorTable`: its tensors; the names in a folder's files, and llama.cpp's in an mmproj file;
-- optionally `PREFIXES`: prefixes of tensor names in some folders → the table's prefixes;
-- optionally `PROJECTORS`: the values of `clip.projector_type` in mmproj files → `read(fields, shapes) -> Tower`. The
+- `configure(fields, prepared) -> VisionEncoder`: from config.json, and preprocessor_config.json (empty if it is
+missing); - `fit(encoder, width, height) -> ImageShape`: what an image of so many pixels becomes; - `tensors(encoder) ->
+TensorTable`: its tensors; the names in a folder's files, and llama.cpp's in an mmproj file; - optionally `PREFIXES`:
+prefixes of tensor names in some folders → the table's prefixes; - optionally `PROJECTORS`: the values of
+`clip.projector_type` in mmproj files → `read(fields, shapes) -> VisionEncoder`. The
   fields are the file's metadata, without "clip.vision."; the shapes are of its tensors, by their names;
-- optionally `take_apart(tower, stored)`: the table's tensors, found in the tensors of files, by the table's names.
+- optionally `take_apart(encoder, stored)`: the table's tensors, found in the tensors of files, by the table's names.
 
-Modules that begin with an underscore are helpers. What a tower computes is in `engine/model/towers/NAME.py`.
+Modules that begin with an underscore are helpers. What a vision encoder computes is in
+`engine/model/vision_encoders/NAME.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
 from polarlm.model_loaders.files.weights import arranged, complete
 
 _SAMPLE = 1024  # bytes of a tensor that its digest covers
-MOST_ROWS = 4096  # of an image; of a larger one towers would compute attention for minutes
+MOST_ROWS = 4096  # of an image; of a larger one vision encoders would compute attention for minutes
 _CLIP, _OF_IMAGES = "clip.", "clip.vision."
 
 
@@ -53,15 +55,15 @@ class ImageShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tower:
-    """A tower. Each kind has a subclass with its sizes.
+class VisionEncoder:
+    """A vision encoder. Each kind has a subclass with its sizes.
 
     before, after: the text around the rows of an image in a prompt, where names of control tokens are these tokens.
     filter: how images are scaled, a name of Pillow's `Resampling`. A row is made of merge × merge patches of
     patch × patch pixels. weights: a digest of samples of its weights, by which images are told apart, too.
     """
 
-    kind: str  # the file in model_loaders/towers
+    kind: str  # the file in model_loaders/vision_encoders
     outputs: int  # E of the decoder
     before: str
     after: str
@@ -81,30 +83,30 @@ class Tower:
         return self.merge**2 * self.hidden_size
 
 
-def fit(tower: Tower, width: int, height: int) -> ImageShape:
+def fit(encoder: VisionEncoder, width: int, height: int) -> ImageShape:
     """What an image of so many pixels becomes."""
-    shape: ImageShape = _module(tower.kind).fit(tower, width, height)
+    shape: ImageShape = _module(encoder.kind).fit(encoder, width, height)
     return shape
 
 
-def tensors(tower: Tower) -> TensorTable:
-    """Every tensor of a tower, by the slot that it fills."""
-    table: TensorTable = _module(tower.kind).tensors(tower)
+def tensors(encoder: VisionEncoder) -> TensorTable:
+    """Every tensor of a vision encoder, by the slot that it fills."""
+    table: TensorTable = _module(encoder.kind).tensors(encoder)
     return table
 
 
 def reads_images(family: str) -> bool:
-    """Whether models of a family may have a tower of a known kind."""
+    """Whether models of a family may have a vision encoder of a known kind."""
     return any(family in one.MODEL_TYPES for one in _modules())
 
 
-def belongs(tower: Tower, config: ModelConfig) -> bool:
-    """Whether a tower's rows can stand among the embeddings of a model."""
-    return config.family in _module(tower.kind).MODEL_TYPES and tower.outputs == config.hidden_size
+def belongs(encoder: VisionEncoder, config: ModelConfig) -> bool:
+    """Whether a vision encoder's rows can stand among the embeddings of a model."""
+    return config.family in _module(encoder.kind).MODEL_TYPES and encoder.outputs == config.hidden_size
 
 
 def may_belong(metadata: Mapping[str, object], config: ModelConfig) -> bool:
-    """Whether an mmproj file with this metadata holds a tower of a known kind for models of this family."""
+    """Whether an mmproj file with this metadata holds a vision encoder of a known kind for models of this family."""
     known = [one for one in _modules() if _kind_of(metadata) in getattr(one, "PROJECTORS", {})]
     return any(config.family in one.MODEL_TYPES for one in known)
 
@@ -114,15 +116,15 @@ def outputs_of(metadata: Mapping[str, object]) -> object:
     return metadata.get(f"{_OF_IMAGES}projection_dim")
 
 
-def tower_of(folder: Path) -> tuple[Tower, StoredWeights] | None:
-    """The tower of the model in a folder, and its weights; None if it has none, or one of an unknown kind, or if its
-    tensors were left out. Raises LoadError for one that is damaged."""
+def vision_encoder_of(folder: Path) -> tuple[VisionEncoder, StoredWeights] | None:
+    """The vision encoder of the model in a folder, and its weights; None if it has none, or one of an unknown kind, or
+    if its tensors were left out. Raises LoadError for one that is damaged."""
     fields = Fields.read(folder / "config.json")
     kind = fields.text("model_type", "")
     module = next((one for one in _modules() if kind in one.MODEL_TYPES), None)
     if module is None or fields.section("vision_config") is None:
         return None
-    tower: Tower = module.configure(fields, _prepared(folder))
+    encoder: VisionEncoder = module.configure(fields, _prepared(folder))
     weights = open_safetensors(folder, is_needed=lambda name: False)  # `_fitted` says what is missing
     prefixes: Mapping[str, str] = getattr(module, "PREFIXES", {})
 
@@ -132,17 +134,17 @@ def tower_of(folder: Path) -> tuple[Tower, StoredWeights] | None:
 
     try:
         stored = {ours(name): tensor for name, tensor in weights.tensors.items()}
-        if not stored.keys() & {spec.taken.source if spec.taken else spec.name for spec in tensors(tower).specs()}:
+        if not stored.keys() & {spec.taken.source if spec.taken else spec.name for spec in tensors(encoder).specs()}:
             weights.close()
             return None
-        return _fitted(tower, StoredWeights(folder, stored, weights.opened), is_gguf=False)
+        return _fitted(encoder, StoredWeights(folder, stored, weights.opened), is_gguf=False)
     except BaseException:
         weights.close()
         raise
 
 
-def open_mmproj(path: Path) -> tuple[Tower, StoredWeights]:
-    """The tower in a file of llama.cpp's, and its weights. Raises LoadError."""
+def open_mmproj(path: Path) -> tuple[VisionEncoder, StoredWeights]:
+    """The vision encoder in a file of llama.cpp's, and its weights. Raises LoadError."""
     gguf = GgufFile(path)
     try:
         metadata = gguf.metadata
@@ -154,10 +156,10 @@ def open_mmproj(path: Path) -> tuple[Tower, StoredWeights]:
             raise LoadError(f"{path} holds {what} part that reads images; supported are {', '.join(known)}.")
         values = {key.removeprefix(_OF_IMAGES): value for key, value in metadata.items()}
         fields = Fields(values, path, {key.removeprefix(_OF_IMAGES): key for key in metadata})
-        tower: Tower = read(fields, {name: tensor.shape for name, tensor in gguf.tensors.items()})
-        names = {spec.gguf: spec.name for spec in tensors(tower).specs()}
+        encoder: VisionEncoder = read(fields, {name: tensor.shape for name, tensor in gguf.tensors.items()})
+        names = {spec.gguf: spec.name for spec in tensors(encoder).specs()}
         stored = {names.get(label, label): tensor for label, tensor in gguf.tensors.items()}
-        return _fitted(tower, StoredWeights(path, stored, gguf.files), is_gguf=True)
+        return _fitted(encoder, StoredWeights(path, stored, gguf.files), is_gguf=True)
     except BaseException:
         gguf.close()
         raise
@@ -178,18 +180,22 @@ def _prepared(folder: Path) -> Fields:
     return fields
 
 
-def _fitted(tower: Tower, weights: StoredWeights, *, is_gguf: bool) -> tuple[Tower, StoredWeights]:
-    """The tower with its digest, and the weights of exactly its tensors. Raises LoadError."""
-    take_apart = getattr(_module(tower.kind), "take_apart", lambda tower, stored: stored)
-    whole = StoredWeights(weights.where, take_apart(tower, weights.tensors), weights.opened)
-    specs = [*tensors(tower).specs()]
+def _fitted(encoder: VisionEncoder, weights: StoredWeights, *, is_gguf: bool) -> tuple[VisionEncoder, StoredWeights]:
+    """The vision encoder with its digest, and the weights of exactly its tensors. Raises LoadError."""
+    take_apart = getattr(_module(encoder.kind), "take_apart", lambda encoder, stored: stored)
+    whole = StoredWeights(weights.where, take_apart(encoder, weights.tensors), weights.opened)
+    specs = [*tensors(encoder).specs()]
     stored: dict[str, StoredTensor] = complete(whole, specs, "the part that reads images", is_gguf=is_gguf)
-    of_tower = {spec.name: arranged(stored[spec.name], spec, interleaved=False, is_gguf=is_gguf) for spec in specs}
+    tensors_of_encoder = {
+        spec.name: arranged(stored[spec.name], spec, interleaved=False, is_gguf=is_gguf) for spec in specs
+    }
     digest = hashlib.sha256()
-    for name, tensor in of_tower.items():
+    for name, tensor in tensors_of_encoder.items():
         rows = min(tensor.shape[0], -(-_SAMPLE // tensor.row_bytes))
         digest.update(repr((name, tensor.dtype)).encode() + tensor.raw(slice(0, rows)).tobytes())
-    return replace(tower, weights=digest.hexdigest()), StoredWeights(weights.where, of_tower, weights.opened)
+    return replace(encoder, weights=digest.hexdigest()), StoredWeights(
+        weights.where, tensors_of_encoder, weights.opened
+    )
 
 
 def _modules() -> list[ModuleType]:
