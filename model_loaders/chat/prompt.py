@@ -14,7 +14,7 @@ from typing import Any
 
 from polarlm.model_loaders.chat.control_strings import Guard, guard, unused_characters
 from polarlm.model_loaders.chat.messages import Message, checked_messages
-from polarlm.model_loaders.chat.otherwise import put_otherwise
+from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.tokenizers import Tokenizer
@@ -52,7 +52,7 @@ def chat_ids(
     """
     checked = checked_messages(messages, tokenizer)
     numbered = [{**message.shown, "number": number} for number, message in enumerate(checked)]
-    put = put_otherwise(template, numbered, tools, variables or {})
+    put = adapt_conversation(template, numbered, tools, variables or {})
     for warning in put.warnings:
         if warn is not None:
             warn(warning)

@@ -11,8 +11,8 @@ from typing import Any
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels, find_channels
 from polarlm.model_loaders.chat.find_calls import find_call_format
-from polarlm.model_loaders.chat.otherwise import MOST_SHAPES, put_otherwise
 from polarlm.model_loaders.chat.reasoning import ASKED, CALLED, Place, Tags, find_tags, place_of_answer
+from polarlm.model_loaders.chat.template_polyfills import MOST_SHAPES, adapt_conversation
 from polarlm.model_loaders.errors import LoadError
 from polarlm.model_loaders.fields import read_json, shown, usable
 from polarlm.model_loaders.files.gguf_file import GgufFile, Strings
@@ -50,7 +50,7 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._process = LimitedProcess(_WORKER, source)
         self._places: Recent[str, Place] = Recent(_MOST_VARIABLES)
-        self.changes: Recent[str, tuple[int, bool]] = Recent(MOST_SHAPES)  # see `put_otherwise`
+        self.changes: Recent[str, tuple[int, bool]] = Recent(MOST_SHAPES)  # see `adapt_conversation`
 
     def with_text(self, old: str, new: str) -> ChatTemplate:
         """The template with `new` instead of the text `old`."""
@@ -98,7 +98,7 @@ class ChatTemplate:
             return "after"
         key = json.dumps([variables, after_result], sort_keys=True)
         if (place := self._places.get(key)) is None:
-            messages = put_otherwise(self, CALLED, (), variables).messages if after_result else ASKED
+            messages = adapt_conversation(self, CALLED, (), variables).messages if after_result else ASKED
             place = place_of_answer(self.render_each, self.tags, variables, messages)
             self._places.put(key, place)
         return place

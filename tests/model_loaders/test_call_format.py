@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.model_loaders.chat.call_arguments import Fields
 from polarlm.model_loaders.chat.call_format import CallFormat
-from polarlm.model_loaders.chat.otherwise import put_otherwise
+from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
 from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder
 from tests import call_templates
 from tests.rendering import rendered
@@ -161,7 +161,7 @@ MESSAGES = [
 
 def test_a_form_that_is_not_known_is_told_where_there_are_tools() -> None:
     warnings = [
-        put_otherwise(template_of(name), messages, tools, {}).warnings
+        adapt_conversation(template_of(name), messages, tools, {}).warnings
         for name, messages, tools in (
             ("XML", MESSAGES[:1], TOOLS),
             ("XML", MESSAGES[:1], ()),
@@ -176,7 +176,7 @@ def test_without_tools_in_the_template_calls_are_text() -> None:
     template = template_of("NO_TOOLS")
 
     def put(messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        return put_otherwise(template, messages, tools, {}).messages
+        return adapt_conversation(template, messages, tools, {}).messages
 
     said = put([{"role": "system", "content": "Be kind."}, *MESSAGES, MESSAGES[2]], TOOLS)
     assert [message["role"] for message in said] == ["system", "user", "assistant", "user"]

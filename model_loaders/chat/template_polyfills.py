@@ -47,7 +47,7 @@ class Template(Protocol):
 
 
 @dataclass(frozen=True)
-class Put:
+class AdaptedConversation:
     """A conversation as a template takes it: `messages`, and `variables` with the tools.
 
     warnings: a sentence for each kind of change. A message that was joined or cut has lost its field "number".
@@ -58,12 +58,12 @@ class Put:
     warnings: list[str]
 
 
-def put_otherwise(
+def adapt_conversation(
     template: Template,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
-) -> Put:
+) -> AdaptedConversation:
     """`messages` as the template takes them: unchanged, or with the least harmful changes that lose no text.
 
     messages: as `checked_messages` returns them. Late system texts stay late, so that a longer conversation begins as
@@ -96,7 +96,7 @@ def put_otherwise(
     refused = [why for bit, (_, why) in enumerate(_CHANGES) if choice >> bit & 1] + [_CALLS] * (choice >= _AS_TEXT)
     warnings = [f"this model's chat template refuses {why}" for why in refused] + [_LOST] * is_lost
     warnings += [_UNKNOWN] * (format is not None and format.unknown)
-    return Put(put(messages, choice), with_tools, warnings)
+    return AdaptedConversation(put(messages, choice), with_tools, warnings)
 
 
 def _needed(
