@@ -101,7 +101,7 @@ def _report(argv: Sequence[str]) -> str:
     if numbers is not None and len(numbers) == 1:
         config = replace(config, ctx_size=numbers[0])
     path = str(demo_model(note)) if config.weights is None else config.weights
-    on_hub = hub.named(path)
+    on_hub = hub.hub_name(path)
     if on_hub is not None:
         if options.lora:
             raise FlagError("--lora: adapters are counted with a model that is here: give its path")
@@ -247,7 +247,7 @@ def _command(advice: Advice, options: Any, model: str | None, program: str) -> s
         flags["device"] = options.device
     if options.tensor_split is not None:
         flags["tensor_split"] = options.tensor_split
-    if hub.named(flags.get("weight_type", "")):  # one of the files of a repository
+    if hub.hub_name(flags.get("weight_type", "")):  # one of the files of a repository
         model = flags.pop("weight_type")
     words = [] if model is None else [model]
     for name, adapter in options.lora.items():

@@ -84,7 +84,7 @@ def _serve_models(common: EngineConfig, config: ServerConfig) -> None:
 def _serve_model(model: EngineConfig, config: ServerConfig) -> None:
     serving = _need("serving")
     if model.weights is None:
-        model = replace(model, weights=first_model.remembered())
+        model = replace(model, weights=first_model.remembered_name())
     with ExitStack() as stack:
         http = stack.enter_context(listening.tcp_socket(config.host, config.port))
         lines: socket.socket | None = None

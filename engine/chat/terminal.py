@@ -79,7 +79,7 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
     prompt = read_prompt(chat, console.read_all)
     if config.weights is None:
         asks = console.interactive and prompt is None
-        chosen = first_model.choose(console.note, console.ask) if asks else first_model.remembered()
+        chosen = first_model.choose(console.note, console.ask) if asks else first_model.remembered_name()
         config = replace(config, weights=chosen)
     if chat.verbose and config.device == "auto" and driver_version() is None:
         console.note(f"{NO_DRIVER}: running on the CPU.")

@@ -46,14 +46,14 @@ class Guard:
         """
         body = text.strip()
         reach = range(1, min(len(body), self._longest) + 1)
-        inside = len(body) <= self._longest and any(body in string for string in self._control)
-        opens = inside or any(body[:n] in self._tails for n in reach)
-        closes = inside or any(body[len(body) - n :] in self._heads for n in reach)
+        is_within = len(body) <= self._longest and any(body in string for string in self._control)
+        opens = is_within or any(body[:n] in self._tails for n in reach)
+        closes = is_within or any(body[len(body) - n :] in self._heads for n in reach)
         if not body or not (opens or closes):
             return self.break_up(text, mark)
         start = text.index(body)
-        marked = (mark if opens else "") + self.break_up(body, mark) + (mark if closes else "")
-        return text[:start] + marked + text[start + len(body) :]
+        hidden = (mark if opens else "") + self.break_up(body, mark) + (mark if closes else "")
+        return text[:start] + hidden + text[start + len(body) :]
 
 
 @lru_cache(maxsize=4)

@@ -76,41 +76,43 @@ def adapt_conversation(
         if shown_tools := format.as_tools(tools):
             with_tools["tools"] = shown_tools
 
-    def put(messages: Sequence[Mapping[str, Any]], choice: int) -> Messages:
-        shown = [dict(message) for message in messages]
-        as_text = format is not None and (not format.native or choice & _AS_TEXT)
+    def adapt(messages: Sequence[Mapping[str, Any]], choice: int) -> Messages:
+        adapted_messages = [dict(message) for message in messages]
+        as_text = format is not None and (not format.is_native or choice & _AS_TEXT)
         if format is not None and as_text:
-            shown = _calls_as_text(shown, () if format.native else tools, format)
+            adapted_messages = _calls_as_text(adapted_messages, () if format.is_native else tools, format)
         for bit, (change, _) in enumerate(_CHANGES):
-            shown = change(shown) if choice >> bit & 1 else shown
-        return shown if format is None or as_text else format.as_messages(shown)
+            adapted_messages = change(adapted_messages) if choice >> bit & 1 else adapted_messages
+        return adapted_messages if format is None or as_text else format.as_messages(adapted_messages)
 
-    kept, shapes = _brief(messages)
+    kept_indices, shapes = _shorten(messages)
     shape = json.dumps([shapes, bool(tools), dict(variables)])
-    needed = template.changes.get(shape)
-    if needed is None:
-        trial, words = _trial([messages[at] for at in kept], beside_calls=format is None or template.channels is None)
-        needed = _needed(template, lambda choice: put(trial, choice), words, with_tools)
-        template.changes.put(shape, needed)
-    choice, is_lost = needed
-    refused = [why for bit, (_, why) in enumerate(_CHANGES) if choice >> bit & 1] + [_CALLS] * (choice >= _AS_TEXT)
-    warnings = [f"this model's chat template refuses {why}" for why in refused] + [_LOST] * is_lost
-    warnings += [_UNKNOWN] * (format is not None and format.unknown)
-    return AdaptedConversation(put(messages, choice), with_tools, warnings)
+    choice_needed = template.changes.get(shape)
+    if choice_needed is None:
+        trial, words = _trial(
+            [messages[at] for at in kept_indices], beside_calls=format is None or template.channels is None
+        )
+        choice_needed = _choose_changes(template, lambda choice: adapt(trial, choice), words, with_tools)
+        template.changes.put(shape, choice_needed)
+    choice, is_lost = choice_needed
+    reasons = [why for bit, (_, why) in enumerate(_CHANGES) if choice >> bit & 1] + [_CALLS] * (choice >= _AS_TEXT)
+    warnings = [f"this model's chat template refuses {why}" for why in reasons] + [_LOST] * is_lost
+    warnings += [_UNKNOWN] * (format is not None and format.is_unknown)
+    return AdaptedConversation(adapt(messages, choice), with_tools, warnings)
 
 
-def _needed(
-    template: Template, put: Callable[[int], Messages], words: Sequence[str], variables: Mapping[str, Any]
+def _choose_changes(
+    template: Template, adapt: Callable[[int], Messages], words: Sequence[str], variables: Mapping[str, Any]
 ) -> tuple[int, bool]:
     """The least harmful choice of changes with which the fewest words are lost, and whether one is."""
-    tried: list[Messages] = []
+    attempts: list[Messages] = []
     best, least = 0, len(words) + 1
     for choice in range(2 * _AS_TEXT):
-        shown = put(choice)
-        if shown in tried:
+        adapted_messages = adapt(choice)
+        if adapted_messages in attempts:
             continue
-        tried.append(shown)
-        (text,) = template.render_each([shown], **variables)
+        attempts.append(adapted_messages)
+        (text,) = template.render_each([adapted_messages], **variables)
         lost = len(words) + 1 if not isinstance(text, str) else len({*words}.difference(_WORD.findall(text)))
         if lost < least:
             best, least = choice, lost
@@ -119,18 +121,20 @@ def _needed(
     return best, 0 < least <= len(words)
 
 
-def _brief(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[list[object]]]:
+def _shorten(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[list[object]]]:
     """The places of all messages but rounds that repeat, and what templates look at in each besides texts."""
     shapes = [[one["role"], bool(one["content"].strip()), len(_calls(one))] for one in messages]
     letters: dict[str, str] = {}
-    written = "".join(letters.setdefault(str(shape), chr(len(letters))) for shape in shapes)
+    letters_text = "".join(letters.setdefault(str(shape), chr(len(letters))) for shape in shapes)
     is_kept = [True] * len(messages)
-    for repeat in _REPEATS.finditer(written):
+    for repeat in _REPEATS.finditer(letters_text):
         rounds = len(repeat[0]) // len(repeat[1])
-        cut = range(repeat.start() + len(repeat[1]) * (2 + rounds % 2), repeat.end())  # what is even stays even
-        is_kept[cut.start : cut.stop] = [False] * len(cut)
-    kept = [at for at, stays in enumerate(is_kept) if stays]
-    return kept, [shapes[at] for at in kept]
+        removed_range = range(
+            repeat.start() + len(repeat[1]) * (2 + rounds % 2), repeat.end()
+        )  # what is even stays even
+        is_kept[removed_range.start : removed_range.stop] = [False] * len(removed_range)
+    kept_indices = [at for at, is_kept_here in enumerate(is_kept) if is_kept_here]
+    return kept_indices, [shapes[at] for at in kept_indices]
 
 
 def _trial(messages: Sequence[Mapping[str, Any]], *, beside_calls: bool) -> tuple[Messages, list[str]]:
@@ -141,109 +145,111 @@ def _trial(messages: Sequence[Mapping[str, Any]], *, beside_calls: bool) -> tupl
     """
     trial, words = [], []
     for at, message in enumerate(messages):
-        shown = dict(message)
-        if shown["content"].strip():
-            shown["content"] = f"alpha{at}text"
-            words += [shown["content"]] if beside_calls or not _calls(shown) else []
-        if shown.get("reasoning_content"):
-            shown["reasoning_content"] = "thought"
-        if calls := _calls(shown):
-            shown["tool_calls"] = [{**one, "function": {**one["function"], "arguments": "{}"}} for one in calls]
-        trial.append(shown)
+        fields = dict(message)
+        if fields["content"].strip():
+            fields["content"] = f"alpha{at}text"
+            words += [fields["content"]] if beside_calls or not _calls(fields) else []
+        if fields.get("reasoning_content"):
+            fields["reasoning_content"] = "thought"
+        if calls := _calls(fields):
+            fields["tool_calls"] = [{**one, "function": {**one["function"], "arguments": "{}"}} for one in calls]
+        trial.append(fields)
     return trial, words
 
 
 # -- changes, the least harmful first, in the order in which they are made --------------------------------------------
 
 
-def _one_system(messages: Messages) -> Messages:
+def _join_system_messages(messages: Messages) -> Messages:
     leading = list(takewhile(_is_system, messages))
     later = [_without_number(m, role="user") if _is_system(m) else m for m in messages[len(leading) :]]
     if len(leading) > 1 or (leading and leading[0]["role"] != "system"):
-        leading = [{"role": "system", "content": _joined(m["content"] for m in leading)}]
+        leading = [{"role": "system", "content": _join(m["content"] for m in leading)}]
     return leading + later
 
 
-def _neighbours_joined(messages: Messages) -> Messages:
+def _join_neighbours(messages: Messages) -> Messages:
     """No two messages of the user, or of the assistant, in a row; a call ends a message."""
-    said: Messages = []
+    changed_messages: Messages = []
     for message in messages:
-        before = said[-1] if said else {}
-        if message["role"] not in ("user", "assistant") or before.get("role") != message["role"] or _calls(before):
-            said.append(message)
+        last = changed_messages[-1] if changed_messages else {}
+        if message["role"] not in ("user", "assistant") or last.get("role") != message["role"] or _calls(last):
+            changed_messages.append(message)
             continue
-        both = before, message
-        joined = _without_number({**before, **message}, content=_joined(m["content"] for m in both))
-        if thoughts := _joined(m.get("reasoning_content") for m in both):
-            joined["reasoning_content"] = thoughts
-        said[-1] = joined
-    return said
+        pair = last, message
+        joint_message = _without_number({**last, **message}, content=_join(m["content"] for m in pair))
+        if thoughts := _join(m.get("reasoning_content") for m in pair):
+            joint_message["reasoning_content"] = thoughts
+        changed_messages[-1] = joint_message
+    return changed_messages
 
 
-def _one_call(messages: Messages) -> Messages:
-    said: Messages = []
+def _split_calls(messages: Messages) -> Messages:
+    changed_messages: Messages = []
     at = 0
     while at < len(messages):
         message, at = messages[at], at + 1
         if len(_calls(message)) < 2:
-            said.append(message)
+            changed_messages.append(message)
             continue
         results = list(takewhile(lambda one: one["role"] == "tool", messages[at:]))
         at += len(results)
         for number, call in enumerate(message["tool_calls"]):
-            said.append(_without_number(message, tool_calls=[call], **({"content": ""} if number else {})))
+            changed_messages.append(_without_number(message, tool_calls=[call], **({"content": ""} if number else {})))
             ids = [one.get("tool_call_id", call["id"]) for one in results]
             mine = ids.index(call["id"]) if call["id"] in ids else None
-            said += [] if mine is None else [results.pop(mine)]
-        said += results
-    return said
+            changed_messages += [] if mine is None else [results.pop(mine)]
+        changed_messages += results
+    return changed_messages
 
 
-def _calls_apart(messages: Messages) -> Messages:
-    said: Messages = []
+def _separate_calls(messages: Messages) -> Messages:
+    changed_messages: Messages = []
     for message in messages:
         if message["content"] and _calls(message):
-            said.append({name: value for name, value in _without_number(message).items() if name != "tool_calls"})
+            changed_messages.append(
+                {name: value for name, value in _without_number(message).items() if name != "tool_calls"}
+            )
             message = {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}
-        said.append(message)
-    return said
+        changed_messages.append(message)
+    return changed_messages
 
 
-def _turns(messages: Messages) -> Messages:
+def _alternate(messages: Messages) -> Messages:
     """User and assistant take turns, for which empty messages stand; a call and its results belong to the answer."""
-    said: Messages = []
-    asked = False  # whether the user has spoken since the last answer
+    changed_messages: Messages = []
+    user_spoke = False  # whether the user has spoken since the last answer
     for message in messages:
         role = message["role"]
         if role in ("user", "assistant"):
-            if asked is (role == "user"):
-                said.append({"role": "assistant" if asked else "user", "content": ""})
-            asked = role == "user" or bool(_calls(message))
-        said.append(message)
-    return said
+            if user_spoke is (role == "user"):
+                changed_messages.append({"role": "assistant" if user_spoke else "user", "content": ""})
+            user_spoke = role == "user" or bool(_calls(message))
+        changed_messages.append(message)
+    return changed_messages
 
 
-def _no_empty(messages: Messages) -> Messages:
+def _fill_empty(messages: Messages) -> Messages:
     return [one if one["content"] or _calls(one) else _without_number(one, content=" ") for one in messages]
 
 
-def _no_system(messages: Messages) -> Messages:
+def _merge_system_into_user(messages: Messages) -> Messages:
     if not messages or not _is_system(messages[0]):
         return messages
     first, *rest = messages
     if not rest or rest[0]["role"] != "user":
         return [_without_number(first, role="user"), *rest]
-    return [_without_number(rest[0], content=_joined(m["content"] for m in (first, rest[0]))), *rest[1:]]
+    return [_without_number(rest[0], content=_join(m["content"] for m in (first, rest[0]))), *rest[1:]]
 
 
 _CHANGES: Sequence[tuple[Callable[[Messages], Messages], str]] = (
-    (_one_system, "system messages after the first one: they are joined to it, or put as the user's"),
-    (_neighbours_joined, "two messages of a role in a row: they are joined"),
-    (_one_call, "several calls of tools at a time: each is put before its result"),
-    (_calls_apart, "text beside calls of tools: it is put as a message before them"),
-    (_turns, "messages out of turn: empty ones are put between them"),
-    (_no_empty, "messages without text: a space is put there"),
-    (_no_system, "system messages: the text is put before the user's first message"),
+    (_join_system_messages, "system messages after the first one: they are joined to it, or put as the user's"),
+    (_join_neighbours, "two messages of a role in a row: they are joined"),
+    (_split_calls, "several calls of tools at a time: each is put before its result"),
+    (_separate_calls, "text beside calls of tools: it is put as a message before them"),
+    (_alternate, "messages out of turn: empty ones are put between them"),
+    (_fill_empty, "messages without text: a space is put there"),
+    (_merge_system_into_user, "system messages: the text is put before the user's first message"),
 )
 _AS_TEXT = 1 << len(_CHANGES)  # calls and results become text
 _CALLS = "these calls of tools and their results: they are put as text"
@@ -257,12 +263,12 @@ def _calls(message: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     return message.get("tool_calls") or ()
 
 
-def _joined(texts: Iterable[str | None]) -> str:
+def _join(texts: Iterable[str | None]) -> str:
     return "\n\n".join(filter(None, texts))
 
 
-def _without_number(message: Mapping[str, Any], **changed: Any) -> dict[str, Any]:
-    return {name: value for name, value in {**message, **changed}.items() if name != "number"}
+def _without_number(message: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in {**message, **changes}.items() if name != "number"}
 
 
 # -- calls as text -----------------------------------------------------------------------------------------------------
@@ -281,23 +287,28 @@ def _calls_as_text(
     format: CallFormat,
 ) -> list[dict[str, Any]]:
     """Messages of text alone: a system message lists the tools, calls follow an answer's text, results are a user's."""
-    said: list[dict[str, Any]] = []
+    changed_messages: list[dict[str, Any]] = []
     for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
         if are_results:
             results = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in group)
-            said.append({"role": "user", "content": "\n".join(results)})
+            changed_messages.append({"role": "user", "content": "\n".join(results)})
             continue
         for message in group:
             plain = {name: value for name, value in message.items() if name != "tool_calls"}
             if calls := _calls(message):
                 functions = [call["function"] for call in calls]
-                written = format.shown((one["name"], format.as_written(one["arguments"]), "") for one in functions)
-                plain["content"] = "\n".join(filter(None, (message["content"], written)))
-            said.append(plain)
+                calls_text = format.write_calls(
+                    (one["name"], format.rewrite(one["arguments"]), "") for one in functions
+                )
+                plain["content"] = "\n".join(filter(None, (message["content"], calls_text)))
+            changed_messages.append(plain)
     if not tools:
-        return said
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = _TEXT.format(tools=listed)
-    if said[0]["role"] == "system":
-        return [{**said[0], "content": f"{said[0]['content']}\n\n{text}"}, *said[1:]]
-    return [{"role": "system", "content": text}, *said]
+        return changed_messages
+    tool_lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = _TEXT.format(tools=tool_lines)
+    if changed_messages[0]["role"] == "system":
+        return [
+            {**changed_messages[0], "content": f"{changed_messages[0]['content']}\n\n{text}"},
+            *changed_messages[1:],
+        ]
+    return [{"role": "system", "content": text}, *changed_messages]

@@ -92,8 +92,8 @@ class Tokenizer(ABC):
         """Leave out ids from `rows` on, which the embedding lacks: no text has them, and no sequence begins or ends
         with one. The names of such control tokens become plain text."""
         special = self.eos_ids | {one for one in (self.bos_id, self.closing_id) if one is not None}
-        beyond = frozenset(one for one in special if one >= self.vocab_size and one != NO_ID)
-        self.left_out = range(rows, self.vocab_size), beyond
+        missing_ids = frozenset(one for one in special if one >= self.vocab_size and one != NO_ID)
+        self.left_out = range(rows, self.vocab_size), missing_ids
         self.vocab_size = rows = min(rows, self.vocab_size)
         self.eos_ids = frozenset(one for one in self.eos_ids if one < rows)
         self.bos_id, self.closing_id = (

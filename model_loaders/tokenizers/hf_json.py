@@ -103,12 +103,12 @@ def load(file: Path, content: bytes, settings: FolderSettings) -> LibraryTokeniz
             f"{file} holds a {kind} vocabulary; byte-level BPE, SentencePiece and WordPiece ones are supported."
         )
     first, last = _outer_control_tokens(steps)
-    named = str(settings.tokenizer.get("tokenizer_class")), token_string(settings.tokenizer.get("bos_token"))
+    class_and_bos = str(settings.tokenizer.get("tokenizer_class")), token_string(settings.tokenizer.get("bos_token"))
     special = for_folder(
         settings,
         control,
         library.token_to_id,
-        adds_bos=first is not None or known_names.class_adds_bos(*named),
+        adds_bos=first is not None or known_names.class_adds_bos(*class_and_bos),
         default_bos=library.token_to_id(first) if first else None,
         closing_id=library.token_to_id(last) if last else None,
         pair=_pair(steps, library.token_to_id),
@@ -136,13 +136,13 @@ def _edges(token: tokenizers.AddedToken, normalizer: normalizers.Normalizer | No
 
 def _steps(description: Mapping[str, object]) -> Iterator[dict]:
     """Every processing step of a tokenizer.json, including those inside sequences."""
-    waiting = [description.get(stage) for stage in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
-    while waiting:
-        step = waiting.pop(0)
+    stages = [description.get(stage) for stage in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
+    while stages:
+        step = stages.pop(0)
         if isinstance(step, dict) and "type" in step:
             yield step
             for inner in ("normalizers", "pretokenizers", "processors", "decoders"):
-                waiting += step.get(inner, [])
+                stages += step.get(inner, [])
 
 
 def _leading_space(steps: list[dict]) -> tuple[bool, bool]:
@@ -181,7 +181,11 @@ def _pair(steps: list[dict], lookup: Callable[[str], int | None]) -> Pair | None
             places = [at for at, kind in enumerate(kinds) if kind == "Sequence"]
             if len(places) != 2 or places[0] > 1 or places[1] < len(parts) - 2:
                 return None
-            between = [lookup(part["id"]) for _, part in parts[places[0] + 1 : places[1]]]
-            known = tuple(one for one in between if one is not None)
-            return Pair(known, parts[places[1]][1]["type_id"] == 1) if known and len(known) == len(between) else None
+            ids_between = [lookup(part["id"]) for _, part in parts[places[0] + 1 : places[1]]]
+            known_ids = tuple(one for one in ids_between if one is not None)
+            return (
+                Pair(known_ids, parts[places[1]][1]["type_id"] == 1)
+                if known_ids and len(known_ids) == len(ids_between)
+                else None
+            )
     return None

@@ -28,7 +28,7 @@ CODE_ENDS = frozenset((
     "<|file_sep|>",
 ))  # fmt: skip
 _HTML_TAGS = frozenset(("<s>", "</s>"))
-LISTED = ENDS | _ADDED_ENDS | CODE_ENDS | _HTML_TAGS | {"<|channel|>"}
+KNOWN_TOKENS = ENDS | _ADDED_ENDS | CODE_ENDS | _HTML_TAGS | {"<|channel|>"}
 """Every name whose presence matters here."""
 
 _TURNS_OF_PHI = frozenset(("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"))
@@ -39,9 +39,9 @@ def ends(names: Collection[str]) -> frozenset[str]:
 
     Where answers are messages in channels, <|end|> ends a message, and more of the answer follows.
     """
-    known = (ENDS | _ADDED_ENDS).intersection(names) - words(names)
-    in_channels = ("<|return|>" in known and "<|channel|>" in names) or {"<|calls|>", "<|flush|>"} <= known
-    return known - {"<|end|>"} if in_channels else known
+    end_tokens = (ENDS | _ADDED_ENDS).intersection(names) - words(names)
+    in_channels = ("<|return|>" in end_tokens and "<|channel|>" in names) or {"<|calls|>", "<|flush|>"} <= end_tokens
+    return end_tokens - {"<|end|>"} if in_channels else end_tokens
 
 
 def words(names: Collection[str]) -> frozenset[str]:

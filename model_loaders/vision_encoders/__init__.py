@@ -29,13 +29,13 @@ from typing import NamedTuple
 
 from polarlm.model_loaders.config import ModelConfig
 from polarlm.model_loaders.errors import LoadError
-from polarlm.model_loaders.fields import Fields, shown
+from polarlm.model_loaders.fields import Fields, describe
 from polarlm.model_loaders.files.gguf_file import GgufFile
 from polarlm.model_loaders.files.repository import companion_in
 from polarlm.model_loaders.files.safetensors_source import open_safetensors
 from polarlm.model_loaders.files.tensor_table import TensorTable
 from polarlm.model_loaders.files.tensors import StoredTensor, StoredWeights
-from polarlm.model_loaders.files.weights import arranged, complete
+from polarlm.model_loaders.files.weights import arrange, complete
 
 _SAMPLE = 1024  # bytes of a tensor that its digest covers
 MOST_ROWS = 4096  # of an image; of a larger one vision encoders would compute attention for minutes
@@ -78,7 +78,7 @@ class VisionEncoder:
     weights: str = field(default="", compare=False, kw_only=True)
 
     @property
-    def merged(self) -> int:
+    def merged_channels(self) -> int:
         """C of the patches of a row."""
         return self.merge**2 * self.hidden_size
 
@@ -107,8 +107,8 @@ def belongs(encoder: VisionEncoder, config: ModelConfig) -> bool:
 
 def may_belong(metadata: Mapping[str, object], config: ModelConfig) -> bool:
     """Whether an mmproj file with this metadata holds a vision encoder of a known kind for models of this family."""
-    known = [one for one in _modules() if _kind_of(metadata) in getattr(one, "PROJECTORS", {})]
-    return any(config.family in one.MODEL_TYPES for one in known)
+    kinds = [one for one in _modules() if _kind_of(metadata) in getattr(one, "PROJECTORS", {})]
+    return any(config.family in one.MODEL_TYPES for one in kinds)
 
 
 def outputs_of(metadata: Mapping[str, object]) -> object:
@@ -124,7 +124,7 @@ def vision_encoder_of(folder: Path) -> tuple[VisionEncoder, StoredWeights] | Non
     module = next((one for one in _modules() if kind in one.MODEL_TYPES), None)
     if module is None or fields.section("vision_config") is None:
         return None
-    encoder: VisionEncoder = module.configure(fields, _prepared(folder))
+    encoder: VisionEncoder = module.configure(fields, _preprocessor_fields(folder))
     weights = open_safetensors(folder, is_needed=lambda name: False)  # `_fitted` says what is missing
     prefixes: Mapping[str, str] = getattr(module, "PREFIXES", {})
 
@@ -134,10 +134,12 @@ def vision_encoder_of(folder: Path) -> tuple[VisionEncoder, StoredWeights] | Non
 
     try:
         stored = {ours(name): tensor for name, tensor in weights.tensors.items()}
-        if not stored.keys() & {spec.taken.source if spec.taken else spec.name for spec in tensors(encoder).specs()}:
+        if not stored.keys() & {
+            spec.row_parts.source if spec.row_parts else spec.name for spec in tensors(encoder).specs()
+        }:
             weights.close()
             return None
-        return _fitted(encoder, StoredWeights(folder, stored, weights.opened), is_gguf=False)
+        return _fit_weights(encoder, StoredWeights(folder, stored, weights.open_files), is_gguf=False)
     except BaseException:
         weights.close()
         raise
@@ -151,15 +153,15 @@ def open_mmproj(path: Path) -> tuple[VisionEncoder, StoredWeights]:
         kind = _kind_of(metadata)
         read = next((one.PROJECTORS[kind] for one in _modules() if kind in getattr(one, "PROJECTORS", {})), None)
         if read is None:
-            known = sorted(name for one in _modules() for name in getattr(one, "PROJECTORS", {}))
-            what = "no" if kind is None else f"of the kind {shown(kind)} a"
-            raise LoadError(f"{path} holds {what} part that reads images; supported are {', '.join(known)}.")
+            projector_types = sorted(name for one in _modules() for name in getattr(one, "PROJECTORS", {}))
+            what = "no" if kind is None else f"of the kind {describe(kind)} a"
+            raise LoadError(f"{path} holds {what} part that reads images; supported are {', '.join(projector_types)}.")
         values = {key.removeprefix(_OF_IMAGES): value for key, value in metadata.items()}
         fields = Fields(values, path, {key.removeprefix(_OF_IMAGES): key for key in metadata})
         encoder: VisionEncoder = read(fields, {name: tensor.shape for name, tensor in gguf.tensors.items()})
         names = {spec.gguf: spec.name for spec in tensors(encoder).specs()}
         stored = {names.get(label, label): tensor for label, tensor in gguf.tensors.items()}
-        return _fitted(encoder, StoredWeights(path, stored, gguf.files), is_gguf=True)
+        return _fit_weights(encoder, StoredWeights(path, stored, gguf.files), is_gguf=True)
     except BaseException:
         gguf.close()
         raise
@@ -169,7 +171,7 @@ def _kind_of(metadata: Mapping[str, object]) -> object:
     return metadata.get(f"{_OF_IMAGES}projector_type", metadata.get(f"{_CLIP}projector_type"))
 
 
-def _prepared(folder: Path) -> Fields:
+def _preprocessor_fields(folder: Path) -> Fields:
     """How images are prepared, in preprocessor_config.json or in a part of processor_config.json."""
     fields = Fields.read(companion_in(folder, "preprocessor_config.json"), required=False)
     if not fields.present():
@@ -180,21 +182,23 @@ def _prepared(folder: Path) -> Fields:
     return fields
 
 
-def _fitted(encoder: VisionEncoder, weights: StoredWeights, *, is_gguf: bool) -> tuple[VisionEncoder, StoredWeights]:
+def _fit_weights(
+    encoder: VisionEncoder, weights: StoredWeights, *, is_gguf: bool
+) -> tuple[VisionEncoder, StoredWeights]:
     """The vision encoder with its digest, and the weights of exactly its tensors. Raises LoadError."""
-    take_apart = getattr(_module(encoder.kind), "take_apart", lambda encoder, stored: stored)
-    whole = StoredWeights(weights.where, take_apart(encoder, weights.tensors), weights.opened)
+    take_apart = getattr(_module(encoder.kind), "take_apart", lambda encoder, tensors: tensors)
+    whole = StoredWeights(weights.where, take_apart(encoder, weights.tensors), weights.open_files)
     specs = [*tensors(encoder).specs()]
     stored: dict[str, StoredTensor] = complete(whole, specs, "the part that reads images", is_gguf=is_gguf)
     tensors_of_encoder = {
-        spec.name: arranged(stored[spec.name], spec, interleaved=False, is_gguf=is_gguf) for spec in specs
+        spec.name: arrange(stored[spec.name], spec, interleaved=False, is_gguf=is_gguf) for spec in specs
     }
     digest = hashlib.sha256()
     for name, tensor in tensors_of_encoder.items():
         rows = min(tensor.shape[0], -(-_SAMPLE // tensor.row_bytes))
         digest.update(repr((name, tensor.dtype)).encode() + tensor.raw(slice(0, rows)).tobytes())
     return replace(encoder, weights=digest.hexdigest()), StoredWeights(
-        weights.where, tensors_of_encoder, weights.opened
+        weights.where, tensors_of_encoder, weights.open_files
     )
 
 

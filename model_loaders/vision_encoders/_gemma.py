@@ -11,7 +11,7 @@ from typing import Any
 from polarlm.model_loaders.fields import Fields
 from polarlm.model_loaders.files.tensors import StoredTensor
 from polarlm.model_loaders.vision_encoders import VisionEncoder
-from polarlm.model_loaders.vision_encoders._padded import SIDE, padded
+from polarlm.model_loaders.vision_encoders._padded import SIDE, pad
 
 _MAX_SIZE = 2**20
 KEYS = {  # of mmproj files, by the names of config.json
@@ -31,7 +31,7 @@ class GemmaVisionEncoder(VisionEncoder):
         return 3 * self.patch**2
 
     @property
-    def padded(self) -> int:
+    def padded_size(self) -> int:
         """`patch_values` with zeros after them, for GPUs."""
         return -(-self.patch_values // SIDE) * SIDE
 
@@ -57,14 +57,14 @@ def parts_of(fields: Fields) -> tuple[Fields, int]:
 
 
 def with_padded_patches(
-    encoder: GemmaVisionEncoder, stored: Mapping[str, StoredTensor], name: str
+    encoder: GemmaVisionEncoder, tensors: Mapping[str, StoredTensor], name: str
 ) -> dict[str, StoredTensor]:
-    """`stored`, in which the matrix of patches has zeros after its rows."""
-    patches = stored.get(name)
+    """`tensors`, in which the matrix of patches has zeros after its rows."""
+    patches = tensors.get(name)
     if patches is None or math.prod(patches.shape) != encoder.hidden_size * encoder.patch_values:
-        return dict(stored)
+        return dict(tensors)
     flat = replace(patches, shape=(encoder.hidden_size, encoder.patch_values))
     return {
-        **stored,
-        name: padded(flat, (encoder.hidden_size, encoder.padded)) if encoder.padded > flat.columns else flat,
+        **tensors,
+        name: pad(flat, (encoder.hidden_size, encoder.padded_size)) if encoder.padded_size > flat.columns else flat,
     }

@@ -47,22 +47,22 @@ class QwenVisionEncoder(VisionEncoder):
 
 
 def settings(
-    fields: Fields, prepared: Fields, *, patch: int, pixels: tuple[int, int], mean: list[float], std: list[float]
+    fields: Fields, preprocessor: Fields, *, patch: int, pixels: tuple[int, int], mean: list[float], std: list[float]
 ) -> dict[str, Any]:
     """The fields of a `QwenVisionEncoder` but its kind. fields: a `vision_config`. The others: the family's
     defaults."""
     heads = fields.integer("num_heads", 16)
-    hidden = fields.integer("hidden_size", maximum=_MAX_SIZE)
-    if hidden % (4 * heads):
+    hidden_size = fields.integer("hidden_size", maximum=_MAX_SIZE)
+    if hidden_size % (4 * heads):
         raise fields.refuse("hidden_size", f"which is not a multiple of 4 for each of {heads} heads")
     fields.require("temporal_patch_size", FRAMES)
-    size = prepared.section("size") or prepared
+    size = preprocessor.section("size") or preprocessor
     bounds = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
     least, most = (
-        prepared.integer(key, size.integer(key, size.integer(other, default)))
+        preprocessor.integer(key, size.integer(key, size.integer(other, default)))
         for (key, other), default in zip(bounds, pixels, strict=True)
     )
-    colours = prepared.completed({"image_mean": mean, "image_std": std})
+    colours = preprocessor.with_defaults({"image_mean": mean, "image_std": std})
     values = colours.numbers("image_mean", minimum=0.0), colours.numbers("image_std")
     if {len(one) for one in values} != {_CHANNELS}:
         raise colours.refuse("image_mean", f"but it and image_std must have {_CHANNELS} numbers each")
@@ -72,7 +72,7 @@ def settings(
         "after": "<|vision_end|>",
         "filter": "BICUBIC",
         "layers": fields.integer("depth", maximum=4096),
-        "hidden_size": hidden,
+        "hidden_size": hidden_size,
         "heads": heads,
         "ffn_size": fields.integer("intermediate_size", maximum=_MAX_SIZE),
         "patch": fields.integer("patch_size", patch, maximum=256),
@@ -84,10 +84,10 @@ def settings(
     }
 
 
-def of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
+def fields_of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
     """The metadata of an mmproj file with the keys of a `vision_config` and of preprocessor_config.json."""
     sizes = {ours: (shapes.get(label) or (None,))[0] for ours, label in _ROWS.items()}
-    return fields.translated(_KEYS).replaced(sizes)
+    return fields.with_file_keys(_KEYS).with_values(sizes)
 
 
 def fit(encoder: QwenVisionEncoder, width: int, height: int) -> ImageShape:
@@ -111,13 +111,13 @@ def patches_slot(encoder: QwenVisionEncoder, *, has_bias: bool) -> Slots:
     return slots_of("patches", "visual.patch_embed.proj", "v.patch_embd", shape, has_bias=has_bias, flat=True)
 
 
-def take_apart(encoder: QwenVisionEncoder, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+def take_apart(encoder: QwenVisionEncoder, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """In mmproj files each frame of patches has a tensor of its own."""
-    second = stored.get("v.patch_embd.weight.1")
-    if second is None or (first := stored.get(PATCHES)) is None or first.shape != second.shape:
-        return stored
+    second = tensors.get("v.patch_embd.weight.1")
+    if second is None or (first := tensors.get(PATCHES)) is None or first.shape != second.shape:
+        return tensors
     shape = encoder.hidden_size, encoder.patch_values
-    return {**stored, PATCHES: _Frames(first.source, first.label, shape, first.dtype, 0, frames=(first, second))}
+    return {**tensors, PATCHES: _Frames(first.source, first.label, shape, first.dtype, 0, frames=(first, second))}
 
 
 @dataclass(frozen=True)

@@ -24,27 +24,27 @@ class Gemma3VisionEncoder(_gemma.GemmaVisionEncoder):
     side: int  # patches along a side of an image
 
 
-def configure(fields: Fields, prepared: Fields) -> Gemma3VisionEncoder:
+def configure(fields: Fields, preprocessor: Fields) -> Gemma3VisionEncoder:
     vision, outputs = _gemma.parts_of(fields)
-    encoder, rows = _vision_encoder(vision, prepared, outputs), fields.integer("mm_tokens_per_image", 256)
+    encoder, rows = _vision_encoder(vision, preprocessor, outputs), fields.integer("mm_tokens_per_image", 256)
     merge = encoder.side // math.isqrt(rows)
     if not merge or encoder.side**2 != rows * merge**2:
         raise fields.refuse("mm_tokens_per_image", f"but an image has {encoder.side} × {encoder.side} patches")
     return replace(encoder, merge=merge)
 
 
-def _of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma3VisionEncoder:
-    vision = fields.translated(_gemma.KEYS)
+def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma3VisionEncoder:
+    vision = fields.with_file_keys(_gemma.KEYS)
     return _vision_encoder(vision, vision, shapes.get("mm.input_projection.weight", (0,))[-1])
 
 
-PROJECTORS = {"gemma3": _of_mmproj}
+PROJECTORS = {"gemma3": _from_mmproj}
 
 
-def _vision_encoder(vision: Fields, prepared: Fields, outputs: int) -> Gemma3VisionEncoder:
+def _vision_encoder(vision: Fields, preprocessor: Fields, outputs: int) -> Gemma3VisionEncoder:
     vision.require("hidden_act", "gelu_pytorch_tanh")
     for key in ("image_mean", "image_std"):
-        prepared.require(key, [0.5] * 3)
+        preprocessor.require(key, [0.5] * 3)
     settings = _gemma.settings(vision, merge=4, eps="layer_norm_eps")
     if settings["hidden_size"] % settings["heads"]:
         raise vision.refuse("hidden_size", f"which is not a multiple of {settings['heads']} heads")
@@ -66,7 +66,7 @@ def fit(encoder: Gemma3VisionEncoder, width: int, height: int) -> ImageShape:
 
 def tensors(encoder: Gemma3VisionEncoder) -> TensorTable:
     c = encoder.hidden_size
-    patches, norm = (c, encoder.padded), "multi_modal_projector.mm_soft_emb_norm.weight"
+    patches, norm = (c, encoder.padded_size), "multi_modal_projector.mm_soft_emb_norm.weight"
     top: Slots = {
         **slots_of("patches", _PATCHES, "v.patch_embd", patches, has_bias=True),
         **slots_of("positions", "vision_tower.embeddings.position_embedding", "v.position_embd", (encoder.side**2, c)),
@@ -94,13 +94,13 @@ def _layer(encoder: Gemma3VisionEncoder, number: int) -> Slots:
     }
 
 
-def take_apart(encoder: Gemma3VisionEncoder, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+def take_apart(encoder: Gemma3VisionEncoder, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """Patches with zeros after their values; older files of llama.cpp's have the names of up and down swapped."""
-    tensors = _gemma.with_padded_patches(encoder, stored, f"{_PATCHES}.weight")
+    tensors = _gemma.with_padded_patches(encoder, file_tensors, f"{_PATCHES}.weight")
     c, f = encoder.hidden_size, encoder.ffn_size
     for number in range(encoder.layers):
         up, down = (f"vision_tower.encoder.layers.{number}.mlp.fc{i}" for i in (1, 2))
-        if f"{up}.weight" in stored and stored[f"{up}.weight"].shape == (c, f) != (f, c):
+        if f"{up}.weight" in file_tensors and file_tensors[f"{up}.weight"].shape == (c, f) != (f, c):
             swapped = {f"{a}.{kind}": f"{b}.{kind}" for a, b in ((up, down), (down, up)) for kind in ("weight", "bias")}
-            tensors |= {name: stored[other] for name, other in swapped.items() if other in stored}
+            tensors |= {name: file_tensors[other] for name, other in swapped.items() if other in file_tensors}
     return tensors

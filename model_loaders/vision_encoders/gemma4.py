@@ -39,25 +39,25 @@ class Gemma4VisionEncoder(_gemma.GemmaVisionEncoder):
     channels_first: bool  # of the values of a patch
 
 
-def configure(fields: Fields, prepared: Fields) -> Gemma4VisionEncoder:
-    return _vision_encoder(*_gemma.parts_of(fields), prepared, channels_first=False)
+def configure(fields: Fields, preprocessor: Fields) -> Gemma4VisionEncoder:
+    return _vision_encoder(*_gemma.parts_of(fields), preprocessor, channels_first=False)
 
 
-def _of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma4VisionEncoder:
-    of_tensors = {
+def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> Gemma4VisionEncoder:
+    fields_of_tensors = {
         "head_dim": shapes.get("v.blk.0.attn_q_norm.weight", (0,))[0],
         "position_embedding_size": shapes.get("v.position_embd.weight", (0, 0))[-2],
         "standardize": "v.std_bias" in shapes,
         "use_clipped_linears": "v.blk.0.attn_q.input_min" in shapes,
     }
-    vision = fields.translated(_gemma.KEYS).replaced(of_tensors)
+    vision = fields.with_file_keys(_gemma.KEYS).with_values(fields_of_tensors)
     return _vision_encoder(vision, shapes.get("mm.input_projection.weight", (0,))[0], vision, channels_first=True)
 
 
-PROJECTORS = {"gemma4v": _of_mmproj}
+PROJECTORS = {"gemma4v": _from_mmproj}
 
 
-def _vision_encoder(vision: Fields, outputs: int, prepared: Fields, *, channels_first: bool) -> Gemma4VisionEncoder:
+def _vision_encoder(vision: Fields, outputs: int, preprocessor: Fields, *, channels_first: bool) -> Gemma4VisionEncoder:
     vision.require("hidden_activation", "gelu_pytorch_tanh")
     settings = _gemma.settings(vision, merge=3, eps="rms_norm_eps")
     vision.require("num_key_value_heads", settings["heads"])
@@ -74,7 +74,9 @@ def _vision_encoder(vision: Fields, outputs: int, prepared: Fields, *, channels_
         head_dim=head_dim,
         theta=(vision.section("rope_parameters") or vision).positive("rope_theta", 100.0),
         positions=positions,
-        rows=min(prepared.integer("max_soft_tokens", 280), positions // settings["merge"]),  # maybe all along a side
+        rows=min(
+            preprocessor.integer("max_soft_tokens", 280), positions // settings["merge"]
+        ),  # maybe all along a side
         is_standardized=vision.flag("standardize", False),
         is_bounded=vision.flag("use_clipped_linears", False),
         channels_first=channels_first,
@@ -96,7 +98,7 @@ def fit(encoder: Gemma4VisionEncoder, width: int, height: int) -> ImageShape:
 def tensors(encoder: Gemma4VisionEncoder) -> TensorTable:
     c = encoder.hidden_size
     top: Slots = {
-        **slots_of("patches", _PATCHES, "v.patch_embd", (c, encoder.padded)),
+        **slots_of("patches", _PATCHES, "v.patch_embd", (c, encoder.padded_size)),
         "positions": (TensorSpec(_POSITIONS, "v.position_embd.weight", (2 * encoder.positions, c)),),
         **slots_of("projection", "embed_vision.embedding_projection", "mm.input_projection", (encoder.outputs, c)),
     }
@@ -110,14 +112,14 @@ def _layer(encoder: Gemma4VisionEncoder, number: int) -> Slots:
     c, f, heads, dim = encoder.hidden_size, encoder.ffn_size, encoder.heads, encoder.head_dim
     shapes = dict.fromkeys("qkv", (heads * dim, c)) | {"out": (c, heads * dim), "down": (c, f)}
     # Each half of a head is rotated by itself.
-    rotated = partial(replace, attention=Attention(heads, heads, dim, None, rotary_dim=dim // 2))
+    with_rope = partial(replace, attention=Attention(heads, heads, dim, None, rotary_dim=dim // 2))
     slots: dict[str, tuple[TensorSpec, ...]] = {}
     for slot, (name, label) in PRODUCTS.items():
         slots |= slots_of(slot, f"{theirs}.{name}.linear", f"{ggml}.{label}", shapes.get(slot, (f, c)))
     for slot in "qk":
-        slots[slot] = (rotated(slots[slot][0], rotated_heads=heads),)
+        slots[slot] = (with_rope(slots[slot][0], rotated_heads=heads),)
         norm = TensorSpec(f"{theirs}.self_attn.{slot}_norm.weight", f"{ggml}.attn_{slot}_norm.weight", (dim,))
-        slots[f"{slot}_norm"] = (rotated(norm, rotated_heads=1),)
+        slots[f"{slot}_norm"] = (with_rope(norm, rotated_heads=1),)
     for slot, name, label in (
         ("norm", "input", "ln1"),
         ("post_norm", "post_attention", "attn_post_norm"),
@@ -134,9 +136,12 @@ def _layer(encoder: Gemma4VisionEncoder, number: int) -> Slots:
     return slots
 
 
-def take_apart(encoder: Gemma4VisionEncoder, stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+def take_apart(encoder: Gemma4VisionEncoder, file_tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
     """The positions of columns and of rows are one matrix."""
-    tensors, positions = _gemma.with_padded_patches(encoder, stored, f"{_PATCHES}.weight"), stored.get(_POSITIONS)
+    tensors, positions = (
+        _gemma.with_padded_patches(encoder, file_tensors, f"{_PATCHES}.weight"),
+        file_tensors.get(_POSITIONS),
+    )
     if positions is not None and positions.shape == (2, encoder.positions, encoder.hidden_size):
         tensors[_POSITIONS] = replace(positions, shape=(2 * encoder.positions, encoder.hidden_size))
     return tensors

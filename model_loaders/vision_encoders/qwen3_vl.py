@@ -24,33 +24,33 @@ class DeepStackVisionEncoder(_qwen.QwenVisionEncoder):
     deep: tuple[int, ...]  # layers after which rows are made as well
 
 
-def configure(fields: Fields, prepared: Fields) -> VisionEncoder:
+def configure(fields: Fields, preprocessor: Fields) -> VisionEncoder:
     vision, default = fields.section("vision_config"), [8, 16, 24]
     assert vision is not None
     if fields.text("model_type") in _WITHOUT_MORE:
-        return _vision_encoder(vision, prepared, ())
-    more = vision.completed({"deepstack_visual_indexes": default}).integers("deepstack_visual_indexes")
-    return _vision_encoder(vision, prepared, tuple(more))
+        return _vision_encoder(vision, preprocessor, ())
+    more = vision.with_defaults({"deepstack_visual_indexes": default}).integers("deepstack_visual_indexes")
+    return _vision_encoder(vision, preprocessor, tuple(more))
 
 
-def _of_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> VisionEncoder:
-    vision = _qwen.of_mmproj(fields, shapes)
+def _from_mmproj(fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> VisionEncoder:
+    vision = _qwen.fields_of_mmproj(fields, shapes)
     depth = range(vision.integer("depth"))
     return _vision_encoder(
         vision, vision, tuple(layer for layer in depth if f"v.deepstack.{layer}.fc1.weight" in shapes)
     )
 
 
-PROJECTORS = {"qwen3vl_merger": _of_mmproj}
+PROJECTORS = {"qwen3vl_merger": _from_mmproj}
 
 
-def _vision_encoder(vision: Fields, prepared: Fields, more: tuple[int, ...]) -> VisionEncoder:
+def _vision_encoder(vision: Fields, preprocessor: Fields, more: tuple[int, ...]) -> VisionEncoder:
     vision.require("hidden_act", "gelu_pytorch_tanh")
     positions = vision.integer("num_position_embeddings", 2304)
     if (side := math.isqrt(positions)) ** 2 != positions:
         raise vision.refuse("num_position_embeddings", "which is not a square")
     half = [0.5] * 3
-    settings = _qwen.settings(vision, prepared, patch=16, pixels=(1 << 16, 1 << 24), mean=half, std=half)
+    settings = _qwen.settings(vision, preprocessor, patch=16, pixels=(1 << 16, 1 << 24), mean=half, std=half)
     if not all(0 <= layer < settings["layers"] for layer in more):
         raise vision.refuse("deepstack_visual_indexes", f"but there are {settings['layers']} layers")
     return DeepStackVisionEncoder(kind="qwen3_vl", **settings, side=side, deep=more)
@@ -68,11 +68,11 @@ def tensors(encoder: DeepStackVisionEncoder) -> TensorTable:
 def _merger(encoder: DeepStackVisionEncoder, slot: str, theirs: str, ggml: tuple[str, str, str], normed: int) -> Slots:
     """normed: the values that its norm takes together."""
     norm, first, second = ggml
-    merged = encoder.merged
+    merged_channels = encoder.merged_channels
     return {
         **slots_of(f"{slot}_norm", f"{theirs}.norm", norm, (normed,), has_bias=True),
-        **slots_of(f"{slot}_in", f"{theirs}.linear_fc1", first, (merged, merged), has_bias=True),
-        **slots_of(f"{slot}_out", f"{theirs}.linear_fc2", second, (encoder.outputs, merged), has_bias=True),
+        **slots_of(f"{slot}_in", f"{theirs}.linear_fc1", first, (merged_channels, merged_channels), has_bias=True),
+        **slots_of(f"{slot}_out", f"{theirs}.linear_fc2", second, (encoder.outputs, merged_channels), has_bias=True),
     }
 
 
@@ -91,4 +91,4 @@ def _layer(encoder: DeepStackVisionEncoder, number: int) -> Slots:
     ggml = f"v.deepstack.{number}"
     names = f"{ggml}.norm", f"{ggml}.fc1", f"{ggml}.fc2"
     place = f"visual.deepstack_merger_list.{encoder.deep.index(number)}"
-    return {**slots, **_merger(encoder, "deep", place, names, encoder.merged)}
+    return {**slots, **_merger(encoder, "deep", place, names, encoder.merged_channels)}

@@ -111,7 +111,7 @@ class Grammar:
         if self.calls == "none":
             return []
         first = self.format.begin + self.format.opening
-        several = self.several and self.format.several
+        several = self.several and self.format.has_several
         more = " (more)*" if several else ""
         end = self._literal(self.format.end)
         first_call = "call_first" if self._begins_with_name else f"{self._literal(first)} call"

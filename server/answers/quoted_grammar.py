@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from polarlm.engine.sampling.schemas import OPTIONS
-from polarlm.model_loaders.chat.call_arguments import Fields, in_order, quoted
+from polarlm.model_loaders.chat.call_arguments import Fields, dictsort_key, quote_value
 
 _SCALARS = ("number", "integer", "boolean", "null")
 _TYPES = ("object", "array", "string", *_SCALARS)
@@ -83,14 +83,14 @@ class QuotedRules:
         return [f"{self._name}: {self._value(schema)}", *self._lines]
 
     def _write_value(self, value: Any) -> str:
-        return quoted(value, self._quote)
+        return quote_value(value, self._quote)
 
     def _field_start(self, name: str) -> str:
         """What stands before the value of a field."""
         return f"{name}:"
 
     def _sort_fields(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        return sorted(properties.items(), key=in_order)
+        return sorted(properties.items(), key=dictsort_key)
 
     def _holds(self, kind: str) -> bool:
         """Whether all keywords of a schema of this type hold."""
@@ -273,7 +273,7 @@ class FieldRules(QuotedRules):
         return super().lines(schema)
 
     def _write_value(self, value: Any) -> str:
-        return self.fields.written(value)
+        return self.fields.write(value)
 
     def _field_start(self, name: str) -> str:
         return f"{self.fields.before}{name}{self.fields.between}"

@@ -19,7 +19,7 @@ from tests.shared_data import shared
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "fixtures" / "templates"
 GENERAL = CallFormat()
-TAGGED = CallFormat(native=True)
+TAGGED = CallFormat(is_native=True)
 GEMMA = CallFormat(
     opening="<|tool_call>call:",
     middle=("",),
@@ -28,7 +28,7 @@ GEMMA = CallFormat(
     shown_closing=("<tool_call|>",),
     separators=(",", ":"),
     quote='<|"|>',
-    native=True,
+    is_native=True,
     takes_any_text=False,
     takes_results=True,
 )
@@ -46,12 +46,12 @@ def template_of(name: str) -> ChatTemplate:
 
 def plain(opening: str, *middle: str, **more: Any) -> CallFormat:
     """A format with nothing around calls, and nothing after the arguments."""
-    return CallFormat("", opening, middle, "", "", "", ("",), native=True, **more)
+    return CallFormat("", opening, middle, "", "", "", ("",), is_native=True, **more)
 
 
 def apart(fields: Fields, **more: Any) -> CallFormat:
     """A format whose arguments are no object."""
-    return CallFormat(fields=fields, shown_closing=(more["closing"],), native=True, takes_any_text=False, **more)
+    return CallFormat(fields=fields, shown_closing=(more["closing"],), is_native=True, takes_any_text=False, **more)
 
 
 FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and the marker
@@ -64,7 +64,7 @@ FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and t
             between=", ",
             end="]",
             shown_closing=(', "id": "', '"}'),
-            native=True,
+            is_native=True,
             short_ids=True,
         ),
         "[TOOL_CALLS]",
@@ -78,8 +78,8 @@ FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and t
             closing="}",
             between="",
             shown_closing=("}",),
-            several=False,
-            native=True,
+            has_several=False,
+            is_native=True,
         ),
         "",
     ),
@@ -125,13 +125,13 @@ FORMATS: dict[str, tuple[CallFormat, str]] = {  # template → its format, and t
         ),
         "<|tool_call_start|>",
     ),
-    "XML": (CallFormat(unknown=True), "<tool_call>"),
+    "XML": (CallFormat(is_unknown=True), "<tool_call>"),
     **dict.fromkeys(("qwen3", "qwq", "qwen2.5"), (TAGGED, "<tool_call>")),
     "gpt-oss": (
         plain(
             " to=functions.",
             "<|channel|>commentary json<|message|>",
-            several=False,
+            has_several=False,
             content_is_reasoning=True,
             needs_descriptions=True,
         ),
@@ -145,9 +145,9 @@ def test_the_format_is_found(name: str) -> None:
     (expected, marker), format = FORMATS[name], template_of(name).calls
     assert format == expected
     assert format.marker(("[TOOL_CALLS]", "[ARGS]")) == marker
-    if format.native:
+    if format.is_native:
         text = rendered(template_of(name), format.as_messages(MESSAGES), tools=TOOLS)
-        assert format.shown([("f", format.as_written('{"a": [1, "b"]}'), "abcdefgh1")]) in text
+        assert format.write_calls([("f", format.rewrite('{"a": [1, "b"]}'), "abcdefgh1")]) in text
 
 
 CALL = {"id": "abcdefgh1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "b"]}'}}
@@ -182,7 +182,7 @@ def test_without_tools_in_the_template_calls_are_text() -> None:
     assert [message["role"] for message in said] == ["system", "user", "assistant", "user"]
     assert said[0]["content"].startswith("Be kind.\n\n")
     assert json.dumps(TOOLS[0]["function"]) in said[0]["content"]
-    assert said[2]["content"] == template.calls.shown([("f", '{"a": [1, "b"]}', "")])
+    assert said[2]["content"] == template.calls.write_calls([("f", '{"a": [1, "b"]}', "")])
     assert "tool_calls" not in said[2]
     assert said[3]["content"] == "<tool_response>\nso\n</tool_response>\n<tool_response>\nso\n</tool_response>"
     assert put(MESSAGES[:1], TOOLS)[0]["role"] == "system"

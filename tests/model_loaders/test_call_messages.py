@@ -76,5 +76,5 @@ def test_a_call_that_was_cut_off_is_shown_as_its_text(family: tuple[Tokenizer, C
     messages, tools = conversation("word")
     messages[1]["tool_calls"][0]["function"]["arguments"] = CUT_OFF
     (text,) = template.render_each([adapt_conversation(template, messages, tools, {}).messages])
-    shown = (CUT_OFF, json.dumps(CUT_OFF), template.calls.shown([("f", template.calls.written({}), "")]))
+    shown = (CUT_OFF, json.dumps(CUT_OFF), template.calls.write_calls([("f", template.calls.write({}), "")]))
     assert any(one in text for one in (shown[:2] if template.calls.takes_any_text else shown[2:]))

@@ -92,9 +92,9 @@ ELSEWHERE = {  # names as other programs and the hub's pages write them, and our
 
 def test_names_of_other_places_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:5000")
-    assert {text: str(hub_package.named(text)) for text in ELSEWHERE} == ELSEWHERE
+    assert {text: str(hub_package.hub_name(text)) for text in ELSEWHERE} == ELSEWHERE
     assert {text: str(parse(text)) for text in ELSEWHERE} == ELSEWHERE
-    assert [hub_package.named(text) for text in ("user/m.gguf", "./user/repo/m.gguf", "llama3", "qwen3:0.6b")] == [
+    assert [hub_package.hub_name(text) for text in ("user/m.gguf", "./user/repo/m.gguf", "llama3", "qwen3:0.6b")] == [
         None
     ] * 4
 
@@ -498,7 +498,7 @@ def test_a_disk_that_becomes_full(large: Hub, tmp_path: Path, monkeypatch: pytes
     disk = tmp_path / "disk"
     disk.mkdir()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(disk / "cache"))
-    monkeypatch.setattr(hub_package._Fetching, "_check_disk", lambda self, size: None)
+    monkeypatch.setattr(hub_package._Fetch, "_check_disk", lambda self, size: None)
     with small_disk(disk, 2 << 20):
         problem = refusal("user/large")
         assert f"The disk with {disk / 'cache'} is full: free some space" in problem

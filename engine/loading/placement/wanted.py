@@ -222,7 +222,7 @@ def bytes_beside(config: EngineConfig, ops: Ops, model: ModelConfig, where: Path
     weights, row, draft = 0, 0, _draft_bytes(config, ops)
     if (found := model_loaders.load_vision_encoder(where, model, config.mmproj)) is not None:
         vision_encoder, source = found
-        weights, row = weight_bytes(ops, source), _OF_PATCHES * 4 * vision_encoder.merged
+        weights, row = weight_bytes(ops, source), _OF_PATCHES * 4 * vision_encoder.merged_channels
         source.close()
     return lambda tokens: weights + row * min(tokens // 2, MOST_ROWS) + draft(tokens)
 

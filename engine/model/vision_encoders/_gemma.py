@@ -15,7 +15,7 @@ def patches(encoder: GemmaVisionEncoder, pixels: np.ndarray, *, channels_first: 
     height, width, side = *pixels.shape[:2], encoder.patch
     x = (pixels * np.float32(2 / 255) - 1).reshape(height // side, side, width // side, side, 3)
     x = x.transpose(0, 2, *((4, 1, 3) if channels_first else (1, 3, 4))).reshape(-1, encoder.patch_values)
-    return np.pad(x, ((0, 0), (0, encoder.padded - x.shape[1])))
+    return np.pad(x, ((0, 0), (0, encoder.padded_size - x.shape[1])))
 
 
 def means(ops: Ops, x: Array, encoder: GemmaVisionEncoder, shape: ImageShape) -> np.ndarray:

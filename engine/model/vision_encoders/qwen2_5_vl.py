@@ -54,7 +54,7 @@ class Reader(PatchReader[WindowVisionEncoder, Weights, LayerWeights]):
                 ops.linear(y, layer.down, residual=part)
             yield 0
         ops.rms_norm(x, (w.norm, encoder.eps))
-        merged = ops.linear(x.reshape(-1, encoder.merged), w.first, activation="gelu")
+        merged = ops.linear(x.reshape(-1, encoder.merged_channels), w.first, activation="gelu")
         of_rows = np.argsort(order[:: encoder.merge**2])
         return ImageRows(ops.to_device(ops.to_host(ops.linear(merged, w.second))[of_rows]))
 

@@ -55,10 +55,10 @@ class Reader(PatchReader[DeepStackVisionEncoder, Weights, LayerWeights]):
         for layer in self._layers:
             self._add_layer(x, layer, rope)
             if layer.deep_in is not None and layer.deep_out is not None:
-                y = self._layer_norm(x.reshape(-1, encoder.merged), layer.deep_norm, layer.deep_norm_bias)
+                y = self._layer_norm(x.reshape(-1, encoder.merged_channels), layer.deep_norm, layer.deep_norm_bias)
                 added.append((ops.linear(y, layer.deep_in, activation="gelu"), layer.deep_out))
             yield 0
-        y = self._layer_norm(x, w.norm, w.norm_bias).reshape(-1, encoder.merged)
+        y = self._layer_norm(x, w.norm, w.norm_bias).reshape(-1, encoder.merged_channels)
         return ImageRows(ops.linear(ops.linear(y, w.first, activation="gelu"), w.second), tuple(added))
 
     def _positions_of(self, where: np.ndarray, shape: ImageShape) -> np.ndarray:

@@ -33,7 +33,7 @@ QUESTION: Any = {"role": "user", "content": "How is it?"}
 @pytest.fixture
 def text(hermes_engine: Engine) -> str:
     """What the model writes: a sentence, and two calls."""
-    return "I look.\n" + hermes_engine.model.template.calls.shown(CALLS)
+    return "I look.\n" + hermes_engine.model.template.calls.write_calls(CALLS)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_an_answer_that_is_cut_anywhere_is_the_same_streamed_and_whole_and_is_ta
 
 @EACH
 def test_a_number_past_every_float_is_written_as_json(api: API, hermes_engine: Engine, about: ModelInfo) -> None:
-    shown = hermes_engine.model.template.calls.shown([("time", '{"far": [1e999, -1e999]}', "")])
+    shown = hermes_engine.model.template.calls.write_calls([("time", '{"far": [1e999, -1e999]}', "")])
     answer = pieces(hermes_engine, [shown])
     assert api.whole(whole_body(api, about, answer)).calls
     assert streamed_events(api, about, answer)
