@@ -73,10 +73,10 @@ class AsyncEngine:
         if not isinstance(engine, Engine):
             raise EngineError(f"AsyncEngine takes an Engine, not {engine!r}; await AsyncEngine.load(…) loads a model")
         self.engine = engine
-        self._waiting: set[Mailbox] = set()
+        self._mailboxes: set[Mailbox] = set()
         self._lock = threading.Lock()  # guards `_waiting` and `_thread`: there may be several event loops
         self._thread: EngineThread | None = None
-        self._closed = False
+        self._is_closed = False
 
     @classmethod
     async def load(
@@ -109,7 +109,7 @@ class AsyncEngine:
         more = {"progress": progress, "constraint": constraint, **settings}
         submit = partial(self._submit, mailbox, one_prompt(prompt), params, options, **more)
         with self._lock:
-            self._waiting.add(mailbox)
+            self._mailboxes.add(mailbox)
         try:
             await asyncio.to_thread(submit)
             finished = False
@@ -171,7 +171,7 @@ class AsyncEngine:
     async def close(self) -> None:
         """Fail unfinished requests with an EngineError ("closed") and free the engine. Closing twice is fine."""
         with self._lock:
-            self._closed, thread, self._thread = True, self._thread, None
+            self._is_closed, thread, self._thread = True, self._thread, None
         if thread is not None:
             await asyncio.to_thread(thread.stop)
         await asyncio.to_thread(self.engine.close)
@@ -192,7 +192,7 @@ class AsyncEngine:
         """Tokenize and queue a request. Runs in a thread; the engine accepts the request between two units of work."""
         ticket = self.engine.submit(*request, into=mailbox, gone=lambda: mailbox.closed, **more)
         with self._lock:
-            if not self._closed:  # otherwise the engine ends the request as it closes
+            if not self._is_closed:  # otherwise the engine ends the request as it closes
                 self._thread = self._thread or EngineThread(self.engine, self._fail_all)
                 self._thread.wake()
         mailbox.queued(ticket)
@@ -200,12 +200,12 @@ class AsyncEngine:
     def _leave(self, mailbox: Mailbox) -> None:
         mailbox.close()
         with self._lock:
-            self._waiting.discard(mailbox)
+            self._mailboxes.discard(mailbox)
             if self._thread is not None:
                 self._thread.wake()  # so that the engine drops the request
 
     def _fail_all(self, error: Exception) -> None:
         with self._lock:
-            waiting = list(self._waiting)
-        for mailbox in waiting:
+            mailboxes = list(self._mailboxes)
+        for mailbox in mailboxes:
             mailbox.append(error)

@@ -80,7 +80,7 @@ class Engine(Completions):
         self.kept_blocks, self.adapters = parts.disk, parts.adapters  # for servers; requests choose among adapters
         self._answers = Answers(parts.source, self.context, enabled=keeps, tiers=self._tiers)
         self.grammars = Grammars(parts.source.tokenizer, parts.source.vocabulary.stop)
-        self._closed = False
+        self._is_closed = False
 
     @classmethod
     def load(
@@ -137,10 +137,10 @@ class Engine(Completions):
         if len(ids) < 2:
             raise EngineError(f"score needs at least 2 token ids, not {len(ids)}")
         with self._exclusive():
-            before = set(self._runner.requests)
+            earlier_requests = set(self._runner.requests)
         while True:
             with self._exclusive():
-                if before.isdisjoint(self._runner.requests):
+                if earlier_requests.isdisjoint(self._runner.requests):
                     return score.score(self._model, ids, every_token_coded=every_token_coded, logits=logits)
                 self._runner.run_unit()
 
@@ -193,10 +193,10 @@ class Engine(Completions):
         with self._exclusive():
             newest = self._runner.newest
             ids, salt = (newest.ids, newest.salt) if wanted is None else (wanted, salt)
-            saved = sessions.take_out(self._store, self._prefixes, ids, salt)
-        session = Session(tuple(ids[: saved.length]), note, answers)
-        sessions.write(path, self._identity, session, saved, salt, progress)
-        return saved.length
+            contents = sessions.take_out(self._store, self._prefixes, ids, salt)
+        session = Session(tuple(ids[: contents.length]), note, answers)
+        sessions.write(path, self._identity, session, contents, salt, progress)
+        return contents.length
 
     def load_session(self, path: SessionPath, *, cache_salt: str = "", progress: Progress | None = None) -> Session:
         """Load a saved session into the prefix cache, so that prompts that begin with its ids reuse its K/V.
@@ -207,12 +207,12 @@ class Engine(Completions):
         if self.config.kept_sequences == 0:
             raise EngineError("This engine keeps no sequences (kept_sequences is 0), so none can be loaded", "session")
         allowed = self.model.vocabulary, self.context, cache_salt, self.adapters.knows
-        session, saved = sessions.read(path, self._identity, self.cache_shape, *allowed, progress)
+        session, contents = sessions.read(path, self._identity, self.cache_shape, *allowed, progress)
         while True:
             with self._exclusive():
-                if self._runner.makes_room(saved.length):  # others take steps until there is some
+                if self._runner.makes_room(contents.length):  # others take steps until there is some
                     continue
-                kv = sessions.put_back(self._store, saved, path)
+                kv = sessions.put_back(self._store, contents, path)
                 self._runner.release(session.token_ids, self._prefixes.salted(kv, session.salt), session.salt)
             self._answers.restore(session.answers)
             return session
@@ -292,8 +292,8 @@ class Engine(Completions):
                 self._runner.submit(request)
             finished = False
             while not finished:
-                with self._lock.hold_unless(outbox) as held:
-                    if held:
+                with self._lock.hold_unless(outbox) as lock_held:
+                    if lock_held:
                         self._enter()
                         self._runner.run_unit()
                 while outbox:
@@ -323,12 +323,12 @@ class Engine(Completions):
         self._runner.sweep()
 
     def _sweep(self) -> None:
-        if not self._closed and not self._lock.lost:
+        if not self._is_closed and not self._lock.lost:
             self._runner.sweep()
 
     def _check_open(self) -> None:
         """Raises EngineError: "closed" after `close`, "forked" in a child process that cannot use it; DeviceLost."""
-        if self._closed:
+        if self._is_closed:
             raise EngineError("The engine is closed", "closed")
         self._lock.check()
         self._runner.check()
@@ -344,7 +344,7 @@ class Engine(Completions):
         return self._fit_line
 
     def __repr__(self) -> str:
-        return f"<Engine {self._start_line}{', closed' if self._closed else ''}>"
+        return f"<Engine {self._start_line}{', closed' if self._is_closed else ''}>"
 
     def cache_stats(self) -> CacheStats:
         """Memory of the newest sequence in the KV store."""
@@ -356,9 +356,9 @@ class Engine(Completions):
         self.grammars.close()
         self._answers.close()
         with self._lock.hold():
-            if self._closed or self._lock.lost:
+            if self._is_closed or self._lock.lost:
                 return
-            self._closed = True
+            self._is_closed = True
             self._runner.fail_all(EngineError("The engine was closed before this request finished", "closed"))
         if self._tiers is not None:
             self._tiers.close()

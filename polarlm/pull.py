@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     if path.is_file() and name.quantization is None:
         name = replace(name, quantization=hub.quantization_of(path))
     if options.prepare:
-        with Engine.load(config=config, verbose=lambda told: note(note_in_flags(told))) as engine:
+        with Engine.load(config=config, verbose=lambda sentence: note(note_in_flags(sentence))) as engine:
             note(engine.fit_line())
     note(f"{name} takes {format_bytes(_size(path))} on the disk. To talk to it: polarlm chat {name}")
     print(path)

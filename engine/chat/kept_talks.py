@@ -67,8 +67,8 @@ class KeptTalks:
 
     def _files(self) -> list[Path]:
         """The newest first."""
-        found = []
+        files = []
         with suppress(OSError):
             for file in () if self._folder is None else self._folder.glob("*.json"):
-                found.append((last_used(file.stat()), file))
-        return [file for _, file in sorted(found, reverse=True)]
+                files.append((last_used(file.stat()), file))
+        return [file for _, file in sorted(files, reverse=True)]

@@ -30,21 +30,21 @@ def progress_bar(is_shown: bool, **settings: Any) -> Iterator[tqdm[Any] | None]:
         return
     from tqdm import tqdm
 
-    ended = threading.Event()
+    end_event = threading.Event()
     with tqdm(leave=False, delay=_DELAY, **settings) as bar:
-        redraw = threading.Thread(target=_redraw, args=(bar, ended), daemon=True)
+        redraw = threading.Thread(target=_redraw, args=(bar, end_event), daemon=True)
         redraw.start()
         try:
             yield bar
         finally:
-            ended.set()
+            end_event.set()
             redraw.join()
             bar.clear()  # which closing it leaves out, if nothing was counted
 
 
-def _redraw(bar: tqdm[Any], ended: threading.Event) -> None:
+def _redraw(bar: tqdm[Any], end_event: threading.Event) -> None:
     wait = _DELAY
-    while not ended.wait(wait):
+    while not end_event.wait(wait):
         bar.refresh()
         wait = _REDRAW
 
@@ -56,19 +56,19 @@ def counting(what: str, unit: str = "", total: float | None = None) -> Iterator[
     it also takes the amount, and a share of the total is shown."""
     layout = None if unit else "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left{postfix}"
     with progress_bar(True, desc=what, unit=unit, total=total, bar_format=layout) as bar:
-        count, said = 0.0, time.monotonic()
+        count, last_time = 0.0, time.monotonic()
 
-        def say(beside: str, amount: float = 1) -> None:
-            nonlocal count, said
+        def say(note: str, amount: float = 1) -> None:
+            nonlocal count, last_time
             count += amount
             if bar is not None:
-                bar.set_postfix_str(beside, refresh=False)
+                bar.set_postfix_str(note, refresh=False)
                 bar.update(amount)
-            elif time.monotonic() - said >= _LINES_EVERY:
-                said = time.monotonic()
+            elif time.monotonic() - last_time >= _LINES_EVERY:
+                last_time = time.monotonic()
                 of = "" if total is None else f" of {total:,}"
-                done = f"{unit} {count:,.0f}{of}" if unit else f"{count / (total or 1):.0%}"
-                print(f"{what}: {done}{beside and f', {beside}'}", file=sys.stderr, flush=True)
+                progress = f"{unit} {count:,.0f}{of}" if unit else f"{count / (total or 1):.0%}"
+                print(f"{what}: {progress}{note and f', {note}'}", file=sys.stderr, flush=True)
 
         yield say
 
@@ -91,9 +91,9 @@ def above_bars(say: Callable[[str], None]) -> Callable[[str], None]:
 def amounts(bar: tqdm[Any] | None) -> Callable[[int, int], None]:
     """A function of what is done and the total, which shows both on the bar, if there is one."""
 
-    def show(done: int, total: int) -> None:
+    def show(amount_done: int, total: int) -> None:
         if bar is not None:
             bar.total = total
-            bar.update(done - bar.n)
+            bar.update(amount_done - bar.n)
 
     return show

@@ -42,7 +42,7 @@ _REFUSED_SECONDS = 60.0  # in which a file that took too long is not tried again
 _KEPT_REFUSED = 512
 _KEPT_BYTES = 1 << 26  # of the pixels of recent images, which a conversation sends again at each turn
 _MARK = "\ufffc"  # OBJECT REPLACEMENT CHARACTER, on both sides of an image's name
-_MARKED = re.compile(f"{_MARK}([0-9a-f]{{32}}){_MARK}")
+_MARK_PATTERN = re.compile(f"{_MARK}([0-9a-f]{{32}}){_MARK}")
 _LEFT_OUT = "[image left out]"
 
 Message = Mapping[str, Any]
@@ -77,7 +77,7 @@ class ReadPrompt:
         before and after an image."""
         texts: list[str | tuple[int, ...]] = []
         last = ""
-        for number, piece in enumerate(_MARKED.split(text)):
+        for number, piece in enumerate(_MARK_PATTERN.split(text)):
             if number % 2 == 0:
                 last += piece
             elif piece not in self.images or self._vision_encoder is None:  # a text that looks like a mark
@@ -90,17 +90,17 @@ class ReadPrompt:
     def places(self, ids: Sequence[int], *, sections: bool) -> tuple[Places | None, list[PlacedImage]]:
         """Return where the images are in the prompt's ids. sections: see `Places.of`."""
         by_first = {image.ids[0]: image for image in self.images.values()}
-        found: list[PlacedImage] = []
+        placed_images: list[PlacedImage] = []
         end = 0
         for at in np.flatnonzero(np.asarray(ids) >= IMAGE_IDS).tolist() if by_first else ():
             if at >= end:
                 image = by_first[ids[at]]
-                found.append(PlacedImage(at, image.shape, image.pixels))
+                placed_images.append(PlacedImage(at, image.shape, image.pixels))
                 end = at + image.shape.rows
-        if not found:
+        if not placed_images:
             return None, []
-        ranges = [range(one.first, one.first + one.shape.rows) for one in found]
-        return Places.of(ranges, [one.shape.grid for one in found], sections=sections), found
+        ranges = [range(one.first, one.first + one.shape.rows) for one in placed_images]
+        return Places.of(ranges, [one.shape.grid for one in placed_images], sections=sections), placed_images
 
 
 class Images:
@@ -112,7 +112,7 @@ class Images:
         self._context = context
         self._most_rows = max(1, min(context // 2, MOST_ROWS))  # of an image: half of the context is for text
         self._workers = [LimitedProcess(_WORKER, [_MOST_PIXELS, seconds]) for seconds in _TURNS]
-        self._refused: Recent[str, float] = Recent(_KEPT_REFUSED)  # name → until when
+        self._refusals: Recent[str, float] = Recent(_KEPT_REFUSED)  # name → until when
         self._recent: Recent[str, PromptImage] = Recent(_KEPT_BYTES, lambda image: image.pixels.nbytes)
 
     def close(self) -> None:
@@ -127,25 +127,25 @@ class Images:
             return ReadPrompt(prompt, {}, self._vision_encoder)
         images: dict[str, PromptImage] = {}
         decoding = _Decoding(self._workers)
-        asked = max((at for at, message in enumerate(prompt) if _role(message) != "system"), default=0)
+        question = max((at for at, message in enumerate(prompt) if _role(message) != "system"), default=0)
         messages = []
         for at, message in enumerate(prompt):
             if _has_parts(message):
                 texts = []
                 for number, part in enumerate(message["content"]):
-                    place, known = f"messages[{at}].content[{number}]", len(images)
+                    place, count = f"messages[{at}].content[{number}]", len(images)
                     try:
-                        written, note = self._text_of(part, images, decoding)
-                        texts.append(written)
+                        text, note = self._text_of(part, images, decoding)
+                        texts.append(text)
                         if note:
                             warn(f"{place}: {note}")
                     except EngineError as error:
-                        if at == asked and _role(message) not in ("assistant", "tool"):
+                        if at == question and _role(message) not in ("assistant", "tool"):
                             error.args = (f"{place}: {error}",)
                             raise
                         warn(f"{place} is left out: {error}")
                         texts.append(_LEFT_OUT)
-                    if len(images) > known:
+                    if len(images) > count:
                         self._check_fit(images)
                 message = {**message, "content": "".join(texts)}
             messages.append(message)
@@ -176,12 +176,12 @@ class Images:
         name = hashlib.blake2b(data, digest_size=16).hexdigest()
         if (image := self._recent.get(name)) is None:
             try:
-                if time.monotonic() < (self._refused.get(name) or 0.0):
+                if time.monotonic() < (self._refusals.get(name) or 0.0):
                     raise TookTooLong
                 image = self._read(data, name, decoding or _Decoding(self._workers))
             except ProcessFailed as error:
                 if isinstance(error, TookTooLong):
-                    self._refused.put(name, time.monotonic() + _REFUSED_SECONDS)
+                    self._refusals.put(name, time.monotonic() + _REFUSED_SECONDS)
                 raise EngineError(f"this image cannot be read: {error}") from None
             self._recent.put(name, image)
         return name, image
@@ -204,8 +204,8 @@ class Images:
         to = {"to": [shape.width, shape.height], "filter": self._vision_encoder.filter}
         answer = decoding.ask(file | to)
         pixels = np.frombuffer(base64.b64decode(answer["pixels"]), np.uint8)
-        described = repr((name, shape, self._vision_encoder, _PIXELS)).encode()
-        hashes = np.frombuffer(hashlib.shake_128(described).digest(8 * shape.rows), np.uint64)
+        description = repr((name, shape, self._vision_encoder, _PIXELS)).encode()
+        hashes = np.frombuffer(hashlib.shake_128(description).digest(8 * shape.rows), np.uint64)
         ids = IMAGE_IDS | (hashes >> np.uint64(3)).astype(np.int64)
         pixels = pixels.reshape(shape.height, shape.width, 3)
         return PromptImage(shape, tuple(ids.tolist()), pixels, answer["note"])
@@ -278,7 +278,7 @@ def _file_of(image: Any) -> bytes:
 
     file = io.BytesIO()
     try:
-        worker.shown(image).save(file, "PNG")
+        worker.as_shown(image).save(file, "PNG")
     except Exception as error:  # Pillow reads the file only now, and its decoders raise whatever they stumble over
         raise EngineError(f"this Pillow image cannot be read: {error}") from None
     return file.getvalue()

@@ -159,7 +159,7 @@ class Request:
             params,
             sampling,
             model.tokenizer,
-            Detokenizer(model.tokenizer, at_start=is_answer, shown=params.shown_tokens),
+            Detokenizer(model.tokenizer, at_start=is_answer, shown_tokens=params.shown_tokens),
             model.vocabulary,
             outbox,
             options,

@@ -15,7 +15,7 @@ from polarlm.engine.parsing.channel_parser import ChannelParser, channel_tokens
 from polarlm.engine.parsing.pieces import Piece, Progress, fold, keep
 from polarlm.engine.requests.prompts import Prompt, is_chat, place_of_answer
 from polarlm.engine.requests.request import Ticket
-from polarlm.engine.sampling.schemas import prepared_for_text
+from polarlm.engine.sampling.schemas import prepare_for_text
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.errors import LoadError
 from polarlm.server.answers.call_grammar import Grammar, channel_grammar, functions_of, refusal_of_calls
@@ -144,7 +144,7 @@ def _text_schema(request: ParsedRequest, params: SamplingParams, warn: Callable[
         return None
     try:
         schema = json.loads(params.schema) if isinstance(params.schema, str) else params.schema
-        return prepared_for_text(schema, lambda why: warn(f"the constraint holds in part: {why}"))
+        return prepare_for_text(schema, lambda why: warn(f"the constraint holds in part: {why}"))
     except (ValueError, AttributeError, RecursionError) as error:
         refusal = ConstraintError(f"The JSON schema cannot be used: {error}")
         refusal.field = request.constrained_by
@@ -170,7 +170,7 @@ def _plan_channels(
         )
         params = replace(params, grammar=text)
         names = [] if request.tools.calls == "none" else [function.name for function in functions]
-    parser = ChannelParser(channels, format, names, begun=is_begun, inline=request.reasoning == "inline")
+    parser = ChannelParser(channels, format, names, is_begun=is_begun, inline=request.reasoning == "inline")
     return _Plan(replace(params, shown_tokens=channel_tokens(channels, control)), parser, is_begun)
 
 

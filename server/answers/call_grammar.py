@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from polarlm.engine.errors import ConstraintError
 from polarlm.engine.parsing.channel_parser import CONSTRAIN
-from polarlm.engine.sampling.schemas import OPTIONS, prepared
+from polarlm.engine.sampling.schemas import OPTIONS, prepare
 from polarlm.model_loaders.chat.call_format import CallFormat
 from polarlm.model_loaders.chat.channels import Channels
 from polarlm.model_loaders.chat.reasoning import Tags
@@ -160,7 +160,7 @@ def schema_of(function: Function, separators: tuple[str, str], warn: Callable[[s
     options = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
     with _naming_function(function):
         schema = {**function.schema, OPTIONS: {"lenient": not function.strict}}
-        return prepared(schema, options, partial(_warn_about, function, warn))
+        return prepare(schema, options, partial(_warn_about, function, warn))
 
 
 def _warn_about(function: Function, warn: Callable[[str], None], why: str) -> None:

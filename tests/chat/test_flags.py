@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine.chat.config import GROUPS, ChatConfig, read_command_line, read_prompt
-from polarlm.engine.cli.flags import FlagError, describe, in_flags, parse, that
+from polarlm.engine.cli.flags import FlagError, check_that, describe, in_flags, parse
 from polarlm.engine.config import EngineConfig, setting
 from polarlm.engine.errors import EngineError
 from polarlm.engine.params import SamplingParams
@@ -256,7 +256,7 @@ class Fitted:
 
 def read(kind, *argv):
     """What a command with a word of its own is asked."""
-    checks = {"model": that(lambda text: text != "", "empty")}
+    checks = {"model": check_that(lambda text: text != "", "empty")}
     (asked,) = parse(argv, {kind.__name__: kind}, prog="ask", description="Asks.", checks=checks)
     return asked
 
