@@ -29,11 +29,12 @@ _PAUSE = 0.01  # seconds between two rehearsals, in which a request may come
 class EngineThread:
     """A thread that runs an engine's units of work, and sleeps while there is none. After loading it rehearses them."""
 
-    def __init__(self, engine: Engine, failed: Callable[[Exception], None]) -> None:
-        """failed: called in the thread with errors of the engine itself; an error in a step ends only its requests."""
-        self._engine, self._failed = engine, failed
+    def __init__(self, engine: Engine, on_failure: Callable[[Exception], None]) -> None:
+        """on_failure: called in the thread with errors of the engine itself; an error in a step ends only its
+        requests."""
+        self._engine, self._on_failure = engine, on_failure
         self._wake = threading.Event()
-        self._stopping = False
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -43,21 +44,21 @@ class EngineThread:
 
     def stop(self) -> None:
         """End the thread after its unit of work, and wait for it."""
-        self._stopping = True
+        self._is_stopping = True
         self._wake.set()
         self._thread.join()
 
     def _run(self) -> None:
         while True:
             self._wake.clear()
-            if self._stopping:  # read after `clear`, so that a call of `stop` is not missed
+            if self._is_stopping:  # read after `clear`, so that a call of `stop` is not missed
                 return
             busy = rehearses = False
             try:
                 busy = self._engine.work()
                 rehearses = not busy and self._engine.rehearse()
             except Exception as error:
-                self._failed(error)
+                self._on_failure(error)
             if not busy:
                 self._wake.wait(_PAUSE if rehearses else None)
 
@@ -106,8 +107,16 @@ class AsyncEngine:
         Closing the generator cancels the request: read it inside `contextlib.aclosing` where a loop may be left early.
         """
         mailbox = Mailbox(asyncio.get_running_loop())
-        more = {"progress": progress, "constraint": constraint, **settings}
-        submit = partial(self._submit, mailbox, one_prompt(prompt), params, options, **more)
+        submit = partial(
+            self._submit,
+            mailbox,
+            one_prompt(prompt),
+            params,
+            options,
+            progress=progress,
+            constraint=constraint,
+            **settings,
+        )
         with self._lock:
             self._mailboxes.add(mailbox)
         try:
@@ -188,9 +197,10 @@ class AsyncEngine:
         async with aclosing(self.stream(prompt, params, options, **settings)) as chunks:
             return [chunk async for chunk in chunks]
 
-    def _submit(self, mailbox: Mailbox, *request: Any, **more: Any) -> None:
-        """Tokenize and queue a request. Runs in a thread; the engine accepts the request between two units of work."""
-        ticket = self.engine.submit(*request, into=mailbox, gone=lambda: mailbox.closed, **more)
+    def _submit(self, mailbox: Mailbox, *arguments: Any, **settings: Any) -> None:
+        """Tokenize and queue a request; see `Engine.submit` for the arguments. Runs in a thread; the engine accepts the
+        request between two units of work."""
+        ticket = self.engine.submit(*arguments, into=mailbox, gone=lambda: mailbox.closed, **settings)
         with self._lock:
             if not self._is_closed:  # otherwise the engine ends the request as it closes
                 self._thread = self._thread or EngineThread(self.engine, self._fail_all)

@@ -68,8 +68,9 @@ class Engine(Completions):
         self._model, self._store = parts.model, parts.model.store
         self._identity = identity.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
-        more = {} if (bits := parts.config.input_bits) == EngineConfig.input_bits else {"input_bits": str(bits)}
-        self._prefixes = PrefixCache(self._store, identity.of_blocks(self._identity, more), enabled=keeps)
+        bits = parts.config.input_bits
+        changed_bits = {} if bits == EngineConfig.input_bits else {"input_bits": str(bits)}
+        self._prefixes = PrefixCache(self._store, identity.of_blocks(self._identity, changed_bits), enabled=keeps)
         self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model, parts.model.mtp)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
@@ -121,8 +122,9 @@ class Engine(Completions):
         ("context_length_exceeded", "invalid_request").
         """
         outbox: deque[Chunk | Exception] = deque()
-        more = {"outbox": outbox, "wants_progress": progress, "constraint": constraint}
-        request = self._request(one_prompt(prompt), params, options, settings, **more)
+        request = self._request(
+            one_prompt(prompt), params, options, settings, outbox=outbox, progress=progress, constraint=constraint
+        )
         return self._drain(request, outbox)
 
     def score(self, ids: Sequence[int], every_token_coded: bool = False, *, logits: bool = False) -> Score:
@@ -235,13 +237,14 @@ class Engine(Completions):
 
         gone: returns True once nobody waits for the request. Raises EngineError as `stream` does, and "busy".
         """
-        more = {"outbox": into, "wants_progress": progress, "constraint": constraint}
         with read_until(gone):
-            new = self._request(prompt, params, options, settings, gone, **more)
+            request = self._request(
+                prompt, params, options, settings, outbox=into, progress=progress, constraint=constraint, gone=gone
+            )
         with self._exclusive():
-            self._runner.submit(new)
-        cancel, cached = lambda: self._cancel(new.sequence), lambda: new.cached or 0
-        return Ticket(len(new.sequence.prompt), cancel, cached, new.conversation, new.warnings)
+            self._runner.submit(request)
+        cancel, cached = lambda: self._cancel(request.sequence), lambda: request.cached or 0
+        return Ticket(len(request.sequence.prompt), cancel, cached, request.conversation, request.warnings)
 
     def work(self) -> bool:
         """Run one unit of work, a part of a prefill or a step of all running requests; False if there is no request."""
@@ -268,19 +271,34 @@ class Engine(Completions):
         params: Params,
         options: Options,
         settings: Mapping[str, Any],
-        gone: Any = None,
-        **more: Any,
+        *,
+        outbox: Outbox,
+        progress: bool,
+        constraint: Constraint | None,
+        gone: Callable[[], bool] | None = None,
     ) -> Request:
-        """A request that is not queued yet. more: other arguments of `Request.create`."""
+        """A request that is not queued yet; see `submit` for the arguments."""
         self._check_open()
         params, options = params or SamplingParams(), options or PromptOptions()
         if not (isinstance(params, SamplingParams) and isinstance(options, PromptOptions)):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
         params = replace(params, **settings)
-        more |= {"answers": self._answers, "drafting": self._drafting, "adapters": self.adapters, "warnings": []}
-        params, after = behind_reasoning(prompt, params, options, self.model)
-        more |= {"constraint": self.grammars.constraint(params, more.pop("constraint"), gone, after, more["warnings"])}
-        request = Request.create(prompt, params, options, self.model, self.context, **more)
+        warnings: list[str] = []
+        params, close_tag = behind_reasoning(prompt, params, options, self.model)
+        request = Request.create(
+            prompt,
+            params,
+            options,
+            self.model,
+            self.context,
+            answers=self._answers,
+            drafting=self._drafting,
+            adapters=self.adapters,
+            outbox=outbox,
+            wants_progress=progress,
+            constraint=self.grammars.constraint(params, constraint, gone, close_tag, warnings),
+            warnings=warnings,
+        )
         if self._tiers is not None and options.cache_prompt and not request.reads_prompt:
             request.hit = self._tiers.find(request.sequence.prompt[:-1], request.salt)
         return request
