@@ -185,16 +185,16 @@ class Engine(Completions):
         """
         options = options or PromptOptions()
         salt = self.adapters.salt(options)
-        wanted: Sequence[int] | None = None
+        ids_to_save: Sequence[int] | None = None
         answers: Known = ()
         if prompt is not None:
             conversation = self._answers.conversation(prompt, options.cache_salt)
             read, answers = conversation.read, conversation.known()
             unchecked = prompt_ids(conversation.prompt, self.model, options, context=self.context, cut=read.cut)
-            wanted = checked_ids(unchecked, self.model, self.context, room=0, rows=read.ids)
+            ids_to_save = checked_ids(unchecked, self.model, self.context, room=0, rows=read.ids)
         with self._exclusive():
             newest = self._runner.newest
-            ids, salt = (newest.ids, newest.salt) if wanted is None else (wanted, salt)
+            ids, salt = (newest.ids, newest.salt) if ids_to_save is None else (ids_to_save, salt)
             contents = sessions.take_out(self._store, self._prefixes, ids, salt)
         session = Session(tuple(ids[: contents.length]), note, answers)
         sessions.write(path, self._identity, session, contents, salt, progress)

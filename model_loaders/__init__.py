@@ -146,7 +146,7 @@ def load(
     if path is None or is_demo(where):
         model = replace(model, generation=DEMO_GENERATION, template=model.template.with_text(*DEMO_SYSTEM))
     if template is not None:
-        model = replace(model, template=model.template.of_file(Path(template).expanduser()))
+        model = replace(model, template=model.template.with_file(Path(template).expanduser()))
     return model
 
 

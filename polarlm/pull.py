@@ -36,8 +36,10 @@ GROUPS: Mapping[str, type] = {"Model": EngineConfig, "Download": PullConfig}
 
 @command
 def main(argv: Sequence[str]) -> None:
-    asked, options = parse(argv, GROUPS, prog="polarlm pull", description="Download a model from the Hugging Face hub.")
-    config = settle(None, asked, {})
+    engine_config, options = parse(
+        argv, GROUPS, prog="polarlm pull", description="Download a model from the Hugging Face hub."
+    )
+    config = settle(None, engine_config, {})
     if config.weights is None:
         raise FlagError("MODEL is missing: give user/repo of the Hugging Face hub, or user/repo:Q4_K_M")
     name = hub.parse(config.weights)

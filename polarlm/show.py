@@ -48,7 +48,7 @@ def _rows(model: Model) -> list[tuple[str, str]]:
     config, weights, template = model.config, model.weights, model.template
     attention = config.attention
     parameters = sum(math.prod(weights.shape(name)) for name in weights.names())
-    chat = template.missing(model.name) or f"its own{', with reasoning' if template.tags else ''}"
+    chat = template.missing_note(model.name) or f"its own{', with reasoning' if template.tags else ''}"
     return [
         ("family", config.family),
         ("parameters", f"{parameters:,}"),

@@ -40,9 +40,9 @@ def load_driver(model: EngineConfig, config: ServerConfig, log_name: str | None 
     with Engine.load(model.weights, config=model, verbose=lambda sentence: note(note_in_flags(sentence))) as engine:
         if config.alias is not None:
             engine.model = replace(engine.model, name=config.alias)
-        missing = engine.model.template.missing(engine.model.name)
-        if missing and not engine.model.config.is_encoder:
-            note(missing)
+        note_on_template = engine.model.template.missing_note(engine.model.name)
+        if note_on_template and not engine.model.config.is_encoder:
+            note(note_on_template)
         note(engine.fit_line())
         if (most := engine.model.generation.max_tokens) >= 0 and config.max_tokens is None:
             note(f"Answers of this model end after {most} tokens, unless a request or --max-tokens says otherwise")
@@ -79,8 +79,8 @@ async def serve_engine(
     finally:
         await servers.close()
         await driver.stop()
-    if driver.lost is not None:
-        raise driver.lost
+    if driver.device_lost is not None:
+        raise driver.device_lost
 
 
 async def serve_until_signal(

@@ -56,12 +56,12 @@ class KeptTalks:
                 self._own.unlink(missing_ok=True)
         self._own = None
 
-    def last(self, since: int) -> Any:
-        """What was kept last of another conversation, as JSON; None if that was before `since`, in nanoseconds since
-        the epoch."""
+    def last(self, start_time: int) -> Any:
+        """What was kept last of another conversation, as JSON; None if that was before `start_time`, in nanoseconds
+        since the epoch."""
         for file in self._files():
             with suppress(OSError, ValueError):
-                if file != self._own and last_used(file.stat()) > since:
+                if file != self._own and last_used(file.stat()) > start_time:
                     return json.loads(file.read_bytes())
         return None
 

@@ -152,7 +152,7 @@ class ChatSession:
         file = _session_file(path)
         if not path and self._kept_talks is not None:
             save_time = last_used(file.stat()) if file.exists() else None
-            if (messages := _messages(self._kept_talks.last(since=save_time or 0))) is not None:
+            if (messages := _messages(self._kept_talks.last(start_time=save_time or 0))) is not None:
                 other = "" if save_time is None else f" /load {file} continues the one that /save has written."
                 return self._continue(messages, f"The last conversation continues.{other}")
         with self._transfer("loading") as progress:
@@ -178,8 +178,8 @@ class ChatSession:
         """Yields a function that shows progress, and raises KeyboardInterrupt after Ctrl-C."""
         with ctrl_c_pressed() as is_pressed:
 
-            def progress(done: int, total: int) -> None:
-                self._console.progress(what, done, total)
+            def progress(bytes_done: int, total: int) -> None:
+                self._console.progress(what, bytes_done, total)
                 if is_pressed():
                     raise KeyboardInterrupt
 
@@ -292,10 +292,12 @@ class _AnswerText:
         if self._reader is not None:
             return {"role": "assistant", "content": self._final}
         answer = {"role": "assistant", "content": self.text, "token_ids": ids}
-        thought, close_tag, final = self.text.partition(self._tags.close) if self._tags is not None else ("", "", "")
-        if self._tags is None or not close_tag or not thought.lstrip().startswith(self._tags.open):
+        reasoning_text, close_tag, final = (
+            self.text.partition(self._tags.close) if self._tags is not None else ("", "", "")
+        )
+        if self._tags is None or not close_tag or not reasoning_text.lstrip().startswith(self._tags.open):
             return answer
-        reasoning = thought.lstrip().removeprefix(self._tags.open).strip()
+        reasoning = reasoning_text.lstrip().removeprefix(self._tags.open).strip()
         return answer | {"content": final.strip(), "reasoning_content": reasoning, "reasoned": True}
 
 

@@ -86,7 +86,7 @@ def _run(config: EngineConfig, params: SamplingParams, chat: ChatConfig, load: C
     with load(config.weights, config=config, verbose=lambda sentence: console.note(note_in_flags(sentence))) as engine:
         if engine.model.config.is_encoder:
             raise no_answers(engine.model.name, scores_pairs=engine.model.config.scores_pairs)
-        if chat.conversation and (note := engine.model.template.missing(engine.model.name)):
+        if chat.conversation and (note := engine.model.template.missing_note(engine.model.name)):
             console.note(note)
         console.note(engine.fit_line() if chat.verbose else engine.start_line())
         if chat.verbose and (names := kernels(engine)):

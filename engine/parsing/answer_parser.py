@@ -31,9 +31,9 @@ def shown_tokens(control: Mapping[str, int], tags: Tags | None, format: CallForm
     literals = [] if tags is None else [tags.open, tags.close]
     if format is not None:
         literals += [format.begin, format.opening, *format.middle, format.closing]
-        literals += [format.between, format.end, format.quote]
+        literals += [format.call_separator, format.end, format.quote]
         if (fields := format.fields) is not None:
-            literals += [fields.before, fields.between, fields.after, fields.separator]
+            literals += [fields.prefix, fields.joint, fields.suffix, fields.separator]
     return tuple(token for name, token in control.items() if any(name in literal for literal in literals))
 
 
@@ -189,7 +189,7 @@ class AnswerParser:
         if not rest:
             return None
         fields, quote = self._format.fields, self._format.quote
-        begins = ("{",) if fields is None else (fields.before, self._format.closing)
+        begins = ("{",) if fields is None else (fields.prefix, self._format.closing)
         if name not in self._names or not any(rest.startswith(begin) for begin in begins):
             waits = name in self._names and any(begin.startswith(rest) for begin in begins)
             return None if waits else self._no_call()
@@ -208,7 +208,7 @@ class AnswerParser:
         """(name, the id if the format has one, text from the arguments on); the last is None if it is incomplete."""
         assert self._format is not None
         fields = self._format.fields
-        begin = "{" if fields is None else fields.before[:1]
+        begin = "{" if fields is None else fields.prefix[:1]
         parts: list[str | None] = []
         rest: str | None = self._pending
         for literal in self._format.middle:
@@ -245,7 +245,7 @@ class AnswerParser:
         """State: after a call, where another call or the end of their list may follow."""
         format = self._format
         assert format is not None
-        following = format.between + format.opening
+        following = format.call_separator + format.opening
         if self._pending.startswith(following):
             self._begin_call(self._pending, following)
             return []

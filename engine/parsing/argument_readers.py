@@ -151,7 +151,7 @@ class FieldArguments:
     def __init__(self, fields: Fields, closing: str, schema: Any) -> None:
         """closing: what follows the arguments. schema: of all arguments, as an object."""
         self._fields, self._closing, self._schema = fields, closing, schema
-        self._begin = fields.before  # what the next argument begins with
+        self._begin = fields.prefix  # what the next argument begins with
         self._state: Callable[[], str | None] | None = self._next
         self._kinds = KINDS  # that the value may have
         self._reader = QuotedArguments()
@@ -181,10 +181,10 @@ class FieldArguments:
         if ends or self._pending.startswith(closing) or not self._pending.startswith(begin):
             self._state = None
             return "{}" if self._opening == "{" else "}"
-        name, sign, rest = self._pending[len(begin) :].partition(fields.between)
+        name, sign, rest = self._pending[len(begin) :].partition(fields.joint)
         if not sign:
             return None
-        name, self._pending, self._begin = name.strip(), rest, fields.separator + fields.before
+        name, self._pending, self._begin = name.strip(), rest, fields.separator + fields.prefix
         json_text, self._opening = f"{self._opening}{json.dumps(name, ensure_ascii=False)}: ", ", "
         if fields.quote:
             self._reader, self._state = QuotedArguments("'", '"', escapes=True), self._literal
@@ -204,21 +204,21 @@ class FieldArguments:
         return json_text
 
     def _after_value(self) -> str | None:
-        after = self._fields.after
-        if after.startswith(self._pending) and after != self._pending and after:
+        suffix = self._fields.suffix
+        if suffix.startswith(self._pending) and suffix != self._pending and suffix:
             return None
-        self._pending, self._state = self._pending.removeprefix(after), self._next
+        self._pending, self._state = self._pending.removeprefix(suffix), self._next
         return ""
 
     def _text(self) -> str | None:
-        text, end_text, rest = self._pending.partition(self._fields.after)
-        end = len(text) - (0 if end_text else overlap(text, self._fields.after))
+        text, end_text, rest = self._pending.partition(self._fields.suffix)
+        end = len(text) - (0 if end_text else overlap(text, self._fields.suffix))
         self._pending, self._state = (rest, self._next) if end_text else (self._pending[end:], self._text)
         json_text = json.dumps(text[:end], ensure_ascii=False)[1:-1] + '"' * bool(end_text)
         return json_text if json_text else None
 
     def _any(self) -> str | None:
-        text, end_text, rest = self._pending.partition(self._fields.after)
+        text, end_text, rest = self._pending.partition(self._fields.suffix)
         if not end_text:
             return None
         self._pending, self._state = rest, self._next

@@ -302,9 +302,9 @@ class Request:
     def finish(self, reason: str, last: Chunk = _EMPTY) -> None:
         """Emit the last chunk: `last` with the held-back text, the finish reason and the usage."""
         text = last.text
-        if not self._stop_filter.stopped:
+        if not self._stop_filter.has_stopped:
             text += self._stop_filter.push(self.detokenizer.finish()) + self._stop_filter.finish()
-        if self.conversation and not self._stop_filter.stopped:  # the ids have text that a stop string has cut off
+        if self.conversation and not self._stop_filter.has_stopped:  # the ids have text that a stop string has cut off
             with suppress(MemoryError):  # an answer must not fail because it cannot be remembered
                 self.conversation.keep(self.sequence.ids[len(self.sequence.prompt) :])
         self.sequence.finish_reason = reason

@@ -51,7 +51,7 @@ class StopFilter:
         self.stopped_by: str | None = None
 
     @property
-    def stopped(self) -> bool:
+    def has_stopped(self) -> bool:
         return self.stopped_by is not None
 
     def push(self, text: str) -> str:

@@ -51,9 +51,9 @@ class Fields:
     Of values outside of lists and objects, a string without quotes is its text itself, whatever it has.
     """
 
-    before: str  # before a name
-    between: str  # between a name and its value
-    after: str  # after a value
+    prefix: str  # before a name
+    joint: str  # between a name and its value
+    suffix: str  # after a value
     separator: str  # between two arguments
     quote: str = ""  # around a string, with escapes: ' or "; empty if strings are not quoted
     python: tuple[str, ...] = ()  # of "words" (truth values and null), "array", "object": what is no JSON but Python's
@@ -61,7 +61,7 @@ class Fields:
     def write(self, arguments: Mapping[str, Any]) -> str:
         """The text of arguments; empty if there are none."""
         texts = (
-            f"{self.before}{name}{self.between}{self.value(value)}{self.after}" for name, value in arguments.items()
+            f"{self.prefix}{name}{self.joint}{self.value(value)}{self.suffix}" for name, value in arguments.items()
         )
         return self.separator.join(texts)
 

@@ -25,7 +25,7 @@ Render = Callable[..., list[str | LoadError]]
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The text of calls: `begin`, the calls separated by `between`, `end`.
+    """The text of calls: `begin`, the calls separated by `call_separator`, `end`.
 
     A call is `opening`, its name, `middle`, its arguments, `closing`; where the template writes the call's id before
     the arguments, `middle` is the text before and after the id. Where the template writes the id of a past call after
@@ -36,7 +36,7 @@ class CallFormat:
     opening: str = '<tool_call>\n{"name": "'
     middle: tuple[str, ...] = ('", "arguments": ',)  # two parts around an id
     closing: str = "}\n</tool_call>"
-    between: str = "\n"
+    call_separator: str = "\n"
     end: str = ""
     shown_closing: tuple[str, ...] = ("}\n</tool_call>",)  # two parts around an id
     separators: tuple[str, str] = (", ", ": ")  # between arguments, and after a name
@@ -64,7 +64,7 @@ class CallFormat:
             f"{self.opening}{name}{id.join(self.middle)}{arguments}{id.join(self.shown_closing)}"
             for name, arguments, id in calls
         ]
-        return f"{self.begin}{self.between.join(texts)}{self.end}"
+        return f"{self.begin}{self.call_separator.join(texts)}{self.end}"
 
     def write(self, arguments: Mapping[str, Any]) -> str:
         """The text of arguments, as the template writes them."""

@@ -52,8 +52,8 @@ class Guard:
         if not body or not (opens or closes):
             return self.break_up(text, mark)
         start = text.index(body)
-        hidden = (mark if opens else "") + self.break_up(body, mark) + (mark if closes else "")
-        return text[:start] + hidden + text[start + len(body) :]
+        marked_body = (mark if opens else "") + self.break_up(body, mark) + (mark if closes else "")
+        return text[:start] + marked_body + text[start + len(body) :]
 
 
 @lru_cache(maxsize=4)
@@ -64,6 +64,6 @@ def guard(control: tuple[str, ...]) -> Guard:
 
 def unused_characters(count: int, texts: list[str]) -> list[str]:
     """`count` characters that occur in none of `texts`."""
-    used = set().union(*texts)
-    unused = (chr(code) for code in chain(*_INTERNAL) if chr(code) not in used)
-    return [next(unused) for _ in range(count)]
+    characters_used = set().union(*texts)
+    free_characters = (chr(code) for code in chain(*_INTERNAL) if chr(code) not in characters_used)
+    return [next(free_characters) for _ in range(count)]

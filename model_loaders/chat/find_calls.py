@@ -139,7 +139,7 @@ def _format(
         opening=opening_text,
         closing=_without_id(closing_parts),
         shown_closing=closing_parts,
-        between="",
+        call_separator="",
         has_several=False,
         **common,
     )
@@ -161,7 +161,7 @@ def _format(
         begin=opening_text[: len(opening_text) - len(opening)],
         opening=opening,
         closing=_without_id((*last[:-1], closing)),
-        between=joint[len(closing) : len(joint) - len(opening)],
+        call_separator=joint[len(closing) : len(joint) - len(opening)],
         end=last[-1][len(closing) :],
         shown_closing=(*last[:-1], closing),
         **common,
@@ -185,7 +185,7 @@ def _as_message(
         return None
     common |= {"has_several": False, "is_native": True, "content_is_reasoning": True, "separators": span.separators}
     return CallFormat(
-        opening=call[: span.name], middle=span.middle, closing="", between="", shown_closing=("",), **common
+        opening=call[: span.name], middle=span.middle, closing="", call_separator="", shown_closing=("",), **common
     )
 
 
@@ -222,7 +222,7 @@ def _fields(calls: str, without_arguments: str) -> Fields | None:
 
 def _with_values(fields: Fields, text: str | LoadError) -> Fields:
     """`fields` with how a call in `text` writes what is neither a string nor a number."""
-    texts = {name: f"{name}{fields.between}{value!r}" for name, value in _OTHER_VALUES.items()}
+    texts = {name: f"{name}{fields.joint}{value!r}" for name, value in _OTHER_VALUES.items()}
     return replace(fields, python=tuple(name for name in texts if isinstance(text, str) and texts[name] in text))
 
 

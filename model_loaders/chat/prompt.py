@@ -57,7 +57,7 @@ def chat_ids(
         if warn is not None:
             warn(warning)
     chat_messages, with_tools = (
-        [_restore_ids(shown, chat_messages) for shown in adapted_conversation.messages],
+        [_restore_ids(message, chat_messages) for message in adapted_conversation.messages],
         adapted_conversation.variables,
     )
     texts = json.dumps([[message.fields for message in chat_messages], with_tools], ensure_ascii=False)

@@ -43,9 +43,9 @@ def find_tags(render: Render) -> Tags | None:
     answer: dict[str, Any] = {"role": "assistant", "content": _ANSWER}
     answers = [{**answer, "reasoning_content": _REASONING}]
     answers += [{**answer, "content": f"{tags.open}\n{_REASONING}{tags.close}{_ANSWER}"} for tags in _KNOWN_TAGS]
-    written, *texts = render([[*QUESTION, one] for one in answers], add_generation_prompt=False)
+    answer_text, *texts = render([[*QUESTION, one] for one in answers], add_generation_prompt=False)
     (prompt,) = render([QUESTION])
-    if isinstance(written, str) and (pair := _REASONING_PATTERN.search(written)):
+    if isinstance(answer_text, str) and (pair := _REASONING_PATTERN.search(answer_text)):
         return Tags(pair[1], pair[2])
     for tags, text in zip(_KNOWN_TAGS, texts, strict=True):
         strips = isinstance(text, str) and _REASONING not in text and _ANSWER in text

@@ -24,7 +24,7 @@ _SYSTEM = ("system", "developer")
 _WORD = re.compile(r"alpha\d+text")  # in place of a text
 _REPEATS = re.compile(r"(.{1,8}?)\1{3,}", re.DOTALL)
 MOST_SHAPES = 256  # conversation shapes whose changes are kept
-_LOST = "this model's chat template leaves out the text of a message"
+_LOST_TEXT = "this model's chat template leaves out the text of a message"
 _UNKNOWN = (
     "this model's chat template writes calls of tools in a form that is not known here: tools are listed, and calls "
     "written, in a general form, for which the model may not have been trained"
@@ -96,7 +96,7 @@ def adapt_conversation(
         template.changes.put(shape, choice_needed)
     choice, is_lost = choice_needed
     reasons = [why for bit, (_, why) in enumerate(_CHANGES) if choice >> bit & 1] + [_CALLS] * (choice >= _AS_TEXT)
-    warnings = [f"this model's chat template refuses {why}" for why in reasons] + [_LOST] * is_lost
+    warnings = [f"this model's chat template refuses {why}" for why in reasons] + [_LOST_TEXT] * is_lost
     warnings += [_UNKNOWN] * (format is not None and format.is_unknown)
     return AdaptedConversation(adapt(messages, choice), with_tools, warnings)
 
@@ -113,10 +113,10 @@ def _choose_changes(
             continue
         attempts.append(adapted_messages)
         (text,) = template.render_each([adapted_messages], **variables)
-        lost = len(words) + 1 if not isinstance(text, str) else len({*words}.difference(_WORD.findall(text)))
-        if lost < least:
-            best, least = choice, lost
-        if not lost:
+        lost_words = len(words) + 1 if not isinstance(text, str) else len({*words}.difference(_WORD.findall(text)))
+        if lost_words < least:
+            best, least = choice, lost_words
+        if not lost_words:
             break
     return best, 0 < least <= len(words)
 
@@ -197,8 +197,8 @@ def _split_calls(messages: Messages) -> Messages:
         for number, call in enumerate(message["tool_calls"]):
             changed_messages.append(_without_number(message, tool_calls=[call], **({"content": ""} if number else {})))
             ids = [one.get("tool_call_id", call["id"]) for one in results]
-            mine = ids.index(call["id"]) if call["id"] in ids else None
-            changed_messages += [] if mine is None else [results.pop(mine)]
+            own_result = ids.index(call["id"]) if call["id"] in ids else None
+            changed_messages += [] if own_result is None else [results.pop(own_result)]
         changed_messages += results
     return changed_messages
 

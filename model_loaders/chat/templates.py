@@ -56,11 +56,11 @@ class ChatTemplate:
         """The template with `new` instead of the text `old`."""
         return ChatTemplate(self.source.replace(old, new), is_default=self.is_default, **self._tokens)
 
-    def of_file(self, file: Path) -> ChatTemplate:
+    def with_file(self, file: Path) -> ChatTemplate:
         """The template in a file, with the tokens of this one. Raises LoadError."""
         return ChatTemplate(_text(file, "give a Jinja template"), is_default=False, **self._tokens)
 
-    def missing(self, model: str) -> str | None:
+    def missing_note(self, model: str) -> str | None:
         """A sentence for users of `model` if it has no template of its own, on how messages are written; else None."""
         if not self.is_default:
             return None

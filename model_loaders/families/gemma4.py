@@ -137,7 +137,7 @@ def configure(fields: Fields) -> ModelConfig:
         windows=windows,
         logit_softcap=fields.positive("final_logit_softcapping") if fields.has("final_logit_softcapping") else None,
     )
-    changed: list[Layer] = []
+    shared_layers: list[Layer] = []
     for number, layer in enumerate(plain.layers):
         mixer = layer.mixer
         assert isinstance(mixer, Attention)
@@ -148,8 +148,8 @@ def configure(fields: Fields) -> ModelConfig:
         ffn = _experts(fields, ffn) if fields.flag("enable_moe_block", False) else ffn
         whole = mixer.window is not None and fields.has("use_bidirectional_attention")
         mixer = replace(mixer, v_norm=True, shares_kv=number >= unshared, images_whole=whole)
-        changed.append(replace(layer, mixer=mixer, ffn=ffn, scaled=True))
-    return replace(plain, layers=tuple(changed), layer_embedding=inputs)
+        shared_layers.append(replace(layer, mixer=mixer, ffn=ffn, scaled=True))
+    return replace(plain, layers=tuple(shared_layers), layer_embedding=inputs)
 
 
 def tensors(config: ModelConfig) -> TensorTable:

@@ -239,7 +239,7 @@ def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
         spec.gguf: spec.row_parts.source if spec.row_parts is not None and spec_counts[spec.gguf] > 1 else spec.name
         for spec in specs
     }
-    stored = {}
+    file_tensors = {}
     for label, entry in gguf.tensors.items():
         weight = gguf.tensors.get(f"{label.rpartition('.')[0]}.weight")
         if label.endswith((".scale", ".input_scale")) and weight is not None and weight.dtype == _SCALED_TYPE:
@@ -248,8 +248,8 @@ def _tensors(gguf: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
         for part, tensor in _expert_tensors(entry):
             match = _LAYER_TENSOR.fullmatch(part)
             name = names.get(part, f"model.layers.{match[1]}.{match[2]}.{match[3]}{match[4] or ''}" if match else part)
-            stored[name] = tensor if factor == 1 else replace(tensor, factor=factor)
-    return stored
+            file_tensors[name] = tensor if factor == 1 else replace(tensor, factor=factor)
+    return file_tensors
 
 
 def _expert_tensors(whole: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:

@@ -69,7 +69,7 @@ def dense_of_folder(folder: Path) -> tuple[tuple[Dense, ...], list[Path]]:
     return tuple(products), folders
 
 
-def _modules(folder: Path, wanted: str) -> list[Path]:
+def _modules(folder: Path, module_kind: str) -> list[Path]:
     """The folders of the modules of a kind in modules.json, in order; none without that file. Raises LoadError."""
     path = folder / "modules.json"
     modules = read_json(path, list, required=False)
@@ -84,7 +84,7 @@ def _modules(folder: Path, wanted: str) -> list[Path]:
             )
         if Path(where).name != where.rstrip("/"):  # a file of somebody else may name a folder outside of this one
             raise LoadError(f"{path} has a module in {where!r}, which is not a folder next to it; download it again.")
-        if kind == wanted:
+        if kind == module_kind:
             folders.append(folder / where)
     return folders
 

@@ -149,8 +149,8 @@ def read_header(source: FileBytes) -> dict[str, StoredTensor]:
     entries = _parse(source, source.read(8, length))
     end = 0
     tensors = {}
-    placed = (_entry(source, name, entry, 8 + length) for name, entry in entries)
-    for (start, stop), tensor in sorted(placed, key=lambda each: each[0]):
+    entries_read = (_entry(source, name, entry, 8 + length) for name, entry in entries)
+    for (start, stop), tensor in sorted(entries_read, key=lambda each: each[0]):
         if start != end:
             raise _damage_error(
                 source, f"the tensor {tensor.label!r} begins at byte {start:,} of the data, not at {end:,}"

@@ -74,8 +74,12 @@ def parse(text: str) -> HubName:
         folder = path if is_folder else path.rpartition("/")[0]
         return HubName(match["repo"], None if revision == "main" else revision, folder or None)
     if (match := _NAME.fullmatch(name) or _FILE.fullmatch(name)) is not None:
-        found = HubName(**match.groupdict())
-        return HubName(found.repo, found.revision) if found.quantization == _LATEST else found
+        hub_name_parsed = HubName(**match.groupdict())
+        return (
+            HubName(hub_name_parsed.repo, hub_name_parsed.revision)
+            if hub_name_parsed.quantization == _LATEST
+            else hub_name_parsed
+        )
     if address is not None and (match := _OTHER_PAGE.fullmatch(name)) is not None:
         return HubName(match["repo"])
     found_at = search_for(text)

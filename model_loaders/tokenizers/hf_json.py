@@ -36,8 +36,8 @@ class LibraryTokenizer(Tokenizer):
         if vocab_size is None:
             vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         added = library.get_added_tokens_decoder().values()
-        known = {token.content: _edges(token, library.normalizer) for token in added}
-        super().__init__(vocab_size, control, special, space, edges={**known, **edges})
+        edges_by_token = {token.content: _edges(token, library.normalizer) for token in added}
+        super().__init__(vocab_size, control, special, space, edges={**edges_by_token, **edges})
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # control strings are found by the base class alone

@@ -133,13 +133,13 @@ def vision_encoder_of(folder: Path) -> tuple[VisionEncoder, StoredWeights] | Non
         return prefixes.get(theirs, "") + name.removeprefix(theirs)
 
     try:
-        stored = {ours(name): tensor for name, tensor in weights.tensors.items()}
-        if not stored.keys() & {
+        file_tensors = {ours(name): tensor for name, tensor in weights.tensors.items()}
+        if not file_tensors.keys() & {
             spec.row_parts.source if spec.row_parts else spec.name for spec in tensors(encoder).specs()
         }:
             weights.close()
             return None
-        return _fit_weights(encoder, StoredWeights(folder, stored, weights.open_files), is_gguf=False)
+        return _fit_weights(encoder, StoredWeights(folder, file_tensors, weights.open_files), is_gguf=False)
     except BaseException:
         weights.close()
         raise
@@ -160,8 +160,8 @@ def open_mmproj(path: Path) -> tuple[VisionEncoder, StoredWeights]:
         fields = Fields(values, path, {key.removeprefix(_OF_IMAGES): key for key in metadata})
         encoder: VisionEncoder = read(fields, {name: tensor.shape for name, tensor in gguf.tensors.items()})
         names = {spec.gguf: spec.name for spec in tensors(encoder).specs()}
-        stored = {names.get(label, label): tensor for label, tensor in gguf.tensors.items()}
-        return _fit_weights(encoder, StoredWeights(path, stored, gguf.files), is_gguf=True)
+        file_tensors = {names.get(label, label): tensor for label, tensor in gguf.tensors.items()}
+        return _fit_weights(encoder, StoredWeights(path, file_tensors, gguf.files), is_gguf=True)
     except BaseException:
         gguf.close()
         raise
@@ -189,9 +189,9 @@ def _fit_weights(
     take_apart = getattr(_module(encoder.kind), "take_apart", lambda encoder, tensors: tensors)
     whole = StoredWeights(weights.where, take_apart(encoder, weights.tensors), weights.open_files)
     specs = [*tensors(encoder).specs()]
-    stored: dict[str, StoredTensor] = complete(whole, specs, "the part that reads images", is_gguf=is_gguf)
+    file_tensors: dict[str, StoredTensor] = complete(whole, specs, "the part that reads images", is_gguf=is_gguf)
     tensors_of_encoder = {
-        spec.name: arrange(stored[spec.name], spec, interleaved=False, is_gguf=is_gguf) for spec in specs
+        spec.name: arrange(file_tensors[spec.name], spec, interleaved=False, is_gguf=is_gguf) for spec in specs
     }
     digest = hashlib.sha256()
     for name, tensor in tensors_of_encoder.items():

@@ -44,9 +44,9 @@ async def answer(
         """Plan and queue the answer in one call in a thread. An error in a constraint names the request's field."""
         nonlocal plan, ticket
         # Each answer has a seed of its own, so that they differ and can be repeated.
-        numbered = params if params.seed < 0 else replace(params, seed=params.seed + index)
+        seeded_params = params if params.seed < 0 else replace(params, seed=params.seed + index)
         dropped: list[str] = []
-        plan = _plan(driver.engine, request, numbered, dropped.append)
+        plan = _plan(driver.engine, request, seeded_params, dropped.append)
         if plan.is_begun and not options.continue_final_message:
             prompt = [*prompt, {"role": "assistant", "content": ""}]
             options = replace(options, continue_final_message=True)

@@ -119,7 +119,7 @@ class Grammar:
         if self.calls == "may" and self.schema is None and self._marker and self._marker not in self.control:
             lines.append(f"begun: {self._literal(first.removeprefix(self._marker))} call{more} {end}")
         if several:
-            lines.append(f"more: {self._literal(self.format.between + self.format.opening)} call")
+            lines.append(f"more: {self._literal(self.format.call_separator + self.format.opening)} call")
         middle = self.format.middle
         id = f" /{ID}/ {self._literal(middle[1])}" if self.format.has_id else ""
         closing = self._literal(self.format.closing)
@@ -241,7 +241,7 @@ def channel_grammar(
     headers = [literal(channels.header(name), control) for name in (channels.reasoning, channel, channels.final)]
     lines = [
         "%llguidance {}",
-        f"start: (message {literal(channels.between, control)})* {last}",
+        f"start: (message {literal(channels.message_separator, control)})* {last}",
         f"message: ({' | '.join(headers[:2])}) TEXT",
         f"said: {headers[2]} {'TEXT' if schema is None else 'json'}",
         *([] if schema is None else [f"json: %json {json.dumps(schema)}"]),

@@ -47,8 +47,8 @@ def shared_field_rules(
 ) -> list[str]:
     """The rules of all functions with such arguments. control: the names of control tokens. escaped: writes a text in
     a regular expression."""
-    first = min((at for name in control if (at := fields.after.find(name)) >= 0), default=len(fields.after))
-    text, rest = fields.after[:first], literal(fields.after[first:])
+    first = min((at for name in control if (at := fields.suffix.find(name)) >= 0), default=len(fields.suffix))
+    text, rest = fields.suffix[:first], literal(fields.suffix[first:])
     value = '"True" | "False" | "None" | "[" (python (", " python)*)? "]" | "{" (pair (", " pair)*)? "}"'
     raw = [f"raw: RAW {rest}" if rest else "raw[lazy]: RAW", f"RAW: /(?s:.*){escaped(text)}/"]
     return [
@@ -220,14 +220,14 @@ class _ValueRules(QuotedRules):
     def __init__(self, whole: FieldRules) -> None:
         super().__init__(f"{whole._name}_field", whole._quote, whole._literal, whole._warn, strict=whole._strict)
         self._root, self._lines, self._fields = whole._root, whole._lines, whole.fields
-        self._after, self._python = self._literal(self._fields.after), _PythonRules(self)
+        self._after, self._python = self._literal(self._fields.suffix), _PythonRules(self)
         self.any_value = "raw"
         if self._quote:
             value = "python" if "words" in self._fields.python else self._rule("%json {}")
             self.any_value = f"{value} {self._after}"
 
     def _write_value(self, value: Any) -> str:
-        return self._fields.value(value) + self._fields.after
+        return self._fields.value(value) + self._fields.suffix
 
     def _holds(self, kind: str) -> bool:
         return super()._holds(kind) or (self._quote == '"' if kind == "string" else kind not in self._fields.python)
@@ -264,7 +264,7 @@ class FieldRules(QuotedRules):
         """warn: as of `QuotedRules`."""
         super().__init__(name, fields.quote, literal, warn, strict=strict)
         self.fields, self.separator = fields, fields.separator
-        self.any_name = f"{literal(fields.before)} ARGUMENT {literal(fields.between)}"
+        self.any_name = f"{literal(fields.prefix)} ARGUMENT {literal(fields.joint)}"
 
     def lines(self, schema: Mapping[str, Any]) -> list[str]:
         self._root = schema
@@ -276,7 +276,7 @@ class FieldRules(QuotedRules):
         return self.fields.write(value)
 
     def _field_start(self, name: str) -> str:
-        return f"{self.fields.before}{name}{self.fields.between}"
+        return f"{self.fields.prefix}{name}{self.fields.joint}"
 
     def _sort_fields(self, properties: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return list(properties.items())

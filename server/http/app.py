@@ -75,7 +75,7 @@ class Front(ABC):
     def __init__(self, config: ServerConfig, closing: Callable[[], bool]) -> None:
         """closing: whether new requests are refused because the server is closing."""
         self._config, self._closing = config, closing
-        self._since = int(time.time())
+        self._start_time = int(time.time())
 
     def application(self, routes: Sequence[Route], servers: McpServers | None) -> Starlette:
         """The ASGI application with further routes. servers: the MCP servers that the page may use."""
@@ -124,9 +124,9 @@ class Front(ABC):
 
     def _entry(self, request: Request, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
         if _ANTHROPIC in request.headers:
-            created = utc(datetime.fromtimestamp(self._since, timezone.utc))
+            created = utc(datetime.fromtimestamp(self._start_time, timezone.utc))
             return {"type": "model", "id": name, "display_name": name, "created_at": created}
-        return {"id": name, "object": "model", "created": self._since, "owned_by": "polarlm", **more}
+        return {"id": name, "object": "model", "created": self._start_time, "owned_by": "polarlm", **more}
 
     async def health(self, _request: Request) -> Response:
         """200 while the server accepts requests, 503 while it closes."""

@@ -32,12 +32,12 @@ class Conversations:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/conversations", self.since),
+            Route("/conversations", self.changes),
             Route("/conversations/{id}", self.write, methods=["POST"]),
             Route("/conversations/{id}", self.remove, methods=["DELETE"]),
         ]
 
-    async def since(self, request: Request) -> Response:
+    async def changes(self, request: Request) -> Response:
         """/conversations?since=N: {"kept", "conversations": {ID: {"head", "messages": {ID: …}}}, "revision", "more"}
 
         The conversations that changed after revision N, with what changed; a deleted conversation has the head null.
@@ -46,10 +46,10 @@ class Conversations:
         if self._store is None or not self._is_allowed(request):
             return JSONResponse({"kept": False})
         store = self._store
-        since = request.query_params.get("since", "0")
-        if re.fullmatch("[0-9]{1,15}", since) is None:
+        revision_text = request.query_params.get("since", "0")
+        if re.fullmatch("[0-9]{1,15}", revision_text) is None:
             raise BadRequest("since", "since must be a revision: a whole number")
-        changes, revision, more = await asyncio.to_thread(store.changes_since, int(since))
+        changes, revision, more = await asyncio.to_thread(store.changes_since, int(revision_text))
         parts = ",".join(f"{json.dumps(name)}:{_change_json(change)}" for name, change in changes.items())
         body = f'{{"kept":true,"revision":{revision},"more":{json.dumps(more)},"conversations":{{{parts}}}}}'
         return Response(body, media_type="application/json")

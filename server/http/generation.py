@@ -138,7 +138,9 @@ class Generation(Endpoints):
             async for index, piece in pieces:
                 each[index].append(piece)
         # In a thread, since an answer may be long.
-        return await asyncio.to_thread(lambda: JSONResponse(writer.whole([fold(of_one) for of_one in each])))
+        return await asyncio.to_thread(
+            lambda: JSONResponse(writer.whole([fold(pieces_of_one) for pieces_of_one in each]))
+        )
 
     async def _events(self, request: ParsedRequest, writer: Writer, warnings: list[str]) -> AsyncGenerator[Event, None]:
         """The events of a streamed response; first NOTHING, if the engine takes all requests before any has a token."""

@@ -59,10 +59,10 @@ class Guard:
                 "this name, or with an API key to let clients call it by any"
             )
             return ApiError(421, sentence, "misdirected_request", "Host")
-        sent = _keys(headers)
-        if self._keys.are_required and not self._knows_one(sent) and scope["path"] not in _OPEN:
+        keys_sent = _keys(headers)
+        if self._keys.are_required and not self._knows_one(keys_sent) and scope["path"] not in _OPEN:
             sentence = "This server needs its API key, as in 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
-            if any(sent):
+            if any(keys_sent):
                 sentence = "The key is not known: this server has another API key, or this one was withdrawn"
             return ApiError(401, sentence, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         may_lack_type = scope["path"].startswith(_UNTYPED) and not _BROWSERS & set(headers.keys())
@@ -83,22 +83,24 @@ class Guard:
         name = _host_of(hosts[0]) if len(hosts) == 1 else ""
         if name in self._names or (server is not None and name == _normalize_host(server[0])):
             return True
-        address, everywhere = literal_address(name), literal_address(self._host)
-        return address is not None and (address.is_loopback or (everywhere is not None and everywhere.is_unspecified))
+        address, bind_address = literal_address(name), literal_address(self._host)
+        return address is not None and (
+            address.is_loopback or (bind_address is not None and bind_address.is_unspecified)
+        )
 
-    def _knows_one(self, sent: list[str]) -> bool:
-        name = next((name for name in map(self._keys.name_of, sent) if name is not None), None)
+    def _knows_one(self, keys_sent: list[str]) -> bool:
+        name = next((name for name in map(self._keys.name_of, keys_sent) if name is not None), None)
         if name and (entry := journal.current()):
             entry.key = name
         return name is not None
 
 
 def _keys(headers: Headers) -> list[str]:
-    """The keys that are sent: as a bearer token, and in the header of Anthropic's clients, which may send both."""
+    """The keys that are keys_sent: as a bearer token, and in the header of Anthropic's clients, which may send both."""
     authorization, api_keys = headers.getlist("authorization"), headers.getlist("x-api-key")
     scheme, _, key = (authorization[0] if len(authorization) == 1 else "").partition(" ")
-    sent = [key.strip()] if scheme.lower() == "bearer" else []
-    return [*sent, *(api_keys if len(api_keys) == 1 else [])]
+    keys_sent = [key.strip()] if scheme.lower() == "bearer" else []
+    return [*keys_sent, *(api_keys if len(api_keys) == 1 else [])]
 
 
 def _has_type(media_type: str, content_types: list[str], may_be_missing: bool) -> bool:

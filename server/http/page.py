@@ -32,16 +32,16 @@ def _page() -> tuple[str, bytes, dict[str, str]]:
         "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",
     ]
-    packed = gzip.compress(text.encode(), mtime=0)
+    compressed_page = gzip.compress(text.encode(), mtime=0)
     headers = {
         "Content-Security-Policy": "; ".join(policy),
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
-        "ETag": f'W/"{hashlib.sha256(packed).hexdigest()}"',
+        "ETag": f'W/"{hashlib.sha256(compressed_page).hexdigest()}"',
         "Vary": "Accept-Encoding",
     }
-    return text, packed, headers
+    return text, compressed_page, headers
 
 
 def _build() -> str:
@@ -87,9 +87,9 @@ def _hash(element: str, page: str) -> str:
 
 async def page(request: Request) -> Response:
     """The chat page in one file; it uses the API as any other client does."""
-    text, packed, headers = _page()
+    text, compressed_page, headers = _page()
     if headers["ETag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     if "gzip" in request.headers.get("accept-encoding", ""):
-        return Response(packed, headers={**headers, "Content-Encoding": "gzip"}, media_type="text/html")
+        return Response(compressed_page, headers={**headers, "Content-Encoding": "gzip"}, media_type="text/html")
     return Response(text, headers=headers, media_type="text/html")

@@ -62,13 +62,13 @@ class _WatchedStream(anyio.abc.ObjectReceiveStream[Any]):
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.since_answer = 0
-        self.ended = anyio.Event()
+        self.end_event = anyio.Event()
 
     async def receive(self) -> Any:
         try:
             message = await self._stream.receive()
         except (anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
-            self.ended.set()
+            self.end_event.set()
             raise
         self.since_answer += 1
         return _unreadable(message) if isinstance(message, ValidationError) else message
@@ -116,7 +116,7 @@ class _Session:
             async with Client(self._transport(), cache=None) as self._client:
                 self._parent.tell({"tools": await _tools(self._client)})
                 assert self._stream is not None
-                await self._stream.ended.wait()
+                await self._stream.end_event.wait()
                 raise _Trouble("It has ended")
 
     async def _obey(self, group: anyio.abc.TaskGroup) -> None:

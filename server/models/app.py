@@ -27,7 +27,7 @@ from polarlm.server.http.plain.metrics import counters, gauges, merge_models, pa
 from polarlm.server.http.streams import LINES, EventStream, while_connected
 from polarlm.server.http.uvicorn_server import Web
 from polarlm.server.mcp.session import McpServers
-from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, WAITING, ModelProcess, ModelSlot
+from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, WAITING_FOR_MEMORY, ModelProcess, ModelSlot
 from polarlm.server.models.proxy import Proxy
 from polarlm.server.models.registry import NamedModel, Registry, in_words
 from polarlm.server.models.supervisor import Supervisor
@@ -219,12 +219,12 @@ class _SeveralModels(Front):
         if request.query_params.get("model"):
             return await self._proxy.serve(request)
         pages, slots = await self._proxy.metrics(), {one.model.name: one for one in self._supervisor.all()}
-        loaded = {name: one.state == READY for name, one in slots.items()}
+        is_loaded = {name: one.state == READY for name, one in slots.items()}
         up = {name: text is not None for name, text in pages.items()}
         starts = {name: one.starts for name, one in slots.items()}
         active = {name: one.active for name, one in slots.items()}
         states = [
-            gauges("polarlm_model_loaded", "Whether a model is in memory", "model", loaded),
+            gauges("polarlm_model_loaded", "Whether a model is in memory", "model", is_loaded),
             gauges("polarlm_model_up", "Whether a loaded model gave its metrics in time", "model", up),
             counters("polarlm_model_starts", "How often its process was started", "model", starts),
             gauges("polarlm_model_requests", "Requests that it has", "model", active),
@@ -268,7 +268,7 @@ async def _download_lines(registry: Registry, name: hub.HubName) -> AsyncGenerat
 
 def _router_fields(slot: ModelSlot) -> dict[str, Any]:
     """The fields of llama-server's router in OpenAI's lists: aliases, and "unloaded", "loading", "loaded"."""
-    value = {STOPPING: READY, WAITING: LOADING}.get(slot.state, slot.state)
+    value = {STOPPING: READY, WAITING_FOR_MEMORY: LOADING}.get(slot.state, slot.state)
     status: dict[str, Any] = {"value": value, "args": []}
     if slot.state == FAILED:
         status |= {"value": "unloaded", "failed": True, "error": str(slot.error or "an unexpected error")}

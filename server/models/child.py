@@ -54,11 +54,11 @@ class _Server(Parent):
     def hear(self) -> dict[str, Any]:
         return self._lines.get()
 
-    def fetching(self, done: int, total: int) -> None:
+    def fetching(self, bytes_done: int, total: int) -> None:
         """Tell how much of the model has arrived, now and then."""
         if time.monotonic() - self._last_progress >= _PROGRESS_SECONDS:
             self._last_progress = time.monotonic()
-            self.tell({"fetching": {"done": done, "total": total}})
+            self.tell({"fetching": {"done": bytes_done, "total": total}})
 
 
 def _end() -> None:
@@ -104,10 +104,10 @@ def _run(parent: _Server) -> None:
     config = ServerConfig(**first["server"])
     model = _receive_settings(parent, model)
     with tcp_socket(config.host, 0) as http, load_driver(model, config, config.alias) as driver:
-        loaded = {"port": http.getsockname()[1], "reads_images": driver.engine.reads_images}
+        reply = {"port": http.getsockname()[1], "reads_images": driver.engine.reads_images}
         # Nobody else knows the port until the parent hears it.
         asyncio.run(
-            serve_engine(driver, http, None, None, lambda: parent.tell({"loaded": loaded}), _with_clients_of_parent)
+            serve_engine(driver, http, None, None, lambda: parent.tell({"loaded": reply}), _with_clients_of_parent)
         )
 
 

@@ -12,7 +12,7 @@ import psutil
 from polarlm.engine import EngineError
 from polarlm.engine.loading.need import Need
 from polarlm.engine.state.plan import format_bytes
-from polarlm.server.models.process import LOADING, READY, STOPPING, WAITING, ModelSlot
+from polarlm.server.models.process import LOADING, READY, STOPPING, WAITING_FOR_MEMORY, ModelSlot
 from polarlm.server.models.registry import in_words
 
 
@@ -23,12 +23,12 @@ class Memory:
         """most: bytes that --models-memory allows all models together."""
         self._models, self._most = models, most
         self.queue: list[ModelSlot] = []  # models that wait for memory, in the order in which they began to
-        self.changed = asyncio.Event()  # set, and replaced, when memory is set aside or given back
+        self.change_event = asyncio.Event()  # set, and replaced, when memory is set aside or given back
 
     def reserve(self, slot: ModelSlot, need: Need | None) -> None:
         """Note which memory is a model's; None: it has none. All that wait for memory look again."""
         slot.need = need
-        event, self.changed = self.changed, asyncio.Event()
+        event, self.change_event = self.change_event, asyncio.Event()
         event.set()
 
     def models_before(self, slot: ModelSlot) -> list[ModelSlot]:
@@ -40,15 +40,17 @@ class Memory:
         """Bytes of each device that models before this one wait for, besides what stopping ones will give back."""
         waited_for, freed = Counter[str](), Counter[str]()
         for one in self.models_before(slot):
-            if one.need is not None and one.state in (WAITING, STOPPING):
+            if one.need is not None and one.state in (WAITING_FOR_MEMORY, STOPPING):
                 (waited_for if one in self.queue else freed)[one.need.device] += one.need.bytes
         return waited_for - freed
 
     def bytes_left(self, slot: ModelSlot) -> int | None:
         if self._most is None:
             return None
-        used = sum(one.need.bytes for one in self.models_before(slot) if one.need is not None and one not in self.queue)
-        return max(0, self._most - used - sum(self._promised_bytes(slot).values()))
+        bytes_used = sum(
+            one.need.bytes for one in self.models_before(slot) if one.need is not None and one not in self.queue
+        )
+        return max(0, self._most - bytes_used - sum(self._promised_bytes(slot).values()))
 
     def reserved_bytes(self, slot: ModelSlot) -> dict[str, int]:
         """Bytes of each device's memory that others will still take: blocks that nothing was written to, and models

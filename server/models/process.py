@@ -62,16 +62,16 @@ class ModelProcess:
         """The path of the model's files, once they are there. Raises EngineError if that fails, or Refused."""
         return Path((await self._answer())["fetched"]["path"])
 
-    async def need(self, reserved: Mapping[str, int], most: int | None) -> Need:
+    async def need(self, reserved_bytes: Mapping[str, int], most: int | None) -> Need:
         """What the model needs now, as `need` of `loading.need` says. Raises as `fetched` does."""
-        self._child.tell({"load": False, "reserved": reserved, "most": most})
+        self._child.tell({"load": False, "reserved": reserved_bytes, "most": most})
         return Need(**(await self._answer())["fit"])
 
     async def load(self) -> None:
         """Load the model; return when it takes requests. Raises as `fetched` does."""
         self._child.tell({"load": True})
-        loaded = (await self._answer())["loaded"]
-        self.port, self.reads_images = loaded["port"], loaded["reads_images"]
+        reply = (await self._answer())["loaded"]
+        self.port, self.reads_images = reply["port"], reply["reads_images"]
 
     async def end(self) -> None:
         """End the process in order; after 40 seconds, at once."""
@@ -158,7 +158,7 @@ def _session_folder(folder: Path, name: str) -> Path:
 
 # Unloaded → loading, which begins with a download → waiting, if there is no room → loading → loaded → stopping →
 # unloaded. One that is given up while it loads or waits is stopping, too. A failed one is loaded again by a request.
-UNLOADED, LOADING, WAITING, READY = "unloaded", "loading", "waiting for memory", "loaded"
+UNLOADED, LOADING, WAITING_FOR_MEMORY, READY = "unloaded", "loading", "waiting for memory", "loaded"
 STOPPING, FAILED = "stopping", "failed"
 
 

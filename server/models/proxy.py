@@ -57,8 +57,8 @@ class Proxy:
 
     async def metrics(self) -> dict[str, str | None]:
         """/metrics of each loaded model, by its name; None of one that does not answer in time."""
-        loaded = (one for one in self._supervisor.all() if one.state == READY)
-        processes = {one.model.name: one.process for one in loaded if one.process is not None}
+        slots = (one for one in self._supervisor.all() if one.state == READY)
+        processes = {one.model.name: one.process for one in slots if one.process is not None}
         pages = await asyncio.gather(*map(self._metrics_of, processes.values()))
         return dict(zip(processes, pages, strict=True))
 
@@ -114,11 +114,11 @@ class _ProxiedResponse(Response):
             with suppress(ClientDisconnect):
                 await while_connected(receive, self._answer(send))
         except Exception as error:  # EngineError, Refused: as the API writes errors
-            shown = error if isinstance(error, ApiError) else api_error(for_clients(error))
+            client_error = error if isinstance(error, ApiError) else api_error(for_clients(error))
             if not self._began:
-                await self._proxy._errors.response(self._path, shown)(scope, receive, send)
+                await self._proxy._errors.response(self._path, client_error)(scope, receive, send)
             elif self._type.startswith((b"text/event-stream", b"application/x-ndjson")):
-                event = self._proxy._errors.body(self._path, shown)
+                event = self._proxy._errors.body(self._path, client_error)
                 await self._send_error(send, event)
             # Otherwise the connection is closed, since the body has not all of its announced bytes.
 

@@ -63,8 +63,8 @@ class Registry:
         self._fixed: dict[str, NamedModel] = {}
         self._folder_models: dict[str, NamedModel] = {}
         if place is not None and self._look is None:
-            for named in _models_of_file(Path(place), common):
-                self.add(named)
+            for named_model in _models_of_file(Path(place), common):
+                self.add(named_model)
         for name in names:
             self.add(self.hub_model(name))
         models = self.models()
@@ -96,10 +96,10 @@ class Registry:
     def hub_model(self, name: str) -> NamedModel:
         """The model of this name on the hub, which is not added. Raises EngineError."""
         try:
-            parsed = hub.parse(name)
+            hub_name = hub.parse(name)
         except LoadError as error:
             raise EngineError(str(error), "model_unavailable") from None
-        return NamedModel(str(parsed), settle(f"{hub.PREFIX}{parsed}", self._common, {}))
+        return NamedModel(str(hub_name), settle(f"{hub.PREFIX}{hub_name}", self._common, {}))
 
     def add(self, model: NamedModel) -> None:
         """Add a model, unless it is there. Raises FlagError if another one has its name."""

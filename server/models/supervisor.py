@@ -14,7 +14,16 @@ from polarlm.engine import EngineError
 from polarlm.engine.state.plan import format_bytes, parse_size
 from polarlm.server.config import ServerConfig
 from polarlm.server.models.memory import Memory
-from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, UNLOADED, WAITING, ModelProcess, ModelSlot
+from polarlm.server.models.process import (
+    FAILED,
+    LOADING,
+    READY,
+    STOPPING,
+    UNLOADED,
+    WAITING_FOR_MEMORY,
+    ModelProcess,
+    ModelSlot,
+)
 from polarlm.server.models.registry import NamedModel, Registry, in_words
 from polarlm.server.running import refusals
 from polarlm.server.running.journal import note
@@ -187,15 +196,15 @@ class Supervisor:
         """Set memory aside for the model, and unload others until there is enough. Raises EngineError or Refused."""
         try:
             while True:
-                changed = self._memory.changed
+                change_event = self._memory.change_event
                 need = await process.need(self._memory.reserved_bytes(slot), self._memory.bytes_left(slot))
-                if changed.is_set():
+                if change_event.is_set():
                     continue
                 if need.fits:
                     break
                 if slot not in self._memory.queue:
                     self._memory.queue.append(slot)
-                slot.need, slot.state = need, WAITING
+                slot.need, slot.state = need, WAITING_FOR_MEMORY
                 if victim := self._memory.victim(slot):
                     if victim.state == READY:
                         note(f"{victim.model.name} makes room for {slot.model.name}: {format_bytes(need.bytes)}")
@@ -203,7 +212,7 @@ class Supervisor:
                 elif not self._memory.waits_for_others(slot):
                     self._memory.check_most(slot, need)
                     break  # the model tries what there is, and says what it lacks
-                await changed.wait()
+                await change_event.wait()
             slot.need, slot.state = need, LOADING
         except BaseException:
             slot.need = None

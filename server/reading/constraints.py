@@ -41,12 +41,12 @@ def _response_format(field: str, value: Any) -> dict[str, Any]:
     if kind != "json_schema":
         raise wrong_value(f"{field}.type", "text, json_object or json_schema", kind)
     inside = f"{field}.json_schema"
-    wrapped = value.get("json_schema")
-    if wrapped is None and value.get("schema") is not None:  # as llama-server's documentation has it
+    inner = value.get("json_schema")
+    if inner is None and value.get("schema") is not None:  # as llama-server's documentation has it
         return _schema(f"{field}.schema", value["schema"])
-    wrapped = mapping(inside, wrapped, "an object with a schema")
-    schema = _schema(f"{inside}.schema", wrapped.get("schema"))
-    strict = wrapped.get("strict")
+    inner = mapping(inside, inner, "an object with a schema")
+    schema = _schema(f"{inside}.schema", inner.get("schema"))
+    strict = inner.get("strict")
     return _strict(schema) if strict is not None and flag(f"{inside}.strict", strict) else schema
 
 

@@ -198,8 +198,8 @@ class _Reader:
             if isinstance(space := item.get("namespace"), str):
                 function["name"] = in_namespace(space, _text(function["name"]))
             self._add_item([_call(at, function, arguments, name)], "")
-        elif written := self._part(at, item).strip():
-            self._add_item([], written)
+        elif text_of_item := self._part(at, item).strip():
+            self._add_item([], text_of_item)
 
     def _add_item(self, calls: list[Message], content: str) -> None:
         """Add calls or a text of an answer. Calls join what the answer has so far: its items belong to one turn."""

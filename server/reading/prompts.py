@@ -133,19 +133,19 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bo
 def _template_variables(value: Any, effort: Any) -> dict[str, Any]:
     """Variables of the model's template: the ones in `value`, and the ones that an effort of reasoning implies."""
     field = "chat_template_kwargs"
-    implied: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if effort is not None:
         effort = text("reasoning_effort", effort, _LONGEST_EFFORT)
-        implied = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+        variables = {"enable_thinking": effort != "none", "reasoning_effort": effort}
     if value is None:
-        return implied
+        return variables
     for name in mapping(field, value, 'an object such as {"enable_thinking": false}'):
         if name in _OWN_VARIABLES:
             raise BadRequest(f"{field}.{name}", f"{field}.{name} cannot be set: the server gives it its value")
     check_depth(field, value)
-    written = json.dumps(value, ensure_ascii=False)
-    check_at_most(MOST_VARIABLES, field, len(written), "characters")
-    return implied | {name: part for name, part in value.items() if part is not None}
+    json_text = json.dumps(value, ensure_ascii=False)
+    check_at_most(MOST_VARIABLES, field, len(json_text), "characters")
+    return variables | {name: part for name, part in value.items() if part is not None}
 
 
 def read_salt(value: Any) -> str:

@@ -52,12 +52,12 @@ def _within_limits(field: str, name: str, value: Any) -> Any:
     return value
 
 
-def _logprobs(body: Mapping[str, Any], switched: bool) -> int | None:
+def _logprobs(body: Mapping[str, Any], is_switch: bool) -> int | None:
     """`SamplingParams.logprobs`: a number of most likely tokens; None for no log-probabilities."""
     value, top = body.get("logprobs"), count("top_logprobs", body.get("top_logprobs", 0), 0, MOST_LOGPROBS)
     if probabilities := count("n_probs", body.get("n_probs", 0), 0, MOST_LOGPROBS):
         return probabilities
-    if not switched:
+    if not is_switch:
         if top:
             raise BadRequest("top_logprobs", "top_logprobs is not known here: logprobs itself is the number of tokens")
         return None if value is None or value is False else count("logprobs", value, 0, MOST_LOGPROBS)
@@ -140,10 +140,10 @@ def _biases(value: Any, tokenize: Tokenize) -> dict[int, float]:
     check_at_most(MAX_BIASES, "logit_bias", len(value), "entries")
     biases: dict[int, float] = {}
     characters = 0
-    for token, sent in pairs:
-        if sent is None:
+    for token, bias_value in pairs:
+        if bias_value is None:
             continue
-        bias = -math.inf if sent is False else number(f"logit_bias.{describe(token)}", sent)
+        bias = -math.inf if bias_value is False else number(f"logit_bias.{describe(token)}", bias_value)
         if isinstance(token, int):
             biases[token] = bias
             continue

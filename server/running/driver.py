@@ -68,7 +68,7 @@ class Driver:
         self._texts = _Queue(_TEXTS + config.max_queue)  # apart: texts generate nothing
         self._queues = (self._answers, self._transfers, self._texts)
         self.is_closing = False  # whether new requests are refused because the server is closing
-        self.lost: DeviceLost | None = None  # why the engine works no more
+        self.device_lost: DeviceLost | None = None  # why the engine works no more
         self._readers = Readers(sum(queue.room for queue in self._queues))
         self._disk = Worker("sessions")
 
@@ -103,8 +103,8 @@ class Driver:
         engine's thread."""
         if not isinstance(error, DeviceLost):
             self._loop.call_soon_threadsafe(self._end_all, error)
-        elif self.lost is None:
-            self.lost, self.is_closing = error, True
+        elif self.device_lost is None:
+            self.device_lost, self.is_closing = error, True
             self._loop.call_soon_threadsafe(self.end_event.set)
             self._loop.call_soon_threadsafe(self._end_all, error)
 
@@ -253,7 +253,7 @@ class Driver:
         job.entry.prompt = prompt if self.config.log_prompts else None
         try:
             ticket = await self._in_thread(
-                submit, self._readers.waiting if compiles else self._readers.pool_for(prompt)
+                submit, self._readers.waiting_pool if compiles else self._readers.pool_for(prompt)
             )
         except EngineError:
             if job.closed:  # ended while its constraint was compiled: raises the reason for that
@@ -327,7 +327,7 @@ class Driver:
         """preparation: what is called first, in a thread that may wait."""
         with self._job(queue) as job:
             if preparation is not None:
-                self._readers.waiting.submit(partial(job.do, preparation))
+                self._readers.waiting_pool.submit(partial(job.do, preparation))
                 await self._next(job)
             submit(partial(job.do, work))
             result: T = await self._next(job)

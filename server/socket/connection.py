@@ -35,7 +35,7 @@ LAST_SECONDS = 5.0  # time for clients to read their last messages
 
 _LOG = logging.getLogger(__name__)
 _MOST_ID = 200  # characters
-_KNOWN = (*FIELDS, "id", "api_key", "cancel", "save", "load")
+_KNOWN_FIELDS = (*FIELDS, "id", "api_key", "cancel", "save", "load")
 Id = str | int
 Work = Callable[[], Awaitable[dict[str, Any]]]
 
@@ -186,7 +186,7 @@ class Connection(asyncio.Protocol):
             return lambda: self._transfer(self._driver.load_session(name, salt))
         body = {"stream": True} | {name: value for name, value in message.items() if value is not None}
         request = read(body, self._driver.model_info)
-        warnings = [*(sentence for _, sentence in request.warnings), *unknown_fields(body, _KNOWN)]
+        warnings = [*(sentence for _, sentence in request.warnings), *unknown_fields(body, _KNOWN_FIELDS)]
         request = replace(request, options=with_adapter(request.options, body, self._driver.engine.adapters.scales))
         if request.tools is not None:
             raise BadRequest("tools", "tools are taken over HTTP alone: this socket sends answers as text")

@@ -55,22 +55,22 @@ GEMMAS_SIZES = [
 ]
 
 
-def of_vision(module: object, **vision: object) -> QwenVisionEncoder:
+def qwen_encoder(module: object, **vision: object) -> QwenVisionEncoder:
     sizes = {"depth": 2, "hidden_size": 64, "intermediate_size": 8, "out_hidden_size": 32, "num_heads": 4, **vision}
     return module.configure(Fields({"model_type": "qwen3_vl", "vision_config": sizes}, "config.json"), Fields({}, ""))
 
 
-def of_gemma(module: Any, prepared: dict[str, object], more: dict[str, object], **vision: object) -> Any:
+def gemma_encoder(module: Any, prepared: dict[str, object], more: dict[str, object], **vision: object) -> Any:
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 2, **vision}
     fields = {"text_config": {"hidden_size": 16}, "vision_config": {"head_dim": 16, "image_size": 896, **sizes}, **more}
     return module.configure(Fields(fields, "config.json"), Fields(prepared, "preprocessor_config.json"))
 
 
 def test_images_get_the_sizes_that_transformers_gives_them() -> None:
-    deep = of_vision(qwen3_vl, deepstack_visual_indexes=[])
-    small, large = (of_gemma(gemma4, {"max_soft_tokens": rows}, {}) for rows in (70, 280))
-    square = of_gemma(gemma3, {}, {}, patch_size=14)
-    for sizes, of in ((SIZES, (of_vision(qwen2_5_vl), deep)), (GEMMAS_SIZES, (large, small))):
+    deep = qwen_encoder(qwen3_vl, deepstack_visual_indexes=[])
+    small, large = (gemma_encoder(gemma4, {"max_soft_tokens": rows}, {}) for rows in (70, 280))
+    square = gemma_encoder(gemma3, {}, {}, patch_size=14)
+    for sizes, of in ((SIZES, (qwen_encoder(qwen2_5_vl), deep)), (GEMMAS_SIZES, (large, small))):
         for image, *wanted in sizes:
             for vision_encoder, size in zip(of, wanted, strict=True):
                 shape, side = vision_encoders.fit(vision_encoder, *image), vision_encoder.merge * vision_encoder.patch
@@ -100,18 +100,30 @@ PLAIN: dict[str, Any] = {"deepstack_visual_indexes": []}
 @pytest.mark.parametrize(
     ("made", "problem"),
     [
-        (lambda: of_vision(qwen3_vl, **PLAIN, hidden_size=60), "60, which is not a multiple of 4 for each of 4 heads"),
-        (lambda: of_vision(qwen3_vl, **PLAIN, num_position_embeddings=24), "embeddings is 24, which is not a square"),
-        (lambda: of_vision(qwen3_vl, deepstack_visual_indexes=[2]), "but there are 2 layers"),
-        (lambda: of_vision(qwen3_vl, **PLAIN, hidden_act="gelu"), "hidden_act is 'gelu'"),
-        (lambda: of_vision(qwen3_vl, **PLAIN, temporal_patch_size=1), "temporal_patch_size is 1"),
         (
-            lambda: of_gemma(gemma3, {}, {"mm_tokens_per_image": 200}, patch_size=14),
+            lambda: qwen_encoder(qwen3_vl, **PLAIN, hidden_size=60),
+            "60, which is not a multiple of 4 for each of 4 heads",
+        ),
+        (
+            lambda: qwen_encoder(qwen3_vl, **PLAIN, num_position_embeddings=24),
+            "embeddings is 24, which is not a square",
+        ),
+        (lambda: qwen_encoder(qwen3_vl, deepstack_visual_indexes=[2]), "but there are 2 layers"),
+        (lambda: qwen_encoder(qwen3_vl, **PLAIN, hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (lambda: qwen_encoder(qwen3_vl, **PLAIN, temporal_patch_size=1), "temporal_patch_size is 1"),
+        (
+            lambda: gemma_encoder(gemma3, {}, {"mm_tokens_per_image": 200}, patch_size=14),
             "mm_tokens_per_image is 200, but an image has 64 × 64 patches",
         ),
-        (lambda: of_gemma(gemma3, {"image_mean": [0.4] * 3}, {}, patch_size=14), "image_mean is"),
-        (lambda: of_gemma(gemma3, {}, {}, hidden_size=33, patch_size=14), "hidden_size is 33, which is not a multiple"),
-        (lambda: of_gemma(gemma4, {}, {}, head_dim=18, patch_size=16), "head_dim is 18, but must be a multiple of 4"),
+        (lambda: gemma_encoder(gemma3, {"image_mean": [0.4] * 3}, {}, patch_size=14), "image_mean is"),
+        (
+            lambda: gemma_encoder(gemma3, {}, {}, hidden_size=33, patch_size=14),
+            "hidden_size is 33, which is not a multiple",
+        ),
+        (
+            lambda: gemma_encoder(gemma4, {}, {}, head_dim=18, patch_size=16),
+            "head_dim is 18, but must be a multiple of 4",
+        ),
     ],
 )
 def test_a_vision_encoder_that_cannot_be_read_is_named(made: Callable[[], object], problem: str) -> None:

@@ -24,7 +24,7 @@ from polarlm.server.running.driver import Driver
 
 MOST_INPUTS = 2048  # as at OpenAI
 _TEXTS = ("input", "content")  # two spellings
-_KNOWN = (
+_KNOWN_FIELDS = (
     *(*_TEXTS, "model", "encoding_format", "pooling", "embd_normalize", "dimensions", "prompt_name", "user"),
     *("truncate", "truncation", "truncate_prompt_tokens", "parse_special", "cache_prompt", "cache_salt"),
 )
@@ -71,7 +71,7 @@ class Embeddings(Endpoints):
         options = self._driver.engine.embedding_options(pooling, options)
         options = replace(options, **read_vector_options(body, truncates="truncate_prompt_tokens" in body))
         encoding = one_of("encoding_format", body.get("encoding_format", "float"), ("float", "base64"))
-        warnings = [*(sentence for _, sentence in fields), *unknown_fields(fields_sent, _KNOWN)]
+        warnings = [*(sentence for _, sentence in fields), *unknown_fields(fields_sent, _KNOWN_FIELDS)]
         as_base64 = encoding == "base64"
         vectors, tokens = await vectors_of(request, self._driver, prompts, options, name, warnings, as_base64=as_base64)
         return vectors, tokens, options, warnings

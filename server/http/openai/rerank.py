@@ -25,7 +25,7 @@ from polarlm.server.reading.values import LARGEST, FieldWarnings, array, check_a
 
 _PATHS = ("/v1/rerank", "/v2/rerank", "/v1/reranking", "/rerank", "/reranking")
 _TEXTS, _LIMITS, _RETURNS = ("documents", "texts"), ("top_n", "top_k"), ("return_documents", "return_text")  # spellings
-_KNOWN = (
+_KNOWN_FIELDS = (
     *("query", *_TEXTS, *_LIMITS, *_RETURNS, "model", "raw_scores", "instruction", "user", "cache_salt"),
     *("truncate", "truncation", "truncate_prompt_tokens", "max_tokens_per_doc"),
 )
@@ -39,8 +39,8 @@ class Rerank(Endpoints):
     async def serve(self, request: Request) -> Response:
         """{"query", "documents"} → {"results": [{"index", "relevance_score"}]}, the best first, at most "top_n";
         {"query", "texts"} → [{"index", "score"}]."""
-        sent = await self._body(request)
-        body, fields = requested_fields(sent), FieldWarnings()
+        fields_sent = await self._body(request)
+        body, fields = requested_fields(fields_sent), FieldWarnings()
         name = spelling(body, _TEXTS, fields)
         documents = _documents(name, body.get(name))
         query = text("query", body.get("query", ""))
@@ -54,7 +54,7 @@ class Rerank(Endpoints):
         engine = self._driver.engine
         salt = read_salt(body.get("cache_salt"))
         instruction = text("instruction", body["instruction"]) if "instruction" in body else None
-        warnings = [*(sentence for _, sentence in fields), *unknown_fields(sent, _KNOWN)]
+        warnings = [*(sentence for _, sentence in fields), *unknown_fields(fields_sent, _KNOWN_FIELDS)]
         cuts = dict[int, str]()  # number of a document → what is said of it
 
         def score(document: Embedding) -> tuple[float, int]:

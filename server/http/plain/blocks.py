@@ -59,7 +59,7 @@ class Blocks:
         self._place, self._most = place, most
         self._receiving, self._sending = (Budget(max(_MOST_BYTES, most)) for _ in range(2))
         self._worker = Worker("blocks")  # unlike a pool's thread, it lets the process end even if the disk hangs
-        self._waiting = 0
+        self._waiting_count = 0
 
     def routes(self) -> list[Route]:
         return [Route("/blocks/{name}", self.get, methods=["GET"]), Route("/blocks/{name}", self.put, methods=["PUT"])]
@@ -118,10 +118,10 @@ class Blocks:
         self._place.write(name, b"", memoryview(body))
 
     async def _do(self, work: Callable[[], T]) -> T:
-        if self._waiting >= _MOST_WAITING:
+        if self._waiting_count >= _MOST_WAITING:
             raise _busy_error()
         job = Job(asyncio.get_running_loop())
-        self._waiting += 1
+        self._waiting_count += 1
         try:
             self._worker.submit(partial(job.do, work))
             result: T = await asyncio.wait_for(job.next(), _SECONDS)
@@ -132,7 +132,7 @@ class Blocks:
             reason = error.strerror or str(error)
             raise ApiError(507, f"The block cannot be read or written: {reason}", "storage") from None
         finally:
-            self._waiting -= 1
+            self._waiting_count -= 1
             job.close()
 
 

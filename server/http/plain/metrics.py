@@ -159,11 +159,11 @@ def _constraints(counts: CompilationCounts) -> Iterator[Metric]:
 
 
 def _router_metrics(engine: Engine, status: Status) -> Iterator[Metric]:
-    running, used = status.running + status.prefilling, status.blocks_used / max(1, status.blocks)
+    running, used_part = status.running + status.prefilling, status.blocks_used / max(1, status.blocks)
     for name, meaning, value in (
         ("num_requests_waiting", "Requests in the queue", status.waiting - status.prefilling),
         ("num_requests_running", "Requests that are computed: in prefill or in steps", running),
-        ("kv_cache_usage_perc", "Part of the coded blocks that requests hold, 0 to 1", used),
+        ("kv_cache_usage_perc", "Part of the coded blocks that requests hold, 0 to 1", used_part),
     ):
         yield gauges(f"vllm:{name}", meaning, "model_name", {engine.model.name: value})
     blocks = {"block_size": str(engine.cache_shape.block_size), "num_gpu_blocks": str(status.blocks_of_largest)}

@@ -26,11 +26,11 @@ def requested_tokens(query: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _mean_over_blocks(status: Status, finer: float, other: float) -> float:
-    """Return the mean of a number that is `finer` for blocks with more bits and `other` for others: these alone unless
-    blocks have two types. An empty store's next blocks have more bits."""
+def _mean_over_blocks(status: Status, high_precision: float, other: float) -> float:
+    """Return the mean of a number that is `high_precision` for blocks with more bits and `other` for others: these
+    alone unless blocks have two types. An empty store's next blocks have more bits."""
     counts = (0, 1) if status.types is None else tuple(status.types.values()) if any(status.types.values()) else (1, 0)
-    return (counts[0] * finer + counts[1] * other) / sum(counts)
+    return (counts[0] * high_precision + counts[1] * other) / sum(counts)
 
 
 def stats(engine: Engine, totals: Totals, status: Status, tokens: int | None) -> dict[str, Any]:

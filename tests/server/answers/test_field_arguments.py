@@ -53,7 +53,7 @@ def template_of(name: str) -> ChatTemplate:
 def some_arguments(chance: random.Random, fields: Fields) -> dict[str, Any]:
     """Values of every type. No string holds what ends it where nothing in it is escaped."""
     text = "".join(chance.choices(PIECES, k=chance.randrange(9)))
-    if not fields.quote and (text + fields.after).index(fields.after) < len(text):
+    if not fields.quote and (text + fields.suffix).index(fields.suffix) < len(text):
         text = "<"
     values = {
         "text": text,

@@ -15,7 +15,7 @@ from polarlm.engine import EngineError
 from polarlm.engine.loading.need import Need
 from polarlm.server.config import ServerConfig
 from polarlm.server.models import supervisor as module
-from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, UNLOADED, WAITING, ModelSlot
+from polarlm.server.models.process import FAILED, LOADING, READY, STOPPING, UNLOADED, WAITING_FOR_MEMORY, ModelSlot
 from polarlm.server.models.registry import Registry
 from polarlm.server.models.supervisor import Supervisor
 from polarlm.server.running.refusals import Refusal
@@ -319,7 +319,7 @@ def test_a_load_that_hangs_keeps_no_other_from_loading_until_it_is_given_up(
 async def test_the_memory_of_a_model_that_is_being_loaded_is_counted(supervisor: Supervisor, machine: Machine) -> None:
     waits, slot = await hang(supervisor, machine, "a", "load"), supervisor.find("b")
     other = asyncio.create_task(use(supervisor, "b"))
-    await until(lambda: slot.state == WAITING)
+    await until(lambda: slot.state == WAITING_FOR_MEMORY)
     supervisor.give_up(supervisor.find("a"))
     await other
     with pytest.raises(Refusal):
@@ -372,11 +372,11 @@ async def test_room_goes_to_those_who_have_waited_longest(supervisor: Supervisor
     async with busy(supervisor, slot):
         for name in "bc":
             loads.append(supervisor.begin_load(supervisor.find(name)))
-            await until(lambda name=name: supervisor.find(name).state == WAITING)  # type: ignore[misc]
+            await until(lambda name=name: supervisor.find(name).state == WAITING_FOR_MEMORY)  # type: ignore[misc]
         machine.held["b", "need"] = asyncio.Event()
     await until(lambda: slot.state == UNLOADED)
     await asyncio.sleep(0.01)
-    assert supervisor.find("c").state == WAITING  # although its process answers at once
+    assert supervisor.find("c").state == WAITING_FOR_MEMORY  # although its process answers at once
     machine.held["b", "need"].set()
     await loads[0]
     assert loaded(supervisor) == "b"
@@ -424,7 +424,7 @@ def test_closing_ends_those_who_wait_and_all_processes(
             hangs = await hang(supervisor, machine, "b", step)
             machine.sizes["c"] = 2 * GIB  # it waits for memory
             waits = [hangs, *(asyncio.create_task(use(supervisor, name)) for name in "ac")]
-            await until(lambda: supervisor.find("c").state == WAITING)
+            await until(lambda: supervisor.find("c").state == WAITING_FOR_MEMORY)
             await supervisor.close()
         for waiting in waits:
             with pytest.raises(Refusal, match="about to end"):
