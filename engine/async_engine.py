@@ -23,7 +23,7 @@ from polarlm.engine.sampling.constraints import Constraint
 Params = SamplingParams | None
 Options = PromptOptions | None
 
-_PAUSE = 0.01  # seconds between two rehearsals, in which a request may come
+_PAUSE = 0.01  # seconds between two units of the rehearsal, so that a request can come in between
 
 
 class EngineThread:
@@ -70,12 +70,12 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """engine: `close` closes it as well. Raises EngineError for what is none."""
+        """engine: `close` closes it as well. Raises EngineError if it is not an Engine."""
         if not isinstance(engine, Engine):
             raise EngineError(f"AsyncEngine takes an Engine, not {engine!r}; await AsyncEngine.load(…) loads a model")
         self.engine = engine
         self._mailboxes: set[Mailbox] = set()
-        self._lock = threading.Lock()  # guards `_waiting` and `_thread`: there may be several event loops
+        self._lock = threading.Lock()  # guards `_mailboxes` and `_thread`: there may be several event loops
         self._thread: EngineThread | None = None
         self._is_closed = False
 

@@ -154,7 +154,7 @@ class Engine(Completions):
         self, prompt: Prompt, options: Options = None, warn: Callable[[str], None] = lambda sentence: None
     ) -> list[int]:
         """The token ids of a prompt as `stream` tokenizes it, without a limit of length. warn: called with a sentence
-        for each thing of a message that is left out or put otherwise. Raises EngineError."""
+        for each part of a message that is left out or changed. Raises EngineError."""
         options = options or PromptOptions()
         conversation = self._answers.conversation(prompt, options.cache_salt, warn)
         return prompt_ids(conversation.prompt, self.model, options, warn=warn, cut=conversation.read.cut)

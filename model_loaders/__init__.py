@@ -124,11 +124,11 @@ def load(
     """Loads a folder in Hugging Face's layout, a .gguf file, "user/repo" or "hf:user/repo" from the hub, or (None) the
     demonstration model.
 
-    Weights are not read yet: `Model.weights.read_into` converts them one at a time. The tokenizer is read by a
-    thread while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on
-    the hub. template: a file with a chat template in place of the model's own. mmproj: a file of llama.cpp's with the
-    part that reads images; None: the folder's, or the one beside a .gguf file; "none": leave it out.
-    mtp: whether `ModelConfig.mtp` is wanted. Raises LoadError.
+    Weights are not read yet: `Model.weights.read_into` converts them one at a time. The tokenizer is read by a thread
+    while the caller loads the weights. `verbose` receives lines of progress. `fits` chooses among GGUF files on the
+    hub. template: a file with a chat template in place of the model's own. mmproj: a file of llama.cpp's with the part
+    that reads images; None: the folder's, or the one next to a .gguf file; "none": leave it out. mtp: whether
+    `ModelConfig.mtp` is wanted. Raises LoadError.
     """
     from polarlm.model_loaders.demo import DEMO_GENERATION, DEMO_SYSTEM, demo_model, is_demo
 

@@ -98,11 +98,11 @@ class LimitedProcess:
 
     def _new_line(self) -> None:
         self._condition = threading.Condition()
-        self._line: deque[object] = deque()  # places of threads; the first one has its turn
+        self._line: deque[object] = deque()  # a ticket for each waiting thread; the first one has its turn
 
     @contextmanager
     def _turn(self, gone: Callable[[], bool], *, next: bool = False) -> Iterator[None]:
-        """Hold the first place of the line. next: begin behind it, and not at the end. Raises NobodyWaits."""
+        """Wait in the queue, and hold its first place. next: enter second, and not at the end. Raises NobodyWaits."""
         place = object()
         with self._condition:
             self._line.insert(1 if next else len(self._line), place)

@@ -1,4 +1,5 @@
-"""Conversations at a terminal, as they were after their last answer: files of the user's, which `/load` reads."""
+"""Keeps the conversations of terminals in the user's files, as they were after their last answer; `/load` reads
+them."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _MOST = 8  # conversations, since other terminals have theirs
 
 
 class KeptTalks:
-    """The messages of a conversation, and of earlier ones and those at other terminals. What the cache has of them is
-    not kept: their next prompt is computed."""
+    """The kept messages of this conversation, of earlier ones, and of those at other terminals. Their part of the cache
+    is not kept: the next prompt is computed."""
 
     def __init__(self) -> None:
         folder = state_folder()

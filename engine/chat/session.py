@@ -32,9 +32,7 @@ _MIB = 1 << 20
 _LOOP_TOKENS, _LOOP_ROUNDS = 300, 3  # an answer is stopped if at least so many tokens repeat at least so many times
 _OF_PROMPT = "{n:.0f}/{total} tokens, "  # on the bar of a prompt
 _PLACE = re.compile(r"^messages\[0\]\.content\[0\]: ")  # in an error about an image
-_RETRY_TEMPERATURE = (
-    0.6  # temperature of an answer that is given again by a greedy model: 7 of the demonstration's 8 differed
-)
+_RETRY_TEMPERATURE = 0.6  # temperature of a regenerated answer of a greedy model: 7 of the demonstration's 8 differed
 _BRIEF = 200  # characters of the last messages that `/load` shows
 
 
@@ -70,7 +68,7 @@ class ChatSession:
         self._console = console
         self._loop_check = loop_check
         self._kept_talks = kept_talks
-        self._retries = 0  # answers that were given again
+        self._retries = 0  # answers that were regenerated
         self.last: Turn | None = None
         self.set_system(system)
 
@@ -120,8 +118,8 @@ class ChatSession:
         return self._answer([*self.messages, {"role": "user", "content": content}])
 
     def regenerate(self) -> Turn | None:
-        """Answers the last message once more, and otherwise unless the temperature was set to 0; None when nothing was
-        answered yet. Raises EngineError."""
+        """Answers the last message once more, with another answer unless the temperature was set to 0; None if there is
+        no answer yet. Raises EngineError."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             return None
         params = self.params

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _DELAY = 0.3  # seconds without a bar: most work ends before
 _REDRAW = 0.2  # seconds
 _LINES_EVERY = 15  # seconds, without a terminal
-# Both show the seconds, which go on where nothing is counted for a while.
+# Both show the seconds, so that something moves while nothing is counted.
 SHARE = "{desc}: {percentage:3.0f}% |{bar}| {elapsed_s:.1f} s"
 BYTES = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{unit} {elapsed_s:.1f} s"
 
@@ -52,7 +52,7 @@ def _redraw(bar: tqdm[Any], end_event: threading.Event) -> None:
 @contextmanager
 def counting(what: str, unit: str = "", total: float | None = None) -> Iterator[Callable[..., None]]:
     """Yields a function that counts one more: on a bar that disappears at the end, or without a terminal in a line on
-    standard error now and then. It takes what to show beside the count, such as the time that is left. Without a unit,
+    standard error now and then. It takes what to show next to the count, such as the time that is left. Without a unit,
     it also takes the amount, and a share of the total is shown."""
     layout = None if unit else "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left{postfix}"
     with progress_bar(True, desc=what, unit=unit, total=total, bar_format=layout) as bar:

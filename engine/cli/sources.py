@@ -24,7 +24,7 @@ else:
 
 CONFIG_HELP = "take flags that are neither typed nor variables (POLARLM_CTX_SIZE) from the table [{}] of this TOML file"
 PREFIX = "POLARLM_"
-_COMMANDS = ("chat", "serve")  # which take variables
+_COMMANDS = ("chat", "serve")  # the subcommands that take variables
 # Variables that are no flags.
 NO_FLAGS = {PREFIX + name for name in ("CACHE", "CACHE_KEY", "CPU_LEVEL", "OVERLAP_LAUNCHES")}
 _PLACES = ("FILE", "PLACE")  # values of flags that may be there when another command looks, from another folder
@@ -43,7 +43,7 @@ def with_sources(
     environment: Mapping[str, str],
     checks: Mapping[str, Check],
 ) -> tuple[list[str], dict[str, str]]:
-    """(`argv` behind words for flags that it lacks, their fields with the places of their values).
+    """(words for flags that `argv` lacks, then `argv`; the fields of these flags, with the places of their values).
 
     A place is a variable, or else a key of `table` in the file of --config, then of --models. Writes a note to standard
     error about variables that no command has. groups, checks: as of `parse`. Raises FlagError that names the place.
@@ -55,7 +55,7 @@ def with_sources(
     flags, keys = flag_parser._option_string_actions, _keys(flag_parser)
     try:
         given_fields = {*vars(flag_parser.parse_known_intermixed_args(typed_words)[0])}
-    except FlagError:  # which `parse` tells
+    except FlagError:  # `parse` reports it
         return [*argv], {}
     given_fields |= _MODEL if given_fields & _MODEL else set()
     words, places = list[str](), dict[str, str]()

@@ -37,7 +37,7 @@ _MOST_PIXELS = 1 << 26  # of a file: 192 MB decoded
 # Seconds of processor time for a file. One that takes longer is decoded again, in a process that has other such files
 # alone: so a usual photo waits for short turns.
 _TURNS = (0.3, 2.0, 10.0)
-_PIXELS = 2  # which pixels a file has here: kept blocks were computed from them
+_PIXELS = 2  # version of how pixels are computed: kept blocks depend on it
 _REFUSED_SECONDS = 60.0  # in which a file that took too long is not tried again: a conversation sends it at each turn
 _KEPT_REFUSED = 512
 _KEPT_BYTES = 1 << 26  # of the pixels of recent images, which a conversation sends again at each turn
@@ -120,9 +120,9 @@ class Images:
             worker.close()
 
     def read(self, prompt: Any, warn: Callable[[str], None] = lambda sentence: None) -> ReadPrompt:
-        """Read the images of messages; a prompt of another kind has none. What cannot be read in an earlier turn is
-        left out, and `warn` called, as for an image that is not read as a whole; the user's message is what is asked
-        now until an answer follows. Raises EngineError, and NobodyWaits."""
+        """Read the images of messages; a prompt of another kind has none. An image of an earlier turn that cannot be
+        read is left out, and `warn` is called, as for an image that is not read as a whole. Images in the user's last
+        message, unless an answer follows it, must be readable. Raises EngineError, and NobodyWaits."""
         if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not any(map(_has_parts, prompt)):
             return ReadPrompt(prompt, {}, self._vision_encoder)
         images: dict[str, PromptImage] = {}
@@ -213,8 +213,8 @@ class Images:
 
 @dataclass
 class _Decoding:
-    """What a prompt asks of the processes that decode: after a file that takes longer than a turn, those that follow
-    begin with the next turn, so that a prompt of many such files takes one short turn."""
+    """The requests of one prompt to the processes that decode. After a file that takes longer than the short turn,
+    later files skip it, so that a prompt of many such files waits for one short turn alone."""
 
     workers: Sequence[LimitedProcess]
     _turn: int = 0

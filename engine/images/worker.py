@@ -1,4 +1,4 @@
-"""Tells its parent process what is in the files of images: JSON lines in, JSON lines out.
+"""Decodes image files for its parent process: JSON lines in, JSON lines out.
 
 A file can be made to take any time or memory, or to use a fault of a decoder, so it is decoded here, with limits of
 both. The first line has the most pixels of an image, and the seconds of processor time for a file. Each further line
@@ -98,7 +98,7 @@ def _on_white(
     if image.has_transparency_data:
         rgba, flat = image.convert("RGBA"), Image.new("RGB", image.size, "white")
         alpha = rgba.getchannel("A")
-        if image.format == "BMP" and alpha.getextrema() == (0, 0):  # as programs write it that know of no transparency
+        if image.format == "BMP" and alpha.getextrema() == (0, 0):  # as programs without transparency write it
             return image.convert("RGB")
         flat.paste(rgba, mask=alpha)
         return flat
@@ -206,7 +206,7 @@ def _decode(image: Image.Image, data: bytes) -> tuple[Image.Image, str]:
             flat = flat.convert("RGB")
             flat.paste("white", mask=lost_pixels)
         return flat, _CUT
-    if getattr(image, "default_image", False):  # of a PNG: for programs that show no animations
+    if getattr(image, "default_image", False):  # of an animated PNG: a still image for programs without animations
         image.paste(0 if image.has_transparency_data else 255, (0, 0, *image.size))
         image.seek(1)
         cast(PngImageFile, image).blend_op = Blend.OP_SOURCE  # nothing is below it
@@ -275,7 +275,7 @@ def _values(image: Image.Image) -> Image.Image:
 
 def _begin(first: tuple[int, float]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     Image.MAX_IMAGE_PIXELS = None  # checked above
-    Image.init()  # its modules are imported in no file's time
+    Image.init()  # imports its modules before the time of a file begins
     return partial(_answer, *first)
 
 

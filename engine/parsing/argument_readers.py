@@ -1,6 +1,6 @@
 """Reads the arguments of a call while they are generated, and gives them as JSON.
 
-Each has `push`, which gives the JSON text so far, and, once they are complete, the text behind them: else None.
+Each has `push`, which returns the new JSON text and, once the arguments are complete, the text after them, else None.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class QuotedArguments:
         return json_text, None
 
     def _inside(self) -> str:
-        """What is held of a string without escapes, as JSON; its quote, or what may begin one, stays."""
+        """The pending part of a string without escapes, as JSON; its quote, or what may begin one, stays pending."""
         inside, end_text, _ = self._pending.partition(self._quote)
         end = len(inside) - (0 if end_text else overlap(inside, self._quote))
         self._pending = self._pending[end:]

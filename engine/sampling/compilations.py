@@ -1,7 +1,7 @@
-"""The order in which constraints are compiled: by arrival, a short turn each; slow ones move to a second line.
+"""The order in which constraints are compiled: by arrival, a short turn each; slow ones move to a second queue.
 
 Most constraints compile in a few milliseconds; a hostile one takes as long as it is allowed. So a new constraint waits
-only for short turns, one for each constraint that arrived earlier. The thread of the first request in a line compiles.
+only for short turns, one for each constraint that arrived earlier. The thread of the first request in a queue compiles.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from polarlm.model_loaders.forks import renew_in_children
 TURNS = (0.06, 1.5)  # seconds of processor time: of the first turn, and of the second one if that is too short
 MOST_WAITING = 32  # constraints that wait for their first turn
 MOST_LONG = 8  # constraints that wait for their second turn
-_LOOK_SECONDS = 0.05  # between two checks of a request whether it is still wanted
+_LOOK_SECONDS = 0.05  # between two checks whether anybody still waits for a request
 
 T = TypeVar("T")
-Key = tuple[str, str, str]  # a field of SamplingParams, its text, and the tag behind which the constraint begins
+Key = tuple[str, str, str]  # a field of SamplingParams, its text, and the tag after which the constraint begins
 
 
 class NeedsLonger(Exception):
@@ -53,7 +53,7 @@ class Compilations(Generic[T]):
         renew_in_children(self)
 
     def renew(self) -> None:
-        """Empty the lines: a forked child does not have its parent's threads."""
+        """Empty the queues: a forked child does not have its parent's threads."""
         self._condition = threading.Condition()
         self._lines: list[list[_Place]] = [[] for _ in TURNS]
 

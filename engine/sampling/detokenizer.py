@@ -41,7 +41,7 @@ class StopFilter:
     """Passes text up to the first complete stop string, and holds back a possible beginning of one.
 
     >>> stop = StopFilter(["END"])
-    >>> stop.push("one E"), stop.push("N two"), stop.push(" END three"), stop.stopped
+    >>> stop.push("one E"), stop.push("N two"), stop.push(" END three"), stop.has_stopped
     ('one ', 'EN two', ' ', True)
     """
 

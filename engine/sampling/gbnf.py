@@ -58,11 +58,12 @@ class _Rule:
 
 
 def _derived(clauses: Iterable[tuple[str, set[str]]]) -> set[str]:
-    """The names that hold: a name does once all names that one of its clauses needs do. Visits each clause once."""
+    """The names that are true (Horn clauses): a name is true once all names in one of its clauses are. Visits each
+    clause once."""
     users: dict[str, list[list[Any]]] = {}
     ready, holding = [], set()
     for name, needs in clauses:
-        left: list[Any] = [name, len(needs)]  # how many needed names are not known to hold
+        left: list[Any] = [name, len(needs)]  # how many names of the clause are not known to be true
         for other in needs:
             users.setdefault(other, []).append(left)
         ready += [] if needs else [name]

@@ -32,7 +32,7 @@ MOST_TEXT = 1 << 17  # characters of a schema, grammar or regular expression
 _MOST_KEPT = 32  # compiled grammars
 _KEPT_REFUSED = 512  # reasons
 _MOST_REASON = 300  # characters
-# Patterns of llguidance's messages, which speak of its settings and internals → what users are told.
+# Patterns of llguidance's messages, which speak of its settings and internals → what users read.
 _WORDS = {
     r"^Unimplemented keys: \[(.*)\]": r"these keywords are not supported: \1",
     "^oneOf constraints are not supported.*": "oneOf is supported only where its alternatives cannot overlap",
@@ -80,8 +80,8 @@ class Grammars:
         """A new constraint as `params` ask for, else `other`, which may be None. Raises EngineError.
 
         gone: returns True once nobody waits for the request; then nothing is compiled for it. close_tag: the tag that
-        closes the reasoning with which the answer begins, and behind which the constraint begins; empty for none. told:
-        gets a sentence for each part of it that does not hold.
+        closes the reasoning with which the answer begins; the constraint begins after it. Empty for none. warnings:
+        gets a sentence for each part of the constraint that does not hold.
         """
         key = _key(params, close_tag)
         if key is None:

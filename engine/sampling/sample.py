@@ -87,7 +87,7 @@ class Penalties(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplerInput:
-    """The inputs of drawing one token, besides the logits.
+    """The inputs of drawing one token, apart from the logits.
 
     A token whose bit in `allowed` is 0 is never chosen, whatever its bias. Log-probabilities are always taken from the
     model's own distribution, as in llama.cpp: a mask or a ban does not change them, so they can be compared between
@@ -98,7 +98,9 @@ class SamplerInput:
     recent: Sequence[int]  # the last ids, oldest first, if they are penalised; NEWEST for one that is not known yet
     uniform: float  # random, from [0, 1)
     vocabulary: int  # the number of ids; logits may have more
-    logprobs: int | None = None  # number of most likely tokens to report log-probabilities of, besides the drawn one
+    logprobs: int | None = (
+        None  # number of most likely tokens to report log-probabilities of, in addition to the drawn one
+    )
     dry: Penalties | None = None  # on tokens that would continue a repetition
     allowed: np.ndarray | None = None  # (ceil(vocabulary / 32),) uint32: bit v % 32 of word v // 32 allows token v
 

@@ -196,7 +196,7 @@ _QUOTED_ARGUMENTS = re.compile(
 )
 
 
-# The same as names and values between texts: before and between these, and behind the last.
+# The arguments as names and values with texts before, between and after them.
 _SEPARATE_ARGUMENTS = re.compile(
     rf"{_NAMES[0]}(.+?){_KEY}(.+?){_VALUE}(.*?){_COUNT}(.+?){_NUMBER}(.*)",
     re.DOTALL,

@@ -1,7 +1,8 @@
-"""Puts a conversation otherwise where its chat template refuses it, or leaves out a text of it in silence.
+"""Polyfills for chat templates: adapts a conversation that a template refuses, or of which it silently drops a text.
 
 Templates refuse system messages that are not the first one, or all of them, two messages of a role in a row, and more.
-Whether one takes a conversation shows a rendering of it with words in place of its texts: all of them must appear.
+Whether a template takes a conversation is found by rendering it with words in place of its texts: all words must
+appear.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _UNKNOWN = (
 
 
 class Template(Protocol):
-    """What is used of a `ChatTemplate`."""
+    """The part of a `ChatTemplate` that is used here."""
 
     changes: Recent[str, tuple[int, bool]]
-    """By the shape of a conversation: the changes that it needs, and whether a text is lost even so."""
+    """Shape of a conversation → the changes that it needs, and whether a text is lost in spite of them."""
 
     @property
     def calls(self) -> CallFormat: ...
@@ -67,8 +68,8 @@ def adapt_conversation(
     """`messages` as the template takes them: unchanged, or with the least harmful changes that lose no text.
 
     messages: as `checked_messages` returns them. Late system texts stay late, so that a longer conversation begins as
-    it did. A conversation that the template refuses however it is put stays as it is. Raises LoadError if the template
-    takes too much time or memory.
+    it did. A conversation that the template refuses in spite of all changes stays as it is. Raises LoadError if the
+    template takes too much time or memory.
     """
     format, with_tools = None, dict(variables)
     if tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
@@ -122,17 +123,16 @@ def _choose_changes(
 
 
 def _shorten(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[list[object]]]:
-    """The places of all messages but rounds that repeat, and what templates look at in each besides texts."""
+    """The indices of all messages except rounds that repeat, and for each message what templates look at apart from its
+    text."""
     shapes = [[one["role"], bool(one["content"].strip()), len(_calls(one))] for one in messages]
     letters: dict[str, str] = {}
     letters_text = "".join(letters.setdefault(str(shape), chr(len(letters))) for shape in shapes)
     is_kept = [True] * len(messages)
     for repeat in _REPEATS.finditer(letters_text):
         rounds = len(repeat[0]) // len(repeat[1])
-        removed_range = range(
-            repeat.start() + len(repeat[1]) * (2 + rounds % 2), repeat.end()
-        )  # what is even stays even
-        is_kept[removed_range.start : removed_range.stop] = [False] * len(removed_range)
+        start = repeat.start() + len(repeat[1]) * (2 + rounds % 2)  # an even number of rounds stays even
+        is_kept[start : repeat.end()] = [False] * (repeat.end() - start)
     kept_indices = [at for at, is_kept_here in enumerate(is_kept) if is_kept_here]
     return kept_indices, [shapes[at] for at in kept_indices]
 
@@ -140,8 +140,8 @@ def _shorten(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[lis
 def _trial(messages: Sequence[Mapping[str, Any]], *, beside_calls: bool) -> tuple[Messages, list[str]]:
     """`messages` with words in place of texts, and the words that must appear.
 
-    beside_calls: whether a text beside calls must appear. Templates of channels leave it out of earlier turns, as they
-    do with reasoning.
+    beside_calls: whether a text next to calls must appear. Templates with channels leave it out of earlier turns, as
+    they leave out reasoning.
     """
     trial, words = [], []
     for at, message in enumerate(messages):

@@ -137,7 +137,7 @@ def layer_count(fields: Fields) -> int:
 
 
 def dense_first(fields: Fields, dense: int, expert_ffn: Ffn) -> Sequence[Ffn]:
-    """The feed-forward network of each layer: experts behind the first `dense` layers."""
+    """The feed-forward network of each layer: experts after the first `dense` layers."""
     count = layer_count(fields)
     return [gated_mlp(fields)] * min(dense, count) + [expert_ffn] * max(0, count - dense)
 

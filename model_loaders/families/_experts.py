@@ -61,7 +61,7 @@ def sigmoid_experts(fields: Fields, **settings: Any) -> Experts:
 
 
 def experts_with_shared(fields: Fields, *, renormalize: bool) -> Experts:
-    """Experts beside Qwen's shared network, which has a gate."""
+    """Experts with Qwen's shared network, which has a gate."""
     shared = gated_mlp(fields, size_key="shared_expert_intermediate_size")
     return experts(fields, renormalize=renormalize, shared=shared, shared_gate=True)
 

@@ -140,5 +140,5 @@ def _models(folder: Path, contents: list[GgufContent]) -> list[Path]:
 
 
 def _visible(folder: Path, pattern: str) -> list[Path]:
-    """The files and folders of a pattern, without hidden ones: macOS leaves a "._name" beside each name."""
+    """The files and folders of a pattern, without hidden ones: macOS leaves a "._name" next to each name."""
     return [path for path in sorted(folder.glob(pattern)) if not path.name.startswith(".")]

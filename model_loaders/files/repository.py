@@ -28,7 +28,7 @@ _OF_IMAGES = ("F16", "BF16", "Q8_0", "F32")  # the best first
 _GGUF = re.compile(r"(?P<stem>.+?)(-(?P<part>\d{5})-of-(?P<parts>\d{5}))?\.gguf", re.IGNORECASE)
 _QUANTIZATION = r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|FP32|MXFP4\w*|NVFP4)"
 _LABEL = re.compile(rf"(?:^|[._-])({_QUANTIZATION})$", re.IGNORECASE | re.ASCII)
-# The small files beside weights that may lie in a folder inside.
+# Small files next to the weights, which may lie in a subfolder.
 TOKENIZERS, TEMPLATE = ("tokenizer.json", "tokenizer.model"), "chat_template.jinja"
 COMPANIONS = (
     *("tokenizer_config.json", *TOKENIZERS, TEMPLATE, "chat_template.json"),
@@ -51,7 +51,8 @@ class Role(Enum):
     VOCABULARY = "a vocabulary without weights"
 
 
-# In a name without folders, part and ending. Inside of a name, and before a quantization, such words are a model's.
+# In a name without folders, part and ending. Elsewhere in a name, and before a quantization, such words belong to a
+# model.
 _NAMES = {
     Role.PROJECTOR: re.compile(r"mmproj"),
     Role.MATRIX: re.compile(r"^imatrix|imatrix$"),
@@ -133,7 +134,7 @@ def gguf_contents(
     groups: dict[tuple[str, int], dict[int, RepositoryFile]] = {}
     for file in files:
         match = _GGUF.fullmatch(file.path)
-        if match is None or file.name.startswith("."):  # macOS leaves a "._name" beside each name
+        if match is None or file.name.startswith("."):  # macOS leaves a "._name" next to each name
             continue
         part, parts = int(match["part"] or 1), int(match["parts"] or 1)
         if 1 <= part <= parts:
@@ -242,9 +243,8 @@ def role_in_metadata(beginning: Beginning, path: str) -> Role | None:
     depth, mtp_layers = (_count(metadata, f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
     if beginning.tensors >= _LEAST_OF_A_LAYER * (depth - mtp_layers):
         return Role.MODEL
-    return (
-        Role.HEAD if mtp_layers else None
-    )  # of the model's own architecture, with its sizes and the tensors of one layer
+    # The head has the model's own architecture and sizes, and the tensors of one layer.
+    return Role.HEAD if mtp_layers else None
 
 
 def role_of_file(path: Path) -> Role | None:

@@ -18,14 +18,13 @@ _LATEST = "latest"  # the tag that Ollama's clients add to a name
 _REPO = r"(?P<repo>\w[\w.-]*/\w[\w.-]*)"
 _NAME = re.compile(rf"{_REPO}(@(?P<revision>[^\s:@]+))?(:(?P<quantization>\w[^\s:\\]*))?", re.ASCII)
 _FILE = re.compile(rf"{_REPO}/(?P<quantization>[^\s:\\]+\.gguf)", re.ASCII | re.IGNORECASE)
-# What the address of a page has behind the hub's name.
+# The path in the address of a page of the hub.
 _PAGE_PATH = re.compile(
     rf"{_REPO}/(blob|resolve|raw|tree)/(?P<revision>refs/\w+/[^/]+|[^/]+)(/(?P<path>.+))?", re.ASCII
 )
 _OTHER_PAGE = re.compile(rf"(?!datasets/|spaces/|collections/|api/){_REPO}/.*", re.ASCII)
-_FOREIGN_NAME = re.compile(
-    r"(\w[\w.-]*/){0,2}(?P<words>\w[\w.-]{0,99}(:\w[\w.-]*)?)", re.ASCII
-)  # names of other programs
+# Names of other programs.
+_FOREIGN_NAME = re.compile(r"(\w[\w.-]*/){0,2}(?P<words>\w[\w.-]{0,99}(:\w[\w.-]*)?)", re.ASCII)
 CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BESIDE_WEIGHTS = (  # the small files of a folder of safetensors; only the configuration is required
@@ -91,7 +90,7 @@ def parse(text: str) -> HubName:
 
 def hub_name(path: str | os.PathLike[str]) -> HubName | None:
     """The model on the hub that a path means: one with "hf:" or the hub's name in front, or user/repo, or a file of it,
-    where neither it nor the folder `user` exists. None for any other path. Raises LoadError for another name behind
+    where neither it nor the folder `user` exists. None for any other path. Raises LoadError for another name after
     "hf:" or the hub's name."""
     if not isinstance(path, str) or os.path.exists(path):
         return None
@@ -111,7 +110,7 @@ def search_for(text: str) -> str | None:
 
 
 def _path_in_address(text: str) -> str | None:
-    """The path in an address of the hub, or behind its name; None for any other text."""
+    """The path in an address of the hub, or after its name; None for any other text."""
     scheme, _, rest = text.strip().rpartition("://")
     host, _, path = rest.partition("/")
     if scheme.lower() == "hf":

@@ -60,7 +60,7 @@ class Tokenizer(ABC):
 
     bos_id, eos_ids, closing_id, pair: see `SpecialIds`. strips_leading_space: tokenizing adds a space to the first text
     of a sequence, and detokenizing removes it. adds_space_after_control: tokenizing adds a space to a text that follows
-    a control token. left_out: ids without a row in the embedding: of the vocabulary, and of files beside it.
+    a control token. left_out: ids without a row in the embedding: of the vocabulary, and of the files next to it.
     """
 
     def __init__(

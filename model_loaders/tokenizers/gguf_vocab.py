@@ -108,7 +108,8 @@ class _Vocabulary:
         return known_names.white_space(family, model, self.kind, self.control)
 
     def correct_types(self) -> None:
-        """Give tokens the types that they have by their names: converters slip, and llama.cpp mends the same."""
+        """Give tokens the types that they have by their names: converters make mistakes, and llama.cpp corrects the
+        same ones."""
         types, ends, words = self.types, known_names.ends(self.known_ids), known_names.words(self.known_ids)
         keyed = {self.special_ids[name] for name in ("bos", "eos", "eot", "eom") if name in self.special_ids}
         for name, i in self.known_ids.items():

@@ -32,7 +32,7 @@ class LibraryTokenizer(Tokenizer):
         vocab_size: int | None = None,
         edges: Mapping[str, Edges] = MappingProxyType({}),
     ) -> None:
-        """edges: of control tokens, besides those that the library knows."""
+        """edges: of control tokens, in addition to those that the library knows."""
         if vocab_size is None:
             vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
         added = library.get_added_tokens_decoder().values()
@@ -54,7 +54,7 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def _without_space(self) -> tokenizers.Tokenizer:
-        """The same vocabulary, which adds no leading space."""
+        """A tokenizer of the same vocabulary that adds no leading space."""
         if not self.strips_leading_space:
             return self._library
         description = json.loads(self._library.to_str())
@@ -158,7 +158,7 @@ def _leading_space(steps: list[dict]) -> tuple[bool, bool]:
 
 
 def _outer_control_tokens(steps: list[dict]) -> tuple[str | None, str | None]:
-    """The control tokens that the post-processor puts in front of a sequence and behind it."""
+    """The control tokens that the post-processor puts before and after a sequence."""
     for step in steps:
         if step["type"] == "TemplateProcessing" and step["single"]:
             first, last = (step["single"][end].get("SpecialToken", {}).get("id") for end in (0, -1))

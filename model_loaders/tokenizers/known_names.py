@@ -21,7 +21,7 @@ ENDS = frozenset((
 ))  # fmt: skip
 # They end answers only as added tokens: merges of other vocabularies make words of such names, as Qwen's do of </s>.
 _ADDED_ENDS = frozenset(("</s>", "<eos>", "<EOT>", "▁<EOT>", "[EOT]", "[EOS]", "[e~["))
-# What a model of code writes behind a complete text: padding, another repository, another file. They stay words.
+# What a model of code writes after a complete text: padding, another repository, another file. They stay words.
 CODE_ENDS = frozenset((
     *("<|fim_pad|>", "<fim-pad>", "<fim_pad>"),
     *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<reponame>", "<REPO>"),

@@ -118,9 +118,8 @@ def read_continues(body: Mapping[str, Any], prompt: Prompt) -> bool:
         raise BadRequest("continue_final_message", f"{sentence}: leave one of them out")
     last: Any = prompt[-1] if prompt else None
     is_continued = isinstance(last, dict) and last["role"] == "assistant" and not last.get("tool_calls")
-    is_continued = (
-        is_continued and body["messages"][-1].get("role") == "assistant"
-    )  # and no result that went to its call
+    # and no result that went to its call
+    is_continued = is_continued and body["messages"][-1].get("role") == "assistant"
     if isinstance(last, dict) and not is_continued and any(continues.values()):
         name = next(iter(continues))
         raise BadRequest(name, f"{name} asks to continue the last message, which is not a text of the assistant's")

@@ -297,6 +297,6 @@ def test_a_word_is_explained(capsys):
             read(kind, "--help")
         shown.append(" ".join(capsys.readouterr().out.split()))
     assert shown[0].startswith("usage: ask MODEL [flags] Asks. ")
-    assert "Asked: MODEL a folder or a 'file' of 100 % weights -n, --count N how often (default: 3)" in shown[0]
+    assert "Reached: MODEL a folder or a 'file' of 100 % weights -n, --count N how often (default: 3)" in shown[0]
     assert shown[1].startswith("usage: ask [MODEL] [flags] ")
     assert [names for names, _ in describe(Reached)] == ["MODEL", "-n, --count N"]

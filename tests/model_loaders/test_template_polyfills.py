@@ -157,7 +157,7 @@ def test_what_becomes_of_messages() -> None:
 
 
 @pytest.mark.parametrize("name", ["turns", "no system"])
-def test_an_answer_in_a_conversation_that_was_put_otherwise_is_found_again(name: str, tmp_path: Path) -> None:
+def test_an_answer_in_a_conversation_that_was_adapted_is_found_again(name: str, tmp_path: Path) -> None:
     with tool_engine(tmp_path, SHORT[name]) as engine:
         assert_reuses(engine)
 
