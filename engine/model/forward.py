@@ -27,8 +27,8 @@ from polarlm.engine.model.layers.mtp import MtpLayer
 from polarlm.engine.model.passes import Passes
 from polarlm.engine.model.prefill import PromptRows, PromptTap, prefill, stages
 from polarlm.engine.model.rope import RopeTables
-from polarlm.engine.model.towers import ImageReader
-from polarlm.engine.model.towers._rows import ImagePart, PlacedImage, read_images
+from polarlm.engine.model.vision_encoders import ImageReader
+from polarlm.engine.model.vision_encoders._rows import ImagePart, PlacedImage, read_images
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
 from polarlm.engine.state.kv_blocks import KVBlocks
 from polarlm.engine.state.layer_state import Steady

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from polarlm.engine.backends.ops import Array, ExpertCache, KeptTiles, Ops
-from polarlm.engine.model import towers
+from polarlm.engine.model import vision_encoders
 from polarlm.engine.model.adapters import Loaded, deltas
 from polarlm.engine.model.forward import ModelWeights
 from polarlm.engine.model.layers.encoder import EncoderInputs
 from polarlm.engine.model.layers.kinds import FFNS, MIXERS, LayerWeights, MtpWeights
 from polarlm.engine.model.layers.layer_embedding import LayerEmbeddingWeights, TokenInputs
-from polarlm.engine.model.towers import ImageReader
+from polarlm.engine.model.vision_encoders import ImageReader
 from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import ExpertLinear, Linear, Matrix, WeightFormat, find, get
 from polarlm.model_loaders.config import Experts, ModelConfig
@@ -26,8 +26,8 @@ from polarlm.model_loaders.families import tensors
 from polarlm.model_loaders.files.ggml_types import size_of
 from polarlm.model_loaders.files.tensor_table import Slots
 from polarlm.model_loaders.files.weights import WeightSource
-from polarlm.model_loaders.towers import Tower
-from polarlm.model_loaders.towers import tensors as tower_tensors
+from polarlm.model_loaders.vision_encoders import VisionEncoder
+from polarlm.model_loaders.vision_encoders import tensors as vision_tensors
 
 _SLAB_VALUES = 1 << 18  # converted at a time: they stay in the CPU's cache
 EXPERT_SLOTS = ("experts_gate_up", "experts_down")  # the matrices of a layer's experts
@@ -403,14 +403,19 @@ class LayerReader:
         return [spec.name for spec in self.slots.get(slot, ())]
 
 
-def load_tower(
-    ops: Ops, tower: Tower, source: WeightSource, progress: Callable[[int], None] | None = None
+def load_vision_encoder(
+    ops: Ops, vision_encoder: VisionEncoder, source: WeightSource, progress: Callable[[int], None] | None = None
 ) -> ImageReader:
-    """Load a tower to the device. progress: called with the bytes of the file that are done since its last call."""
-    module, table, ops = import_module(f"{towers.__name__}.{tower.kind}"), tower_tensors(tower), ops.layer_ops(0)
+    """Load a vision encoder to the device. progress: called with the bytes of the file that are done since its last
+    call."""
+    module, table, ops = (
+        import_module(f"{vision_encoders.__name__}.{vision_encoder.kind}"),
+        vision_tensors(vision_encoder),
+        ops.layer_ops(0),
+    )
     read = TensorReader(ops, source, progress)
     top, *layers = (LayerReader(read, read, slots, 0) for slots in (table.top, *table.layers))
     weights, of_layers = top.weights(module.Weights), [layer.weights(module.LayerWeights) for layer in layers]
     ops.wait()
-    reader: ImageReader = module.Reader(ops, tower, weights, of_layers, read.bytes)
+    reader: ImageReader = module.Reader(ops, vision_encoder, weights, of_layers, read.bytes)
     return reader

@@ -14,9 +14,9 @@ from polarlm import model_loaders
 from polarlm.engine.errors import EngineError, counted, no_answers, shown
 from polarlm.engine.limits import RANK, check_roles
 from polarlm.engine.params import PromptOptions, SamplingParams
-from polarlm.model_loaders.chat.otherwise import put_otherwise
 from polarlm.model_loaders.chat.prompt import chat_ids
 from polarlm.model_loaders.chat.reasoning import Place
+from polarlm.model_loaders.chat.template_polyfills import adapt_conversation
 from polarlm.model_loaders.limited_process import NobodyWaits, wanted_until
 from polarlm.model_loaders.tokenizers import Tokenizer
 
@@ -182,7 +182,7 @@ def chat_text(prompt: Prompt, model: model_loaders.Model, options: PromptOptions
     """Return messages as the model's template renders them, with the generation prompt. Raises EngineError."""
     assert is_chat(prompt)
     messages, begun = _split(prompt) if options.continue_final_message else (prompt, {"content": ""})
-    put = put_otherwise(model.template, messages, options.tools, options.template_variables)
+    put = adapt_conversation(model.template, messages, options.tools, options.template_variables)
     (text,) = model.template.render_each([put.messages], **put.variables)
     if not isinstance(text, str):
         raise EngineError(str(text))

@@ -16,7 +16,7 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import RANK
 from polarlm.engine.model.adapters import Adapters
 from polarlm.engine.model.prompt_readers import Pooling, PromptLogprobs, PromptReader, Ranking
-from polarlm.engine.model.towers._rows import PlacedImage
+from polarlm.engine.model.vision_encoders._rows import PlacedImage
 from polarlm.engine.outputs import Chunk, Outbox, TokenLogprob, Usage
 from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.engine.requests.answers import Answers, Conversation
@@ -159,7 +159,7 @@ class Request:
             params,
             sampling,
             model.tokenizer,
-            Detokenizer(model.tokenizer, at_start=is_answer, shown=params.shown_tokens),
+            Detokenizer(model.tokenizer, at_start=is_answer, shown_tokens=params.shown_tokens),
             model.vocabulary,
             outbox,
             options,
@@ -302,9 +302,9 @@ class Request:
     def finish(self, reason: str, last: Chunk = _EMPTY) -> None:
         """Emit the last chunk: `last` with the held-back text, the finish reason and the usage."""
         text = last.text
-        if not self._stop_filter.stopped:
+        if not self._stop_filter.has_stopped:
             text += self._stop_filter.push(self.detokenizer.finish()) + self._stop_filter.finish()
-        if self.conversation and not self._stop_filter.stopped:  # the ids have text that a stop string has cut off
+        if self.conversation and not self._stop_filter.has_stopped:  # the ids have text that a stop string has cut off
             with suppress(MemoryError):  # an answer must not fail because it cannot be remembered
                 self.conversation.keep(self.sequence.ids[len(self.sequence.prompt) :])
         self.sequence.finish_reason = reason
