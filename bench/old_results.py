@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polarlm.bench.result import Result
+from polarlm.engine.errors import counted
 from polarlm.engine.state.cache_types import PRESETS
 
 Old = Mapping[str, Any]
@@ -29,6 +30,8 @@ def rows_of(measured: Old, result: Result) -> None:
         _embeddings(measured, result)
     elif measured.get("benchmark") == "gpu":
         _gpu(measured, result)
+    elif "latencies" in measured or "turns" in measured or "rounds" in next(iter(measured.get("rows", ())), {}):
+        _serving(measured, result)
     elif "snapshots" in measured:
         _snapshots(measured, result)
     elif "exact_perplexity" in measured:
@@ -101,6 +104,45 @@ def _gpu(measured: Old, result: Result) -> None:
 def _gpu_rate(result: Result, kind: str, tokens: int, who: str, runs: Sequence[float]) -> None:
     subject = f"{kind} {'at' if kind == 'generation' else 'of'} {tokens:,}"
     result.add(subject, who, "tokens/s", runs, section=kind, tokens=tokens)
+
+
+_WAITS = {
+    "first_token_seconds": "first token",
+    "between_tokens_seconds": "between two tokens",
+    "request_seconds": "whole answer",
+    "behind_arrival_seconds": "until a client was free",
+}
+
+
+def _serving(measured: Old, result: Result) -> None:
+    if "load" in measured:
+        result.about["load_options"] = result.about.pop("load")
+        _load(measured, result, "polarlm")
+    for peer in measured.get("peers", ()):
+        threads = f", {counted(peer['threads'], 'thread')}" if "threads" in peer else ""
+        _load(peer, result, f"{peer['name']} {peer.get('version', '')}".rstrip() + threads)
+    for when, turns in measured.get("turns", {}).items():
+        _turns(result, when, "polarlm", turns)
+    for row in measured.get("rows", ()):
+        turns, who = row["rounds"][-1], row["cache_type"] + (" and a disk" if row["disk"] else "")
+        _turns(result, f"{len(turns)} conversations, {row['times']:g}×", who, turns)
+
+
+def _load(measured: Old, result: Result, who: str) -> None:
+    result.add("load", who, "tokens/s", value=measured.get("tokens_per_second"), failure=measured.get("failure"))
+    if "failure" not in measured:
+        result.add("load", who, "errors", value=sum(measured["errors"].values()), kinds=measured["errors"])
+        counts = {"requests/s": "requests_per_second", "prompt tokens": "prompt_tokens", "cached": "prefix_hit_rate"}
+        counts |= {"seconds": "seconds", "requests": "requests", "held": "peak_blocks", "running": "peak_running"}
+        result.add_all("load", who, {name: measured.get(old) for name, old in {**counts, "blocks": "blocks"}.items()})
+        for old, name in _WAITS.items():
+            result.add("load", who, name, measured["latencies"][old]["percentiles"])
+
+
+def _turns(result: Result, subject: str, who: str, turns: Sequence[Old]) -> None:
+    found = [turn["cached_from"] for turn in turns]
+    result.add(subject, who, "first token", [turn["seconds"] for turn in turns], cached_from=found)
+    result.add(subject, who, "prompt tokens", [turn["prompt_tokens"] for turn in turns])
 
 
 def _quality(measured: Old, result: Result) -> None:

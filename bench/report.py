@@ -6,29 +6,15 @@ figure are left out.
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from polarlm.bench import pictures
-from polarlm.bench import result as result_module
 from polarlm.bench.pictures import Picture
-from polarlm.bench.result import LEVEL_VARIABLE, Figures, Result, Row, load_in_words, origin
-from polarlm.bench.result import LOCAL as LOCAL
-from polarlm.bench.result import RESULTS as RESULTS
-from polarlm.bench.result import Output as Output
-from polarlm.bench.result import digest_of_model as digest_of_model
-from polarlm.bench.result import digest_of_text as digest_of_text
-from polarlm.bench.result import duration as duration
-from polarlm.bench.result import machine as machine
-from polarlm.bench.result import slug as slug
-from polarlm.bench.result import today as today
+from polarlm.bench.result import Figures, Result, Row, load_in_words, origin
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note
 
@@ -197,75 +183,3 @@ def provenance(result: Result, *, is_timed: bool = True) -> list[tuple[str, str]
         ("date", result["date"]),
         ("command", result["command"]),
     ]
-
-
-# -- for measurements whose results have no rows of quantities yet ---------------------------------------------------
-
-WRITTEN_EVERY = 15  # seconds, where figures come more often
-
-
-def with_origin(table: str, measured: Mapping[str, Any], between: str = "\n\n") -> str:
-    """`table`, and below it the line of `origin`, if there is one."""
-    line = origin(measured)
-    return f"{table}{between}{line}" if line else table
-
-
-def measured_with(measured: Mapping[str, Any]) -> str:
-    """When and with which command a result was measured, and its origin: Markdown for the documents."""
-    return with_origin(f"measured on {measured['date']} with\n`{measured['command']}`.", measured, "\n")
-
-
-def write(
-    path: Path,
-    kind: str,
-    argv: Sequence[str],
-    result: Mapping[str, Any],
-    gpu: Mapping[str, str] | None = None,
-    *,
-    complete: bool = True,
-    program: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Write `result` with version, machine, date and command line, and return all of it. Raises EngineError.
-
-    complete: whether the measurement is finished. Partial results are written during a measurement, so that an
-    interrupted one keeps them. program: the words before `argv`; default: `python -m polarlm.bench.<kind>`.
-    """
-    about = {
-        "benchmark": kind,
-        "date": today(),
-        "command": _command([*(program or ("python", "-m", f"polarlm.bench.{kind}")), *argv]),
-        **result_module._program(),
-        "machine": machine(gpu),
-        "complete": complete,
-    }
-    results = {**about, **result}
-    try:
-        path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise EngineError(f"{path} cannot be written: {error.strerror}") from None
-    return results
-
-
-def _command(words: Sequence[str]) -> str:
-    command = shlex.join(words)
-    level = os.environ.get(LEVEL_VARIABLE)
-    return f"{LEVEL_VARIABLE}={shlex.quote(level)} {command}" if level else command
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns: the first to the left, the others to the right.
-
-    >>> print(table(["type", "KL"], [["f16", "0.1"]]))
-    | type |  KL |
-    |:-----|----:|
-    | f16  | 0.1 |
-    """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *others = zip(cells, widths, strict=True)
-        aligned = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-        return f"| {' | '.join(aligned)} |"
-
-    rule = "|".join([f":{'-' * (widths[0] + 1)}", *(f"{'-' * (width + 1)}:" for width in widths[1:])])
-    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from polarlm.bench import report
+from polarlm.bench.result import LOCAL, slug
 from polarlm.engine.errors import EngineError
 from scripts.gpu_test import python
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    results = options.results or report.LOCAL / f"gpu-first-{report.slug(name)}-{time.strftime('%Y-%m-%d-%H%M%S')}"
+    results = options.results or LOCAL / f"gpu-first-{slug(name)}-{time.strftime('%Y-%m-%d-%H%M%S')}"
     results.mkdir(parents=True, exist_ok=True)
     print(f"{name}: results go to {results}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from polarlm.bench import report
+from polarlm.bench.result import LOCAL, slug
 from polarlm.engine import EngineError
 from polarlm.engine.backends.cuda.device import overlap
 from polarlm.engine.backends.select import select
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    name = f"gpu-tests-{report.slug(ops.name)}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
-    results = options.results or report.LOCAL / name
+    name = f"gpu-tests-{slug(ops.name)}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
+    results = options.results or LOCAL / name
     results.parent.mkdir(parents=True, exist_ok=True)
     write(results, {"gpu": ops.name, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "pytest": for_pytest})
     print(f"{ops.name}: results go to {results} as they come", flush=True)

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from polarlm.bench.gpu.requests import LLAMA_CPP, SEQUENCES, subject_of
 from polarlm.bench.quality.scores import CODED, SERVED, TEXT, contestant
 from polarlm.bench.result import Figures, Result
-from polarlm.bench.serving.options import XLLAMACPP
+from polarlm.bench.serving.options import FIRST_TOKEN, XLLAMACPP
+from polarlm.bench.serving.tables import LOAD
 from polarlm.bench.speed import figures
 from polarlm.bench.speed.contestants import OURS
+from polarlm.bench.speed.figures import RATE
 from polarlm.bench.speed.tables import cache, engine, is_ours, label, place, strongest
 from polarlm.bench.speed.tables import rates as speed_rates
 from polarlm.engine import EngineConfig, codecs
@@ -22,7 +24,7 @@ from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
 from scripts.gpu_tables import attention_of, gpu_of, has_llama_cpp, measurements, seconds_of
 from scripts.quality_tables import DEMO, newest, newest_of_each, of
-from scripts.speed_tables import Measured, served
+from scripts.speed_tables import rates_of, served
 
 NOTHING = "—"
 _NUMBERS = "tokens/s", "bits/value, 2,048 tokens", "8,192"  # columns to the right
@@ -99,7 +101,7 @@ def speed() -> str:
     return f"{_table(['Machine', 'Model', '', 'tokens/s', '× strongest peer'], rows)}\n\n{_sources(shown)}"
 
 
-def _cores(measured: Measured) -> str:
+def _cores(measured: Result) -> str:
     return re.sub(r"\(R\)| Processor", "", place(measured)).split(",")[0]
 
 
@@ -115,15 +117,17 @@ def _rates(result: Result) -> Iterator[list[str]]:
                 yield [f"{subject}, inputs of 8 bits", _rate(ours[_EIGHT]), _ratio(ours[_EIGHT], rate, name)]
 
 
-def _server_rows(measured: Measured, machine: str) -> Iterator[list[str]]:
+def _server_rows(measured: Result, machine: str) -> Iterator[list[str]]:
     """Tokens/s and the first token of our server, with ratios to the fastest of the others."""
-    load, peer = measured["load"], max(measured["peers"], key=lambda one: one.get("tokens_per_second", 0))
-    own, other = (one["latencies"]["first_token_seconds"]["percentiles"][50] for one in (measured, peer))
+    load = measured["load_options"]
+    peer = max((row for _, who, row in rates_of(measured) if who != OURS), key=lambda row: row.value or 0).contestant
+    (rate, own), (theirs, other) = (
+        [measured.value(LOAD, who, name) for name in (RATE, FIRST_TOKEN)] for who in (OURS, peer)
+    )
     tokens = load["shared_prefix"] + load["prompt_tokens"]
     what = f"server of {load['clients']} clients, {tokens} tokens in and {load['max_tokens']} out"
-    rate, name = measured["tokens_per_second"], _SERVERS.get(peer["name"], peer["name"])
-    beside = _ratio(rate, peer["tokens_per_second"], f"{name}: {_rate(peer['tokens_per_second'])}")
-    yield [machine, measured["model"], what, _rate(rate), beside]
+    name = next((words for engine, words in _SERVERS.items() if peer.startswith(engine)), peer.partition(" ")[0])
+    yield [machine, measured["model"], what, _rate(rate), _ratio(rate, theirs, f"{name}: {_rate(theirs)}")]
     yield ["", "", f"first token after {own:.2f} s", "", _ratio(other, own, f"{name}: {other:.2f} s")]
 
 

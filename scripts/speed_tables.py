@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from polarlm.bench import report
-from polarlm.bench.result import Result, Row, origin, read
-from polarlm.bench.serving.conversations import format_result
-from polarlm.bench.serving.tables import servers_table
-from polarlm.bench.speed.figures import GENERATION, PROMPT
+from polarlm.bench.result import Result, Row, origin, provenance, read
+from polarlm.bench.serving.tables import LOAD, conversations_table, servers_table
+from polarlm.bench.speed.contestants import OURS
+from polarlm.bench.speed.figures import GENERATION, PROMPT, RATE
 from polarlm.bench.speed.measure import MEMORY
 from polarlm.bench.speed.starts import START
 from polarlm.bench.speed.tables import (
@@ -25,15 +22,9 @@ from polarlm.bench.speed.tables import (
     source,
     starts_of_models,
 )
-from scripts.quality_tables import RESULTS, ROOT
+from scripts.quality_tables import RESULTS, ROOT, newest
 
 DEMO = "SmolLM2-135M-Instruct"
-Measured = Mapping[str, Any]
-
-
-def newest(name: str) -> Measured:
-    measured: Measured = json.loads(max(RESULTS.glob(f"{name}.json")).read_text(encoding="utf-8"))
-    return measured
 
 
 def published(kind: str = "speed") -> dict[Path, Result]:
@@ -100,37 +91,40 @@ def _starts_by_machine() -> dict[str, list[Result]]:
 
 def conversations() -> str:
     """Seconds to the first token of conversations that come back, for docs/prefix-tiers.md."""
-    measured = newest("agents-qwen3.5-0.8b-random-q4-0-*")
+    result = newest("agents-qwen3.5-0.8b-random-q4-0-*")
     return (
-        f"{format_result(measured)}\n\n"
-        f"Random weights of the shape of Qwen3.5 0.8B on {place(measured)}; "
-        f"{measured['options']['agents']} conversations; the other server was a process on the same machine; "
-        f"{report.measured_with(measured)}"
+        f"{conversations_table(result).markdown()}\n\n"
+        f"Random weights of the shape of Qwen3.5 0.8B on {place(result)}; "
+        f"{result['options']['agents']} conversations; the other server was a process on the same machine; "
+        f"{provenance(result)}"
     )
 
 
 def pressure() -> str:
     """First tokens of the last round by type and number of conversations, for docs/prefix-tiers.md."""
-    measured = newest("pressure-demo-*")
-    return (
-        f"{format_result(measured)}\n\n"
-        f"{place(measured)}, {measured['options']['kv_memory']} for "
-        f"keys and values; {report.measured_with(measured)}"
-    )
+    result = newest("pressure-demo-*")
+    memory = f"{place(result)}, {result['options']['kv_memory']} for keys and values"
+    return f"{conversations_table(result).markdown()}\n\n{memory}; {provenance(result)}"
 
 
 def servers() -> str:
     """Our server under load beside others, for docs/speed.md; empty until a measurement is published."""
     return "\n\n".join(
-        f"{servers_table(one)}\n\n{one['model']} on {place(one)}; {report.measured_with(one)}" for one in served()
+        f"{servers_table(one).markdown()}\n\n{one['model']} on {place(one)}; {provenance(one)}" for one in served()
     )
 
 
-def served() -> list[Measured]:
+def served() -> list[Result]:
     """The newest measurement of our server beside others, if there is one."""
-    everything = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("serving-*.json")]
-    beside = [one for one in everything if any("failure" not in peer for peer in one.get("peers", ()))]
-    return sorted(beside, key=lambda one: str(one["date"]))[-1:]
+    everything = map(read, RESULTS.glob("serving-*.json"))
+    others = [one for one in everything if any(who != OURS and row.value for _, who, row in rates_of(one))]
+    return sorted(others, key=lambda one: str(one["date"]))[-1:]
+
+
+def rates_of(result: Result) -> Iterator[tuple[str, str, Row]]:
+    """The rates of servers under load."""
+    for subject, who, figures in result.parts(LOAD):
+        yield subject, who, figures[RATE]
 
 
 def _title(measured: Result) -> str:
