@@ -46,6 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_REST_SECONDS", 0)
     monkeypatch.setattr(measure, "Memory", lambda: Memory(1 << 16))
+    monkeypatch.setattr(Memory, "read_rate", lambda self, threads: 1e10)  # far more than the small models read
     monkeypatch.setattr(starts, "ready_memory", lambda size: None)
 
 
