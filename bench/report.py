@@ -17,6 +17,7 @@ from polarlm.bench.pictures import Picture
 from polarlm.bench.result import Figures, Result, Row, load_in_words, origin
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note
+from polarlm.engine.state.plan import format_bytes
 
 NOTHING = "—"
 
@@ -33,6 +34,15 @@ class Column:
     def of(cls, name: str, quantity: str, text: Callable[[float], str], says: str = "") -> Column:
         """The column of a quantity, whose figures and standard errors are written by `text`."""
         return cls(name, lambda figures: cell_of(figures.get(quantity), text), says)
+
+
+def rate_text(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:,.1f}"
+
+
+def size_text(size: float) -> str:
+    """Bytes; a dash for fewer than none: pages that nobody has touched."""
+    return NOTHING if size < 0 else format_bytes(round(size))
 
 
 def cell_of(row: Row | None, text: Callable[[float], str]) -> str:

@@ -112,6 +112,11 @@ Figures = Mapping[str, Row]
 """The rows of a contestant in a subject by their quantities."""
 
 
+def value_of(figures: Figures, quantity: str) -> float | None:
+    """The value of a quantity; None if it was not measured, or failed."""
+    return figures[quantity].value if quantity in figures else None
+
+
 class Result:
     """The rows of a measurement. about: the other fields of its JSON."""
 
@@ -156,8 +161,7 @@ class Result:
 
     def value(self, subject: str, contestant: str, quantity: str) -> float | None:
         """The value of a row; None if there is no such row, or it is a failure."""
-        row = self.figures(subject, contestant).get(quantity)
-        return None if row is None else row.value
+        return value_of(self.figures(subject, contestant), quantity)
 
     def rows(self, *quantities: str) -> Iterator[Row]:
         """All rows, or those of some quantities."""

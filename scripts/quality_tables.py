@@ -10,7 +10,7 @@ from polarlm.bench.quality.scores import CODED, POSITIONS, SERVED, TEXT
 from polarlm.bench.quality.snapshots import AFTER, DISTANCES, SNAPSHOT
 from polarlm.bench.quality.tables import small, two_digits
 from polarlm.bench.report import Table, cell_of
-from polarlm.bench.result import Figures, Result, provenance, read
+from polarlm.bench.result import Figures, Result, provenance, read, value_of
 from polarlm.engine.errors import counted
 from polarlm.engine.state.cache_types import TWO_KINDS
 from polarlm.engine.state.plan import format_bytes
@@ -154,7 +154,7 @@ def peers_table() -> str:
 
 def of(figures: Figures, quantity: str) -> float:
     """A figure of a measurement."""
-    return figures[quantity].value or 0.0
+    return value_of(figures, quantity) or 0.0
 
 
 def _by_type(result: Result) -> dict[str, dict[str, Figures]]:

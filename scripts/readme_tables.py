@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from polarlm.bench.gpu.requests import LLAMA_CPP, SEQUENCES, subject_of
 from polarlm.bench.quality.scores import CODED, SERVED, TEXT, contestant
+from polarlm.bench.report import NOTHING, rate_text
 from polarlm.bench.result import Figures, Result
 from polarlm.bench.serving.options import FIRST_TOKEN, XLLAMACPP
 from polarlm.bench.serving.tables import LOAD
@@ -26,7 +27,6 @@ from scripts.gpu_tables import attention_of, gpu_of, has_llama_cpp, measurements
 from scripts.quality_tables import DEMO, newest, newest_of_each, of
 from scripts.speed_tables import rates_of, served
 
-NOTHING = "—"
 _NUMBERS = "tokens/s", "bits/value, 2,048 tokens", "8,192"  # columns to the right
 DEFAULT, HALF = EngineConfig.cache_type, "f16"
 
@@ -71,7 +71,7 @@ def _ratio(ours: float | None, other: float | None, what: str = "") -> str:
 
 
 def _rate(rate: float | None) -> str:
-    return NOTHING if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+    return NOTHING if rate is None else rate_text(rate)
 
 
 # -- CPUs ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from polarlm.bench.gpu.plan import DEVICE
 from polarlm.bench.gpu.products import PRODUCT
 from polarlm.bench.gpu.requests import SEQUENCES, SERVER
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, cell_of, provenance
-from polarlm.bench.result import Figures, Result
+from polarlm.bench.result import Figures, Result, value_of
 from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN
 from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.figures import GENERATION, PROMPT, RATE
@@ -48,10 +48,6 @@ def _number(factor: float, digits: int = 1) -> str:
     return f"{factor:,.{digits}f}"
 
 
-def _value(figures: Figures, quantity: str) -> float | None:
-    return figures[quantity].value if quantity in figures else None
-
-
 # -- requests of a model ---------------------------------------------------------------------------------------------
 
 
@@ -76,8 +72,8 @@ def sequences_table(result: Result) -> Table:
     lines = []
     found = [(who, figures) for subject, who, figures in result.parts() if subject.endswith(f" {SEQUENCES}")]
     for who, figures in sorted(found, key=lambda one: one[1]["first"].more["sequences"]):
-        more, step = figures["first"].more, _value(figures, "step")
-        tokens = (more["prompt"], _value(figures, "first")), (more["answer"], _value(figures, "seconds")), (1, step)
+        more, step = figures["first"].more, value_of(figures, "step")
+        tokens = (more["prompt"], value_of(figures, "first")), (more["answer"], value_of(figures, "seconds")), (1, step)
         rates = [_number(more["sequences"] * each / seconds, 0) if seconds else NOTHING for each, seconds in tokens]
         lines.append([str(more["sequences"]), name(who), *rates, _number(1e3 * step, 2) if step else NOTHING])
     return Table(("sequences", "", "prompts, tokens/s", "answers, tokens/s", "steps, tokens/s", "ms a step"), lines)
@@ -113,7 +109,7 @@ def best_half(result: Result, context: int, batch: int, *, peers: bool = False) 
     times = []
     for _, who, figures in result.parts(attention_at(context, batch)):
         is_half = _is_peer(figures) or (who == "f16" and _is_right(figures) and not peers)
-        times += [seconds] if is_half and (seconds := _value(figures, "seconds")) else []
+        times += [seconds] if is_half and (seconds := value_of(figures, "seconds")) else []
     return min(times, default=None)
 
 
@@ -122,7 +118,7 @@ def _is_peer(figures: Figures) -> bool:
 
 
 def _is_right(figures: Figures) -> bool:
-    return (_value(figures, "error") or 0) <= ALLOWED_ERROR  # False for NaN
+    return (value_of(figures, "error") or 0) <= ALLOWED_ERROR  # False for NaN
 
 
 def _attention(result: Result) -> Table:

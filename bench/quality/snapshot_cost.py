@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from polarlm.bench.quality import snapshots
 from polarlm.bench.quality.divergence import Divergence
@@ -12,7 +11,7 @@ from polarlm.bench.quality.scores import windows
 from polarlm.bench.quality.snapshots import AFTER, SNAPSHOT
 from polarlm.bench.quality.survey import arithmetic
 from polarlm.bench.quality.tables import kl_columns, two_digits
-from polarlm.bench.report import Column, Report, Section, Table, provenance
+from polarlm.bench.report import Column, Report, Section, Table, provenance, size_text
 from polarlm.bench.result import Figures, Result, Row, Writer, digest_of_text, duration
 from polarlm.bench.runner import Clock, Runner
 from polarlm.engine.cli.commands import note
@@ -21,25 +20,18 @@ from polarlm.engine.cli.progress import counting
 from polarlm.engine.loading.assembly import Parts, assemble
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.quantization.snapshot_codes import ALL, EXACT
-from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders.config import ModelConfig, Recurrent
 
 _WINDOW = 8 * snapshots.LENGTH  # tokens, as far as the model's context allows
 _CODINGS = [one for one in ALL.values() if one != EXACT]
 _EXACT = "that after an exact snapshot"
+_MEAN = f"how far the next token's distribution is from {_EXACT}, in nats; 0 is the same"
+_AFTER = "the figures beside it are of so many tokens after each snapshot"
 COLUMNS = [
-    Column.of(
-        "one snapshot", "bytes", lambda size: format_bytes(int(size)), "bytes of a snapshot, all layers together"
-    ),
+    Column.of("one snapshot", "bytes", size_text, "bytes of a snapshot, all layers together"),
     Column.of("bits", "bits", "{:.2f}".format, "for each number of a matrix, scales or norms included"),
-    Column.of(
-        "tokens after it", "tokens", "{:.0f}".format, "the figures beside it are of so many tokens after each snapshot"
-    ),
-    replace(
-        kl_columns("token")[0],
-        says=f"how far the next token's distribution is from {_EXACT}, in nats; 0 is the same",
-    ),
-    *kl_columns("token")[1:],
+    Column.of("tokens after it", "tokens", "{:.0f}".format, _AFTER),
+    *kl_columns("token", _MEAN),
     Column.of("same top-1", "same_top1", two_digits, f"tokens for which the most likely one is {_EXACT}"),
 ]
 

@@ -9,11 +9,10 @@ from polarlm.bench.quality.figures import TAIL
 from polarlm.bench.quality.pictures import pictures_of
 from polarlm.bench.quality.scores import POSITIONS, SERVED, TEXT
 from polarlm.bench.quality.speeds import SPEED
-from polarlm.bench.report import NOTHING, Column, Report, Section, Table, cell_of, provenance
-from polarlm.bench.result import Figures, Result, Row, duration
+from polarlm.bench.report import NOTHING, Column, Report, Section, Table, cell_of, provenance, rate_text, size_text
+from polarlm.bench.result import Figures, Result, Row, duration, value_of
 from polarlm.engine.errors import counted
 from polarlm.engine.state.cache_types import PRESETS
-from polarlm.engine.state.plan import format_bytes
 
 ROOM = "room"  # a subject: what fits in the memory that the weights leave
 
@@ -28,17 +27,9 @@ def two_digits(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def _rate(rate: float) -> str:
-    return f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
-
-
 def _plain(quantity: str, text: Callable[[float], str]) -> Callable[[Figures], str]:
     """A cell without the error."""
-    return lambda figures: text(value) if (value := _of(figures, quantity)) is not None else NOTHING
-
-
-def _of(figures: Figures, quantity: str) -> float | None:
-    return figures[quantity].value if quantity in figures else None
+    return lambda figures: text(value) if (value := value_of(figures, quantity)) is not None else NOTHING
 
 
 # -- columns, with what they mean --------------------------------------------------------------------------------------
@@ -47,69 +38,54 @@ TYPE = "cache type"
 TYPE_SAYS = "how keys and values are stored; :plain is without our conditioning of keys, as others publish it"
 _MEAN = "how far the next token's distribution is from full precision's on average, in nats; 0 is the same"
 _TOP1 = "positions where the most likely next token is the same as in full precision"
+_BITS = "bits of complete blocks over their values: codes, norms and means; f16 has 16"
+_CHANGE = "of the text, and its change from full precision; lower is better, and small changes are chance"
+_DRAFTS = "tokens that full precision drafts and the type accepts, in speculative sampling"
+_THERE = "how far their distributions are from full precision's, in nats, as in KL mean"
+_LONGEST = "tokens that fit in the memory that the weights leave, up to the model's own"
 
 
-def kl_columns(where: str) -> list[Column]:
-    """Mean, quantiles and maximum of KL with their errors. where: what a quantile is of, "position" or "token"."""
+def kl_columns(where: str, mean: str) -> list[Column]:
+    """Mean, quantiles and maximum of KL with their errors. where: what a quantile is of, "position" or "token". mean:
+    what the mean says."""
+    off = "is further off than this, in nats"
     return [
-        Column.of("KL mean", "kl_mean", small, _MEAN),
+        Column.of("KL mean", "kl_mean", small, mean),
         Column.of("KL median", "kl_median", small, f"half of the {where}s are further off than this, in nats"),
-        Column.of("KL 90 %", "kl_90th_percentile", small, f"one {where} in ten is further off than this, in nats"),
-        Column.of(
-            "KL 99 %", "kl_99th_percentile", small, f"one {where} in a hundred is further off than this, in nats"
-        ),
-        Column.of("KL 99.9 %", TAIL, small, f"one {where} in a thousand is further off than this, in nats"),
+        Column.of("KL 90 %", "kl_90th_percentile", small, f"one {where} in ten {off}"),
+        Column.of("KL 99 %", "kl_99th_percentile", small, f"one {where} in a hundred {off}"),
+        Column.of("KL 99.9 %", TAIL, small, f"one {where} in a thousand {off}"),
         Column.of("KL max", "kl_max", small, f"the {where} that is furthest off, in nats"),
     ]
 
 
 DIVERGENCES = [
-    *kl_columns("position"),
+    *kl_columns("position", _MEAN),
     Column.of("same top-1", "same_top1", two_digits, _TOP1),
-    Column.of(
-        "drafts accepted",
-        "draft_acceptance",
-        two_digits,
-        "tokens that full precision drafts and the type accepts, in speculative sampling",
-    ),
+    Column.of("drafts accepted", "draft_acceptance", two_digits, _DRAFTS),
 ]
 ANSWERS = [
     Column.of("own tokens", "tokens", "{:,.0f}".format, "tokens that the model wrote with the type, at temperature 1"),
-    Column.of(
-        "KL there", "kl_mean", small, "how far their distributions are from full precision's, in nats, as in KL mean"
-    ),
+    Column.of("KL there", "kl_mean", small, _THERE),
     Column.of("accepted there", "draft_acceptance", two_digits, "drafts accepted at these tokens"),
 ]
 
 
 def overview_columns(result: Result) -> list[Column]:
-    exact = result["exact_perplexity"]
+    def perplexity(figures: Figures) -> str:
+        return f"{figures['perplexity'].value:.3f}{_change(figures['perplexity'], result['exact_perplexity'])}"
+
+    speed = "tokens a second of a prompt, on this machine", "tokens a second after that prompt, one request alone"
+    memory = "bytes of the KV cache for 1,000 tokens in complete blocks"
     return [
-        Column.of(
-            "bits/value",
-            "bits_per_value",
-            "{:.2f}".format,
-            "bits of complete blocks over their values: codes, norms and means; f16 has 16",
-        ),
-        Column(
-            "perplexity",
-            lambda figures: f"{figures['perplexity'].value:.3f}{_change(figures['perplexity'], exact)}",
-            "of the text, and its change from full precision; lower is better, and small changes are chance",
-        ),
+        Column.of("bits/value", "bits_per_value", "{:.2f}".format, _BITS),
+        Column("perplexity", perplexity, _CHANGE),
         Column("KL mean", _plain("kl_mean", small), _MEAN),
         Column("same top-1", _plain("same_top1", lambda share: f"{100 * share:.1f} %"), _TOP1),
-        Column("prompt", _plain("prompt", _rate), "tokens a second of a prompt, on this machine"),
-        Column("generation", _plain("generation", _rate), "tokens a second after that prompt, one request alone"),
-        Column(
-            "1,000 tokens",
-            _plain("bytes_per_token", lambda size: format_bytes(round(1000 * size))),
-            "bytes of the KV cache for 1,000 tokens in complete blocks",
-        ),
-        Column(
-            "longest context",
-            _plain("tokens", "{:,.0f}".format),
-            "tokens that fit in the memory that the weights leave, up to the model's own",
-        ),
+        Column("prompt", _plain("prompt", rate_text), speed[0]),
+        Column("generation", _plain("generation", rate_text), speed[1]),
+        Column("1,000 tokens", _plain("bytes_per_token", lambda size: size_text(1000 * size)), memory),
+        Column("longest context", _plain("tokens", "{:,.0f}".format), _LONGEST),
     ]
 
 
@@ -148,16 +124,9 @@ def top1_by_position(result: Result) -> Table:
 
 
 def _by_position(result: Result, title: str, quantity: str, text: Callable[[float], str]) -> Table:
-    subjects = dict.fromkeys(subject for subject, *_ in result.parts(POSITIONS))
-    columns = [
-        Column(subject.removeprefix(f"{POSITIONS} "), lambda figures, at=subject: cell_of(figures.get(at), text))  # type: ignore[misc]
-        for subject in subjects
-    ]
-    lines = (
-        (who, {at: result.figures(at, who)[quantity] for at in subjects if result.figures(at, who)})
-        for who, _ in scored(result)
-    )
-    return Table.of(title, columns, lines)
+    at = {subject: subject.removeprefix(f"{POSITIONS} ") for subject, *_ in result.parts(POSITIONS)}
+    whos = [who for who, _ in scored(result)]
+    return Table.crossed(title, whos, at, lambda who, at: cell_of(result.figures(at, who).get(quantity), text))
 
 
 def answers(result: Result) -> Table:
@@ -220,17 +189,17 @@ def sentences(result: Result) -> list[tuple[str, list[str]]]:
     for who, figures in scored(result):
         if who not in PRESETS:
             continue
-        said = [
-            f"the KV cache is {16 / (_of(figures, 'bits_per_value') or 16):.1f} times smaller than in half precision"
-        ]
-        said.append(f"{100 * (_of(figures, 'same_top1') or 0):.1f} % of the most likely next tokens stay the same")
+        smaller = 16 / (value_of(figures, "bits_per_value") or 16)
+        same = 100 * (value_of(figures, "same_top1") or 0)
+        said = [f"the KV cache is {smaller:.1f} times smaller than in half precision"]
+        said.append(f"{same:.1f} % of the most likely next tokens stay the same")
         if change := _change(figures["perplexity"], result["exact_perplexity"]):
             said.append(f"perplexity changes by {change[2:-1]}")
         if 0 < f16 < (tokens := result.value(ROOM, who, "tokens") or 0):
             said.append(f"{tokens:,.0f} tokens of context fit here, {f16:,.0f} with f16")
         rate, half = (result.value(SPEED, name, "generation") for name in (who, "f16"))
         if rate and half:
-            said.append(f"generation runs at {_rate(rate)} tokens/s, {rate / half:.2f} times f16's speed")
+            said.append(f"generation runs at {rate_text(rate)} tokens/s, {rate / half:.2f} times f16's speed")
         points.append((who, said))
     return points
 

@@ -15,15 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from polarlm.bench.command import model_named, weight_files
-from polarlm.bench.report import Column, Table
-from polarlm.bench.result import Figures, Result, digest_of_model
+from polarlm.bench.report import Column, Table, size_text
+from polarlm.bench.result import Figures, Result, digest_of_model, value_of
 from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.figures import RATE
 from polarlm.bench.speed.options import Options
 from polarlm.engine import Engine, EngineConfig, SamplingParams
 from polarlm.engine.cli.commands import note
 from polarlm.engine.loading.placement.experts import ExpertPlan
-from polarlm.engine.state.plan import format_bytes
 
 _ALL = "all"
 _PROMPT = 8  # tokens
@@ -98,19 +97,19 @@ def disk_rate(file: Path, piece: int) -> float | None:
 
 
 def _disk(figures: Figures) -> str:
-    disk, read = (figures[name].value if name in figures else None for name in ("disk", "read"))
+    disk, read = (value_of(figures, name) for name in ("disk", "read"))
     return f"{disk / read:.1f} tokens/s" if disk and read else ""
 
 
 _COLUMNS = (
     Column(
         "experts in memory",
-        lambda figures: format_bytes(int(figures["bytes"].value or 0)) if "bytes" in figures else _ALL,
+        lambda figures: size_text(size) if (size := value_of(figures, "bytes")) else _ALL,
     ),
-    Column.of("of all", "whole", lambda size: format_bytes(int(size))),
+    Column.of("of all", "whole", size_text),
     Column.of("tokens/s", RATE, "{:.1f}".format),
     Column.of("chosen ones in memory", "hits", "{:.0%}".format),
-    Column.of("file, a token", "read", lambda size: format_bytes(int(size))),
+    Column.of("file, a token", "read", size_text),
     Column("disk alone", _disk),
 )
 

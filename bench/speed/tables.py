@@ -8,8 +8,8 @@ from typing import Any
 from polarlm.bench.pictures import OURS as COLOURS
 from polarlm.bench.pictures import PEERS as PEER_COLOURS
 from polarlm.bench.pictures import Picture, Series, lines
-from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance
-from polarlm.bench.result import Figures, Result, Row
+from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance, rate_text, size_text
+from polarlm.bench.result import Figures, Result, Row, value_of
 from polarlm.bench.result import provenance as provenance_of
 from polarlm.bench.speed import peers
 from polarlm.bench.speed.contestants import OURS
@@ -105,10 +105,8 @@ def _starved(result: Result) -> list[str]:
     """A sentence about each peer that has lacked a core: no ratio is of such a measurement."""
     rows = {name(row.contestant): row for row in result.rows(RATE) if "starved" in row.more}
     return [
-        f"No ratios, since {peer} lacked a core: {row.subject}, it is {row.more['starved']}".replace(
-            "is reads", "reads"
-        )
-        + ". Measure again when the machine has no other work, or with fewer --threads"
+        f"No ratios, since {peer} lacked a core: {row.subject}, it is {row.more['starved']}. Measure again when the "
+        "machine has no other work, or with fewer --threads"
         for peer, row in rows.items()
     ]
 
@@ -148,7 +146,7 @@ def batches_table(result: Result) -> Table:
 def memory_table(result: Result) -> Table:
     """A table of each contestant's memory: the peak, and the parts after the steps."""
     names = {"peak": "peak", "after steps": "now", "private": "private", "files": "file", "cache": "cache"}
-    columns = [Column.of(title, quantity, _size) for title, quantity in names.items()]
+    columns = [Column.of(title, quantity, size_text) for title, quantity in names.items()]
     return Table.of("", columns, ((_columns(result)[who], figures) for _, who, figures in result.parts(MEMORY)))
 
 
@@ -166,7 +164,7 @@ def starts_table(result: Result) -> Table:
 
     other = "the fastest peer" if len(theirs) > 1 else label(engine(theirs[0]) if theirs else peers.DEFAULT)
     columns = [Column.of("first token", "seconds", _seconds), Column(f"times {other}", times)]
-    columns += [Column.of(part, part, _size) for part in ("peak", "weights", "store", "rest")]
+    columns += [Column.of(part, part, size_text) for part in ("peak", "weights", "store", "rest")]
     return Table.of("", columns, ((name(who), figures) for who, figures in starts.items()))
 
 
@@ -212,7 +210,7 @@ def starts_of_models(results: Sequence[Result]) -> Table:
         table[-1] += [seconds(ours), seconds(theirs), times(ours, theirs), seconds(mapped), times(mapped, theirs)]
         for who, quantity in ((OURS, "peak"), (peers.DEFAULT, "peak"), (OURS, "weights")):
             size = of(result, START, who, quantity)
-            table[-1].append(NOTHING if size is None else _size(size.value or 0))
+            table[-1].append(NOTHING if size is None else size_text(size.value or 0))
         table[-1] += [seconds(of(result, FIRST, OURS, part), "{:.1f} s") for part in ("seconds", "fit", "compiling")]
     return Table(header, table)
 
@@ -262,10 +260,6 @@ def name(contestant: str) -> str:
     return f"{label(engine(contestant))} {cache(contestant)}"
 
 
-def rate_text(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
-
-
 def _columns(result: Result) -> Mapping[str, str]:
     """Contestant → its name: of ours the cache, the default one in bold. Those of a result that does not list them are
     in order, ours first."""
@@ -309,15 +303,11 @@ def _where(result: Result) -> str:
 
 
 def _of(figures: Figures, quantity: str) -> float:
-    return figures[quantity].value or 0.0
+    return value_of(figures, quantity) or 0.0
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s"
-
-
-def _size(size: float) -> str:
-    return NOTHING if size < 0 else format_bytes(round(size))  # pages that nobody has touched
 
 
 # -- the picture -----------------------------------------------------------------------------------------------------
