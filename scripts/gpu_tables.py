@@ -9,7 +9,7 @@ from polarlm.bench.gpu.requests import LLAMA_CPP
 from polarlm.bench.gpu.tables import best_half, prompts_table, sequences_table, server_in_words
 from polarlm.bench.report import Table
 from polarlm.bench.result import Result, read
-from polarlm.bench.speed.figures import GENERATION, PROMPT, RATE
+from polarlm.bench.speed.contestants import GENERATION, PROMPT, RATE
 from polarlm.bench.speed.tables import rates, rates_table
 from polarlm.engine import EngineConfig
 from scripts.quality_tables import RESULTS

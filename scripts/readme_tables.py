@@ -14,9 +14,7 @@ from polarlm.bench.report import NOTHING, rate_text
 from polarlm.bench.result import Figures, Result
 from polarlm.bench.serving.options import FIRST_TOKEN, XLLAMACPP
 from polarlm.bench.serving.tables import LOAD
-from polarlm.bench.speed import figures
-from polarlm.bench.speed.contestants import OURS
-from polarlm.bench.speed.figures import RATE
+from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE
 from polarlm.bench.speed.tables import cache, engine, is_ours, label, place, strongest
 from polarlm.bench.speed.tables import rates as speed_rates
 from polarlm.engine import EngineConfig, codecs
@@ -106,14 +104,14 @@ def _cores(measured: Result) -> str:
 
 
 def _rates(result: Result) -> Iterator[list[str]]:
-    for section in figures.GENERATION, figures.PROMPT:
+    for section in GENERATION, PROMPT:
         of_section = speed_rates(result, section).items()
         for subject, rows in sorted(of_section, key=lambda item: next(iter(item[1].values())).more["tokens"]):
             ours = {cache(who): row.value for who, row in rows.items() if is_ours(who)}
             peer = strongest(rows.values())
             name, rate = ("", None) if peer is None else (label(engine(peer.contestant)), peer.value)
             yield [subject, _rate(ours[DEFAULT]), _ratio(ours[DEFAULT], rate, name)]
-            if section == figures.PROMPT and ours.get(_EIGHT):
+            if section == PROMPT and ours.get(_EIGHT):
                 yield [f"{subject}, inputs of 8 bits", _rate(ours[_EIGHT]), _ratio(ours[_EIGHT], rate, name)]
 
 
@@ -133,7 +131,7 @@ def _server_rows(measured: Result, machine: str) -> Iterator[list[str]]:
 
 # -- GPUs ----------------------------------------------------------------------------------------------------------
 
-_KINDS = figures.GENERATION, figures.PROMPT
+_KINDS = GENERATION, PROMPT
 _DEPTHS, _PROMPTS, _SEQUENCES = (8, 2048, 32_768), (64, 512, 2048), 64
 _ATTENTION = (2048, 1), (32_768, 16)  # context, sequences
 
@@ -146,14 +144,12 @@ def gpu() -> str:
     shown, rows = [(machine, str(one["date"]))], list[Sequence[str]]()
     peer = next(m for m in everything if _is_8b(m) and gpu_of(m) == machine and has_llama_cpp(m))
     when = str(peer.about.get("peer_date", "" if peer is one else peer["date"]))  # llama.cpp's figures of another day
-    for kind, tokens in [*((figures.GENERATION, depth) for depth in _DEPTHS), *((figures.PROMPT, n) for n in _PROMPTS)]:
+    for kind, tokens in [*((GENERATION, depth) for depth in _DEPTHS), *((PROMPT, n) for n in _PROMPTS)]:
         subject = subject_of(kind, tokens)
-        rate, half = (one.value(subject, f"{OURS} {name}", figures.RATE) for name in (DEFAULT, HALF))
+        rate, half = (one.value(subject, f"{OURS} {name}", RATE) for name in (DEFAULT, HALF))
         if rate:
-            where = (
-                f" of {tokens:,}" if kind == figures.PROMPT else ", depth ≤ 64" if tokens < 64 else f" at {tokens:,}"
-            )
-            beside = _ratio(rate, peer.value(subject, f"{LLAMA_CPP} {HALF}", figures.RATE))
+            where = f" of {tokens:,}" if kind == PROMPT else ", depth ≤ 64" if tokens < 64 else f" at {tokens:,}"
+            beside = _ratio(rate, peer.value(subject, f"{LLAMA_CPP} {HALF}", RATE))
             rows.append([kind + where, _rate(rate), beside, _ratio(rate, half)])
     for count, prompt, answer, rate in _together(one, OURS):
         there = next((other for same, *_, other in _together(peer, LLAMA_CPP) if same == count), None)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from polarlm.bench.result import Result, Row, origin, provenance, read
 from polarlm.bench.serving.tables import LOAD, conversations_table, servers_table
-from polarlm.bench.speed.contestants import OURS
-from polarlm.bench.speed.figures import GENERATION, PROMPT, RATE
+from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE
 from polarlm.bench.speed.measure import MEMORY
 from polarlm.bench.speed.starts import START
 from polarlm.bench.speed.tables import (

@@ -17,8 +17,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.setup import Gpu, Sizes
 from polarlm.bench.result import Output, Result, read
 from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN, LoadOptions, Options
-from polarlm.bench.speed.contestants import OURS
-from polarlm.bench.speed.figures import GENERATION, PROMPT, RATE
+from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE
 from polarlm.bench.speed.ours import Ours
 from polarlm.engine.errors import EngineError
 

@@ -11,8 +11,7 @@ from polarlm.bench.gpu.requests import SEQUENCES, SERVER
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, cell_of, provenance
 from polarlm.bench.result import Figures, Result, value_of
 from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN
-from polarlm.bench.speed.contestants import OURS
-from polarlm.bench.speed.figures import GENERATION, PROMPT, RATE
+from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE
 from polarlm.bench.speed.tables import cache, name, rates_table
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from polarlm.bench.quality import cache_cost, compare, kld_base, peers, snapshot_cost
+from polarlm.bench.quality import cache_cost, compare, kld_base, peers, snapshots
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.inputs import ENOUGH_TOKENS, LEAST_TOKENS, QualityConfig
 from polarlm.engine.cli.commands import run
@@ -44,7 +44,7 @@ def _measure(argv: Sequence[str]) -> None:
                 "--state measures snapshots, with keys and values in half precision; leave --types out, and the flags "
                 "of their windows"
             )
-        snapshot_cost.measure(options, argv, time.monotonic)
+        snapshots.measure(options, argv, time.monotonic)
     elif options.kld_base is not None and options.text is not None:
         if options.changed(*_OF_CACHE_TYPES, "output"):
             raise FlagError(

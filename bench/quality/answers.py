@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from polarlm.bench.quality.divergence import Divergence
-from polarlm.bench.quality.figures import add_figures
+from polarlm.bench.quality.divergence import Divergence, add_figures
 from polarlm.bench.quality.states import exact_states, forward, scored
 from polarlm.bench.result import Result
 from polarlm.engine.model.forward import Transformer

@@ -9,7 +9,6 @@ from typing import Any
 from polarlm.bench.command import CacheType
 from polarlm.bench.quality import answers, kld_base
 from polarlm.bench.quality import types as compared
-from polarlm.bench.quality.budget import MOST, Windows, choose, window_seconds, windows_of_length
 from polarlm.bench.quality.inputs import (
     ENOUGH_TOKENS,
     LEAST_TOKENS,
@@ -21,7 +20,7 @@ from polarlm.bench.quality.inputs import (
     page_file,
     read_text,
 )
-from polarlm.bench.quality.scores import windows
+from polarlm.bench.quality.scores import MOST, Windows, choose, window_seconds, windows, windows_of_length
 from polarlm.bench.quality.speeds import Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.bench.quality.tables import ROOM, report_of

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from polarlm.bench.quality import kld_file
-from polarlm.bench.quality.budget import MOST, choose
 from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, opened, read_text
+from polarlm.bench.quality.scores import MOST, choose
 from polarlm.bench.quality.states import exact_states, logits_of
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.bench.result import duration

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from polarlm.bench.quality.answers import OWN
-from polarlm.bench.quality.figures import TAIL
+from polarlm.bench.quality.divergence import TAIL
 from polarlm.bench.quality.pictures import pictures_of
 from polarlm.bench.quality.scores import POSITIONS, SERVED, TEXT
 from polarlm.bench.quality.speeds import SPEED

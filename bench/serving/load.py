@@ -24,8 +24,7 @@ from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN, LoadOptio
 from polarlm.bench.serving.servers import PeerServer, own_server
 from polarlm.bench.serving.tables import FREE, LOAD, WHOLE, report_of
 from polarlm.bench.speed.child import Failed
-from polarlm.bench.speed.contestants import OURS
-from polarlm.bench.speed.figures import RATE
+from polarlm.bench.speed.contestants import OURS, RATE
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError

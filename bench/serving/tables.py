@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance
 from polarlm.bench.result import Figures, Result, Row
 from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN
-from polarlm.bench.speed.contestants import OURS
-from polarlm.bench.speed.figures import RATE
+from polarlm.bench.speed.contestants import OURS, RATE
 
 LOAD = "load"  # a subject
 WHOLE, FREE = "whole answer", "until a client was free"  # quantities in seconds, as FIRST_TOKEN and BETWEEN_TOKENS

@@ -21,8 +21,7 @@ from polarlm.bench.runner import in_turn
 from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Child, Failed
 from polarlm.bench.speed.compare import peer_paths
-from polarlm.bench.speed.contestants import OURS
-from polarlm.bench.speed.figures import RATE
+from polarlm.bench.speed.contestants import OURS, RATE
 from polarlm.bench.speed.options import Options
 from polarlm.bench.speed.peers import llama_cpp_python
 from polarlm.engine import Engine, EngineError

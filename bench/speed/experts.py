@@ -17,8 +17,7 @@ import numpy as np
 from polarlm.bench.command import model_named, weight_files
 from polarlm.bench.report import Column, Table, size_text
 from polarlm.bench.result import Figures, Result, digest_of_model, value_of
-from polarlm.bench.speed.contestants import OURS
-from polarlm.bench.speed.figures import RATE
+from polarlm.bench.speed.contestants import OURS, RATE
 from polarlm.bench.speed.options import Options
 from polarlm.engine import Engine, EngineConfig, SamplingParams
 from polarlm.engine.cli.commands import note

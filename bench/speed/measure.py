@@ -14,8 +14,20 @@ import numpy as np
 from polarlm.bench.result import Result, duration
 from polarlm.bench.runner import Part, Runner
 from polarlm.bench.speed.child import Child, Failed, OutOfTime, memory
-from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject
-from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, RATE, Cell, best, is_far_behind, starved
+from polarlm.bench.speed.contestants import (
+    BATCHES,
+    GENERATION,
+    OURS,
+    PROMPT,
+    RATE,
+    Cell,
+    Children,
+    Contestant,
+    Subject,
+    best,
+    is_far_behind,
+    starved,
+)
 from polarlm.bench.speed.options import RATES, STARTS
 from polarlm.bench.speed.starts import FIRST, START, START_TOKENS, WITH_EMPTY_FOLDER, Starter, add_medians
 from polarlm.engine import EngineConfig

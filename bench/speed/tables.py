@@ -12,8 +12,7 @@ from polarlm.bench.report import NOTHING, Column, Report, Section, Table, proven
 from polarlm.bench.result import Figures, Result, Row, value_of
 from polarlm.bench.result import provenance as provenance_of
 from polarlm.bench.speed import peers
-from polarlm.bench.speed.contestants import OURS
-from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, RATE
+from polarlm.bench.speed.contestants import BATCHES, GENERATION, OURS, PROMPT, RATE
 from polarlm.bench.speed.measure import MEMORY
 from polarlm.bench.speed.starts import FIRST, MAPPED, START
 from polarlm.engine.config import EngineConfig

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from polarlm.bench.quality import __main__ as cost
-from polarlm.bench.quality import budget, cache_cost, kld_base, kld_file
+from polarlm.bench.quality import cache_cost, kld_base, kld_file, scores
 from polarlm.bench.quality.divergence import compare_stored, perplexity
 from polarlm.bench.quality.states import exact_states, logits_of, stored_logprobs
 from polarlm.bench.result import read
@@ -187,7 +187,7 @@ def test_the_file_that_is_written_is_the_one_that_it_writes(
     models: SimpleNamespace, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For the same windows: all bytes but the last bits of floats and of codes."""
-    monkeypatch.setattr(kld_base, "choose", lambda *arguments: budget.windows_of_length(TOKENS, 60, 1e-3, WINDOWS))
+    monkeypatch.setattr(kld_base, "choose", lambda *arguments: scores.windows_of_length(TOKENS, 60, 1e-3, WINDOWS))
     assert run(models.base, "text.txt", "--kld-base", "out.kld") == 0
     said = capsys.readouterr().out.split()
     assert said[:2] == ["out.kld:", "perplexity"]

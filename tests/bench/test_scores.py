@@ -11,8 +11,7 @@ import pytest
 
 from polarlm.bench.command import CacheType, cache_types
 from polarlm.bench.quality.answers import OWN
-from polarlm.bench.quality.divergence import Divergence, compare, perplexity
-from polarlm.bench.quality.figures import TAIL, add_figures
+from polarlm.bench.quality.divergence import TAIL, Divergence, add_figures, compare, perplexity
 from polarlm.bench.quality.states import exact_logprobs, exact_states, scored, served_states
 from polarlm.bench.quality.survey import Survey, arithmetic
 from polarlm.bench.result import Figures, Result

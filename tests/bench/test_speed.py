@@ -18,8 +18,7 @@ from polarlm.bench.result import Result, Row
 from polarlm.bench.speed import __main__ as speed
 from polarlm.bench.speed import compare, contestants, measure, starts
 from polarlm.bench.speed.child import Failed, OutOfTime
-from polarlm.bench.speed.contestants import Contestant
-from polarlm.bench.speed.figures import Cell
+from polarlm.bench.speed.contestants import Cell, Contestant
 from polarlm.bench.speed.measure import Memory
 from polarlm.bench.speed.ours import Ours
 from polarlm.bench.speed.peers import NoPeer
