@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from polarlm.bench.result import LOCAL, slug
@@ -95,23 +96,45 @@ def _run(
     """Return 0 if no test of these files failed, else 1."""
     began = time.monotonic()
     command = [*python("scripts.gpu_test"), "-m", "pytest", *map(str, group), *arguments]
-    running = subprocess.Popen(
-        command, env={**os.environ, "TESTS_GPU": "1", **environment}, cwd=ROOT, start_new_session=True
-    )
-    try:
-        code = running.wait(timeout=limit)
-        result = "passed" if code in _PASSED else "failed"
-    except subprocess.TimeoutExpired:
-        result = "ended"
-    finally:
-        if running.poll() is None:
-            os.killpg(running.pid, signal.SIGKILL)
-            running.wait()
-    seconds = round(time.monotonic() - began, 1)
-    names = [file.stem for file in group]
+    code = wait(start(command, {"TESTS_GPU": "1", **environment}), limit)
+    result = "ended" if code is None else "passed" if code in _PASSED else "failed"
+    seconds, names = round(time.monotonic() - began, 1), [file.stem for file in group]
     write(results, {"files": names, "launches": launches, "result": result, "seconds": seconds})
     print(f"{', '.join(names)}{f', launches {launches}' if launches else ''}: {result}, {seconds:.0f} s", flush=True)
     return int(result != "passed")
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str], output: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """A process with further variables of the environment, in a group of its own. output: a file for what it prints, so
+    that a run that is cut off can be read."""
+    with output.open("wb") if output else nullcontext() as file:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=file,
+            stderr=None if file is None else subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait(running: subprocess.Popen[bytes], limit: float) -> int | None:
+    """The exit status of a process; None if it was ended, with its children, after `limit` seconds."""
+    try:
+        return running.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end(running)
+
+
+def end(running: subprocess.Popen[bytes]) -> None:
+    """End a process and its children."""
+    if running.poll() is None:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
 
 
 def python(program: str) -> list[str]:

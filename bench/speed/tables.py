@@ -16,7 +16,6 @@ from polarlm.bench.speed.contestants import BATCHES, GENERATION, OURS, PROMPT, R
 from polarlm.bench.speed.measure import MEMORY
 from polarlm.bench.speed.starts import FIRST, MAPPED, START
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.state.plan import format_bytes
 
 _PARTS = ("imports", "loading", "first token")  # of a start
 _LARGE = 0.1  # a spread, as a share of the median
@@ -152,19 +151,25 @@ def memory_table(result: Result) -> Table:
 def starts_table(result: Result) -> Table:
     """A table of the seconds from a new process to its first token, and of the memory of that process."""
     starts = {who: figures for subject, who, figures in result.parts(START) if subject == START}
-    theirs = [who for who in starts if not is_ours(who)]
-    known = [value for who in theirs if (value := starts[who]["seconds"].value) is not None]
-    fastest = None if _starved(result) else min(known, default=None)
-
-    def times(figures: Figures) -> str:
-        seconds = figures["seconds"]
-        has_ratio = is_ours(seconds.contestant) and fastest is not None and seconds.value is not None
-        return f"{(seconds.value or 0) / (fastest or 1):.2f}" if has_ratio else NOTHING
-
-    other = "the fastest peer" if len(theirs) > 1 else label(engine(theirs[0]) if theirs else peers.DEFAULT)
-    columns = [Column.of("first token", "seconds", _seconds), Column(f"times {other}", times)]
+    theirs = [figures["seconds"] for who, figures in starts.items() if not is_ours(who)]
+    known = [row for row in theirs if row.value is not None and not _starved(result)]
+    fastest = min(known, key=lambda row: row.value or 0, default=None)
+    other = "the fastest peer" if len(theirs) > 1 else label(engine(theirs[0].contestant) if theirs else peers.DEFAULT)
+    columns = [Column.of("first token", "seconds", _seconds), _times(f"times {other}", "seconds", "fastest")]
     columns += [Column.of(part, part, size_text) for part in ("peak", "weights", "store", "rest")]
-    return Table.of("", columns, ((name(who), figures) for who, figures in starts.items()))
+    than = {} if fastest is None else {"fastest": fastest}
+    lines_ = ((name(who), {**figures, **(than if is_ours(who) else {})}) for who, figures in starts.items())
+    return Table.of("", columns, lines_)
+
+
+def _times(title: str, quantity: str, than: str) -> Column:
+    """The column of a ratio of two quantities."""
+
+    def cell(figures: Figures) -> str:
+        ours, other = value_of(figures, quantity), value_of(figures, than)
+        return f"{ours / other:.2f}" if ours and other else NOTHING
+
+    return Column(title, cell)
 
 
 def starts_in_parts(result: Result) -> str:
@@ -186,32 +191,28 @@ def starts_in_parts(result: Result) -> str:
 
 def starts_of_models(results: Sequence[Result]) -> Table:
     """A table with a line for each measurement, the smallest file first: starts of both engines, and our first ever."""
-    other = label(peers.DEFAULT)
-
-    def of(result: Result, subject: str, who: str, quantity: str = "seconds") -> Row | None:
-        found = (
-            figures for at, contestant, figures in result.parts(subject) if (at, engine(contestant)) == (subject, who)
-        )
-        return next(found, {}).get(quantity)
-
-    def seconds(row: Row | None, text: str = "{:.2f} s") -> str:
-        return NOTHING if row is None else row.failure if row.value is None else text.format(row.value)
-
-    def times(row: Row | None, than: Row | None) -> str:
-        return f"{row.value / than.value:.2f}" if row and row.value and than and than.value else NOTHING
-
-    header = ["", "file", "here", other, "times", "mapped", "times"]
-    header += ["peak", f"{other}'s peak", "weights", "first ever", "fit", "compiling"]
-    table = []
+    other, ours, theirs = label(peers.DEFAULT), f"{START} {OURS} ", f"{START} {peers.DEFAULT} "
+    mapped, first, tenths = f"{MAPPED} {OURS} ", f"{FIRST} {OURS} ", "{:.1f} s".format
+    columns = [
+        Column.of("file", "file", size_text),
+        Column.of("here", f"{ours}seconds", _seconds),
+        Column.of(other, f"{theirs}seconds", _seconds),
+        _times("times", f"{ours}seconds", f"{theirs}seconds"),
+        Column.of("mapped", f"{mapped}seconds", _seconds),
+        _times("times", f"{mapped}seconds", f"{theirs}seconds"),
+        Column.of("peak", f"{ours}peak", size_text),
+        Column.of(f"{other}'s peak", f"{theirs}peak", size_text),
+        Column.of("weights", f"{ours}weights", size_text),
+        Column.of("first ever", f"{first}seconds", tenths),
+        Column.of("fit", f"{first}fit", tenths),
+        Column.of("compiling", f"{first}compiling", tenths),
+    ]
+    lines_ = []
     for result in sorted(results, key=lambda one: (one["file_bytes"], one["model"])):
-        ours, theirs, mapped = of(result, START, OURS), of(result, START, peers.DEFAULT), of(result, MAPPED, OURS)
-        table.append([f"{result['model']}, {result['weights']}", format_bytes(result["file_bytes"])])
-        table[-1] += [seconds(ours), seconds(theirs), times(ours, theirs), seconds(mapped), times(mapped, theirs)]
-        for who, quantity in ((OURS, "peak"), (peers.DEFAULT, "peak"), (OURS, "weights")):
-            size = of(result, START, who, quantity)
-            table[-1].append(NOTHING if size is None else size_text(size.value or 0))
-        table[-1] += [seconds(of(result, FIRST, OURS, part), "{:.1f} s") for part in ("seconds", "fit", "compiling")]
-    return Table(header, table)
+        figures = {f"{row.subject} {engine(row.contestant)} {row.quantity}": row for row in result.rows()}
+        file = Row("", "", "file", value=result["file_bytes"])
+        lines_.append((f"{result['model']}, {result['weights']}", {**figures, "file": file}))
+    return Table.of("", columns, lines_)
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
