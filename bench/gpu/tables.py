@@ -33,11 +33,11 @@ def report_of(result: Result) -> Report:
         ],
         notes=[
             *filter(None, [server_in_words(result)]),
-            "\n".join(f"Not measured: {one['what']}: {one['why']}." for one in result["not_measured"]),
+            *(f"Not measured: {one['what']}: {one['why']}." for one in result["not_measured"]),
         ],
         partial="" if result["complete"] else "This page is partial: see its last sentences.",
         about=[
-            *((f"GPU, {part}", value) for part, value in result["machine"]["gpu"].items()),
+            *((f"GPU, {part}", text) for part, text in result["machine"]["gpu"].items() if part != "name"),
             *provenance(result),
         ],
     )
