@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -262,6 +263,7 @@ class Measurement:
                 sizes["cache"] = self._cache_bytes(contestant, tokens, child)
                 self._result.add_all(MEMORY, str(contestant), sizes, **about)
             except Failed as error:
+                self._miss(MEMORY, error)
                 self._result.add(MEMORY, str(contestant), "peak", failure=str(error), **about)
             self._children.close()
             self._runner.advance(1 / len(self._plan.contestants))
@@ -318,16 +320,19 @@ class Measurement:
                 try:
                     rated = rate(cell, number)
                     cell.runs += [rated] if number >= 0 else []
-                except OutOfTime as error:
-                    self._children.fail(cell.contestant, str(error))
-                    self._runner.left_out += [name] if name not in self._runner.left_out else []
                 except Failed as error:
                     self._children.fail(cell.contestant, str(error))
-                    cell.failure = str(error)
+                    self._miss(name, error)
+                    cell.failure = None if isinstance(error, OutOfTime) else str(error)  # runs before that count
             if cell.contestant in failures and not cell.runs:
                 cell.failure = failures[cell.contestant]
 
         self._runner.in_turn(name, cells, range(-1 if warm_up else 0, self._plan.repeat), run)
+
+    def _miss(self, name: str, error: Failed) -> None:
+        """Name a part that had too little time, if that is the error."""
+        if isinstance(error, OutOfTime) and name not in self._runner.left_out:
+            self._runner.left_out.append(name)
 
     def _child(self, contestant: Contestant, threads: int) -> Child:
         return self._children.child(contestant, threads, self._plan.context)
@@ -346,10 +351,11 @@ class Measurement:
             more["tried"] = {str(threads): list(runs) for threads, runs in cell.tried.items()}
         self._result.add(name, str(contestant), RATE, cell.runs, failure=failure, **more)
         if failure is None and section == GENERATION:
-            cache = self._cache_bytes(contestant, tokens)
-            if cache is not None:
-                weights = self._weight_bytes(contestant)
-                self._result.add_all(name, str(contestant), {"weights": weights, "cache": cache})
+            with suppress(Failed):  # its time was over after some runs
+                cache = self._cache_bytes(contestant, tokens)
+                if cache is not None:
+                    weights = self._weight_bytes(contestant)
+                    self._result.add_all(name, str(contestant), {"weights": weights, "cache": cache})
         note(f"{name}, {contestant}: {failure or f'{cell.median:,.1f} tokens/s'}")
         self._keep()
 
