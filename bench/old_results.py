@@ -17,28 +17,28 @@ _BY_AGE_SINCE = "2026-11-27"  # presets were of blocks that are all alike before
 _CONTESTANT, _TYPED = "{engine} {cache}", "{engine} {cache_type}"
 
 
-def rows_of(measured: Old, result: Result) -> None:
+def rows_of(file: Old, result: Result) -> None:
     """Add the rows of an older file to `result`, whose fields are the file's."""
-    rows = measured.get("rows", ())
+    rows = file.get("rows", ())
     first: Old = next(iter(rows), {})
-    if "contestants" in measured:
-        _speed(measured, result)
+    if "contestants" in file:
+        _speed(file, result)
     elif "theirs" in first:
         for row in rows:
             for who, runs in {"polarlm": row["ours"], **row["theirs"]}.items():
                 more = {name: row[name] for name in ("weights", "texts", "tokens")}
                 result.add(f"{row['weights']}, texts of {row['texts']}", who, "tokens/s", runs, value=max(runs), **more)
-    elif measured.get("benchmark") == "gpu":
-        _gpu(measured, result)
-    elif "latencies" in measured or "turns" in measured or "rounds" in first:
-        _serving(measured, result)
-    elif "snapshots" in measured:
+    elif file.get("benchmark") == "gpu":
+        _gpu(file, result)
+    elif "latencies" in file or "turns" in file or "rounds" in first:
+        _serving(file, result)
+    elif "snapshots" in file:
         _add(result, rows, "snapshot", "{type}", _same("bytes bits"))
         for row in rows:
             for one in row["distances"]:
                 _figures(result, f"tokens after it: {one['tokens']}", row["type"], one, tokens=one["tokens"])
-    elif "exact_perplexity" in measured:
-        _quality(measured, result)
+    elif "exact_perplexity" in file:
+        _quality(file, result)
 
 
 def _same(names: str) -> Names:
@@ -59,15 +59,15 @@ def _add(result: Result, rows: Iterable[Old], subject: str, who: str, names: Nam
             why = None  # of the first one
 
 
-def _speed(measured: Old, result: Result) -> None:
-    cells = [{**row, **cell} for row in measured["rows"] for cell in row["cells"]]
+def _speed(file: Old, result: Result) -> None:
+    cells = [{**row, **cell} for row in file["rows"] for cell in row["cells"]]
     _add(result, cells, "{name}", _CONTESTANT, {"tokens/s": "runs"}, "section tokens threads tried")
     read = [{**cell, **{f"{part}_read": size for part, size in cell.get("bytes_read", {}).items()}} for cell in cells]
     parts = {"weights": "weights_read", "cache": "cache_read", "bandwidth": "bandwidth_share"}
     _add(result, [one for one in read if "bytes_read" in one], "{name}", _CONTESTANT, parts)
     sizes = {**_same("peak now private file"), "cache": "cache_bytes"}
-    _add(result, measured["memory"], "memory", _CONTESTANT, sizes)
-    for row in measured["starts"]:
+    _add(result, file["memory"], "memory", _CONTESTANT, sizes)
+    for row in file["starts"]:
         who = {name: row[name] for name in ("engine", "cache")}
         for subject, start in (("start", row), ("start with mapped weights", row.get("mapped"))):
             if start:
@@ -77,12 +77,12 @@ def _speed(measured: Old, result: Result) -> None:
         if "first" in row:
             names = _same("seconds fit kernels compiling")
             _add(result, [{**row["first"], **who}], "the first start ever", _CONTESTANT, names)
-    result.about["contestants"] = [_CONTESTANT.format(**one) for one in measured["contestants"]]
+    result.about["contestants"] = [_CONTESTANT.format(**one) for one in file["contestants"]]
 
 
-def _gpu(measured: Old, result: Result) -> None:
+def _gpu(file: Old, result: Result) -> None:
     def rows(name: str) -> list[dict[str, Any]]:
-        return [{**row, "engine": row.get("engine", "polarlm")} for row in measured.get(name, ())]
+        return [{**row, "engine": row.get("engine", "polarlm")} for row in file.get(name, ())]
 
     for kind, subject in (("generation", "generation at {tokens:,}"), ("prompt", "prompt of {tokens:,}")):
         rates = [{**row, "section": kind} for row in rows("rates") if row["kind"] == kind]
@@ -113,8 +113,8 @@ def _gpu(measured: Old, result: Result) -> None:
     _add(result, rows("encoding"), "encoding {blocks}", "{cache_type}", _same("seconds"), "blocks")
 
 
-def _serving(measured: Old, result: Result) -> None:
-    for server in (measured, *measured.get("peers", ())) if "load" in measured else ():
+def _serving(file: Old, result: Result) -> None:
+    for server in (file, *file.get("peers", ())) if "load" in file else ():
         threads = f", {counted(server['threads'], 'thread')}" if "threads" in server else ""
         who = f"{server['name']} {server.get('version', '')}".rstrip() + threads if "name" in server else "polarlm"
         errors = server.get("errors", {})
@@ -126,27 +126,27 @@ def _serving(measured: Old, result: Result) -> None:
         for name, old in (waits | {"until a client was free": "behind_arrival"}).items():
             if "latencies" in server:
                 result.add("load", who, name, server["latencies"][f"{old}_seconds"]["percentiles"])
-    if "load" in measured:
+    if "load" in file:
         result.about["load_options"] = result.about.pop("load")
-    for when, turns in measured.get("turns", {}).items():
+    for when, turns in file.get("turns", {}).items():
         _turns(result, when, "polarlm", turns)
-    for row in measured.get("rows", ()):
+    for row in file.get("rows", ()):
         turns, who = row["rounds"][-1], row["cache_type"] + (" and a disk" if row["disk"] else "")
         _turns(result, f"{len(turns)} conversations, {row['times']:g}×", who, turns)
 
 
 def _turns(result: Result, subject: str, who: str, turns: Sequence[Old]) -> None:
-    found = [turn["cached_from"] for turn in turns]
-    result.add(subject, who, "first token", [turn["seconds"] for turn in turns], cached_from=found)
+    tiers = [turn["cached_from"] for turn in turns]
+    result.add(subject, who, "first token", [turn["seconds"] for turn in turns], cached_from=tiers)
     result.add(subject, who, "prompt tokens", [turn["prompt_tokens"] for turn in turns])
 
 
-def _quality(measured: Old, result: Result) -> None:
-    result.about["model"] = measured["model"].removesuffix(f".{measured['weights']}")  # it was named by its file
+def _quality(file: Old, result: Result) -> None:
+    result.about["model"] = file["model"].removesuffix(f".{file['weights']}")  # it was named by its file
     types = result.about["types"] = dict[str, dict[str, str]]()
-    for row in measured["rows"]:
+    for row in file["rows"]:
         name, scoring = row["type"], row["scored_as"]
-        if measured["date"] < _BY_AGE_SINCE and name in PRESETS:
+        if file["date"] < _BY_AGE_SINCE and name in PRESETS:
             name = "/".join(PRESETS[name].alike)
         who = name if scoring == "as served" else f"{name}, {scoring}"
         types[who] = {"type": name, "pair": row.get("pair", name.removesuffix(":plain")), "scored_as": scoring}

@@ -118,7 +118,7 @@ def as_svg(pictures: Sequence[Picture]) -> list[tuple[str, str]] | None:
     """Title and SVG of each picture, whose colours are a page's CSS variables; None without matplotlib."""
     if pictures and not can_draw():
         return None
-    return [(picture.title, _drawn(picture, _PAGE_STYLE, _svg)) for picture in pictures]
+    return [(picture.title, _draw(picture, _PAGE_STYLE, _svg)) for picture in pictures]
 
 
 def write_png(pictures: Sequence[Picture], json: Path) -> list[Path]:
@@ -129,14 +129,14 @@ def write_png(pictures: Sequence[Picture], json: Path) -> list[Path]:
     for picture in pictures:
         file = json.with_name(f"{json.stem}-{picture.name}".rstrip("-") + ".png")
         try:
-            _drawn(picture, STYLE, partial(_save, file=file, title=picture.title))
+            _draw(picture, STYLE, partial(_save, file=file, title=picture.title))
         except OSError as error:
             raise EngineError(f"{file} cannot be written: {error.strerror}") from None
         files.append(file)
     return files
 
 
-def _drawn(picture: Picture, style: Any, write: Callable[[Figure], Any]) -> Any:
+def _draw(picture: Picture, style: Any, write: Callable[[Figure], Any]) -> Any:
     from matplotlib import rc_context
 
     with rc_context(style):
@@ -212,8 +212,8 @@ def bars(panels: Panels, x: str, width: float = 2.2) -> Figure:
     figure, axes = _panels(panels, (width, 0.9 + 0.32 * count), "", sharey=True)
     for ax, series in zip(axes, panels.values(), strict=True):
         values = [one.x[0] for one in series]
-        drawn = ax.barh([one.label for one in series], values, height=0.62, color=[one.colour for one in series])
-        ax.bar_label(drawn, [f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in values], padding=3, size=8)
+        bars_ = ax.barh([one.label for one in series], values, height=0.62, color=[one.colour for one in series])
+        ax.bar_label(bars_, [f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in values], padding=3, size=8)
         ax.set_xlim(0, 1.25 * max(values))
         ax.grid(axis="y", visible=False)
         ax.tick_params(axis="y", length=0)

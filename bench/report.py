@@ -71,7 +71,7 @@ class Table:
         rows = [[line, *(cell(line, column) for column in columns)] for line in lines]
         return cls([first, *columns.values()], rows)
 
-    def measured(self) -> Table:
+    def without_empty_columns(self) -> Table:
         """The table without columns in which nothing was measured."""
         kept = [0, *(i for i in range(1, len(self.header)) if any(row[i] not in ("", NOTHING) for row in self.rows))]
         return Table([self.header[i] for i in kept], [[row[i] for i in kept] for row in self.rows])
@@ -129,7 +129,7 @@ class Report:
 
     def __post_init__(self) -> None:
         sections = [
-            Section(one.heading, [table.measured() for table in one.tables if table.rows], one.text)
+            Section(one.heading, [table.without_empty_columns() for table in one.tables if table.rows], one.text)
             for one in self.sections
         ]
         self.sections = [one for one in sections if one.tables]
@@ -160,10 +160,10 @@ class Report:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        drawn = pictures.as_svg(self.pictures)
+        svgs = pictures.as_svg(self.pictures)
         values = {
             **vars(self),
-            "pictures": drawn and [(title, Markup(svg)) for title, svg in drawn],
+            "pictures": svgs and [(title, Markup(svg)) for title, svg in svgs],
             "no_pictures": pictures.NO_PICTURES,
             "colours": pictures.PAGE_COLOURS,
             "plain": lambda cell: cell.replace("**", "").replace("`", ""),

@@ -66,7 +66,7 @@ class Runner:
                 self._written = self._clock()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def final_write(self) -> Iterator[None]:
         """A context at whose end the result is written, also after Ctrl-C: then it is not complete."""
         try:
             yield

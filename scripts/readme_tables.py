@@ -23,7 +23,7 @@ from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
 from scripts.gpu_tables import attention_of, gpu_of, has_llama_cpp, measurements, seconds_of
 from scripts.quality_tables import DEMO, newest, newest_of_each, of
-from scripts.speed_tables import rates_of, served
+from scripts.speed_tables import rates_of, server_results
 
 _NUMBERS = "tokens/s", "bits/value, 2,048 tokens", "8,192"  # columns to the right
 DEFAULT, HALF = EngineConfig.cache_type, "f16"
@@ -93,7 +93,7 @@ def speed() -> str:
         for cells in _rates(measured):
             rows.append([*first, *cells])
             first = ["", ""]
-    for measured in served():
+    for measured in server_results():
         shown.append((_cores(measured), measured["date"]))
         rows += _server_rows(measured, _machine(*shown[-1]))
     return f"{_table(['Machine', 'Model', '', 'tokens/s', '× strongest peer'], rows)}\n\n{_sources(shown)}"

@@ -26,7 +26,7 @@ from scripts.quality_tables import RESULTS, ROOT, newest
 DEMO = "SmolLM2-135M-Instruct"
 
 
-def published(kind: str = "speed") -> dict[Path, Result]:
+def published_results(kind: str = "speed") -> dict[Path, Result]:
     """The newest complete measurement of each model on each CPU and level of instructions; also one that lacks starts
     alone, which come last. The demonstration model comes first, then by name.
 
@@ -43,7 +43,7 @@ def published(kind: str = "speed") -> dict[Path, Result]:
 def all_tables() -> str:
     """All tables of all models, for docs/speed.md."""
     parts = []
-    everything = published()
+    everything = published_results()
     titles = Counter(map(_title, everything.values()))
     for path, result in everything.items():
         where = f", on {place(result)}" if titles[_title(result)] > 1 else ""
@@ -81,7 +81,7 @@ def _starts_of(result: Result) -> list[Row]:
 
 def _starts_by_machine() -> dict[str, list[Result]]:
     groups: dict[str, list[Result]] = {}
-    for result in [*published("starts").values(), *published().values()]:
+    for result in [*published_results("starts").values(), *published_results().values()]:
         if _starts_of(result):
             level = _restricted_to(result)
             groups.setdefault(place(result) + (f" with {level} alone" if level else ""), []).append(result)
@@ -109,11 +109,12 @@ def pressure() -> str:
 def servers() -> str:
     """Our server under load beside others, for docs/speed.md; empty until a measurement is published."""
     return "\n\n".join(
-        f"{servers_table(one).markdown()}\n\n{one['model']} on {place(one)}; {provenance(one)}" for one in served()
+        f"{servers_table(one).markdown()}\n\n{one['model']} on {place(one)}; {provenance(one)}"
+        for one in server_results()
     )
 
 
-def served() -> list[Result]:
+def server_results() -> list[Result]:
     """The newest measurement of our server beside others, if there is one."""
     everything = map(read, RESULTS.glob("serving-*.json"))
     others = [one for one in everything if any(who != OURS and row.value for _, who, row in rates_of(one))]

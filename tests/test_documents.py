@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from polarlm.bench.result import Result
 from polarlm.bench.serving.client import Answer
-from polarlm.bench.serving.load import Served, add_load
+from polarlm.bench.serving.load import LoadRecord, add_load
 from polarlm.engine import codecs
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -173,7 +173,7 @@ def test_a_server_has_its_row_when_it_was_measured_beside_another(tmp_path, monk
     result = Result({"date": "2026-12-01", "command": "", "machine": machine, "model": "M", "load_options": load})
     for who, seconds in (("polarlm", 0.5), ("xllamacpp, 1 thread", 2.0)):
         answers = [Answer(0, 0, [seconds], 2 * seconds, completion_tokens=64)]
-        add_load(result, who, Served([replace(answers[0], ended=4 * seconds)]))
+        add_load(result, who, LoadRecord([replace(answers[0], ended=4 * seconds)]))
     result.add("load", "xllamacpp", "tokens/s", failure="crashed")
     written_result(tmp_path, "serving-m-2026-12-01", result.as_json())
     part = readme_tables.speed()

@@ -21,7 +21,7 @@ def report_of(result: Result) -> Report:
         title=f"{result['model']} on {result['machine']['gpu']['name']}",
         lead="Times beside the limits of the device, PyTorch and llama.cpp",
         sections=[
-            Section("Tokens/s", [rates_table(result, [GENERATION, PROMPT], spread="large", beside=True)]),
+            Section("Tokens/s", [rates_table(result, [GENERATION, PROMPT], spread="large", with_peer=True)]),
             Section(
                 "Prompts, ms to the first token; device: if all is launched before it begins", [prompts_table(result)]
             ),
@@ -52,16 +52,16 @@ def _number(factor: float, digits: int = 1) -> str:
 
 def prompts_table(result: Result) -> Table:
     """A line for each length of a prompt: milliseconds with and without the host for each cache type."""
-    timed = {
+    times = {
         (row.more["tokens"], row.contestant): result.figures(row.subject, row.contestant)
         for row in result.rows("seconds")
         if row.subject.startswith(f"{PROMPT} ")
     }
-    types = dict.fromkeys(who for _, who in timed)
+    types = dict.fromkeys(who for _, who in times)
     parts = [Column.of(part, part, lambda seconds: _number(1e3 * seconds)) for part in ("seconds", "device")]
     lines = [
-        [f"{tokens:,}", *(part.cell(timed.get((tokens, who), {})) for who in types for part in parts)]
-        for tokens in dict.fromkeys(tokens for tokens, _ in timed)
+        [f"{tokens:,}", *(part.cell(times.get((tokens, who), {})) for who in types for part in parts)]
+        for tokens in dict.fromkeys(tokens for tokens, _ in times)
     ]
     return Table(["tokens", *(f"{cache(who)}{part}" for who in types for part in ("", ", device"))], lines)
 
@@ -69,8 +69,8 @@ def prompts_table(result: Result) -> Table:
 def sequences_table(result: Result) -> Table:
     """A line for each number of sequences and engine: tokens/s of prompts, of answers, all included, and of steps."""
     lines = []
-    found = [(who, figures) for subject, who, figures in result.parts() if subject.endswith(f" {SEQUENCES}")]
-    for who, figures in sorted(found, key=lambda one: one[1]["first"].more["sequences"]):
+    parts = [(who, figures) for subject, who, figures in result.parts() if subject.endswith(f" {SEQUENCES}")]
+    for who, figures in sorted(parts, key=lambda one: one[1]["first"].more["sequences"]):
         more, step = figures["first"].more, value_of(figures, "step")
         tokens = (more["prompt"], value_of(figures, "first")), (more["answer"], value_of(figures, "seconds")), (1, step)
         rates = [_number(more["sequences"] * each / seconds, 0) if seconds else NOTHING for each, seconds in tokens]
@@ -123,10 +123,8 @@ def _is_right(figures: Figures) -> bool:
 def _attention(result: Result) -> Table:
     """The table of attention, by context and batch, with PyTorch's fp16 kernels first."""
     copy, lines = result.value(DEVICE, "copy", "bytes/s"), []
-    found = [(who, figures) for _, who, figures in result.parts("attention, ")]
-    places = dict.fromkeys(
-        tuple(figures["seconds"].more[name] for name in ("context", "batch")) for _, figures in found
-    )
+    times = (row.more for row in result.rows("seconds") if "context" in row.more)
+    places = dict.fromkeys((more["context"], more["batch"]) for more in times)
     for context, batch in places:
         best, parts = best_half(result, context, batch), list(result.parts(attention_at(context, batch)))
         for _, who, figures in sorted(parts, key=lambda part: not _is_peer(part[2])):

@@ -16,7 +16,7 @@ from polarlm.bench.quality.inputs import (
     TOO_SHORT,
     QualityConfig,
     name_of_text,
-    opened,
+    open_model,
     page_file,
     read_text,
 )
@@ -60,13 +60,13 @@ class _Measurement:
         self._text = "" if text is None else read_text(text)
         self._is_counted = options.windows > 0  # the windows are given, and nothing else is measured
         converted = weight_format(settle(None, None, {"weight_type": options.weight_type}))
-        with opened(options) as model:
+        with open_model(options) as model:
             config = model.config
             self._base = kld_base.read(str(options.kld_base), config, model.name) if text is None else None
             self._types = compared.chosen(options.types, options.ablate, config)
-            named = name_of_text(text or str(options.kld_base))
+            text_name = name_of_text(text or str(options.kld_base))
             self._writer = Writer(
-                page_file(options.output, f"{model.name} {Path(named).stem}"), "quality", argv, program=PROGRAM
+                page_file(options.output, f"{model.name} {Path(text_name).stem}"), "quality", argv, program=PROGRAM
             )
             self._ops = arithmetic(model.source, options.threads, converted)
             device, ops = devices(options.device, options.threads)[0]
@@ -77,7 +77,7 @@ class _Measurement:
         about: dict[str, Any] = {
             "model": model.name,
             "weights": model.dtype if options.weight_type == AS_STORED else f"{model.dtype} as {options.weight_type}",
-            "text": named,
+            "text": text_name,
             "full_precision": "prefill" if self._base is None else "file",
             "arithmetic": "float32" if self._ops.backend == "numpy" else "compiled kernels",
             "device": device,
@@ -97,7 +97,7 @@ class _Measurement:
     def run(self) -> None:
         """Measure and write the page. Raises EngineError, and KeyboardInterrupt after writing what was measured."""
         try:
-            with self._runner.kept():
+            with self._runner.final_write():
                 self._measure()
         except BaseException:
             if self._has_windows:

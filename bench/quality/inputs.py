@@ -112,7 +112,7 @@ class Model(NamedTuple):
 
 
 @contextmanager
-def opened(options: QualityConfig) -> Iterator[Model]:
+def open_model(options: QualityConfig) -> Iterator[Model]:
     """A context with the model of the flags. Raises LoadError or EngineError."""
     path, name = model_files(model_named(options.weights, options.hf_repo))
     config, source, dtype = model_loaders.load_weights(path)

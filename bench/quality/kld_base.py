@@ -10,7 +10,7 @@ import numpy as np
 
 from polarlm.bench.quality import kld_file
 from polarlm.bench.quality.divergence import perplexity
-from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, opened, read_text
+from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, open_model, read_text
 from polarlm.bench.quality.scores import MOST, choose
 from polarlm.bench.quality.states import exact_states, logits_of
 from polarlm.bench.quality.survey import Survey, arithmetic
@@ -52,7 +52,7 @@ def write(options: QualityConfig, clock: Callable[[], float]) -> None:
     if file.exists():
         raise FlagError(f"--kld-base {file} exists: without TEXT it is read, and with one it would be overwritten")
     text = read_text(str(options.text))
-    with opened(options) as model:
+    with open_model(options) as model:
         config, ops = model.config, arithmetic(model.source, options.threads)
     note(f"Loading {model.name}")
     survey = Survey(model.path, [], min(MOST, config.max_context), ops, note)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from polarlm.bench.quality.divergence import Divergence, add_figures
-from polarlm.bench.quality.inputs import PROGRAM, QualityConfig, name_of_text, opened, page_file, read_text
+from polarlm.bench.quality.inputs import PROGRAM, QualityConfig, name_of_text, open_model, page_file, read_text
 from polarlm.bench.quality.scores import windows
 from polarlm.bench.quality.states import divergence, forward, hidden_of
 from polarlm.bench.quality.survey import arithmetic
@@ -128,15 +128,15 @@ COLUMNS = [
 def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
     """Measure for `options.minutes`, write the page and its JSON, also after Ctrl-C, and print the table."""
     text = read_text(str(options.text))
-    with opened(options) as model:
+    with open_model(options) as model:
         _check(model.config, model.name)
-        named = name_of_text(str(options.text))
-        writer = Writer(page_file(options.output, f"{model.name} state {named}"), "quality", argv, program=PROGRAM)
+        text_name = name_of_text(str(options.text))
+        writer = Writer(page_file(options.output, f"{model.name} state {text_name}"), "quality", argv, program=PROGRAM)
         ops = arithmetic(model.source, options.threads)
     window = min(_WINDOW, model.config.max_context)
     note(f"Loading {model.name}")
     parts = assemble(settle(model.path, None, {**SETTINGS, "ctx_size": window}), note, ops=ops)
-    about = {"model": model.name, "weights": model.dtype, "text": named, **model.digest, **digest_of_text(text)}
+    about = {"model": model.name, "weights": model.dtype, "text": text_name, **model.digest, **digest_of_text(text)}
     about |= {"arithmetic": "float32" if ops.backend == "numpy" else "compiled kernels", "window": window}
     result, divergences = Result(about), list[dict[str, Divergence]]()
 
@@ -154,7 +154,7 @@ def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
     runner = Runner(60 * options.minutes, write, clock)
     note(f"{len(_CODINGS)} state types for {duration(runner.left())} at most; Ctrl-C keeps the figures")
     try:
-        with runner.kept():
+        with runner.final_write():
             _continue_texts(parts, text, window, divergences, runner)
     finally:
         parts.close()

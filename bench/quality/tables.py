@@ -92,7 +92,7 @@ def overview_columns(result: Result) -> list[Column]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def scored(result: Result) -> list[tuple[str, Figures]]:
+def text_figures(result: Result) -> list[tuple[str, Figures]]:
     """Each type with its scoring, and its figures of the text."""
     return [(who, figures) for subject, who, figures in result.parts(TEXT) if subject == TEXT]
 
@@ -101,7 +101,7 @@ def overview(result: Result) -> Table:
     """Full precision, then a line for each type and way of scoring."""
     exact = {"perplexity": result["exact_perplexity"], "kl_mean": 0.0, "same_top1": 1.0}
     lines = [("full precision", {name: Row(TEXT, "", name, value=value) for name, value in exact.items()})]
-    for who, figures in scored(result):
+    for who, figures in text_figures(result):
         one = result["types"][who]
         more = result.figures(SPEED, one["type"]) if one["scored_as"] == SERVED else {}
         lines.append((who, {**figures, **more, **result.figures(ROOM, one["type"])}))
@@ -110,7 +110,7 @@ def overview(result: Result) -> Table:
 
 def divergences(result: Result) -> Table:
     """All figures of KL, with their errors."""
-    return Table.of(TYPE, DIVERGENCES, scored(result))
+    return Table.of(TYPE, DIVERGENCES, text_figures(result))
 
 
 def kl_by_position(result: Result) -> Table:
@@ -125,7 +125,7 @@ def top1_by_position(result: Result) -> Table:
 
 def _by_position(result: Result, title: str, quantity: str, text: Callable[[float], str]) -> Table:
     at = {subject: subject.removeprefix(f"{POSITIONS} ") for subject, *_ in result.parts(POSITIONS)}
-    whos = [who for who, _ in scored(result)]
+    whos = [who for who, _ in text_figures(result)]
     return Table.crossed(title, whos, at, lambda who, at: cell_of(result.figures(at, who).get(quantity), text))
 
 
@@ -144,7 +144,7 @@ def report_of(result: Result) -> Report:
         title=f"What a cache type costs: {result['model']}",
         lead=f"Measured on {result['text']}, {result['scored_tokens']:,} tokens, on {result['date']}",
         partial=_partial(result),
-        cards=sentences(result),
+        cards=preset_cards(result),
         sections=[
             Section("All types", [overview(result)]),
             Section(
@@ -183,24 +183,24 @@ def _change(row: Row, exact: float) -> str:
     return f" ({100 * (row.value / exact - 1):+.2f} ± {100 * row.error / exact:.2f} %)"
 
 
-def sentences(result: Result) -> list[tuple[str, list[str]]]:
+def preset_cards(result: Result) -> list[tuple[str, list[str]]]:
     """(preset, statements of what it costs) for each preset that was measured."""
     f16, points = result.value(ROOM, "f16", "tokens") or 0, []
-    for who, figures in scored(result):
+    for who, figures in text_figures(result):
         if who not in PRESETS:
             continue
         smaller = 16 / (value_of(figures, "bits_per_value") or 16)
         same = 100 * (value_of(figures, "same_top1") or 0)
-        said = [f"the KV cache is {smaller:.1f} times smaller than in half precision"]
-        said.append(f"{same:.1f} % of the most likely next tokens stay the same")
+        statements = [f"the KV cache is {smaller:.1f} times smaller than in half precision"]
+        statements.append(f"{same:.1f} % of the most likely next tokens stay the same")
         if change := _change(figures["perplexity"], result["exact_perplexity"]):
-            said.append(f"perplexity changes by {change[2:-1]}")
+            statements.append(f"perplexity changes by {change[2:-1]}")
         if 0 < f16 < (tokens := result.value(ROOM, who, "tokens") or 0):
-            said.append(f"{tokens:,.0f} tokens of context fit here, {f16:,.0f} with f16")
+            statements.append(f"{tokens:,.0f} tokens of context fit here, {f16:,.0f} with f16")
         rate, half = (result.value(SPEED, name, "generation") for name in (who, "f16"))
         if rate and half:
-            said.append(f"generation runs at {rate_text(rate)} tokens/s, {rate / half:.2f} times f16's speed")
-        points.append((who, said))
+            statements.append(f"generation runs at {rate_text(rate)} tokens/s, {rate / half:.2f} times f16's speed")
+        points.append((who, statements))
     return points
 
 
@@ -209,20 +209,20 @@ def _partial(result: Result) -> str:
     if result["complete"]:
         return ""
     windows = f"{result['windows']} of {result['planned_windows']} windows were scored"
-    served = {one["type"] for one in result["types"].values()}
-    timed = sum(bool(result.figures(SPEED, name)) for name in served)
-    return f"This page is partial: {windows}, and the speed of {timed} of {len(served)} types was measured."
+    types = {one["type"] for one in result["types"].values()}
+    count = sum(bool(result.figures(SPEED, name)) for name in types)
+    return f"This page is partial: {windows}, and the speed of {count} of {len(types)} types was measured."
 
 
 def _missing(result: Result) -> list[str]:
-    said = []
-    if any(TAIL not in figures for _, figures in scored(result)):
-        said.append("KL 99.9 % needs 1,000 scored tokens at least: give a longer text, or more minutes.")
+    statements = []
+    if any(TAIL not in figures for _, figures in text_figures(result)):
+        statements.append("KL 99.9 % needs 1,000 scored tokens at least: give a longer text, or more minutes.")
     problems: dict[str, list[str]] = {}
     for row in result.rows():
         if row.failure:
             problems.setdefault(row.failure, []).append(row.contestant)
-    return said + [f"{', '.join(types)}: {problem}" for problem, types in problems.items()]
+    return statements + [f"{', '.join(types)}: {problem}" for problem, types in problems.items()]
 
 
 def _about(result: Result) -> Sequence[tuple[str, str]]:

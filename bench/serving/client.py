@@ -35,7 +35,7 @@ class Answer:
         return (self.pieces[0] if self.pieces else self.ended) - self.sent
 
 
-def connected(url: str, headers: Mapping[str, str] | None = None, **more: Any) -> httpx.Client:
+def connect(url: str, headers: Mapping[str, str] | None = None, **more: Any) -> httpx.Client:
     """A client with as many connections as it needs."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     return httpx.Client(base_url=url, headers=headers, timeout=_PATIENCE, limits=limits, **more)

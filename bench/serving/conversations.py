@@ -135,16 +135,16 @@ def _crowd(
 def _ask_all(result: Result, subject: str, who: str, url: str, agents: Sequence[Agent], rounds: int) -> None:
     """Add the turns of the last round, one agent after the other, and the first tokens of the earlier ones. Raises
     EngineError."""
-    from polarlm.bench.serving.client import connected
+    from polarlm.bench.serving.client import connect
 
-    with connected(url) as http:
+    with connect(url) as http:
         for number in range(1, rounds + 1):
             turns = [agent.ask(http) for agent in agents]
             seconds = [turn.first_token for turn in turns]
             note(f"{who}, {subject}: round {number}: {statistics.median(seconds):.2f} s")
-            last, found = number == rounds, [turn.cached_from for turn in turns]
+            last, tiers = number == rounds, [turn.cached_from for turn in turns]
             quantity = FIRST_TOKEN if last else f"{FIRST_TOKEN}, round {number}"
-            result.add(subject, who, quantity, seconds, cached_from=found)
+            result.add(subject, who, quantity, seconds, cached_from=tiers)
         result.add(subject, who, "prompt tokens", [turn.prompt_tokens for turn in turns])
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from polarlm.bench.command import model_files, weight_files
 from polarlm.bench.result import Output, Result, Writer, digest_of_model, duration
-from polarlm.bench.serving.client import Answer, Watch, ask, connected, send
+from polarlm.bench.serving.client import Answer, Watch, ask, connect, send
 from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN, LoadOptions, Options
 from polarlm.bench.serving.servers import PeerServer, own_server
 from polarlm.bench.serving.tables import FREE, LOAD, WHOLE, report_of
@@ -49,7 +49,7 @@ class Plan:
 
 
 @dataclass
-class Served:
+class LoadRecord:
     """The answers of a server so far, and the most that it has had at a time, by the names of its metrics."""
 
     answers: list[Answer] = field(default_factory=list)
@@ -73,7 +73,7 @@ def run(options: Options, load: LoadOptions, model: str | None, destination: Out
     if peer is not None and not peer.is_running and options.url is not None:
         raise FlagError("--url and a --peer that is started: give the peer's address, too, as --peer NAME=URL")
     settings = {"threads": options.threads, "max_tokens": max_tokens, "seed": options.seed, **asdict(load)}
-    result, served = Result({"model": "", "load_options": settings}), Served()
+    result, record = Result({"model": "", "load_options": settings}), LoadRecord()
     with _server(options, load, model) as url:
         key = os.environ.get(KEY_VARIABLE)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -81,15 +81,15 @@ def run(options: Options, load: LoadOptions, model: str | None, destination: Out
         writer = Writer(destination.path("serving", result["model"]), "serving", argv)
         note(f"Requests arrive for {duration(load.seconds)}; then the answers under way come to their end")
         result.about |= {} if options.url else digest_of_model(weight_files(model))
-        with connected(url, headers) as http:
+        with connect(url, headers) as http:
             plan = _plan(http, url, load, options.seed, max_tokens)
         try:
-            _send(url, headers, plan, served)
+            _send(url, headers, plan, record)
         finally:
-            if served.answers:
-                add_load(result, OURS, served)
+            if record.answers:
+                add_load(result, OURS, record)
                 writer.write(result, complete=False)
-                if len(served.answers) < len(plan.starts):  # after Ctrl-C
+                if len(record.answers) < len(plan.starts):  # after Ctrl-C
                     report_of(result).show(writer.path)
     for threads in () if peer is None else peer.thread_counts(options.threads):
         writer.write(result, complete=False)
@@ -104,13 +104,13 @@ def _measure_peer(
     """Add the figures of another engine's server with so many threads, or why there are none."""
     path = "" if peer.is_running else model_files(model)[0]
     context = load.shared_prefix + load.prompt_tokens + plan.max_tokens + 1
-    served, version, more = Served(), "", f", {counted(threads, 'thread')}" if threads else ""
+    record, version, more = LoadRecord(), "", f", {counted(threads, 'thread')}" if threads else ""
     try:
         with peer.started(path, load.clients, context, threads) as (url, about):
             version = f" {about['version']}" if about else ""
             note(f"The same requests for {peer.name}{more.replace(', ', ' with ')}")
-            _send(url, {}, plan, served)
-        add_load(result, f"{peer.name}{version}{more}", served)
+            _send(url, {}, plan, record)
+        add_load(result, f"{peer.name}{version}{more}", record)
     except (Failed, EngineError) as error:
         note(f"Without {peer.name}: {error}")
         result.add(LOAD, f"{peer.name}{version}{more}", RATE, failure=str(error))
@@ -136,20 +136,20 @@ def _model(url: str, headers: Mapping[str, str]) -> str:
         raise EngineError(f"--url {url}: no such server answers there ({type(error).__name__})") from None
 
 
-def _send(url: str, headers: Mapping[str, str], plan: Plan, served: Served) -> None:
+def _send(url: str, headers: Mapping[str, str], plan: Plan, record: LoadRecord) -> None:
     """Send the requests of a plan. Raises EngineError if none is answered."""
 
     def take(answer: Answer) -> None:
-        served.answers.append(answer)
+        record.answers.append(answer)
         count_one("")
 
-    with connected(url, headers) as http:
+    with connect(url, headers) as http:
         if count := len(plan.before):
             first = Plan(count, [0.0] * count, plan.before, plan.max_tokens)
             send(first.starts, count, lambda number, begun: request(http, first, number, begun), lambda answer: None)
         with (
             counting("Serving", "request", len(plan.starts)) as count_one,
-            Watch(lambda: served.look(http), _SAMPLE_SECONDS),
+            Watch(lambda: record.look(http), _SAMPLE_SECONDS),
         ):
             send(
                 plan.starts,
@@ -157,8 +157,8 @@ def _send(url: str, headers: Mapping[str, str], plan: Plan, served: Served) -> N
                 lambda number, begun: request(http, plan, number, begun),
                 take,
             )
-    if all(answer.error for answer in served.answers):
-        raise EngineError(f"{url}: no request was answered ({served.answers[0].error})")
+    if all(answer.error for answer in record.answers):
+        raise EngineError(f"{url}: no request was answered ({record.answers[0].error})")
 
 
 # -- what is asked, and when ---------------------------------------------------------------------------------------
@@ -206,23 +206,23 @@ def prompts(
     return [prefix + rng.choice(ids, other).tolist() for _ in range(count)]
 
 
-def add_load(result: Result, who: str, served: Served) -> None:
+def add_load(result: Result, who: str, record: LoadRecord) -> None:
     """Add the figures of a server; those of finished answers, latencies as percentiles from 0 to 100."""
-    whole = [answer for answer in served.answers if answer.error is None]
-    seconds = max(answer.ended for answer in served.answers)
+    whole = [answer for answer in record.answers if answer.error is None]
+    seconds = max(answer.ended for answer in record.answers)
     prompt_tokens = sum(answer.prompt_tokens for answer in whole)
     cached, tokens = sum(sum(answer.cached_from.values()) for answer in whole), sum(a.completion_tokens for a in whole)
-    errors = Counter(answer.error for answer in served.answers if answer.error is not None)
+    errors = Counter(answer.error for answer in record.answers if answer.error is not None)
     result.add(LOAD, who, RATE, value=tokens / seconds)
     result.add(LOAD, who, "errors", value=errors.total(), kinds=dict(errors))
-    counts = {"seconds": seconds, "requests": len(served.answers), "requests/s": len(whole) / seconds}
-    counts |= {"prompt tokens": prompt_tokens, "cached": cached / max(1, prompt_tokens), **served.most}
+    counts = {"seconds": seconds, "requests": len(record.answers), "requests/s": len(whole) / seconds}
+    counts |= {"prompt tokens": prompt_tokens, "cached": cached / max(1, prompt_tokens), **record.most}
     result.add_all(LOAD, who, counts)
     for name, waits in (
         (FIRST_TOKEN, [answer.first_token for answer in whole if answer.pieces]),
         (BETWEEN_TOKENS, [end - start for answer in whole for start, end in pairwise(answer.pieces)]),
         (WHOLE, [answer.ended - answer.sent for answer in whole]),
-        (FREE, [answer.sent - answer.planned for answer in served.answers]),
+        (FREE, [answer.sent - answer.planned for answer in record.answers]),
     ):
         percentiles: list[float] = np.percentile(waits, np.arange(101)).tolist() if waits else []
         result.add(LOAD, who, name, percentiles, count=len(waits))

@@ -33,10 +33,10 @@ def own_server(flags: Sequence[str]) -> Iterator[str]:
             try:
                 address = re.search(r"http://\S+", process.stdout.readline())
                 errors.seek(0)
-                said = errors.read().splitlines() or ["it said nothing"]
+                lines = errors.read().splitlines() or ["it lines nothing"]
                 if address is None:
-                    raise EngineError(f"The server did not start: {said[-1].removeprefix('error: ')}")
-                note(said[-1])
+                    raise EngineError(f"The server did not start: {lines[-1].removeprefix('error: ')}")
+                note(lines[-1])
                 yield address[0]
             finally:
                 process.terminate()

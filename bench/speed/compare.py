@@ -68,12 +68,12 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
         for one in types
     ]
     left_out: list[str] = []
-    known: list[dict[str, str]] = []
+    about_peers: list[dict[str, str]] = []
     for name in paths:
-        asked, of_peer = _ask_peer(name, subject, caches[name])
-        known.append(asked)
-        contestants += of_peer
-        left_out += of_peer[0].peer.notes if of_peer else ()
+        about_peer, peer_contestants = _ask_peer(name, subject, caches[name])
+        about_peers.append(about_peer)
+        contestants += peer_contestants
+        left_out += peer_contestants[0].peer.notes if peer_contestants else ()
     if any(not contestant.is_ours for contestant in contestants) and options.repeat < 2:
         raise FlagError("--repeat 1: a peer's figure counts if two runs agree; --peer-types none leaves peers out")
     lengths, depths = _that_fit(prompts, depths, config.max_context, left_out)
@@ -86,7 +86,7 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
             "file_bytes": size,
             "device": device,
             **digest,
-            "peers": known,
+            "peers": about_peers,
             "contestants": [str(contestant) for contestant in contestants],
             "types": {str(one): one.types.pair for one in contestants if one.types is not None},
             "threads": {"most": max(threads), "peers": threads, "chosen": {}, "tried": {}},
@@ -138,10 +138,12 @@ def _peer_caches(text: str | None, names: Sequence[str]) -> dict[str, list[str]]
     if text is None:
         return caches_of
     wanted = [] if text == _NONE else [name.strip() for name in text.split(",")]
-    known = list(dict.fromkeys(cache for caches in caches_of.values() for cache in caches))
+    every_cache = list(dict.fromkeys(cache for caches in caches_of.values() for cache in caches))
     for name in wanted:
-        if name not in known:
-            raise FlagError(f"--peer-types {text}: {name!r} is not among {', '.join(known)}; {_NONE} leaves all out")
+        if name not in every_cache:
+            raise FlagError(
+                f"--peer-types {text}: {name!r} is not among {', '.join(every_cache)}; {_NONE} leaves all out"
+            )
     return {name: [cache for cache in caches if cache in wanted] for name, caches in caches_of.items()}
 
 

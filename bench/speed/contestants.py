@@ -196,7 +196,7 @@ def best(cells: Sequence[Cell]) -> Cell:
     return chosen
 
 
-def starved(row: Row, share: float | None, ours: float) -> str:
+def starvation(row: Row, share: float | None, ours: float) -> str:
     """How the rate of a peer shows that other processes have had its cores; "" if it does not.
 
     share, ours: of the memory's bandwidth, the peer's and our largest in the same row: a small model reads little with

@@ -27,7 +27,7 @@ from polarlm.bench.speed.contestants import (
     Subject,
     best,
     is_far_behind,
-    starved,
+    starvation,
 )
 from polarlm.bench.speed.options import RATES, STARTS
 from polarlm.bench.speed.starts import FIRST, START, START_TOKENS, WITH_EMPTY_FOLDER, Starter, add_medians
@@ -373,8 +373,8 @@ class Measurement:
                 most[subject] = max(most[subject], share if who.startswith(f"{OURS} ") else 0)
         for row in list(self._result.rows(RATE)):
             share = self._result.value(row.subject, row.contestant, "bandwidth")
-            if row.value is not None and (why := starved(row, share, most[row.subject])):
-                more = {**row.more, "starved": why}
+            if row.value is not None and (why := starvation(row, share, most[row.subject])):
+                more = {**row.more, "starvation": why}
                 self._result.add(row.subject, row.contestant, RATE, row.runs, **more)
 
     def _weight_bytes(self, contestant: Contestant) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from polarlm.bench.pictures import OURS as COLOURS
-from polarlm.bench.pictures import PEERS as PEER_COLOURS
-from polarlm.bench.pictures import Picture, Series, lines
+from polarlm.bench import pictures
+from polarlm.bench.pictures import Picture, Series
 from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance, rate_text, size_text
 from polarlm.bench.result import Figures, Result, Row, value_of
 from polarlm.bench.result import provenance as provenance_of
@@ -36,7 +35,7 @@ def report_of(result: Result) -> Report:
             *starts,
         ],
         about=[*_about(result), *provenance(result)],
-        notes=[*_starved(result), *result["left_out"]],
+        notes=[*_starvation_notes(result), *result["left_out"]],
         partial="" if result["complete"] else "This page is partial: see its last sentences.",
         pictures=pictures_of(result),
     )
@@ -47,35 +46,35 @@ def report_of(result: Result) -> Report:
 
 def rates(result: Result, *sections: str) -> dict[str, dict[str, Row]]:
     """Subject → contestant → its rate, section by section, short contexts first."""
-    found: dict[str, dict[str, Row]] = {}
+    subjects: dict[str, dict[str, Row]] = {}
     for row in sorted(
         (row for row in result.rows(RATE) if row.more.get("section") in sections),
         key=lambda row: (sections.index(row.more["section"]), row.more["tokens"]),
     ):
-        found.setdefault(row.subject, {})[row.contestant] = row
-    return found
+        subjects.setdefault(row.subject, {})[row.contestant] = row
+    return subjects
 
 
-def rates_table(result: Result, sections: Sequence[str], *, spread: str = "", beside: bool = False) -> Table:
+def rates_table(result: Result, sections: Sequence[str], *, spread: str = "", with_peer: bool = False) -> Table:
     """A table with a line per prompt or context and a column per contestant; ours with the ratio to the strongest peer,
     which is the fastest cache of any peer, in bold if we are slower. With several peers, the last column names it.
 
     spread: whether to show half the distance between the slowest and the fastest run, too: "all", or "large" where it
-    is more than a tenth. beside: whether only what a peer has read, too, is shown, if there is one.
+    is more than a tenth. with_peer: whether only what a peer has read, too, is shown, if there is one.
     """
-    found, has_ratios = rates(result, *sections), not _starved(result)
-    if beside and any(strongest(rows.values()) for rows in found.values()):
-        found = {subject: rows for subject, rows in found.items() if strongest(rows.values())}
+    subjects, has_ratios = rates(result, *sections), not _starvation_notes(result)
+    if with_peer and any(strongest(rows.values()) for rows in subjects.values()):
+        subjects = {subject: rows for subject, rows in subjects.items() if strongest(rows.values())}
 
     def cell(subject: str, contestant: str) -> str:
-        row, peer = found[subject].get(contestant), strongest(found[subject].values())
+        row, peer = subjects[subject].get(contestant), strongest(subjects[subject].values())
         return _rate_cell(row, peer.value if peer and has_ratios else None, spread)
 
     columns = _columns(result)
-    table = Table.crossed("", found, columns, cell)
+    table = Table.crossed("", subjects, columns, cell)
     if len({engine(one) for one in columns if not is_ours(one)}) < 2:
         return table
-    best = (strongest(rows.values()) for rows in found.values())
+    best = (strongest(rows.values()) for rows in subjects.values())
     names = [NOTHING if peer is None else name(peer.contestant) for peer in best]
     return Table([*table.header, "strongest peer"], [[*row, who] for row, who in zip(table.rows, names, strict=True)])
 
@@ -99,11 +98,11 @@ def _rate_cell(row: Row | None, best: float | None, spread: str) -> str:
     return f"{text} (**{ratio}**)" if float(ratio[:-1]) < 1 else f"{text} ({ratio})"
 
 
-def _starved(result: Result) -> list[str]:
+def _starvation_notes(result: Result) -> list[str]:
     """A sentence about each peer that has lacked a core: no ratio is of such a measurement."""
-    rows = {name(row.contestant): row for row in result.rows(RATE) if "starved" in row.more}
+    rows = {name(row.contestant): row for row in result.rows(RATE) if "starvation" in row.more}
     return [
-        f"No ratios, since {peer} lacked a core: {row.subject}, it is {row.more['starved']}. Measure again when the "
+        f"No ratios, since {peer} lacked a core: {row.subject}, it is {row.more['starvation']}. Measure again when the "
         "machine has no other work, or with fewer --threads"
         for peer, row in rows.items()
     ]
@@ -152,14 +151,14 @@ def starts_table(result: Result) -> Table:
     """A table of the seconds from a new process to its first token, and of the memory of that process."""
     starts = {who: figures for subject, who, figures in result.parts(START) if subject == START}
     theirs = [figures["seconds"] for who, figures in starts.items() if not is_ours(who)]
-    known = [row for row in theirs if row.value is not None and not _starved(result)]
-    fastest = min(known, key=lambda row: row.value or 0, default=None)
+    rates_of_peers = [row for row in theirs if row.value is not None and not _starvation_notes(result)]
+    fastest = min(rates_of_peers, key=lambda row: row.value or 0, default=None)
     other = "the fastest peer" if len(theirs) > 1 else label(engine(theirs[0].contestant) if theirs else peers.DEFAULT)
     columns = [Column.of("first token", "seconds", _seconds), _times(f"times {other}", "seconds", "fastest")]
     columns += [Column.of(part, part, size_text) for part in ("peak", "weights", "store", "rest")]
     than = {} if fastest is None else {"fastest": fastest}
-    lines_ = ((name(who), {**figures, **(than if is_ours(who) else {})}) for who, figures in starts.items())
-    return Table.of("", columns, lines_)
+    lines = ((name(who), {**figures, **(than if is_ours(who) else {})}) for who, figures in starts.items())
+    return Table.of("", columns, lines)
 
 
 def _times(title: str, quantity: str, than: str) -> Column:
@@ -174,19 +173,19 @@ def _times(title: str, quantity: str, than: str) -> Column:
 
 def starts_in_parts(result: Result) -> str:
     """Lines about the parts of starts, and about our first start ever; without those that failed."""
-    said = []
+    lines = []
     for subject, who, figures in result.parts():
         if subject == START and "loading" in figures:
-            said.append(f"{name(who)}: " + ", ".join(f"{part} {_seconds(_of(figures, part))}" for part in _PARTS))
+            lines.append(f"{name(who)}: " + ", ".join(f"{part} {_seconds(_of(figures, part))}" for part in _PARTS))
         elif subject == FIRST:
-            said.append(
+            lines.append(
                 f"The first start ever of {name(who)}: {_seconds(_of(figures, 'seconds'))}, of which fitting the cache "
                 f"{_seconds(_of(figures, 'fit'))}; compiling {_of(figures, 'kernels'):.0f} kernels took "
                 f"{_seconds(_of(figures, 'compiling'))} of one core"
             )
         elif subject == MAPPED:
-            said.append(f"With --tile-cache, {name(who)}: {_seconds(_of(figures, 'seconds'))}")
-    return "\n\n".join(said)
+            lines.append(f"With --tile-cache, {name(who)}: {_seconds(_of(figures, 'seconds'))}")
+    return "\n\n".join(lines)
 
 
 def starts_of_models(results: Sequence[Result]) -> Table:
@@ -207,12 +206,12 @@ def starts_of_models(results: Sequence[Result]) -> Table:
         Column.of("fit", f"{first}fit", tenths),
         Column.of("compiling", f"{first}compiling", tenths),
     ]
-    lines_ = []
+    lines = []
     for result in sorted(results, key=lambda one: (one["file_bytes"], one["model"])):
         figures = {f"{row.subject} {engine(row.contestant)} {row.quantity}": row for row in result.rows()}
         file = Row("", "", "file", value=result["file_bytes"])
-        lines_.append((f"{result['model']}, {result['weights']}", {**figures, "file": file}))
-    return Table.of("", columns, lines_)
+        lines.append((f"{result['model']}, {result['weights']}", {**figures, "file": file}))
+    return Table.of("", columns, lines)
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
@@ -321,7 +320,7 @@ def pictures_of(result: Result) -> list[Picture]:
             measured.setdefault(row.contestant, []).append(row)
     if not any(len(rows) > 1 for rows in measured.values()):
         return []
-    colours = {True: iter(2 * COLOURS), False: iter(2 * PEER_COLOURS)}
+    colours = {True: iter(2 * pictures.OURS), False: iter(2 * pictures.PEERS)}
     series = [
         Series(
             cache(who) if is_ours(who) else name(who),
@@ -334,5 +333,9 @@ def pictures_of(result: Result) -> list[Picture]:
     ]
     title = f"{_named(result)}, one request"
     return [
-        Picture("", title, lambda: lines({title: series}, "tokens of context", "generated tokens/s", size=(7.2, 4.2)))
+        Picture(
+            "",
+            title,
+            lambda: pictures.lines({title: series}, "tokens of context", "generated tokens/s", size=(7.2, 4.2)),
+        )
     ]

@@ -196,7 +196,7 @@ def test_a_page_needs_nothing_beside_it(hub: Hub, small_ggufs: dict[str, bytes],
     assert figures["command"].startswith("polarlm quality ")
     assert figures["command"] in shown.text
     assert figures["machine"]["cpu"] in shown.text
-    assert output.name == f"quality-tiny-text-{today()}.html"
+    assert output.name == f"quality-tiny-q8-0-text-{today()}.html"
     assert figures.value("speed", "f16", "generation") > 0
     assert figures.value("speed", "f16", "prompt") > 0
     assert figures["weights"] == "Q8_0"

@@ -16,8 +16,8 @@ import pytest
 from polarlm.bench.result import Result, read
 from polarlm.bench.serving import load
 from polarlm.bench.serving.__main__ import main
-from polarlm.bench.serving.client import Answer, connected, send
-from polarlm.bench.serving.load import Plan, Served, poisson
+from polarlm.bench.serving.client import Answer, connect, send
+from polarlm.bench.serving.load import LoadRecord, Plan, poisson
 from polarlm.bench.serving.servers import own_server
 from tests.random_model import random_model
 
@@ -45,7 +45,7 @@ def asked(status: int, lines: Sequence[str]) -> Answer:
         assert (body["prompt"], body["max_tokens"], body["stream"]) == ([5, 6], 3, True)
         return httpx.Response(status, text="".join(f"{line}\n\n" for line in lines))
 
-    with connected("http://server", transport=httpx.MockTransport(respond)) as http:
+    with connect("http://server", transport=httpx.MockTransport(respond)) as http:
         return load.request(http, Plan(1, [0.5], [[5, 6]], 3), 0, 0.0)
 
 
@@ -109,7 +109,7 @@ def test_figures_of_a_load() -> None:
         Answer(0.7, 1.5, [1.9], 2.0, error="cut off"),
     ]
     result = Result({})
-    load.add_load(result, "polarlm", Served(answers, Counter(blocks=30, held=12, running=2)))
+    load.add_load(result, "polarlm", LoadRecord(answers, Counter(blocks=30, held=12, running=2)))
     figures = result.figures("load", "polarlm")
     assert figures["errors"].more["kinds"] == {"429 busy": 1, "cut off": 1}
     value = {name: row.value for name, row in figures.items()}

@@ -329,7 +329,7 @@ def test_a_peer_that_lacked_a_core_gives_no_ratio(
     stands.rates = staticmethod(lambda label, threads, call, tokens: 300.0 if "ours" in label else 200.0 / threads)
     monkeypatch.setattr(Memory, "read_rate", lambda self, threads: 3e9)
     whole, out, _ = measure_with(*FOUR, "--threads", threads)
-    assert any(why in row.more.get("starved", "") for row in whole.rows("tokens/s"))
+    assert any(why in row.more.get("starvation", "") for row in whole.rows("tokens/s"))
     assert "×)" not in out
     assert "No ratios, since llama.cpp f16 lacked a core: " in out
     assert whole["complete"] is True
