@@ -32,7 +32,7 @@ def measurements() -> list[Result]:
 
 def _models(everything: list[Result]) -> Iterator[str]:
     """The newest measurement of each model beside llama.cpp, and a newer one without it."""
-    shown = set()
+    shown = set[tuple[str, bool]]()
     for one in everything:
         title, has_peer = f"### {one['model']}, on an {gpu_of(one)}", has_llama_cpp(one)
         if not rates(one, GENERATION, PROMPT) or {(title, True), (title, has_peer)} & shown:

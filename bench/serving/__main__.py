@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from polarlm.bench.command import at_least, model_named, weight_files
 from polarlm.bench.result import Output, Writer, digest_of_model
-from polarlm.bench.serving import conversations
 from polarlm.bench.serving.options import LOAD, ConversationOptions, LoadOptions, Options
 from polarlm.bench.serving.tables import report_of
 from polarlm.bench.speed.options import file_names
@@ -46,9 +45,10 @@ def main(argv: Sequence[str]) -> None:
             raise FlagError(f"{flag} and --only {options.only}, which starts its own servers: leave one of them out")
     if options.url is not None and model is not None:
         raise FlagError("--url and --weights or -hf both say which server it is; leave one of them out")
-    if options.only == LOAD:
-        from polarlm.bench.serving.load import run  # needs httpx
+    from polarlm.bench.serving import conversations  # these need httpx
+    from polarlm.bench.serving.load import run
 
+    if options.only == LOAD:
         run(options, load, model, destination, argv)
         return
     writer = Writer(destination.path(options.only, subject := file_names(model)), "serving", argv)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -112,22 +111,3 @@ def send(
 def _when(start: float, request: Callable[[int, float], Answer], number: int, begun: float) -> Answer:
     time.sleep(max(0.0, start - time.perf_counter()))
     return request(number, begun)
-
-
-class Watch:
-    """Polls `look` in a thread while the context lasts."""
-
-    def __init__(self, look: Callable[[], object], every: float) -> None:
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(look, every), daemon=True)
-
-    def _run(self, look: Callable[[], object], every: float) -> None:
-        while not self._ended.wait(every):
-            look()
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()

@@ -13,18 +13,20 @@ machine.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
 
+import httpx
 import numpy as np
 
 from polarlm.bench.result import Result
+from polarlm.bench.serving.client import Answer, ask, connect
 from polarlm.bench.serving.options import AGENTS, FIRST_TOKEN, ConversationOptions, Options
 from polarlm.bench.serving.servers import own_server
 from polarlm.bench.speed.contestants import OURS
@@ -35,12 +37,6 @@ from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.loading.calibration import TEXT_FILE
 from polarlm.engine.state.plan import parse_size
 
-if TYPE_CHECKING:
-    import httpx
-
-    from polarlm.bench.serving.client import Answer
-
-_PATIENCE = 600.0  # seconds to wait for data
 _WRITTEN_SECONDS = 2.0  # seconds after which an idle server has written its blocks
 _MEMORY = 1 << 30  # bytes that a server may touch for the first time in a turn
 _WORDS_PER_TOKEN = 0.75  # roughly, in English
@@ -58,8 +54,6 @@ class Agent:
 
     def ask(self, http: httpx.Client) -> Answer:
         """Send the next turn and append its answer. Raises EngineError."""
-        from polarlm.bench.serving.client import ask
-
         tokens = self._talk.turn if self._messages else self._talk.opening
         words = self._rng.choice(self._words, max(1, round(_WORDS_PER_TOKEN * tokens)))
         self._messages.append({"role": "user", "content": " ".join(words)})
@@ -82,10 +76,18 @@ def measure(options: Options, talk: ConversationOptions, model: str | None) -> R
         _come_back(result, [agent(number) for number in range(talk.agents)], flags)
         return result
     tokens = talk.opening + (talk.rounds - 1) * talk.turn + talk.rounds * max_tokens  # tokens of a conversation, about
-    for times in _multiples(talk.times):
-        for cache_type in map(str.strip, talk.types.split(",")):
-            for disk in (False, True):
-                _crowd(result, times, cache_type, disk, agent, talk, tokens, flags)
+    memory, types = parse_size(talk.kv_memory), map(str.strip, talk.types.split(","))
+    for times, cache_type, disk in itertools.product(_multiples(talk.times), types, (False, True)):
+        who, kv = f"{cache_type} and a disk" if disk else cache_type, ["--kv-memory", talk.kv_memory]
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            own_server([*flags, *kv, "--cache-type", cache_type, *(_disk(folder) if disk else [])]) as url,
+        ):
+            ready_memory(2 * memory)
+            with connect(url) as http:
+                per_token = http.get("/stats").json()["f16_bytes_per_token"]
+            agents = [agent(number) for number in range(math.ceil(times * memory / per_token / tokens))]
+            _ask_all(result, f"{len(agents)} conversations, {times:g}×", who, url, agents, talk.rounds)
     return result
 
 
@@ -108,35 +110,9 @@ def _come_back(result: Result, agents: Sequence[Agent], flags: Sequence[str]) ->
                 visit("next turn, on another server", second)
 
 
-def _crowd(
-    result: Result,
-    times: float,
-    cache_type: str,
-    disk: bool,
-    agent: Callable[[int], Agent],
-    talk: ConversationOptions,
-    tokens: int,
-    flags: Sequence[str],
-) -> None:
-    """Add the turns of the last round of as many conversations of `tokens` tokens as `times` says. Raises
-    EngineError."""
-    import httpx
-
-    memory, who = parse_size(talk.kv_memory), f"{cache_type} and a disk" if disk else cache_type
-    with tempfile.TemporaryDirectory() as folder:
-        flags = [*flags, "--kv-memory", talk.kv_memory, "--cache-type", cache_type]
-        with own_server([*flags, *(_disk(folder) if disk else [])]) as url:
-            ready_memory(2 * memory)
-            per_token = httpx.get(f"{url}/stats", timeout=_PATIENCE).json()["f16_bytes_per_token"]
-            agents = [agent(number) for number in range(math.ceil(times * memory / per_token / tokens))]
-            _ask_all(result, f"{len(agents)} conversations, {times:g}×", who, url, agents, talk.rounds)
-
-
 def _ask_all(result: Result, subject: str, who: str, url: str, agents: Sequence[Agent], rounds: int) -> None:
     """Add the turns of the last round, one agent after the other, and the first tokens of the earlier ones. Raises
     EngineError."""
-    from polarlm.bench.serving.client import connect
-
     with connect(url) as http:
         for number in range(1, rounds + 1):
             turns = [agent.ask(http) for agent in agents]

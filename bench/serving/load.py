@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import httpx
@@ -19,7 +21,7 @@ import numpy as np
 
 from polarlm.bench.command import model_files, weight_files
 from polarlm.bench.result import Output, Result, Writer, digest_of_model, duration
-from polarlm.bench.serving.client import Answer, Watch, ask, connect, send
+from polarlm.bench.serving.client import Answer, ask, connect, send
 from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN, LoadOptions, Options
 from polarlm.bench.serving.servers import PeerServer, own_server
 from polarlm.bench.serving.tables import FREE, LOAD, WHOLE, report_of
@@ -55,14 +57,16 @@ class LoadRecord:
     answers: list[Answer] = field(default_factory=list)
     most: Counter[str] = field(default_factory=Counter)
 
-    def look(self, http: httpx.Client) -> None:
-        """Read /metrics: the store's blocks, the most blocks that were held and the most running requests."""
-        with suppress(httpx.HTTPError):
-            metrics = re.findall(r"(?m)^polarlm_(\w+) (\S+)$", http.get("/metrics").text)
-            values = {name: int(float(value)) for name, value in metrics if name.startswith(("kv_", "requests_"))}
-            if "kv_blocks" in values:
-                held = sum(values[f"kv_blocks_{kind}"] for kind in ("used", "kept"))
-                self.most |= Counter(blocks=values["kv_blocks"], held=held, running=values["requests_running"])
+    def watch(self, http: httpx.Client, ended: threading.Event) -> None:
+        """Read /metrics until the end: the store's blocks, the most blocks that were held and the most running
+        requests."""
+        while not ended.wait(_SAMPLE_SECONDS):
+            with suppress(httpx.HTTPError, RuntimeError):  # the latter after the end
+                metrics = re.findall(r"(?m)^polarlm_(\w+) (\S+)$", http.get("/metrics").text)
+                values = {name: int(float(value)) for name, value in metrics if name.startswith(("kv_", "requests_"))}
+                if "kv_blocks" in values:
+                    held = sum(values[f"kv_blocks_{kind}"] for kind in ("used", "kept"))
+                    self.most |= Counter(blocks=values["kv_blocks"], held=held, running=values["requests_running"])
 
 
 def run(options: Options, load: LoadOptions, model: str | None, destination: Output, argv: Sequence[str]) -> None:
@@ -139,24 +143,21 @@ def _model(url: str, headers: Mapping[str, str]) -> str:
 def _send(url: str, headers: Mapping[str, str], plan: Plan, record: LoadRecord) -> None:
     """Send the requests of a plan. Raises EngineError if none is answered."""
 
-    def take(answer: Answer) -> None:
-        record.answers.append(answer)
-        count_one("")
+    ended = threading.Event()
+    with connect(url, headers) as http, counting("Serving", "request", len(plan.starts)) as count:
 
-    with connect(url, headers) as http:
-        if count := len(plan.before):
-            first = Plan(count, [0.0] * count, plan.before, plan.max_tokens)
-            send(first.starts, count, lambda number, begun: request(http, first, number, begun), lambda answer: None)
-        with (
-            counting("Serving", "request", len(plan.starts)) as count_one,
-            Watch(lambda: record.look(http), _SAMPLE_SECONDS),
-        ):
-            send(
-                plan.starts,
-                plan.clients,
-                lambda number, begun: request(http, plan, number, begun),
-                take,
-            )
+        def take(answer: Answer) -> None:
+            record.answers.append(answer)
+            count("")
+
+        if plan.before:
+            first = Plan(len(plan.before), [0.0] * len(plan.before), plan.before, plan.max_tokens)
+            send(first.starts, first.clients, partial(request, http, first), lambda answer: None)
+        threading.Thread(target=record.watch, args=(http, ended), daemon=True).start()
+        try:
+            send(plan.starts, plan.clients, partial(request, http, plan), take)
+        finally:
+            ended.set()
     if all(answer.error for answer in record.answers):
         raise EngineError(f"{url}: no request was answered ({record.answers[0].error})")
 

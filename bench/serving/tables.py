@@ -18,14 +18,15 @@ WHOLE, FREE = "whole answer", "until a client was free"  # quantities in seconds
 def report_of(result: Result) -> Report:
     """The report of a load, or of conversations."""
     load = "load_options" in result.about
-    sections = [
-        Section("Latencies", [latencies_table(result)]),
-        Section("Servers", [servers_table(result)] if len(list(result.parts(LOAD))) > 1 else []),
-    ]
+    if load:
+        servers = [servers_table(result)] if len(list(result.parts(LOAD))) > 1 else []
+        sections = [Section("Latencies", [latencies_table(result)]), Section("Servers", servers)]
+    else:
+        sections = [Section("First tokens", [conversations_table(result)])]
     return Report(
         title=f"A server of {result['model']}",
         lead="Requests of many clients" if load else "First tokens of conversations that come back",
-        sections=sections if load else [Section("First tokens", [conversations_table(result)])],
+        sections=sections,
         about=[*(_about(result) if load else ()), *provenance(result)],
         partial="" if result["complete"] else "This page is partial: the measurement was interrupted.",
     )
