@@ -178,7 +178,8 @@ class Report:
         """Write the page next to the JSON and print the report."""
         page = json.with_suffix(".html")
         self.write_page(page)
-        print(self.terminal(shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize))
+        is_narrow = self.brief is not None and sys.stdout.isatty()  # the page has the other columns
+        print(self.terminal(shutil.get_terminal_size().columns if is_narrow else sys.maxsize))
         where = "The page:" if self.brief is None else "More tables and pictures are on the page"
         note(f"{where} {page}, all figures in {json}")
 
