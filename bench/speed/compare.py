@@ -96,12 +96,9 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     )
     plan = Plan(contestants, lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only)
     note(f"Figures are kept in {output} as they come")
-    try:
-        Measurement(plan, subject, result, runner, lambda: writer.write(result, complete=False)).run()
-    finally:
-        left_out += [f"There was no time for {name}: give more --minutes" for name in runner.left_out]
-        writer.write(result, complete=False)
-    writer.write(result, complete=not runner.left_out)
+    runner.write = lambda complete: writer.write(result, complete=complete)
+    with runner.final_write():
+        Measurement(plan, subject, result, runner).run()
     report = report_of(result)
     if report.pictures:
         note(f"Picture: {write_png(report.pictures, output)[0].name}" if can_draw() else NO_PICTURES)
