@@ -23,8 +23,8 @@ from polarlm.engine.requests.encoding import EncoderRunner
 from polarlm.engine.requests.fair_lock import FairLock
 from polarlm.engine.requests.prompts import (
     Prompt,
-    behind_reasoning,
     checked_ids,
+    constrain_after_reasoning,
     one_prompt,
     prompt_ids,
     read_until,
@@ -284,7 +284,7 @@ class Engine(Completions):
             raise EngineError(f"params are SamplingParams and options PromptOptions, not {params!r} and {options!r}")
         params = replace(params, **settings)
         warnings: list[str] = []
-        params, close_tag = behind_reasoning(prompt, params, options, self.model)
+        params, close_tag = constrain_after_reasoning(prompt, params, options, self.model)
         request = Request.create(
             prompt,
             params,

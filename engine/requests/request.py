@@ -147,7 +147,7 @@ class Request:
         ids = prompt_ids(conversation.prompt, model, options, context=limit, warn=warnings.append, cut=read.cut)
         ids = within(ids, limit, warnings.append) if options.truncate else ids
         ids = checked_ids(ids, model, context, room, read.ids)
-        places, of_rows = read.places(ids, sections=model.config.has_sections)
+        places, images_of_rows = read.places(ids, sections=model.config.has_sections)
         if is_chat(prompt):
             params = replace(params, stop=(*params.stop, *model.template.stops))
         is_answer = is_chat(prompt) and not options.continue_final_message
@@ -167,12 +167,12 @@ class Request:
             conversation if is_answer else None,
             constraint,
             places=places,
-            images=of_rows,
+            images=images_of_rows,
             warnings=warnings,
         )
         for sentence in warnings:
             _log_once(sentence)
-        request.adapter, _ = adapters.asked(options.lora, options.lora_scale)
+        request.adapter, _ = adapters.choose(options.lora, options.lora_scale)
         request.salt = adapters.salt(options)
         if request.sampler.reach_ahead:
             request.drafts = drafting.drafts(ids, params, lambda: request.kv)
