@@ -252,7 +252,7 @@ def load_weights(
     if config.scores_pairs:
         before, score = (read.linear(top[slot], top[f"{slot}_bias"]) for slot in ("score_dense", "score"))
         pair_head = before, score
-    ops.wait()  # on a GPU a step's launch may overlap the one before and read weights before it waits for it
+    ops.wait()  # on a GPU, an overlapped launch may read weights before their upload has finished
     nbytes = sum(one.bytes for one in readers.values())
     return ModelWeights(
         embedding, layers, norm, head, nbytes, inputs, cache, host_bytes, encoder_inputs, dense, pair_head
