@@ -1,244 +1,195 @@
-"""Reports of measurements: JSON files that include the machine and the command, and Markdown tables."""
+"""Reports of results: tables made of columns, for a terminal, for documents as Markdown, and on a page of HTML.
+
+A column says how it is called, what it means, and what a contestant's figures become in it. Columns and lines without a
+figure are left out.
+"""
 
 from __future__ import annotations
 
-import datetime
-import hashlib
-import json
-import os
-import platform
-import re
-import shlex
-import subprocess
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from threadpoolctl import threadpool_info
-
+from polarlm.bench import pictures
+from polarlm.bench.pictures import Picture
+from polarlm.bench.result import Figures, Result, Row, load_in_words, origin
 from polarlm.engine import EngineError
-from polarlm.engine.cli.flags import FlagError, release
-from polarlm.engine.config import setting
-from polarlm.engine.jit.isa import VARIABLE as LEVEL_VARIABLE
+from polarlm.engine.cli.commands import note
+from polarlm.engine.state.plan import format_bytes
 
-_ROOT = Path(__file__).resolve().parents[1]
-RESULTS = _ROOT / "bench" / "results"  # exists only in a checkout
-LOCAL = RESULTS / "local"  # ignored by git
-WRITTEN_EVERY = 15  # seconds, where figures come more often
-_PART = 1 << 20  # bytes that are read at a time
-_DIGITS = 12  # of a digest in a line
+NOTHING = "—"
 
 
 @dataclass(frozen=True)
-class Output:
-    """The flags for a measurement's destination."""
+class Column:
+    """cell: the text of a contestant's figures. says: what the column means, for pages and documents."""
 
-    output: str | None = setting(
-        None,
-        "--output",
-        metavar="FILE",
-        help="where the JSON goes, and pictures next to it; else <benchmark>-<subject>-<date>.json in the current "
-        "folder, or in a checkout's bench/results/local",
-    )
-    publish: bool = setting(
-        False,
-        "--publish",
-        help="write to a checkout's bench/results, over the published figures of the same name and day",
-    )
+    name: str
+    cell: Callable[[Figures], str]
+    says: str = ""
 
-    def path(self, kind: str, subject: str) -> Path:
-        """The file of --output, or else <kind>-<subject>-<date>.json in a checkout's results or the current folder.
+    @classmethod
+    def of(cls, name: str, quantity: str, text: Callable[[float], str], says: str = "") -> Column:
+        """The column of a quantity, whose figures and standard errors are written by `text`."""
+        return cls(name, lambda figures: cell_of(figures.get(quantity), text), says)
 
-        Raises FlagError if it cannot be written: better now than after the measurement.
+
+def rate_text(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:,.1f}"
+
+
+def size_text(size: float) -> str:
+    """Bytes; a dash for fewer than none: pages that nobody has touched."""
+    return NOTHING if size < 0 else format_bytes(round(size))
+
+
+def cell_of(row: Row | None, text: Callable[[float], str]) -> str:
+    """A figure with its standard error, or why there is none."""
+    if row is None or row.value is None:
+        return NOTHING if row is None else row.failure or NOTHING
+    return text(row.value) if row.error is None else f"{text(row.value)} ± {text(row.error)}"
+
+
+@dataclass(frozen=True)
+class Table:
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    @classmethod
+    def of(cls, first: str, columns: Sequence[Column], lines: Iterable[tuple[str, Figures]]) -> Table:
+        """A line for each name and its figures. first: the name of the column of names."""
+        rows = [[name, *(column.cell(figures) for column in columns)] for name, figures in lines]
+        return cls([first, *(column.name for column in columns)], rows)
+
+    @classmethod
+    def crossed(
+        cls, first: str, lines: Iterable[str], columns: Mapping[str, str], cell: Callable[[str, str], str]
+    ) -> Table:
+        """A line for each subject and a column for each contestant. columns: contestant → name."""
+        rows = [[line, *(cell(line, column) for column in columns)] for line in lines]
+        return cls([first, *columns.values()], rows)
+
+    def without_empty_columns(self) -> Table:
+        """The table without columns in which nothing was measured."""
+        kept = [0, *(i for i in range(1, len(self.header)) if any(row[i] not in ("", NOTHING) for row in self.rows))]
+        return Table([self.header[i] for i in kept], [[row[i] for i in kept] for row in self.rows])
+
+    def markdown(self, width: int = sys.maxsize) -> str:
+        """Markdown with aligned columns: the first to the left, the others to the right; without the last columns where
+        they take more than `width` characters.
+
+        >>> print(Table(["type", "KL"], [["f16", "0.1"]]).markdown())
+        | type |  KL |
+        |:-----|----:|
+        | f16  | 0.1 |
         """
-        if self.output is not None:
-            if self.publish:
-                raise FlagError("--output and --publish both say where the results go; leave one of them out")
-            path = Path(self.output)
-        else:
-            path = self._folder() / f"{kind}-{slug(subject)}-{today()}.json"
-        if path.is_dir():
-            raise FlagError(f"--output {path} is a folder; name a file in it")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise FlagError(f"--output {path} cannot be written; name a file in a folder that exists and is yours")
-        return path
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        while len(widths) > 2 and sum(widths) + 3 * len(widths) + 1 > width:
+            widths.pop()
 
-    def _folder(self) -> Path:
-        """Raises FlagError."""
-        if RESULTS.is_dir():
-            folder = RESULTS if self.publish else LOCAL
-            folder.mkdir(exist_ok=True)
-            return folder
-        if self.publish:
-            raise FlagError("--publish writes to bench/results of a checkout, and there is none; --output names a file")
-        return Path.cwd()
+        def line(cells: Sequence[str]) -> str:
+            first, *others = zip(cells[: len(widths)], widths, strict=True)
+            aligned = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+            return f"| {' | '.join(aligned)} |"
+
+        rule = "|".join([f":{'-' * (widths[0] + 1)}", *(f"{'-' * (width + 1)}:" for width in widths[1:])])
+        return "\n".join([line(self.header), f"|{rule}|", *map(line, self.rows)])
 
 
-def machine(gpu: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The CPU, the level that kernels are restricted to, usable cores, versions of numerical libraries, and the GPU."""
-    level = os.environ.get(LEVEL_VARIABLE)
-    used = [library for library in threadpool_info() if library["user_api"] == "blas"]
-    blas = [f"{one['internal_api']} {one['version']} ({one.get('architecture', 'unknown kernels')})" for one in used]
-    return {
-        "cpu": _cpu(),
-        **({"restricted_to": level} if level else {}),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "blas": ", ".join(dict.fromkeys(blas)) or "unknown",
-        "blas_threads": max((library["num_threads"] for library in used), default=1),
-        **({"gpu": dict(gpu)} if gpu else {}),
-    }
+@dataclass(frozen=True)
+class Section:
+    """A heading, tables, and sentences after them."""
+
+    heading: str
+    tables: Sequence[Table] = ()
+    text: str = ""
 
 
-def digest_of_text(text: str) -> dict[str, Any]:
-    """The "text_sha256" and "text_bytes" of a text as UTF-8."""
-    data = text.encode("utf-8", "surrogateescape")
-    return {"text_sha256": hashlib.sha256(data).hexdigest(), "text_bytes": len(data)}
+@dataclass
+class Report:
+    """What is said of a result.
 
-
-def digest_of_model(files: Iterable[Path]) -> dict[str, str]:
-    """The "model_sha256" of a model's files of weights, one after another in the order of their names; nothing without
-    files. Raises EngineError."""
-    digest, paths = hashlib.sha256(), sorted(files)
-    try:
-        for path in paths:
-            with path.open("rb") as file:
-                while part := file.read(_PART):
-                    digest.update(part)
-    except OSError as error:
-        raise EngineError(f"{path} cannot be read: {error.strerror}") from None
-    return {"model_sha256": digest.hexdigest()} if paths else {}
-
-
-@cache
-def _program() -> dict[str, str]:
-    """The "version" of an installed package, and the "commit" of a checkout, "modified" if its files are."""
-    about = {"version": release()} if release() else {}
-    ask = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty= modified"]
-    if (_ROOT / ".git").exists():
-        with suppress(OSError, subprocess.CalledProcessError):  # there is no git, or it does not trust this folder
-            about["commit"] = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
-    return about
-
-
-def with_origin(table: str, measured: Mapping[str, Any], between: str = "\n\n") -> str:
-    """`table`, and below it the line of `origin`, if there is one."""
-    line = origin(measured)
-    return f"{table}{between}{line}" if line else table
-
-
-def measured_with(measured: Mapping[str, Any]) -> str:
-    """When and with which command a result was measured, and its origin: Markdown for the documents."""
-    return with_origin(f"measured on {measured['date']} with\n`{measured['command']}`.", measured, "\n")
-
-
-def origin(measured: Mapping[str, Any]) -> str:
-    """Text, model and program of a result in a line, with the first digits of digests; empty for an older one.
-
-    >>> origin({"text": "a.txt", "text_sha256": "bbf94c53a05abe9e", "version": "1.0", "commit": "9de2b42f modified"})
-    'Text a.txt (sha256 bbf94c53a05a…); polarlm 1.0 at commit 9de2b42f modified.'
+    about: what was measured, and how: name and text. notes: sentences, such as what is missing. cards: statements under
+    names. columns: what columns mean. bold: first cells of lines in bold type. brief: how many sections a terminal has.
     """
-    parts = []
-    if "text_sha256" in measured:
-        parts.append(f"text {measured['text']} (sha256 {measured['text_sha256'][:_DIGITS]}…)")
-    if "model_sha256" in measured:
-        parts.append(f"model {measured.get('model', 'file')} (sha256 {measured['model_sha256'][:_DIGITS]}…)")
-    if parts or "version" in measured:
-        commit = f" at commit {measured['commit']}" if "commit" in measured else ""
-        parts.append(f"polarlm {measured.get('version', '')}".rstrip() + commit)
-    line = "; ".join(parts)
-    return f"{line[0].upper()}{line[1:]}." if parts else ""
+
+    title: str
+    lead: str
+    sections: Sequence[Section]
+    about: Sequence[tuple[str, str]]
+    notes: Sequence[str] = ()
+    partial: str = ""  # what is missing; empty if the measurement has ended
+    cards: Sequence[tuple[str, Sequence[str]]] = ()
+    columns: Mapping[str, str] = field(default_factory=dict)
+    bold: frozenset[str] = frozenset()
+    pictures: Sequence[Picture] = ()
+    brief: int | None = None
+
+    def __post_init__(self) -> None:
+        sections = [
+            Section(one.heading, [table.without_empty_columns() for table in one.tables if table.rows], one.text)
+            for one in self.sections
+        ]
+        self.sections = [one for one in sections if one.tables]
+        shown = {name for section in self.sections for table in section.tables for name in table.header}
+        self.columns = {name: says for name, says in self.columns.items() if name in shown}
+
+    def terminal(self, width: int = sys.maxsize) -> str:
+        """The report as Markdown."""
+        if self.brief is not None:
+            about = dict(self.about)
+            tables = [table.markdown(width) for one in self.sections[: self.brief] for table in one.tables]
+            return "\n\n".join([*tables, f"{about['origin']}\nload: {about['load']}"])
+        parts = ["\n".join([self.title, *(f"{name}: {text}" for name, text in self.about if text)])]
+        for section in self.sections:
+            parts += [section.heading, *(table.markdown(width) for table in section.tables)]
+            parts += [section.text] if section.text else []
+        return "\n\n".join([*parts, *self.notes])
+
+    def write_page(self, file: Path) -> None:
+        """Raises EngineError."""
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup
+
+        environment = Environment(
+            loader=FileSystemLoader(Path(__file__).parent),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        svgs = pictures.as_svg(self.pictures)
+        values = {
+            **vars(self),
+            "pictures": svgs and [(title, Markup(svg)) for title, svg in svgs],
+            "no_pictures": pictures.NO_PICTURES,
+            "colours": pictures.PAGE_COLOURS,
+            "plain": lambda cell: cell.replace("**", "").replace("`", ""),
+        }
+        try:
+            file.write_text(environment.get_template("page.html").render(values), encoding="utf-8")
+        except OSError as error:
+            raise EngineError(f"{file} cannot be written: {error.strerror}") from None
+
+    def show(self, json: Path) -> None:
+        """Write the page next to the JSON and print the report."""
+        page = json.with_suffix(".html")
+        self.write_page(page)
+        print(self.terminal(shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize))
+        where = "The page:" if self.brief is None else "More tables and pictures are on the page"
+        note(f"{where} {page}, all figures in {json}")
 
 
-def duration(seconds: float) -> str:
-    """A duration in words.
-
-    >>> duration(40), duration(200), duration(5400)
-    ('40 s', '3 min', '1.5 h')
-    """
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _cpu() -> str:
-    try:
-        name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        name = None
-    return name[1].strip() if name else platform.processor() or platform.machine()
-
-
-def today() -> str:
-    return datetime.date.today().isoformat()
-
-
-def slug(text: str) -> str:
-    """`text` as part of a file name.
-
-    >>> slug("AMD EPYC (Zen 5)")
-    'amd-epyc-zen-5'
-    """
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
-
-
-def write(
-    path: Path,
-    kind: str,
-    argv: Sequence[str],
-    result: Mapping[str, Any],
-    gpu: Mapping[str, str] | None = None,
-    *,
-    complete: bool = True,
-    program: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Write `result` with version, machine, date and command line, and return all of it. Raises EngineError.
-
-    complete: whether the measurement is finished. Partial results are written during a measurement, so that an
-    interrupted one keeps them. program: the words before `argv`; default: `python -m polarlm.bench.<kind>`.
-    """
-    about = {
-        "benchmark": kind,
-        "date": today(),
-        "command": _command([*(program or ("python", "-m", f"polarlm.bench.{kind}")), *argv]),
-        **_program(),
-        "machine": machine(gpu),
-        "complete": complete,
-    }
-    results = {**about, **result}
-    try:
-        path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise EngineError(f"{path} cannot be written: {error.strerror}") from None
-    return results
-
-
-def _command(words: Sequence[str]) -> str:
-    command = shlex.join(words)
-    level = os.environ.get(LEVEL_VARIABLE)
-    return f"{LEVEL_VARIABLE}={shlex.quote(level)} {command}" if level else command
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns: the first to the left, the others to the right.
-
-    >>> print(table(["type", "KL"], [["f16", "0.1"]]))
-    | type |  KL |
-    |:-----|----:|
-    | f16  | 0.1 |
-    """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *others = zip(cells, widths, strict=True)
-        aligned = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-        return f"| {' | '.join(aligned)} |"
-
-    rule = "|".join([f":{'-' * (widths[0] + 1)}", *(f"{'-' * (width + 1)}:" for width in widths[1:])])
-    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
+def provenance(result: Result, *, is_timed: bool = True) -> list[tuple[str, str]]:
+    """What is said of every result: date, command, machine, load, and what it is of."""
+    machine = result["machine"]
+    gpu = f"{machine['gpu']['name']}, " if "gpu" in machine else ""
+    return [
+        ("machine", f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['system']}"),
+        ("load", load_in_words(result, is_timed=is_timed)),
+        ("origin", origin(result.about)),
+        ("date", result["date"]),
+        ("command", result["command"]),
+    ]

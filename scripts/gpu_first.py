@@ -8,7 +8,6 @@ leaves a file in a folder of results and its output beside it; a part that fails
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
 import subprocess
@@ -19,13 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from polarlm.bench import report
+from polarlm.bench.result import LOCAL, slug
 from polarlm.engine.errors import EngineError
-from scripts.gpu_test import python
+from scripts.gpu_test import end, python, start, wait
 
-ROOT = Path(__file__).resolve().parents[1]
 SHAPE, TYPE = "llama-8b", "q4_k"
 _CACHES = "balanced,f16,ring4/ring3.5"
+_UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 AFTER = 20.0  # seconds that a part may take after its own budget: the last measurement comes to its end
 
 
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    results = options.results or report.LOCAL / f"gpu-first-{report.slug(name)}-{time.strftime('%Y-%m-%d-%H%M%S')}"
+    results = options.results or LOCAL / f"gpu-first-{slug(name)}-{time.strftime('%Y-%m-%d-%H%M%S')}"
     results.mkdir(parents=True, exist_ok=True)
     print(f"{name}: results go to {results}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -79,14 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         writer = None
         if options.model is None and any(part.needs_model for part in chosen):
-            writer = _started(_writing(model), results / "model.txt")
+            writer = start(_writing(model), _UNBUFFERED, results / "model.txt")
         try:
             return max([_run(part, results, writer) for part in chosen], default=0)
         except KeyboardInterrupt:
             return 130
         finally:
             if writer is not None:
-                _end(writer)
+                end(writer)
 
 
 def _gpu() -> str:
@@ -114,33 +113,12 @@ def _run(part: Part, results: Path, writer: subprocess.Popen[bytes] | None) -> i
         print(f"{part.name}: left out, since the model could not be written: see {results / 'model.txt'}", flush=True)
         return 1
     print(f"{part.name}: {part.seconds:.0f} s at most", flush=True)
-    running = _started(command, output := results / f"{part.name}.txt")
-    try:
-        code = running.wait(part.seconds + AFTER)
-    except subprocess.TimeoutExpired:
-        code = None
-    finally:
-        _end(running)
+    output = results / f"{part.name}.txt"
+    code = wait(start(command, _UNBUFFERED, output), part.seconds + AFTER)
     ended = "ended, its time was over" if code is None else "done" if code == 0 else f"failed with status {code}"
     print(output.read_text(encoding="utf-8", errors="replace"))
     print(f"{part.name}: {ended}, {time.monotonic() - began:.0f} s", flush=True)
     return int(code != 0)
-
-
-def _started(command: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
-    """A process whose output goes to a file, so that a run that is cut off can be read."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with output.open("wb") as file:
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-
-
-def _end(running: subprocess.Popen[bytes]) -> None:
-    """End a process and its children."""
-    if running.poll() is None:
-        os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
 
 
 if __name__ == "__main__":

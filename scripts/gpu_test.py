@@ -17,25 +17,26 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-from polarlm.bench import report
+from polarlm.bench.result import LOCAL, slug
 from polarlm.engine import EngineError
 from polarlm.engine.backends.cuda.device import overlap
 from polarlm.engine.backends.select import select
 from tests.written_results import read, write
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "tests" / "cuda"
+FOLDERS = ROOT / "tests" / "ops", ROOT / "tests" / "cuda"
 # Every op; packed weights; whole models; what only a GPU can show; whole engines. Then single kernels in all variants.
-_OPS = ("test_ops_emulated", "test_packed_weights", "test_recurrent")
+_OPS = ("test_ops_emulated", "test_linear", "test_recurrent")
 _MODELS = ("test_packed_model", "test_model_emulated")
 FIRST = (*_OPS, *_MODELS, "test_gpu", "test_schedules", "test_family_scores")
 LAST = ("test_gpu_large",)  # tens of seconds alone
 # Whole models and engines: where the GPU has overlapped launches, they run with these and with launches in turn.
 AGAIN = (*_MODELS, "test_gpu", "test_schedules")
 # What a file has that runs kernels on the device. Tests of CuPy's stand-in have a device of their own.
-_ON_DEVICE, _STAND_IN = re.compile(r"open_device\b|tests\.cuda\.programs|run_naive"), "test_cupy_"
+_ON_DEVICE, _STAND_IN = re.compile(r"open_device\b|\bCUDA\b|tests\.cuda\.programs|run_naive"), "test_cupy_"
 _MOST_WORKERS, _WORKER_BYTES = 12, 3 << 30  # processes of a file, and the GPU's memory for each
 _NEEDED = ("pytest", "hypothesis")
 _PASSED = (0, 5)  # pytest's exit codes; 5: -k has chosen no test of the file
@@ -52,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    name = f"gpu-tests-{report.slug(ops.name)}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
-    results = options.results or report.LOCAL / name
+    name = f"gpu-tests-{slug(ops.name)}-{time.strftime('%Y-%m-%d-%H%M%S')}.jsonl"
+    results = options.results or LOCAL / name
     results.parent.mkdir(parents=True, exist_ok=True)
     write(results, {"gpu": ops.name, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "pytest": for_pytest})
     print(f"{ops.name}: results go to {results} as they come", flush=True)
@@ -95,23 +96,45 @@ def _run(
     """Return 0 if no test of these files failed, else 1."""
     began = time.monotonic()
     command = [*python("scripts.gpu_test"), "-m", "pytest", *map(str, group), *arguments]
-    running = subprocess.Popen(
-        command, env={**os.environ, "TESTS_GPU": "1", **environment}, cwd=ROOT, start_new_session=True
-    )
-    try:
-        code = running.wait(timeout=limit)
-        result = "passed" if code in _PASSED else "failed"
-    except subprocess.TimeoutExpired:
-        result = "ended"
-    finally:
-        if running.poll() is None:
-            os.killpg(running.pid, signal.SIGKILL)
-            running.wait()
-    seconds = round(time.monotonic() - began, 1)
-    names = [file.stem for file in group]
+    code = wait(start(command, {"TESTS_GPU": "1", **environment}), limit)
+    result = "ended" if code is None else "passed" if code in _PASSED else "failed"
+    seconds, names = round(time.monotonic() - began, 1), [file.stem for file in group]
     write(results, {"files": names, "launches": launches, "result": result, "seconds": seconds})
     print(f"{', '.join(names)}{f', launches {launches}' if launches else ''}: {result}, {seconds:.0f} s", flush=True)
     return int(result != "passed")
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str], output: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """A process with further variables of the environment, in a group of its own. output: a file for what it prints, so
+    that a run that is cut off can be read."""
+    with output.open("wb") if output else nullcontext() as file:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=file,
+            stderr=None if file is None else subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def wait(running: subprocess.Popen[bytes], limit: float) -> int | None:
+    """The exit status of a process; None if it was ended, with its children, after `limit` seconds."""
+    try:
+        return running.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end(running)
+
+
+def end(running: subprocess.Popen[bytes]) -> None:
+    """End a process and its children."""
+    if running.poll() is None:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
 
 
 def python(program: str) -> list[str]:
@@ -136,7 +159,7 @@ def files() -> list[Path]:
     """The files of tests that run on a GPU, in the order of their importance."""
     paths = {
         path.stem: path
-        for path in sorted(FOLDER.glob("test_*.py"))
+        for path in sorted(path for folder in FOLDERS for path in folder.glob("test_*.py"))
         if _ON_DEVICE.search(path.read_text(encoding="utf-8")) and not path.stem.startswith(_STAND_IN)
     }
     return [paths[name] for name in dict.fromkeys((*FIRST, *paths, *LAST))]

@@ -6,26 +6,25 @@ Each has the newest measurement of its kind, so a new file in bench/results and 
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
-from polarlm.bench.gpu.requests import GENERATION, LLAMA_CPP, PROMPT
-from polarlm.bench.gpu.tables import rates
-from polarlm.bench.quality.scores import CODED, SERVED
-from polarlm.bench.serving.options import XLLAMACPP
-from polarlm.bench.speed import figures
-from polarlm.bench.speed.contestants import OURS
-from polarlm.bench.speed.tables import label, place, strongest
+from polarlm.bench.gpu.requests import LLAMA_CPP, SEQUENCES, subject_of
+from polarlm.bench.quality.scores import CODED, SERVED, TEXT, contestant
+from polarlm.bench.report import NOTHING, rate_text
+from polarlm.bench.result import Figures, Result
+from polarlm.bench.serving.options import FIRST_TOKEN, XLLAMACPP
+from polarlm.bench.serving.tables import LOAD
+from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE
+from polarlm.bench.speed.tables import cache, engine, is_ours, label, place, strongest
+from polarlm.bench.speed.tables import rates as speed_rates
 from polarlm.engine import EngineConfig, codecs
 from polarlm.engine.state.cache_types import TWO_KINDS
 from polarlm.engine.state.layer_shapes import LayerShape
 from polarlm.engine.state.shapes import CacheShape
 from scripts.gpu_tables import attention_of, gpu_of, has_llama_cpp, measurements, seconds_of
-from scripts.quality_tables import DEMO, Measured, newest, newest_of_each
-from scripts.speed_tables import served
+from scripts.quality_tables import DEMO, newest, newest_of_each, of
+from scripts.speed_tables import rates_of, server_results
 
-NOTHING = "—"
 _NUMBERS = "tokens/s", "bits/value, 2,048 tokens", "8,192"  # columns to the right
 DEFAULT, HALF = EngineConfig.cache_type, "f16"
 
@@ -70,7 +69,7 @@ def _ratio(ours: float | None, other: float | None, what: str = "") -> str:
 
 
 def _rate(rate: float | None) -> str:
-    return NOTHING if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+    return NOTHING if rate is None else rate_text(rate)
 
 
 # -- CPUs ----------------------------------------------------------------------------------------------------------
@@ -94,41 +93,45 @@ def speed() -> str:
         for cells in _rates(measured):
             rows.append([*first, *cells])
             first = ["", ""]
-    for measured in served():
+    for measured in server_results():
         shown.append((_cores(measured), measured["date"]))
         rows += _server_rows(measured, _machine(*shown[-1]))
     return f"{_table(['Machine', 'Model', '', 'tokens/s', '× strongest peer'], rows)}\n\n{_sources(shown)}"
 
 
-def _cores(measured: Measured) -> str:
+def _cores(measured: Result) -> str:
     return re.sub(r"\(R\)| Processor", "", place(measured)).split(",")[0]
 
 
-def _rates(measured: Measured) -> Iterator[list[str]]:
-    for row in sorted(measured["rows"], key=lambda row: (row["section"] != figures.GENERATION, row["tokens"])):
-        ours = {cell["cache"]: cell.get("median") for cell in row["cells"] if cell["engine"] == OURS}
-        peer = strongest(row["cells"])
-        name, rate = ("", None) if peer is None else (label(peer["engine"]), peer["median"])
-        if row["section"] in (figures.PROMPT, figures.GENERATION):
-            yield [row["name"], _rate(ours[DEFAULT]), _ratio(ours[DEFAULT], rate, name)]
-        if row["section"] == figures.PROMPT and ours.get(_EIGHT):
-            yield [f"{row['name']}, inputs of 8 bits", _rate(ours[_EIGHT]), _ratio(ours[_EIGHT], rate, name)]
+def _rates(result: Result) -> Iterator[list[str]]:
+    for section in GENERATION, PROMPT:
+        of_section = speed_rates(result, section).items()
+        for subject, rows in sorted(of_section, key=lambda item: next(iter(item[1].values())).more["tokens"]):
+            ours = {cache(who): row.value for who, row in rows.items() if is_ours(who)}
+            peer = strongest(rows.values())
+            name, rate = ("", None) if peer is None else (label(engine(peer.contestant)), peer.value)
+            yield [subject, _rate(ours[DEFAULT]), _ratio(ours[DEFAULT], rate, name)]
+            if section == PROMPT and ours.get(_EIGHT):
+                yield [f"{subject}, inputs of 8 bits", _rate(ours[_EIGHT]), _ratio(ours[_EIGHT], rate, name)]
 
 
-def _server_rows(measured: Measured, machine: str) -> Iterator[list[str]]:
+def _server_rows(measured: Result, machine: str) -> Iterator[list[str]]:
     """Tokens/s and the first token of our server, with ratios to the fastest of the others."""
-    load, peer = measured["load"], max(measured["peers"], key=lambda one: one.get("tokens_per_second", 0))
-    own, other = (one["latencies"]["first_token_seconds"]["percentiles"][50] for one in (measured, peer))
+    load = measured["load_options"]
+    peer = max((row for _, who, row in rates_of(measured) if who != OURS), key=lambda row: row.value or 0).contestant
+    (rate, own), (theirs, other) = (
+        [measured.value(LOAD, who, name) for name in (RATE, FIRST_TOKEN)] for who in (OURS, peer)
+    )
     tokens = load["shared_prefix"] + load["prompt_tokens"]
     what = f"server of {load['clients']} clients, {tokens} tokens in and {load['max_tokens']} out"
-    rate, name = measured["tokens_per_second"], _SERVERS.get(peer["name"], peer["name"])
-    beside = _ratio(rate, peer["tokens_per_second"], f"{name}: {_rate(peer['tokens_per_second'])}")
-    yield [machine, measured["model"], what, _rate(rate), beside]
+    name = next((words for engine, words in _SERVERS.items() if peer.startswith(engine)), peer.partition(" ")[0])
+    yield [machine, measured["model"], what, _rate(rate), _ratio(rate, theirs, f"{name}: {_rate(theirs)}")]
     yield ["", "", f"first token after {own:.2f} s", "", _ratio(other, own, f"{name}: {other:.2f} s")]
 
 
 # -- GPUs ----------------------------------------------------------------------------------------------------------
 
+_KINDS = GENERATION, PROMPT
 _DEPTHS, _PROMPTS, _SEQUENCES = (8, 2048, 32_768), (64, 512, 2048), 64
 _ATTENTION = (2048, 1), (32_768, 16)  # context, sequences
 
@@ -136,21 +139,17 @@ _ATTENTION = (2048, 1), (32_768, 16)  # context, sequences
 def gpu() -> str:
     """An 8B model on the GPU that was measured last, beside llama.cpp and our own half precision, and attention."""
     everything = measurements()
-    one = next(one for one in everything if _is_8b(one) and rates(one))
+    one = next(one for one in everything if _is_8b(one) and speed_rates(one, *_KINDS))
     machine, model = gpu_of(one), str(one["model"]).upper().replace("-", ", ", 1)
     shown, rows = [(machine, str(one["date"]))], list[Sequence[str]]()
     peer = next(m for m in everything if _is_8b(m) and gpu_of(m) == machine and has_llama_cpp(m))
-    when = str(peer.get("peer_date", "" if peer is one else peer["date"]))  # llama.cpp's figures of another day
-    ours, theirs = rates(one), rates(peer)
-
-    def of(found: Mapping[Any, Sequence[float]], *key: str | int) -> float | None:
-        return statistics.median(found[key]) if found.get(key) else None
-
-    for kind, tokens in [*((GENERATION, depth) for depth in _DEPTHS), *((PROMPT, count) for count in _PROMPTS)]:
-        rate, half = (of(ours, kind, tokens, OURS, cache) for cache in (DEFAULT, HALF))
+    when = str(peer.about.get("peer_date", "" if peer is one else peer["date"]))  # llama.cpp's figures of another day
+    for kind, tokens in [*((GENERATION, depth) for depth in _DEPTHS), *((PROMPT, n) for n in _PROMPTS)]:
+        subject = subject_of(kind, tokens)
+        rate, half = (one.value(subject, f"{OURS} {name}", RATE) for name in (DEFAULT, HALF))
         if rate:
             where = f" of {tokens:,}" if kind == PROMPT else ", depth ≤ 64" if tokens < 64 else f" at {tokens:,}"
-            beside = _ratio(rate, of(theirs, kind, tokens, LLAMA_CPP, HALF))
+            beside = _ratio(rate, peer.value(subject, f"{LLAMA_CPP} {HALF}", RATE))
             rows.append([kind + where, _rate(rate), beside, _ratio(rate, half)])
     for count, prompt, answer, rate in _together(one, OURS):
         there = next((other for same, *_, other in _together(peer, LLAMA_CPP) if same == count), None)
@@ -172,15 +171,16 @@ def gpu() -> str:
     return f"{table}\n\n{_sources(shown)} {where if faster else 'Our own `f16` was faster in every row of the model'}."
 
 
-def _is_8b(measured: Measured) -> bool:
+def _is_8b(measured: Result) -> bool:
     return str(measured["model"]).lower().startswith("8b")
 
 
-def _together(measured: Measured, engine: str) -> Iterator[tuple[int, int, int, float]]:
+def _together(measured: Result, engine: str) -> Iterator[tuple[int, int, int, float]]:
     """Number, tokens in and out, and tokens/s of answers of the most sequences at a time."""
-    for row in measured.get("sequences", ()):
-        if row["engine"] == engine and row["sequences"] == _SEQUENCES and row["seconds"]:
-            yield _SEQUENCES, row["prompt"], row["answer"], _SEQUENCES * row["answer"] / row["seconds"]
+    for _, who, times in measured.parts(f"{_SEQUENCES} {SEQUENCES}"):
+        if who.startswith(engine) and (seconds := times["seconds"].value):
+            more = times["seconds"].more
+            yield _SEQUENCES, more["prompt"], more["answer"], _SEQUENCES * more["answer"] / seconds
 
 
 # -- cache types ---------------------------------------------------------------------------------------------------
@@ -208,22 +208,22 @@ def costs() -> str:
     found, elsewhere = newest_of_each(f"quality-{DEMO}"), newest(_QWEN)
     of_all = {name: rows for _, types in found for name, rows in types.items()}
     full = found[0][0]["exact_perplexity"]
-    qwen = {row["type"]: row for row in elsewhere["rows"] if row["scored_as"] == CODED}
+    qwen = {name: elsewhere.figures(TEXT, contestant(name, CODED)) for name in _NAMES}
     shown = [("", one["date"]) for one, types in found if {*types} & {*_NAMES}] + [("", elsewhere["date"])]
     lines = []
     for name, words in _NAMES.items():
         if name in of_all:
             as_served, coded = of_all[name][SERVED], of_all[name][CODED]
-            bits = as_served["bits_per_value"]
-            change = f"{100 * (as_served['perplexity'] / full - 1):+.1f} %"
+            bits = of(as_served, "bits_per_value")
+            change = f"{100 * (of(as_served, 'perplexity') / full - 1):+.1f} %"
             cells = f"{bits:.2f}", f"{_long_bits(name, bits):.2f}", change, _kl(as_served), _kl(coded)
-            lines.append((bits, [words, *cells, _kl(qwen[name]) if name in qwen else NOTHING]))
+            lines.append((bits, [words, *cells, _kl(qwen[name]) if qwen[name] else NOTHING]))
     header = ["Type", "bits/value, 2,048 tokens", "8,192", "perplexity", "KL as served", "KL, all coded", "Qwen2.5"]
     return f"{_table(header, [line for _, line in sorted(lines, key=lambda line: line[0])])}\n\n{_sources(shown)}"
 
 
-def _kl(row: Mapping[str, Any]) -> str:
-    return f"{row['kl_mean']:#.2g}"
+def _kl(figures: Figures) -> str:
+    return f"{of(figures, 'kl_mean'):#.2g}"
 
 
 def _long_bits(name: str, bits: float) -> float:

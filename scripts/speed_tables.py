@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from polarlm.bench import report
-from polarlm.bench.serving.conversations import format_result
-from polarlm.bench.serving.tables import servers_table
-from polarlm.bench.speed.figures import GENERATION, PROMPT
+from polarlm.bench.result import Result, Row, origin, provenance, read
+from polarlm.bench.serving.tables import LOAD, conversations_table, servers_table
+from polarlm.bench.speed.contestants import GENERATION, OURS, PROMPT, RATE
+from polarlm.bench.speed.measure import MEMORY
+from polarlm.bench.speed.starts import START
 from polarlm.bench.speed.tables import (
-    Measured,
     bandwidth_table,
     batches_table,
     memory_table,
@@ -27,35 +26,35 @@ from scripts.quality_tables import RESULTS, ROOT, newest
 DEMO = "SmolLM2-135M-Instruct"
 
 
-def published(kind: str = "speed") -> dict[Path, Measured]:
+def published_results(kind: str = "speed") -> dict[Path, Result]:
     """The newest complete measurement of each model on each CPU and level of instructions; also one that lacks starts
     alone, which come last. The demonstration model comes first, then by name.
 
     kind: "speed", or "starts" for measurements of starts alone.
     """
-    newest_of: dict[tuple[str, str], tuple[Path, Measured]] = {}
-    measurements = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob(f"{kind}-*.json")]
-    for path, measured in sorted(measurements, key=lambda item: (item[1]["date"], item[0].name)):
-        if (measured["complete"] or measured["memory"]) and measured["device"] == "cpu":
-            newest_of[_title(measured), place(measured)] = path, measured
+    newest_of: dict[tuple[str, str], tuple[Path, Result]] = {}
+    results = [(path, read(path)) for path in RESULTS.glob(f"{kind}-*.json")]
+    for path, result in sorted(results, key=lambda item: (item[1]["date"], item[0].name)):
+        if (result["complete"] or any(result.parts(MEMORY))) and result["device"] == "cpu":
+            newest_of[_title(result), place(result)] = path, result
     return dict(sorted(newest_of.values(), key=lambda item: (item[1]["model"] != DEMO, item[0].name)))
 
 
 def all_tables() -> str:
     """All tables of all models, for docs/speed.md."""
     parts = []
-    everything = published()
+    everything = published_results()
     titles = Counter(map(_title, everything.values()))
-    for path, measured in everything.items():
-        where = f", on {place(measured)}" if titles[_title(measured)] > 1 else ""
-        parts.append(f"### {_title(measured)}{where}")
-        parts += [rates_table(measured, [GENERATION, PROMPT]), *_picture(path)]
-        parts += ["What a step reads, and the share of the memory's bandwidth:", bandwidth_table(measured)]
-        if measured["memory"]:  # else rates alone were measured
-            parts += ["Memory of the process:", memory_table(measured)]
-            parts += ["Steps of several sequences together:", batches_table(measured)]
-        parts.append(source(measured))
-    notes = dict.fromkeys(f"{sentence}." for measured in everything.values() for sentence in measured["left_out"])
+    for path, result in everything.items():
+        where = f", on {place(result)}" if titles[_title(result)] > 1 else ""
+        parts.append(f"### {_title(result)}{where}")
+        parts += [rates_table(result, [GENERATION, PROMPT]).markdown(), *_picture(path)]
+        parts += ["What a step reads, and the share of the memory's bandwidth:", bandwidth_table(result).markdown()]
+        if any(result.parts(MEMORY)):  # else rates alone were measured
+            parts += ["Memory of the process:", memory_table(result).markdown()]
+            parts += ["Steps of several sequences together:", batches_table(result).markdown()]
+        parts.append(source(result))
+    notes = dict.fromkeys(f"{sentence}." for result in everything.values() for sentence in result["left_out"])
     return "\n\n".join([*parts, *notes])
 
 
@@ -63,68 +62,77 @@ def starts() -> str:
     """A table of starts for each machine that measured them, for docs/speed.md."""
     parts = []
     for where, group in _starts_by_machine().items():
-        one = next((measured for measured in group if len(measured["starts"]) > 1), group[0])  # with the peer
-        runs = max(len(row.get("runs", ())) for row in one["starts"])
+        one = next((result for result in group if len(_starts_of(result)) > 1), group[0])  # with the peer
+        runs = max(len(row.runs) for row in _starts_of(one))
         dates = " to ".join(sorted({min(m["date"] for m in group), max(m["date"] for m in group)}))
+        line = origin(one.about)
         parts += [
-            starts_of_models(group),
+            starts_of_models(group).markdown(),
             f"On {where}, {one['threads']['most']} threads; {peers_in_words(one)}; "
             f"medians of {runs} starts; measured on {dates} with commands such as\n"
-            + report.with_origin(f"`{one['command']}`.", one, "\n"),
+            f"`{one['command']}`." + (f"\n{line}" if line else ""),
         ]
     return "\n\n".join(parts)
 
 
-def _starts_by_machine() -> dict[str, list[Measured]]:
-    groups: dict[str, list[Measured]] = {}
-    for measured in [*published("starts").values(), *published().values()]:
-        if measured["starts"]:
-            level = _restricted_to(measured)
-            groups.setdefault(place(measured) + (f" with {level} alone" if level else ""), []).append(measured)
+def _starts_of(result: Result) -> list[Row]:
+    return [row for row in result.rows("seconds") if row.subject == START]
+
+
+def _starts_by_machine() -> dict[str, list[Result]]:
+    groups: dict[str, list[Result]] = {}
+    for result in [*published_results("starts").values(), *published_results().values()]:
+        if _starts_of(result):
+            level = _restricted_to(result)
+            groups.setdefault(place(result) + (f" with {level} alone" if level else ""), []).append(result)
     return groups
 
 
 def conversations() -> str:
     """Seconds to the first token of conversations that come back, for docs/prefix-tiers.md."""
-    measured = newest("agents-qwen3.5-0.8b-random-q4-0-*")
+    result = newest("agents-qwen3.5-0.8b-random-q4-0-*")
     return (
-        f"{format_result(measured)}\n\n"
-        f"Random weights of the shape of Qwen3.5 0.8B on {place(measured)}; "
-        f"{measured['options']['agents']} conversations; the other server was a process on the same machine; "
-        f"{report.measured_with(measured)}"
+        f"{conversations_table(result).markdown()}\n\n"
+        f"Random weights of the shape of Qwen3.5 0.8B on {place(result)}; "
+        f"{result['options']['agents']} conversations; the other server was a process on the same machine; "
+        f"{provenance(result)}"
     )
 
 
 def pressure() -> str:
     """First tokens of the last round by type and number of conversations, for docs/prefix-tiers.md."""
-    measured = newest("pressure-demo-*")
-    return (
-        f"{format_result(measured)}\n\n"
-        f"{place(measured)}, {measured['options']['kv_memory']} for "
-        f"keys and values; {report.measured_with(measured)}"
-    )
+    result = newest("pressure-demo-*")
+    memory = f"{place(result)}, {result['options']['kv_memory']} for keys and values"
+    return f"{conversations_table(result).markdown()}\n\n{memory}; {provenance(result)}"
 
 
 def servers() -> str:
     """Our server under load beside others, for docs/speed.md; empty until a measurement is published."""
     return "\n\n".join(
-        f"{servers_table(one)}\n\n{one['model']} on {place(one)}; {report.measured_with(one)}" for one in served()
+        f"{servers_table(one).markdown()}\n\n{one['model']} on {place(one)}; {provenance(one)}"
+        for one in server_results()
     )
 
 
-def served() -> list[Measured]:
+def server_results() -> list[Result]:
     """The newest measurement of our server beside others, if there is one."""
-    everything = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("serving-*.json")]
-    beside = [one for one in everything if any("failure" not in peer for peer in one.get("peers", ()))]
-    return sorted(beside, key=lambda one: str(one["date"]))[-1:]
+    everything = map(read, RESULTS.glob("serving-*.json"))
+    others = [one for one in everything if any(who != OURS and row.value for _, who, row in rates_of(one))]
+    return sorted(others, key=lambda one: str(one["date"]))[-1:]
 
 
-def _title(measured: Measured) -> str:
+def rates_of(result: Result) -> Iterator[tuple[str, str, Row]]:
+    """The rates of servers under load."""
+    for subject, who, figures in result.parts(LOAD):
+        yield subject, who, figures[RATE]
+
+
+def _title(measured: Result) -> str:
     level = _restricted_to(measured)
     return f"{measured['model']}, {measured['weights']}" + (f", with {level} alone" if level else "")
 
 
-def _restricted_to(measured: Measured) -> str | None:
+def _restricted_to(measured: Result) -> str | None:
     level: str | None = measured["machine"].get("restricted_to")
     return level
 

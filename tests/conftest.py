@@ -14,7 +14,7 @@ import ssl
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,10 @@ from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.cli.sources import NO_FLAGS, PREFIX
 from polarlm.engine.loading import assembly, kept_arrays
 from polarlm.engine.storage.tiers import opening
+from polarlm.model_loaders.chat import templates
 from polarlm.model_loaders.demo import demo_model
 from polarlm.model_loaders.errors import LoadError
+from polarlm.model_loaders.limited_process import LimitedProcess
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE, cache_folder
 from tests.compiled import KERNELS, SETS, keeping
 from tests.cuda import kept, nvrtc
@@ -147,6 +149,14 @@ def _certificates_are_read_once() -> Iterator[None]:
     """Each client of a server would read the certificates of all authorities, in 22 ms; tests need no certificate."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _templates_share_processes() -> Iterator[None]:
+    """A chat template starts a process, in 70 ms. Templates with the same text have one, of the last few texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(templates, "LimitedProcess", lru_cache(8)(LimitedProcess))
         yield
 
 

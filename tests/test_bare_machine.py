@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -13,7 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from polarlm.bench import result
 from polarlm.bench.gpu import __main__ as gpu_bench
+from polarlm.bench.gpu import peer
 from polarlm.engine import EngineError
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 from scripts import gpu_first, gpu_test
@@ -48,10 +49,10 @@ def test_every_test_of_a_gpu_is_found() -> None:
 @pytest.mark.slow  # kernels are emulated
 def test_the_gpu_s_tests_pass_and_are_written(tmp_path: Path) -> None:
     """Packed weights, which need no package for their format; and whole engines, with both kinds of launches."""
-    some = "(activation and q4_k and -12-) or Q4_K_M-1] or demonstration or out_of_memory or (random_schedules and f16)"
+    some = "(activation and 3-True) or Q4_K_M-1] or demonstration or out_of_memory or (random_schedules and f16)"
     command = ["make", "--no-print-directory", "gpu-test", f"PY={sys.executable} -m tests.bare_machine"]
     results = tmp_path / "results.jsonl"
-    flags = "--files test_packed_weights,test_gpu,test_schedules"
+    flags = "--files test_linear,test_gpu,test_schedules"
     flags += f" --workers 1 --limit {LONG} --budget {LONG} --results {results} -p no:cacheprovider -k '{some}'"
     done = run([*command, f"ARGS={flags}"])
     assert done.returncode == 0, done.stdout + done.stderr
@@ -112,14 +113,19 @@ def test_a_new_gpu_is_measured_by_one_command(tmp_path: Path) -> None:
     assert memory.startswith("memory: left out, since CUDA's compute-sanitizer is not there")
 
 
-def test_the_parts_of_a_first_run_fit_into_nine_minutes_and_leave_results(tmp_path: Path, tiny_path: Path) -> None:
-    tests, *measured, _ = parts = gpu_first.parts(tmp_path, tiny_path)
+def test_the_parts_of_a_first_run_fit_into_nine_minutes(tmp_path: Path, tiny_path: Path) -> None:
+    tests, *_ = parts = gpu_first.parts(tmp_path, tiny_path)
     assert sum(part.seconds + gpu_first.AFTER for part in parts) <= 9 * 60
     assert not gpu_test._parser().parse_known_args(tests.command[1:])[1]
+
+
+@pytest.mark.slow  # kernels are emulated
+def test_the_parts_of_a_first_run_leave_results(tmp_path: Path, tiny_path: Path) -> None:
+    _, *measured, _ = gpu_first.parts(tmp_path, tiny_path)
     for part in measured:
         few = "--only", "kernels", "--contexts", "64", "--budget", "1"
         assert gpu_bench.main([*part.command[1:], *few], emulated(), SIZES) == 0
-        assert json.loads((tmp_path / f"{part.name}.json").read_text(encoding="utf-8"))["limits"]
+        assert [*result.read(tmp_path / f"{part.name}.json").parts("device")]
 
 
 @pytest.mark.slow  # kernels are emulated
@@ -130,11 +136,11 @@ def test_the_gpu_s_benchmark_needs_neither_packages_nor_a_network(tmp_path: Path
     done = run([*command, f"ARGS={flags} --output {output}"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    results = json.loads(output.read_text(encoding="utf-8"))
+    results = result.read(output)
     assert results["machine"]["gpu"]["name"] == "Fake GPU"
-    assert all(results[part] for part in ("limits", "attention", "matrices", "encoding"))
+    assert all([*results.parts(part)] for part in ("device", "attention", "product of", "encoding"))
     assert {one["what"].split()[0] for one in results["not_measured"]} == {"prompt"}
     assert all("there is no model: " in one["why"] for one in results["not_measured"])
     # No PyTorch, or one that knows nothing of the stand-in.
-    notes = {peer["note"] for peer in results["attention_peers"]}
+    notes = {row.failure for row in results.rows("seconds") if row.contestant in peer.NAMES}
     assert notes in ({"PyTorch is not installed"}, {"PyTorch sees no GPU"})

@@ -13,6 +13,7 @@ from polarlm.engine import Engine, EngineError
 from polarlm.engine.sampling.sample import log_softmax
 from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
 from tests.conftest import TRAINED_HYBRID
+from tests.pairs import mostly_slow
 from tests.test_cache_by_room import GREEDY, MODELS, N, continued, known, load, load_finest, prompt
 from tests.tiny import assert_idle, make_model
 
@@ -77,7 +78,7 @@ def test_a_session_and_a_disk_keep_each_block_as_it_is(path: Path, tmp_path: Pat
         engine.load_session(tmp_path / "session")
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@mostly_slow("preset", PRESETS, ["balanced"])
 def test_a_preset_is_nearer_to_full_precision_than_blocks_alike_with_more_bits(preset: str) -> None:
     """A trained model, every token coded, as long a text as its context."""
     text = (TRAINED_HYBRID / "held_out.txt").read_text(encoding="utf-8")

@@ -27,6 +27,7 @@ from polarlm.server.http import documents
 from polarlm.server.mcp.session import McpError, McpServer, Session
 from polarlm.server.models.process import ModelProcess
 from polarlm.server.models.registry import NamedModel
+from tests.pairs import mostly_slow
 from tests.server.lines import PATIENCE, eventually
 from tests.tiny import make_model
 
@@ -73,7 +74,8 @@ def _mcp(folder: Path) -> None:
         asyncio.run(Session(McpServer("web", url=NOWHERE), 10_000).connect())
 
 
-@pytest.mark.parametrize("start", [_template, _grammar, _pdf, _download, _model, _mcp])
+# The others take a second each.
+@mostly_slow("start", [_template, _grammar, _pdf, _download, _model, _mcp], [_template, _grammar, _pdf, _model])
 def test_a_child_runs_nothing_of_the_current_folder(
     start: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from polarlm.command import COMMANDS, main
 from polarlm.engine.cli.flags import parse
+from tests.pairs import mostly_slow
 from tests.random_model import random_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,13 +109,13 @@ sys.meta_path.insert(0, Interrupt())
 """
 
 
-def test_ctrl_c_while_any_command_is_imported_shows_no_traceback(tmp_path: Path) -> None:
+@mostly_slow("words", ["polarlm chat", "polarlm.server", "polarlm.fit", "polarlm.engine.chat"], ["polarlm chat"])
+def test_ctrl_c_while_any_command_is_imported_shows_no_traceback(words: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
-    for module in ("polarlm.server", "polarlm.fit", "polarlm.engine.chat", "polarlm chat"):
-        program = [sys.executable, "-m", *module.split()]
-        ended = subprocess.run(program, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True)
-        assert (ended.stdout, ended.stderr) == (b"", b""), module
-        assert ended.returncode != 0, module
+    program = [sys.executable, "-m", *words.split()]
+    ended = subprocess.run(program, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True)
+    assert (ended.stdout, ended.stderr) == (b"", b"")
+    assert ended.returncode != 0
 
 
 def test_help_imports_nothing_that_takes_time() -> None:
@@ -128,7 +129,7 @@ def test_help_imports_nothing_that_takes_time() -> None:
     assert not imported & {"numpy", "argparse", "dataclasses", "inspect", "importlib.metadata", "tokenizers"}
 
 
-@pytest.mark.parametrize("words", ["polarlm --help", "polarlm.fit"])
+@mostly_slow("words", ["polarlm --help", "polarlm.fit"], ["polarlm --help"])
 def test_a_reader_that_has_gone_ends_a_command_without_a_word(words: str, tmp_path: Path) -> None:
     """As `| head` does; 141 is what a shell says of a program that a closed pipe ended."""
     model = [str(random_model(tmp_path))] if words.endswith("fit") else []
@@ -140,11 +141,11 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(words: str, tmp_pa
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
-@pytest.mark.parametrize("words", [["--help"], ["completion", "bash"]])
-def test_a_full_disk_is_told_with_a_sentence(words: list[str]) -> None:
+@mostly_slow("words", ["--help", "completion bash"], ["--help"])
+def test_a_full_disk_is_told_with_a_sentence(words: str) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "polarlm", *words],
+            [sys.executable, "-m", "polarlm", *words.split()],
             cwd=ROOT,
             stdout=full,
             stderr=subprocess.PIPE,
@@ -156,7 +157,7 @@ def test_a_full_disk_is_told_with_a_sentence(words: list[str]) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell closes the output")
-@pytest.mark.parametrize("words", ["--version", "completion bash"])
+@mostly_slow("words", ["--version", "completion bash"], ["--version"])
 def test_a_process_without_standard_output_does_its_work(words: str) -> None:
     line = f'exec "{sys.executable}" -m polarlm {words} >&-'
     done = subprocess.run(["sh", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -6,14 +6,16 @@ import ast
 import json
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from starlette.routing import Route
 
+from polarlm.bench.result import Result
 from polarlm.bench.serving.client import Answer
-from polarlm.bench.serving.load import Seen, summary
+from polarlm.bench.serving.load import LoadRecord, add_load
 from polarlm.engine import codecs
 from polarlm.engine.errors import EngineError
 from polarlm.engine.state.layer_shapes import LayerShape
@@ -166,15 +168,14 @@ def test_a_server_has_its_row_when_it_was_measured_beside_another(tmp_path, monk
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     assert "server of" not in readme_tables.speed()
 
-    def figures(seconds):
-        return summary(Seen(4 * seconds, [Answer(0, 0, [seconds], 2 * seconds, completion_tokens=64)], 0, 0, 0))
-
-    peers = [{"name": "xllamacpp", "threads": 1, **figures(2.0)}, {"name": "xllamacpp", "failure": "crashed"}]
     load = {"clients": 16, "shared_prefix": 0, "prompt_tokens": 96, "max_tokens": 64}
-    about = {"date": "2026-12-01", "command": "", "machine": {"cpu": "CPU", "cores": 2, "system": "Linux"}}
-    written_result(
-        tmp_path, "serving-m-2026-12-01", {**about, "model": "M", "load": load, **figures(0.5), "peers": peers}
-    )
+    machine = {"cpu": "CPU", "cores": 2, "system": "Linux"}
+    result = Result({"date": "2026-12-01", "command": "", "machine": machine, "model": "M", "load_options": load})
+    for who, seconds in (("polarlm", 0.5), ("xllamacpp, 1 thread", 2.0)):
+        answers = [Answer(0, 0, [seconds], 2 * seconds, completion_tokens=64)]
+        add_load(result, who, LoadRecord([replace(answers[0], ended=4 * seconds)]))
+    result.add("load", "xllamacpp", "tokens/s", failure="crashed")
+    written_result(tmp_path, "serving-m-2026-12-01", result.as_json())
     part = readme_tables.speed()
     assert "| M | server of 16 clients, 96 tokens in and 64 out | 32.0 | 4.00 (llama.cpp's server: 8.0) |" in part
     assert "| first token after 0.50 s |  | 4.00 (llama.cpp's server: 2.00 s) |" in part

@@ -13,6 +13,7 @@ from polarlm.engine.outputs import fold
 from tests.bare import bare_model, feed, prefill_logits, read_model
 from tests.conftest import FIXTURES, TRAINED_HYBRID
 from tests.hybrids import MODELS, Load, N, alone, answer, ids_of, loading
+from tests.pairs import mostly_slow
 from tests.requests.drafters import Known, Unpaced, drafting
 from tests.sampling.constrained import InTurn
 from tests.tiny import VOCABULARY, assert_idle
@@ -25,6 +26,7 @@ HYBRIDS = [
     "lfm3_gated_tied",
     "nemotron_h_dense",
 ]
+OF_EACH_KIND = ["qwen3_next_shared_keys", "granite_hybrid_tied", "lfm2_biases"]  # of recurrent layer
 
 
 @pytest.fixture(params=MODELS)
@@ -153,7 +155,7 @@ def test_memory_for_snapshots_is_bounded(load: Load) -> None:
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@mostly_slow("name", HYBRIDS, OF_EACH_KIND)
 def test_a_prompt_that_is_cut_anywhere_has_the_logits_of_transformers(name: str) -> None:
     reference = np.load(FIXTURES / name / "reference.npz")
     model, ids = bare_model(*read_model(FIXTURES / name), block_size=N), reference["ids"].tolist()

@@ -95,3 +95,12 @@ def test_amounts_without_a_unit_are_shown_as_a_share(monkeypatch: pytest.MonkeyP
         now += 20
         count("prompts", 100.5)
     assert written.getvalue() == "Measuring: 25%, prompts\n"
+
+
+def test_a_line_comes_also_while_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(progress, "_LINES_EVERY", 0.02)
+    with redirect_stderr(written), progress.counting("Scoring", "pass", 2):
+        while written.getvalue().count("\n") < 2:
+            time.sleep(0.005)
+    assert re.fullmatch(r"(Scoring: pass 0 of 2, after 0 s\n){2,}", written.getvalue())

@@ -111,6 +111,7 @@ def test_the_command_is_installed(installed: Installed, tmp_path: Path) -> None:
     assert installed.run(tmp_path, "python", "-m", "polarlm.engine.chat", "--version") == "polarlm 0.1.0\n"
 
 
+@pytest.mark.slow  # it imports them all; tests/test_snippets.py asks those that documents name for their flags
 def test_every_measurement_explains_its_flags_without_the_extras(installed: Installed, tmp_path: Path) -> None:
     """Each says how it is called where it is installed: by its full name, or as a command."""
     files = [path.relative_to(ROOT) for path in (ROOT / "bench").rglob("*.py")]

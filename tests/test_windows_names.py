@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from polarlm import fit, model_loaders
-from polarlm.bench.report import slug
+from polarlm.bench.result import slug
 from polarlm.engine import EngineError
 from polarlm.engine.loading import kept_arrays
 from polarlm.engine.loading.checks import settle

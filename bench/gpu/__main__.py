@@ -10,15 +10,15 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polarlm.bench import report
 from polarlm.bench.command import TYPES_HELP, at_least, cache_types, model_named, numbers
-from polarlm.bench.gpu.plan import SHARES, Plan
+from polarlm.bench.gpu.plan import SHARES, Plan, Work
 from polarlm.bench.gpu.setup import Gpu, Sizes, open_gpu
-from polarlm.bench.gpu.tables import Results, Row, format_tables
-from polarlm.bench.report import Output
+from polarlm.bench.gpu.tables import report_of
+from polarlm.bench.result import Output, Result, Writer, duration
+from polarlm.bench.runner import Runner
 from polarlm.bench.speed.options import file_names
 from polarlm.engine import EngineError
 from polarlm.engine.cli.commands import note, run
@@ -56,7 +56,6 @@ def main(argv: Sequence[str] | None = None, gpu: Gpu | None = None, sizes: Sizes
 
 
 def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes) -> None:
-    started = time.monotonic()
     options, destination = parse(
         argv,
         {"GPU": Options, "Output": Output},
@@ -73,56 +72,60 @@ def _measure_and_report(argv: Sequence[str], gpu: Gpu | None, sizes: Sizes) -> N
     batches = numbers("--batches", options.batches, 1)
     model = model_named(options.weights, options.hf_repo)
     gpu = gpu or open_gpu()
-    output = destination.path("gpu", f"{gpu.about['name']} {file_names(model)}")
-    plan = Plan(gpu, sizes, types, contexts, batches, model, options.llama_cpp)
-    note(f"Takes {report.duration(options.budget)} at most, plus the rest of the last measurement")
-    results = Results(model=file_names(model))
-
-    def write(complete: bool) -> None:
-        report.write(output, "gpu", argv, results.as_json(), gpu=gpu.about, complete=complete)
-
-    _measure(plan, sections, results, started, options.budget, lambda: write(complete=False))
-    write(complete=not any(why.endswith(_OVER) for _, why in results.missing))
-    note(f"Written to {output}")
-    print(f"{', '.join(f'{name} {value}' for name, value in gpu.about.items()).removeprefix('name ')}\n")
-    print(format_tables(results.as_json()))
+    subject = file_names(model)
+    writer = Writer(destination.path("gpu", f"{gpu.about['name']} {subject}"), "gpu", argv, gpu.about)
+    result = Result({"model": subject, "not_measured": []})
+    runner = Runner(
+        options.budget, lambda complete: writer.write(result, complete=complete), clock=lambda: time.monotonic()
+    )
+    note(f"Takes {duration(options.budget)} at most, plus the rest of the last measurement")
+    _measure(
+        Plan(gpu, sizes, types, contexts, batches, model, options.llama_cpp, runner.left), sections, result, runner
+    )
+    writer.write(result, complete=not any(one["why"] == _OVER for one in result["not_measured"]))
+    report_of(result).show(writer.path)
 
 
 _OVER = "the time of its section was over"
 
 
-def _measure(
-    plan: Plan, sections: Sequence[str], results: Results, started: float, budget: float, write: Callable[[], None]
-) -> None:
-    """Run the tasks of all sections, as far as there is time."""
-    shares, plan.end = sum(SHARES[name] for name in sections), started
+def _measure(plan: Plan, sections: Sequence[str], result: Result, runner: Runner) -> None:
+    """Run the tasks of all sections, as far as there is time: what a section leaves goes to the next."""
+    budget, shares = runner.end - runner.began, sum(SHARES[name] for name in sections)
+    runner.end = runner.began
+
+    def miss(what: str, why: str) -> None:
+        result["not_measured"].append({"what": what, "why": why.rstrip(".")})
+
     for section in (name for name in SHARES if name in sections):
-        plan.end += budget * SHARES[section] / shares
+        runner.end += budget * SHARES[section] / shares
         try:
             for name, work in plan.section(section):
-                if time.monotonic() > plan.end:
-                    results.missing.append((name, _OVER))
+                if not runner.left():
+                    miss(name, _OVER)
                     continue
-                note(f"{time.monotonic() - started:6.1f} s  {name}")
+                note(f"{runner.seconds:6.1f} s  {name}")
                 plan.gpu.clock.free()  # the memory of earlier measurements
-                _do(name, work, results)
-                write()
+                if why := _failure(work, result):
+                    miss(name, why)
+                runner.write(False)
         except EngineError as error:
-            results.missing.append((section, str(error).rstrip(".")))
+            miss(section, str(error))
     plan.unload()
 
 
-def _do(name: str, work: Callable[[], Sequence[Row]], results: Results) -> None:
-    """Run one task and keep its rows. An error ends only this task."""
+def _failure(work: Work, result: Result) -> str:
+    """Run one task; why it has no rows, "" if it has. An error ends only this task."""
     try:
-        results.rows += work()
+        work(result)
     except EngineError as error:
-        results.missing.append((name, str(error).rstrip(".")))
+        return str(error)
     except MemoryError:
-        results.missing.append((name, "there is not enough memory"))
+        return "there is not enough memory"
     except Exception as error:
         traceback.print_exc()
-        results.missing.append((name, f"failed: {type(error).__name__}: {error}".splitlines()[0]))
+        return f"failed: {type(error).__name__}: {error}".splitlines()[0]
+    return ""
 
 
 if __name__ == "__main__":

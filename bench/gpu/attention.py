@@ -6,13 +6,15 @@ theirs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu.cache import Content, StoredSequence, attention_error, fill
+from polarlm.bench.gpu.peer import attention_at
 from polarlm.bench.gpu.setup import Gpu, Sizes
+from polarlm.bench.result import Result
 from polarlm.engine import codecs
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.backends.cuda.ops import CudaOps
@@ -23,33 +25,13 @@ from polarlm.engine.quantization.metric import Metric, key_metric, value_metric
 from polarlm.engine.quantization.statistics import output_second
 from polarlm.engine.state.plan import format_bytes
 
+ENCODING = "encoding"  # a subject
 _MEAN_BITS = 8
 _MOST_CALLS = 256
 _SOME_BLOCKS = 7  # fewer than a GPU's processors, with 8 KV heads
 _OUTPUT_ROWS = 512  # rows of the random output projection, for the metrics
 _TOKEN_CORRELATION = 0.9  # correlation of a token's attention weight with the next token's
 _NOTHING = np.zeros(1, np.int32)  # a graph needs an input
-
-
-@dataclass(frozen=True)
-class AttentionTime:
-    """Seconds of one call, the bytes that it reads, and its error: above `ALLOWED_ERROR` the time is meaningless."""
-
-    cache_type: str
-    context: int
-    batch: int
-    seconds: float
-    bytes: int
-    error: float
-
-
-@dataclass(frozen=True)
-class EncodeTime:
-    """Seconds per block, keys and values of all KV heads, when `blocks` blocks are encoded at once."""
-
-    cache_type: str
-    blocks: int
-    seconds: float
 
 
 def layer_format(sizes: Sizes, cache_type: CacheType, metric_k: Metric | None, metric_v: Metric | None) -> CacheFormat:
@@ -60,9 +42,10 @@ def layer_format(sizes: Sizes, cache_type: CacheType, metric_k: Metric | None, m
 
 
 def measure_attention(
-    gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType, context: int, batch: int
-) -> list[AttentionTime]:
-    """Check the result, then measure the time. Raises EngineError if there is no kernel or too little memory."""
+    result: Result, gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType, context: int, batch: int
+) -> None:
+    """Check the result, then measure the time: add the seconds of a call, the bytes that it reads, and its error: above
+    `ALLOWED_ERROR` the time is meaningless. Raises EngineError if there is no kernel or too little memory."""
     ops, device = gpu.open()
     format, attention = layer_format(sizes, cache_type.older, None, None), sizes.config.attention
     count, finer = _quantized(format, context), 0
@@ -96,7 +79,8 @@ def measure_attention(
         return result
 
     seconds = gpu.clock.seconds(lambda: ops.run_graph("attention", all_calls, [_NOTHING]), sizes.runs)
-    return [AttentionTime(cache_type.label, context, batch, seconds / calls, size, error)]
+    figures = {"seconds": seconds / calls, "bytes": size, "error": error}
+    result.add_all(attention_at(context, batch), cache_type.label, figures, context=context, batch=batch)
 
 
 def _quantized(format: CacheFormat, context: int) -> int:
@@ -148,11 +132,9 @@ def _places(
     return [[sequence(call, row) for row in range(shape[1])] for call in range(shape[0])]
 
 
-def measure_encoding(gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType) -> list[EncodeTime]:
-    """The times of encoding many blocks at once, as after a prompt, a few, and one, as after a step.
-
-    Raises EngineError.
-    """
+def measure_encoding(result: Result, gpu: Gpu, sizes: Sizes, content: Content, cache_type: CacheType) -> None:
+    """Add the seconds of a block, keys and values of all KV heads, when many are encoded at once, as after a prompt, a
+    few, and one, as after a step. Raises EngineError."""
     ops, _ = gpu.open()
     metrics = random_metrics(sizes, codecs.get(cache_type.key), codecs.get(cache_type.value))
     cache = ops.cache(layer_format(sizes, cache_type, *metrics), sizes.blocks, sizes.blocks)
@@ -162,8 +144,8 @@ def measure_encoding(gpu: Gpu, sizes: Sizes, content: Content, cache_type: Cache
         filled = [FilledBlocks([cache], list(range(count)), [KVLocation(None, i) for i in range(count)])]
         return gpu.clock.seconds(lambda: ops.encode_blocks(filled), sizes.runs) / count
 
-    counts = dict.fromkeys((sizes.blocks, min(_SOME_BLOCKS, sizes.blocks), 1))
-    return [EncodeTime(cache_type.pair, count, seconds(count)) for count in counts]
+    for count in dict.fromkeys((sizes.blocks, min(_SOME_BLOCKS, sizes.blocks), 1)):
+        result.add(f"{ENCODING} {count}", cache_type.pair, "seconds", value=seconds(count), blocks=count)
 
 
 def random_metrics(sizes: Sizes, codec_k: Codec, codec_v: Codec) -> tuple[Metric, Metric]:

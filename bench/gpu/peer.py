@@ -10,11 +10,11 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from polarlm.bench.gpu.setup import WARM_SECONDS
+from polarlm.bench.result import Result
 from polarlm.model_loaders.config import ModelConfig
 
 # Backends of PyTorch's scaled_dot_product_attention. Its own choice among them is not always the fastest.
@@ -26,19 +26,13 @@ Calls = list[Callable[[], object]]
 Make = Callable[[Any], Calls]  # from PyTorch to the calls of one graph
 
 
-@dataclass(frozen=True)
-class PeerTime:
-    """Seconds of one call; None if it failed. note: the reason."""
-
-    name: str
-    context: int
-    batch: int
-    seconds: float | None
-    note: str = ""
+def attention_at(context: int, batch: int) -> str:
+    """The subject of attention over so many tokens in each of so many sequences."""
+    return f"attention, {context} × {batch}"
 
 
-def half_attention(config: ModelConfig, context: int, batch: int, rotated: int, runs: int) -> list[PeerTime]:
-    """The times of every peer at one shape. rotated: the least bytes that are read before any are read again."""
+def half_attention(result: Result, config: ModelConfig, context: int, batch: int, rotated: int, runs: int) -> None:
+    """Add the seconds of every peer at one shape. rotated: the least bytes that are read before any are read again."""
     c = config.attention
     shape = batch, c.kv_heads, context, c.head_dim
 
@@ -57,7 +51,9 @@ def half_attention(config: ModelConfig, context: int, batch: int, rotated: int, 
         return [partial(attend, random(*shape), random(*shape)) for _ in range(sets)]
 
     makers = {name: partial(make, backend) for name, backend in _BACKENDS.items()}
-    return [PeerTime(name, context, batch, *result) for name, result in timed(makers, runs).items()]
+    for name, (seconds, why) in timed(makers, runs).items():
+        subject = attention_at(context, batch)
+        result.add(subject, name, "seconds", value=seconds, failure=why, context=context, batch=batch)
 
 
 def timed(makers: Mapping[str, Make], runs: int) -> dict[str, tuple[float | None, str]]:

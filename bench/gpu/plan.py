@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,21 @@ from polarlm.bench.gpu.peer import half_attention
 from polarlm.bench.gpu.products import FORMATS, MATRICES, measure_products, torch_products
 from polarlm.bench.gpu.requests import LoadedModel, batched_bench, llama_bench, serve
 from polarlm.bench.gpu.setup import Gpu, Sizes
-from polarlm.bench.gpu.tables import Limits, Row
 from polarlm.bench.random_weights import RandomMatrix
+from polarlm.bench.result import Result
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.errors import EngineError
 
-Work = Callable[[], Sequence[Row]]
+Work = Callable[[Result], None]
 Task = tuple[str, Work]
 
+DEVICE = "device"  # a subject: its limits
 # Section → its share of the budget; the most wanted comes first. What one leaves goes to the next.
 SHARES = {"prompts": 80, "rates": 90, "sequences": 90, "server": 60, "kernels": 160}
+
+
+def _with(measure: Callable[..., None], *arguments: Any) -> Work:
+    return lambda result: measure(result, *arguments)
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Plan:
     batches: Sequence[int]
     model: str | None
     llama_cpp: str | None
-    end: float = 0.0  # when the section that is measured has to end, by `time.monotonic`
+    left: Callable[[], float]  # the seconds that the section that is measured has
 
     def __post_init__(self) -> None:
         attention = self.sizes.config.attention
@@ -88,19 +91,16 @@ class Plan:
         yield from self._peer("llama-batched-bench", batched_bench)
 
     def _asking(self, name: str, *arguments: Any) -> Work:
-        return lambda: [getattr(self._loaded(), name)(*arguments)]
+        return lambda result: getattr(self._loaded(), name)(result, *arguments)
 
-    def _peer(self, program: str, measure: Callable[..., Iterable[Row]]) -> Iterator[Task]:
+    def _peer(self, program: str, measure: Callable[..., None]) -> Iterator[Task]:
         if self.llama_cpp and self.model:
             path, model = Path(self.llama_cpp) / program, self.model
-            yield program, lambda: list(measure(path, model, self.sizes, self._left()))
+            yield program, lambda result: measure(result, path, model, self.sizes, self.left())
 
     def _server(self) -> Iterator[Task]:
         self.unload()
-        yield f"server of {self.sizes.clients} clients", lambda: [serve(self.model, self.sizes)]
-
-    def _left(self) -> float:
-        return max(1.0, self.end - time.monotonic())
+        yield f"server of {self.sizes.clients} clients", lambda result: serve(result, self.model, self.sizes)
 
     # -- kernels ---------------------------------------------------------------------------------------------------
 
@@ -110,14 +110,14 @@ class Plan:
         yield from self._attention(self.batches[0])
         for weights in FORMATS:
             for name in MATRICES:
-                yield f"{name}, {weights}", partial(measure_products, self.gpu, self.sizes, weights, name)
+                yield f"{name}, {weights}", _with(measure_products, self.gpu, self.sizes, weights, name)
         for name in MATRICES:
-            yield f"{name}, PyTorch", partial(torch_products, self.sizes, name)
-        yield "encoding", partial(measure_encoding, self.gpu, self.sizes, self._content, self.types[0].older)
+            yield f"{name}, PyTorch", _with(torch_products, self.sizes, name)
+        yield "encoding", _with(measure_encoding, self.gpu, self.sizes, self._content, self.types[0].older)
         for batch in self.batches[1:]:
             yield from self._attention(batch)
 
-    def _limits(self) -> list[Row]:
+    def _limits(self, result: Result) -> None:
         _, device = self.gpu.open()
         clock, sizes, n = self.gpu.clock, self.sizes, self.sizes.gemm
 
@@ -129,13 +129,14 @@ class Plan:
         copied = clock.seconds(lambda: clock.copy(to, source), sizes.runs)
         x, weight, y = random(n, n), random(n, n), device.empty((n, n), "float32")
         multiplied = clock.seconds(lambda: device.gemm(y, x, weight, add=False), sizes.runs)
-        return [Limits(2 * source.nbytes / copied, 2 * n**3 / multiplied)]
+        result.add(DEVICE, "copy", "bytes/s", value=2 * source.nbytes / copied)  # read and written
+        result.add(DEVICE, "bf16 product", "FLOP/s", value=2 * n**3 / multiplied)
 
     def _attention(self, batch: int) -> Iterator[Task]:
         sizes = self.sizes
         for context in self.contexts:
             shape = sizes.config, context, batch, sizes.rotated, sizes.runs
-            yield f"fp16 kernels of PyTorch, {context} × {batch}", partial(half_attention, *shape)
+            yield f"fp16 kernels of PyTorch, {context} × {batch}", _with(half_attention, *shape)
             for types in self.types:
-                work = partial(measure_attention, self.gpu, sizes, self._content, types, context, batch)
+                work = _with(measure_attention, self.gpu, sizes, self._content, types, context, batch)
                 yield f"attention, {types.label}, {context} × {batch}", work

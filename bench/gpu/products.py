@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from polarlm.bench.gpu.peer import Calls, timed
 from polarlm.bench.gpu.setup import Gpu, Sizes
 from polarlm.bench.random_weights import RandomMatrix
+from polarlm.bench.result import Result
 from polarlm.engine.backends.cuda.device import Array
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.errors import EngineError
@@ -19,25 +19,11 @@ from polarlm.engine.state.plan import format_bytes
 from polarlm.engine.weight_formats import Linear, get
 from polarlm.model_loaders.config import ModelConfig
 
+PRODUCT = "product of"  # a subject, with the matrix and its format
 FORMATS = ("q4_k", "q6_k", "bf16")
 PEER = "bf16 of PyTorch"  # instead of a format
 MATRICES = ("qkv", "out", "gate_up", "down")
 _STEP_ROWS = 64  # products of more rows are a prompt's, and not recorded
-
-
-@dataclass(frozen=True)
-class MatrixTime:
-    """Seconds of x (rows, in) times a matrix of `bytes` bytes that no cache holds; None and a note if it failed.
-
-    weights: the matrix's format, or PEER.
-    """
-
-    weights: str
-    name: str
-    rows: int
-    seconds: float | None
-    bytes: int
-    note: str = ""
 
 
 def shape_of(config: ModelConfig, name: str) -> tuple[int, int]:
@@ -48,11 +34,9 @@ def shape_of(config: ModelConfig, name: str) -> tuple[int, int]:
     return shapes[name]
 
 
-def measure_products(gpu: Gpu, sizes: Sizes, weights: str, name: str) -> list[MatrixTime]:
-    """The times of a matrix with every number of rows; up to a step's rows by a graph, as a step has them.
-
-    Raises EngineError if there is too little memory.
-    """
+def measure_products(result: Result, gpu: Gpu, sizes: Sizes, weights: str, name: str) -> None:
+    """Add the seconds of x (rows, in) times a matrix that no cache holds, with every number of rows; up to a step's
+    rows by a graph, as a step has them. Raises EngineError if there is too little memory."""
     shape, (ops, _) = shape_of(sizes.config, name), gpu.open()
     size = shape[0] * get(weights).size(shape[1])
     matrices = _matrices(ops, sizes, weights, shape, size)
@@ -70,7 +54,12 @@ def measure_products(gpu: Gpu, sizes: Sizes, weights: str, name: str) -> list[Ma
         graph = partial(ops.run_graph, ("product", rows), multiply, [np.zeros(1, np.int32)])
         return gpu.clock.seconds(graph, sizes.runs)
 
-    return [MatrixTime(weights, name, rows, seconds(rows) / len(matrices), size) for rows in sizes.rows]
+    for rows in sizes.rows:
+        _add(result, name, weights, rows, seconds(rows) / len(matrices), size)
+
+
+def _add(result: Result, name: str, weights: str, rows: int, seconds: float | None, size: int, why: str = "") -> None:
+    result.add(f"{PRODUCT} {name}, {weights}", str(rows), "seconds", value=seconds, failure=why, bytes=size)
 
 
 def _matrices(ops: CudaOps, sizes: Sizes, weights: str, shape: tuple[int, int], size: int) -> Sequence[Linear]:
@@ -81,8 +70,8 @@ def _matrices(ops: CudaOps, sizes: Sizes, weights: str, shape: tuple[int, int], 
     return [Linear(ops.load([RandomMatrix(weights, *shape, seed=str(number))])) for number in range(count)]
 
 
-def torch_products(sizes: Sizes, name: str) -> list[MatrixTime]:
-    """The times of PyTorch's products with a bfloat16 matrix of this shape."""
+def torch_products(result: Result, sizes: Sizes, name: str) -> None:
+    """Add the seconds of PyTorch's products with a bfloat16 matrix of this shape."""
     out, width = shape_of(sizes.config, name)
     count = -(-sizes.rotated // (2 * out * width))
 
@@ -92,7 +81,5 @@ def torch_products(sizes: Sizes, name: str) -> list[MatrixTime]:
         return [partial(torch.nn.functional.linear, x, random(out, width)) for _ in range(count)]
 
     times = timed({str(rows): partial(make, rows) for rows in sizes.rows}, sizes.runs).values()
-    return [
-        MatrixTime(PEER, name, rows, seconds, 2 * out * width, note)
-        for rows, (seconds, note) in zip(sizes.rows, times, strict=True)
-    ]
+    for rows, (seconds, why) in zip(sizes.rows, times, strict=True):
+        _add(result, name, PEER, rows, seconds, 2 * out * width, why)

@@ -136,7 +136,7 @@ def open_gpu() -> Gpu:
 
 
 def about_gpu() -> dict[str, str]:
-    """The GPU's name and the versions of driver and CUDA, for `report.write`."""
+    """The GPU's name and the versions of driver and CUDA, as a result has them."""
     import cupy
 
     runtime = cupy.cuda.runtime

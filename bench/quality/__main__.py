@@ -1,4 +1,7 @@
-"""`polarlm quality`: what each cache type costs on a model in quality and in speed; it writes one page in minutes."""
+"""`polarlm quality`: what each cache type costs on a model in quality and in speed; it writes one page in minutes.
+
+`polarlm quality compare A B` compares two results.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from polarlm.bench.quality import cache_cost, kld_base, peers, snapshot_cost
+from polarlm.bench.quality import cache_cost, compare, kld_base, peers, snapshots
 from polarlm.bench.quality import types as compared
 from polarlm.bench.quality.inputs import ENOUGH_TOKENS, LEAST_TOKENS, QualityConfig
 from polarlm.engine.cli.commands import run
@@ -24,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(argv: Sequence[str]) -> None:
+    if [*argv[:1]] == ["compare"]:
+        compare.main(argv[1:])
+        return
     options = read_options(argv)
     if options.text is None and (options.kld_base is None or options.state):
         raise FlagError(
@@ -38,7 +44,7 @@ def _measure(argv: Sequence[str]) -> None:
                 "--state measures snapshots, with keys and values in half precision; leave --types out, and the flags "
                 "of their windows"
             )
-        snapshot_cost.measure(options, argv, time.monotonic)
+        snapshots.measure(options, argv, time.monotonic)
     elif options.kld_base is not None and options.text is not None:
         if options.changed(*_OF_CACHE_TYPES, "output"):
             raise FlagError(
@@ -61,7 +67,8 @@ def read_options(argv: Sequence[str]) -> QualityConfig:
         argv,
         GROUPS,
         prog="polarlm quality",
-        description="What each cache type costs on your model and your text: one page, as HTML and JSON.",
+        description="What each cache type costs on your model and your text: one page, as HTML and JSON. "
+        "polarlm quality compare A.json B.json: how two results differ.",
         checks={
             "minutes": that(lambda minutes: 0 < minutes <= 24 * 60, "must be above 0 and at most 1440"),
             "windows": _none_or(1),

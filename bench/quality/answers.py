@@ -9,27 +9,21 @@ from those that the tokens were drawn from. How likely it finds a text varies by
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from polarlm.bench.quality.figures import Figures, figures
+from polarlm.bench.quality.divergence import Divergence, add_figures
 from polarlm.bench.quality.states import exact_states, forward, scored
+from polarlm.bench.result import Result
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.params import SamplingParams
 from polarlm.engine.sampling.sample import SamplerInput, resolve, sample
 from polarlm.model_loaders.config import GenerationDefaults
 
+OWN = "texts of its own"  # a subject
 PROMPT, MOST = 128, 2000  # tokens that are continued, and of the longest text
 _PIECE = 20  # tokens that errors are bootstrapped over, instead of windows
 _AS_IS = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-
-
-@dataclass(frozen=True)
-class Answer(Figures):
-    """What full precision says of a type's text; its errors are over pieces of 20 tokens."""
-
-    tokens: int
 
 
 class _Writer:
@@ -53,14 +47,12 @@ class _Writer:
         self._last = [sample(logits, SamplerInput(self._sampling, (), uniform, len(logits)))]
         self.ids += self._last
 
-    def judged(self, reference: Transformer) -> Answer:
-        """Compare the text with full precision of `reference`. It has a token at least."""
+    def judged(self, reference: Transformer) -> list[Divergence]:
+        """The divergence from full precision of `reference`, of pieces of the text, which has a token at least."""
         first = self._prompt - 1
         ids, exact = self.ids[first:], exact_states(reference, self.ids)[first:]
         divergence = scored(reference, exact, self._model, np.array(self._states), ids).divergence
-        starts = range(0, len(ids) - 1, _PIECE)
-        pieces = figures([divergence[start : start + _PIECE] for start in starts])
-        return Answer(**vars(pieces), tokens=len(ids) - 1)
+        return [divergence[start : start + _PIECE] for start in range(0, len(ids) - 1, _PIECE)]
 
     def close(self) -> None:
         self._model.store.release(self._sequence)
@@ -82,8 +74,11 @@ class Answers:
                 writer.add(uniform)
             yield
 
-    def judged(self) -> list[Answer]:
-        """What full precision says of each type's text so far."""
+    def add_to(self, result: Result, names: Sequence[str]) -> None:
+        """Add what full precision says of each type's text so far; errors are over pieces of 20 tokens."""
         for writer in self._writers:
             writer.close()
-        return [writer.judged(self._reference) for writer in self._writers]
+        for name, writer in zip(names, self._writers, strict=True):
+            pieces = writer.judged(self._reference)
+            add_figures(result, OWN, name, pieces)
+            result.add(OWN, name, "tokens", value=sum(len(piece.kl) for piece in pieces))

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import math
-import shutil
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polarlm import model_loaders
-from polarlm.bench import report
-from polarlm.bench.command import CacheType, model_files, model_named
-from polarlm.bench.quality import answers, kld_base, page
+from polarlm.bench.command import CacheType
+from polarlm.bench.quality import answers, kld_base
 from polarlm.bench.quality import types as compared
-from polarlm.bench.quality.budget import MOST, Windows, choose, window_seconds, windows_of_length
 from polarlm.bench.quality.inputs import (
     ENOUGH_TOKENS,
     LEAST_TOKENS,
+    PROGRAM,
     TOO_SHORT,
     QualityConfig,
+    name_of_text,
+    open_model,
     page_file,
     read_text,
 )
-from polarlm.bench.quality.scores import SERVED, windows
-from polarlm.bench.quality.speeds import Rates, Speeds
+from polarlm.bench.quality.scores import MOST, Windows, choose, window_seconds, windows, windows_of_length
+from polarlm.bench.quality.speeds import Speeds
 from polarlm.bench.quality.survey import Survey, arithmetic
+from polarlm.bench.quality.tables import ROOM, report_of
+from polarlm.bench.result import Result, Writer, digest_of_text, duration
+from polarlm.bench.runner import Clock, Runner
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.cli.progress import counting
@@ -44,8 +43,6 @@ _SPEED_SHARE = 0.2  # share of the time for measuring speed
 _ANSWERS_SHARE = 0.2  # and for texts of the model's own
 _LEAST_ANSWER = 100  # tokens, as far as the context allows
 
-Clock = Callable[[], float]
-
 
 def measure(options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
     """Measure for `options.minutes`, write the page and its JSON, also after Ctrl-C, and print the tables."""
@@ -57,67 +54,74 @@ class _Measurement:
 
     def __init__(self, options: QualityConfig, argv: Sequence[str], clock: Clock) -> None:
         """Raises FlagError or LoadError for mistakes that can be found before a model is loaded."""
-        self._clock, self._started, self._argv = clock, clock(), argv
+        self._runner = Runner(60 * options.minutes, self._write, clock)
         self._options = options
         text = options.text
         self._text = "" if text is None else read_text(text)
-        self._seconds = 60 * self._options.minutes
         self._is_counted = options.windows > 0  # the windows are given, and nothing else is measured
         converted = weight_format(settle(None, None, {"weight_type": options.weight_type}))
-        self._path, name = model_files(model_named(self._options.weights, self._options.hf_repo))
-        config, source, dtype = model_loaders.load_weights(self._path)
-        try:
-            digests = report.digest_of_model(source.files())
-            self._base = kld_base.read(str(self._options.kld_base), config, name) if text is None else None
+        with open_model(options) as model:
+            config = model.config
+            self._base = kld_base.read(str(options.kld_base), config, model.name) if text is None else None
             self._types = compared.chosen(options.types, options.ablate, config)
-            self._file = page_file(self._options.output, name)
-            self._ops = arithmetic(source, self._options.threads, converted)
-            device, ops = devices(self._options.device, self._options.threads)[0]
-            size = weight_bytes(ops, source, converted)
-            self._fits = {cache_type.label: _fit(cache_type, ops, config, size) for cache_type in self._types}
-        finally:
-            source.close()
+            text_name = name_of_text(text or str(options.kld_base))
+            self._writer = Writer(
+                page_file(options.output, f"{model.name} {Path(text_name).stem}"), "quality", argv, program=PROGRAM
+            )
+            self._ops = arithmetic(model.source, options.threads, converted)
+            device, ops = devices(options.device, options.threads)[0]
+            size = weight_bytes(ops, model.source, converted)
+            fits = {cache_type.label: _fit(cache_type, ops, config, size) for cache_type in self._types}
+            self._path = model.path
         self._config, self._device = config, device
-        self._about: dict[str, Any] = {
-            "model": name,
-            "weights": dtype if options.weight_type == AS_STORED else f"{dtype} as {options.weight_type}",
-            "text": "standard input" if text == "-" else Path(text or str(self._options.kld_base)).name,
+        about: dict[str, Any] = {
+            "model": model.name,
+            "weights": model.dtype if options.weight_type == AS_STORED else f"{model.dtype} as {options.weight_type}",
+            "text": text_name,
             "full_precision": "prefill" if self._base is None else "file",
             "arithmetic": "float32" if self._ops.backend == "numpy" else "compiled kernels",
             "device": device,
-            "budget_minutes": self._options.minutes,
-            **digests,
-            **({} if text is None else report.digest_of_text(self._text)),
+            "budget_minutes": options.minutes,
+            **model.digest,
+            **({} if text is None else digest_of_text(self._text)),
         }
-        self._answers: dict[str, answers.Answer] = {}
-        self._rates: dict[str, Rates] = {}
-        self._end = self._started + self._seconds
-        self._until_speed = self._end - _SPEED_SHARE * self._seconds  # when measuring quality must end
-        self._until_answers = self._until_speed - _ANSWERS_SHARE * self._seconds  # when scoring the text must end
-        self._written = -math.inf  # time of the last write
+        self._result = Result(about)
+        for label, fit in fits.items():
+            if fit.problem:
+                self._result.add(ROOM, label, "tokens", failure=fit.problem)
+            else:
+                self._result.add_all(ROOM, label, {"bytes_per_token": fit.bytes_per_token, "tokens": fit.tokens})
+        self._until_speed = self._runner.share(_SPEED_SHARE)  # when measuring quality must end
+        self._until_answers = self._runner.share(_SPEED_SHARE, _ANSWERS_SHARE)  # when scoring the text must end
 
     def run(self) -> None:
         """Measure and write the page. Raises EngineError, and KeyboardInterrupt after writing what was measured."""
         try:
-            self._measure()
+            with self._runner.final_write():
+                self._measure()
         except BaseException:
-            if self._about.get("windows"):
-                self._write(complete=False)
-                note(f"What was measured is in {self._file}")
+            if self._has_windows:
+                note(f"What was measured is in {self._page}")
             raise
-        self._write(complete=True)
-        print(page.terminal(self._result, shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize))
-        note(f"More tables and pictures are on the page {self._file}, all figures in {self._file.with_suffix('.json')}")
+        report_of(self._result).show(self._writer.path)
+
+    @property
+    def _page(self) -> Path:
+        return self._writer.path.with_suffix(".html")
+
+    @property
+    def _has_windows(self) -> bool:
+        return bool(self._result.about.get("windows"))
 
     def _measure(self) -> None:
-        note(f"Loading {self._about['model']} with {counted(len(self._types), 'cache type')}")
+        note(f"Loading {self._result['model']} with {counted(len(self._types), 'cache type')}")
         length = self._options.window or MOST
         if self._base is not None:
             length = self._base.ids.shape[1]
         if length > self._config.max_context and self._options.window:
             raise FlagError(
                 f"--window {length} is more than the {self._config.max_context} tokens of context that "
-                f"{self._about['model']} has"
+                f"{self._result['model']} has"
             )
         least = 0 if self._is_counted else answers.PROMPT + answers.MOST
         survey = Survey(
@@ -150,29 +154,29 @@ class _Measurement:
         bos_id = survey.tokenizer.bos_id
         cut = windows(ids, plan.length, bos_id) if base is None else kld_base.windows(base.ids, bos_id)
         cut = cut[: plan.count]
-        self._about |= {"window": plan.length, "planned_windows": len(cut)}
+        self._result.about |= {"window": plan.length, "planned_windows": len(cut)}
         each = plan.seconds / plan.count
         try:
             total = len(cut) * survey.passes
             with counting("Scoring", "pass", total) as count:
                 for number, window in enumerate(cut):
-                    if number and not self._is_counted and self._clock() + each > self._until_answers:
+                    if number and not self._is_counted and each > self._runner.left(self._until_answers):
                         note(f"{number} of {len(cut)} windows were scored in the time there is")
                         break
-                    started = self._clock()
+                    started = self._runner.seconds
                     for _ in survey.score(window) if base is None else survey.score_against(base, number, window):
                         count("")
                         if number == 0:  # later, figures change with whole windows
-                            self._keep(lambda: self._take(survey))
-                    each = self._clock() - started
-                    self._keep(lambda: self._take(survey))
+                            self._runner.keep(lambda: self._take(survey))
+                    each = self._runner.seconds - started
+                    self._runner.keep(lambda: self._take(survey))
         finally:
             self._take(survey)
 
     def _plan(self, survey: Survey, ids: Sequence[int]) -> Windows:
         """The windows that there is time for, estimated from a short window. Prints a note."""
-        token_seconds = survey.token_seconds(ids, self._clock)
-        seconds = max(0.0, self._until_answers - self._clock())
+        token_seconds = survey.token_seconds(ids, lambda: self._runner.seconds)
+        seconds = self._runner.left(self._until_answers)
         length, most = self._options.window, len(ids)
         if self._base is not None:
             most, length = self._base.ids.size, self._base.ids.shape[1]
@@ -195,13 +199,13 @@ class _Measurement:
         """Print a note. seconds: that there are for scoring; most: tokens of the text."""
         text = ", all of the text" if plan.count * plan.length > most - plan.length else ""
         windows = f"{counted(len(self._types), 'cache type')} on {counted(plan.count, 'window')}"
-        scoring = f"{windows} of {plan.length:,} tokens{text}: about {report.duration(plan.seconds)}"
+        scoring = f"{windows} of {plan.length:,} tokens{text}: about {duration(plan.seconds)}"
         if not self._is_counted:
-            late = "" if plan.seconds <= seconds else f" (--minutes leaves {report.duration(seconds)})"
-            texts = report.duration(self._until_speed - self._until_answers)
-            speed = report.duration(self._end - self._until_speed)
+            late = "" if plan.seconds <= seconds else f" (--minutes leaves {duration(seconds)})"
+            texts = duration(self._until_speed - self._until_answers)
+            speed = duration(self._runner.end - self._until_speed)
             scoring += f"{late}, and {texts} for texts of their own, {speed} at most for speed"
-        note(f"{scoring}. Ctrl-C keeps what was measured, in {self._file}")
+        note(f"{scoring}. Ctrl-C keeps what was measured, in {self._page}")
         if self._base is None and (plan.count < 2 or plan.count * plan.length < MOST):
             more = (
                 "a longer text" if most < ENOUGH_TOKENS else "more --windows" if self._is_counted else "more --minutes"
@@ -214,7 +218,7 @@ class _Measurement:
 
     def _take(self, survey: Survey) -> None:
         if survey.windows:
-            self._quality_so_far, self._about["windows"] = survey.quality(), survey.windows
+            survey.add_to(self._result)
 
     # -- texts of the model's own ------------------------------------------------------------------------------
 
@@ -228,13 +232,12 @@ class _Measurement:
         texts = survey.answers(prompt)
         with counting("Continuing", "token") as count:
             for number, _ in enumerate(texts.write(most), 1):
-                end = self._until_speed if number >= _LEAST_ANSWER else self._end
+                end = self._until_speed if number >= _LEAST_ANSWER else self._runner.end
                 count(self._left(end))
-                if self._clock() > end:
+                if not self._runner.left(end):
                     break
-        labels = [cache_type.label for cache_type in self._types]
-        self._answers = dict(zip(labels, texts.judged(), strict=True))
-        self._write(complete=False)
+        texts.add_to(self._result, [cache_type.label for cache_type in self._types])
+        self._write(False)
 
     # -- speed -------------------------------------------------------------------------------------------------
 
@@ -244,46 +247,27 @@ class _Measurement:
         whole = [cache_type for cache_type in self._types if cache_type.encoding == WHOLE]
         if not whole:
             return
-        speeds = Speeds(self._path, whole, ids, settings, self._clock)
+        speeds = Speeds(self._path, whole, ids, settings, self._runner.left)
         try:
             with counting("Speed", "run") as count:
-                for _ in speeds.measure(self._end):
-                    count(self._left(self._end))
-                    self._keep(lambda: self._rates.update(speeds.rates()))
+                for _ in speeds.measure():
+                    count(self._left(self._runner.end))
+                    self._runner.keep(lambda: speeds.add_to(self._result))
         finally:
-            self._rates, self._about["speed_context"] = speeds.rates(), speeds.prompt_tokens
+            speeds.add_to(self._result)
 
     def _left(self, end: float) -> str:
-        return f"{report.duration(max(0.0, end - self._clock()))} left at most"
+        return f"{duration(self._runner.left(end))} left at most"
 
-    # -- results -----------------------------------------------------------------------------------------------
-
-    def _keep(self, take: Callable[[], None]) -> None:
-        """Take the figures so far and write them, unless that was done just now: errors and drawing take a second."""
-        if self._clock() - self._written >= report.WRITTEN_EVERY:
-            take()
-            if self._about.get("windows"):
-                self._write(complete=False)
-
-    def _write(self, *, complete: bool) -> None:
-        quality = asdict(self._quality_so_far)
-        types = {cache_type.label: cache_type for cache_type in self._types}
-        for row in quality["rows"]:
-            name, is_served = row["type"], row["scored_as"] == SERVED
-            row["pair"], row["fit"] = types[name].pair, asdict(self._fits[name])
-            answer, rates = (of.get(name) if is_served else None for of in (self._answers, self._rates))
-            row["answer"] = None if answer is None else asdict(answer)
-            row["speed"] = None if rates is None else asdict(rates)
-        self._result = report.write(
-            self._file.with_suffix(".json"),
-            "quality",
-            self._argv,
-            {**self._about, **quality, "seconds": round(self._clock() - self._started, 1)},
-            complete=complete,
-            program=("polarlm", "quality"),
-        )
-        page.write(self._file, self._result)
-        self._written = self._clock()
+    def _write(self, complete: bool) -> bool:
+        """Write the JSON, and the page of an incomplete result, once there is a window."""
+        if not self._has_windows:
+            return False
+        self._result.about["seconds"] = round(self._runner.seconds, 1)
+        self._writer.write(self._result, complete=complete)
+        if not complete:
+            report_of(self._result).write_page(self._page)
+        return True
 
 
 def _fit(cache_type: CacheType, ops: Any, config: ModelConfig, size: int) -> CacheFit:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from polarlm.bench import report
-from polarlm.bench.command import LAYERS_HELP, TYPES_HELP
+from polarlm import model_loaders
+from polarlm.bench import result
+from polarlm.bench.command import LAYERS_HELP, TYPES_HELP, model_files, model_named
 from polarlm.bench.quality.types import DEFAULT_TYPES
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import AS_STORED, hub_setting, model_setting, setting
+from polarlm.model_loaders.config import ModelConfig
+from polarlm.model_loaders.files.weights import WeightSource
 
+PROGRAM = ("polarlm", "quality")
 LEAST_TOKENS = 64
 ENOUGH_TOKENS = 4096  # two windows
 TOO_SHORT = (
@@ -78,8 +85,8 @@ class QualityConfig:
         "--output",
         "-o",
         metavar="FILE",
-        help="where the page goes, and its figures as JSON beside it; else quality-<model>-<date>.html in the current "
-        "folder",
+        help="where the page goes, and its figures as JSON beside it; else quality-<model>-<text>-<date>.html in the "
+        "current folder",
     )
     device: str = setting(
         "auto", "--device", choices=("auto", "cpu", "cuda"), help="where speed is measured; auto as in the chat"
@@ -93,12 +100,37 @@ class QualityConfig:
         return any(getattr(self, name) != getattr(QualityConfig(), name) for name in names)
 
 
-def page_file(output: str | None, model: str) -> Path:
-    """The path of the page. Raises FlagError if it cannot be written."""
+class Model(NamedTuple):
+    """An open model. digest: of its weights."""
+
+    path: str
+    name: str
+    config: ModelConfig
+    source: WeightSource
+    dtype: str
+    digest: dict[str, str]
+
+
+@contextmanager
+def open_model(options: QualityConfig) -> Iterator[Model]:
+    """A context with the model of the flags. Raises LoadError or EngineError."""
+    path, name = model_files(model_named(options.weights, options.hf_repo))
+    config, source, dtype = model_loaders.load_weights(path)
+    try:
+        yield Model(path, name, config, source, dtype, result.digest_of_model(source.files()))
+    finally:
+        source.close()
+
+
+def page_file(output: str | None, subject: str) -> Path:
+    """The path of the JSON, next to which the page goes. Raises FlagError if it cannot be written."""
     if output is None:
-        return report.Output(str(Path.cwd() / f"quality-{report.slug(model)}-{report.today()}.html")).path("", "")
-    path = report.Output(output).path("", "")
-    return path.with_suffix(".html")
+        output = str(Path.cwd() / f"quality-{result.slug(subject)}-{result.today()}.json")
+    return result.Output(output).path("", "").with_suffix(".json")
+
+
+def name_of_text(file: str) -> str:
+    return "standard input" if file == "-" else Path(file).name
 
 
 def read_text(file: str) -> str:

@@ -8,20 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
-from polarlm.bench import report
-from polarlm.bench.command import model_files, model_named
 from polarlm.bench.quality import kld_file
-from polarlm.bench.quality.budget import MOST, choose
 from polarlm.bench.quality.divergence import perplexity
-from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, read_text
+from polarlm.bench.quality.inputs import LEAST_TOKENS, TOO_SHORT, QualityConfig, open_model, read_text
+from polarlm.bench.quality.scores import MOST, choose
 from polarlm.bench.quality.states import exact_states, logits_of
 from polarlm.bench.quality.survey import Survey, arithmetic
+from polarlm.bench.result import duration
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.cli.progress import counting
 from polarlm.engine.errors import counted
 from polarlm.engine.model.score import logprobs_of
-from polarlm.model_loaders import load_weights
 from polarlm.model_loaders.config import ModelConfig
 
 
@@ -54,14 +52,10 @@ def write(options: QualityConfig, clock: Callable[[], float]) -> None:
     if file.exists():
         raise FlagError(f"--kld-base {file} exists: without TEXT it is read, and with one it would be overwritten")
     text = read_text(str(options.text))
-    path, name = model_files(model_named(options.weights, options.hf_repo))
-    config, source, _ = load_weights(path)
-    try:
-        ops = arithmetic(source, options.threads)
-    finally:
-        source.close()
-    note(f"Loading {name}")
-    survey = Survey(path, [], min(MOST, config.max_context), ops, note)
+    with open_model(options) as model:
+        config, ops = model.config, arithmetic(model.source, options.threads)
+    note(f"Loading {model.name}")
+    survey = Survey(model.path, [], min(MOST, config.max_context), ops, note)
     try:
         ids = survey.tokenizer.tokenize(text)
         if survey.tokenizer.bos_id is not None:
@@ -74,7 +68,7 @@ def write(options: QualityConfig, clock: Callable[[], float]) -> None:
         size = kld_file.nbytes(plan.count, plan.length, config.vocab_size)
         note(
             f"{counted(plan.count, 'window')} of {plan.length:,} tokens: {size / 1e6:,.0f} MB in {file}, in about "
-            f"{report.duration(plan.seconds)}"
+            f"{duration(plan.seconds)}"
         )
         _check_room(file, size)
         logprobs = _write(file, survey, config.vocab_size, cut)

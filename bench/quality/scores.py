@@ -1,60 +1,26 @@
-"""Perplexity of cache types on windows of a text, and their divergence from full precision."""
+"""Windows of a text, how many there is time for, and what cache types cost on them, as rows of a result."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from polarlm.bench.command import CacheType
-from polarlm.bench.quality.divergence import Divergence, perplexity
-from polarlm.bench.quality.figures import Figures, error_of, figures
+from polarlm.bench.quality.divergence import Divergence, add_figures, error_of, perplexity
 from polarlm.bench.quality.states import Scored
+from polarlm.bench.result import Result
 
 SERVED, CODED = "as served", "every token coded"
+TEXT, POSITIONS = "text", "positions"  # subjects
 FIRST_STRETCH = 128  # positions; each further stretch has as many as all earlier ones together
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """The divergence at positions start, …, end − 1, over all windows that reach them.
-
-    Position t has the distribution of the token after t + 1 tokens of context.
-    """
-
-    start: int
-    end: int  # the last stretch ends with the longest window
-    positions: int  # number of positions in all windows
-    kl_mean: float  # nats
-    kl_error: float | None  # standard error of kl_mean over windows; None for a single window
-    same_top1: float  # share of the positions
-    top1_error: float | None  # standard error of same_top1 over windows
-
-
-@dataclass(frozen=True)
-class Row(Figures):
-    """The figures of one cache type with one scoring, over all windows. type: the label of a CacheType."""
-
-    type: str
-    bits_per_value: float  # bits of complete blocks as stored; by age, over a window
-    scored_as: str  # SERVED, or CODED where the current block is read as codes, too
-    perplexity: float
-    perplexity_error: float | None
-    """The standard error of the ratio to full precision's perplexity, times that perplexity; None if there is a single
-    window."""
-    nll_per_token: float
-    by_position: list[Stretch]
-
-
-@dataclass(frozen=True)
-class Quality:
-    """The results of a measurement."""
-
-    scored_tokens: int
-    exact_perplexity: float  # in full precision
-    rows: list[Row]
+def contestant(cache_type: str, scoring: str) -> str:
+    """The name of a type with its scoring, unless it is as served."""
+    return cache_type if scoring == SERVED else f"{cache_type}, {scoring}"
 
 
 def windows(ids: Sequence[int], window: int, bos_id: int | None) -> list[list[int]]:
@@ -69,10 +35,12 @@ def windows(ids: Sequence[int], window: int, bos_id: int | None) -> list[list[in
     return [ids_of_window for ids_of_window in cut if len(ids_of_window) >= 2]
 
 
-def row_of(
-    cache_type: CacheType, bits_per_value: float, scoring: str, windows: Sequence[Scored], exact: Sequence[np.ndarray]
-) -> Row:
-    """The figures of a type and scoring over all windows. exact: full precision's log-probabilities of each window."""
+def add_scores(result: Result, who: str, bits: float, windows: Sequence[Scored], exact: Sequence[np.ndarray]) -> None:
+    """Add the rows of a type and scoring over all windows, and over stretches of their positions.
+
+    bits: per value, of complete blocks as stored; by age, over a window. exact: full precision's log-probabilities of
+    each window. The error of the perplexity is that of its ratio to full precision's, times that.
+    """
     exact = exact[: len(windows)]
     logprobs = np.concatenate([window.logprobs for window in windows])
 
@@ -80,38 +48,37 @@ def row_of(
         ours, full = (np.concatenate([each[i] for i in chosen]) for each in ([w.logprobs for w in windows], exact))
         return perplexity(ours) / perplexity(full)
 
-    error = error_of(ratio, len(windows))
-    return Row(
-        **vars(figures([window.divergence for window in windows])),
-        type=cache_type.label,
-        bits_per_value=bits_per_value,
-        scored_as=scoring,
-        perplexity=perplexity(logprobs),
-        perplexity_error=None if error is None else error * perplexity(np.concatenate(exact)),
-        nll_per_token=float(-np.mean(logprobs, dtype=np.float64)),
-        by_position=by_position([window.divergence for window in windows], windows[0].first),
-    )
+    divergences, error = [window.divergence for window in windows], error_of(ratio, len(windows))
+    add_figures(result, TEXT, who, divergences)
+    result.add(TEXT, who, "bits_per_value", value=bits)
+    error = None if error is None else error * perplexity(np.concatenate(exact))
+    result.add(TEXT, who, "perplexity", value=perplexity(logprobs), error=error)
+    nll = [float(-np.mean(window.logprobs, dtype=np.float64)) for window in windows]
+    result.add(TEXT, who, "nll_per_token", nll, value=float(-np.mean(logprobs, dtype=np.float64)))
+    add_stretches(result, who, divergences, windows[0].first)
 
 
-def by_position(windows: Sequence[Divergence], first: int = 0) -> list[Stretch]:
-    """The divergence of windows of any lengths, over stretches of positions: 0 to 127, 128 to 255, 256 to 511, …
+def add_stretches(result: Result, who: str, windows: Sequence[Divergence], first: int = 0) -> None:
+    """Add the divergence of windows of any lengths, over stretches of positions: 0 to 127, 128 to 255, 256 to 511, …
 
-    first: the position of the windows' first figures.
+    Position t has the distribution of the token after t + 1 tokens of context. first: of the windows' first figures.
     """
     end_of_all, edges = first + max(len(window.kl) for window in windows), [0, FIRST_STRETCH]
     while edges[-1] < end_of_all:
         edges.append(2 * edges[-1])
-    stretches = []
     for start, end in itertools.pairwise(edges):
         start, end = max(start, first), min(end, end_of_all)
         if start < end:
             places = slice(start - first, end - first)
-            reaching = [window for window in windows if len(window.kl[places])]
-            kl, kl_error = _mean([window.kl[places] for window in reaching])
-            same, same_error = _mean([window.same_top1[places] for window in reaching])
-            count = sum(len(window.kl[places]) for window in reaching)
-            stretches.append(Stretch(start, end, count, kl, kl_error, same, same_error))
-    return stretches
+            reaching = [window[places] for window in windows if len(window.kl[places])]
+            more: dict[str, Any] = {"start": start, "end": end, "positions": sum(len(window.kl) for window in reaching)}
+            for name, parts in (
+                ("kl_mean", [one.kl for one in reaching]),
+                ("same_top1", [one.same_top1 for one in reaching]),
+            ):
+                value, error = _mean(parts)
+                subject = f"{POSITIONS} {start:,} to {end - 1:,}"
+                result.add(subject, who, name, value=value, error=error, **more)
 
 
 def _mean(windows: Sequence[np.ndarray]) -> tuple[float, float | None]:
@@ -119,3 +86,41 @@ def _mean(windows: Sequence[np.ndarray]) -> tuple[float, float | None]:
         return float(np.concatenate([windows[i] for i in chosen]).mean())
 
     return mean_of(np.arange(len(windows))), error_of(mean_of, len(windows))
+
+
+LEAST, MOST = 512, 2048  # tokens of a window
+_WANTED = 2  # windows; if there is time for more, they get longer first
+_DOUBLES = 3000  # tokens of a window for which a token takes twice as long on average
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a text, and the seconds that scoring them is expected to take."""
+
+    count: int
+    length: int  # tokens
+    seconds: float
+
+
+def choose(seconds: float, token_seconds: float, text_tokens: int, max_context: int) -> Windows:
+    """As many windows as there is time for, at least one, and the longest windows if there is time for two.
+
+    token_seconds: seconds per token in a short window.
+    """
+    most = min(MOST, max_context, text_tokens)
+    length = most
+    while length > LEAST and seconds < _WANTED * window_seconds(token_seconds, length):
+        length = max(LEAST, length // 2)
+    return windows_of_length(length, seconds, token_seconds, text_tokens // length)
+
+
+def windows_of_length(length: int, seconds: float, token_seconds: float, most: int) -> Windows:
+    """As many windows of `length` tokens as there is time for; at least one, and `most` at most."""
+    each = window_seconds(token_seconds, length)
+    count = max(1, min(int(seconds / each), most))
+    return Windows(count, length, count * each)
+
+
+def window_seconds(token_seconds: float, length: int) -> float:
+    """The expected seconds of a window of `length` tokens."""
+    return token_seconds * length * (1 + length / _DOUBLES)

@@ -6,29 +6,18 @@ All types share one set of weights and are measured in rounds, so that the machi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from polarlm.bench.command import CacheType
+from polarlm.bench.result import Result
 from polarlm.bench.speed.ours import Ours
 from polarlm.engine import EngineError
 
+SPEED = "speed"  # a subject
 _PROMPTS = (1024, 512, 256, 128, 64)  # tokens; the longest with time for two rounds is taken
 _STEPS = 32
 _TRIED = 64  # tokens of the warm-up prompt
 _ROUNDS = 5  # most rounds
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Tokens per second, medians of all rounds."""
-
-    type: str
-    prompt: float | None = None
-    generation: float | None = None
-    rounds: int = 0
-    problem: str = ""  # a sentence about why nothing was measured
 
 
 class Speeds:
@@ -40,24 +29,25 @@ class Speeds:
         types: Sequence[CacheType],
         ids: Sequence[int],
         settings: dict[str, Any],
-        clock: Callable[[], float],
+        left: Callable[[], float],
     ) -> None:
-        """ids: of a text, for prompts. settings: further fields of EngineConfig. clock: returns seconds."""
-        self._weights, self._types, self._ids, self._settings, self._clock = weights, types, ids, settings, clock
+        """ids: of a text, for prompts. settings: further fields of EngineConfig. left: the seconds that there are."""
+        self._weights, self._types, self._ids, self._settings, self._left = weights, types, ids, settings, left
         self._runs: dict[str, list[tuple[float, float]]] = {}
         self._problems: dict[str, str] = {}
         self.prompt_tokens = 0  # tokens of the prompt; 0 before the first round
 
-    def rates(self) -> dict[str, Rates]:
-        """Label → rates so far, for the types that were tried."""
-        rates = {label: Rates(label, problem=problem) for label, problem in self._problems.items()}
+    def add_to(self, result: Result) -> None:
+        """Add the rates so far of the types that were tried, or why they have none."""
+        result.about["speed_context"] = self.prompt_tokens
+        for label, problem in self._problems.items():
+            result.add(SPEED, label, "generation", failure=problem)
         for label, runs in self._runs.items():
-            prompt, generation = (median(column) for column in zip(*runs, strict=True))
-            rates[label] = Rates(label, prompt, generation, len(runs))
-        return rates
+            for name, rates in zip(("prompt", "generation"), zip(*runs, strict=True), strict=True):
+                result.add(SPEED, label, name, rates)
 
-    def measure(self, end: float) -> Iterator[None]:
-        """Measure rounds until the clock reaches `end`, at least one; yields after each run. Raises EngineError."""
+    def measure(self) -> Iterator[None]:
+        """Measure rounds while there is time, at least one; yields after each run. Raises EngineError."""
         context = min(len(self._ids), max(_PROMPTS)) + _STEPS + 2
         first = Ours(self._weights, context, 0, {**self._settings, "cache_type": "f16", "kept_sequences": 0})
         try:
@@ -71,14 +61,14 @@ class Speeds:
                     engines.pop(one.label, None)
                 yield
             rate = max(first.prompt_rate(self._ids[:_TRIED]) for _ in range(2))
-            self.prompt_tokens = self._longest(rate, max(0.0, end - self._clock()) / max(1, len(engines)))
+            self.prompt_tokens = self._longest(rate, self._left() / max(1, len(engines)))
             prompt = self._ids[: self.prompt_tokens]
             for _ in range(_ROUNDS):
-                started = self._clock()
+                before = self._left()
                 for label, engine in engines.items():
                     self._runs.setdefault(label, []).append(engine.rates(prompt, _STEPS))
                     yield
-                if 2 * self._clock() - started > end:
+                if before - self._left() > self._left():
                     break
         finally:
             first.close()

@@ -10,7 +10,7 @@ from polarlm.bench.command import CacheType
 from polarlm.bench.quality.answers import Answers
 from polarlm.bench.quality.divergence import perplexity
 from polarlm.bench.quality.kld_file import KldFile
-from polarlm.bench.quality.scores import CODED, SERVED, Quality, row_of, windows
+from polarlm.bench.quality.scores import CODED, SERVED, add_scores, contestant, windows
 from polarlm.bench.quality.states import (
     Scored,
     exact_logprobs,
@@ -20,6 +20,7 @@ from polarlm.bench.quality.states import (
     served_states,
     stored_logprobs,
 )
+from polarlm.bench.result import Result
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select
@@ -47,7 +48,7 @@ def arithmetic(source: WeightSource, threads: int, weight_type: WeightFormat | N
 class Survey:
     """Scores windows with every type, one window at a time. Full precision is a prefill with the same weights.
 
-    Types are compared on the same windows, so `quality` ignores the last window if not all types have been scored on
+    Types are compared on the same windows, so `add_to` ignores the last window if not all types have been scored on
     it, unless it is the first.
     """
 
@@ -102,7 +103,7 @@ class Survey:
         return self._parts.source.tokenizer
 
     def score(self, ids: Sequence[int], *, keep: bool = True) -> Iterator[None]:
-        """Score a window (T,); yields after full precision and after each row. keep: whether `quality` counts it."""
+        """Score a window (T,); yields after full precision and after each row. keep: whether `add_to` counts it."""
         reference = self._parts.model
         exact = exact_states(reference, ids)
         logprobs = exact_logprobs(reference, exact, ids)
@@ -149,20 +150,22 @@ class Survey:
 
     @property
     def windows(self) -> int:
-        """The number of windows that `quality` counts."""
+        """The number of windows that `add_to` counts."""
         counts = [len(scores) for _, _, _, scores in self._rows]
         return max(1, min(counts)) if any(counts) else 0
 
-    def quality(self) -> Quality:
-        """All figures so far. At least one row must have been scored on a window."""
+    def add_to(self, result: Result) -> None:
+        """Add all figures so far: the rows of each type and scoring that has a window, and what they are of."""
         count = self.windows
-        rows = [
-            row_of(cache_type, other.plan.shape.bits_of_text(self._longest), scoring, scores[:count], self._logprobs)
-            for cache_type, other, scoring, scores in self._rows
-            if scores
-        ]
         logprobs = np.concatenate(self._logprobs[:count])
-        return Quality(len(logprobs), perplexity(logprobs), rows)
+        result.about |= {"scored_tokens": len(logprobs), "exact_perplexity": perplexity(logprobs), "windows": count}
+        types = result.about.setdefault("types", {})
+        for cache_type, other, scoring, scores in self._rows:
+            if scores:
+                who = contestant(cache_type.label, scoring)
+                types[who] = {"type": cache_type.label, "pair": cache_type.pair, "scored_as": scoring}
+                bits = other.plan.shape.bits_of_text(self._longest)
+                add_scores(result, who, bits, scores[:count], self._logprobs)
 
     def close(self) -> None:
         self._parts.close()

@@ -5,18 +5,22 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
+
+import numpy as np
 
 from polarlm.bench.command import CacheType, cache_types
 from polarlm.engine import codecs
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import FlagError
+from polarlm.engine.config import EngineConfig
 from polarlm.engine.loading.encoding import Encoding
 from polarlm.model_loaders.config import ModelConfig
 
+_HEAD_DIMS = 128, 64, 256, 80  # of models; a codec is tried with the first that it supports
 DEFAULT_TYPES = "f16,q8_0,quality,balanced,compact,q4_0:plain,turbo4:plain"
 
 
@@ -62,10 +66,31 @@ def _module(path: str) -> ModuleType:
             f"--codec {path} is no codec ({type(error).__name__}: {error}); docs/adding.md shows what a file has"
         ) from None
     for one, codec in made.items():
+        why = ""
         if one in codecs.available() or not isinstance(codec, codecs.Codec):
             why = "there is such a cache type already" if one in codecs.available() else "create returns no Codec"
+        if why or (why := _fault(codec)):
             raise FlagError(f"--codec {path}: {one!r}: {why}")
     return module
+
+
+def _fault(codec: codecs.Codec) -> str:
+    """What goes wrong when two random blocks are encoded and decoded; "" if nothing does."""
+    n = EngineConfig.block_size
+    for dim in _HEAD_DIMS:
+        with suppress(ValueError):
+            codec.check(dim, n)
+            break
+    x, step = np.random.default_rng(0).standard_normal((2, n, dim), np.float32), "encoding"
+    try:
+        fields, step = codec.encode(x), "sizes"
+        if (sizes := codec.sizes(fields)) != (n, dim):
+            return f"sizes says {sizes} of blocks with {n} vectors of {dim} values: packed codes are flat"
+        step = "decoding"
+        codec.decode(fields)
+    except Exception as error:  # whatever a stranger's codec raises
+        return f"{step} of blocks with {n} vectors of {dim} values fails ({type(error).__name__}: {error})"
+    return ""
 
 
 def _ablation(text: str) -> list[CacheType]:

@@ -12,14 +12,13 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from polarlm.bench import report
 from polarlm.bench.command import at_least, model_named, weight_files
-from polarlm.bench.report import Output
-from polarlm.bench.serving import conversations
+from polarlm.bench.result import Output, Writer, digest_of_model
 from polarlm.bench.serving.options import LOAD, ConversationOptions, LoadOptions, Options
+from polarlm.bench.serving.tables import report_of
 from polarlm.bench.speed.options import file_names
 from polarlm.engine import EngineError
-from polarlm.engine.cli.commands import command, note
+from polarlm.engine.cli.commands import command
 from polarlm.engine.cli.flags import FlagError, parse
 
 
@@ -46,17 +45,18 @@ def main(argv: Sequence[str]) -> None:
             raise FlagError(f"{flag} and --only {options.only}, which starts its own servers: leave one of them out")
     if options.url is not None and model is not None:
         raise FlagError("--url and --weights or -hf both say which server it is; leave one of them out")
-    if options.only == LOAD:
-        from polarlm.bench.serving.load import run  # needs httpx
+    from polarlm.bench.serving import conversations  # these need httpx
+    from polarlm.bench.serving.load import run
 
+    if options.only == LOAD:
         run(options, load, model, destination, argv)
         return
-    output = destination.path(options.only, file_names(model))
-    about = report.digest_of_model(weight_files(model))
+    writer = Writer(destination.path(options.only, subject := file_names(model)), "serving", argv)
+    digest = digest_of_model(weight_files(model))
     result = conversations.measure(options, talk, model)
-    result = report.write(output, "serving", argv, {**about, **result})
-    note(f"Written to {output}")
-    print(report.with_origin(conversations.format_result(result), result))
+    result.about |= {"model": subject, **digest}
+    writer.write(result, complete=True)
+    report_of(result).show(writer.path)
 
 
 if __name__ == "__main__":

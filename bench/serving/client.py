@@ -1,14 +1,17 @@
-"""A request to a server's HTTP API, and the streamed answer as its client sees it."""
+"""Requests to a server's HTTP API, and their streamed answers as clients see them."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+_PATIENCE = 600.0  # seconds to wait for data
 
 
 @dataclass
@@ -21,8 +24,7 @@ class Answer:
     ended: float = 0.0
     text: str = ""
     prompt_tokens: int = 0
-    cached_tokens: int = 0
-    cached_from: dict[str, int] = field(default_factory=dict)  # tier → its share of `cached_tokens`
+    cached_from: dict[str, int] = field(default_factory=dict)  # tier → cached tokens
     completion_tokens: int = 0
     error: str | None = None
 
@@ -32,9 +34,13 @@ class Answer:
         return (self.pieces[0] if self.pieces else self.ended) - self.sent
 
 
-async def ask(
-    http: httpx.AsyncClient, path: str, body: Mapping[str, Any], begun: float, planned: float | None = None
-) -> Answer:
+def connect(url: str, headers: Mapping[str, str] | None = None, **more: Any) -> httpx.Client:
+    """A client with as many connections as it needs."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.Client(base_url=url, headers=headers, timeout=_PATIENCE, limits=limits, **more)
+
+
+def ask(http: httpx.Client, path: str, body: Mapping[str, Any], begun: float, planned: float | None = None) -> Answer:
     """The streamed answer to a request to `path`, with its error if there is one.
 
     body: without the fields that ask for a stream. begun: the start of the measurement by `time.perf_counter`. planned:
@@ -44,28 +50,28 @@ async def ask(
     answer = Answer(sent if planned is None else planned, sent)
     try:
         streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        async with http.stream("POST", path, json=streamed) as response:
+        with http.stream("POST", path, json=streamed) as response:
             if response.status_code != 200:
-                answer.error = f"{response.status_code} {_code(await response.aread())}"
+                answer.error = f"{response.status_code} {_code(response.read())}"
             else:
-                await _read(response, answer, begun)
+                _read(response, answer, begun)
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        answer.error = kind(error)
+        answer.error = type(error).__name__
     answer.ended = time.perf_counter() - begun
     return answer
 
 
-async def _read(response: httpx.Response, answer: Answer, begun: float) -> None:
+def _read(response: httpx.Response, answer: Answer, begun: float) -> None:
     answer.error = "cut off"
-    async for line in response.aiter_lines():
+    for line in response.iter_lines():
         data = line.removeprefix("data: ")
         if data == "[DONE]":
             answer.error = None
-        elif data and not data.startswith(":"):  # a comment is a sign of life
-            _take(json.loads(data), answer, time.perf_counter() - begun)
-        if data.startswith('{"error"'):
+        elif data.startswith('{"error"'):
             answer.error = _code(data)
             return
+        elif data and not data.startswith(":"):  # a comment is a sign of life
+            _take(json.loads(data), answer, time.perf_counter() - begun)
 
 
 def _take(event: dict[str, Any], answer: Answer, now: float) -> None:
@@ -76,8 +82,7 @@ def _take(event: dict[str, Any], answer: Answer, now: float) -> None:
     if usage := event.get("usage"):
         details = usage["prompt_tokens_details"]
         answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-        answer.cached_tokens = details["cached_tokens"]
-        answer.cached_from = details.get("cached_from") or {"store": answer.cached_tokens}
+        answer.cached_from = details.get("cached_from") or {"store": details["cached_tokens"]}
 
 
 def _code(body: str | bytes) -> str:
@@ -87,6 +92,22 @@ def _code(body: str | bytes) -> str:
         return "no error of the API"
 
 
-def kind(error: Exception) -> str:
-    """The name of an error for a table: a status code or a Python class."""
-    return str(error.response.status_code) if isinstance(error, httpx.HTTPStatusError) else type(error).__name__
+def send(
+    starts: Sequence[float], clients: int, request: Callable[[int, float], Answer], take: Callable[[Answer], object]
+) -> None:
+    """Send requests by the first free of some clients, each a thread; `take` gets each answer as it comes.
+
+    starts: seconds from the beginning. request: the answer to a number, and the beginning by `time.perf_counter`.
+    """
+    begun, pool = time.perf_counter(), ThreadPoolExecutor(clients)
+    numbers = {pool.submit(_when, begun + start, request, number, begun) for number, start in enumerate(starts)}
+    try:
+        for done in as_completed(numbers):
+            take(done.result())
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _when(start: float, request: Callable[[int, float], Answer], number: int, begun: float) -> Answer:
+    time.sleep(max(0.0, start - time.perf_counter()))
+    return request(number, begun)

@@ -8,6 +8,7 @@ from polarlm.engine.config import hub_setting, model_setting, setting
 from polarlm.server.config import KEY_VARIABLE
 
 LOAD, AGENTS, PRESSURE = "load", "agents", "pressure"
+FIRST_TOKEN, BETWEEN_TOKENS = "first token", "between two tokens"  # quantities, in seconds
 XLLAMACPP = "xllamacpp"
 
 

@@ -1,57 +1,121 @@
-"""The tables of a load, made from its JSON for the terminal and the documents."""
+"""The reports of servers, made from their rows for the terminal, the page and the documents."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
-from polarlm.bench import report
-from polarlm.bench.speed.contestants import OURS
-from polarlm.engine.errors import counted
+from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance
+from polarlm.bench.result import Figures, Result, Row
+from polarlm.bench.serving.options import BETWEEN_TOKENS, FIRST_TOKEN
+from polarlm.bench.speed.contestants import OURS, RATE
 
-_SHOWN = (50, 95, 99)  # percentiles
+LOAD = "load"  # a subject
+WHOLE, FREE = "whole answer", "until a client was free"  # quantities in seconds, as FIRST_TOKEN and BETWEEN_TOKENS
 
 
-def format_result(result: Mapping[str, Any]) -> str:
-    """The text of a summary and a table of latencies; with other servers, a table of all."""
-    load, errors = result["load"], result["errors"]
-    failed = ", ".join(f"{count} × {kind}" for kind, count in errors.items()) or "none"
-    rows = [
-        (name, *(_milliseconds(result["latencies"][key]["percentiles"], percent) for percent in _SHOWN))
-        for key, name in (
-            ("first_token_seconds", "first token"),
-            ("between_tokens_seconds", "between two tokens"),
-            ("request_seconds", "whole answer"),
-            ("behind_arrival_seconds", "until a client was free"),
-        )
-    ]
-    text = (
-        f"{result['model']}: {load['clients']} clients, {load['rate']:g} requests/s (Poisson), prompts of "
-        f"{load['shared_prefix']} shared and {load['prompt_tokens']} own tokens, answers of {load['max_tokens']}.\n"
-        f"{result['requests']} requests in {result['seconds']:.1f} s: {result['tokens_per_second']:,.1f} tokens/s, "
-        f"{result['requests_per_second']:.2f} requests/s. Errors: {failed}.\n"
-        f"Found in the cache: {100 * result['prefix_hit_rate']:.1f} % of the prompts' tokens. At most "
-        f"{result['peak_blocks']} of {result['blocks']} blocks held, {result['peak_running']} requests in a step.\n\n"
-        + report.table(("milliseconds", *(f"p{percent}" for percent in _SHOWN)), rows)
+def report_of(result: Result) -> Report:
+    """The report of a load, or of conversations."""
+    load = "load_options" in result.about
+    if load:
+        servers = [servers_table(result)] if len(list(result.parts(LOAD))) > 1 else []
+        sections = [Section("Latencies", [latencies_table(result)]), Section("Servers", servers)]
+    else:
+        sections = [Section("First tokens", [conversations_table(result)])]
+    return Report(
+        title=f"A server of {result['model']}",
+        lead="Requests of many clients" if load else "First tokens of conversations that come back",
+        sections=sections,
+        about=[*(_about(result) if load else ()), *provenance(result)],
+        partial="" if result["complete"] else "This page is partial: the measurement was interrupted.",
     )
-    return f"{text}\n\n{servers_table(result)}" if "peers" in result else text
 
 
-def servers_table(result: Mapping[str, Any]) -> str:
+# -- a load ------------------------------------------------------------------------------------------------------------
+
+
+def _about(result: Result) -> list[tuple[str, str]]:
+    load, ours = result["load_options"], result.figures(LOAD, OURS)
+    value = Counter({name: row.value or 0 for name, row in ours.items()})
+    failed = ", ".join(f"{count} × {kind}" for kind, count in ours["errors"].more["kinds"].items()) or "none"
+    return [
+        (
+            "clients",
+            f"{load['clients']}, {load['rate']:g} requests/s (Poisson), prompts of {load['shared_prefix']} shared and "
+            f"{load['prompt_tokens']} own tokens, answers of {load['max_tokens']}",
+        ),
+        (
+            "requests",
+            f"{value['requests']:.0f} in {value['seconds']:.1f} s: {value[RATE]:,.1f} tokens/s, "
+            f"{value['requests/s']:.2f} requests/s. Errors: {failed}",
+        ),
+        (
+            "found in the cache",
+            f"{100 * value['cached']:.1f} % of the prompts' tokens. At most {value['held']:.0f} of "
+            f"{value['blocks']:.0f} blocks held, {value['running']:.0f} requests in a step",
+        ),
+    ]
+
+
+def _milliseconds(quantity: str, percent: int) -> Callable[[Figures], str]:
+    return lambda figures: f"{1e3 * figures[quantity].runs[percent]:,.1f}" if figures[quantity].runs else NOTHING
+
+
+def latencies_table(result: Result) -> Table:
+    columns = [Column(f"p{percent}", _milliseconds("", percent)) for percent in (50, 95, 99)]
+    waits = (result.figures(LOAD, OURS)[name] for name in (FIRST_TOKEN, BETWEEN_TOKENS, WHOLE, FREE))
+    return Table.of("milliseconds", columns, ((row.quantity, {"": row}) for row in waits))
+
+
+def servers_table(result: Result) -> Table:
     """A table with a line for our server, and one for each number of threads of another engine's."""
-    rows = []
-    for one in ({"name": OURS, **result}, *result["peers"]):
-        name = f"{one['name']} {one.get('version', '')}".rstrip()
-        name += f", {counted(one['threads'], 'thread')}" if "threads" in one else ""
-        if "failure" in one:
-            rows.append([name, one["failure"], *["—"] * 5])
-            continue
-        waits = [one["latencies"][f"{key}_seconds"]["percentiles"] for key in ("first_token", "between_tokens")]
-        cells = [_milliseconds(percentiles, percent) for percentiles in waits for percent in (50, 95)]
-        rows.append([name, f"{one['tokens_per_second']:,.1f}", *cells, str(sum(one["errors"].values()))])
-    header = ["server", "tokens/s", "first token ms, p50", "p95", "between two, p50", "p95", "errors"]
-    return report.table(header, rows)
+
+    def of_measured(cell: Callable[[Figures], str]) -> Callable[[Figures], str]:
+        return lambda figures: NOTHING if figures[RATE].failure else cell(figures)
+
+    columns = [
+        Column.of("tokens/s", RATE, "{:,.1f}".format),
+        Column("first token ms, p50", of_measured(_milliseconds(FIRST_TOKEN, 50))),
+        Column("p95", of_measured(_milliseconds(FIRST_TOKEN, 95))),
+        Column("between two, p50", of_measured(_milliseconds(BETWEEN_TOKENS, 50))),
+        Column("p95", of_measured(_milliseconds(BETWEEN_TOKENS, 95))),
+        Column.of("errors", "errors", "{:.0f}".format),
+    ]
+    ours = f"{OURS} {result.about.get('version', '')}".rstrip()
+    lines = ((ours if who == OURS else who, figures) for _, who, figures in result.parts(LOAD))
+    return Table.of("server", columns, lines)
 
 
-def _milliseconds(percentiles: Sequence[float], percent: int) -> str:
-    return f"{1e3 * percentiles[percent]:,.1f}" if percentiles else "—"
+# -- conversations -----------------------------------------------------------------------------------------------------
+
+
+def conversations_table(result: Result) -> Table:
+    """First tokens of conversations that come back: by place, or by cache type and number of conversations."""
+    rows = list(result.rows(FIRST_TOKEN))
+    types = dict.fromkeys(row.contestant for row in rows)
+    if list(types) == [OURS]:
+        header = ["", "prompt tokens", "of them found", "first token s, median", "slowest"]
+        return Table(header, [[row.subject, *_cells(result, row)] for row in rows])
+    columns = {subject: subject for subject in dict.fromkeys(row.subject for row in rows)}
+
+    def cell(who: str, subject: str) -> str:
+        row = result.figures(subject, who).get(FIRST_TOKEN)
+        return "" if row is None else f"{row.value:.2f} s, {places(result, row)}"
+
+    return Table.crossed("", types, columns, cell)
+
+
+def _cells(result: Result, row: Row) -> list[str]:
+    average = statistics.mean(result.figures(row.subject, row.contestant)["prompt tokens"].runs)
+    return [f"{average:,.0f}", places(result, row), f"{row.value:.2f}", f"{max(row.runs):.2f}"]
+
+
+def places(result: Result, row: Row) -> str:
+    """Which tiers had how much of the turns' prompts, as in "91 % disk"; a dash if none had anything."""
+    cached, turns = Counter[str](), list[Mapping[str, int]](row.more["cached_from"])
+    for turn in turns:
+        cached.update(turn)
+    tokens = sum(result.figures(row.subject, row.contestant)["prompt tokens"].runs)
+    shares: Iterable[str] = (f"{100 * count / tokens:.0f} % {place}" for place, count in cached.items() if count)
+    return ", ".join(shares) or NOTHING

@@ -10,16 +10,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from polarlm.bench import report
 from polarlm.bench.command import at_least
+from polarlm.bench.report import Report, Section, provenance
+from polarlm.bench.result import Result, Writer
 from polarlm.bench.speed import compare, drafts, embeddings, experts
 from polarlm.bench.speed.options import DRAFTS, EMBEDDINGS, EXPERTS, GROUPS, PROGRAM, file_names
-from polarlm.engine.cli.commands import command, note
+from polarlm.engine.cli.commands import command
 from polarlm.engine.cli.flags import parse, that
 
 __all__ = ["GROUPS", "main"]
 
-# Each has `measure(options)`, which returns what is written as JSON, and `format_result`, which makes tables of that.
+# Each has `measure(options)`, which returns the result, and `table_of`, which makes a table of that.
 _SECTIONS: Mapping[str, ModuleType] = {DRAFTS: drafts, EMBEDDINGS: embeddings, EXPERTS: experts}
 
 
@@ -37,10 +38,16 @@ def main(argv: Sequence[str]) -> None:
     if section is None:
         compare.run(options, destination, argv)
         return
-    output = destination.path(str(options.only), file_names(options.weights or options.hf_repo))
-    result = report.write(output, f"speed.{options.only}", argv, section.measure(options), program=PROGRAM)
-    note(f"Written to {output}")
-    print(report.with_origin(section.format_result(result), result))
+    writer = Writer(
+        destination.path(str(options.only), file_names(options.weights or options.hf_repo)),
+        f"speed.{options.only}",
+        argv,
+        program=PROGRAM,
+    )
+    result: Result = section.measure(options)
+    writer.write(result, complete=True)
+    title = f"{str(options.only).capitalize()}: {result.about.get('model', '')}".rstrip(": ")
+    Report(title, "", [Section(title, [section.table_of(result)])], provenance(result)).show(writer.path)
 
 
 if __name__ == "__main__":

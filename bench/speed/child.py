@@ -7,13 +7,15 @@ only the standard library.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import polarlm
@@ -40,11 +42,26 @@ class Failed(Exception):
     """A contestant cannot continue. The message is the reason, in a few words for a table."""
 
 
+class OutOfTime(Failed):
+    """A contestant was ended, since the time of the measurement is over."""
+
+    def __init__(self) -> None:
+        super().__init__("its time was over")
+
+
 class Child:
     """A process that runs the module `module`, which calls `serve`."""
 
-    def __init__(self, module: str, python: str = sys.executable, variables: Mapping[str, str] | None = None) -> None:
-        """variables: further ones of its environment. Raises Failed if it cannot be started."""
+    def __init__(
+        self,
+        module: str,
+        python: str = sys.executable,
+        variables: Mapping[str, str] | None = None,
+        end: float = math.inf,
+    ) -> None:
+        """variables: further ones of its environment. end: when calls have to be answered, by `time.monotonic`. Raises
+        Failed if it cannot be started."""
+        self._until = end
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._answers: SimpleQueue[dict[str, Any] | None] = SimpleQueue()  # None when the process has ended
         try:
@@ -65,9 +82,13 @@ class Child:
         return self._process.pid
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """The result of the contestant's method `name`. Raises Failed, also if the process has ended."""
+        """The result of the contestant's method `name`. Raises Failed, also if the process has ended, and OutOfTime."""
         self._process.tell([name, arguments])
-        answer = self._answers.get()
+        left = self._until - time.monotonic()
+        try:
+            answer = self._answers.get(timeout=None if left == math.inf else max(0.0, left))
+        except Empty:
+            raise OutOfTime from None
         if answer is None:
             self._answers.put(None)  # for further calls
             raise Failed(self._end())

@@ -10,21 +10,19 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
 
 from polarlm import model_loaders
-from polarlm.bench import report
 from polarlm.bench.command import cache_types, model_named, numbers
 from polarlm.bench.gpu.setup import about_gpu
-from polarlm.bench.report import Output
+from polarlm.bench.pictures import can_draw, write_png
+from polarlm.bench.result import Output, Result, Writer, digest_of_model, machine
+from polarlm.bench.runner import Runner
 from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Failed
-from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject, new_child, start
-from polarlm.bench.speed.figures import Speed
+from polarlm.bench.speed.contestants import OURS, Contestant, Subject, new_child, start
 from polarlm.bench.speed.measure import DEEP_STEPS, SHORT_DEPTH, SHORT_STEPS, Measurement, Plan
 from polarlm.bench.speed.options import PROGRAM, STARTS, Options
-from polarlm.bench.speed.plot import draw
-from polarlm.bench.speed.tables import format_tables
+from polarlm.bench.speed.tables import report_of
 from polarlm.engine import EngineConfig
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
@@ -36,8 +34,9 @@ _NONE = "none"  # --peer-types without any
 
 
 def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
-    """Measure, write the JSON as figures come and a picture at the end, print tables. Raises FlagError, EngineError or
-    LoadError."""
+    """Measure, write the JSON as figures come, and a page and a picture at the end; print the report. Raises FlagError,
+    EngineError or LoadError."""
+    runner = Runner(math.inf if options.minutes is None else 60 * options.minutes)
     types, threads = cache_types(options.types), sorted(numbers("--threads", options.threads or "1,2"))
     bits_of_inputs = sorted(numbers("--input-bits", options.input_bits), reverse=True)
     prompts, depths = sorted(numbers("--prompt", options.prompt)), sorted(numbers("--depth", options.depth))
@@ -48,47 +47,65 @@ def run(options: Options, destination: Output, argv: Sequence[str]) -> None:
     source = model_loaders.load(model_named(options.weights, options.hf_repo), verbose=note)
     try:
         path, config, vocabulary = source.path, source.config, len(source.vocabulary)
-        size, digest = file_bytes(source.weights), report.digest_of_model(source.weights.files())
+        size, digest = file_bytes(source.weights), digest_of_model(source.weights.files())
         weights = _type_in_name(source)
         for cache_type in types:
             cache_type.check(config.attention.head_dim)
     finally:
         source.weights.close()
-    about = report.machine(gpu)
+    about = machine(gpu)
     where = gpu["name"] if gpu else f"{about['cpu']} {about['cores']} cores"
     output = destination.path("starts" if options.only == STARTS else "speed", f"{source.name} {weights} {where}")
+    writer = Writer(output, "speed", argv, gpu, PROGRAM)
 
     attention = config.attention
-    subject = Subject(path, device, len(config.layers), attention.kv_heads, attention.head_dim, size, paths)
+    shape = len(config.layers), attention.kv_heads, attention.head_dim
+    subject = Subject(path, device, *shape, size, paths, runner.end)
     threads = threads[:1] if gpu else threads
-    ours = [
+    contestants = [
         Contestant(OURS, one.label if bits == EngineConfig.input_bits else f"{one.label}, {bits}-bit inputs", one, bits)
         for bits in bits_of_inputs
         for one in types
     ]
-    speed = Speed(source.name, weights, size, device, ours, most_threads=max(threads), peer_threads=threads)
+    left_out: list[str] = []
+    about_peers: list[dict[str, str]] = []
     for name in paths:
-        _ask_peer(name, speed, subject, caches[name])
-    if len(speed.contestants) > len(ours) and options.repeat < 2:
+        about_peer, peer_contestants = _ask_peer(name, subject, caches[name])
+        about_peers.append(about_peer)
+        contestants += peer_contestants
+        left_out += peer_contestants[0].peer.notes if peer_contestants else ()
+    if any(not contestant.is_ours for contestant in contestants) and options.repeat < 2:
         raise FlagError("--repeat 1: a peer's figure counts if two runs agree; --peer-types none leaves peers out")
-    lengths, depths = _that_fit(prompts, depths, config.max_context, speed.left_out)
-    for sentence in speed.left_out:
+    lengths, depths = _that_fit(prompts, depths, config.max_context, left_out)
+    for sentence in left_out:
         note(sentence)
-    seconds = math.inf if options.minutes is None else 60 * options.minutes
-    plan = Plan(lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only, seconds)
-
-    def keep(complete: bool = False) -> dict[str, Any]:
-        result = speed.as_json() | digest
-        return report.write(output, "speed", argv, result, gpu=gpu, complete=complete, program=PROGRAM)
-
+    result = Result(
+        {
+            "model": source.name,
+            "weights": weights,
+            "file_bytes": size,
+            "device": device,
+            **digest,
+            "peers": about_peers,
+            "contestants": [str(contestant) for contestant in contestants],
+            "types": {str(one): one.types.pair for one in contestants if one.types is not None},
+            "threads": {"most": max(threads), "peers": threads, "chosen": {}, "tried": {}},
+            "bytes_per_second": {},
+            "left_out": left_out,
+        }
+    )
+    plan = Plan(contestants, lengths, depths, threads, options.repeat, vocabulary, config.max_context, options.only)
     note(f"Figures are kept in {output} as they come")
-    with closing(Children(subject)) as children:
-        is_whole = Measurement(plan, subject, speed, children, keep).run()
-    result = keep(complete=is_whole)
-    note(f"Written to {output}")
-    if plan.only != STARTS:
-        note(draw(result, output))
-    print(format_tables(result))
+    try:
+        Measurement(plan, subject, result, runner, lambda: writer.write(result, complete=False)).run()
+    finally:
+        left_out += [f"There was no time for {name}: give more --minutes" for name in runner.left_out]
+        writer.write(result, complete=False)
+    writer.write(result, complete=not runner.left_out)
+    report = report_of(result)
+    for file in write_png(report.pictures, output) if can_draw() else ():
+        note(f"Picture: {file.name}")
+    report.show(output)
 
 
 def _type_in_name(source: model_loaders.Model) -> str:
@@ -121,16 +138,18 @@ def _peer_caches(text: str | None, names: Sequence[str]) -> dict[str, list[str]]
     if text is None:
         return caches_of
     wanted = [] if text == _NONE else [name.strip() for name in text.split(",")]
-    known = list(dict.fromkeys(cache for caches in caches_of.values() for cache in caches))
+    every_cache = list(dict.fromkeys(cache for caches in caches_of.values() for cache in caches))
     for name in wanted:
-        if name not in known:
-            raise FlagError(f"--peer-types {text}: {name!r} is not among {', '.join(known)}; {_NONE} leaves all out")
+        if name not in every_cache:
+            raise FlagError(
+                f"--peer-types {text}: {name!r} is not among {', '.join(every_cache)}; {_NONE} leaves all out"
+            )
     return {name: [cache for cache in caches if cache in wanted] for name, caches in caches_of.items()}
 
 
-def _ask_peer(name: str, speed: Speed, subject: Subject, caches: Sequence[str]) -> None:
-    """Add a peer's version, contestants and notes to `speed`, or the reason why there are none."""
-    version, built_with = "", ""
+def _ask_peer(name: str, subject: Subject, caches: Sequence[str]) -> tuple[dict[str, str], list[Contestant]]:
+    """What a peer says about itself, with its version or the reason why it is absent, and its contestants."""
+    contestants, built_with = [Contestant(name, cache) for cache in caches], ""
     if subject.device != "cpu":
         version = "on the CPU only"
     elif not subject.path.is_file():
@@ -138,20 +157,17 @@ def _ask_peer(name: str, speed: Speed, subject: Subject, caches: Sequence[str]) 
     elif not caches:
         version = "left out"
     else:
-        contestants = [Contestant(name, cache) for cache in caches]
         try:
             with closing(new_child(contestants[0], subject)) as child:
                 start(child, contestants[0], subject, 1, SHORT_DEPTH)
                 about = child.call("about")
+            version, built_with = about["version"], about["built_with"]
         except Failed as reason:
             version = str(reason)
-        else:
-            version, built_with = about["version"], about["built_with"]
-            speed.contestants = [*speed.contestants, *contestants]
-            speed.left_out += contestants[0].peer.notes
-    speed.peers.append({"name": name, "version_or_absence": version, "built_with": built_with})
     if not built_with:
         note(f"Without {name}: {version}")
+        contestants = []
+    return {"name": name, "version_or_absence": version, "built_with": built_with}, contestants
 
 
 def _that_fit(

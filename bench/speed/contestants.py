@@ -1,14 +1,17 @@
-"""The contestants of a measurement: each engine with each of its caches, in child processes."""
+"""The contestants of a measurement: each engine with each of its caches, in child processes, and which runs count."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from polarlm.bench.command import CacheType
+from polarlm.bench.result import Row
 from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Child
 from polarlm.engine import EngineConfig
@@ -26,9 +29,8 @@ class Contestant:
     types: CacheType | None = field(default=None, compare=False)  # for our engine, as is the next
     input_bits: int = field(default=EngineConfig.input_bits, compare=False)
 
-    def as_json(self) -> dict[str, str]:
-        types = {} if self.types is None else {"types": self.types.pair}
-        return {"engine": self.engine, "cache": self.cache, **types}
+    def __str__(self) -> str:
+        return f"{self.engine} {self.cache}"
 
     @property
     def is_ours(self) -> bool:
@@ -47,7 +49,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that all contestants run."""
+    """The model that all contestants run. end: when their time is over, by `time.monotonic`."""
 
     path: Path
     device: str
@@ -56,6 +58,7 @@ class Subject:
     head_dim: int
     file_bytes: int  # bytes of all tensors in their files
     peer_paths: Mapping[str, str] = field(default_factory=dict)  # name of a peer → its Python or its program
+    end: float = math.inf
 
     def kv_bytes(self, bits: float, tokens: int) -> int:
         """Bytes of K/V of `tokens` tokens with `bits` bits a value."""
@@ -83,9 +86,9 @@ def _metadata(reader: Any, key: str, default: int) -> int:
 def new_child(contestant: Contestant, subject: Subject, variables: Mapping[str, str] | None = None) -> Child:
     """A new process of the contestant. variables: further ones of its environment. Raises Failed."""
     if contestant.is_ours:
-        return Child(_OURS, variables=variables)
-    path = subject.peer_paths[contestant.engine]
-    return Child(contestant.peer.module, sys.executable if contestant.is_program else path, variables)
+        return Child(_OURS, variables=variables, end=subject.end)
+    path = sys.executable if contestant.is_program else subject.peer_paths[contestant.engine]
+    return Child(contestant.peer.module, path, variables, subject.end)
 
 
 def start(
@@ -142,3 +145,66 @@ class Children:
         """End the processes for which leaves(contestant, threads) is true; all of them without `leaves`."""
         for key in [key for key in self._children if leaves is None or leaves(key[0], key[1])]:
             self._children.pop(key).close()
+
+
+PROMPT, GENERATION, BATCHES = "prompt", "generation", "batches"  # sections
+RATE = "tokens/s"
+FAR_BEHIND = 1.5  # times as fast as with fewer threads a contestant is with more, so that fewer need no further runs
+MARGIN = 0.1  # share of the fastest run by which a peer's second fastest may be slower, or its figure does not count
+_STARVED = 0.05  # share of the memory's bandwidth below which a peer has lacked a core
+
+
+@dataclass(eq=False)
+class Cell:
+    """The runs of one contestant in one row, in tokens per second, or the reason why there are none."""
+
+    contestant: Contestant
+    threads: int
+    runs: list[float] = field(default_factory=list)
+    failure: str | None = None
+    tried: Mapping[int, Sequence[float]] = field(default_factory=dict)  # numbers of threads of a peer → their runs
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.runs)
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether the two fastest runs agree."""
+        fastest, *slower = sorted(self.runs, reverse=True)
+        return bool(slower) and slower[0] >= (1 - MARGIN) * fastest
+
+
+def is_far_behind(cell: Cell, cells: Sequence[Cell]) -> bool:
+    """Whether the same contestant with more threads is stable and so much faster that `cell` cannot be its best."""
+    return any(
+        cell.runs and more.is_stable and max(more.runs) > FAR_BEHIND * max(cell.runs)
+        for more in cells
+        if more.contestant == cell.contestant and more.threads > cell.threads
+    )
+
+
+def best(cells: Sequence[Cell]) -> Cell:
+    """The cell that counts among a peer's cells in one row: the fastest stable cell; else the fastest, as a failure."""
+    measured = [cell for cell in cells if cell.runs and cell.failure is None]
+    if not measured:
+        return cells[0]
+    chosen = max(measured, key=lambda cell: (cell.is_stable, cell.median))
+    chosen.tried = {cell.threads: cell.runs for cell in measured}
+    if not chosen.is_stable:
+        chosen.failure = "unstable"
+    return chosen
+
+
+def starvation(row: Row, share: float | None, ours: float) -> str:
+    """How the rate of a peer shows that other processes have had its cores; "" if it does not.
+
+    share, ours: of the memory's bandwidth, the peer's and our largest in the same row: a small model reads little with
+    any engine.
+    """
+    tried = {int(threads): max(runs) for threads, runs in row.more.get("tried", {}).items()}
+    few, many = min(tried, default=0), max(tried, default=0)
+    if few < many and tried[many] < (1 - MARGIN) * tried[few]:
+        return f"slower with {many} threads than with {few}"
+    has_core = share is None or share >= _STARVED or ours < _STARVED
+    return "" if has_core else f"at {share:.1%} of the memory's bandwidth"

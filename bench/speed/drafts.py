@@ -8,15 +8,16 @@ file, and the demonstration model's prose.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from polarlm.bench.command import model_named
-from polarlm.bench.report import digest_of_model, table
+from polarlm.bench.report import Column, Table
+from polarlm.bench.result import Result, digest_of_model
+from polarlm.bench.runner import in_turn
+from polarlm.bench.speed.contestants import OURS
 from polarlm.bench.speed.options import Options
-from polarlm.bench.speed.referee import in_turn
 from polarlm.engine import Completion, Engine, PromptOptions, SamplingParams
 from polarlm.engine.cli.commands import note
 from polarlm.engine.config import EngineConfig
@@ -99,29 +100,30 @@ def offers(prompt: Sequence[int], answer: Sequence[int], size: int, vocabulary: 
     return drafts
 
 
-def measure(options: Options) -> dict[str, Any]:
-    """The results of all tasks. Raises FlagError, EngineError or LoadError."""
+def measure(options: Options) -> Result:
+    """The rows of all tasks. Raises FlagError, EngineError or LoadError."""
     threads = options.thread_count()
     patterns = _patterns(threads, options.token_count()) if options.replay else {}
     with _engine(model_named(options.weights, options.hf_repo), threads) as engine:
-        rows = [_row(engine, options, task, patterns.get(task)) for task in TASKS]
         digest = digest_of_model(engine.model.weights.files())
-        return {"model": f"{engine.model.name}, {engine.model.dtype}", **digest, "replay": options.replay, "rows": rows}
+        model = f"{engine.model.name}, {engine.model.dtype}"
+        result = Result({"model": model, **digest, "replay": options.replay})
+        for task in TASKS:
+            _add(result, engine, options, task, patterns.get(task))
+        return result
 
 
-def format_result(result: Mapping[str, Any]) -> str:
-    """The table of a result."""
-    lines = [
-        [
-            row["task"],
-            str(row["tokens"]),
-            *(f"{statistics.median(row[kind]):.1f}" for kind in ("plain", "drafted")),
-            f"×{row['ratio']:.2f}",
-            f"{row['accepted_tokens']} of {row['drafted_tokens']}",
-        ]
-        for row in result["rows"]
-    ]
-    return table(["task", "tokens", "plain, tokens/s", "drafted, tokens/s", "ratio", "right"], lines)
+_COLUMNS = (
+    Column.of("tokens", "tokens", "{:.0f}".format),
+    Column.of("plain, tokens/s", "plain", "{:.1f}".format),
+    Column.of("drafted, tokens/s", "drafted", "{:.1f}".format),
+    Column.of("ratio", "ratio", "×{:.2f}".format),
+    Column("right", lambda row: "{:.0f} of {:.0f}".format(*(row[name].value for name in ("accepted", "offered")))),
+)
+
+
+def table_of(result: Result) -> Table:
+    return Table.of("task", _COLUMNS, ((task, figures) for task, _, figures in result.parts()))
 
 
 def _engine(weights: str | None, threads: int) -> Engine:
@@ -151,9 +153,9 @@ def _params(kind: str, tokens: int, *, goes_on: bool) -> SamplingParams:
     )
 
 
-def _row(engine: Engine, options: Options, task: str, pattern: Sequence[Offer] | None) -> dict[str, Any]:
-    """Tokens of the answer, tokens per second of all "plain" and "drafted" runs, the median of their ratios, drafted
-    tokens and accepted ones. pattern: drafts to replay instead of prompt lookup's."""
+def _add(result: Result, engine: Engine, options: Options, task: str, pattern: Sequence[Offer] | None) -> None:
+    """Add the rows of a task: tokens of the answer, tokens per second of all "plain" and "drafted" runs, the median of
+    their ratios, drafted tokens and accepted ones. pattern: drafts to replay instead of prompt lookup's."""
     prompt = engine.prompt_ids([{"role": "user", "content": TASKS[task]}])
     tokens = options.token_count() if pattern is None else len(pattern)
 
@@ -169,12 +171,8 @@ def _row(engine: Engine, options: Options, task: str, pattern: Sequence[Offer] |
         note(f"{task}: the text differs between runs")
     plain, drafted = ([run.usage.generation_rate for run in answers[kind]] for kind in (_PLAIN, _DRAFTED))
     usage = answers[_DRAFTED][-1].usage
-    return {
-        "task": task,
-        "tokens": len(expected),
-        "plain": plain,
-        "drafted": drafted,
-        "ratio": statistics.median(b / a for a, b in zip(plain, drafted, strict=True)),
-        "drafted_tokens": usage.drafted_tokens,
-        "accepted_tokens": usage.accepted_tokens,
-    }
+    result.add(task, OURS, "plain", plain)
+    result.add(task, OURS, "drafted", drafted)
+    result.add(task, OURS, "ratio", [b / a for a, b in zip(plain, drafted, strict=True)])
+    counts = {"tokens": len(expected), "offered": usage.drafted_tokens, "accepted": usage.accepted_tokens}
+    result.add_all(task, OURS, counts)

@@ -15,24 +15,25 @@ from typing import Any
 
 import numpy as np
 
-from polarlm.bench.report import digest_of_model, table
+from polarlm.bench.report import Table
+from polarlm.bench.result import Result, digest_of_model
+from polarlm.bench.runner import in_turn
 from polarlm.bench.speed import peers
 from polarlm.bench.speed.child import Child, Failed
 from polarlm.bench.speed.compare import peer_paths
+from polarlm.bench.speed.contestants import OURS, RATE
 from polarlm.bench.speed.options import Options
 from polarlm.bench.speed.peers import llama_cpp_python
-from polarlm.bench.speed.referee import in_turn
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.cli.commands import note
 
-_OURS = "ours"
 _DEFAULT_BATCH = 512  # tokens; llama.cpp's default
 _BATCHES = 128, 256, _DEFAULT_BATCH, 1024
 _LENGTHS = {"32 tokens": (32, 32), "8 to 128 tokens": (8, 128)}
 _FIRST_ID = 1000  # in BERT's vocabulary, control tokens and unused ones come before it
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: Options) -> Result:
     """What llama.cpp says about itself, and the rows of all models. Raises FlagError, EngineError or LoadError."""
     paths = [part.strip() for part in (options.weights or "").split(",") if part.strip()]
     if not paths:
@@ -40,18 +41,17 @@ def measure(options: Options) -> dict[str, Any]:
     python = peer_paths(options.peer).get(peers.DEFAULT)
     if python is None:
         raise EngineError(f"--peer {options.peer}: texts are compared with {peers.DEFAULT}")
-    rows: list[dict[str, Any]] = []
+    result = Result(digest_of_model(map(Path, paths)))
     try:
         for path in paths:
-            about, rows_of_model = _measured(path, python, options)
-            rows += rows_of_model
+            result.about["peer"] = _measure(result, path, python, options)
     except Failed as reason:
         raise EngineError(f"{peers.DEFAULT} of --peer {python}: {reason}") from None
-    return {"peer": about, "rows": rows, **digest_of_model(map(Path, paths))}
+    return result
 
 
-def _measured(path: str, python: str, options: Options) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """What llama.cpp says about itself, and the rows of a model. Raises Failed."""
+def _measure(result: Result, path: str, python: str, options: Options) -> dict[str, str]:
+    """Add the rows of a model; what llama.cpp says about itself. Raises Failed."""
     threads = options.thread_count(1)
     with ExitStack() as stack:
         engine = stack.enter_context(Engine.load(path, threads=threads))
@@ -60,15 +60,14 @@ def _measured(path: str, python: str, options: Options) -> tuple[dict[str, str],
         children = {size: stack.enter_context(closing(Child(llama_cpp_python.__name__, python))) for size in _BATCHES}
         for size, child in children.items():
             child.call("start", path, size, threads, llama_cpp_python.EMBEDDINGS)
-        rows = [_row(name, engine, children, options) for name in _LENGTHS]
-        return children[_DEFAULT_BATCH].call("about"), rows
+        for name in _LENGTHS:
+            _add(result, name, engine, children, options)
+        return dict(children[_DEFAULT_BATCH].call("about"))
 
 
-def _row(lengths: str, engine: Engine, children: Mapping[int, Child], options: Options) -> dict[str, Any]:
-    """The tokens per second of texts of some lengths in all rounds of each engine.
-
-    cosine: between the vectors of both engines, of the first text.
-    """
+def _add(result: Result, lengths: str, engine: Engine, children: Mapping[int, Child], options: Options) -> None:
+    """Add the tokens per second of texts of some lengths in all rounds of each engine, and the least cosine between the
+    vectors of both engines, of the first text."""
     texts = _texts(*_LENGTHS[lengths], options.token_count(), len(engine.model.vocabulary))
     count = sum(map(len, texts))
     for child in children.values():
@@ -79,16 +78,19 @@ def _row(lengths: str, engine: Engine, children: Mapping[int, Child], options: O
         vector = engine.embed_each(texts)[0].vector
         return {"seconds": time.perf_counter() - began, "first": vector}
 
-    contestants: dict[str, Callable[[], dict[str, Any]]] = {_OURS: ours}
+    contestants: dict[str, Callable[[], dict[str, Any]]] = {OURS: ours}
     contestants |= {str(size): partial(child.call, "vectors") for size, child in children.items()}
     rounds = in_turn(contestants, options.repeat)
-    vector = rounds[_OURS][0]["first"]
+    vector = rounds[OURS][0]["first"]
     cosine = min(float(vector @ np.asarray(run["first"])) for runs in rounds.values() for run in runs)
-    rates = {name: [count / run["seconds"] for run in runs] for name, runs in rounds.items()}
-    own_rates, dtype = rates.pop(_OURS), engine.model.dtype
-    best = max(max(runs) for runs in rates.values())
-    note(f"{dtype}, texts of {lengths}: {max(own_rates):,.0f} tokens/s, llama.cpp {best:,.0f}")
-    return {"weights": dtype, "texts": lengths, "tokens": count, "ours": own_rates, "theirs": rates, "cosine": cosine}
+    dtype = engine.model.dtype
+    subject, best = f"{dtype}, texts of {lengths}", {}
+    for name, runs in rounds.items():
+        rates = [count / run["seconds"] for run in runs]
+        best[name] = max(rates)
+        result.add(subject, name, RATE, rates, value=best[name], weights=dtype, texts=lengths, tokens=count)
+    result.add(subject, OURS, "cosine", value=cosine)
+    note(f"{subject}: {best.pop(OURS):,.0f} tokens/s, llama.cpp {max(best.values()):,.0f}")
 
 
 def _texts(shortest: int, longest: int, tokens: int, vocabulary: int) -> list[list[int]]:
@@ -99,18 +101,14 @@ def _texts(shortest: int, longest: int, tokens: int, vocabulary: int) -> list[li
     return [rng.integers(min(_FIRST_ID, vocabulary - 1), vocabulary, length).tolist() for length in lengths]
 
 
-def format_result(result: Mapping[str, Any]) -> str:
-    """The table of a result."""
-    rows = []
-    for row in result["rows"]:
-        ours = max(row["ours"])
-        theirs = {int(size): max(rates) for size, rates in row["theirs"].items()}
-        best = max(theirs, key=theirs.__getitem__)
-        rows.append(
-            [
-                *(row["weights"], row["texts"], f"{ours:,.0f}", f"{theirs[_DEFAULT_BATCH]:,.0f}"),
-                *(f"{theirs[best]:,.0f} ({best})", f"{ours / theirs[best]:.1f}"),
-            ]
-        )
-    headings = ["Weights", "Texts of", "polarlm", f"llama.cpp, {_DEFAULT_BATCH}", "llama.cpp, best", "polarlm / best"]
-    return table(headings, rows)
+def table_of(result: Result) -> Table:
+    lines = []
+    for subject, who, figures in result.parts():
+        if who == OURS:
+            more, ours = figures[RATE].more, figures[RATE].value or 0.0
+            theirs = {size: result.value(subject, str(size), RATE) or 0.0 for size in _BATCHES}
+            best = max(theirs, key=theirs.__getitem__)
+            lines.append([more["weights"], more["texts"], f"{ours:,.0f}", f"{theirs[_DEFAULT_BATCH]:,.0f}"])
+            lines[-1] += [f"{theirs[best]:,.0f} ({best})", f"{ours / theirs[best]:.1f}"]
+    header = ["Weights", "Texts of", "polarlm", f"llama.cpp, {_DEFAULT_BATCH}", "llama.cpp, best", "polarlm / best"]
+    return Table(header, lines)

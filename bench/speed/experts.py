@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from polarlm.bench.command import model_named, weight_files
-from polarlm.bench.report import digest_of_model, table
+from polarlm.bench.report import Column, Table, size_text
+from polarlm.bench.result import Figures, Result, digest_of_model, value_of
+from polarlm.bench.speed.contestants import OURS, RATE
 from polarlm.bench.speed.options import Options
 from polarlm.engine import Engine, EngineConfig, SamplingParams
 from polarlm.engine.cli.commands import note
 from polarlm.engine.loading.placement.experts import ExpertPlan
-from polarlm.engine.state.plan import format_bytes
 
 _ALL = "all"
 _PROMPT = 8  # tokens
@@ -31,16 +30,18 @@ _MIB = 1 << 20
 _MOST = "1000T"
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: Options) -> Result:
     """The rows of all sizes. Raises FlagError, EngineError or LoadError."""
     path = model_named(options.weights, options.hf_repo)
-    rows = [_row(options, path, size.strip()) for size in options.expert_cache.split(",")]
-    return {"model": rows[0]["model"], **digest_of_model(weight_files(path)), "rows": rows}
+    result = Result(digest_of_model(weight_files(path)))
+    for size in options.expert_cache.split(","):
+        result.about["model"] = _add(result, options, path, size.strip())
+    return result
 
 
-def _row(options: Options, path: str | None, size: str) -> dict[str, Any]:
-    """Return the figures of one engine: its "model", the "bytes" of experts in memory and of the "whole", "rate" in
-    tokens a second, the share of "hits", the bytes "read" for a token, and the "disk" in bytes a second, or None."""
+def _add(result: Result, options: Options, path: str | None, size: str) -> str:
+    """Add the figures of one engine: the "bytes" of experts in memory and of the "whole", "tokens/s", the share of
+    "hits", the bytes "read" for a token, and the "disk" in bytes a second. Returns the model's name."""
     length = options.token_count()
     settings = EngineConfig(
         weights=path,
@@ -62,19 +63,17 @@ def _row(options: Options, path: str | None, size: str) -> dict[str, Any]:
             usage = engine.generate(prompt, params).usage
             seconds += usage.generation_seconds if number else 0
             counts.append(engine.status().experts)
-        row = {"model": engine.model.name, "rate": options.repeat * (length - 1) / seconds}
+        subject = f"--expert-cache {size}".rstrip()
+        result.add(subject, OURS, RATE, value=options.repeat * (length - 1) / seconds)
         first, last = counts[0], counts[-1]
         if isinstance(plan, ExpertPlan) and first is not None and last is not None:
             hits, misses, read = last.hits - first.hits, last.misses - first.misses, last.bytes - first.bytes
             file = max(engine.model.weights.files(), key=lambda path: path.stat().st_size)
-            row |= {
-                "bytes": plan.bytes,
-                "whole": plan.whole,
-                "hits": hits / (hits + misses),
-                "read": read / (options.repeat * (_PROMPT + length - 1)),
-                "disk": disk_rate(file, read // max(1, misses) or _MIB),
-            }
-        return row
+            per_token = read / (options.repeat * (_PROMPT + length - 1))
+            figures = {"bytes": plan.bytes, "whole": plan.whole, "hits": hits / (hits + misses), "read": per_token}
+            disk = disk_rate(file, read // max(1, misses) or _MIB)
+            result.add_all(subject, OURS, {**figures, "disk": disk})
+        return str(engine.model.name)
 
 
 def disk_rate(file: Path, piece: int) -> float | None:
@@ -96,16 +95,23 @@ def disk_rate(file: Path, piece: int) -> float | None:
         return _PIECES * piece / (time.perf_counter() - began)
 
 
-def format_result(result: Mapping[str, Any]) -> str:
-    """The table of a result."""
-    header = ["experts in memory", "of all", "tokens/s", "chosen ones in memory", "file, a token", "disk alone"]
-    return table(header, [_cells(row) for row in result["rows"]])
+def _disk(figures: Figures) -> str:
+    disk, read = (value_of(figures, name) for name in ("disk", "read"))
+    return f"{disk / read:.1f} tokens/s" if disk and read else ""
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    rate = f"{row['rate']:.1f}"
-    if "hits" not in row:
-        return [_ALL, "", rate, "", "", ""]
-    disk = f"{row['disk'] / row['read']:.1f} tokens/s" if row["disk"] and row["read"] else ""
-    sizes = [format_bytes(row["bytes"]), format_bytes(row["whole"])]
-    return [*sizes, rate, f"{row['hits']:.0%}", format_bytes(row["read"]), disk]
+_COLUMNS = (
+    Column(
+        "experts in memory",
+        lambda figures: size_text(size) if (size := value_of(figures, "bytes")) else _ALL,
+    ),
+    Column.of("of all", "whole", size_text),
+    Column.of("tokens/s", RATE, "{:.1f}".format),
+    Column.of("chosen ones in memory", "hits", "{:.0%}".format),
+    Column.of("file, a token", "read", size_text),
+    Column("disk alone", _disk),
+)
+
+
+def table_of(result: Result) -> Table:
+    return Table.of("flag", _COLUMNS, ((subject, figures) for subject, _, figures in result.parts()))

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from polarlm.bench import report
-from polarlm.bench.speed.child import Child, Failed, memory
-from polarlm.bench.speed.contestants import OURS, Children, Contestant, Subject
-from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT, Cell, Row, Speed, best
+from polarlm.bench.result import Result, duration
+from polarlm.bench.runner import Part, Runner
+from polarlm.bench.speed.child import Child, Failed, OutOfTime, memory
+from polarlm.bench.speed.contestants import (
+    BATCHES,
+    GENERATION,
+    OURS,
+    PROMPT,
+    RATE,
+    Cell,
+    Children,
+    Contestant,
+    Subject,
+    best,
+    is_far_behind,
+    starvation,
+)
 from polarlm.bench.speed.options import RATES, STARTS
-from polarlm.bench.speed.referee import Referee
-from polarlm.bench.speed.starts import START_TOKENS, WITH_EMPTY_FOLDER, measure_starts
+from polarlm.bench.speed.starts import FIRST, START, START_TOKENS, WITH_EMPTY_FOLDER, Starter, add_medians
 from polarlm.engine import EngineConfig
 from polarlm.engine.cli.commands import note
 
@@ -26,6 +38,7 @@ from polarlm.engine.cli.commands import note
 SHORT, SHORT_DEPTH, SHORT_STEPS = "generation, depth ≤ 64", 8, 56
 # As many steps as a block has tokens, so that each run encodes one block.
 DEEP_STEPS = EngineConfig.block_size
+MEMORY = "memory"
 # Numbers of sequences in steps of several sequences, each with its own prompt.
 SEQUENCES = (1, 8, 16)
 _BATCH_PROMPT, _BATCH_DEPTH = 16, 128  # prompts so short that all sequences have begun long before the first ends
@@ -34,6 +47,8 @@ _WHOLE = 256  # tokens; llama.cpp rounds its cache size up to a multiple
 _STEP_WORK = 5
 _START_WORK = 1000
 _BUFFER = 512 << 20  # bytes, many times the last-level cache
+# A library's idle threads may spin for a moment, which would slow down the next run.
+_REST_SECONDS = 0.1
 
 
 class Memory:
@@ -60,9 +75,10 @@ class Memory:
 class Plan:
     """The parameters of the measurement. All tokens fit into the model's context.
 
-    only: None, or what alone is measured: RATES of prompts and generation, or STARTS. seconds: that there are for all.
+    threads: the numbers to try. only: None, or what alone is measured: RATES of prompts and generation, or STARTS.
     """
 
+    contestants: Sequence[Contestant]
     prompts: Sequence[int]
     depths: Sequence[int]
     threads: Sequence[int]
@@ -70,140 +86,127 @@ class Plan:
     vocabulary: int
     max_context: int
     only: str | None = None
-    seconds: float = math.inf
+
+    @property
+    def leader(self) -> Contestant:
+        """Our first contestant."""
+        return next(contestant for contestant in self.contestants if contestant.is_ours)
 
     @property
     def context(self) -> int:
         """Tokens of context for prompts and generation."""
         needed = [SHORT_DEPTH + SHORT_STEPS, *self.prompts, *(depth + DEEP_STEPS for depth in self.depths)]
-        return self.whole(max(needed) + 1)
+        return self._whole(max(needed) + 1)
 
     @property
     def memory_context(self) -> int:
         """Tokens of context for measuring memory: little more than are in use."""
-        return self.whole(max(self.prompts) + DEEP_STEPS + 1)
+        return self._whole(max(self.prompts) + DEEP_STEPS + 1)
 
-    def whole(self, tokens: int) -> int:
+    def _whole(self, tokens: int) -> int:
         return min(-(-tokens // _WHOLE) * _WHOLE, self.max_context)
 
 
 class Measurement:
-    """Measures all sections in order, into `speed`. on_progress is called after each row."""
+    """Measures all sections in order, into `result`, which is written after each row."""
 
-    def __init__(
-        self, plan: Plan, subject: Subject, speed: Speed, children: Children, on_progress: Callable[[], object]
-    ) -> None:
-        self._plan, self._subject, self._speed = plan, subject, speed
-        self._children, self._on_progress = children, on_progress
-        self._referee = Referee(children, plan.repeat)
+    def __init__(self, plan: Plan, subject: Subject, result: Result, runner: Runner, keep: Callable[[], None]) -> None:
+        self._plan, self._subject, self._result, self._runner, self._keep = plan, subject, result, runner, keep
+        self._children = Children(subject)
         self._rng = np.random.default_rng(0)
         self._deep = self._ids(max([1, *plan.prompts, *plan.depths]))  # prompts and contexts start with these tokens
+        self._most = max(plan.threads)
+        self._chosen = self._most  # the number of our threads for steps
 
-    def run(self) -> bool:
-        """Measure everything that there is time for; whether that is all. A contestant that fails is left out up to the
-        end of the part; its cells say why.
+    def run(self) -> None:
+        """Measure everything that there is time for. A contestant that fails is left out up to the end of the part; its
+        rows say why.
 
         Batches, memory and starts have processes with settings of their own: what ends one may well not end the next.
         """
-        parts, end, is_whole = self._parts(), time.monotonic() + self._plan.seconds, True
         try:
-            self._referee.show(sum(work for _, work, _ in parts))
-            for number, (name, work, measure) in enumerate(parts):
-                self._referee.begin(work)
-                if time.monotonic() + work * self._work_seconds() > end:
-                    self._speed.left_out.append(f"There was no time for {name}: give more --minutes")
-                    is_whole = False
-                    continue
-                measure()
-                if number == 0 and (seconds := sum(work for _, work, _ in parts) * self._work_seconds()):
-                    note(f"All of it takes about {report.duration(seconds)}, and what loading takes")
+            self._runner.run(self._parts())
         finally:
-            self._referee.close()
-        return is_whole
+            self._children.close()
+            self._judge()
 
-    def _work_seconds(self) -> float:
-        """About the seconds of a unit of work, by the steps when the threads were chosen; 0 before that."""
-        runs = self._speed.tried.get(OURS, {}).values()
-        return 1 / (_STEP_WORK * max(map(max, filter(None, runs)), default=math.inf))
-
-    def _parts(self) -> list[tuple[str, float, Callable[[], None]]]:
-        """(name, work, what measures it) in order."""
-        plan, contestants, runs = self._plan, len(self._speed.contestants), 1 + self._plan.repeat
-        parts: list[tuple[str, float, Callable[[], None]]] = []
+    def _parts(self) -> list[Part]:
+        plan, contestants, runs = self._plan, len(self._plan.contestants), 1 + self._plan.repeat
+        parts: list[Part] = []
         if plan.only != STARTS:
             short = runs * SHORT_STEPS * _STEP_WORK
-            parts.append(("threads", short * len(plan.threads), self._choose_threads))
-            parts.append((SHORT, short * contestants, partial(self._generate, SHORT, SHORT_DEPTH, SHORT_STEPS)))
+            parts.append(Part("threads", short * len(plan.threads), lambda: self._choose_threads(parts)))
+            parts.append(Part(SHORT, short * contestants, partial(self._generate, SHORT, SHORT_DEPTH, SHORT_STEPS)))
             for tokens in plan.prompts:
                 name = f"prompt of {tokens:,}"
-                parts.append((name, runs * tokens * contestants, partial(self._measure_prompt, name, tokens)))
+                parts.append(Part(name, runs * tokens * contestants, partial(self._measure_prompt, name, tokens)))
             for depth in plan.depths:
                 name, work = f"generation at {depth:,}", (depth / 2 + runs * DEEP_STEPS * _STEP_WORK) * contestants
-                parts.append((name, work, partial(self._generate, name, depth, DEEP_STEPS)))
+                parts.append(Part(name, work, partial(self._generate, name, depth, DEEP_STEPS)))
         if plan.only is None:
-            parts.append(("batches", runs * len(SEQUENCES) * _BATCH_DEPTH * 3 * _STEP_WORK, self._measure_batches))
+            parts.append(Part("batches", runs * len(SEQUENCES) * _BATCH_DEPTH * 3 * _STEP_WORK, self._measure_batches))
             work = (max(plan.prompts) + DEEP_STEPS * _STEP_WORK) * contestants
-            parts.append(("memory", work, self._measure_memory))
+            parts.append(Part(MEMORY, work, self._measure_memory))
         if plan.only != RATES:
-            engines = len({contestant.engine for contestant in self._speed.contestants})
-            parts.append(("starts", (runs * engines + WITH_EMPTY_FOLDER) * _START_WORK, self._measure_starts))
+            engines = len({contestant.engine for contestant in plan.contestants})
+            parts.append(Part("starts", (runs * engines + WITH_EMPTY_FOLDER) * _START_WORK, self._measure_starts))
         return parts
 
-    # -- the machine -------------------------------------------------------------------------------------------
+    # -- the machine -----------------------------------------------------------------------------------------------
 
     def _measure_bandwidth(self) -> None:
         """Add a run with each number of threads. The fastest of all runs counts, since no step can be faster."""
-        if self._speed.device == "cpu":
+        if self._subject.device == "cpu":
             memory = Memory()
             for threads in self._plan.threads:
-                self._speed.bandwidth.setdefault(threads, []).append(memory.read_rate(threads))
+                rates = self._result["bytes_per_second"].setdefault(str(threads), [])
+                rates.append(memory.read_rate(threads))
 
-    def _choose_threads(self) -> None:
+    def _choose_threads(self, parts: Sequence[Part]) -> None:
         """Find the number of threads with which our first contestant generates fastest after a short context.
 
         Prompts use the most threads. A peer's best number is found in each row.
         """
-        plan, speed, leader = self._plan, self._speed, self._leader
-        cells = {threads: Cell(leader, threads) for threads in plan.threads}
+        plan, leader = self._plan, self._plan.leader
+        cells = [Cell(leader, threads) for threads in plan.threads]
         note("Loading, and trying the numbers of threads" if len(plan.threads) > 1 else "Loading")
-        self._measure_steps("threads", [*cells.values()], SHORT_DEPTH, SHORT_STEPS, warm_up=True)
-        speed.tried[OURS] = {threads: cell.runs for threads, cell in cells.items()}
-        medians = {threads: cell.median for threads, cell in cells.items() if cell.runs}
-        speed.chosen[OURS] = max(medians, key=medians.__getitem__, default=speed.most_threads)
+        self._measure_steps("threads", cells, SHORT_DEPTH, SHORT_STEPS, warm_up=True)
+        medians = {cell.threads: cell.median for cell in cells if cell.runs}
+        self._chosen = max(medians, key=medians.__getitem__, default=self._most)
+        tried = {OURS: {str(cell.threads): cell.runs for cell in cells}}
+        self._result["threads"].update(chosen={OURS: self._chosen}, tried=tried)
         if leader not in self._children.failures:
             try:
-                speed.ours = self._child(leader, speed.chosen[OURS]).call("about")
+                self._result.about["ours"] = self._child(leader, self._chosen).call("about")
             except Failed as error:
                 self._children.fail(leader, str(error))
-        self._children.close(lambda contestant, threads: contestant.is_ours and threads != speed.chosen[OURS])
+        self._children.close(lambda contestant, threads: contestant.is_ours and threads != self._chosen)
+        if medians:
+            self._runner.work_seconds = 1 / (_STEP_WORK * max(max(cell.runs) for cell in cells if cell.runs))
+            seconds = sum(part.work for part in parts) * self._runner.work_seconds
+            note(f"All of it takes about {duration(seconds)}, and what loading takes")
 
-    # -- sections ----------------------------------------------------------------------------------------------
+    # -- sections --------------------------------------------------------------------------------------------------
 
     def _generate(self, name: str, depth: int, steps: int) -> None:
         """Measure steps after `depth` tokens, which every contestant computes once, in its first run."""
         self._measure_bandwidth()
-        row = Row(GENERATION, name, depth)
-        cells = self._cells(self._speed.chosen[OURS])
-        first = depth == SHORT_DEPTH  # later contexts need no warm-up
-        self._measure_steps(name, cells, depth, steps, warm_up=first)
-        row.cells += self._best(cells)
-        for cell in row.cells:
-            cache = self._cache_bytes(cell.contestant, depth) if cell.runs else None
-            if cache is not None:
-                cell.read = {"weights": self._weight_bytes(cell.contestant), "cache": cache}
-        self._add(row)
+        cells = self._cells(self._chosen)
+        self._measure_steps(name, cells, depth, steps, warm_up=depth == SHORT_DEPTH)  # later contexts need none
+        for cell in self._best(cells):
+            self._add(GENERATION, name, depth, cell)
 
     def _cells(self, ours: int) -> list[Cell]:
         """Cells of all contestants in a row: of ours with `ours` threads, of a peer with each number, most first."""
         return [
             Cell(contestant, threads)
-            for contestant in self._speed.contestants
+            for contestant in self._plan.contestants
             for threads in ([ours] if contestant.is_ours else reversed(self._plan.threads))
         ]
 
     def _best(self, cells: Sequence[Cell]) -> list[Cell]:
         counting = []
-        for contestant in self._speed.contestants:
+        for contestant in self._plan.contestants:
             candidates = [cell for cell in cells if cell.contestant == contestant]
             counting.append(candidates[0] if contestant.is_ours else best(candidates))
         return counting
@@ -211,75 +214,125 @@ class Measurement:
     def _measure_steps(self, name: str, cells: Sequence[Cell], depth: int, steps: int, *, warm_up: bool) -> None:
         ids, following = self._deep[:depth], self._ids(steps + 1)
 
-        def run(cell: Cell, number: int) -> float:
+        def rate(cell: Cell, number: int) -> float:
             return float(self._child(cell.contestant, cell.threads).call("generation_rate", ids, following))
 
-        self._referee.measure(name, cells, run, warm_up=warm_up)
+        self._alternate(name, cells, rate, warm_up=warm_up)
 
     def _measure_prompt(self, name: str, tokens: int) -> None:
         """Measure prompts. Each run has its own prompt; the last one is the start of the context for generation."""
-        row = Row(PROMPT, name, tokens)
-        cells = self._cells(self._speed.most_threads)
+        cells = self._cells(self._most)
         prompts = [self._ids(tokens) for _ in range(self._plan.repeat)]
         prompts[-1] = self._deep[:tokens]
 
-        def run(cell: Cell, number: int) -> float:
+        def rate(cell: Cell, number: int) -> float:
             return float(self._child(cell.contestant, cell.threads).call("prompt_rate", prompts[number]))
 
-        first = tokens == self._plan.prompts[0]  # longer prompts need no warm-up
-        self._referee.measure(row.name, cells, run, warm_up=first)
-        row.cells += self._best(cells)
-        self._add(row)
+        self._alternate(name, cells, rate, warm_up=tokens == self._plan.prompts[0])  # longer prompts need no warm-up
+        for cell in self._best(cells):
+            self._add(PROMPT, name, tokens, cell)
 
     def _measure_batches(self) -> None:
         self._children.end_part()
-        leader, prompts = self._leader, [self._ids(_BATCH_PROMPT) for _ in range(max(SEQUENCES))]
-        sequences = {Cell(leader, self._speed.chosen[OURS]): count for count in SEQUENCES}
+        leader, prompts = self._plan.leader, [self._ids(_BATCH_PROMPT) for _ in range(max(SEQUENCES))]
+        sequences = {Cell(leader, self._chosen): count for count in SEQUENCES}
         settings, context = {"parallel": max(SEQUENCES), "kept_sequences": 0}, max(SEQUENCES) * _BATCH_DEPTH
 
-        def run(cell: Cell, number: int) -> float:
+        def rate(cell: Cell, number: int) -> float:
             child, count = self._children.child(leader, cell.threads, context, settings), sequences[cell]
             steps = child.call("together", prompts[:count], _BATCH_DEPTH - _BATCH_PROMPT)["steps"]
             if not steps:
                 raise Failed("not all sequences ran at the same time")
             return count * len(steps) / sum(steps)
 
-        self._referee.measure("batches", [*sequences], run)
+        self._alternate("batches", [*sequences], rate)
         for cell, count in sequences.items():
-            self._add(Row(BATCHES, f"steps of {count}, depth ≤ {_BATCH_DEPTH}", count, [cell]))
-
-    @property
-    def _leader(self) -> Contestant:
-        return next(contestant for contestant in self._speed.contestants if contestant.is_ours)
+            self._add(BATCHES, f"steps of {count}, depth ≤ {_BATCH_DEPTH}", count, cell)
 
     def _measure_memory(self) -> None:
         """Measure fresh processes after the longest prompt and some steps, with a cache for little more than these."""
         self._children.end_part()
-        tokens = max(self._plan.prompts)
+        tokens, context = max(self._plan.prompts), self._plan.memory_context
         ids, following = self._deep[:tokens], self._ids(DEEP_STEPS + 1)
-        context = self._plan.memory_context
-        for contestant in self._speed.contestants:
-            about: dict[str, Any] = {"engine": contestant.engine, "cache": contestant.cache}
+        for contestant in self._plan.contestants:
+            about: dict[str, Any] = {"tokens": tokens, "context": context}
             try:
-                child = self._children.child(contestant, self._speed.most_threads, context)
+                child = self._children.child(contestant, self._most, context)
                 child.call("generation_rate", ids, following)
-                measured: dict[str, Any] = child.call("memory") if contestant.is_program else memory(child.pid)
-                cache = self._cache_bytes(contestant, tokens, child)
-                measured |= {} if cache is None else {"cache_bytes": cache}
+                sizes: dict[str, Any] = child.call("memory") if contestant.is_program else memory(child.pid)
+                sizes["cache"] = self._cache_bytes(contestant, tokens, child)
+                self._result.add_all(MEMORY, str(contestant), sizes, **about)
             except Failed as error:
-                measured = {"failure": str(error)}
+                self._miss(MEMORY, error)
+                self._result.add(MEMORY, str(contestant), "peak", failure=str(error), **about)
             self._children.close()
-            self._speed.memory.append(about | measured | {"tokens": tokens, "context": context})
-            self._referee.advance(1 / len(self._speed.contestants))
-        self._on_progress()
+            self._runner.advance(1 / len(self._plan.contestants))
+        self._keep()
 
     def _measure_starts(self) -> None:
+        """Measure the starts of each engine's first contestant, in turn, after one that does not count."""
         self._children.end_part()
-        context, ids = self._plan.memory_context, self._ids(START_TOKENS)
-        measure_starts(self._speed, self._subject, self._referee, context, ids)
-        self._on_progress()
+        starter = Starter(self._subject, self._most, self._plan.memory_context, self._ids(START_TOKENS))
+        leaders = {contestant.engine: contestant for contestant in reversed(self._plan.contestants)}
+        cells = {Cell(leader, self._most): list[dict[str, Any]]() for leader in reversed(leaders.values())}
 
-    # -- help --------------------------------------------------------------------------------------------------
+        def seconds(cell: Cell, number: int) -> float:
+            started = starter.run(cell.contestant)
+            if number >= 0:
+                cells[cell].append(started)
+            return float(started["seconds"])
+
+        note("Starting new processes")
+        self._alternate("starts", [*cells], seconds)
+        for cell, starts in cells.items():
+            contestant = cell.contestant
+            about: dict[str, Any] = {"threads": cell.threads, "context": starter.context}
+            if not starts:
+                self._result.add(START, str(contestant), "seconds", failure=cell.failure or "not measured", **about)
+                continue
+            add_medians(self._result, START, str(contestant), starts, **about)
+            if contestant.is_ours:
+                note("Starting with an empty cache folder, which compiles the kernels and fits the KV cache")
+                self._runner.advance(0, FIRST)
+                try:
+                    warm = self._result.value(START, str(contestant), "seconds") or 0.0
+                    starter.add_first_ever(self._result, contestant, warm, self._plan.repeat)
+                except Failed as error:
+                    note(f"The first start ever cannot be measured: {error}")
+        self._keep()
+
+    # -- help ------------------------------------------------------------------------------------------------------
+
+    def _alternate(
+        self, name: str, cells: Sequence[Cell], rate: Callable[[Cell, int], float], *, warm_up: bool = True
+    ) -> None:
+        """Run each cell `repeat` times, in turn; fewer times where the same contestant with more threads is far faster.
+
+        warm_up: whether a run −1 comes first, which does not count.
+        """
+
+        def run(cell: Cell, number: int) -> None:
+            failures = self._children.failures
+            if is_far_behind(cell, cells):
+                return
+            if cell.contestant not in failures:
+                time.sleep(_REST_SECONDS)
+                try:
+                    rated = rate(cell, number)
+                    cell.runs += [rated] if number >= 0 else []
+                except Failed as error:
+                    self._children.fail(cell.contestant, str(error))
+                    self._miss(name, error)
+                    cell.failure = None if isinstance(error, OutOfTime) else str(error)  # runs before that count
+            if cell.contestant in failures and not cell.runs:
+                cell.failure = failures[cell.contestant]
+
+        self._runner.in_turn(name, cells, range(-1 if warm_up else 0, self._plan.repeat), run)
+
+    def _miss(self, name: str, error: Failed) -> None:
+        """Name a part that had too little time, if that is the error."""
+        if isinstance(error, OutOfTime) and name not in self._runner.left_out:
+            self._runner.left_out.append(name)
 
     def _child(self, contestant: Contestant, threads: int) -> Child:
         return self._children.child(contestant, threads, self._plan.context)
@@ -288,22 +341,51 @@ class Measurement:
         """New random tokens with each call; the same sequence of calls gives the same tokens."""
         return self._rng.integers(self._plan.vocabulary, size=count).tolist()
 
-    def _add(self, row: Row) -> None:
-        self._speed.rows.append(row)
-        for cell in row.cells:
-            rate = f"{cell.median:,.1f} tokens/s" if cell.runs and cell.failure is None else cell.failure
-            note(f"{row.name}, {cell.contestant.engine} {cell.contestant.cache}: {rate}")
-        self._on_progress()
+    def _add(self, section: str, name: str, tokens: int, cell: Cell) -> None:
+        """Add the rows of a cell: its rate, and for generation the bytes that a step reads."""
+        contestant, failure = cell.contestant, cell.failure
+        if failure is None and not cell.runs:
+            failure = "not measured"
+        more: dict[str, Any] = {"section": section, "tokens": tokens, "threads": cell.threads}
+        if cell.tried:
+            more["tried"] = {str(threads): list(runs) for threads, runs in cell.tried.items()}
+        self._result.add(name, str(contestant), RATE, cell.runs, failure=failure, **more)
+        if failure is None and section == GENERATION:
+            with suppress(Failed):  # its time was over after some runs
+                cache = self._cache_bytes(contestant, tokens)
+                if cache is not None:
+                    weights = self._weight_bytes(contestant)
+                    self._result.add_all(name, str(contestant), {"weights": weights, "cache": cache})
+        note(f"{name}, {contestant}: {failure or f'{cell.median:,.1f} tokens/s'}")
+        self._keep()
+
+    def _judge(self) -> None:
+        """Add the share of the bandwidth of each generation, and say which peers have lacked a core: those that are
+        slower with more threads, or read next to nothing while ours do not."""
+        fastest = {threads: max(rates) for threads, rates in self._result["bytes_per_second"].items()}
+        most = dict.fromkeys((subject for subject, *_ in self._result.parts()), 0.0)  # of our shares
+        for subject, who, figures in self._result.parts():
+            if "cache" in figures and RATE in figures and (read := fastest.get(str(figures[RATE].more["threads"]))):
+                share = (
+                    sum(figures[name].value or 0 for name in ("weights", "cache")) * (figures[RATE].value or 0) / read
+                )
+                self._result.add(subject, who, "bandwidth", value=share)
+                most[subject] = max(most[subject], share if who.startswith(f"{OURS} ") else 0)
+        for row in list(self._result.rows(RATE)):
+            share = self._result.value(row.subject, row.contestant, "bandwidth")
+            if row.value is not None and (why := starvation(row, share, most[row.subject])):
+                more = {**row.more, "starvation": why}
+                self._result.add(row.subject, row.contestant, RATE, row.runs, **more)
 
     def _weight_bytes(self, contestant: Contestant) -> int:
         if contestant.is_ours:
-            return int(self._child(contestant, self._speed.chosen[OURS]).call("weight_bytes"))
+            return int(self._child(contestant, self._chosen).call("weight_bytes"))
         return self._subject.peer_weight_bytes()
 
     def _cache_bytes(self, contestant: Contestant, tokens: int, child: Child | None = None) -> int | None:
         """Bytes of K/V of `tokens` tokens; None for a peer that does not say them."""
         if contestant.is_ours:
-            child = child or self._child(contestant, self._speed.chosen[OURS])
+            child = child or self._child(contestant, self._chosen)
             return int(child.call("cache_bytes", tokens))
         bits = contestant.peer.caches[contestant.cache]
         return None if bits is None else self._subject.kv_bytes(bits, tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polarlm.bench.command import TYPES_HELP, numbers
-from polarlm.bench.report import Output
+from polarlm.bench.result import Output
 from polarlm.bench.speed import peers
 from polarlm.engine.cli.flags import FlagError
 from polarlm.engine.config import hub_setting, model_setting, setting

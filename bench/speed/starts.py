@@ -14,19 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polarlm.bench.speed.child import Failed, memory
+from polarlm.bench.result import Result
+from polarlm.bench.speed.child import memory
 from polarlm.bench.speed.contestants import Contestant, Subject, new_child, start
-from polarlm.bench.speed.figures import Cell, Speed
-from polarlm.bench.speed.referee import Referee
 from polarlm.engine.backends.numpy import host_memory
-from polarlm.engine.cli.commands import note
 
+START, FIRST, MAPPED = "start", "the first start ever", "start with mapped weights"
 START_TOKENS = 8  # tokens of the prompt of a start
 _TILE_CACHE = {"tile_cache": "1000G"}
 _KERNELS = "kernels"  # the folder of the user's cache folder that has compiled kernels
 _WRITE = "import sys, numpy; numpy.ones(int(sys.argv[1]), numpy.uint8)"  # in huge pages
 _MIB, _GIB = 1 << 20, 1 << 30
-WITH_EMPTY_FOLDER = 14  # `Starter.first_ever` takes about as long as this number of other starts
+WITH_EMPTY_FOLDER = 14  # `Starter.add_first_ever` takes about as long as this number of other starts
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,12 @@ class Starter:
         parts = {"imports": imported - began, "loading": loaded - imported, "first token": ended - loaded}
         return {"seconds": ended - began, "parts": parts, "memory": sizes, **compiled}
 
-    def first_ever(self, contestant: Contestant, warm: float, repeat: int) -> dict[str, Any]:
-        """The "first" start with an empty cache folder: its "seconds", the "fit" of the cache among them, its compiled
-        "kernels" and their "compiling" seconds; on a CPU also `repeat` starts with "mapped" weights.
+    def add_first_ever(self, result: Result, contestant: Contestant, warm: float, repeat: int) -> None:
+        """Add the first start, with an empty cache folder: its seconds, the fit of the cache among them, its compiled
+        kernels and their compiling seconds; on a CPU also `repeat` starts with mapped weights.
 
         warm: seconds of a start that finds fit and kernels. Raises Failed.
         """
-        mapped = {}
         with tempfile.TemporaryDirectory() as folder:
             variables = {"POLARLM_CACHE": folder}
             first = self.run(contestant, variables)
@@ -83,9 +81,11 @@ class Starter:
             fitted = self.run(contestant, variables)["seconds"]
             if self.subject.device == "cpu":
                 self.run(contestant, variables, _TILE_CACHE)  # writes the file
-                mapped = {"mapped": _medians([self.run(contestant, variables, _TILE_CACHE) for _ in range(repeat)])}
+                mapped = [self.run(contestant, variables, _TILE_CACHE) for _ in range(repeat)]
+                add_medians(result, MAPPED, str(contestant), mapped)
         fit = max(0.0, min(fitted, first["seconds"]) - warm)  # the machine may slow one of the two down
-        return {"first": {name: first[name] for name in ("seconds", "kernels", "compiling")} | {"fit": fit}, **mapped}
+        figures = {name: first[name] for name in ("seconds", "kernels", "compiling")}
+        result.add_all(FIRST, str(contestant), figures | {"fit": fit})
 
 
 def memory_of_a_start(file_bytes: int) -> int:
@@ -102,43 +102,11 @@ def ready_memory(size: int) -> None:
         subprocess.run([sys.executable, "-c", _WRITE, str(size)], check=False, stderr=subprocess.DEVNULL)
 
 
-def measure_starts(speed: Speed, subject: Subject, referee: Referee, context: int, ids: Sequence[int]) -> None:
-    """Add the starts of each engine's first contestant to `speed`, in turn, after one that does not count."""
-    starter = Starter(subject, speed.most_threads, context, ids)
-    leaders = {contestant.engine: contestant for contestant in reversed(speed.contestants)}
-    cells = [Cell(leader, speed.most_threads) for leader in reversed(leaders.values())]
-    measured: dict[Contestant, list[dict[str, Any]]] = {cell.contestant: [] for cell in cells}
-
-    def run(cell: Cell, number: int) -> float:
-        result = starter.run(cell.contestant)
-        if number >= 0:
-            measured[cell.contestant].append(result)
-        return float(result["seconds"])
-
-    note("Starting new processes")
-    alternating = (1 + referee.repeat) * len(cells)
-    share = alternating / (alternating + WITH_EMPTY_FOLDER)
-    referee.measure("starts", cells, run, share=share)
-    for cell in cells:
-        row: dict[str, Any] = {"engine": cell.contestant.engine, "cache": cell.contestant.cache}
-        row |= {"threads": cell.threads, "context": context}
-        if cell.failure is None:
-            row |= _medians(measured[cell.contestant])
-            if cell.contestant.is_ours:
-                note("Starting with an empty cache folder, which compiles the kernels and fits the KV cache")
-                referee.announce("the first start ever")
-                try:
-                    row |= starter.first_ever(cell.contestant, row["median"], referee.repeat)
-                except Failed as error:
-                    note(f"The first start ever cannot be measured: {error}")
-                referee.advance(1 - share)
-        else:
-            row["failure"] = cell.failure
-        speed.starts.append(row)
-
-
-def _medians(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    seconds = [start["seconds"] for start in starts]
+def add_medians(
+    result: Result, subject: str, contestant: str, starts: Sequence[Mapping[str, Any]], **more: Any
+) -> None:
+    """Add the seconds of starts, the medians of their parts, and the most memory."""
+    result.add(subject, contestant, "seconds", [start["seconds"] for start in starts], **more)
     parts = {name: statistics.median(start["parts"][name] for start in starts) for name in starts[0]["parts"]}
     sizes = {name: max(start["memory"][name] for start in starts) for name in starts[0]["memory"]}
-    return {"median": statistics.median(seconds), "runs": seconds, "parts": parts, "memory": sizes}
+    result.add_all(subject, contestant, parts | sizes)

@@ -1,248 +1,341 @@
-"""The tables of a speed measurement, made from its JSON for the terminal and docs/speed.md."""
+"""The report of a speed measurement, and its tables for docs/speed.md, made from its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from polarlm.bench import report
+from polarlm.bench import pictures
+from polarlm.bench.pictures import Picture, Series
+from polarlm.bench.report import NOTHING, Column, Report, Section, Table, provenance, rate_text, size_text
+from polarlm.bench.result import Figures, Result, Row, value_of
+from polarlm.bench.result import provenance as provenance_of
 from polarlm.bench.speed import peers
-from polarlm.bench.speed.contestants import OURS
-from polarlm.bench.speed.figures import BATCHES, GENERATION, PROMPT
+from polarlm.bench.speed.contestants import BATCHES, GENERATION, OURS, PROMPT, RATE
+from polarlm.bench.speed.measure import MEMORY
+from polarlm.bench.speed.starts import FIRST, MAPPED, START
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.state.plan import format_bytes
 
-Measured = Mapping[str, Any]
-NOTHING = "—"
-_OF_THE_FIRST = ("seconds", "fit", "compiling")  # figures of our first start ever
+_PARTS = ("imports", "loading", "first token")  # of a start
+_LARGE = 0.1  # a spread, as a share of the median
 
 
-def format_tables(measured: Measured) -> str:
-    """All tables, each with a title, for the terminal."""
-    sections = {row["section"] for row in measured["rows"]}
-    starts = f"{starts_table(measured)}\n\n{starts_in_parts(measured)}" if measured["starts"] else ""
+def report_of(result: Result) -> Report:
     read = "Bytes that a step reads, and share of the memory's bandwidth"
-    parts = [
-        ("Prompts, tokens/s", PROMPT in sections and rates_table(measured, [PROMPT], spread=True)),
-        ("Generation, tokens/s", GENERATION in sections and rates_table(measured, [GENERATION], spread=True)),
-        (read, GENERATION in sections and bandwidth_table(measured)),
-        ("Steps of several sequences together", BATCHES in sections and batches_table(measured)),
-        ("Memory of the process", measured["memory"] and memory_table(measured)),
-        ("Starts", starts),
-    ]
-    titled = [f"{title}\n\n{report.with_origin(t, measured)}" for title, t in parts if t]
-    return "\n\n".join([_about(measured), *titled, *measured["left_out"]])
-
-
-def rates_table(measured: Measured, sections: Sequence[str], *, spread: bool = False) -> str:
-    """A table with a line per prompt or context and a column per contestant; ours with the ratio to the strongest peer,
-    which is the fastest cache of any peer. With several peers, the last column names it.
-
-    spread: whether to show half the distance between the slowest and the fastest run, too.
-    """
-    rows, several = [], len({cell["engine"] for cell in measured["contestants"] if _is_peer(cell)}) > 1
-    for row in (row for section in sections for row in measured["rows"] if row["section"] == section):
-        first = strongest(row["cells"])
-        best = None if first is None else first["median"]
-        rows.append([row["name"], *(_rate_cell(cell, best, spread) for cell in row["cells"])])
-        if several:
-            rows[-1].append(NOTHING if first is None else f"{label(first['engine'])} {first['cache']}")
-    return report.table(["", *_columns(measured), *(["strongest peer"] if several else [])], rows)
-
-
-def strongest(cells: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The cell of the fastest cache of any peer; None without one."""
-    theirs = [cell for cell in cells if _is_peer(cell) and "median" in cell]
-    return max(theirs, key=lambda cell: cell["median"], default=None)
-
-
-def bandwidth_table(measured: Measured) -> str:
-    """A table of the bytes of weights and cache that a step reads, and of the share of memory bandwidth."""
-    rows = [row for row in measured["rows"] if row["section"] == GENERATION]
-    return report.table(["", *_columns(measured)], [[row["name"], *map(_bytes_cell, row["cells"])] for row in rows])
-
-
-def batches_table(measured: Measured) -> str:
-    """A table of tokens/s of several sequences together, and their ratio to the tokens/s of one sequence."""
-    rows = [row for row in measured["rows"] if row["section"] == BATCHES]
-    one = next((row["cells"][0].get("median") for row in rows if row["tokens"] == 1), None)
-    lines = []
-    for row in rows:
-        (cell,) = row["cells"]
-        rate = _rate(cell["median"]) if "median" in cell else cell["failure"]
-        times = f"{cell['median'] / one:.2f}" if one and "median" in cell else NOTHING
-        lines.append([row["name"], f"`{cell['cache']}`", rate, times])
-    return report.table(["", "cache", "tokens/s", "times one"], lines)
-
-
-def memory_table(measured: Measured) -> str:
-    """A table of each contestant's memory: the peak, and the parts after the steps."""
-    lines = []
-    for row, column in zip(measured["memory"], _columns(measured), strict=True):
-        if "failure" in row:
-            lines.append([column, row["failure"], *[NOTHING] * 4])
-        else:
-            sizes = [row.get(name) for name in ("peak", "now", "private", "file", "cache_bytes")]
-            lines.append([column, *(NOTHING if size is None else format_bytes(size) for size in sizes)])
-    return report.table(["", "peak", "after steps", "private", "files", "cache"], lines)
-
-
-def starts_table(measured: Measured) -> str:
-    """A table of the seconds from a new process to its first token, and of the memory of that process."""
-    theirs = [row for row in measured["starts"] if _is_peer(row)]
-    fastest = min((row["median"] for row in theirs if "median" in row), default=None)
-    lines = []
-    for row in measured["starts"]:
-        name = f"{label(row['engine'])} {row['cache']}"
-        if "median" not in row:
-            lines.append([name, row["failure"], *[NOTHING] * 5])
-            continue
-        ratio = NOTHING if _is_peer(row) or fastest is None else f"{row['median'] / fastest:.2f}"
-        sizes = [row["memory"].get(part) for part in ("peak", "weights", "store", "rest")]
-        parts = [NOTHING if size is None or size < 0 else format_bytes(size) for size in sizes]  # pages nobody touched
-        lines.append([name, f"{row['median']:.2f} s", ratio, *parts])
-    other = "the fastest peer" if len(theirs) > 1 else label(theirs[0]["engine"] if theirs else peers.DEFAULT)
-    return report.table(["", "first token", f"times {other}", "peak", "weights", "store", "rest"], lines)
-
-
-def starts_in_parts(measured: Measured) -> str:
-    """Lines about the parts of starts, and about our first start ever; without those that failed."""
-    lines = []
-    for row in measured["starts"]:
-        if row.get("parts"):
-            parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in row["parts"].items())
-            lines.append(f"{label(row['engine'])} {row['cache']}: {parts}")
-        if "first" in row:
-            first = row["first"]
-            lines.append(
-                f"The first start ever of {label(row['engine'])} {row['cache']}: {first['seconds']:.2f} s, of which "
-                f"fitting the cache {first['fit']:.2f} s; compiling {first['kernels']} kernels took "
-                f"{first['compiling']:.2f} s of one core"
-            )
-        if "mapped" in row:
-            lines.append(f"With --tile-cache, {label(row['engine'])} {row['cache']}: {row['mapped']['median']:.2f} s")
-    return "\n\n".join(lines)
-
-
-def starts_of_models(measurements: Sequence[Measured]) -> str:
-    """A table with a line for each measurement, the smallest file first: starts of both engines, and our first ever."""
-    other = label(peers.DEFAULT)
-    header = ["", "file", "here", other, "times", "mapped", "times"]
-    header += ["peak", f"{other}'s peak", "weights", "first ever", "fit", "compiling"]
-    lines = []
-    for measured in sorted(measurements, key=lambda one: (one["file_bytes"], one["model"])):
-        ours, theirs = _start_of(measured, OURS), _start_of(measured, peers.DEFAULT)
-        mapped = ours.get("mapped", {})
-        lines.append([f"{measured['model']}, {measured['weights']}", format_bytes(measured["file_bytes"])])
-        lines[-1] += [_median(ours), _median(theirs), _times(ours, theirs), _median(mapped), _times(mapped, theirs)]
-        sizes = [(ours, "peak"), (theirs, "peak"), (ours, "weights")]
-        lines[-1] += [format_bytes(row["memory"][part]) if "memory" in row else NOTHING for row, part in sizes]
-        lines[-1] += [f"{ours['first'][part]:.1f} s" if "first" in ours else NOTHING for part in _OF_THE_FIRST]
-    return report.table(header, lines)
-
-
-def place(measured: Measured) -> str:
-    """The machine of a measurement."""
-    machine = measured["machine"]
-    return f"{machine['cores']} cores of an {machine['cpu']}, {machine['system']}"
-
-
-def source(measured: Measured) -> str:
-    """A description of the measurement in Markdown: what was measured, where, how and when."""
-    runs = max((len(cell.get("runs", ())) for row in measured["rows"] for cell in row["cells"]), default=0)
-    return (
-        f"{_named(measured)} on {place(measured)}; "
-        f"{peers_in_words(measured)}; medians of {runs} runs; "
-        f"threads: {_threads(measured)}; {report.measured_with(measured)}"
+    starts = [Section("Starts", [starts_table(result)], starts_in_parts(result))]
+    return Report(
+        title=f"{_named(result)} on {_where(result)}",
+        lead="Medians ± half the spread; × is the ratio to the strongest peer",
+        sections=[
+            Section("Prompts, tokens/s", [rates_table(result, [PROMPT], spread="all")]),
+            Section("Generation, tokens/s", [rates_table(result, [GENERATION], spread="all")]),
+            Section(read, [bandwidth_table(result)]),
+            Section("Steps of several sequences together", [batches_table(result)]),
+            Section("Memory of the process", [memory_table(result)]),
+            *starts,
+        ],
+        about=[*_about(result), *provenance(result)],
+        notes=[*_starvation_notes(result), *result["left_out"]],
+        partial="" if result["complete"] else "This page is partial: see its last sentences.",
+        pictures=pictures_of(result),
     )
 
 
-def peers_in_words(measured: Measured) -> str:
+# -- rates -----------------------------------------------------------------------------------------------------------
+
+
+def rates(result: Result, *sections: str) -> dict[str, dict[str, Row]]:
+    """Subject → contestant → its rate, section by section, short contexts first."""
+    subjects: dict[str, dict[str, Row]] = {}
+    for row in sorted(
+        (row for row in result.rows(RATE) if row.more.get("section") in sections),
+        key=lambda row: (sections.index(row.more["section"]), row.more["tokens"]),
+    ):
+        subjects.setdefault(row.subject, {})[row.contestant] = row
+    return subjects
+
+
+def rates_table(result: Result, sections: Sequence[str], *, spread: str = "", with_peer: bool = False) -> Table:
+    """A table with a line per prompt or context and a column per contestant; ours with the ratio to the strongest peer,
+    which is the fastest cache of any peer, in bold if we are slower. With several peers, the last column names it.
+
+    spread: whether to show half the distance between the slowest and the fastest run, too: "all", or "large" where it
+    is more than a tenth. with_peer: whether only what a peer has read, too, is shown, if there is one.
+    """
+    subjects, has_ratios = rates(result, *sections), not _starvation_notes(result)
+    if with_peer and any(strongest(rows.values()) for rows in subjects.values()):
+        subjects = {subject: rows for subject, rows in subjects.items() if strongest(rows.values())}
+
+    def cell(subject: str, contestant: str) -> str:
+        row, peer = subjects[subject].get(contestant), strongest(subjects[subject].values())
+        return _rate_cell(row, peer.value if peer and has_ratios else None, spread)
+
+    columns = _columns(result)
+    table = Table.crossed("", subjects, columns, cell)
+    if len({engine(one) for one in columns if not is_ours(one)}) < 2:
+        return table
+    best = (strongest(rows.values()) for rows in subjects.values())
+    names = [NOTHING if peer is None else name(peer.contestant) for peer in best]
+    return Table([*table.header, "strongest peer"], [[*row, who] for row, who in zip(table.rows, names, strict=True)])
+
+
+def strongest(rows: Iterable[Row]) -> Row | None:
+    """The rate of the fastest cache of any peer; None without one."""
+    theirs = [row for row in rows if row.value is not None and not is_ours(row.contestant)]
+    return max(theirs, key=lambda row: row.value or 0, default=None)
+
+
+def _rate_cell(row: Row | None, best: float | None, spread: str) -> str:
+    if row is None or row.value is None:
+        runs = () if row is None else max(row.more.get("tried", {}).values(), key=max, default=())
+        return f"{row.failure if row else NOTHING}{': ' if runs else ''}{', '.join(map(rate_text, runs))}"
+    text, half = rate_text(row.value), (max(row.runs) - min(row.runs)) / 2
+    if spread == "all" or (spread and half > _LARGE * row.value):
+        text += f" ± {half:,.1f}" if row.value < 100 else f" ± {half:,.0f}"
+    if not is_ours(row.contestant) or best is None:
+        return text
+    ratio = f"{row.value / best:.2f}×"
+    return f"{text} (**{ratio}**)" if float(ratio[:-1]) < 1 else f"{text} ({ratio})"
+
+
+def _starvation_notes(result: Result) -> list[str]:
+    """A sentence about each peer that has lacked a core: no ratio is of such a measurement."""
+    rows = {name(row.contestant): row for row in result.rows(RATE) if "starvation" in row.more}
+    return [
+        f"No ratios, since {peer} lacked a core: {row.subject}, it is {row.more['starvation']}. Measure again when the "
+        "machine has no other work, or with fewer --threads"
+        for peer, row in rows.items()
+    ]
+
+
+def bandwidth_table(result: Result) -> Table:
+    """A table of the bytes of weights and cache that a step reads, and of the share of memory bandwidth."""
+
+    def cell(subject: str, contestant: str) -> str:
+        figures = result.figures(subject, contestant)
+        if "cache" not in figures:
+            return figures[RATE].failure or NOTHING if RATE in figures else NOTHING
+        sizes = " + ".join(f"{_of(figures, part) / 1e6:,.0f}" for part in ("weights", "cache"))
+        return f"{sizes} MB" + (f", {_of(figures, 'bandwidth'):.0%}" if "bandwidth" in figures else "")
+
+    return Table.crossed("", rates(result, GENERATION), _columns(result), cell)
+
+
+def batches_table(result: Result) -> Table:
+    """A table of tokens/s of several sequences together, and their ratio to the tokens/s of one sequence."""
+    rows = [row for row in result.rows(RATE) if row.more.get("section") == BATCHES]
+    one = next((row.value for row in rows if row.more["tokens"] == 1), None)
+
+    def times(figures: Figures) -> str:
+        return f"{_of(figures, RATE) / one:.2f}" if one and figures[RATE].value is not None else NOTHING
+
+    columns = [
+        Column("cache", lambda figures: f"`{cache(figures[RATE].contestant)}`"),
+        Column.of("tokens/s", RATE, rate_text),
+        Column("times one", times),
+    ]
+    return Table.of("", columns, ((row.subject, {RATE: row}) for row in rows))
+
+
+# -- memory and starts -----------------------------------------------------------------------------------------------
+
+
+def memory_table(result: Result) -> Table:
+    """A table of each contestant's memory: the peak, and the parts after the steps."""
+    names = {"peak": "peak", "after steps": "now", "private": "private", "files": "file", "cache": "cache"}
+    columns = [Column.of(title, quantity, size_text) for title, quantity in names.items()]
+    return Table.of("", columns, ((_columns(result)[who], figures) for _, who, figures in result.parts(MEMORY)))
+
+
+def starts_table(result: Result) -> Table:
+    """A table of the seconds from a new process to its first token, and of the memory of that process."""
+    starts = {who: figures for subject, who, figures in result.parts(START) if subject == START}
+    theirs = [figures["seconds"] for who, figures in starts.items() if not is_ours(who)]
+    rates_of_peers = [row for row in theirs if row.value is not None and not _starvation_notes(result)]
+    fastest = min(rates_of_peers, key=lambda row: row.value or 0, default=None)
+    other = "the fastest peer" if len(theirs) > 1 else label(engine(theirs[0].contestant) if theirs else peers.DEFAULT)
+    columns = [Column.of("first token", "seconds", _seconds), _times(f"times {other}", "seconds", "fastest")]
+    columns += [Column.of(part, part, size_text) for part in ("peak", "weights", "store", "rest")]
+    than = {} if fastest is None else {"fastest": fastest}
+    lines = ((name(who), {**figures, **(than if is_ours(who) else {})}) for who, figures in starts.items())
+    return Table.of("", columns, lines)
+
+
+def _times(title: str, quantity: str, than: str) -> Column:
+    """The column of a ratio of two quantities."""
+
+    def cell(figures: Figures) -> str:
+        ours, other = value_of(figures, quantity), value_of(figures, than)
+        return f"{ours / other:.2f}" if ours and other else NOTHING
+
+    return Column(title, cell)
+
+
+def starts_in_parts(result: Result) -> str:
+    """Lines about the parts of starts, and about our first start ever; without those that failed."""
+    lines = []
+    for subject, who, figures in result.parts():
+        if subject == START and "loading" in figures:
+            lines.append(f"{name(who)}: " + ", ".join(f"{part} {_seconds(_of(figures, part))}" for part in _PARTS))
+        elif subject == FIRST:
+            lines.append(
+                f"The first start ever of {name(who)}: {_seconds(_of(figures, 'seconds'))}, of which fitting the cache "
+                f"{_seconds(_of(figures, 'fit'))}; compiling {_of(figures, 'kernels'):.0f} kernels took "
+                f"{_seconds(_of(figures, 'compiling'))} of one core"
+            )
+        elif subject == MAPPED:
+            lines.append(f"With --tile-cache, {name(who)}: {_seconds(_of(figures, 'seconds'))}")
+    return "\n\n".join(lines)
+
+
+def starts_of_models(results: Sequence[Result]) -> Table:
+    """A table with a line for each measurement, the smallest file first: starts of both engines, and our first ever."""
+    other, ours, theirs = label(peers.DEFAULT), f"{START} {OURS} ", f"{START} {peers.DEFAULT} "
+    mapped, first, tenths = f"{MAPPED} {OURS} ", f"{FIRST} {OURS} ", "{:.1f} s".format
+    columns = [
+        Column.of("file", "file", size_text),
+        Column.of("here", f"{ours}seconds", _seconds),
+        Column.of(other, f"{theirs}seconds", _seconds),
+        _times("times", f"{ours}seconds", f"{theirs}seconds"),
+        Column.of("mapped", f"{mapped}seconds", _seconds),
+        _times("times", f"{mapped}seconds", f"{theirs}seconds"),
+        Column.of("peak", f"{ours}peak", size_text),
+        Column.of(f"{other}'s peak", f"{theirs}peak", size_text),
+        Column.of("weights", f"{ours}weights", size_text),
+        Column.of("first ever", f"{first}seconds", tenths),
+        Column.of("fit", f"{first}fit", tenths),
+        Column.of("compiling", f"{first}compiling", tenths),
+    ]
+    lines = []
+    for result in sorted(results, key=lambda one: (one["file_bytes"], one["model"])):
+        figures = {f"{row.subject} {engine(row.contestant)} {row.quantity}": row for row in result.rows()}
+        file = Row("", "", "file", value=result["file_bytes"])
+        lines.append((f"{result['model']}, {result['weights']}", {**figures, "file": file}))
+    return Table.of("", columns, lines)
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def place(result: Result) -> str:
+    """The machine of a measurement."""
+    machine = result["machine"]
+    return f"{machine['cores']} cores of an {machine['cpu']}, {machine['system']}"
+
+
+def source(result: Result) -> str:
+    """A description of the measurement in Markdown: what was measured, where, how and when."""
+    runs = max((len(row.runs) for row in result.rows(RATE)), default=0)
+    return (
+        f"{_named(result)} on {place(result)}; {peers_in_words(result)}; medians of {runs} runs; "
+        f"threads: {_threads(result)}; {provenance_of(result)}"
+    )
+
+
+def peers_in_words(result: Result) -> str:
     """The peers of a measurement, each with its version or the reason why it is missing."""
-    return ", ".join(f"{peer['name']} {peer['version_or_absence']}" for peer in measured["peers"])
+    return ", ".join(f"{peer['name']} {peer['version_or_absence']}" for peer in result["peers"])
+
+
+def engine(contestant: str) -> str:
+    return contestant.partition(" ")[0]
+
+
+def cache(contestant: str) -> str:
+    return contestant.partition(" ")[2]
+
+
+def is_ours(contestant: str) -> bool:
+    return engine(contestant) == OURS
 
 
 def label(engine: str) -> str:
     """The name of an engine in tables."""
-    return "here" if engine == OURS else peers.every()[engine].label
+    return "here" if engine == OURS else peers.every()[engine].label if engine in peers.every() else engine
 
 
-def _threads(measured: Measured) -> str:
-    threads = measured["threads"]
+def name(contestant: str) -> str:
+    """A contestant with the engine's name in tables."""
+    return f"{label(engine(contestant))} {cache(contestant)}"
+
+
+def _columns(result: Result) -> Mapping[str, str]:
+    """Contestant → its name: of ours the cache, the default one in bold. Those of a result that does not list them are
+    in order, ours first."""
+    measured = sorted(
+        {row.contestant for row in result.rows(RATE) if "section" in row.more}, key=lambda who: (not is_ours(who), who)
+    )
+    bold = {f"{OURS} {EngineConfig.cache_type}": f"**{EngineConfig.cache_type}**"}
+    contestants = result.about.get("contestants", measured)
+    return {one: bold.get(one, cache(one)) if is_ours(one) else name(one) for one in contestants}
+
+
+def _threads(result: Result) -> str:
+    threads = result["threads"]
     chosen = ", ".join(f"{label(engine)} {n}" for engine, n in threads["chosen"].items())
     words = f"{threads['most']} for prompts, for steps {chosen}"
-    if "peers" in threads and any(_is_peer(contestant) for contestant in measured["contestants"]):
+    if "peers" in threads and not all(map(is_ours, result["contestants"])):
         words += f"; a peer's best of {' and '.join(map(str, threads['peers']))} in each row"
     return words
 
 
-def _about(measured: Measured) -> str:
-    machine = measured["machine"]
-    place = machine["gpu"]["name"] if "gpu" in machine else f"{machine['cpu']}, {machine['cores']} cores"
-    lines = [f"{_named(measured)} on {place}. Medians ± half the spread."]
-    if ours := measured["ours"]:
-        lines.append(f"polarlm, backend {ours['backend']}: {ours['loaded']}")
-    for other in measured["peers"]:
-        built = f" ({other['built_with']})" if other["built_with"] else ""
-        lines.append(f"{other['name']}: {other['version_or_absence']}{built}")
-    if measured["threads"]["chosen"] and measured["device"] == "cpu":
-        lines.append(f"Threads: {_threads(measured)}")
-    rates = [f"{n}: {max(rates) / 1e9:.1f} GB/s" for n, rates in measured["bytes_per_second"].items()]
-    if rates:
-        lines.append(f"Bandwidth of the memory by threads that read: {', '.join(rates)}")
-    return "\n".join(lines)
+def _about(result: Result) -> list[tuple[str, str]]:
+    about = []
+    if ours := result.about.get("ours"):
+        about.append((f"polarlm, backend {ours['backend']}", str(ours["loaded"])))
+    for peer in result["peers"]:
+        built = f" ({peer['built_with']})" if peer["built_with"] else ""
+        about.append((peer["name"], f"{peer['version_or_absence']}{built}"))
+    if result["threads"]["chosen"] and result["device"] == "cpu":
+        about.append(("threads", _threads(result)))
+    read = [f"{n}: {max(rates) / 1e9:.1f} GB/s" for n, rates in result["bytes_per_second"].items()]
+    return [*about, *([("bandwidth of the memory by threads that read", ", ".join(read))] if read else [])]
 
 
-def _named(measured: Measured) -> str:
-    return f"{measured['model']} ({measured['weights']})"
+def _named(result: Result) -> str:
+    return f"{result['model']} ({result['weights']})"
 
 
-def _start_of(measured: Measured, engine: str) -> Mapping[str, Any]:
-    return next((row for row in measured["starts"] if row["engine"] == engine), {})
+def _where(result: Result) -> str:
+    machine: Mapping[str, Any] = result["machine"]
+    return str(machine["gpu"]["name"]) if "gpu" in machine else f"{machine['cpu']}, {machine['cores']} cores"
 
 
-def _median(row: Mapping[str, Any]) -> str:
-    return f"{row['median']:.2f} s" if "median" in row else str(row.get("failure", NOTHING))
+def _of(figures: Figures, quantity: str) -> float:
+    return value_of(figures, quantity) or 0.0
 
 
-def _times(row: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    return f"{row['median'] / other['median']:.2f}" if "median" in row and "median" in other else NOTHING
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s"
 
 
-def _columns(measured: Measured) -> list[str]:
-    """The default cache is in bold."""
-    columns = []
-    for contestant in measured["contestants"]:
-        cache = contestant["cache"]
-        if contestant["engine"] != OURS:
-            columns.append(f"{label(contestant['engine'])} {cache}")
-        else:
-            columns.append(f"**{cache}**" if cache == EngineConfig.cache_type else cache)
-    return columns
+# -- the picture -----------------------------------------------------------------------------------------------------
 
 
-def _is_peer(cell: Mapping[str, Any]) -> bool:
-    return bool(cell["engine"] != OURS)
-
-
-def _rate_cell(cell: Mapping[str, Any], best: float | None, spread: bool) -> str:
-    if "median" not in cell:
-        runs = max(cell.get("tried", {}).values(), key=max, default=())
-        return f"{cell['failure']}{': ' if runs else ''}{', '.join(map(_rate, runs))}"
-    text = _rate(cell["median"])
-    if spread:
-        half = (max(cell["runs"]) - min(cell["runs"])) / 2
-        text += f" ±{half:,.1f}" if cell["median"] < 100 else f" ±{half:,.0f}"
-    return text if _is_peer(cell) or best is None else f"{text} ({cell['median'] / best:.2f}×)"
-
-
-def _bytes_cell(cell: Mapping[str, Any]) -> str:
-    if "bytes_read" not in cell:
-        return str(cell.get("failure", NOTHING))
-    sizes = " + ".join(f"{cell['bytes_read'][part] / 1e6:,.0f}" for part in ("weights", "cache"))
-    share = f", {cell['bandwidth_share']:.0%}" if "bandwidth_share" in cell else ""
-    return f"{sizes} MB{share}"
-
-
-def _rate(median: float) -> str:
-    return f"{median:,.0f}" if median >= 100 else f"{median:.1f}"
+def pictures_of(result: Result) -> list[Picture]:
+    """Generated tokens per second against the context, if there are two at least."""
+    measured: dict[str, list[Row]] = {}
+    for row in result.rows(RATE):
+        if row.more.get("section") == GENERATION and row.value is not None:
+            measured.setdefault(row.contestant, []).append(row)
+    if not any(len(rows) > 1 for rows in measured.values()):
+        return []
+    colours = {True: iter(2 * pictures.OURS), False: iter(2 * pictures.PEERS)}
+    series = [
+        Series(
+            cache(who) if is_ours(who) else name(who),
+            [row.more["tokens"] for row in rows],
+            [row.value or 0 for row in rows],
+            next(colours[is_ours(who)]),
+            "-" if is_ours(who) else "--",
+        )
+        for who, rows in measured.items()
+    ]
+    title = f"{_named(result)}, one request"
+    return [
+        Picture(
+            "",
+            title,
+            lambda: pictures.lines({title: series}, "tokens of context", "generated tokens/s", size=(7.2, 4.2)),
+        )
+    ]

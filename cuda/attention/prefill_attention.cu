@@ -67,13 +67,18 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
 ) {
     DYNAMIC_SHARED(unsigned char, shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y;
-    // Wide heads in full precision leave no register for parts of an address that the compiler for sm_90 would keep
-    // beside it. For sm_80 it would keep more.
+    // Wide heads leave no register for what the compiler would keep over the loop: for sm_90 a part of the span's
+    // address, in full precision; for newer ones rows of scores, from the number of the lane, otherwise. For older
+    // architectures it would keep more.
+    constexpr bool IS_WIDE = DP > 128, IS_FULL = KEYS_ARE_FULL && VALUES_ARE_FULL;
 #if __CUDA_ARCH__ == 900
-    constexpr bool HIDES_ADDRESS = KEYS_ARE_FULL && VALUES_ARE_FULL && DP > 128;
+    constexpr bool HIDES_ADDRESS = IS_WIDE && IS_FULL, READS_LANE = false;
+#elif __CUDA_ARCH__ >= 1000 || !defined(__CUDA_ARCH__)
+    constexpr bool HIDES_ADDRESS = false, READS_LANE = IS_WIDE && !IS_FULL;
 #else
-    constexpr bool HIDES_ADDRESS = false;
+    constexpr bool HIDES_ADDRESS = false, READS_LANE = false;
 #endif
+    const auto own_lane = [&] { return READS_LANE ? thread_read_anew() % 32 : lane; };
     const unsigned number = tiles[2 * blockIdx.x];
     const auto *const from = reinterpret_cast<const unsigned char *>(spans);
     const auto *const hidden = reinterpret_cast<const Span *>(at_record<4>(from, number * span_stride));
@@ -136,7 +141,7 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
         const bool is_visible = n >= 0 && rows.see_any(part.start, window);
         if (n >= 0) {
             overlap(part.region, warp, [&] { fetch_values(part); }, [&] {
-                if (is_visible) state.add_keys(queries, shared + KEYS, rows, part.start, window, lane);
+                if (is_visible) state.add_keys(queries, shared + KEYS, rows, part.start, window, own_lane());
             });
             // Computed again where registers are short.
             const int newest = DP > 128 ? position + span.rows - 1 : kept_newest;
@@ -150,12 +155,12 @@ prefill_attention_kernel(float *out, const float *q, const unsigned char *keys, 
 #endif
         }
         overlap(next.region, warp, [&] { if (n + 1 < count) fetch_keys(next); }, [&] {
-            if (is_visible) state.add_values(shared + VALUES, lane);
+            if (is_visible) state.add_values(shared + VALUES, own_lane());
         });
         __syncthreads();
     }
     if (!rows.any()) return;
     const float factor = factors ? factors[head * GROUP] : 1.0f;
     state.write(out + ((long long)span.first_row * heads + head * GROUP) * D, heads, rows, factor,
-                SINK_SCORES ? sink_scores + head * GROUP : nullptr, lane);
+                SINK_SCORES ? sink_scores + head * GROUP : nullptr, own_lane());
 }

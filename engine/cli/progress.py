@@ -56,21 +56,36 @@ def counting(what: str, unit: str = "", total: float | None = None) -> Iterator[
     it also takes the amount, and a share of the total is shown."""
     layout = None if unit else "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left{postfix}"
     with progress_bar(True, desc=what, unit=unit, total=total, bar_format=layout) as bar:
-        count, said = 0.0, time.monotonic()
+        count, shown, said, began, ended = 0.0, "", time.monotonic(), time.monotonic(), threading.Event()
 
         def say(beside: str, amount: float = 1) -> None:
-            nonlocal count, said
-            count += amount
+            nonlocal count, shown
+            count, shown = count + amount, beside
             if bar is not None:
                 bar.set_postfix_str(beside, refresh=False)
                 bar.update(amount)
             elif time.monotonic() - said >= _LINES_EVERY:
-                said = time.monotonic()
-                of = "" if total is None else f" of {total:,}"
-                done = f"{unit} {count:,.0f}{of}" if unit else f"{count / (total or 1):.0%}"
-                print(f"{what}: {done}{beside and f', {beside}'}", file=sys.stderr, flush=True)
+                write_line(beside)
 
-        yield say
+        def write_line(beside: str) -> None:
+            nonlocal said
+            said = time.monotonic()
+            of = "" if total is None else f" of {total:,}"
+            done = f"{unit} {count:,.0f}{of}" if unit else f"{count / (total or 1):.0%}"
+            print(f"{what}: {done}{beside and f', {beside}'}", file=sys.stderr, flush=True)
+
+        def go_on() -> None:
+            """Lines where nothing is counted for a while: what is done takes long."""
+            while not ended.wait(_LINES_EVERY):
+                if time.monotonic() - said >= _LINES_EVERY:
+                    write_line(", ".join(filter(None, (shown, f"after {time.monotonic() - began:.0f} s"))))
+
+        if bar is None:
+            threading.Thread(target=go_on, daemon=True).start()
+        try:
+            yield say
+        finally:
+            ended.set()
 
 
 def above_bars(say: Callable[[str], None]) -> Callable[[str], None]:

@@ -22,6 +22,7 @@ from polarlm.engine.state.positions import whole_images
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore
 from tests.cuda.emulated import open_device
+from tests.ops import reference
 from tests.pairs import each
 
 N, HEADS, KV_HEADS, D, SCALE = 16, 4, 2, 16, 0.3
@@ -34,17 +35,13 @@ OPS = {
 }
 
 
-def plain(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, window: int | None, *, whole: bool) -> np.ndarray:
+def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, window: int | None, *, whole: bool) -> np.ndarray:
     """Attention of q (T, H, D), from position `first` on, to k, v (S, K, D) → (T, H, D) float64."""
     rows, keys = np.arange(first, first + len(q))[:, None], np.arange(len(k))
     seen = keys <= rows
     for image in IMAGES if whole else ():
         seen |= ((rows >= image.start) & (rows < image.stop)) & ((keys >= image.start) & (keys < image.stop))
-    seen &= keys > rows - (window or len(k))
-    k, v = (np.repeat(side.astype(np.float64), HEADS // KV_HEADS, axis=1) for side in (k, v))
-    scores = np.where(seen[:, None], np.einsum("thd,shd->ths", q, k) * SCALE, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("ths,shd->thd", weights / weights.sum(-1, keepdims=True), v)
+    return reference.attention(q, k, v, seen & (keys > rows - (window or len(k))), ScoreRule(SCALE))
 
 
 @pytest.mark.parametrize(("backend", "known", "step"), each([*OPS], [0, 10, 41], [32, 1000]))
@@ -78,7 +75,7 @@ def test_rows_of_an_image_see_all_of_it(
                 rule = ScoreRule(SCALE, window)
                 out = ops.to_host(ops.attention(ops.to_device(q[at]), store.cache(layer), table, rule))
                 if first == known:
-                    wanted = plain(q[at], k, v, at.start, window, whole=whole)
+                    wanted = exact(q[at], k, v, at.start, window, whole=whole)
                     assert np.abs(out - wanted).max() <= allowed * np.abs(wanted).max()
             store.seal(layer, span)
         store.commit(span)

@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polarlm.bench import plots
+from polarlm.bench import pictures
 from polarlm.bench.command import cache_types
 from polarlm.bench.quality import __main__ as cost
-from polarlm.bench.quality import answers, cache_cost, pictures, survey, types
-from polarlm.bench.quality.speeds import Rates, Speeds
+from polarlm.bench.quality import answers, cache_cost, compare, survey, types
+from polarlm.bench.quality.speeds import Speeds
+from polarlm.bench.result import Result, read, today
 from polarlm.engine import codecs
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.encoding import Encoding
@@ -35,6 +36,14 @@ NAMES = ("mine3",)
 
 def create(name, options):
     return replace(ring.create("ring3", options), name=name)
+"""
+AS_MINE = """
+
+def create(name, options):
+    codec = ring.create("ring3", options)
+    wrong = object.__new__(Mine)
+    wrong.__dict__.update({**codec.__dict__, "name": name})
+    return wrong
 """
 
 
@@ -90,17 +99,19 @@ class FakeSpeeds:
     """A stand-in for `Speeds`: two runs, and then the interruption that a test wants."""
 
     interrupted = False
-    prompt_tokens = 64
 
-    def __init__(self, weights, types, ids, settings, clock) -> None:
-        self.labels, self.measured = [one.label for one in types], {}
+    def __init__(self, weights, types, ids, settings, left) -> None:
+        self.labels, self.measured = [one.label for one in types], []
 
-    def rates(self) -> dict[str, Rates]:
-        return self.measured
+    def add_to(self, result: Result) -> None:
+        result.about["speed_context"] = 64
+        for label in self.measured:
+            result.add("speed", label, "prompt", [1000.0])
+            result.add("speed", label, "generation", [100.0])
 
-    def measure(self, end: float):
+    def measure(self):
         for label in self.labels:
-            self.measured[label] = Rates(label, 1000.0, 100.0, 1)
+            self.measured.append(label)
             yield
             if self.interrupted:
                 raise KeyboardInterrupt
@@ -121,9 +132,18 @@ def argv(model: Path, text: Path | str, *flags: str) -> list[str]:
     return [str(text), "--model", str(model), "--types", ",".join(TYPES), "--device", "cpu", *flags]
 
 
-def result(output: Path) -> tuple[dict, Page]:
-    figures = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
-    return figures, Page(output.read_text(encoding="utf-8"))
+def result(output: Path) -> tuple[Result, Page]:
+    return read(output.with_suffix(".json")), Page(output.read_text(encoding="utf-8"))
+
+
+def kl(figures: Result, who: str, subject: str = "text") -> float:
+    return figures.value(subject, who, "kl_mean") or 0.0
+
+
+def surveyed(scores: survey.Survey) -> Result:
+    figures = Result({})
+    scores.add_to(figures)
+    return figures
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -132,30 +152,34 @@ def test_the_page_and_the_terminal_have_the_same_rows(tiny_path: Path, text: Pat
     assert cost.main(argv(tiny_path, text, "--output", str(output), *QUICKLY)) == 0
     figures, shown = result(output)
     assert figures["complete"] is True
-    f16, row = figures["rows"]
-    assert [f16["type"], row["type"]] == TYPES
-    assert f16["kl_mean"] < 1e-5 < row["kl_mean"] < row["kl_99th_percentile"]
+    assert list(figures["types"]) == TYPES
+    row = figures.figures("text", "balanced")
+    assert kl(figures, "f16") < 1e-5 < kl(figures, "balanced") < row["kl_99th_percentile"].value
     first = [["cache type", "full precision"], ["cache type"], ["KL at positions"], ["same top-1 at positions"]]
-    own = [["cache type"]] if f16["answer"]["errors"] else []  # texts of a few tokens, as on a slow machine, have none
+    own = [["cache type"]] if next(figures.parts("texts"))[2]["kl_mean"].error else []  # a few tokens have none
     tables = [[*labels, *TYPES] for labels in [*first, *own]]
     assert [cells[0] for cells in shown.cells] == [label for table in tables for label in table]
-    assert f"{row['perplexity']:.3f}" in shown.cells[3][2]
+    assert f"{row['perplexity'].value:.3f}" in shown.cells[3][2]
     assert shown.cells[7][1] == f"0 to {min(128, figures['window'] - 1) - 1:,}"
     printed, line = capsys.readouterr().out.strip().split("\n\n")
     rows = [line.split("|")[1].strip() for line in printed.splitlines()]
     assert [label for label in rows if not label.startswith(":")] == tables[0]
-    # Below each table stands what it is of, which a reader can check.
+    # What they are of stands once, which a reader can check, with the load of the machine.
     digests = [hashlib.sha256(data).hexdigest() for data in (TEXT.encode(), *(f.read_bytes() for f in weights))]
     assert [figures["text_sha256"], figures["model_sha256"]] == digests
     assert figures["text_bytes"] == len(TEXT)
-    assert all(digest[:12] in line for digest in digests)
-    assert shown.text.count(line) == len(tables)
-    # KL by position is of the same positions as the mean of all.
-    stretches = row["by_position"]
-    assert sum(one["positions"] for one in stretches) == figures["scored_tokens"]
-    for figure in ("kl_mean", "same_top1"):
-        whole = sum(one["positions"] * one[figure] for one in stretches) / figures["scored_tokens"]
-        assert whole == pytest.approx(row[figure]), figure
+    of, load = line.splitlines()
+    assert all(digest[:12] in of for digest in digests)
+    assert load.startswith("load: ")
+    assert shown.text.count(of) == shown.text.count(load.removeprefix("load: ")) == 1
+    # KL by position is of the same positions as the mean of all, and each window has its value.
+    stretches = [at["kl_mean"] for subject, who, at in figures.parts("positions") if who == "balanced"]
+    assert sum(one.more["positions"] for one in stretches) == figures["scored_tokens"]
+    for name in ("kl_mean", "same_top1"):
+        parts = [figures.figures(one.subject, "balanced")[name] for one in stretches]
+        whole = sum(one.more["positions"] * one.value for one in parts) / figures["scored_tokens"]
+        assert whole == pytest.approx(row[name].value), name
+    assert len(row["kl_mean"].runs) == len(row["nll_per_token"].runs) == figures["windows"]
 
 
 @pytest.mark.slow  # the engine's speed is measured, and pictures are written as SVG
@@ -172,13 +196,13 @@ def test_a_page_needs_nothing_beside_it(hub: Hub, small_ggufs: dict[str, bytes],
     assert figures["command"].startswith("polarlm quality ")
     assert figures["command"] in shown.text
     assert figures["machine"]["cpu"] in shown.text
-    speeds = [row["speed"] for row in figures["rows"]]
-    assert speeds[0]["generation"] > 0
-    assert speeds[0]["prompt"] > 0
+    assert output.name == f"quality-tiny-q8-0-text-{today()}.html"
+    assert figures.value("speed", "f16", "generation") > 0
+    assert figures.value("speed", "f16", "prompt") > 0
     assert figures["weights"] == "Q8_0"
-    assert figures["rows"][1]["fit"]["tokens"] > 0
+    assert figures.value("room", "balanced", "tokens") > 0
     svg = output.read_text(encoding="utf-8")
-    assert (svg.count("<svg") > 1) is plots.can_draw()
+    assert (svg.count("<svg") > 1) is pictures.can_draw()
     said = capsys.readouterr().err
     assert str(output) in said
     assert "\r" not in said
@@ -192,7 +216,7 @@ def test_standard_input_can_be_the_text_and_pictures_are_left_out_without_matplo
     assert cost.main(argv(tiny_path, "-", "-o", "out.html", *QUICKLY)) == 0
     shown = result(Path("out.html"))[1].text
     assert "standard input" in shown
-    assert plots.NO_PICTURES in shown
+    assert pictures.NO_PICTURES in shown
     assert "<svg" not in Path("out.html").read_text(encoding="utf-8")
 
 
@@ -246,7 +270,7 @@ def test_texts_of_their_own_end_with_the_time(
     words = argv(tiny_path, text, "-o", str(output), "--minutes", "2")
     cache_cost.measure(cost.read_options(words), words, clock)
     assert 120 < clock.now <= 130
-    assert {row["answer"]["tokens"] for row in result(output)[0]["rows"]} <= {11, 12}
+    assert {row.value for row in result(output)[0].rows("tokens") if row.subject.startswith("texts")} <= {11, 12}
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -270,7 +294,7 @@ def test_what_was_measured_is_kept_when_it_is_stopped(
     figures, shown = result(output)
     assert figures["complete"] is False
     assert figures["windows"] == windows
-    assert [row["type"] for row in figures["rows"]] == types
+    assert list(figures["types"]) == types
     assert "This page is partial" in shown.text
     said = capsys.readouterr().err
     assert str(output) in said
@@ -282,27 +306,28 @@ def test_stopped_while_speed_is_measured(tiny_path: Path, text: Path, monkeypatc
     monkeypatch.setattr(FakeSpeeds, "interrupted", True)
     assert cost.main(argv(tiny_path, text, "-o", "out.html", *QUICKLY)) == 130
     figures, shown = result(Path("out.html"))
-    assert [bool(row["speed"]) for row in figures["rows"]] == [True, False]
+    assert [who for _, who, _ in figures.parts("speed")] == TYPES[:1]
     assert "the speed of 1 of 2 types was measured" in shown.text
 
 
 @pytest.mark.slow  # the kernels of three types are compiled
 def test_types_take_turns_while_there_is_time(tiny_path: Path) -> None:
-    clock = Clock()
+    clock, figures = Clock(), Result({})
     ids = np.random.default_rng(0).integers(5, 90, 150).tolist()
     types = cache_types(",".join([*TYPES, "q8_0"]))
-    speeds = Speeds(str(tiny_path), types, ids, {"device": "cpu", "threads": 1}, clock)
+    speeds = Speeds(str(tiny_path), types, ids, {"device": "cpu", "threads": 1}, lambda: max(0.0, 32 - clock.now))
     passed = 0
-    for _ in speeds.measure(32.0):
+    for _ in speeds.measure():
         passed += 1
         clock.now += 5
     # Three to warm up; rounds of two runs, which take ten seconds: another one would end at 35.
     assert passed == 3 + 2
-    rates = speeds.rates()
-    assert {label: one.rounds for label, one in rates.items()} == {"f16": 1, "balanced": 1, "q8_0": 0}
-    assert all(rates[label].prompt > 0 and rates[label].generation > 0 for label in TYPES)
-    assert "multiple of 32" in rates["q8_0"].problem
-    assert speeds.prompt_tokens in (64, 128, 150)
+    speeds.add_to(figures)
+    rates = {who: rows for _, who, rows in figures.parts("speed")}
+    assert {who: len(rows["generation"].runs) for who, rows in rates.items()} == {"f16": 1, "balanced": 1, "q8_0": 0}
+    assert all(row.value > 0 for label in TYPES for row in rates[label].values())
+    assert "multiple of 32" in rates["q8_0"]["generation"].failure
+    assert figures["speed_context"] in (64, 128, 150)
 
 
 def test_types_that_do_not_fit_the_model_are_left_out_of_the_default(tiny_path: Path, text: Path, capsys) -> None:
@@ -318,10 +343,29 @@ def test_a_codec_outside_of_the_package_is_measured(tiny_path: Path, text: Path,
     Path("mine.py").write_text(MINE)
     words = argv(tiny_path, text, "-o", "out.html", "--windows", "1")
     assert cost.main([*words, "--codec", "mine.py", "--types", "mine3,ring3"]) == 0
-    mine, ring = result(Path("out.html"))[0]["rows"]
-    assert (mine["type"], mine["kl_mean"], mine["perplexity"]) == ("mine3", ring["kl_mean"], ring["perplexity"])
+    figures, _ = result(Path("out.html"))
+    mine, ring = ({name: row.value for name, row in figures.figures("text", who).items()} for who in ("mine3", "ring3"))
+    assert mine == ring
     assert "mine3" not in codecs.available()
     assert "So few tokens cannot tell types apart" in capsys.readouterr().err
+
+
+def test_a_codec_whose_parts_disagree_is_named_before_a_model_is_loaded(tiny_path: Path, text: Path, capsys) -> None:
+    for wrong, why in (
+        ("def sizes(self, fields): return 3, 4", "'mine3': sizes says (3, 4) of blocks with 64 vectors of 128 values"),
+        (
+            "def quantize(self, x): return x[:, 0, :5]",
+            "'mine3': encoding of blocks with 64 vectors of 128 values fails",
+        ),
+    ):
+        Path("mine.py").write_text(
+            f"{MINE}\n\nclass Mine(ring.create('ring3', ()).__class__):\n    {wrong}\n" + AS_MINE
+        )
+        assert cost.main([*argv(tiny_path, text), "--codec", "mine.py", "--types", "mine3"]) == 2
+        said = capsys.readouterr().err
+        assert why in said
+        assert "Traceback" not in said
+        assert "Loading" not in said
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -333,7 +377,7 @@ def test_figures_are_written_from_the_first_on(
 
     def looking(*arguments):
         file = text.with_name("out.json")
-        seen.append([row["type"] for row in json.loads(file.read_text())["rows"]] if file.exists() else [])
+        seen.append(list(read(file)["types"]) if file.exists() else [])
         return scored(*arguments)
 
     monkeypatch.setattr(survey, "scored", looking)
@@ -353,12 +397,12 @@ def test_given_windows_are_scored_however_long_they_take(
     cache_cost.measure(cost.read_options(words), words, clock)
     figures, shown = result(output)
     assert (figures["windows"], figures["window"], figures["complete"]) == (1, 150, True)
-    scored = [(row["type"], row["scored_as"]) for row in figures["rows"]]
-    assert scored == [(name, scoring) for name in TYPES for scoring in ("as served", "every token coded")]
-    served, coded = figures["rows"][2:]
-    assert served["kl_mean"] < coded["kl_mean"]
-    assert all(row["speed"] is row["answer"] is None for row in figures["rows"])
+    assert list(figures["types"]) == [name + scoring for name in TYPES for scoring in ("", ", every token coded")]
+    assert kl(figures, "balanced") < kl(figures, "balanced, every token coded")
+    assert not [*figures.parts("speed"), *figures.parts("texts")]
     assert "balanced, every token coded" in [cells[0] for cells in shown.cells]
+    assert not {"prompt", "generation", "—"} & {cell for cells in shown.cells[:1] for cell in cells}
+    assert all("—" not in cells[2:] for cells in shown.cells[2:6]), "no columns of what was not measured"
 
 
 def test_an_ablation_has_a_row_for_each_part(tiny_path: Path) -> None:
@@ -373,21 +417,55 @@ def test_an_ablation_has_a_row_for_each_part(tiny_path: Path) -> None:
     (large_means,) = [one for one in others if one.label == "ring4 without small means"]
     scores = survey.Survey(str(tiny_path), [whole, large_means, bare], 256, NumpyOps(1), lambda sentence: None)
     list(scores.score([*range(5, 85)] * 2))
-    rows = scores.quality().rows
+    figures = surveyed(scores)
     scores.close()
-    assert rows[1].bits_per_value > rows[0].bits_per_value
-    assert len({row.kl_mean for row in rows}) == 3
+    bits = [figures.value("text", one.label, "bits_per_value") for one in (whole, large_means)]
+    assert bits[1] > bits[0]
+    assert len({kl(figures, one.label) for one in (whole, large_means, bare)}) == 3
 
 
 def test_converted_weights_are_compared_with_a_file_of_those_as_stored(
     tiny_path: Path, text: Path, no_speed: None
 ) -> None:
     assert cost.main([str(text), "--model", str(tiny_path), "--kld-base", "base.kld", "--minutes", "0.05"]) == 0
-    kl = {}
+    costs = {}
     for weight_type in ("as-stored", "q8_0"):
         words = ["--kld-base", "base.kld", "--model", str(tiny_path), "--types", "f16", "--weight-type", weight_type]
         assert cost.main([*words, "--windows", "1", "-o", "out.html", "--device", "cpu"]) == 0
         figures, _ = result(Path("out.html"))
-        kl[weight_type] = figures["rows"][0]["kl_mean"]
+        costs[weight_type] = kl(figures, "f16")
     assert figures["weights"].endswith(" as q8_0")
-    assert abs(kl["as-stored"]) < 1e-5 < kl["q8_0"]
+    assert abs(costs["as-stored"]) < 1e-5 < costs["q8_0"]
+
+
+def compared(a: Path, b: Path, capsys) -> tuple[int, str]:
+    code = cost.main(["compare", str(a), str(b)])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def test_two_results_are_compared_window_by_window(tmp_path: Path, capsys) -> None:
+    """Windows differ more than types: the difference of each has a small error where the means have large ones."""
+    windows, shift = np.array([0.01, 0.05, 0.002, 0.03]), np.array([1.0, 1.2, 0.8, 1.0]) * 1e-3
+    about = {"text": "a.txt", "text_sha256": "1", "window": 512, "complete": True}
+    files = [tmp_path / f"{name}.json" for name in "abc"]
+    for file, kl_of_windows, text in (
+        (files[0], windows, "1"),
+        (files[1], (windows + shift)[:3], "1"),
+        (files[2], windows, "2"),
+    ):
+        figures = Result({**about, "text_sha256": text})
+        figures.add("text", "balanced", "kl_mean", kl_of_windows)
+        figures.add("text", "balanced", "nll_per_token", kl_of_windows + 2)
+        file.write_text(json.dumps(figures.as_json()))
+    difference = compare.differences(read(files[0]), read(files[1]), "balanced")["kl_mean"]
+    assert difference.value == pytest.approx(1e-3)
+    assert difference.error == pytest.approx(0.2e-3 / 3**0.5)
+    code, said = compared(*files[:2], capsys)
+    assert code == 0
+    assert "| balanced   |       3 |" in said
+    assert "+1.0e-03 ± +1.2e-04" in said
+    code, said = compared(files[0], files[2], capsys)
+    assert (code, "their windows differ (text_sha256)" in said) == (2, True)
+    code, said = compared(files[0], tmp_path / "none.json", capsys)
+    assert (code, said.startswith("error: One of the files cannot be read")) == (2, True)

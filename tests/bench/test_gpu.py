@@ -22,15 +22,14 @@ import pytest
 from polarlm.bench.command import CacheType
 from polarlm.bench.gpu import __main__ as gpu_bench
 from polarlm.bench.gpu import plan, requests, setup
-from polarlm.bench.gpu.attention import AttentionTime, EncodeTime, measure_attention
+from polarlm.bench.gpu.attention import measure_attention
 from polarlm.bench.gpu.cache import ALLOWED_ERROR, Content
-from polarlm.bench.gpu.peer import NAMES, PeerTime, half_attention
+from polarlm.bench.gpu.peer import NAMES, attention_at, half_attention
 from polarlm.bench.gpu.plan import Plan
-from polarlm.bench.gpu.products import MatrixTime
-from polarlm.bench.gpu.requests import PromptTime, Rate, SequencesTime, ServerTimes
 from polarlm.bench.gpu.setup import Gpu, Sizes
 from polarlm.bench.gpu.shapes import llama
-from polarlm.bench.gpu.tables import Limits, Results, format_tables
+from polarlm.bench.gpu.tables import report_of
+from polarlm.bench.result import Result, read
 from polarlm.bench.serving import load
 from polarlm.bench.speed import ours
 from polarlm.engine.backends.cuda.attention import AttentionOps
@@ -77,18 +76,16 @@ def emulated(free: int = 1 << 30) -> Gpu:
     return Gpu(fresh, HostClock(), {"name": "Emulated GPU", "driver": "1.2"})
 
 
-def no_peers(config: Any, context: int, batch: int, rotated: int, runs: int) -> list[PeerTime]:
-    return [PeerTime("one", context, batch, 4e-3), PeerTime("two", context, batch, None, "not installed")]
+def no_peers(result: Result, config: Any, context: int, batch: int, rotated: int, runs: int) -> None:
+    more: dict[str, Any] = {"context": context, "batch": batch}
+    result.add(attention_at(context, batch), "one", "seconds", value=4e-3, **more)
+    result.add(attention_at(context, batch), "two", "seconds", failure="not installed", **more)
 
 
 def run(output: Path, *flags: str, gpu: Gpu | None = None, sizes: Sizes = SIZES, peers: Any = no_peers) -> int:
     argv = ["--output", str(output), "--contexts", "64", *flags]
     with mock.patch.object(plan, "half_attention", peers):
         return gpu_bench.main(argv, gpu, sizes)
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def cells(line: str) -> list[str]:
@@ -115,8 +112,11 @@ def tiny(monkeypatch: pytest.MonkeyPatch, commands: list[Any]) -> Gpu:
 
     def serving(options: Any, load: Any, model: str, destination: Any, argv: Sequence[str]) -> None:
         commands.append([model, load.clients, load.requests, load.prompt_tokens, options.max_tokens])
-        waits = {f"{name}_seconds": {"percentiles": [*range(101)]} for name in ("first_token", "between_tokens")}
-        Path(destination.output).write_text(json.dumps({"tokens_per_second": 1000.0, "latencies": waits}))
+        loaded = Result({})
+        loaded.add("load", "polarlm", "tokens/s", value=1000.0)
+        for name in ("first token", "between two tokens"):
+            loaded.add("load", "polarlm", name, range(101))
+        Path(destination.output).write_text(json.dumps(loaded.as_json()))
 
     gpu = emulated()
     assemble = ours.assemble
@@ -146,22 +146,27 @@ def test_every_section_is_measured_in_the_order_of_its_importance(
     kernels = ["limits of the device", "fp16 kernels of PyTorch", "attention", *4 * ["out"], "encoding"]
     assert parts == [*requested, "server of 32 clients", *kernels]
 
-    (prompt,), (here, there) = results["prompts"], results["sequences"]
-    assert (prompt["cache_type"], prompt["tokens"], prompt["device"]) == ("ring4/ring3.5", 4, 1e-3)
-    assert (here["engine"], here["sequences"]) == ("polarlm", 1)
+    who = "polarlm ring4/ring3.5"
+    assert results.figures("prompt of 4", who).keys() == {"tokens/s", "seconds", "device"}
+    assert results.value("prompt of 4", who, "device") == 1e-3
+    here = {name: row.value for name, row in results.figures("1 sequences", who).items()}
     assert 0 < here["first"] < here["seconds"]
     assert here["step"] > 0
-    assert (there["engine"], there["sequences"], there["seconds"], there["step"]) == ("llama.cpp", 2, 1.5, 0.25)
-    (server,) = results["server"]
-    assert (server["first_token"], server["between_tokens"]) == ([50, 95], [50, 95])
-    assert all(0 < row["error"] < 4e-3 for row in results["attention"])
-    assert {row["rows"] for row in results["matrices"]} == {1, 65}
-    assert [row["blocks"] for row in results["encoding"]] == [3, 1]
+    there = {name: row.value for name, row in results.figures("2 sequences", "llama.cpp f16").items()}
+    assert there == {"first": 0.5, "seconds": 1.5, "step": 0.25}
+    server = results.figures("server", "polarlm")
+    assert (server["first token"].runs, server["between two tokens"].runs) == ((50, 95), (50, 95))
+    assert all(0 < row.value < 4e-3 for row in results.rows("error"))
+    assert {rows for _, rows, _ in results.parts("product of ")} == {"1", "65"}
+    assert [row.more["blocks"] for row in results.rows("seconds") if "blocks" in row.more] == [3, 1]
 
-    assert [(row["engine"], row["kind"], row["tokens"]) for row in results["rates"]] == [
-        ("polarlm", "generation", 8),
-        *2 * [("llama.cpp", "prompt", 4), ("llama.cpp", "generation", 8)],
-    ]
+    rates = {
+        (row.contestant, row.more["section"], row.more["tokens"])
+        for row in results.rows("tokens/s")
+        if row.more.get("section")
+    }
+    ours = {(who, "prompt", 4), (who, "generation", 8)}
+    assert rates == ours | {("llama.cpp f16", "prompt", 4), ("llama.cpp f16", "generation", 8)}
     prompts, steps, batched, serving = commands
     assert prompts[:3] == steps[:3] == ["bin/llama-bench", "-m", model]
     assert (prompts[-4:], steps[-6:]) == (["-p", "4", "-n", "0"], ["-p", "0", "-n", "2", "-d", "8"])
@@ -175,11 +180,14 @@ def test_a_section_gets_what_earlier_ones_leave_and_what_lacks_time_is_named(
     """The start, then two looks at the time for each task; the server has 60 of 220 seconds, and need two."""
     now = itertools.chain([0, 1, 1, 2, 2, 219, 219], itertools.repeat(221))
     monkeypatch.setattr(gpu_bench, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    row = ServerTimes(32, 512, 128, 1000.0, (1.7, 5.2), (5.7e-3, 0.034))
-    monkeypatch.setattr(Plan, "_server", lambda self: iter([("one", lambda: [row]), ("two", lambda: [row])]))
+
+    def serving(name: str) -> Any:
+        return name, lambda result: result.add("server", name, "tokens/s", value=1000.0)
+
+    monkeypatch.setattr(Plan, "_server", lambda self: iter([serving("one"), serving("two")]))
     assert run(tmp_path / "out.json", "--only", "kernels,server", "--budget", "220", gpu=emulated()) == 0
     results = read(tmp_path / "out.json")
-    assert (len(results["server"]), len(results["limits"]), results["attention"]) == (2, 1, [])
+    assert [len([*results.parts(part)]) for part in ("server", "device", "attention")] == [2, 2, 0]
     cut = [one["what"] for one in results["not_measured"]]
     assert cut[0] == "fp16 kernels of PyTorch, 64 × 1"
     assert "encoding" in cut
@@ -191,7 +199,7 @@ def test_a_section_gets_what_earlier_ones_leave_and_what_lacks_time_is_named(
 def test_a_failing_task_does_not_affect_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*shape: Any) -> list[PeerTime]:
+    def broken(*shape: Any) -> None:
         raise RuntimeError("an illegal access\nwas encountered")
 
     monkeypatch.setattr(plan, "MATRICES", ())
@@ -201,16 +209,16 @@ def test_a_failing_task_does_not_affect_others(
     assert [(one["what"], one["why"]) for one in results["not_measured"]] == [
         ("fp16 kernels of PyTorch, 64 × 1", "failed: RuntimeError: an illegal access")
     ]
-    assert len(results["attention"]) == 1
+    assert len([*results.parts("attention")]) == 1
     assert "Traceback" in capsys.readouterr().err, "a fault of a kernel is worth its place"
 
 
 def test_the_file_is_written_before_the_end(tmp_path: Path) -> None:
-    def stopped(*shape: Any) -> list[PeerTime]:
+    def stopped(*shape: Any) -> None:
         raise KeyboardInterrupt
 
     assert run(tmp_path / "out.json", "--only", "kernels", gpu=emulated(), peers=stopped) == 130
-    assert read(tmp_path / "out.json")["limits"]
+    assert [*read(tmp_path / "out.json").parts("device")]
 
 
 def test_what_does_not_fit_is_reported(tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,13 +241,14 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return self._device.from_host(out + 0.01 * np.abs(out).max())
 
     content = Content.random(3, 16, 2, 16)
+    result, at = Result({}), (attention_at(64, 1), "f16", "error")
     arguments = SIZES, content, CacheType.read("f16"), 64, 1
-    (right,) = measure_attention(emulated(), *arguments)
-    assert right.error < ALLOWED_ERROR
+    measure_attention(result, emulated(), *arguments)
+    assert result.value(*at) < ALLOWED_ERROR
     monkeypatch.setattr(AttentionOps, "attention", off)
-    (wrong,) = measure_attention(emulated(), *arguments)
-    assert wrong.error == pytest.approx(0.01, rel=0.5)
-    assert wrong.error > ALLOWED_ERROR
+    measure_attention(result, emulated(), *arguments)
+    assert result.value(*at) == pytest.approx(0.01, rel=0.5)
+    assert result.value(*at) > ALLOWED_ERROR
 
 
 # -- CuPy's clock ----------------------------------------------------------------------------------------------------
@@ -280,45 +289,69 @@ def test_the_device_begins_behind_the_host(fake_gpu: Any, monkeypatch: pytest.Mo
 # -- tables --------------------------------------------------------------------------------------------------------
 
 
-def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> None:
-    results = Results(
-        [
-            PromptTime("balanced", 1000, 0.5, 0.2),
-            PromptTime("f16", 2000, 0.5, 0.25),
-            Rate("polarlm", "balanced", "generation", 8, [400.0, 500.0, 300.0]),
-            Rate("llama.cpp", "f16", "generation", 8, [200.0]),
-            Rate("llama.cpp", "f16", "prompt", 1000, [4000.0]),
-            SequencesTime("polarlm", "balanced", 4, 128, 64, 0.256, 1.0, 8e-3),
-            SequencesTime("polarlm", "balanced", 1, 128, 64, 0.5, 1.0, None),
-            ServerTimes(32, 512, 128, 1000.0, (1.7, 5.2), (5.7e-3, 0.034)),
-            Limits(copy=4e12, gemm=700e12),
-            Limits(copy=3e12, gemm=800e12),
-            PeerTime("torch", 1024, 1, 30e-6),
-            AttentionTime("f16", 1024, 1, 20e-6, 40_000_000, 1e-4),
-            AttentionTime("ring4", 1024, 1, 10e-6, 10_000_000, 2e-4),
-            AttentionTime("f16", 1024, 16, 5e-6, 10_000_000, 1e-2),
-            MatrixTime("bf16", "qkv", 1, 10e-6, 30_000_000),
-            MatrixTime("bf16", "qkv", 64, 12e-6, 30_000_000),
-            MatrixTime("bf16 of PyTorch", "qkv", 1, None, 30_000_000, "not there"),
-            EncodeTime("ring4", 64, 25e-6),
+OLD_FIELDS = {
+    "prompts": "cache_type tokens seconds device",
+    "rates": "engine cache_type kind tokens runs",
+    "sequences": "engine cache_type sequences prompt answer first seconds step",
+    "server": "clients prompt answer tokens_per_second first_token between_tokens",
+    "limits": "copy gemm",
+    "attention_peers": "name context batch seconds note",
+    "attention": "cache_type context batch seconds bytes error",
+    "matrices": "weights name rows seconds bytes note",
+    "encoding": "cache_type blocks seconds",
+}
+
+
+def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel(tmp_path: Path) -> None:
+    """Of a result as an older version wrote it."""
+    old = {
+        "benchmark": "gpu",
+        "prompts": [("balanced", 1000, 0.5, 0.2), ("f16", 2000, 0.5, 0.25)],
+        "rates": [
+            ("polarlm", "balanced", "generation", 8, [400.0, 500.0, 300.0]),
+            ("llama.cpp", "f16", "generation", 8, [200.0]),
+            ("llama.cpp", "f16", "prompt", 1000, [4000.0]),
         ],
-        [("encoding", "there is not enough memory")],
-    )
-    lines = [cells(line) for line in format_tables(json.loads(json.dumps(results.as_json()))).splitlines()]
-    assert ["", "**balanced**", "f16", "llama.cpp f16"] in lines
-    assert ["generation at 8", "400 ± 100 (2.00×)", "—", "200"] in lines
-    assert ["prompt of 1,000", "2,000 (**0.50×**)", "—", "4,000"] in lines
+        "sequences": [
+            ("polarlm", "balanced", 4, 128, 64, 0.256, 1.0, 8e-3),
+            ("polarlm", "balanced", 1, 128, 64, 0.5, 1.0, None),
+        ],
+        "server": [(32, 512, 128, 1000.0, (1.7, 5.2), (5.7e-3, 0.034))],
+        "limits": [(4e12, 700e12)],
+        "attention_peers": [("torch", 1024, 1, 30e-6, "")],
+        "attention": [
+            ("f16", 1024, 1, 20e-6, 40_000_000, 1e-4),
+            ("ring4", 1024, 1, 10e-6, 10_000_000, 2e-4),
+            ("f16", 1024, 16, 5e-6, 10_000_000, 1e-2),
+        ],
+        "matrices": [
+            ("bf16", "qkv", 1, 10e-6, 30_000_000, ""),
+            ("bf16", "qkv", 64, 12e-6, 30_000_000, ""),
+            ("bf16 of PyTorch", "qkv", 1, None, 30_000_000, "not there"),
+        ],
+        "encoding": [("ring4", 64, 25e-6)],
+        "not_measured": [{"what": "encoding", "why": "there is not enough memory"}],
+        **{"model": "m", "date": "", "command": "", "complete": True, "machine": {"cpu": "", "cores": 2, "system": ""}},
+    }
+    old["machine"]["gpu"] = {"name": "A GPU"}
+    for part, names in OLD_FIELDS.items():
+        old[part] = [dict(zip(names.split(), row, strict=True)) for row in old[part]]
+    (file := tmp_path / "old.json").write_text(json.dumps(old))
+    lines = [cells(line) for line in report_of(read(file)).terminal().splitlines()]
+    assert ["", "**balanced**", "llama.cpp f16"] in lines
+    assert ["generation at 8", "400 ± 100 (2.00×)", "200"] in lines
+    assert ["prompt of 1,000", "2,000 (**0.50×**)", "4,000"] in lines
     assert not any("2,000" in line[0] and "prompt" in line[0] for line in lines), "llama.cpp has not read it"
     assert ["1,000", "500.0", "200.0", "—", "—"] in lines
     assert ["4", "here balanced", "2,000", "256", "500", "8.00"] in lines
     assert ["1", "here balanced", "256", "64", "—", "—"] in lines
     assert any("1,000 tokens/s, 1,700 ms to the first token (5,200 at 95 %)" in line[0] for line in lines)
-    assert ["torch", "1,024", "1", "30.0", "—", "—", "0.67", ""] in lines
+    assert ["torch", "1,024", "1", "30.0", "—", "—", "0.67", "—"] in lines
     assert ["f16", "1,024", "1", "20.0", "2,000", "50 %", "1.00", "1.0e-04"] in lines
     assert ["ring4", "1,024", "1", "10.0", "1,000", "25 %", "2.00", "2.0e-04"] in lines
     assert ["f16", "1,024", "16", "5.0", "2,000", "50 %", "—", "WRONG 1.0e-02"] in lines
-    assert ["qkv", "bf16", "10.0", "12.0"] in lines
-    assert ["qkv", "bf16 of PyTorch", "not there", "—"] in lines
+    assert ["product of qkv, bf16", "10.0", "12.0"] in lines
+    assert ["product of qkv, bf16 of PyTorch", "not there", "—"] in lines
     assert lines[-1] == ["Not measured: encoding: there is not enough memory."]
 
 
@@ -334,5 +367,6 @@ def test_times_are_compared_with_the_limits_and_with_the_best_fp16_kernel() -> N
 )
 def test_a_missing_peer_has_a_reason(monkeypatch: pytest.MonkeyPatch, torch: Any, note: str) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
-    times = half_attention(CONFIG, 64, 1, 1, 1)
-    assert [(time.name, time.note) for time in times] == [(name, note) for name in NAMES]
+    result = Result({})
+    half_attention(result, CONFIG, 64, 1, 1, 1)
+    assert [(row.contestant, row.failure) for row in result.rows()] == [(name, note) for name in NAMES]

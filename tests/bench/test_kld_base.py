@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
 from polarlm.bench.quality import __main__ as cost
-from polarlm.bench.quality import budget, cache_cost, kld_base, kld_file
+from polarlm.bench.quality import cache_cost, kld_base, kld_file, scores
 from polarlm.bench.quality.divergence import compare_stored, perplexity
 from polarlm.bench.quality.states import exact_states, logits_of, stored_logprobs
+from polarlm.bench.result import read
 from polarlm.engine import EngineError
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.assembly import assemble
@@ -169,14 +170,14 @@ def test_cache_types_are_scored_against_its_file(models: SimpleNamespace, here: 
     """f16 has its perplexity to one part in a thousand, and hardly diverges; codes do."""
     words = ("--kld-base", str(RECORDED / "base.kld"), "--types", "f16,compact", "--windows", str(WINDOWS))
     assert run(models.base, *words, "-o", "out.html") == 0
-    result = json.loads((here / "out.json").read_text(encoding="utf-8"))
-    f16, compact = result["rows"]
+    result = read(here / "out.json")
+    f16, compact = (result.figures("text", name) for name in ("f16", "compact"))
     assert (result["windows"], result["window"]) == (WINDOWS, TOKENS)
     assert result["scored_tokens"] == WINDOWS * (TOKENS // 2 - 1)
     assert result["exact_perplexity"] == pytest.approx(PRINTED["Mean PPL(base)"], rel=1e-5)
-    assert f16["perplexity"] == pytest.approx(PRINTED["Final estimate: PPL"], rel=1e-3)
-    assert abs(f16["kl_mean"]) < 1e-5 < compact["kl_mean"]
-    stretches = compact["by_position"]
+    assert f16["perplexity"].value == pytest.approx(PRINTED["Final estimate: PPL"], rel=1e-3)
+    assert abs(f16["kl_mean"].value) < 1e-5 < compact["kl_mean"].value
+    stretches = [row.more for row in result.rows("kl_mean") if "start" in row.more and row.contestant == "compact"]
     assert [(one["start"], one["end"]) for one in stretches] == [(TOKENS // 2, 128), (128, TOKENS - 1)]
     page = (here / "out.html").read_text(encoding="utf-8")
     assert "the log-probabilities of the file, of the second half of each window" in page
@@ -186,7 +187,7 @@ def test_the_file_that_is_written_is_the_one_that_it_writes(
     models: SimpleNamespace, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For the same windows: all bytes but the last bits of floats and of codes."""
-    monkeypatch.setattr(kld_base, "choose", lambda *arguments: budget.windows_of_length(TOKENS, 60, 1e-3, WINDOWS))
+    monkeypatch.setattr(kld_base, "choose", lambda *arguments: scores.windows_of_length(TOKENS, 60, 1e-3, WINDOWS))
     assert run(models.base, "text.txt", "--kld-base", "out.kld") == 0
     said = capsys.readouterr().out.split()
     assert said[:2] == ["out.kld:", "perplexity"]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from polarlm.bench import pictures
 from polarlm.bench.quality import __main__ as quality
-from polarlm.bench.quality import peers, pictures
+from polarlm.bench.quality import peers
 from polarlm.bench.quality.peers import octopus
 from polarlm.bench.quality.peers.fp8 import E4M3
 from polarlm.bench.quality.peers.ggml_rotated import hadamard
 from polarlm.bench.quality.peers.kvarn import variance_scales
+from polarlm.bench.result import read
 from polarlm.engine import codecs
 
 N, D = 64, 64
@@ -140,8 +141,5 @@ def test_no_engine_has_them(tiny_path: Path, tmp_path: Path, monkeypatch: pytest
             codecs.get("nvfp4")
     finally:
         codecs._modules().update(before)
-    kl = {
-        row["type"]: row["kl_mean"]
-        for row in json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))["rows"]
-    }
+    kl = {row.contestant: row.value for row in read(output.with_suffix(".json")).rows("kl_mean") if row.runs}
     assert kl["f16"] < min(kl[name] for name in types.split(",")[1:])

@@ -9,10 +9,9 @@ import pytest
 
 from polarlm.bench.quality import peers
 from polarlm.engine import codecs
-from polarlm.engine.backends.kv import FilledBlocks, KVLocation
+from polarlm.engine.backends.kv import CacheFormat, FilledBlocks, KVLocation
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.codecs import Codec
-from tests.backends.numpy.test_encoding import D, K, N, layer
 from tests.codecs.data import gaussian
 
 
@@ -63,11 +62,10 @@ def test_the_first_nonzero_blocks_fix_the_codebook() -> None:
 
 
 def test_every_layer_has_a_codebook_of_its_own(rng: np.random.Generator) -> None:
-    ops = NumpyOps()
-    formats = [layer(("polarquant-online", "ring4"), rng, mean_bits=0, metrics=False) for _ in range(3)]
-    caches = [ops.cache(format, 1, 1) for format in formats]
+    ops, types = NumpyOps(), ("polarquant-online", "ring4")
+    caches = [ops.cache(CacheFormat(*map(codecs.get, types), None, None, 0, 8, 2, 16), 1, 1) for _ in range(3)]
     for cache in caches:
-        ops.write_full(cache, 0, *rng.standard_normal((2, K, N, D)).astype(np.float32))
+        ops.write_full(cache, 0, *rng.standard_normal((2, 2, 8, 16)).astype(np.float32))
     ops.encode_blocks([FilledBlocks(caches, [0], [KVLocation(None, 0)])])
     learned = [cache.format.codec_k.codebook for cache in caches]
     assert all(learned)

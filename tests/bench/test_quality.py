@@ -9,8 +9,9 @@ import pytest
 
 from polarlm.bench.command import CacheType, cache_types
 from polarlm.bench.quality.divergence import Divergence, compare
-from polarlm.bench.quality.scores import CODED, SERVED, Stretch, by_position, windows
+from polarlm.bench.quality.scores import CODED, SERVED, add_stretches, contestant, windows
 from polarlm.bench.quality.survey import Survey
+from polarlm.bench.result import Result
 from polarlm.engine.backends.select import select
 from polarlm.engine.cli.flags import FlagError
 from tests.shared_data import shared
@@ -33,12 +34,20 @@ def test_divergence_by_position_by_hand() -> None:
     """Two windows of 300 and 129 positions: the second one reaches one position of the second stretch."""
     long, short = np.repeat([1.0, 2.0, 6.0], [128, 128, 44]), np.repeat([3.0, 131.0], [128, 1])
     same = [np.repeat([True, False, True], [128, 128, 44]), np.repeat([False, True], [128, 1])]
-    assert by_position([Divergence(*both, both[0]) for both in zip((long, short), same, strict=True)]) == [
-        Stretch(0, 128, 256, 2.0, pytest.approx(0.5**0.5, rel=0.1), 0.5, pytest.approx(0.125**0.5, rel=0.1)),
-        Stretch(
-            128, 256, 129, (128 * 2 + 131) / 129, pytest.approx(55.6, rel=0.15), 1 / 129, pytest.approx(0.43, rel=0.15)
-        ),
-        Stretch(256, 300, 44, 6.0, None, 1.0, None),
+    result = Result({})
+    windows = [Divergence(*both, both[0]) for both in zip((long, short), same, strict=True)]
+    add_stretches(result, "type", windows)
+    actual = [
+        (subject, kl.more["positions"], kl.value, kl.error, top1.value, top1.error)
+        for subject, _, figures in result.parts()
+        for kl, top1 in [(figures["kl_mean"], figures["same_top1"])]
+    ]
+    half, eighth = pytest.approx(0.5**0.5, rel=0.1), pytest.approx(0.125**0.5, rel=0.1)
+    far, few = pytest.approx(55.6, rel=0.15), pytest.approx(0.43, rel=0.15)
+    assert actual == [
+        ("positions 0 to 127", 256, 2.0, half, 0.5, eighth),
+        ("positions 128 to 255", 129, (128 * 2 + 131) / 129, far, 1 / 129, few),
+        ("positions 256 to 299", 44, 6.0, None, 1.0, None),
     ]
 
 
@@ -90,10 +99,11 @@ def test_what_conditioning_is_for_on_a_real_model(demo_path: Path) -> None:
     types, ops = cache_types("f16,polarquant,polarquant:plain"), select("cpu", 0)[0]
     survey = Survey(str(demo_path), types, 1024, ops, lambda sentence: None, every_token_coded=True)
     list(survey.score(survey.tokenizer.tokenize(text[:8192])[:1024]))
-    rows = {(row.type, row.scored_as): row for row in survey.quality().rows}
+    result = Result({})
+    survey.add_to(result)
     survey.close()
-    kl = {key: row.kl_mean for key, row in rows.items()}
+    kl = {key: result.value("text", contestant(*key), "kl_mean") for key in bounds}
     assert all(low <= kl[key] <= high for key, (low, high) in bounds.items()), kl
     # Block means of the keys alone: 8 bits for each channel, and 16 for the scale of all 64, over 64 tokens.
-    bits = [rows[type, SERVED].bits_per_value for type in ("polarquant", "polarquant:plain")]
+    bits = [result.value("text", type, "bits_per_value") for type in ("polarquant", "polarquant:plain")]
     assert bits[0] - bits[1] == pytest.approx((8 + 16 / 64) / 64 / 2)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from polarlm.bench.command import CacheType, cache_types
-from polarlm.bench.quality.divergence import Divergence, compare, perplexity
-from polarlm.bench.quality.figures import figures
+from polarlm.bench.quality.answers import OWN
+from polarlm.bench.quality.divergence import TAIL, Divergence, add_figures, compare, perplexity
 from polarlm.bench.quality.states import exact_logprobs, exact_states, scored, served_states
 from polarlm.bench.quality.survey import Survey, arithmetic
+from polarlm.bench.result import Figures, Result
 from polarlm.engine import Engine, EngineError
 from polarlm.engine.backends.numpy import host_memory
 from polarlm.engine.backends.numpy.ops import NumpyOps
@@ -35,6 +36,18 @@ def windows(kl: np.ndarray) -> list[Divergence]:
     return [Divergence(row, row < 1, np.exp(-row)) for row in kl]
 
 
+def figures(windows: list[Divergence]) -> Figures:
+    result = Result({})
+    add_figures(result, "text", "type", windows)
+    return result.figures("text", "type")
+
+
+def quality(survey: Survey) -> Result:
+    result = Result({})
+    survey.add_to(result)
+    return result
+
+
 def test_a_draft_is_accepted_by_hand() -> None:
     """p = (1/4, 3/4), q = (1/2, 1/2): the first is accepted always, the second in two of three cases."""
     actual = compare(np.log([[1, 3]]).astype(np.float32), np.zeros((1, 2), np.float32))
@@ -45,12 +58,12 @@ def test_a_draft_is_accepted_by_hand() -> None:
 def test_figures_are_those_of_all_positions(count: int, length: int, rng: np.random.Generator) -> None:
     kl = rng.exponential(1, (count, length))
     actual = figures(windows(kl))
-    assert actual.kl_mean == pytest.approx(kl.mean())
-    assert (actual.kl_median, actual.kl_max) == pytest.approx((np.median(kl), kl.max()))
-    assert actual.same_top1 == pytest.approx((kl < 1).mean())
-    assert (actual.kl_999th_percentile is None) == (kl.size < 1000)
-    assert actual.errors is not None
-    assert set(actual.errors) == {name for name, figure in vars(actual).items() if figure is not None} - {"errors"}
+    assert actual["kl_mean"].value == pytest.approx(kl.mean())
+    assert actual["kl_mean"].runs == pytest.approx(kl.mean(axis=1))
+    assert (actual["kl_median"].value, actual["kl_max"].value) == pytest.approx((np.median(kl), kl.max()))
+    assert actual["same_top1"].value == pytest.approx((kl < 1).mean())
+    assert (TAIL not in actual) == (kl.size < 1000)
+    assert all(row.error is not None for row in actual.values())
 
 
 def test_the_error_of_a_mean_is_that_of_its_windows(rng: np.random.Generator) -> None:
@@ -59,8 +72,8 @@ def test_the_error_of_a_mean_is_that_of_its_windows(rng: np.random.Generator) ->
     means = rng.normal(5, 1, 40)
     kl = means[:, None] + rng.normal(0, 0.01, (40, 500))
     actual = figures(windows(kl))
-    assert actual.errors["kl_mean"] == pytest.approx(means.std() / 40**0.5, rel=0.15)
-    assert actual.errors["kl_mean"] == pytest.approx(1 / 40**0.5, rel=0.4)
+    assert actual["kl_mean"].error == pytest.approx(means.std() / 40**0.5, rel=0.15)
+    assert actual["kl_mean"].error == pytest.approx(1 / 40**0.5, rel=0.4)
 
 
 # -- scores from hidden states -------------------------------------------------------------------------------------
@@ -137,13 +150,14 @@ def test_compiled_kernels_find_what_numpy_finds(tiny_path: Path) -> None:
     actual = []
     for ops in (NumpyOps(1), native):
         survey = surveyed(tiny_path, ops, *types)
-        actual.append(survey.quality())
+        actual.append(quality(survey))
         survey.close()
     plain, ours = actual
-    assert ours.exact_perplexity == pytest.approx(plain.exact_perplexity, rel=1e-2)
-    for expected, row in zip(plain.rows, ours.rows, strict=True):
-        assert row.kl_mean == pytest.approx(expected.kl_mean, rel=0.3, abs=2e-5)
-        assert row.bits_per_value == expected.bits_per_value
+    assert ours["exact_perplexity"] == pytest.approx(plain["exact_perplexity"], rel=1e-2)
+    for name in types:
+        expected, row = plain.figures("text", name), ours.figures("text", name)
+        assert row["kl_mean"].value == pytest.approx(expected["kl_mean"].value, rel=0.3, abs=2e-5)
+        assert row["bits_per_value"] == expected["bits_per_value"]
 
 
 def test_float32_is_left_out_only_where_it_does_not_fit(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,15 +186,15 @@ def test_a_window_is_as_long_as_memory_allows(tiny_path: Path, monkeypatch: pyte
 
 def test_no_type_is_compared_on_other_windows_than_the_rest(tiny_path: Path) -> None:
     survey = surveyed(tiny_path, NumpyOps(1), "f16", "balanced")
-    whole = survey.quality()
-    assert (survey.windows, whole.scored_tokens) == (1, 149)
+    whole = quality(survey)
+    assert (survey.windows, whole["scored_tokens"]) == (1, 149)
     passes = survey.score(IDS[:100])
     next(passes)
     next(passes)  # full precision and the first type
     assert survey.windows == 1
-    assert survey.quality() == whole
+    assert quality(survey).as_json() == whole.as_json()
     next(passes)
-    assert (survey.windows, survey.quality().scored_tokens) == (2, 149 + 99)
+    assert (survey.windows, quality(survey)["scored_tokens"]) == (2, 149 + 99)
     survey.close()
 
 
@@ -195,7 +209,9 @@ def written(tiny_path: Path):
     survey = Survey(str(tiny_path), cache_types("f16,compact"), 256, NumpyOps(1), lambda sentence: None)
     texts = survey.answers(PROMPT)
     assert len(list(texts.write(TOKENS))) == TOKENS
-    answers = texts.judged()
+    result = Result({})
+    texts.add_to(result, ["f16", "compact"])
+    answers = [result.figures(OWN, name) for name in ("f16", "compact")]
     ids = [writer.ids for writer in texts._writers]
     assert all(group.full.free == group.full.size for model in survey._others for group in model.model.store.groups)
     survey.close()
@@ -206,16 +222,16 @@ def test_a_text_is_judged_by_full_precision(tiny_path: Path, written) -> None:
     config, weights = read_model(tiny_path)
     for label, ids, answer in zip(("f16", "compact"), *written, strict=True):
         assert ids[: len(PROMPT)] == PROMPT
-        assert answer.tokens == TOKENS == len(ids) - len(PROMPT)
+        assert answer["tokens"].value == TOKENS == len(ids) - len(PROMPT)
         p = softmax(prefill_logits(bare_model(config, weights, block_size=len(ids) + 4), ids))[len(PROMPT) - 1 : -1]
         settings = {"cache_type": label, "ctx_size": 256, "kept_sequences": 0}
         with Engine(assemble(settle(tiny_path, None, settings), None, ops=NumpyOps(1))) as engine:
             q = softmax(engine.score(ids, logits=True).logits)[len(PROMPT) - 1 : -1]
         # A prompt is in full precision until its codes are read, and these need a complete block: it has none.
-        assert answer.kl_mean == pytest.approx((p * np.log(p / q)).sum(axis=1).mean(), rel=0.01, abs=3e-7)
-        assert answer.errors is not None
+        assert answer["kl_mean"].value == pytest.approx((p * np.log(p / q)).sum(axis=1).mean(), rel=0.01, abs=3e-7)
+        assert answer["kl_mean"].error is not None
     f16, compact = written[1]
-    assert f16.kl_mean < 1e-5 < compact.kl_mean
+    assert f16["kl_mean"].value < 1e-5 < compact["kl_mean"].value
 
 
 def test_tokens_are_drawn_from_the_types_own_distribution(tiny_path: Path, written) -> None:

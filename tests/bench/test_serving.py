@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
+import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import httpx
 import numpy as np
 import pytest
 
+from polarlm.bench.result import Result, read
 from polarlm.bench.serving import load
 from polarlm.bench.serving.__main__ import main
-from polarlm.bench.serving.client import Answer
-from polarlm.bench.serving.load import Plan, Seen, _ask, poisson, summary
-from polarlm.bench.serving.process import own_server
+from polarlm.bench.serving.client import Answer, connect, send
+from polarlm.bench.serving.load import LoadRecord, Plan, poisson
+from polarlm.bench.serving.servers import own_server
 from tests.random_model import random_model
 
 # -- what is asked, and when ---------------------------------------------------------------------------------------
@@ -43,11 +45,8 @@ def asked(status: int, lines: Sequence[str]) -> Answer:
         assert (body["prompt"], body["max_tokens"], body["stream"]) == ([5, 6], 3, True)
         return httpx.Response(status, text="".join(f"{line}\n\n" for line in lines))
 
-    async def run() -> Answer:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://server") as http:
-            return await _ask(http, Plan(1, [0.5], [[5, 6]], 3), 0, 0.0)
-
-    return asyncio.run(run())
+    with connect("http://server", transport=httpx.MockTransport(respond)) as http:
+        return load.request(http, Plan(1, [0.5], [[5, 6]], 3), 0, 0.0)
 
 
 TEXT = 'data: {"choices": [{"text": "a"}], "usage": null}'
@@ -63,7 +62,7 @@ def test_an_answer() -> None:
     assert answer.error is None
     assert len(answer.pieces) == 2
     assert 0.5 < answer.sent <= answer.pieces[0] <= answer.pieces[1] <= answer.ended
-    assert (answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens) == (2, 1, 3)
+    assert (answer.prompt_tokens, answer.cached_from, answer.completion_tokens) == (2, {"store": 1}, 3)
 
 
 @pytest.mark.parametrize(
@@ -80,28 +79,50 @@ def test_errors_have_a_kind(status: int, lines: Sequence[str], kind: str) -> Non
     assert asked(status, lines).error == kind
 
 
+def test_a_request_waits_for_the_first_free_client() -> None:
+    """And none begins before its time."""
+    busy, most, begun_at = 0, [], []
+
+    def request(number: int, begun: float) -> Answer:
+        nonlocal busy
+        busy += 1
+        most.append(busy)
+        begun_at.append(time.perf_counter() - begun)
+        time.sleep(0.02)
+        busy -= 1
+        return Answer(0.0, 0.0)
+
+    taken: list[Answer] = []
+    send([0.0, 0.0, 0.0, 0.2], 2, request, taken.append)
+    assert (len(taken), max(most)) == (4, 2)
+    assert max(begun_at) >= 0.2
+
+
 # -- what is made of it --------------------------------------------------------------------------------------------
 
 
 def test_figures_of_a_load() -> None:
     answers = [
-        Answer(0.0, 0.0, [0.5, 0.6, 0.8], 0.8, prompt_tokens=10, cached_tokens=0, completion_tokens=3),
-        Answer(0.5, 1.0, [1.1, 1.2, 1.5], 1.5, prompt_tokens=10, cached_tokens=8, completion_tokens=3),
+        Answer(0.0, 0.0, [0.5, 0.6, 0.8], 0.8, prompt_tokens=10, completion_tokens=3),
+        Answer(0.5, 1.0, [1.1, 1.2, 1.5], 1.5, prompt_tokens=10, cached_from={"store": 8}, completion_tokens=3),
         Answer(0.6, 1.0, [], 1.1, error="429 busy"),
         Answer(0.7, 1.5, [1.9], 2.0, error="cut off"),
     ]
-    figures = summary(Seen(2.0, answers, 30, 12, 2))
-    assert figures["errors"] == {"429 busy": 1, "cut off": 1}
-    assert (figures["requests"], figures["requests_per_second"], figures["tokens_per_second"]) == (4, 1.0, 3.0)
-    assert figures["prefix_hit_rate"] == 0.4
-    assert (figures["blocks"], figures["peak_blocks"], figures["peak_running"]) == (30, 12, 2)
-    waits = {
-        name: (of["count"], of["percentiles"][0], of["percentiles"][100]) for name, of in figures["latencies"].items()
-    }
-    assert waits["first_token_seconds"] == pytest.approx((2, 0.1, 0.5))
-    assert waits["between_tokens_seconds"] == pytest.approx((4, 0.1, 0.3))
-    assert waits["request_seconds"] == pytest.approx((2, 0.5, 0.8))
-    assert waits["behind_arrival_seconds"] == pytest.approx((4, 0.0, 0.8))
+    result = Result({})
+    load.add_load(result, "polarlm", LoadRecord(answers, Counter(blocks=30, held=12, running=2)))
+    figures = result.figures("load", "polarlm")
+    assert figures["errors"].more["kinds"] == {"429 busy": 1, "cut off": 1}
+    value = {name: row.value for name, row in figures.items()}
+    assert (value["requests"], value["requests/s"], value["tokens/s"], value["cached"]) == (4, 1.0, 3.0, 0.4)
+    assert (value["blocks"], value["held"], value["running"]) == (30, 12, 2)
+    for name, expected in (
+        ("first token", (2, 0.1, 0.5)),
+        ("between two tokens", (4, 0.1, 0.3)),
+        ("whole answer", (2, 0.5, 0.8)),
+        ("until a client was free", (4, 0.0, 0.8)),
+    ):
+        row = figures[name]
+        assert (row.more["count"], row.runs[0], row.runs[100]) == pytest.approx(expected), name
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -116,18 +137,18 @@ def test_a_server_of_its_own_is_measured(
     flags += ["--prompt-tokens", "10", "--shared-prefix", "70", "--output", str(tmp_path / "out.json")]
     with own_server(["--weights", str(tiny_path)]) as other:
         assert main(["--weights", str(tiny_path), "--peer", f"another={other}/v1", *flags]) == 0
-    figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert figures["command"].startswith("python -m polarlm.bench.serving --weights ")
-    assert (figures["requests"], figures["errors"], figures["prompt_tokens"]) == (12, {}, 12 * 80)
-    assert figures["load"]["clients"] == 3
-    assert 0 < figures["prefix_hit_rate"] < 1
-    assert figures["latencies"]["first_token_seconds"]["count"] == 12
-    assert figures["tokens_per_second"] * figures["seconds"] == pytest.approx(12 * 9)
+    result = read(tmp_path / "out.json")
+    assert result["command"].startswith("python -m polarlm.bench.serving --weights ")
+    assert result["load_options"]["clients"] == 3
     printed = capsys.readouterr().out
+    for who in ("polarlm", "another"):
+        value = {name: row.value for name, row in result.figures("load", who).items()}
+        assert (value["requests"], value["errors"], value["prompt tokens"]) == (12, 0, 12 * 80)
+        assert 0 < value["cached"] <= 1
+        assert value["tokens/s"] * value["seconds"] == pytest.approx(12 * 9)
+        assert result.figures("load", who)["first token"].more["count"] == 12
+    assert result.value("load", "polarlm", "blocks") > 0
     assert "| until a client was free " in printed
-
-    (peer,) = figures["peers"]
-    assert (peer["name"], peer["requests"], peer["errors"], peer["prompt_tokens"]) == ("another", 12, {}, 12 * 80)
     assert re.search(r"\| polarlm .*\n\| another ", printed)
 
 
@@ -135,21 +156,21 @@ def test_a_server_of_its_own_is_measured(
 def test_results_are_kept_when_the_command_is_stopped(
     tiny_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, monkeypatched = [], load._ask
+    answers, request = [], load.request
 
-    async def stopped_at_the_third(http, plan, number, begun):
+    def stopped_at_the_third(http, plan, number, begun):
         if len(answers) == 2:
             raise KeyboardInterrupt
-        answers.append(await monkeypatched(http, plan, number, begun))
+        answers.append(request(http, plan, number, begun))
         return answers[-1]
 
     monkeypatch.setenv("POLARLM_CACHE", str(tmp_path))
-    monkeypatch.setattr(load, "_ask", stopped_at_the_third)
+    monkeypatch.setattr(load, "request", stopped_at_the_third)
     flags = ["--clients", "1", "--rate", "40", "--seconds", "30", "--requests", "5", "--max-tokens", "3"]
     flags += ["--prompt-tokens", "10", "--shared-prefix", "10", "--output", str(tmp_path / "out.json")]
     assert main(["--weights", str(tiny_path), *flags]) == 130
-    figures = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert (figures["requests"], figures["complete"]) == (2, False)
+    result = read(tmp_path / "out.json")
+    assert (result.value("load", "polarlm", "requests"), result["complete"]) == (2, False)
     printed = capsys.readouterr()
     assert "| first token " in printed.out
     assert "Requests arrive for 30 s" in printed.err
@@ -162,14 +183,16 @@ def test_each_turn_is_found_where_it_is_said(tmp_path: Path, capsys: pytest.Capt
     flags = ["--agents", "2", "--opening", "24", "--turn", "4", "--max-tokens", "4", "--threads", "1"]
     flags += ["--weights", str(random_model(tmp_path)), "--output", str(output)]
     assert main(["--only", "agents", *flags]) == 0
-    turns = json.loads(output.read_text(encoding="utf-8"))["turns"]
-    tiers = {when: [set(turn["cached_from"]) for turn in visit] for when, visit in turns.items()}
+    result = read(output)
+    turns = {row.subject: row.more["cached_from"] for row in result.rows("first token")}
+    tiers = {when: [set(found) for found in visit] for when, visit in turns.items()}
     assert tiers["next turn"] == [{"store"}] * 2
     assert tiers["next turn, after a restart"] == [{"disk"}] * 2
     assert tiers["next turn, on another server"] == [{"remote"}] * 2
     for when in ("next turn, after a restart", "next turn, on another server"):
-        for opened, again in zip(turns["new conversation"], turns[when], strict=True):
-            assert sum(again["cached_from"].values()) >= opened["prompt_tokens"] - 1 > 64
+        opened = result.figures("new conversation", "polarlm")["prompt tokens"].runs
+        for tokens, found in zip(opened, turns[when], strict=True):
+            assert sum(found.values()) >= tokens - 1 > 64
     assert "100 % disk" not in capsys.readouterr().out  # the new words are computed
 
 
@@ -180,9 +203,9 @@ def test_more_conversations_than_fit_are_computed_again(tmp_path: Path, capsys: 
     flags = ["--opening", "40", "--turn", "4", "--max-tokens", "4", "--rounds", "2", "--threads", "1"]
     flags += ["--types", "f16", "--times", "0.05,1", "--kv-memory", "2M", "--output", str(output)]
     assert main(["--only", "pressure", "--weights", str(random_model(tmp_path)), *flags]) == 0
-    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert [(row["times"], row["disk"]) for row in rows] == [(0.05, False), (0.05, True), (1, False), (1, True)]
-    few, _, many, _ = ([sum(turn["cached_from"].values()) for turn in row["rounds"][1]] for row in rows)
+    rows = list(read(output).rows("first token"))
+    assert [row.contestant for row in rows] == ["f16", "f16 and a disk"] * 2
+    few, _, many, _ = ([sum(found.values()) for found in row.more["cached_from"]] for row in rows)
     assert len(few) < len(many)  # conversations
     assert min(few) >= 64  # the complete blocks of each opening
     assert sum(cached >= 64 for cached in many) < len(many) / 2

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from polarlm.bench.quality import __main__ as cost
-from polarlm.bench.quality import snapshot_cost, snapshots
+from polarlm.bench.quality import snapshots
+from polarlm.bench.result import Result, read
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.loading.assembly import assemble
 from polarlm.engine.loading.checks import settle
@@ -74,21 +74,23 @@ def test_figures_are_those_of_engines_with_these_settings(ids: list[int]) -> Non
 def test_a_row_for_each_distance() -> None:
     parts = assemble(settle(TRAINED_HYBRID, None, {**snapshots.SETTINGS, "ctx_size": 512}), None, ops=NumpyOps(1))
     kl = np.arange(256) / 256
-    rows = snapshots.rows_of(parts.model, [EIGHT_BITS], [{"8bit": snapshots.Divergence(kl, kl < 0.5, 1 - kl)}])
+    result = Result({})
+    snapshots.add_rows(result, parts.model, [EIGHT_BITS], [{"8bit": snapshots.Divergence(kl, kl < 0.5, 1 - kl)}])
     parts.close()
-    exact, coded = rows
-    assert (exact.type, coded.type) == ("f32", "8bit")
-    assert vars(exact.distances[-1]) == vars(
-        snapshots.Distance(0.0, 0.0, 0.0, 0.0, None, 0.0, 1.0, 1.0, errors=None, tokens=256)
-    )
-    assert [one.tokens for one in coded.distances] == [1, 16, 64, 256]
-    assert [one.kl_max for one in coded.distances] == [0, 15 / 256, 63 / 256, 255 / 256]
-    assert coded.distances[-1].kl_mean == pytest.approx(255 / 512)
-    assert coded.distances[-1].same_top1 == 0.5
+    exact = result.figures("tokens after it: 256", "f32")
+    assert {name: row.value for name, row in exact.items()} == {
+        **dict.fromkeys(("kl_mean", "kl_median", "kl_90th_percentile", "kl_99th_percentile", "kl_max"), 0.0),
+        "same_top1": 1.0,
+        "draft_acceptance": 1.0,
+    }
+    after = {row.more["tokens"]: row.value for row in result.rows("kl_max") if row.contestant == "8bit"}
+    assert after == {1: 0, 16: 15 / 256, 64: 63 / 256, 256: 255 / 256}
+    assert result.value("tokens after it: 256", "8bit", "kl_mean") == pytest.approx(255 / 512)
+    assert result.value("tokens after it: 256", "8bit", "same_top1") == 0.5
     # Three layers of two heads: 128 × 128 codes of 8 bits and 128 scales; and three inputs of 768 channels.
-    assert coded.bytes == 3 * (2 * (128 * 128 + 128 * 4) + 3 * 768 * 4)
-    assert coded.bits == 8 * (128 * 128 + 128 * 4) / 128**2
-    assert exact.bytes == 3 * (2 * 128 * 128 * 4 + 3 * 768 * 4)
+    assert result.value("snapshot", "8bit", "bytes") == 3 * (2 * (128 * 128 + 128 * 4) + 3 * 768 * 4)
+    assert result.value("snapshot", "8bit", "bits") == 8 * (128 * 128 + 128 * 4) / 128**2
+    assert result.value("snapshot", "f32", "bytes") == 3 * (2 * 128 * 128 * 4 + 3 * 768 * 4)
 
 
 def argv(text: Path, *flags: str, model: Path = TRAINED_HYBRID) -> list[str]:
@@ -98,14 +100,13 @@ def argv(text: Path, *flags: str, model: Path = TRAINED_HYBRID) -> list[str]:
 def test_the_page_and_the_terminal_have_the_same_rows(tmp_path: Path, capsys) -> None:
     output = tmp_path / "out.html"
     assert cost.main(argv(TRAINED_HYBRID / "held_out.txt", "-o", str(output), "--minutes", "0.01")) == 0
-    figures = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
+    figures = read(output.with_suffix(".json"))
     assert figures["complete"] is True
     assert figures["snapshots"] >= 1
-    assert [row["type"] for row in figures["rows"]] == ["f32", *(name for name in ALL if name != EXACT.name)]
-    by_type = {row["type"]: row["distances"][-1] for row in figures["rows"]}
-    assert 0 < by_type["8bit"]["kl_mean"] < 0.01
+    assert [who for _, who, _ in figures.parts("snapshot")] == ["f32", *(name for name in ALL if name != EXACT.name)]
+    assert 0 < figures.value("tokens after it: 256", "8bit", "kl_mean") < 0.01
     shown, printed = output.read_text(encoding="utf-8"), capsys.readouterr().out
-    for row in snapshot_cost.cells(figures["rows"]):
+    for row in snapshots.table_of(figures).without_empty_columns().rows:
         assert "".join(f"<td>{cell}</td>" for cell in row) in shown
         assert all(cell in printed for cell in row)
     assert figures["command"] in shown.replace("&#39;", "'")
@@ -123,6 +124,6 @@ def test_what_was_measured_is_kept_when_it_is_stopped(tmp_path: Path, monkeypatc
     monkeypatch.setattr(snapshots, "continuations", interrupted)
     output = tmp_path / "out.html"
     assert cost.main(argv(TRAINED_HYBRID / "held_out.txt", "-o", str(output), "--minutes", "5")) == 130
-    figures = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
+    figures = read(output.with_suffix(".json"))
     assert (figures["complete"], figures["snapshots"]) == (False, 1)
     assert "This page is partial" in output.read_text(encoding="utf-8")

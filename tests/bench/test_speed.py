@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +13,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from polarlm.bench import report, result
+from polarlm.bench.result import Result, Row
 from polarlm.bench.speed import __main__ as speed
-from polarlm.bench.speed import compare, contestants, measure, plot, referee, starts
-from polarlm.bench.speed.child import Failed
-from polarlm.bench.speed.contestants import Contestant
-from polarlm.bench.speed.figures import Cell
+from polarlm.bench.speed import compare, contestants, measure, starts
+from polarlm.bench.speed.child import Failed, OutOfTime
+from polarlm.bench.speed.contestants import Cell, Contestant
 from polarlm.bench.speed.measure import Memory
 from polarlm.bench.speed.ours import Ours
 from polarlm.bench.speed.peers import NoPeer
-from polarlm.bench.speed.starts import START_TOKENS
+from polarlm.bench.speed.starts import FIRST, MAPPED, START, START_TOKENS
 from polarlm.engine import EngineError
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from tests.random_model import TINY, random_model
@@ -41,15 +43,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(referee, "_REST_SECONDS", 0)
+    monkeypatch.setattr(measure, "_REST_SECONDS", 0)
     monkeypatch.setattr(measure, "Memory", lambda: Memory(1 << 16))
+    monkeypatch.setattr(Memory, "read_rate", lambda self, threads: 1e10)  # far more than the small models read
     monkeypatch.setattr(starts, "ready_memory", lambda size: None)
 
 
 class Measured(NamedTuple):
-    """What the command has written: the file's contents, and its output."""
+    """What the command has written: the result, and its output."""
 
-    file: dict[str, Any]
+    file: Result
     out: str
     err: str
 
@@ -64,10 +67,19 @@ def measure_with(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     def run(*flags: str, status: int = 0) -> Measured:
         output = tmp_path / "out.json"
         assert speed.main(["--weights", str(model), "--output", str(output), *SMALL, *flags]) == status
-        file = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+        file = result.read(output) if output.exists() else Result({})
         return Measured(file, *capsys.readouterr())
 
     return run
+
+
+def rows_of(whole: Result, *subjects: str) -> dict[str, Row]:
+    """Contestant → its rate in a subject."""
+    return {row.contestant: row for row in whole.rows("tokens/s") if row.subject in subjects}
+
+
+def subjects(whole: Result) -> list[str]:
+    return list(dict.fromkeys(row.subject for row in whole.rows("tokens/s")))
 
 
 def tables(printed: str) -> list[list[list[str]]]:
@@ -128,7 +140,13 @@ class Local:
     ours: type = Stand
     peer: type = Stand
 
-    def __init__(self, module: str, python: str = sys.executable, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        python: str = sys.executable,
+        variables: Mapping[str, str] | None = None,
+        end: float = math.inf,
+    ) -> None:
         self._kind = Local.ours if module == "polarlm.bench.speed.ours" else Local.peer
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -165,7 +183,8 @@ def local(monkeypatch: pytest.MonkeyPatch) -> type[Local]:
 def stands(local: type[Local], monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
     """Stand-ins for all contestants. Ours are twice as fast, and two threads are faster than one. Pictures are drawn,
     and not written as PNG, which takes longer than all else."""
-    monkeypatch.setattr(plot, "save", lambda figure, file: None)
+    monkeypatch.setattr(compare, "can_draw", lambda: False)
+    monkeypatch.setattr(report.pictures, "as_svg", lambda pictures: [])
     monkeypatch.setattr(local, "ours", Stand)
     monkeypatch.setattr(local, "peer", Stand)
     monkeypatch.setattr(Stand, "calls", [], raising=False)
@@ -188,17 +207,19 @@ def test_starts_alone_are_new_processes_of_the_first_caches_in_turn(measure_with
     mapped = [("ours balanced", 2, call, tokens) for call, tokens in 3 * CALLS]
     asked = [("peer f16", 1, "start", measure.SHORT_DEPTH)]
     assert stands.calls == asked + 3 * one + first_ever + mapped, "one run before those that count, and two that do"
-    assert whole["rows"] == whole["memory"] == []
-    ours, theirs = whole["starts"]
-    assert (ours["engine"], ours["cache"], theirs["engine"], theirs["cache"]) == ("polarlm", "balanced", PEER, "f16")
-    for row in (ours, theirs):
-        assert row["median"] == pytest.approx(sum(row["runs"]) / 2)
-        assert list(row["parts"]) == ["imports", "loading", "first token"]
-    assert ours["first"].keys() == {"seconds", "fit", "kernels", "compiling"}
-    assert (ours["first"]["kernels"], ours["first"]["compiling"]) == (26, 2.5)
-    assert len(ours["mapped"]["runs"]) == 2, "the first of three writes the file"
-    assert "first" not in theirs
-    assert ours["memory"]["weights"] == 1_000_000
+    assert not rows_of(whole, *subjects(whole))
+    rows = {(subject, who): figures for subject, who, figures in whole.parts()}
+    ours, theirs = rows["start", "polarlm balanced"], rows["start", f"{PEER} f16"]
+    assert set(rows) == {(name, "polarlm balanced") for name in (START, FIRST, MAPPED)} | {(START, f"{PEER} f16")}
+    for figures in (ours, theirs):
+        assert figures["seconds"].value == pytest.approx(sum(figures["seconds"].runs) / 2)
+        assert list(figures)[1:4] == ["imports", "loading", "first token"]
+    first = rows["the first start ever", "polarlm balanced"]
+    assert first.keys() == {"seconds", "fit", "kernels", "compiling"}
+    assert (first["kernels"].value, first["compiling"].value) == (26, 2.5)
+    mapped = rows["start with mapped weights", "polarlm balanced"]
+    assert len(mapped["seconds"].runs) == 2, "the first of three writes the file"
+    assert ours["weights"].value == 1_000_000
     (table,) = tables(out)
     assert [row[0] for row in table[1:]] == ["here balanced", "llama.cpp f16"]
     assert "The first start ever of here balanced: " in out
@@ -215,18 +236,16 @@ def test_a_whole_measurement_in_processes(measure_with: Measure, tmp_path: Path)
     flags += ["--types", "f16", "--threads", "1", "--repeat", "1", "--peer-types", "none"]
     whole, out, _ = measure_with(*flags)
     names = ["generation, depth ≤ 64", "prompt of 40", "generation at 40"]
-    assert [row["name"] for row in whole["rows"]] == [
-        *names,
-        *(f"steps of {count}, depth ≤ 128" for count in (1, 8, 16)),
-    ]
-    assert {len(row["cells"][0]["runs"]) for row in whole["rows"][:3]} == {1}
-    (memory,) = whole["memory"]
-    assert memory["tokens"] == 40
-    assert 30 << 20 < memory["now"] < 1 << 30
-    assert "failure" not in memory
+    assert subjects(whole) == [*names, *(f"steps of {count}, depth ≤ 128" for count in (1, 8, 16))]
+    assert {len(row.runs) for row in rows_of(whole, *names).values()} == {1}
+    memory = whole.figures("memory", "polarlm f16")
+    assert memory["now"].more["tokens"] == 40
+    assert 30 << 20 < memory["now"].value < 1 << 30
     assert whole["complete"] is True
-    assert "failure" not in json.dumps(whole["rows"])
+    assert not any(row.failure for row in whole.rows())
     assert " on " in out.splitlines()[0]
+    assert "What a step" not in (page := (tmp_path / "out.html").read_text(encoding="utf-8"))
+    assert "generation at 40" in page
 
 
 def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure, stands: type[Stand]) -> None:
@@ -248,12 +267,13 @@ def test_runs_alternate_with_the_faster_number_of_threads(measure_with: Measure,
     expected += [(label, 2, "prompt", START_TOKENS) for label in starts]
     assert calls[6:] == expected
     assert "polarlm, backend native: 24 MiB\nllama-cpp-python: 1.2.3 (AVX2 = 1)\n" in out
+    assert "\nload: " in out
     prompts, generation, *_ = tables(out)
     assert prompts[0] == ["", "**balanced**", "f16", "llama.cpp f16", "llama.cpp q4_0"]
-    assert prompts[1] == ["prompt of 40", "400 ±0 (2.00×)", "400 ±0 (2.00×)", "200 ±0", "200 ±0"]
-    assert generation[2] == ["generation at 100", "400 ±0 (2.00×)", "400 ±0 (2.00×)", "200 ±0", "200 ±0"]
+    assert prompts[1] == ["prompt of 40", "400 ± 0 (2.00×)", "400 ± 0 (2.00×)", "200 ± 0", "200 ± 0"]
+    assert generation[2] == ["generation at 100", "400 ± 0 (2.00×)", "400 ± 0 (2.00×)", "200 ± 0", "200 ± 0"]
     assert whole["threads"]["chosen"] == {"polarlm": 2}
-    assert "Threads: 2 for prompts, for steps here 2; a peer's best of 1 and 2 in each row\n" in out
+    assert "threads: 2 for prompts, for steps here 2; a peer's best of 1 and 2 in each row\n" in out
     assert whole["peers"] == [{"name": PEER, "version_or_absence": "1.2.3", "built_with": "AVX2 = 1"}]
     assert whole["ours"]["backend"] == "native"
 
@@ -262,7 +282,7 @@ def test_what_does_not_fit_into_the_minutes_is_left_out(measure_with: Measure, s
     """By the rate of steps: three times 56 take 17 seconds, three times 64 more than there are."""
     stands.rates = staticmethod(lambda label, threads, call, tokens: 10.0)
     whole, out, err = measure_with("--types", "balanced", "--peer-types", "none", "--minutes", "0.3", "--threads", "1")
-    assert [row["name"] for row in whole["rows"]] == ["generation, depth ≤ 64", "prompt of 40", "prompt of 100"]
+    assert subjects(whole) == ["generation, depth ≤ 64", "prompt of 40", "prompt of 100"]
     assert whole["complete"] is False
     assert "All of it takes about " in err
     for name in ("generation at 100", "batches", "starts"):
@@ -280,12 +300,12 @@ def test_a_peer_s_figure_counts_if_two_runs_agree(measure_with: Measure, stands:
 
     stands.rates = staticmethod(rates)
     whole, out, _ = measure_with(*FOUR, "--depth", "100")
-    *_, f16, q4_0 = next(row for row in whole["rows"] if row["name"] == "prompt of 100")["cells"]
-    assert (f16["threads"], f16["median"]) == (1, 40.0)
-    assert {*f16["tried"]["2"]} == {90.0, 110.0}, "what was left out is kept"
-    assert q4_0["failure"] == "unstable"
+    f16, q4_0 = (rows_of(whole, "prompt of 100")[f"{PEER} {cache}"] for cache in ("f16", "q4_0"))
+    assert (f16.more["threads"], f16.value) == (1, 40.0)
+    assert {*f16.more["tried"]["2"]} == {90.0, 110.0}, "what was left out is kept"
+    assert q4_0.failure == "unstable"
     prompts, *_ = tables(out)
-    assert prompts[2][1:4] == ["60.0 ±0.0 (1.50×)", "60.0 ±0.0 (1.50×)", "40.0 ±0.0"]
+    assert prompts[2][1:4] == ["60.0 ± 0.0 (1.50×)", "60.0 ± 0.0 (1.50×)", "40.0 ± 0.0"]
     assert prompts[2][4] in ("unstable: 20.0, 25.0", "unstable: 25.0, 20.0")
     _, _, err = measure_with(*FOUR, "--repeat", "1", status=2)
     assert err.splitlines()[-1].startswith("error: --repeat 1: a peer's figure counts if two runs agree")
@@ -297,6 +317,42 @@ def test_a_peer_s_figure_counts_if_two_runs_agree(measure_with: Measure, stands:
 )
 def test_runs_are_stable_if_the_two_fastest_differ_by_a_tenth_at_most(runs: list[float], is_stable: bool) -> None:
     assert Cell(Contestant(PEER, "f16"), 1, runs).is_stable is is_stable
+
+
+@pytest.mark.parametrize(
+    ("threads", "why"), [("1,2", "slower with 2 threads than with 1"), ("2", "of the memory's bandwidth")]
+)
+def test_a_peer_that_lacked_a_core_gives_no_ratio(
+    threads: str, why: str, measure_with: Measure, stands: type[Stand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads wait for each other, and ours do not: what it shows is the other work of the machine."""
+    stands.rates = staticmethod(lambda label, threads, call, tokens: 300.0 if "ours" in label else 200.0 / threads)
+    monkeypatch.setattr(Memory, "read_rate", lambda self, threads: 3e9)
+    whole, out, _ = measure_with(*FOUR, "--threads", threads)
+    assert any(why in row.more.get("starvation", "") for row in whole.rows("tokens/s"))
+    assert "×)" not in out
+    assert "No ratios, since llama.cpp f16 lacked a core: " in out
+    assert whole["complete"] is True
+
+
+def test_the_time_ends_peers_too(measure_with: Measure, stands: type[Stand]) -> None:
+    """What was measured before counts; what lacks is named."""
+    calls = count()
+
+    def rates(label: str, threads: int, call: str, tokens: int) -> float:
+        if label == "ours f16" and next(calls) > 2:  # after its start, a run to warm up and one that counts
+            raise OutOfTime
+        if "peer" in label and call == "prompt":
+            raise OutOfTime
+        return 100.0
+
+    stands.rates = staticmethod(rates)
+    whole, out, _ = measure_with(*FOUR, "--minutes", "5")
+    assert whole["complete"] is False
+    assert rows_of(whole, "generation, depth ≤ 64")["polarlm f16"].runs == (100.0,)
+    failures = {row.failure for row in whole.rows("tokens/s") if PEER in row.contestant and "prompt" in row.subject}
+    assert failures == {"its time was over"}
+    assert "There was no time for prompt of 40: give more --minutes" in out
 
 
 def test_the_ratio_is_to_the_strongest_peer_which_each_row_names(measure_with: Measure, stands: type[Stand]) -> None:
@@ -311,10 +367,17 @@ def test_the_ratio_is_to_the_strongest_peer_which_each_row_names(measure_with: M
     prompts, generation, read, *_ = tables(out)
     columns = ["", "**balanced**", "llama.cpp f16", "OpenVINO u8", "OpenVINO f16"]
     assert prompts[0] == generation[0] == [*columns, "strongest peer"]
-    assert generation[1][1] == "90.0 ±0.0 (1.50×)"
+    assert generation[1][1] == "90.0 ± 0.0 (1.50×)"
     assert generation[1][-1] == "llama.cpp f16"
-    assert prompts[1] == ["prompt of 40", "90.0 ±0.0 (0.75×)", "60.0 ±0.0", "120 ±0", "60.0 ±0.0", "OpenVINO u8"]
-    assert read[1][3] == "—", "what OpenVINO does not say is not made up"
+    assert prompts[1] == [
+        "prompt of 40",
+        "90.0 ± 0.0 (**0.75×**)",
+        "60.0 ± 0.0",
+        "120 ± 0",
+        "60.0 ± 0.0",
+        "OpenVINO u8",
+    ]
+    assert read[0] == columns[:3], "what OpenVINO does not say is not made up"
     assert [peer["name"] for peer in whole["peers"]] == [PEER, "openvino-genai"]
     assert "\n\nOpenVINO converts weights and does not say what to" in out
 
@@ -338,9 +401,9 @@ def test_a_program_starts_anew_for_each_figure_and_tells_its_own_memory_and_star
     flags = ["--types", "f16", "--peer-types", "f16", "--peer", "ik_llama.cpp=built/llama-bench"]
     whole, out, _ = measure_with(*flags, "--depth", "100")
     *_, memory, starts = tables(out)
-    assert memory[2] == ["ik_llama.cpp f16", "3.0 GiB", "—", "—", "—", memory[2][-1]]
+    assert memory[2] == ["ik_llama.cpp f16", "3.0 GiB", *["—"] * (len(memory[2]) - 3), memory[2][-1]]
     assert starts[2][:4] == ["ik_llama.cpp f16", "1.25 s", "—", "2.0 GiB"]
-    assert whole["starts"][1]["parts"] == {}
+    assert "loading" not in whole.figures(START, "ik_llama.cpp f16")
     assert "ik_llama.cpp f16: " not in out, "it has no parts to tell"
 
 
@@ -351,12 +414,15 @@ def test_the_share_of_the_bandwidth_counts_weights_and_cache(
     measured = iter([1e8, 1e8, 1e9, 2e9])
     monkeypatch.setattr(Memory, "read_rate", lambda self, threads: next(measured))
     whole, out, _ = measure_with(*FOUR, "--depth", "100")
-    row = next(row for row in whole["rows"] if row["name"] == "generation at 100")
-    ours, _, f16, q4_0 = row["cells"]
-    assert ours["bytes_read"] == {"weights": 1_000_000, "cache": 100_000}
-    assert ours["bandwidth_share"] == pytest.approx(1.1e6 * 400 / 2e9)
+    read = [
+        {name: row.value for name, row in whole.figures("generation at 100", who).items()}
+        for who in rows_of(whole, "generation at 100")
+    ]
+    ours, _, f16, q4_0 = read
+    assert (ours["weights"], ours["cache"]) == (1_000_000, 100_000)
+    assert ours["bandwidth"] == pytest.approx(1.1e6 * 400 / 2e9)
     values = 100 * VALUES
-    assert (f16["bytes_read"]["cache"], q4_0["bytes_read"]["cache"]) == (2 * values, values * 18 // 32)
+    assert (f16["cache"], q4_0["cache"]) == (2 * values, values * 18 // 32)
     *_, read, _, _, _ = tables(out)  # then batches, memory, starts
     assert read[2][1] == "1 + 0 MB, 22%"
     assert [row[1].split(", ")[1] for row in read[1:]] == ["20%", "22%"], "of the fastest"
@@ -374,15 +440,15 @@ def test_a_contestant_that_fails_is_a_line_in_the_table(
     stands.rates = staticmethod(rates)
     whole, out, _ = measure_with(*FOUR)
     assert whole["complete"] is True
-    cells = [cell for row in whole["rows"] for cell in row["cells"]]
-    failed = [cell.get("failure") for cell in cells if (cell["engine"], cell["cache"]) == ("polarlm", "f16")]
+    rows = list(whole.rows("tokens/s"))
+    failed = [row.failure for row in rows if row.contestant == "polarlm f16"]
     first = failed.index("crashed (SIGSEGV)")
     assert failed[first:] == ["crashed (SIGSEGV)"] * (5 - first), "it is left out up to the end of the part"
-    assert sum("median" in cell for cell in cells) == len(cells) - len(failed[first:])
+    assert sum(row.value is not None for row in rows) == len(rows) - len(failed[first:])
     assert "| crashed (SIGSEGV) |" in out
-    failures = [row.get("failure") for row in whole["memory"]]
-    assert failures == [None, None if failing == "prompt" else "crashed (SIGSEGV)", None, None], "a part of its own"
-    assert not any("failure" in row for row in whole["starts"])
+    failures = [figures["peak"].failure for _, _, figures in whole.parts("memory")]
+    assert failures == ["", "" if failing == "prompt" else "crashed (SIGSEGV)", "", ""], "a part of its own"
+    assert not any(row.failure for row in whole.rows("seconds"))
 
 
 def test_results_are_kept_when_the_command_is_stopped(measure_with: Measure, stands: type[Stand]) -> None:
@@ -393,14 +459,15 @@ def test_results_are_kept_when_the_command_is_stopped(measure_with: Measure, sta
 
     stands.rates = staticmethod(rates)
     whole, _, err = measure_with(*FOUR, status=130)
-    assert [row["name"] for row in whole["rows"]] == ["generation, depth ≤ 64", "prompt of 40", "prompt of 100"]
+    assert subjects(whole) == ["generation, depth ≤ 64", "prompt of 40", "prompt of 100"]
     assert whole["complete"] is False
     assert "prompt of 100, polarlm balanced: 100.0 tokens/s" in err
 
 
 def test_contexts_beyond_the_model_s_are_left_out_with_a_sentence(measure_with: Measure, stands: type[Stand]) -> None:
     whole, out, _ = measure_with(*FOUR, "--prompt", "40,500", "--depth", "100,600")
-    assert [row["tokens"] for row in whole["rows"]] == [8, 40, 100, 1, 8, 16]
+    tokens = {row.subject: row.more["tokens"] for row in whole.rows("tokens/s")}
+    assert [*tokens.values()] == [8, 40, 100, 1, 8, 16]
     sentences = [
         "A prompt of 500 does not fit into the model's 512 tokens",
         "Generation at 600 is left out: the model's context has 512 tokens",
@@ -420,6 +487,6 @@ def test_on_a_gpu_there_are_no_threads_and_no_peer(
     whole, out, _ = measure_with(*FOUR, "--device", "cuda")
     assert whole["machine"]["gpu"] == {"name": "Some GPU", "driver": "1.2"}
     assert [peer["version_or_absence"] for peer in whole["peers"]] == ["on the CPU only"]
-    assert {cell["threads"] for row in whole["rows"] for cell in row["cells"]} == {1}
-    assert not any("bandwidth_share" in cell for row in whole["rows"] for cell in row["cells"])
-    assert out.startswith("random (Q8_0) on Some GPU. Medians")
+    assert {row.more["threads"] for row in whole.rows("tokens/s")} == {1}
+    assert not [*whole.rows("bandwidth")]
+    assert out.startswith("random (Q8_0) on Some GPU\n")

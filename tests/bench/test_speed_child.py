@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from polarlm.bench.speed.child import Child, Failed, memory
+from polarlm.bench.speed.child import Child, Failed, OutOfTime, memory
 from tests.compiled import end_of_compilation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +43,11 @@ def test_a_child_answers_and_reports_failures_and_goes_on(child: Child) -> None:
     with pytest.raises(Failed, match=r"^ZeroDivisionError: division by zero$"):
         child.call("divide", 0)
     assert child.call("divide", 4) == 0.25
+
+
+def test_a_call_ends_with_the_time_of_its_child() -> None:
+    with closing(Child(MODULE, end=time.monotonic())) as child, pytest.raises(OutOfTime, match=r"^its time was over$"):
+        child.call("wait", os.devnull)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a symbolic link")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from polarlm.bench.gpu.shapes import SHAPES
+from polarlm.bench.result import Result, read
 from polarlm.bench.speed import drafts, embeddings, starts
 from polarlm.bench.speed.__main__ import main
 from polarlm.bench.speed.drafts import Offer, Replay, offers
@@ -19,10 +18,10 @@ from tests.tiny import make_model
 GIB = 1 << 30
 
 
-def measured(tmp_path: Path, weights: Path, *flags: str) -> dict[str, Any]:
+def measured(tmp_path: Path, weights: Path, *flags: str) -> Result:
     output = tmp_path / "result.json"
     assert main(["--weights", str(weights), "--output", str(output), *flags]) == 0
-    result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    result = read(output)
     assert result["command"].startswith("polarlm speed --weights ")
     return result
 
@@ -48,12 +47,12 @@ def test_answers_with_and_without_drafts_are_measured_in_turn(
 ) -> None:
     monkeypatch.setattr(drafts, "TASKS", {"copy": "the sea the sea the sea", "prose": "the end"})
     flags = ["--only", "drafts", "--tokens", "12", "--repeat", "1", "--threads", "1"]
-    rows = measured(tmp_path, random_model(tmp_path), *flags)["rows"]
-    assert [row["task"] for row in rows] == ["copy", "prose"]
-    for row in rows:
-        assert row["accepted_tokens"] <= row["drafted_tokens"]
-        assert len(row["plain"]) == len(row["drafted"]) == 1
-        assert min(row["plain"] + row["drafted"] + [row["ratio"]]) > 0
+    tasks = {task: figures for task, _, figures in measured(tmp_path, random_model(tmp_path), *flags).parts()}
+    assert [*tasks] == ["copy", "prose"]
+    for row in tasks.values():
+        assert row["accepted"].value <= row["offered"].value
+        assert len(row["plain"].runs) == len(row["drafted"].runs) == 1
+        assert min(row[name].value for name in ("plain", "drafted", "ratio")) > 0
     printed = capsys.readouterr()
     assert "| copy " in printed.out
     assert "differs" not in printed.err
@@ -67,27 +66,32 @@ def test_texts_of_an_encoder_are_measured_beside_batches_of_llama_cpp(
     path = tmp_path / "minilm.gguf"
     write(path, "minilm-l6", SHAPES["minilm-l6"], "q8_0", None)
     monkeypatch.setattr(embeddings.llama_cpp_python, "__name__", "tests.bench.embedder")
-    fixed, mixed = measured(tmp_path, path, "--only", "embeddings", "--tokens", "256", "--repeat", "2")["rows"]
-    assert fixed["tokens"] == 256
-    assert fixed["theirs"] == {str(size): [256 / size] * 2 for size in (128, 256, 512, 1024)}
-    assert len(fixed["ours"]) == len(mixed["ours"]) == 2
-    assert 8 * 4 <= mixed["tokens"] <= 128 * 4
-    assert abs(fixed["cosine"]) < 0.9  # to the stand-in's vector
+    result = measured(tmp_path, path, "--only", "embeddings", "--tokens", "256", "--repeat", "2")
+    fixed, mixed = "Q8_0, texts of 32 tokens", "Q8_0, texts of 8 to 128 tokens"
+    for size in (128, 256, 512, 1024):
+        assert result.figures(fixed, str(size))["tokens/s"].runs == (256 / size,) * 2
+    ours = result.figures(fixed, "polarlm")["tokens/s"]
+    assert (ours.more["tokens"], len(ours.runs)) == (256, 2)
+    assert 8 * 4 <= result.figures(mixed, "polarlm")["tokens/s"].more["tokens"] <= 128 * 4
+    assert abs(result.value(fixed, "polarlm", "cosine")) < 0.9  # to the stand-in's vector
     rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()]
-    assert rows[2][1:6] == ["Q8_0", "32 tokens", f"{max(fixed['ours']):,.0f}", "0", "2 (128)"]
+    (row,) = [row for row in rows if row[1:3] == ["Q8_0", "32 tokens"]]
+    assert row[3:6] == [f"{max(ours.runs):,.0f}", "0", "2 (128)"]
 
 
 def test_each_size_of_the_expert_cache_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("llvmlite")
     flags = ["--only", "experts", "--expert-cache", "all,50K", "--tokens", "5", "--repeat", "1", "-t", "1"]
-    every, some = measured(tmp_path, make_model(tmp_path, "mixtral_window"), *flags)["rows"]
-    assert every["rate"] > 0
+    result = measured(tmp_path, make_model(tmp_path, "mixtral_window"), *flags)
+    every, some = (figures for _, _, figures in result.parts())
+    assert every["tokens/s"].value > 0
     assert "hits" not in every
-    assert 0 < some["hits"] < 1
-    assert some["read"] > 0
+    assert 0 < some["hits"].value < 1
+    assert some["read"].value > 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("| all ")
-    assert " tokens/s" in lines[3]
+    first, second = (line for line in lines if line.startswith("| --expert-cache "))
+    assert "| all " in " ".join(first.split())
+    assert " tokens/s" in second
 
 
 def test_what_is_made_ready_is_what_a_start_may_need_and_has(monkeypatch: pytest.MonkeyPatch) -> None:

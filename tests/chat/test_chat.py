@@ -20,6 +20,7 @@ from polarlm.engine.params import PromptOptions, SamplingParams
 from polarlm.model_loaders.chat.templates import ChatTemplate
 from polarlm.model_loaders.config import GenerationDefaults
 from polarlm.model_loaders.errors import LoadError
+from tests.pairs import mostly_slow
 
 from .fake_engine import FakeEngine
 
@@ -102,6 +103,7 @@ def test_the_prompt_the_file_and_what_is_piped_in_are_one_message(chat, engine, 
     assert chat("-no-cnv", "-p", "Once", lines="upon\n")[1] == "you said: Once\n\nupon\n"
 
 
+@pytest.mark.slow  # three processes; the tests beside it give the same lines to a chat in this one
 def test_a_shell_pipes_into_a_message_or_line_by_line():
     fake = f"'{sys.executable}' '{FAKE_CHAT}'"
     pipe = "printf 'a\\nb\\n' |"
@@ -518,7 +520,7 @@ def test_a_full_disk_ends_the_chat_with_a_sentence():
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell closes the outputs")
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@mostly_slow("closed", [">&-", "2>&-", BOTH := ">&- 2>&-"], [BOTH])
 def test_a_chat_without_an_output_answers_all_the_same(closed):
     line = f'exec "{sys.executable}" "{FAKE_CHAT}" -p hi -st {closed}'
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)

@@ -24,6 +24,7 @@ from polarlm.model_loaders import first_model
 from polarlm.model_loaders.first_model import CHOICES
 from polarlm.model_loaders.user_dirs import state_folder
 from tests.model_loaders.hub_server import Repository
+from tests.pairs import mostly_slow
 
 FAKE_CHAT = Path(__file__).with_name("fake_engine.py")
 CTRL_C, CTRL_D, ENTER, ALT_ENTER, UP = "\x03", "\x04", "\r", "\x1b\r", "\x1b[A"
@@ -247,16 +248,8 @@ def test_notes_are_wrapped_at_the_edge(open_chat):
     assert "error: the prompt has 200 tokens and the" in told
 
 
-def test_ctrl_c_clears_what_was_typed(open_chat):
-    chat = open_chat()
-    chat.until("> ")
-    chat.type("forget this")
-    chat.until("forget this")
-    chat.type(CTRL_C + "instead" + ENTER)
-    chat.until("you said: instead")
-
-
-def test_tab_completes_a_command(open_chat):
+def test_a_line_is_completed_cleared_wrapped_and_continued(open_chat):
+    """By Tab, by Ctrl-C, at the edge of 200 columns; with a backslash at its end, with Alt-Enter, and pasted."""
     chat = open_chat()
     chat.until("> ")
     chat.type("/reg\t")
@@ -264,17 +257,21 @@ def test_tab_completes_a_command(open_chat):
     chat.until("en")
     chat.type(ENTER)
     chat.until("There is no answer yet.")
-
-
-def test_words_are_wrapped_at_the_edge(open_chat):
-    chat = open_chat()
+    chat.until("> ")
+    chat.type("forget this")
+    chat.until("forget this")
+    chat.type(CTRL_C + "instead" + ENTER)
+    chat.until("you said: instead")
     chat.say("word " * 60)
     chat.until("you said:")
-    chat.until("word\r\nword")  # the terminal has 200 columns
+    chat.until("word\r\nword")
+    for typed in ("one\\" + ENTER + "two", "one" + ALT_ENTER + "two", "\x1b[200~one\ntwo\x1b[201~"):
+        chat.say(typed)
+        chat.until("you said: one\r\ntwo\r\n")
 
 
-@pytest.mark.parametrize(
-    ("answer", "model"), [("", "Qwen/Qwen3-0.6B-GGUF:Q8_0"), ("7\n2", CHOICES[1][0]), ("3", "fake")]
+@mostly_slow(
+    "answer, model", [("", "Qwen/Qwen3-0.6B-GGUF:Q8_0"), ANOTHER := ("7\n2", CHOICES[1][0]), ("3", "fake")], [ANOTHER]
 )
 def test_a_first_chat_asks_once_for_a_model(open_chat, hub, tmp_path, answer, model):
     put_choices(hub)
@@ -306,14 +303,6 @@ def test_a_hub_that_is_silent_holds_no_chat_up(monkeypatch):
     monkeypatch.setattr(first_model, "_SECONDS", 0.01)
     assert first_model.choose(pytest.fail, pytest.fail) is None
     ended.set()
-
-
-def test_a_message_may_have_several_lines(open_chat):
-    """With a backslash at the end of a line, with Alt-Enter, and pasted."""
-    chat = open_chat()
-    for typed in ("one\\" + ENTER + "two", "one" + ALT_ENTER + "two", "\x1b[200~one\ntwo\x1b[201~"):
-        chat.say(typed)
-        chat.until("you said: one\r\ntwo\r\n")
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ class EmulatedDevice:
 
     name = "emulated GPU"
     processors = 6
+    seed = 0  # the order of threads and blocks: see `Program.launch`
     shared_memory = 228 << 10
     overlaps = False
 
@@ -139,7 +140,7 @@ class EmulatedDevice:
         return arg if arg is None else self.memory_of(arg)
 
     def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
-        program_of(text, self._checked).launch(kernel, grid, block, *args, shared=shared)
+        program_of(text, self._checked).launch(kernel, grid, block, *args, shared=shared, seed=self.seed)
 
     def expect(self, text: str) -> None:
         """Texts are compiled when they are launched."""

@@ -80,7 +80,7 @@ def load(path: Path, ops: Ops, said: list[str] | None = None, **settings: Any) -
 
 def test_an_engine_says_where_its_experts_are(tmp_path: Path) -> None:
     path, answers = make_model(tmp_path, "qwen3_moe_normed"), []
-    for asked in (None, "1", "2", "99"):
+    for asked in (None, "1", "99"):
         with load(path, CudaOps(EmulatedDevice(checked=False), NativeOps(1)), cpu_moe=asked) as engine:
             answers.append(engine.generate(PROMPT, SOME).token_ids)
             weights, line = engine._model.weights, engine.fit_line()
@@ -90,7 +90,7 @@ def test_an_engine_says_where_its_experts_are(tmp_path: Path) -> None:
                 asked
             )
             assert (engine.status().threads is not None) is True
-    assert answers[1:] == answers[:1] * 3
+    assert answers[1:] == answers[:1] * 2
 
 
 def sizes_of(path: Path) -> Sizes:

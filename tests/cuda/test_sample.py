@@ -15,7 +15,6 @@ from polarlm.engine.backends.cuda.sampling import pack_sampler_inputs
 from polarlm.engine.backends.cuda.sampling import sample as sample_on
 from polarlm.engine.sampling.sample import NEWEST, SamplerInput, Sampling, sample
 from tests.cuda.emulated import EmulatedDevice
-from tests.cuda.programs import program
 from tests.cuda.test_sampler_inputs import near
 from tests.sampling.constrained import mask_of
 
@@ -28,17 +27,6 @@ def on_host(logits: np.ndarray, chain: Sampling, drawn: float) -> int:
     if chain.top_k > 1:
         logits[np.argsort(-logits, kind="stable")[chain.top_k :]] = -np.inf
     return sample(logits, SamplerInput(chain, [], drawn, len(logits)))
-
-
-class OrderedDevice(EmulatedDevice):
-    """Whose threads and blocks run in an order of their own for each seed."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.seed = seed
-
-    def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
-        program(text).launch(kernel, grid, block, *args, shared=shared, seed=self.seed)
 
 
 def launch(
@@ -60,7 +48,8 @@ def launch(
     sampler_inputs = pack_sampler_inputs(
         [SamplerInput(chain, last, drawn, vocab, allowed=allowed) for (chain, drawn), last in both]
     )
-    device: Any = OrderedDevice(seed)
+    device: Any = EmulatedDevice()
+    device.seed = seed
     on_device, last = device.from_host(held), None if newest is None else device.from_host(newest)
     ids = sample_on(device, Launcher(device), on_device, sampler_inputs, last)
     np.testing.assert_array_equal(device.to_host(on_device), held)
@@ -178,7 +167,7 @@ def test_the_order_of_threads_changes_nothing(rng: np.random.Generator) -> None:
         assert len(ids) == 1
 
 
-class Unsaved(OrderedDevice):
+class Unsaved(EmulatedDevice):
     """`sample` finds nothing of what `sample_adjust` has saved."""
 
     def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
@@ -191,6 +180,6 @@ def test_what_was_saved_is_read_only_where_no_token_is_left(rng: np.random.Gener
     """One thread reads it, one number after another, and the row waits."""
     biases = {int(token): 1.0 for token in range(0, 90, 3)}
     inputs = pack_sampler_inputs([SamplerInput(replace(PLAIN, logit_bias=biases), [], 0.5, 100)])
-    device: Any = Unsaved(0)
+    device: Any = Unsaved()
     logits = device.from_host(rng.standard_normal((1, 100)).astype(np.float32))
     assert device.to_host(sample_on(device, Launcher(device), logits, inputs, None))[0] >= 0

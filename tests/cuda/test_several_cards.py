@@ -51,8 +51,8 @@ def cards(*counts: int, rooms: tuple[int, ...] = ()) -> CardsOps:
     [
         ("qwen2_mixed_windows", CODES, (2, 1)),
         ("qwen2_mixed_windows", FULL, (1, 1, 1)),
-        ("qwen3_moe_normed", FULL, (1, 1)),
-        ("lfm2_tied", CODES, (2, 2)),
+        pytest.param("qwen3_moe_normed", FULL, (1, 1), marks=pytest.mark.slow),
+        pytest.param("lfm2_tied", CODES, (2, 2), marks=pytest.mark.slow),
         ("granite_hybrid_tied", FULL, (2, 1)),
     ],
 )

@@ -20,25 +20,20 @@ from polarlm.engine.outputs import Completion
 from polarlm.engine.quantization.encode import encode_centred
 from polarlm.engine.state.cache_types import TWO_KINDS
 from polarlm.engine.state.store import KVStore
-from tests.cuda.emulated import EmulatedDevice, open_device, program_of
+from tests.cuda.emulated import EmulatedDevice, open_device
 from tests.cuda.test_model_emulated import Rounded, SameWeights, Talk, close, model_of
+from tests.ops import reference
 from tests.state.fed import HEADS, KV_HEADS, D, Fed
-from tests.state.reference import attention
 from tests.state.test_finer_blocks import BY_ROOM, COMPACT, LAYERS, N, contents, decode, make_store
 from tests.tiny import assert_idle, load_tiny, make_model
 
 
-class Shuffled(EmulatedDevice):
-    """A device with some multiprocessors; where attention reads both kinds of blocks, with every check on, and blocks
-    of threads in an order of their own for each `seed`."""
-
-    def __init__(self, processors: int) -> None:
-        super().__init__(checked=False)
-        self.processors, self.seed = processors, 0
+class Checked(EmulatedDevice):
+    """A device with every check on where attention reads both kinds of blocks."""
 
     def run(self, text: str, kernel: str, grid: Sequence[int], block: Sequence[int], args: list, shared: int) -> None:
-        of_both = kernel == "decode_two_kinds_kernel"
-        program_of(text, of_both).launch(kernel, grid, block, *args, shared=shared, seed=self.seed if of_both else 0)
+        self._checked = kernel == "decode_two_kinds_kernel"
+        super().run(text, kernel, grid, block, args, shared)
 
 
 class Plain(Fed):
@@ -67,9 +62,8 @@ def sequences(ops: Ops) -> list[Plain]:
 @pytest.mark.parametrize(("processors", "rows"), [(1, 1), (40, 1), (6, 3), (4, 3)])
 def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> None:
     """Any number of CTAs, in any order, and a row that pads the batch; results are the same to the bit in any order."""
-    device = open_device(checked=False)
-    if isinstance(device, EmulatedDevice):
-        device = Shuffled(processors)
+    device: Any = Checked() if isinstance(open_device(), EmulatedDevice) else open_device()
+    device.processors = processors
     ops = CudaOps(device)
     kept = sequences(ops)
     store, rng, results = kept[0].store, np.random.default_rng(0), []
@@ -84,8 +78,7 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
     queries = q
     if rows == 1:
         table, queries = table.pad_rows(len(kept) + 1), np.concatenate([q, q[:1]])
-    for seed in (0, 1, 2):
-        device.seed = seed
+    for device.seed in (0, 1, 2):
         results.append(ops.to_host(ops.attention(ops.to_device(queries), store.cache(0), table, ScoreRule(0.3))))
         np.testing.assert_array_equal(results[-1], results[0])
     for number, fed in enumerate(kept):
@@ -94,7 +87,8 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
         for at, block in enumerate(fed.kv.tables[0].quantized, 1):
             seen_k[at * N : (at + 1) * N], seen_v[at * N : (at + 1) * N] = contents(store, 0, block)
         # Queries, weights and what codes stand for are rounded to half precision.
-        expected = attention(q[mine], seen_k, seen_v, fed.kv.length, 0.3, None)
+        visible = reference.causal_mask(fed.kv.length, rows, len(seen_k))
+        expected = reference.attention(q[mine], seen_k, seen_v, visible, ScoreRule(0.3))
         np.testing.assert_allclose(results[0][mine], expected, atol=0.005)
     assert not results[0][rows * len(kept) :].any()
 

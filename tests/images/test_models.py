@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from polarlm.model_loaders.towers import fit
 from tests.bare import bare_model, spread
 from tests.conftest import FIXTURES
 from tests.cuda.emulated import EmulatedDevice
+from tests.pairs import each, mostly_slow
 from tests.tiny import make_model, preempt
 
 MODELS = sorted(path.parent.name for path in FIXTURES.glob("*/images.npz"))
@@ -90,12 +91,12 @@ def fed(model: Transformer, prompt: Prompt, *cuts: int) -> tuple[SequenceKV, np.
     return kv, np.concatenate(logits)
 
 
-@pytest.mark.parametrize(
-    "ops", [NumpyOps, NativeOps, lambda: CudaOps(EmulatedDevice())], ids=["numpy", "native", "cuda"]
-)
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_after_images_are_those_of_transformers(name: str, ops: Any) -> None:
-    model, prompt = opened(name, ops())
+BACKENDS = {"numpy": NumpyOps, "native": NativeOps, "cuda": lambda: CudaOps(EmulatedDevice())}
+
+
+@mostly_slow("name, backend", [*product(MODELS, BACKENDS)], each(MODELS, BACKENDS))
+def test_logits_after_images_are_those_of_transformers(name: str, backend: str) -> None:
+    model, prompt = opened(name, BACKENDS[backend]())
     kv, logits = fed(model, prompt)
     text = np.array([one < IMAGE_IDS for one in prompt.ids])
     allowed = 2**-8 if model.ops.backend == "cuda" else 1e-3  # a GPU's inputs of products are halves
@@ -130,7 +131,10 @@ def said(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": kinds[type(part)], kinds[type(part)]: part} for part in parts]}
 
 
-@pytest.fixture(params=["qwen3_vl_deepstack_tied", "qwen3_5_moe_with_images", "gemma3_with_images"])
+KINDS = ["qwen3_vl_deepstack_tied", "qwen3_5_moe_with_images", "gemma3_with_images"]
+
+
+@pytest.fixture(params=KINDS)
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_model(tmp_path, request.param)
 
@@ -240,7 +244,10 @@ def test_preempted_and_batched_requests_answer_as_alone(path: Path) -> None:
         assert [texts[0].text, texts[2].text] == [expected, expected]
 
 
-@pytest.mark.parametrize("more", [{"spec_type": "ngram-simple"}, {"repeat_penalty": 1.3}, {"dry_multiplier": 0.8}])
+TOKENS_ALONE = [{"spec_type": "ngram-simple"}, {"repeat_penalty": 1.3}, {"dry_multiplier": 0.8}]
+
+
+@mostly_slow("path, more", product(KINDS, TOKENS_ALONE), each(KINDS, TOKENS_ALONE), indirect=["path"])
 def test_drafts_and_penalties_are_of_tokens_alone(path: Path, more: dict[str, Any]) -> None:
     """A prompt that shows an image twice has its ids twice, which must neither be drafted nor penalised."""
     twice = [said(picture(1), "na na na na na", picture(1), "na na na")]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from polarlm.model_loaders import limited_process
-from polarlm.model_loaders.chat import template_worker
+from polarlm.model_loaders.chat import template_worker, templates
 from polarlm.model_loaders.chat.templates import ChatTemplate, for_folder, for_gguf
 from polarlm.model_loaders.errors import LoadError
 from tests.model_loaders import vocabularies as vocab
@@ -212,7 +212,8 @@ runpy.run_path(sys.argv[1], run_name="__main__")
         worker.wait(60)
         assert rendered(usable, HELLO) == "fine"
 
-    def test_its_process_ends_with_it(self) -> None:
+    def test_its_process_ends_with_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(templates, "LimitedProcess", limited_process.LimitedProcess)  # one of its own
         used = template("fine")
         rendered(used, HELLO)
         worker = used._process._worker

@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarlm.engine import codecs, records
@@ -25,6 +25,7 @@ def twins() -> list[str]:
     return [name for name in names if records.record_of(codecs.get(name), Geometry(False, 64, 64))]
 
 
+@settings(max_examples=15)  # of every codec
 @given(data=st.data())
 @in_turn("name", twins())
 def test_records_unpack_to_the_fields_they_were_packed_from(name: str, data: st.DataObject) -> None:

@@ -244,4 +244,9 @@ class Schedules(RuleBasedStateMachine):
 
 
 def test_schedules() -> None:
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=30))
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=15))
+
+
+@pytest.mark.slow
+def test_many_schedules() -> None:
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=200))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -247,7 +248,12 @@ class Schedules(RuleBasedStateMachine):
 
 
 def test_schedules() -> None:
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=15))
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=8))
+
+
+@pytest.mark.slow
+def test_many_schedules() -> None:
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=100))
 
 
 def test_a_prompt_keeps_its_end_and_ever_fewer_places_before_it() -> None:

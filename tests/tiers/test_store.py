@@ -174,7 +174,7 @@ class Schedules(test_prefix.Schedules):
 
 
 def test_schedules() -> None:
-    run_state_machine_as_test(Schedules, settings=settings(max_examples=15))
+    run_state_machine_as_test(Schedules, settings=settings(max_examples=7))
 
 
 @pytest.mark.slow

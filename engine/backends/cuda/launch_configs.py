@@ -168,7 +168,7 @@ def encode_blocks(keys: Layout, values: Layout) -> LaunchConfig:
 @cache
 def encode_keys(keys: Layout) -> LaunchConfig | None:
     """The launch of encode_keys; None for a codec that it does not take. Raises ValueError as `encode_blocks`. Shared
-    memory: KeyArrays of `cuda/encode/encode_keys.cu`, whose size `tests/cuda/test_encode_tiles.py` compares."""
+    memory: KeyArrays of `cuda/encode/encode_keys.cu`, whose size `tests/ops/test_encoding.py` compares."""
     constants, dim, size = keys.record.constants, keys.record.geometry.head_dim, keys.record.geometry.block_size
     if "POINTS" not in constants or keys.record.searches_paths:
         return None
@@ -186,7 +186,7 @@ def encode_keys(keys: Layout) -> LaunchConfig | None:
 @cache
 def encode_tiles(side: Layout) -> LaunchConfig | None:
     """The launch of encode_tiles; None for a codec that it does not take. Raises ValueError as `encode_blocks`. Shared
-    memory: TileArrays of `cuda/encode/encode_tiles.cu`, whose size `tests/cuda/test_encode_tiles.py` compares."""
+    memory: TileArrays of `cuda/encode/encode_tiles.cu`, whose size `tests/ops/test_encoding.py` compares."""
     constants, dim, size = side.record.constants, side.record.geometry.head_dim, side.record.geometry.block_size
     if "POINTS" not in constants or side.record.searches_paths:
         return None
@@ -206,7 +206,7 @@ def _too_large(block_size: int) -> ValueError:
 
 
 def encode_bytes(side: Layout, tokens: int, warps: int) -> int:
-    """RounderMemory::BYTES of `cuda/encode/rounding_memory.cuh`, which `tests/cuda/test_encode_blocks.py` compares, for
+    """RounderMemory::BYTES of `cuda/encode/rounding_memory.cuh`, which `tests/ops/test_encoding.py` compares, for
     `tokens` tokens at once; of a codec without points, bytes of x and of a mean."""
     size, dim = side.record.geometry.block_size, side.record.geometry.head_dim
     constants, mean = side.record.constants, 4 * dim * (side.mean_bits > 0)

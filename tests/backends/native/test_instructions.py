@@ -29,7 +29,7 @@ from polarlm.engine.jit.lang import Kernel, Level
 from polarlm.engine.weight_formats import get
 from tests.backends.native.codecs import attend
 from tests.backends.native.hot_loops import OF_BYTES, OF_SMALL_BYTES, OF_WORDS, X86, Loop, special_levels
-from tests.pairs import each, in_turn
+from tests.pairs import each, in_turn, mostly_slow
 
 WITH_WORDS = [level for level in X86 if level.unpacks_first]
 
@@ -110,7 +110,8 @@ OF_FLOATS: dict[str, Callable[[], Kernel]] = {
 }
 
 
-@special_levels
+# Levels whose registers are as wide have the same instructions on floats.
+@mostly_slow("level", X86, {level.lanes: level for level in X86}.values(), ids=lambda level: level.name)
 @in_turn("kernel", OF_FLOATS)
 def test_loops_over_floats(kernel: str, level: Level) -> None:
     """At least half of the instructions are multiply-adds, and their sums never go to the stack."""

@@ -14,20 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
 from polarlm.engine.backends.native import self_test
-from polarlm.engine.backends.native.attention_ops.prompts import PromptOps
 from polarlm.engine.backends.native.ops import NativeOps
-from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.select import select
 from polarlm.engine.errors import EngineError
 from polarlm.engine.jit.compile import library, target
 from polarlm.engine.jit.compile.compiler import Kernel, compile_object
 from polarlm.engine.jit.compile.target import VARIABLE, host_features, levels
 from polarlm.engine.jit.isa.levels import LEVELS, Level
-from tests.backends.native.attending import SCALE, Sequence_, Shape, attended, step
-from tests.backends.native.launching import launcher
 from tests.jit.levels import Narrow
+from tests.ops.attending import Sequence_, Shape, case_of
+from tests.ops.backends import native
 from tests.test_bare_python import ROOT
 
 
@@ -209,20 +206,14 @@ def test_a_wrong_name_is_an_error_with_the_right_ones(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("types", [("f16", "q8_0"), ("ring4", "turbo3")])
 def test_kernels_work_at_a_level_that_they_do_not_know(types: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    level, plain = Narrow(), NumpyOps()
+    level = Narrow()
     libraries = {one: library.Library(one, None) for one in (level, LEVELS[0])}
     monkeypatch.setattr("polarlm.engine.backends.native.launch.library", lambda level, sources: libraries[level])
     self_test.check(level)
-    case = step(Shape(types=types), [Sequence_(100), Sequence_(37, rows=2)], None)
-    np.testing.assert_array_equal(attended(case, level, None), attended(case, LEVELS[0], None))
-    prompts = PromptOps(launcher(level))
-    buffer = plain.buffer(case.cache.format, 64)
-    for side, x in zip(buffer, (case.keys[0], case.values[0]), strict=True):
-        side[:, :64] = x[:64].swapaxes(0, 1)
-    span = SpanView(slice(0, 50), 0, KVLocation(buffer, 0), 0, None, [], 0)
-    q = np.random.default_rng(1).standard_normal((50, *case.q.shape[1:])).astype(np.float32)
-    wanted = plain.attention(q, case.cache, plain.spans([span], 16), ScoreRule(SCALE))
-    np.testing.assert_allclose(prompts.attention(q, case.cache, [span], ScoreRule(SCALE)), wanted, rtol=1e-4, atol=1e-5)
+    cases = [case_of(native(one), Shape(types), [Sequence_(100), Sequence_(37, rows=2)]) for one in libraries]
+    np.testing.assert_array_equal(*(case.attended() for case in cases))
+    prompt = case_of(native(level), Shape(types), [Sequence_(0, rows=50)], is_prompt=True)
+    prompt.check(prompt.attended())
     assert level.dots > 0
 
 

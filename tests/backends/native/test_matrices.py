@@ -102,7 +102,7 @@ def test_matrices_give_what_few_rows_give(name: str, level: Level) -> None:
     format, packed, _ = stored(rng, name, 18 * 16, columns)
     x = rng.standard_normal((530 if name == "q4_0" else 41, columns)).astype(np.float32)
     few, many = Tiling(*level.code_tiles[0]), largest_tiling(level)
-    for kind, activation in itertools.product(KINDS, (None, "silu")):
+    for kind, activation in zip(KINDS, (None, "silu"), strict=True):
         np.testing.assert_array_equal(
             *(multiplied(format, packed, x, sizes, level, kind, activation) for sizes in (few, many))
         )

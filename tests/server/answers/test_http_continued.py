@@ -79,6 +79,7 @@ def test_the_engine_continues_the_ids_that_an_answer_was_generated_as(tiny: Engi
 # -- errors for prompts that are too long --------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # the client takes seconds to import; tests/server/dialects/test_every_api.py has its words
 def test_clients_know_a_prompt_that_is_too_long(shared: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or else it fetches a list when it is imported
     import litellm

@@ -44,6 +44,7 @@ def test_openai_parses_a_response(server: Serving) -> None:
         assert isinstance(stream.get_final_response().output_parsed, Weather)
 
 
+@pytest.mark.slow  # the client takes seconds to import
 def test_anthropic_parses_a_message(server: Serving) -> None:
     with server.anthropic() as client:
         message = client.messages.parse(

@@ -105,6 +105,7 @@ def test_garbage_over_http(server: Process) -> None:
     assert not any("traceback" in line for line in server.log() if "secret detail" not in line.get("traceback", ""))
 
 
+@pytest.mark.slow
 def test_an_error_in_a_step_ends_those_who_took_part(server: Process) -> None:
     """Three run and get an error, as their last event; a fourth waits, and is served."""
     before = ended(server)

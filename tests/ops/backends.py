@@ -1,0 +1,65 @@
+"""The backends that the tests of an op run on: NumPy, kernels of each level of this CPU, and a GPU, which is emulated
+unless the environment has TESTS_GPU. Then, or without llvmlite, there are no levels."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from polarlm.engine.backends.cuda.ops import CudaOps
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from tests.cuda.emulated import open_device
+from tests.cuda.programs import on_gpu
+
+
+class Backend(NamedTuple):
+    """A way to open ops. level: of the CPU's instructions, for compiled kernels."""
+
+    name: str
+    open: Callable[..., Any]
+    level: Any = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+NUMPY = Backend("numpy", lambda: NumpyOps(1))
+CUDA = Backend("cuda", lambda **options: CudaOps(open_device(**options)))
+EVERY_LEVEL: list[Backend] = []
+SOME: list[Backend] = []  # up to four levels, the least and the highest among them, for tests that are not slow
+if importlib.util.find_spec("llvmlite") is not None and not on_gpu():
+    from polarlm.engine.backends.native.graphs import Graphs
+    from polarlm.engine.backends.native.launch import KernelOps, Launcher
+    from polarlm.engine.backends.native.ops import NativeOps
+    from polarlm.engine.jit.compile.target import levels
+    from polarlm.engine.jit.lang import Level
+    from tests.jit import levels as some
+
+    def native(level: Level, threads: int = 1) -> NativeOps:
+        """The ops with kernels of a level."""
+        ops = NativeOps.__new__(NativeOps)  # which would choose a level
+        KernelOps.__init__(ops, Launcher(threads, level))
+        ops._graphs = Graphs(ops._launch)
+        return ops
+
+    def _of_level(level: Level) -> Backend:
+        return Backend(level.name, lambda threads=1: native(level, threads), level)
+
+    EVERY_LEVEL, SOME = [*map(_of_level, levels())], [*map(_of_level, some.SOME)]
+
+BEST = EVERY_LEVEL[-1:]  # nothing where no kernel is compiled
+
+
+def backends(*chosen: Backend) -> pytest.MarkDecorator:
+    """Runs a test with the ops of each of these backends. Without any, which is so where no kernel is compiled, the
+    test is skipped."""
+    return pytest.mark.parametrize("ops", chosen, ids=str, indirect=True)
+
+
+def backend_cases(names: str, cases: list[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """As `pytest.mark.parametrize`; the first name is `ops`, and each case begins with its backend."""
+    ids = [f"{backend}-{number}" for number, (backend, *_) in enumerate(cases)]
+    return pytest.mark.parametrize(names.split(), cases, indirect=["ops"], ids=ids)

@@ -1,0 +1,314 @@
+"""Attention of the rows of prompts on every backend, against float64; `tests.ops.attending` has what each may be off
+by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polarlm.engine.backends.cuda import launch_configs
+from polarlm.engine.backends.kv import HeadTransform
+from polarlm.engine.codecs.parts.rotation import dense, signed_hadamard, twice_signed_hadamard
+from polarlm.engine.errors import KernelError
+from tests.ops.attending import Case, Sequence_, Shape, case_of
+from tests.ops.backends import BEST, CUDA, NUMPY, SOME, backend_cases, backends
+
+N = 32  # tokens of a block, where nothing else is said
+DECODED = "polarlm.engine.backends.native.attention_ops.prompts._DECODED"  # tokens of blocks decoded at a time
+prompt_case = partial(case_of, is_prompt=True)
+
+
+@pytest.fixture(autouse=True)
+def _few_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_warps(monkeypatch, 2, 16)
+
+
+def use_warps(monkeypatch: pytest.MonkeyPatch, warps: int, rows: int) -> None:
+    """Of a GPU's blocks of threads, and their rows: smaller blocks than the engine's, for the emulator's sake."""
+    monkeypatch.setattr(launch_configs, "prefill_attention", partial(launch_configs.prefill_blocks, warps, rows))
+
+
+def prompt_rows(blocks: int, rows: int, done: int) -> list[Sequence_]:
+    """A prompt of `rows`, `done` rows after the first of its own: after a sink and quantized blocks.
+
+    No blocks: the prompt begins the sequence.
+    """
+    return [Sequence_(((blocks + 1) * N if blocks else 0) + done, rows, done)]
+
+
+def last_rows(rows: int, tokens: int) -> list[Sequence_]:
+    """The last rows of a sequence of so many tokens are the prompt."""
+    return [Sequence_(tokens - rows, rows)]
+
+
+def check_orders(case: Case, seeds: Sequence[int] = (0, 1, 2)) -> None:
+    """Check the result of a GPU in several orders of threads and of their blocks."""
+    for case.ops._device.seed in seeds:
+        case.check(case.attended())
+
+
+def with_transform(case: Case, rotation: np.ndarray | None, *, is_scaled: bool) -> Case:
+    """The heads of a KV head have one factor on a GPU, as in the engine, which scales values."""
+    heads, kv_heads = case.q.shape[1], case.cache.format.kv_heads
+    factors = np.random.default_rng(1).uniform(0.5, 2, heads).astype(np.float32)
+    if case.ops.backend == "cuda":
+        factors = np.repeat(factors[:kv_heads], heads // kv_heads)
+    return replace(case, transform=HeadTransform(kv_heads, None, None, rotation, factors if is_scaled else None))
+
+
+POLAR = Shape(("polarquant", "polarquant"), 64, 3, N)
+PROMPTS = [
+    (POLAR, signed_hadamard, prompt_rows(6, 100, 70), None),
+    (POLAR._replace(dim=80, group=1), signed_hadamard, prompt_rows(0, 33, 0), 20),
+    (POLAR._replace(dim=8, group=8), signed_hadamard, prompt_rows(5, 30, 65), 90),
+]
+HALVES = Shape(("f16", "f16"), 16, 2, 16, 0)
+ROTATIONS = [signed_hadamard, twice_signed_hadamard, dense, None]
+
+
+@backend_cases(
+    "ops shape rotation sequences window",
+    [
+        *((backend, *case) for backend in (NUMPY, *SOME) for case in PROMPTS),
+        *((CUDA, HALVES, rotation, last_rows(20, 40), None) for rotation in ROTATIONS),
+    ],
+)
+def test_a_prompt_attends(
+    ops: Any, shape: Shape, rotation: Any, sequences: list[Sequence_], window: int | None
+) -> None:
+    """The result is scaled and rotated back."""
+    case = prompt_case(ops, shape, sequences, window)
+    case = with_transform(case, rotation and rotation(shape.dim), is_scaled=True)
+    case.check(case.attended())
+
+
+@backends(CUDA)
+@pytest.mark.parametrize(
+    ("dim", "group", "rows", "block_size", "kv_heads"),
+    [(8, 1, 40, 16, 2), (16, 1, 1, 16, 1), (16, 1, 17, 16, 1), (16, 3, 50, 32, 1), (80, 8, 19, 16, 1)],
+)
+def test_a_first_prompt_attends_to_itself(
+    ops: Any, dim: int, group: int, rows: int, block_size: int, kv_heads: int
+) -> None:
+    check_orders(prompt_case(ops, Shape(("f16", "f16"), dim, group, block_size, 0, kv_heads), last_rows(rows, rows)))
+
+
+# Keys, values, head dim, query heads of a KV head, block size, bits of means; tokens, new rows.
+CODED = [
+    (Shape(("ring4", "ring3.5"), 64, 2, 64, 8, 1), 205, 20),
+    (Shape(("ring3", "ring4"), 128, 1, 32, 16, 1), 150, 10),
+    (Shape(("ring5", "turbo3"), 80, 3, 16, 8, 1), 90, 12),
+    (Shape(("turbo4", "ring5"), 16, 8, 64, 0, 1), 300, 7),
+    (Shape(("turbo2", "turbo4"), 24, 1, 32, 8, 1), 140, 50),
+    (Shape(("ring3.5", "ring3"), 256, 2, 64, 8, 1), 140, 9),
+    (Shape(("ring4+norm16", "turbo2"), 8, 1, 16, 16, 1), 100, 33),
+    (Shape(("f16", "ring4"), 64, 1, 64, 8, 1), 135, 5),
+    (Shape(("f16", "ring3"), 64, 1, 64, 0, 1), 135, 5),
+    (Shape(("ring4", "f16"), 48, 3, 32, 0, 1), 135, 5),
+    (Shape(("f16", "f16"), 64, 2, 64, 0, 1), 200, 70),
+    (Shape(("polarquant", "polarquant"), 64, 2, 64, 8, 1), 140, 9),
+    (Shape(("polarpair-m4n4", "polarquant"), 128, 1, 32, 16, 1), 135, 5),
+    (Shape(("ring4", "ring4"), 16, 1, 128, 8, 1), 400, 20),
+    (Shape(("linear8", "ring2.5"), 64, 2, 64, 8, 1), 205, 20),
+    (Shape(("ring2.5", "linear8"), 80, 1, 32, 8, 1), 140, 9),
+    (Shape(("trellis4", "trellis3.5"), 64, 2, 64, 8, 1), 205, 20),
+    (Shape(("trellis2.5", "trellis2.5"), 64, 2, 64, 8, 1), 205, 20),
+    (Shape(("trellis3", "trellis4"), 144, 1, 32, 8, 1), 140, 9),
+]
+
+
+@backends(CUDA)
+@pytest.mark.parametrize("length", [100, 128, 129])
+def test_a_prompt_may_continue_within_or_at_the_end_of_a_block(ops: Any, length: int) -> None:
+    check_orders(prompt_case(ops, Shape(("ring4", "ring3.5"), 16, 1, 64, 8, 1), last_rows(3, length)))
+
+
+@pytest.mark.slow
+@backends(CUDA)
+@pytest.mark.parametrize(("shape", "tokens", "rows"), CODED, ids=str)
+def test_a_prompt_attends_to_blocks_of_every_codec(
+    ops: Any, monkeypatch: pytest.MonkeyPatch, shape: Shape, tokens: int, rows: int
+) -> None:
+    """Each codec has a decoder of its own. With few rows of a warp, and in the engine's blocks of threads."""
+    case = prompt_case(ops, shape, last_rows(rows, tokens))
+    check_orders(case)
+    monkeypatch.undo()
+    check_orders(case, [2])
+
+
+@pytest.mark.slow
+@backends(CUDA)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_heads_of_the_size_that_models_have_attend(ops: Any, monkeypatch: pytest.MonkeyPatch, dim: int) -> None:
+    """Registers and shared memory bound the tiles of rows, which the size of heads decides."""
+    shape = Shape(("f16", "f16"), dim, 2, 64, 0, 1)
+    use_warps(monkeypatch, 1, 32)
+    check_orders(prompt_case(ops, shape, last_rows(45, 150)), [0, 3])
+    monkeypatch.undo()
+    check_orders(prompt_case(ops, shape._replace(group=3), last_rows(70, 70)), [2])
+
+
+@backends(CUDA)
+@pytest.mark.parametrize(("window", "rows"), [(1, 45), (16, 170), (17, 20), (40, 170), (64, 20), (1000, 45)])
+def test_a_window_hides_older_tokens(ops: Any, window: int, rows: int) -> None:
+    """With blocks hidden from some rows, hidden from all, or dropped."""
+    shape = Shape(("ring4", "turbo3"), 16, 2, 16, 8, 1)
+    check_orders(prompt_case(ops, shape, 2 * last_rows(rows, 190), window), [1])
+
+
+@backends(CUDA)
+@pytest.mark.parametrize("window", [None, 40])
+def test_several_prompts_attend_each_to_itself(ops: Any, window: int | None) -> None:
+    """With and without quantized blocks, from the beginning of a block and from within one, of one row and of many."""
+    sequences = [*last_rows(70, 70), *last_rows(33, 100), *last_rows(16, 16), *last_rows(1, 17), *last_rows(1, 90)]
+    case = prompt_case(ops, Shape(("ring4", "ring3.5"), 32, 2), sequences, window)
+    assert 0 < sum(len(view.table) > 0 for view in case.views) < len(sequences)
+    check_orders(case, [0])
+
+
+RULES = [(1.5, False), (None, True), (50.0, True)]
+
+
+@backend_cases(
+    "ops shape sequences window rule warps",
+    [
+        *(
+            (backend, Shape(block_size=N), prompt_rows(9, 50, 70), 200, rule, ())
+            for rule in RULES
+            for backend in [NUMPY, *SOME]
+        ),
+        *((CUDA, Shape(("f16", "f16"), 16), last_rows(45, 100), None, rule, (1, 32)) for rule in RULES[:2]),
+        (CUDA, Shape(("ring4", "ring4"), 16), last_rows(45, 100), None, RULES[0], (2, 16)),
+        (CUDA, Shape(("ring4", "ring4"), 16), last_rows(45, 100), 40, RULES[1], (2, 16)),
+    ],
+)
+def test_scores_are_capped_and_sinks_take_part(
+    ops: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: Shape,
+    sequences: list[Sequence_],
+    window: int | None,
+    rule: tuple[float | None, bool],
+    warps: Any,
+) -> None:
+    """The sink counts once, also where blocks are decoded in several parts. Sinks are below all scores, among them and
+    above."""
+    if ops.backend == "native":
+        monkeypatch.setattr(DECODED, 4 * N)
+    if warps:
+        use_warps(monkeypatch, *warps)
+    softcap, has_sinks = rule
+    plain = prompt_case(ops, shape, sequences, window)
+    plain = replace(plain, q=plain.q * 4) if warps else plain
+    case = plain.with_rule(
+        softcap=softcap, sink_scores=np.linspace(-20, 12, 6).astype(np.float32) if has_sinks else None
+    )
+    case.check(actual := case.attended())
+    with pytest.raises(AssertionError):
+        plain.check(actual)
+
+
+@backends(CUDA)
+def test_scores_that_rise_and_fall_steeply_do_not_overflow(ops: Any) -> None:
+    """Maxima change from part to part, by more than half precision can weigh."""
+    case = prompt_case(ops, Shape(("f16", "f16"), 16, 2, 16, 0, 1), last_rows(96, 96))
+    case = replace(case, q=case.q * 12)
+    case.check(case.attended())
+
+
+@backends(CUDA)
+def test_queries_beyond_half_precision_are_its_largest_numbers(ops: Any) -> None:
+    """Infinities of both signs would give NaN."""
+    case = prompt_case(ops, Shape(("ring4", "ring4"), 16, 1, 16, 8, 1), last_rows(40, 70))
+    case.q[..., :2] = 1e6, -1e6
+    assert np.isfinite(case.attended()).all()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BEST, reason="no kernel is compiled here")
+@given(
+    dim=st.sampled_from([24, 64]),
+    group=st.integers(1, 8),
+    kv_heads=st.integers(1, 3),
+    codec=st.sampled_from(["f16", "ring4", "turbo3", "polarquant", "q8_0"]),
+    rotation=st.sampled_from(["none", "hadamard", "dense"]),
+    blocks=st.integers(0, 12),
+    rows=st.integers(1, 150),
+    done=st.integers(0, 150),
+    window=st.none() | st.integers(1, 300),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=60)
+def test_prompts_attend_to_all_that_is_before_them(
+    dim: int,
+    group: int,
+    kv_heads: int,
+    codec: str,
+    rotation: str,
+    blocks: int,
+    rows: int,
+    done: int,
+    window: int | None,
+    threads: int,
+    seed: int,
+) -> None:
+    """On any number of threads, and with blocks that are decoded in several parts."""
+    dim = dim if codec in ("f16", "polarquant") else 64
+    shape = Shape((codec, codec), dim, group, N, 8 if codec != "f16" else 0, kv_heads)
+    case = prompt_case(BEST[0].open(threads), shape, prompt_rows(blocks, rows, done), window, seed=seed)
+    matrix = {"none": None, "hadamard": signed_hadamard(dim), "dense": dense(dim)}[rotation]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DECODED, 5 * N)
+        case = with_transform(case, matrix, is_scaled=rotation == "dense")
+        case.check(case.attended())
+
+
+@backends(*BEST)
+def test_results_are_the_same_for_any_number_of_threads_and_any_parts(
+    ops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = prompt_case(ops, Shape(("ring4", "ring4"), block_size=N), prompt_rows(9, 200, 30), 90)
+    wanted, (view,) = case.attended(), case.views
+    for threads in (2, 3, 8):
+        np.testing.assert_array_equal(replace(case, ops=BEST[0].open(threads)).attended(), wanted)
+    parts = []
+    for rows in (slice(0, 77), slice(77, 78), slice(78, 200)):
+        own = replace(view, rows=slice(0, rows.stop - rows.start), position=view.position + rows.start)
+        parts.append(replace(case, views=[own], q=case.q[rows]).attended())
+    np.testing.assert_array_equal(np.concatenate(parts), wanted)
+    monkeypatch.setattr(DECODED, 4 * N)
+    np.testing.assert_array_equal(case.attended(), wanted)
+
+
+@backends(*BEST)
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_queries_that_are_not_finite_give_results_that_are_not(ops: Any, broken: float) -> None:
+    """Damaged weights are found by their results."""
+    case = prompt_case(ops, Shape(group=1, kv_heads=1), last_rows(4, 4))
+    case.q[2, 0, 5] = broken
+    actual = case.attended()
+    assert np.isnan(actual[2]).all()
+    assert np.isfinite(actual[[0, 1, 3]]).all()
+
+
+@backends(*BEST)
+@pytest.mark.parametrize(("codec", "dim"), [("kivi4", 64), ("f16", 1024), ("f16", 20)])
+def test_layers_without_kernels_attend_in_numpy(ops: Any, codec: str, dim: int) -> None:
+    shape = Shape((codec, codec), dim, 2, N, 8 if codec != "f16" else 0, 1)
+    case = prompt_case(ops, shape, prompt_rows(2, 40, 0))
+    np.testing.assert_array_equal(case.attended(), replace(case, ops=NUMPY.open()).attended())
+
+
+@backends(*BEST)
+def test_too_many_queries_for_a_head_are_refused(ops: Any) -> None:
+    case = prompt_case(ops, Shape(dim=8, group=193, kv_heads=1), last_rows(1, 1))
+    with pytest.raises(KernelError, match="193 query heads"):
+        case.attended()

@@ -1,0 +1,390 @@
+"""The choice of experts, and products with them, on every backend: against NumPy's choice, and float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polarlm.engine.backends.numpy.activations import ACTIVATIONS
+from polarlm.engine.backends.numpy.ops import NumpyOps
+from polarlm.engine.backends.ops import Routing
+from polarlm.engine.errors import EngineError
+from polarlm.engine.weight_formats import ExpertLinear
+from polarlm.model_loaders.config import Activation, Experts, is_gated
+from tests.cuda.emulated import EmulatedDevice
+from tests.cuda.formats import EPS32, STEP
+from tests.cuda.test_warm_up import Watched
+from tests.ops.backends import BEST, CUDA, EVERY_LEVEL, NUMPY, SOME, backend_cases, backends
+from tests.ops.products import input_kind
+from tests.pairs import each, mostly_slow, pairs
+from tests.weights import StoredArray, StoredBytes, random_matrix
+
+PLAIN = NumpyOps(1)
+EPS = 1e-5
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+# -- the choice ----------------------------------------------------------------------------------------------------
+
+
+def check_choice(ops: Any, rule: Experts, logits: np.ndarray, bias: Any = None, factors: Any = None) -> None:
+    """A bias changes which scores are chosen, and not their weights."""
+    wanted = PLAIN.route(logits, rule, bias, factors)
+    numbers = (None if x is None else ops.to_device(x) for x in (bias, factors))
+    ids, weights = (np.array(x) for x in on_host(ops, ops.route(ops.to_device(logits), rule, *numbers)))
+    np.testing.assert_array_equal(ids, wanted.ids)
+    np.testing.assert_allclose(weights, wanted.weights, rtol=(64 if ops.backend == "cuda" else 16) * EPS32, atol=1e-30)
+
+
+def on_host(ops: Any, routing: Routing) -> list[np.ndarray]:
+    return [ops._device.to_host(x) for x in routing] if ops.backend == "cuda" else [*routing]
+
+
+def hard_logits(rng: np.random.Generator, count: int) -> np.ndarray:
+    logits = 3 * normal(rng, 9, count)
+    logits[1] = 0.25  # all are equal
+    logits[2, -1] = 80
+    logits[3] *= 20
+    return logits
+
+
+RULES = [
+    Experts(8, 2, 16),
+    Experts(33, 8, 16, scoring="sigmoid", scale=2.5, renormalize=True),
+    Experts(256, 4, 16, renormalize=True),
+    Experts(40, 33, 16, scoring="sigmoid"),
+    Experts(1, 1, 16),
+]
+
+
+@backends(*SOME)
+def test_the_experts_of_a_row_are_those_of_numpy(ops: Any, rng: np.random.Generator) -> None:
+    for count, top_k, scoring, renormalize, has_bias, has_factors in pairs(
+        [3, 16, 37, 128], [1, 3], ["softmax", "sigmoid"], [False, True], [False, True], [False, True]
+    ):
+        rule = Experts(count, top_k, 1, scoring=scoring, renormalize=renormalize, scale=1.5)
+        numbers = [normal(rng, count) if has else None for has in (has_bias, has_factors)]
+        check_choice(ops, rule, hard_logits(rng, count), *numbers)
+
+
+@backends(CUDA)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_experts_of_a_row_on_a_gpu_are_those_of_numpy(ops: Any, rng: np.random.Generator, rule: Experts) -> None:
+    for bias, factors in ((None, None), (normal(rng, rule.count), None), (None, normal(rng, rule.count))):
+        check_choice(ops, rule, 3 * normal(rng, 6, rule.count), bias, factors)
+
+
+@backends(NUMPY, *BEST, CUDA)
+def test_of_equal_scores_the_lowest_number_is_chosen(ops: Any) -> None:
+    logits = np.zeros((2, 70), np.float32)
+    logits[1, [69, 5, 37]] = 1
+    ids, weights = on_host(ops, ops.route(ops.to_device(logits), Experts(70, 4, 16, renormalize=True)))
+    assert ids.tolist() == [[0, 1, 2, 3], [5, 37, 69, 0]]
+    np.testing.assert_allclose(weights[0], 0.25, rtol=0 if ops.backend == "cuda" else EPS32)
+
+
+@backends(NUMPY, *SOME, CUDA)
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_row_with_a_logit_that_is_not_finite_has_no_weights(ops: Any, rng: np.random.Generator, scoring: Any) -> None:
+    """Its experts exist, so that what follows reads no other memory; other rows have their weights."""
+    logits, rule = normal(rng, 5, 40), Experts(40, 4, 16, scoring=scoring, renormalize=scoring == "softmax")
+    sound = on_host(ops, ops.route(ops.to_device(logits), rule))[1].copy()
+    logits[0, 39], logits[1, 3], logits[2, 7] = np.nan, np.inf, -np.inf
+    ids, weights = on_host(ops, ops.route(ops.to_device(logits), rule))
+    assert np.isnan(weights[:3]).all()
+    assert ((ids >= 0) & (ids < 40)).all()
+    if ops.backend == "cuda":
+        assert all(sorted(set(row)) == sorted(row) for row in ids.tolist())
+    np.testing.assert_array_equal(weights[3:], sound[3:])
+
+
+# -- their results -------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """The matrices of `count` experts with sizes E and F. formats: of gate, up and down. gated: whether they have a
+    gate."""
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        formats: Sequence[str],
+        count: int,
+        e: int,
+        f: int,
+        bias: bool = False,
+        gated: bool = True,
+    ):
+        *ups, down = formats if gated else formats[1:]
+        self.gate_up = [[random_matrix(rng, up, f, e) for up in ups] for _ in range(count)]
+        self.down = [[random_matrix(rng, down, e, f)] for _ in range(count)]
+        sizes = (len(ups) * f, e)
+        self.biases = [normal(rng, count, n) if bias else None for n in sizes]
+
+    def on(self, ops: Any) -> list[ExpertLinear]:
+        """gate_up and down on a device."""
+        return [
+            ExpertLinear(len(stored), ops.load_experts(stored), None if bias is None else ops.to_device(bias))
+            for stored, bias in zip((self.gate_up, self.down), self.biases, strict=True)
+        ]
+
+    def exact(self, x: np.ndarray, routing: Routing, activation: str, *, halves: bool) -> np.ndarray:
+        """The weighted sum of the results of each row's experts, float64. halves: float32 is kept in half precision."""
+
+        def matrix(stored: list[StoredBytes]) -> np.ndarray:
+            values = np.concatenate([one.values for one in stored])
+            return (values.astype(np.float16) if halves and stored[0].format.name == "f32" else values).astype(float)
+
+        out = np.zeros((len(x), self.down[0][0].shape[0]))
+        for row, number in np.ndindex(*routing.ids.shape):
+            expert = routing.ids[row, number]
+            up, down = (0 if bias is None else bias[expert] for bias in self.biases)
+            inner = ACTIVATIONS[activation]((matrix(self.gate_up[expert]) @ x[row] + up)[None])[0]
+            out[row] += routing.weights[row, number] * (matrix(self.down[expert]) @ inner + down)
+        return out
+
+
+# Formats of gate, up and down. On a GPU with two formats, or whole tiles that are not pairs, an activation follows.
+FORMATS = [
+    *(("q4_k", "q4_k", "q6_k"), ("q8_0", "q4_0", "q5_0"), ("mxfp4",) * 3),
+    *(("f16", "f16", "bf16"), ("f32",) * 3, ("iq2_xxs",) * 3),
+]
+OF_GPU = [("f16", "f16", "bf16"), ("f32",) * 3, ("q8_0", "q8_0", "q4_0"), ("mxfp4",) * 3, ("q8_0", "f16", "f16")]
+ACTIVATION: list[Activation] = ["silu", "gelu_tanh", "swiglu_clamped", "relu_squared"]
+# Formats with and without codes, few and many rows, with and without a bias, one or two of gate and up, a norm, a sum
+AXES: list[list[Any]] = [FORMATS, [1, 5, 33], [False, True], ACTIVATION, [False, True], [False, True]]
+
+
+def check_experts(
+    ops: Any, formats: Sequence[str], rows: int, bias: bool, activation: str, has_norm: bool, adds: bool
+) -> None:
+    """One of the experts is chosen by no row. Sizes are no whole tiles on a CPU.
+
+    A GPU rounds the inputs of both products to half precision; inputs of compiled kernels become words."""
+    rng, count = np.random.default_rng(2), 7
+    e, f = (256, 256) if set(formats) & {"q4_k", "iq2_xxs"} else (48, 24) if formats[0] == "f32" else (64, 96)
+    e, f = (64, 32) if ops.backend == "cuda" else (e, f)
+    gated = is_gated(activation)
+    layer = Layer(rng, formats, count, e, f if gated or ops.backend != "cuda" else 2 * f, bias, gated)
+    x, before, gain, logits = (normal(rng, *shape) for shape in ((rows, e), (rows, e), (e,), (rows, count)))
+    logits[:, 3] = -100
+    rule = Experts(count, 3, f, activation, renormalize=True)  # type: ignore[arg-type]
+    wide = x.astype(np.float64)
+    wide = wide / np.sqrt((wide**2).mean(1, keepdims=True) + EPS) * gain if has_norm else wide
+    wanted = layer.exact(wide, PLAIN.route(logits, rule), activation, halves=ops.backend == "cuda")
+    into = ops.to_device(before.copy()) if adds else None
+    norm = (ops.to_device(gain), EPS) if has_norm else None
+    routing = ops.route(ops.to_device(logits), rule)
+    y = ops.experts(ops.to_device(x), routing, *layer.on(ops), activation, norm=norm, residual=into)
+    assert (y is into) == adds
+    error = ops.to_host(y) - (wanted + before if adds else wanted)
+    if ops.backend == "cuda":
+        assert np.abs(error).max() <= 4 * STEP["__half"] * np.abs(wanted).max()
+    else:
+        allowed = 3e-4 if ops.backend == "native" else 1e-5
+        assert np.linalg.norm(error) < allowed * np.linalg.norm(wanted + before if adds else wanted)
+
+
+OF_CPU = [*each(SOME or [NUMPY], *AXES), (NUMPY, FORMATS[0], 5, True, "silu", True, True)]
+
+
+@backend_cases("ops case", [(backend, case) for backend, *case in OF_CPU])
+def test_results_of_experts(ops: Any, case: list[Any]) -> None:
+    """Any two of a level, formats, rows and the rest are together somewhere: every case has kernels of its own."""
+    check_experts(ops, *case)
+
+
+@pytest.mark.slow
+@backends(*EVERY_LEVEL)
+def test_results_of_experts_at_a_level(ops: Any) -> None:
+    """Any two of formats, rows and the rest are together at each level."""
+    for case in pairs(*AXES):
+        check_experts(ops, *case)
+
+
+LAYERS: list[tuple[Any, ...]] = [  # rows, biased, activation, normed, added
+    (1, False, "silu", True, True),
+    (2, True, "swiglu_clamped", True, True),
+    (7, True, "gelu_tanh", False, False),
+    (70, True, "swiglu_clamped", True, True),
+    (66, False, "silu", False, False),
+    (2, False, "relu_squared", True, True),
+    (70, True, "relu_squared", False, False),
+]
+
+
+@backends(CUDA)
+@mostly_slow("formats, layer", product(OF_GPU, LAYERS), each(OF_GPU, LAYERS[:5]))
+def test_results_of_experts_on_a_gpu(ops: Any, formats: tuple[str, str, str], layer: Any) -> None:
+    """Steps, prompts, and batches of few rows. Formats and rows decide together which kernels multiply."""
+    check_experts(CUDA.open(checked=False) if layer[0] > 60 else ops, formats, *layer)
+
+
+ADAPTERS = pairs(["f32", "f16", "bf16"], [1, 6, 33], [8, 24, 64], [1, 3])
+
+
+@backend_cases(
+    "ops name rows rank count",
+    [
+        *((backend, *case) for backend in (NUMPY, *SOME) for case in ADAPTERS),
+        *((CUDA, *case) for case in [("f16", 1, 8, 1), ("f32", 2, 24, 3), ("bf16", 7, 16, 2), ("f16", 70, 64, 1)]),
+    ],
+)
+def test_without_an_activation_results_are_the_products_of_both(
+    ops: Any, rng: np.random.Generator, name: str, rows: int, rank: int, count: int
+) -> None:
+    """As for adapters: few outputs of the first product, and rows with the weight 0, to which nothing is added."""
+    if rows > 60:
+        ops = CUDA.open(checked=False)
+    shapes = (rank, 72), (48, rank)
+    stored = [[[StoredArray(normal(rng, *shape) / 8, name)] for _ in range(count)] for shape in shapes]
+    for one, shape in zip(stored, shapes, strict=True):
+        one.append([StoredArray(np.full(shape, np.nan, np.float32), name)])
+    ids, scales = rng.integers(0, count, (rows, 1)).astype(np.int32), normal(rng, rows, 1)
+    ids[rows // 2 :: 3], scales[rows // 2 :: 3] = count, 0
+    x, before = normal(rng, rows, 72), normal(rng, rows, 48)
+    wanted = before.astype(np.float64)
+    for row in np.flatnonzero(scales):
+        a, b = (matrices[ids[row, 0]][0].values.astype(np.float64) for matrices in stored)
+        wanted[row] += scales[row] * (b @ (a @ x[row]))
+    a, b = (ExpertLinear(count + 1, ops.load_experts(one)) for one in stored)
+    into, routing = ops.to_device(before.copy()), Routing(*map(ops.to_device, (ids, scales)))
+    assert ops.experts(ops.to_device(x), routing, a, b, None, residual=into) is into
+    allowed = 1e-3 if ops.backend == "native" and name != "f32" and rank == 64 and rows > 1 else 2e-5  # words
+    if ops.backend == "cuda":  # x and the first product are rounded
+        allowed = 4 * STEP[input_kind(name)] * np.abs(wanted - before).max() + 1e-6
+    assert np.abs(ops.to_host(into) - wanted).max() <= allowed
+
+
+@backends(*BEST)
+def test_a_row_gives_the_same_alone_as_among_others(ops: Any, rng: np.random.Generator) -> None:
+    ops = BEST[0].open(2)
+    matrices, rule = Layer(rng, ("q4_k",) * 3, 5, 256, 256).on(ops), Experts(5, 2, 256)
+    x, logits = normal(rng, 40, 256), normal(rng, 40, 5)
+    together = ops.experts(x, ops.route(logits, rule), *matrices, "silu").copy()
+    for row in range(0, 40, 7):
+        own = slice(row, row + 1)
+        alone = ops.experts(x[own], ops.route(logits[own], rule), *matrices, "silu")
+        np.testing.assert_array_equal(alone[0], together[row])
+
+
+@backends(*BEST)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_row_that_is_not_finite_changes_no_other(ops: Any, rng: np.random.Generator, value: float) -> None:
+    matrices, rule = Layer(rng, ("q8_0",) * 3, 4, 64, 64).on(ops), Experts(4, 2, 64)
+    x, logits = normal(rng, 6, 64), normal(rng, 6, 4)
+    sound = ops.experts(x, ops.route(logits, rule), *matrices, "silu").copy()
+    x[2, 5], logits[4, 1] = value, value
+    actual = ops.experts(x, ops.route(logits, rule), *matrices, "silu")
+    assert not np.isfinite(actual[[2, 4]]).any()
+    np.testing.assert_array_equal(actual[[0, 1, 3, 5]], sound[[0, 1, 3, 5]])
+
+
+@backend_cases(
+    "ops formats rows words",
+    [
+        *((backend, ("q8_0", "q4_0"), 32, r"different formats.*weight_type") for backend in BEST),
+        (CUDA, ("q8_0", "q4_0"), 16, r"in several formats \(q4_0, q8_0\).*run it with device=cpu"),
+        (CUDA, ("q8_0", "q8_0"), 8, r"matrices of 8 rows in q8_0.*run it with device=cpu"),
+    ],
+)
+def test_experts_without_kernels_are_refused(
+    ops: Any, rng: np.random.Generator, formats: Sequence[str], rows: int, words: str
+) -> None:
+    with pytest.raises(EngineError, match=words):
+        ops.load_experts([[random_matrix(rng, name, rows, 64)] for name in formats])
+
+
+# -- which products are launched -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, np.ndarray]]:
+    """The products that compiled kernels are launched for, and for which experts: entries of `ExpertRows` with rows."""
+    from polarlm.engine.backends.native.product_ops.multiplication import Multiplication, with_rows
+
+    products: list[tuple[Any, np.ndarray]] = []
+
+    def product(self: Multiplication, spec: Any, *rest: Any) -> Any:
+        products.append((spec, with_rows(rest[-1])))
+        return launch(self, spec, *rest)
+
+    launch = Multiplication._product
+    monkeypatch.setattr(Multiplication, "_product", product)
+    return products
+
+
+@backends(*BEST)
+def test_few_rows_of_an_expert_fill_small_panels(ops: Any, launched: list[tuple[Any, np.ndarray]]) -> None:
+    """Once their kernels are compiled: prompts take those for many rows meanwhile, with the same results. No other test
+    needs these kernels."""
+    from polarlm.engine.backends.native.kernels.linear.tiling import SINGLE, expert_tiling
+
+    matrices = Layer(np.random.default_rng(4), ("q5_k",) * 3, 8, 256, 256).on(ops)
+
+    def run(rows: int) -> np.ndarray:
+        x, logits = (normal(np.random.default_rng(5), rows, size) for size in (256, 8))
+        routing = ops.route(logits, Experts(8, 2, 256))
+        launched.clear()
+        return ops.experts(x, routing, *matrices, "silu").copy()
+
+    few, most = (expert_tiling(rows, ops._launch.level) for rows in (3, 100))
+    assert few.rows <= most.rows or few == most
+    run(400)
+    assert [spec.tiling for spec, _ in launched] == [most] * 2
+    early = run(12)
+    assert [spec.tiling for spec, _ in launched] == [most] * 2
+    with ops._launch.graph():
+        late = run(12)
+    assert [spec.tiling for spec, _ in launched] == [few] * 2
+    np.testing.assert_array_equal(early, late)
+    np.testing.assert_array_equal(run(12), late)
+    assert [spec.tiling for spec, _ in launched] == [few] * 2
+    run(2)
+    assert [spec.tiling for spec, _ in launched] == [SINGLE] * 2
+
+
+@backends(*BEST)
+@pytest.mark.parametrize("rows", [1, 6, 70])
+def test_a_product_reads_an_expert_once_for_all_rows_that_chose_it(
+    ops: Any, rng: np.random.Generator, rows: int, launched: list[tuple[Any, np.ndarray]]
+) -> None:
+    routing = ops.route(normal(rng, rows, 9), Experts(9, 3, 64))
+    ops.experts(normal(rng, rows, 64), routing, *Layer(rng, ("q8_0",) * 3, 9, 64, 64).on(ops), "silu")
+    experts, counts = np.unique(routing.ids, return_counts=True)
+    assert len(launched) == 2, "gate and up together, and down"
+    for _, chosen in launched:
+        rows_of = {int(expert): int(count) for expert, _, count in chosen}
+        assert len(rows_of) == len(chosen)
+        assert rows_of == dict(zip(experts.tolist(), counts.tolist(), strict=True))
+
+
+@backends(CUDA)
+@pytest.mark.parametrize("formats", [("f16", "f16", "bf16"), ("q8_0", "q8_0", "q4_0"), ("q8_0", "f16", "q8_0")])
+def test_steps_and_prompts_launch_what_the_warm_up_has_launched(
+    ops: Any, rng: np.random.Generator, formats: tuple[str, str, str]
+) -> None:
+    """Formats with a kernel each."""
+    if not isinstance(ops._device, EmulatedDevice):
+        pytest.skip("what a GPU was asked to do is not known")
+    device, rule, layer = Watched(), Experts(5, 1, 32), Layer(rng, formats, 5, 64, 32)
+    ops = type(ops)(device)
+    device.computes = False
+
+    def run(one: Any, rows: int) -> None:
+        routing = one.route(one.to_device(np.zeros((rows, 5))), rule)
+        one.experts(one.to_device(np.zeros((rows, 64))), routing, *layer.on(one), "silu")
+
+    warm_up = ops.warm_up()
+    for rows in (1, *warm_up.rows):
+        run(warm_up.ops, rows)
+    for rows in (1, 2, 3, 8, 11, 20, 40, 50, 64, 65, 149, 5000):
+        run(ops, rows)
+    assert not device.unexpected() - {"repack_kernel"}
