@@ -19,7 +19,7 @@ __device__ __forceinline__ void store(TO *at, float sum) {
     *at = from_float<TO>(within<TO>(ADD ? to_float(*at) + sum : sum));
 }
 
-// Products of the same x with two matrices of different packed formats in one launch, of gemv_packed.cu and gemm_wide.cu.
+// Products of the same x with two matrices of different packed formats in one launch of gemv_packed.cu or gemm_wide.cu.
 //
 // With SECOND, the second one's format, blocks (of gemv_packed) or tiles (of gemm_wide) from number `border` on
 // multiply `second` (second_out, in), whose results are the columns of y after the first `out`; bias has both parts. A

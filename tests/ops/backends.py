@@ -45,10 +45,10 @@ if importlib.util.find_spec("llvmlite") is not None and not on_gpu():
         ops._graphs = Graphs(ops._launch)
         return ops
 
-    def _of_level(level: Level) -> Backend:
+    def _native_backend(level: Level) -> Backend:
         return Backend(level.name, lambda threads=1: native(level, threads), level)
 
-    EVERY_LEVEL, SOME = [*map(_of_level, levels())], [*map(_of_level, some.SOME)]
+    EVERY_LEVEL, SOME = [*map(_native_backend, levels())], [*map(_native_backend, some.SOME)]
 
 BEST = EVERY_LEVEL[-1:]  # nothing where no kernel is compiled
 
