@@ -1,4 +1,4 @@
-"""`--cache-type auto`: with room, answers equal the answers of the finer type; else blocks are coded again."""
+"""`--cache-type auto`: with room, answers equal the answers of the finer type; else blocks are requantized."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.outputs import Completion
 from polarlm.engine.state.cache_types import TWO_KINDS, by_layer
 from polarlm.engine.state.finer import blocks as finer_blocks
-from polarlm.engine.state.finer.blocks import CodingAgain, FinerBlocks
+from polarlm.engine.state.finer.blocks import FinerBlocks, Requantizer
 from tests.patience import SECONDS
 from tests.state.test_finer_blocks import BY_ROOM, COMPACT, Unchecked, make_store
 from tests.tiny import assert_idle, by_count, make_model
@@ -86,7 +86,7 @@ def test_answers_with_room_are_those_of_the_finer_type(tmp_path: Path, model: st
 def test_as_the_store_fills_blocks_are_coded_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few layers between two units: no unit of a request has to make room for itself."""
     in_units: list[FinerBlocks] = []
-    monkeypatch.setattr(FinerBlocks, "code_again", in_units.append)
+    monkeypatch.setattr(FinerBlocks, "requantize", in_units.append)
     ticks = itertools.count()  # a unit takes a second, and a layer a quarter of it
     monkeypatch.setattr(finer_blocks, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 4))
     with load(path, "auto", parallel=3) as by_room:
@@ -130,8 +130,8 @@ def test_a_prompt_goes_on_where_its_blocks_have_moved(tiny_path: Path) -> None:
             next(units)
             before = [finer.blocks.places[block] for block in blocks]
             while is_disturbed and [finer.blocks.places[block] for block in blocks] == before:
-                assert finer.blocks.begin_to_code() not in blocks  # but blocks of the other prompt
-                finer.code_again()
+                assert finer.blocks.begin_next() not in blocks  # but blocks of the other prompt
+                finer.requantize()
                 finer.blocks.allocate(not finer.lacks_room(2))
             found.append(logits(engine, units))
             store.abort(span)
@@ -144,22 +144,22 @@ def test_blocks_are_coded_for_no_longer_than_a_step(monkeypatch: pytest.MonkeyPa
     fed = Unchecked(make_store(NumpyOps(1), 1600, COMPACT, BY_ROOM))
     while not fed.store.finer.lacks_room():
         fed.feed(N)
-    code_layer, blocks = fed.store.finer.code_layer, fed.store.finer
+    requantize_layer, blocks = fed.store.finer.requantize_layer, fed.store.finer
 
     def slow() -> bool:
         clock[0] += 1.0
-        return code_layer()
+        return requantize_layer()
 
-    monkeypatch.setattr(blocks, "code_layer", slow)
-    coding = CodingAgain(blocks)
+    monkeypatch.setattr(blocks, "requantize_layer", slow)
+    coding = Requantizer(blocks)
     for step, layers in ((3.5, 3), (0.2, 1), (3.0, 3)):
         assert coding.must_wait(40 * N)
         before = clock[0]
-        assert coding.between_units(step) == layers
+        assert coding.run(step) == layers
         assert clock[0] - before <= max(step, 1.0)
     assert coding.must_wait(40 * N)
-    assert coding.between_units(None) == 1  # no step waits, but a client may cancel
-    while coding.between_units(1000.0):
+    assert coding.run(None) == 1  # no step waits, but a client may cancel
+    while coding.run(1000.0):
         assert blocks.lacks_room()
     assert not blocks.lacks_room()
 
@@ -174,20 +174,20 @@ def test_blocks_of_a_model_of_windows_alone_are_alike(tmp_path: Path) -> None:
 
 
 def test_a_session_has_blocks_of_both_types(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversation is continued after it as before it, and its blocks can be coded again."""
-    # How many layers are coded again between two steps, and so what a step reads, depends on the time that they take.
+    """A conversation is continued after it as before it, and its blocks can be requantized."""
+    # How many layers are requantized between two steps, and so what a step reads, depends on the time that they take.
     monkeypatch.setattr(finer_blocks, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     with load(path, "auto") as engine:
         answer = engine.generate(prompt(0), GREEDY)
         while types(engine)[1] < 3:
-            engine._store.finer.code_again()
+            engine._store.finer.requantize()
         before = types(engine)
         engine.save_session(tmp_path / "session")
         expected = continued(engine, 0, answer)
         for number in range(1, 4):
             engine.generate(prompt(number), GREEDY)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FinerBlocks, "code_again", None)  # what lacks room waits for it
+            patch.setattr(FinerBlocks, "requantize", None)  # what lacks room waits for it
             engine.load_session(tmp_path / "session")
         assert continued(engine, 0, answer).usage.cached_tokens == expected.usage.cached_tokens
     with load(path, "auto") as engine:
@@ -196,7 +196,7 @@ def test_a_session_has_blocks_of_both_types(path: Path, tmp_path: Path, monkeypa
         found = continued(engine, 0, answer)
         assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
         assert found.usage.cached_tokens == expected.usage.cached_tokens > len(prompt(0))
-        while engine._store.finer.code_again():
+        while engine._store.finer.requantize():
             pass
         assert types(engine)[0] == 0
         assert_idle(engine)

@@ -62,7 +62,7 @@ def states(
             raise
         model.store.commit(span)
         if model.store.finer is not None:
-            model.store.finer.code_aged()
+            model.store.finer.requantize_aged()
         yield start, hidden
 
 

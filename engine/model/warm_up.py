@@ -42,12 +42,12 @@ def warm_up(model: Transformer, short: Sequence[int]) -> SequenceKV:
 
 
 def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
-    """Run a prompt that completes blocks and prompts that read them, before and after one is coded again; for recurrent
+    """Run a prompt that completes blocks and prompts that read them, before and after one is requantized; for recurrent
     layers, also a step that completes a block."""
     _prompt(model, sequence, _many_rows(model.store.shape))
     _prompt(model, sequence, _ROWS)
     if model.store.finer is not None:
-        model.store.finer.code_again()
+        model.store.finer.requantize()
         _prompt(model, sequence, _ROWS)
     if not any(group.is_sparse for group in model.store.groups):
         return

@@ -15,7 +15,7 @@ from polarlm.engine.state.shapes import CacheShape
 
 
 class TwoKinds(NamedTuple):
-    """Types of keys and of values: of blocks with more bits, of those that are coded again, and of layers whose blocks
+    """Types of keys and of values: of blocks with more bits, of those that are requantized, and of layers whose blocks
     are all alike. is_by_age, newest: see `FinerKind`."""
 
     finer: tuple[str, str]

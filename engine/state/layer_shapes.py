@@ -144,11 +144,11 @@ class LayerShape(StateShape):
     def more_blocks(self, full_slots: int, more: int, tokens: int, block_size: int) -> int:
         shared = max(0, super().needed_blocks(tokens, block_size) - self._most_finer)
         of_others = min(shared, (full_slots // 2 - 1) * self._most_finer)
-        return self._room_of_finer(of_others, block_size) + (self.finer is not None)  # for one that is coded again
+        return self._room_of_finer(of_others, block_size) + (self.finer is not None)  # for one that is requantized
 
     @property
     def _most_finer(self) -> int:
-        """Blocks of a sequence with more bits by age, until the oldest one has been coded again."""
+        """Blocks of a sequence with more bits by age, until the oldest one has been requantized."""
         return 0 if self.finer is None else (self.finer.newest + 1) * self.finer.is_by_age
 
     def _room_of_finer(self, blocks: int, block_size: int) -> int:

@@ -32,7 +32,7 @@ from polarlm.engine.backends.ops import STEP_ROWS, Ops
 from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric
-from polarlm.engine.state.blocks import CodeAgain, OutOfBlocks
+from polarlm.engine.state.blocks import NeedsRequantize, OutOfBlocks
 from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
 from polarlm.engine.state.layer_shapes import LayerShape, OwnShape
@@ -380,12 +380,12 @@ class KVStore:
             raise
 
     def with_room(self, allocate: Callable[[], T]) -> T:
-        """Return what `allocate` returns, and code blocks again as long as it raises CodeAgain."""
+        """Return what `allocate` returns, and requantize blocks as long as it raises NeedsRequantize."""
         while True:
             try:
                 return allocate()
-            except CodeAgain:
-                if self.finer is None or not self.finer.code_again():
+            except NeedsRequantize:
+                if self.finer is None or not self.finer.requantize():
                     raise
 
     # -- memory ------------------------------------------------------------------------------------------------

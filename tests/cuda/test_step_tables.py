@@ -80,7 +80,7 @@ def test_rows_of_steps_are_as_if_read_again(fixture: str, types: tuple[str, str]
             for span in spans:
                 store.abort(span)
             if store.finer is not None and turn % 3 == 0:
-                store.finer.code_aged()
+                store.finer.requantize_aged()
         assert seen[0] == seen[1]
         assert [(a.length, a.tables) for a, _ in both] == [(b.length, b.tables) for _, b in both]
         if turn % 11 == 0:

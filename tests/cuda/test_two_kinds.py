@@ -1,4 +1,4 @@
-"""Two kinds of blocks in one memory of a GPU: what attention reads, what is coded again, and whole engines."""
+"""Two kinds of blocks in one memory of a GPU: what attention reads, what is requantized, and whole engines."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def sequences(ops: Ops) -> list[Plain]:
     wanted = [*kept[2].kv.tables[0].quantized[::2], *kept[3].kv.tables[0].quantized]
     for block in wanted:  # whatever their age
         places.begin(block)
-        store.finer.code_again()
+        store.finer.requantize()
     kinds = [{store.finer.is_finer(block) for block in fed.kv.tables[0].quantized} for fed in kept]
     assert kinds == [set(), {True}, {True, False}, {False}]
     return kept
@@ -100,7 +100,7 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
 
 
 def test_codes_are_those_of_numpy() -> None:
-    """Codes of finer blocks, and of one that is coded again from what it decodes to; what is between fields reads as
+    """Codes of finer blocks, and of one that is requantized from what it decodes to; what is between fields reads as
     zeros, whatever the memory was before."""
     stores = [make_store(ops, 800, COMPACT, BY_ROOM) for ops in (CudaOps(open_device()), NumpyOps())]
     for layer in range(LAYERS):
@@ -112,7 +112,7 @@ def test_codes_are_those_of_numpy() -> None:
     device, host = stores
     k, v = (x[:, None] for x in decode(device, 1, first))
     for store in stores:
-        assert store.finer.code_again()
+        assert store.finer.requantize()
     for block in others:
         for name, array in fields_of(device, block).items():
             np.testing.assert_array_equal(array, fields_of(host, block)[name], err_msg=name)
@@ -140,16 +140,16 @@ FIXTURE = "qwen3_qk_norm_tied"
 
 def talk(model: Transformer) -> list[np.ndarray]:
     """A prompt, a second turn, steps over a block's end, and steps in company, some with several rows. In between,
-    blocks are coded again: those that are old, or the next one at times."""
+    blocks are requantized: those that are old, or the next one at times."""
     ids = np.random.default_rng(4).integers(5, 96, 180).tolist()
     dialogue, finer = Talk(model, 2), model.store.finer
     seen: list[tuple[int, int]] = []
 
     def then() -> None:
         if finer.blocks.is_by_age:
-            finer.code_aged()
+            finer.requantize_aged()
         elif len(seen) % 4 == 0:
-            finer.code_again()
+            finer.requantize()
         seen.append(finer.blocks.places.counts())
 
     dialogue.prompt(ids[:97])
@@ -183,7 +183,7 @@ GREEDY = SamplingParams(max_tokens=N + 5, temperature=0.0, ignore_eos=True, logp
 
 @pytest.mark.slow
 def test_an_engine_answers_alike_after_a_session(tmp_path: Path) -> None:
-    """Blocks are coded again between the steps of an answer; a second turn reads them as they were saved."""
+    """Blocks are requantized between the steps of an answer; a second turn reads them as they were saved."""
     path, ops = make_model(tmp_path, FIXTURE), CudaOps(open_device(checked=False))
     settings: dict[str, Any] = {"block_size": N, "ctx_size": 256, "calibration": False, "cache_type": "by-age"}
     prompt, ids, turns = [5 + 7 * i % 90 for i in range(7 * N + 3)], list[int](), list[Completion]()

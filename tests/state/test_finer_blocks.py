@@ -105,12 +105,12 @@ def test_attention_reads_each_block_as_it_was_coded_last(ops: Ops) -> None:
         for _ in range(1):
             fed.feed(1, step=True)
         for _ in range(rng.integers(4) if store.finer.lacks_room() else 0):
-            store.finer.code_again()
+            store.finer.requantize()
         finer, others = store.finer.blocks.places.counts()
         seen.add((finer > 0, others > 0))
         assert finer + others == sum(len(fed.kv.tables[0].quantized) for fed in sequences)
     assert {(True, False), (True, True)} <= seen
-    while store.finer.code_again():
+    while store.finer.requantize():
         pass
     for fed in sequences:
         fed.feed(3, step=True)
@@ -125,7 +125,7 @@ def test_a_block_is_coded_again_from_what_it_decodes_to(ops: Ops) -> None:
     first, *others = fed.kv.tables[0].quantized
     before = [[contents(fed.store, layer, block) for block in (first, *others)] for layer in range(LAYERS)]
     decoded = [decode(fed.store, layer, first) for layer in range(LAYERS)]
-    assert fed.store.finer.code_again()  # the oldest
+    assert fed.store.finer.requantize()  # the oldest
     assert not fed.store.finer.blocks.places[first].is_finer
     for layer in range(LAYERS):
         for own, given in zip(decoded[layer], before[layer][0], strict=True):
@@ -150,7 +150,7 @@ def test_by_age_the_newest_blocks_alone_are_finer(ops: Ops) -> None:
         fed.feed(int(rng.integers(1, 90)))
         fed.feed(int(rng.integers(1, 4)), step=True)
         assert store.finer.lacks_room() == (store.finer.blocks.places.counts()[0] > newest(store, sequences))
-        store.finer.code_aged()
+        store.finer.requantize_aged()
         assert not store.finer.lacks_room()
         assert store.finer.blocks.places.counts()[0] == newest(store, sequences)
     kept, released = sequences
@@ -170,7 +170,7 @@ def test_blocks_of_several_sequences_age_together(ops: Ops, monkeypatch: pytest.
     monkeypatch.setattr(
         ops, "encode_blocks", lambda filled: calls.append([len(f.blocks) for f in filled]) or encode(filled)
     )
-    store.finer.code_aged()
+    store.finer.requantize_aged()
     assert calls == [[len(sequences) * 2] * LAYERS, [len(sequences)]]
     assert store.finer.blocks.places.counts()[0] == newest(store, sequences)
     calls.clear()
@@ -178,7 +178,7 @@ def test_blocks_of_several_sequences_age_together(ops: Ops, monkeypatch: pytest.
         for fed in sequences:
             fed.feed(1, step=True)
         written = len(calls)
-        store.finer.code_aged()
+        store.finer.requantize_aged()
         assert calls[written:] in ([], [[len(sequences)]])
         assert store.finer.blocks.places.counts()[0] == newest(store, sequences)
     aged = [calls[number] for number in range(len(calls)) if calls[number] == [len(sequences)]]
@@ -194,7 +194,7 @@ def test_fewer_blocks_and_layers_are_coded_together_without_memory(
     sequences = [[Unchecked(store, seed) for seed in range(3)] for store in stores]
     for fed in (*sequences[0], *sequences[1]):
         fed.feed((NEWEST + 3) * N)
-    stores[0].finer.code_aged()
+    stores[0].finer.requantize_aged()
     alive, decode_blocks = list[Any](), ops.decode_blocks
 
     def limited(cache: Any, blocks: Sequence[int]) -> Any:
@@ -206,7 +206,7 @@ def test_fewer_blocks_and_layers_are_coded_together_without_memory(
         return buffer
 
     monkeypatch.setattr(ops, "decode_blocks", limited)
-    stores[1].finer.code_aged()
+    stores[1].finer.requantize_aged()
     assert stores[1].finer.blocks.places.counts() == stores[0].finer.blocks.places.counts()
     monkeypatch.setattr(ops, "decode_blocks", decode_blocks)
     for one, other in zip(*sequences, strict=True):
@@ -231,7 +231,7 @@ def test_by_age_the_room_for_the_newest_blocks_is_planned(ops: Ops) -> None:
     for _ in range(10):
         for fed in sequences:
             fed.feed(N)
-            store.finer.code_aged()
+            store.finer.requantize_aged()
     assert store.finer.blocks.places.counts() == (4 * NEWEST, 4 * (9 - NEWEST))
     newest(store, sequences)
 
@@ -244,28 +244,28 @@ def test_an_error_while_a_block_is_coded_again_leaves_it_as_it_was(ops: Ops, mon
     with monkeypatch.context() as patched:
         patched.setattr(ops, "encode_blocks", lambda filled: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            fed.store.finer.code_again()
+            fed.store.finer.requantize()
     assert all(places[block].is_finer for block in blocks)
     for block, given in zip(blocks, before, strict=True):
         np.testing.assert_array_equal(contents(fed.store, LAYERS - 1, block), given)
-    assert fed.store.finer.code_again()  # it goes on
+    assert fed.store.finer.requantize()  # it goes on
     assert places.counts() == (len(blocks) - 1, 1)
     assert not places.coding
 
 
 def test_a_block_is_written_to_the_kind_that_there_is_room_for(ops: Ops) -> None:
-    """A finer block stays one where its place is one, and else is coded again; another one is never finer."""
+    """A finer block stays one where its place is one, and else is requantized; another one is never finer."""
     for held_finer in (True, False):
         fed = Unchecked(make_store(ops, 800, COMPACT, BY_ROOM))
         fed.feed((NEWEST + 4) * N)
         finer, blocks = fed.store.finer, fed.kv.tables[0].quantized
         copied, target = blocks[0], blocks[2]
         given, exact = finer.read_blocks([copied]), contents(fed.store, 0, copied)
-        assert finer.code_again()
+        assert finer.requantize()
         assert not finer.is_finer(copied)
         coarser, again = finer.read_blocks([copied]), contents(fed.store, 0, copied)
         while finer.is_finer(target) and not held_finer:
-            finer.code_again()
+            finer.requantize()
         finer.write_finer([target], given)
         for own, expected in zip(contents(fed.store, 0, target), exact if held_finer else again, strict=True):
             np.testing.assert_allclose(own, expected, atol=0 if held_finer else 1e-6)

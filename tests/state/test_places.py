@@ -1,4 +1,4 @@
-"""Two kinds of blocks in one memory: none loses its contents, whatever is placed, coded again and released."""
+"""Two kinds of blocks in one memory: none loses its contents, whatever is placed, requantized and released."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from polarlm.engine.state.blocks import CodeAgain, OutOfBlocks
+from polarlm.engine.state.blocks import NeedsRequantize, OutOfBlocks
 from polarlm.engine.state.finer.blocks import FinerAllocator
 from polarlm.engine.state.finer.places import Place, Places
 
@@ -53,7 +53,7 @@ class Memory(RuleBasedStateMachine):
         free, finer = self.blocks.free, {*self.blocks._settled, *self.blocks._newest}
         try:
             taken = self.blocks.allocate(count)
-        except CodeAgain:
+        except NeedsRequantize:
             assert finer
             return
         except OutOfBlocks:
@@ -96,9 +96,9 @@ class Memory(RuleBasedStateMachine):
         self.blocks.drop(block)
 
     @rule()
-    def code_again(self) -> None:
+    def requantize(self) -> None:
         begun, could_be = next(iter(self.blocks.places.coding), None), set(self.kept) & set(self.blocks._settled)
-        block = self.blocks.begin_to_code()
+        block = self.blocks.begin_next()
         if block is None:
             return
         assert block == begun or block in self.kept or not could_be  # blocks of the prefix cache come first
@@ -155,8 +155,8 @@ def test_as_many_blocks_fit_as_if_none_were_finer(size: int, is_by_age: bool) ->
         while True:
             try:
                 (block,) = blocks.allocate()
-            except CodeAgain:
-                blocks.finish(blocks.begin_to_code())
+            except NeedsRequantize:
+                blocks.finish(blocks.begin_next())
             else:
                 blocks.complete(block)
                 break

@@ -1,6 +1,6 @@
-"""The state of attention with two kinds of blocks: finer ones, which are coded again for want of room, or by age.
+"""The state of attention with two kinds of blocks: finer ones, which are requantized for want of room, or by age.
 
-The newest blocks of sequences are coded again last: errors in these cost most. By age, the oldest of these is coded
+The newest blocks of sequences are requantized last: errors in these cost most. By age, the oldest of these is coded
 again while the next block of its sequence fills, some layers at every step, so that no step waits for it.
 
 A block's id is its name. Its place says where it lies, and its kind. Coding a block again, or moving it,
@@ -19,7 +19,7 @@ import numpy as np
 
 from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, layers_together
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.state.blocks import BlockAllocator, CodeAgain, OutOfBlocks
+from polarlm.engine.state.blocks import BlockAllocator, NeedsRequantize, OutOfBlocks
 from polarlm.engine.state.finer.places import Place, Places
 from polarlm.engine.state.kv_blocks import KVBlocks, OneKind, encode, of_layer
 from polarlm.engine.state.layer_state import BlockArrays
@@ -27,7 +27,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.tables import BlockTable, Growth
 
 _LOW = 16  # the part of the store that new finer blocks leave free: running sequences take their next blocks from it
-_HIGH = 8  # the part that coding again makes free
+_HIGH = 8  # the part that requantizing makes free
 _RECENT = 8  # latest layers: the next one is expected to take as long as the slowest of them
 _SHARED = 256  # blocks of a KV head that the threads of a CPU share
 _ALONE = 0.05  # seconds between two units while no request takes steps
@@ -36,9 +36,9 @@ _ALONE = 0.05  # seconds between two units while no request takes steps
 class FinerAllocator(BlockAllocator):
     """Allocates blocks, with a place for each that is held or kept: finer ones while there is room, or by age.
 
-    Blocks that the prefix cache alone knows are coded again first, as they would be allocated, then blocks of
-    sequences, oldest first, their newest ones last. By room, all are coded again before the cache gives one up. By age,
-    it keeps the newest ones of a sequence, and gives up blocks before blocks of running sequences are coded again.
+    Blocks that the prefix cache alone knows are requantized first, as they would be allocated, then blocks of
+    sequences, oldest first, their newest ones last. By room, all are requantized before the cache gives one up. By age,
+    it keeps the newest ones of a sequence, and gives up blocks before blocks of running sequences are requantized.
     """
 
     def __init__(self, places: Places, size: int, bytes_each: tuple[int, int], newest: int, *, is_by_age: bool) -> None:
@@ -56,7 +56,7 @@ class FinerAllocator(BlockAllocator):
         return self.places.free - self._bytes * (not self.places.coding)
 
     def lacks_room(self, more: int | None = None) -> bool:
-        """Whether blocks should be coded again before `more` are allocated; None: before anything is."""
+        """Whether blocks should be requantized before `more` are allocated; None: before anything is."""
         if more is None and self.is_by_age:
             return bool(self._due)
         wanted = self.size // _HIGH if more is None else more + self.size // _LOW
@@ -65,7 +65,7 @@ class FinerAllocator(BlockAllocator):
     def allocate(self, count: int = 1) -> list[int]:
         """As `BlockAllocator.allocate`; of several blocks, the last ones are finer.
 
-        Raises CodeAgain if there is no room until blocks are coded again.
+        Raises NeedsRequantize if there is no room until blocks are requantized.
         """
         if count > self.free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
@@ -73,7 +73,7 @@ class FinerAllocator(BlockAllocator):
         newest = min(count, self.newest) if self.is_by_age else 0  # for as many finer blocks room is made
         while self._room < count * self._bytes + newest * more:
             if self._due or ((self._settled or self._newest) and not self.is_by_age):
-                raise CodeAgain(f"{count} blocks wanted, and others can be coded again")
+                raise NeedsRequantize(f"{count} blocks wanted, and others can be requantized")
             if self.places.coding and self.is_by_age:  # of blocks that a step may read as they are
                 self.places.give_up(next(iter(self.places.coding)))
                 continue
@@ -83,7 +83,7 @@ class FinerAllocator(BlockAllocator):
             elif self._room >= count * self._bytes:
                 break
             elif self._settled or self._newest:
-                raise CodeAgain(f"{count} blocks wanted, and the newest of sequences can be coded again")
+                raise NeedsRequantize(f"{count} blocks wanted, and the newest of sequences can be requantized")
             else:  # the blocks of open spans are finer
                 raise OutOfBlocks(f"{count} blocks wanted, and there is no room")
         taken = super().allocate(count)
@@ -124,30 +124,30 @@ class FinerAllocator(BlockAllocator):
         self.places.release(block)
 
     def complete(self, block: int) -> None:
-        """Note that a block is complete, one of a sequence's newest; a finer one can be coded again later."""
+        """Note that a block is complete, one of a sequence's newest; a finer one can be requantized later."""
         if self.places[block].is_finer and block not in self._settled:
             self._newest.setdefault(block)
 
     def settle(self, block: int) -> None:
-        """Let a complete block be coded again if it is finer: it is no longer one of the newest."""
+        """Let a complete block be requantized if it is finer: it is no longer one of the newest."""
         if block in self._newest:
             del self._newest[block]
             self._settled[block] = None
 
     def require(self, block: int) -> None:
-        """Let a block that can be coded again be so before the next step."""
+        """Let a block that can be requantized be so before the next step."""
         if block in self._settled:
             self._due[block] = None
 
-    def begin_to_code(self) -> int | None:
-        """Return the block that is being coded again, or else begin with the next one; None if there is none."""
+    def begin_next(self) -> int | None:
+        """Return the block that is being requantized, or else begin with the next one; None if there is none."""
         if not self.places.coding and (finer := self._settled or self._newest):
             first = next(iter(finer))
             self.places.begin(next((block for block in self._free if block in finer), first))
         return next(iter(self.places.coding), None)
 
     def begin_with_settled(self) -> tuple[list[int], list[int]]:
-        """Return the blocks that are being coded again, those that are due and others, and begin with as many as have
+        """Return the blocks that are being requantized, those that are due and others, and begin with as many as have
         room beside these, but not with the newest ones."""
         for block in (*self._due, *self._settled):
             if block not in self.places.coding and self.places.free >= self._bytes:
@@ -156,7 +156,7 @@ class FinerAllocator(BlockAllocator):
         return due, [block for block in self.places.coding if block not in self._due]
 
     def finish(self, block: int) -> None:
-        """Let a block that is being coded again be one of fewer bits."""
+        """Let a block that is being requantized be one of fewer bits."""
         for blocks in (self._newest, self._settled, self._due):
             blocks.pop(block, None)
         self.places.finish(block)
@@ -170,7 +170,7 @@ class FinerBlocks(KVBlocks):
     def __init__(
         self, ops: Ops, shape: CacheShape, layers: tuple[int, ...], caches: Sequence[Cache], blocks: tuple[int, int]
     ):
-        """As `KVBlocks`. One of the quantized blocks is for coding again."""
+        """As `KVBlocks`. One of the quantized blocks is for requantizing."""
         super().__init__(ops, shape, layers, caches, blocks)
         assert self.window is None
         ((finer, other),) = {(cache.finer.code_bytes, cache.code_bytes) for cache in caches}
@@ -197,28 +197,28 @@ class FinerBlocks(KVBlocks):
             self._of_kind(layer, is_finer=source.is_finer).move(target.number, source.number)
 
     def lacks_room(self, tokens: int | None = None) -> bool:
-        """Whether blocks should be coded again before a span of a prompt's `tokens`; None: before anything."""
+        """Whether blocks should be requantized before a span of a prompt's `tokens`; None: before anything."""
         return self.blocks.lacks_room(None if tokens is None else tokens // self.block_size + 1)
 
-    def code_again(self) -> bool:
+    def requantize(self) -> bool:
         """Code one block again with fewer bits, all layers at once; False if there is none to be coded."""
         return self._code_next(len(self.layers))
 
-    def code_layer(self) -> bool:
+    def requantize_layer(self) -> bool:
         """Code a layer of one block again; its last layer makes it one of fewer bits. False if there is no block to be
         coded."""
         return self._code_next(1)
 
     def _code_next(self, most: int) -> bool:
-        block = self.blocks.begin_to_code()
+        block = self.blocks.begin_next()
         if block is None:
             return False
         self._code([block], most)
         self._finish([block])
         return True
 
-    def code_aged(self) -> None:
-        """Code blocks again that have become too old for their bits, of all sequences together: all that a step may not
+    def requantize_aged(self) -> None:
+        """Requantize blocks that have become too old for their bits, of all sequences together: all that a step may not
         read any more, and of the others as many layers as let them be ready after half a block's steps."""
         if not self.blocks.is_by_age:
             return
@@ -234,13 +234,13 @@ class FinerBlocks(KVBlocks):
         self._code(others, max(at_once, -(-2 * count // self.block_size)))
 
     def _finish(self, blocks: Sequence[int]) -> None:
-        """Let blocks have fewer bits whose layers have all been coded again."""
+        """Let blocks have fewer bits whose layers have all been requantized."""
         for block in blocks:
             if self.blocks.places.done[block] == len(self.layers):
                 self.blocks.finish(block)
 
     def _code(self, blocks: Sequence[int], most: int) -> None:
-        """Code the next layers of blocks that are being coded again, at most `most` of each."""
+        """Code the next layers of blocks that are being requantized, at most `most` of each."""
         places = self.blocks.places
         for first, alike in groupby(sorted(blocks, key=places.done.__getitem__), places.done.__getitem__):
             group = [*alike]
@@ -265,10 +265,10 @@ class FinerBlocks(KVBlocks):
             self._code_together(layers, sources[:of_blocks], targets[:of_blocks])
             self._code_together(layers, sources[of_blocks:], targets[of_blocks:])
         else:
-            raise MemoryError("no memory for a block that is coded again")
+            raise MemoryError("no memory for a block that is requantized")
 
     def _decoded(self, layer: int, sources: Sequence[int], targets: Sequence[int]) -> FilledBlocks:
-        """Return what finer blocks of a layer decode to, to be coded again."""
+        """Return what finer blocks of a layer decode to, to be requantized."""
         buffer = self._ops.decode_blocks(self._of_kind(layer, is_finer=True), sources)
         decoded = [KVLocation(buffer, number) for number in range(len(sources))]
         return FilledBlocks([self._caches[layer]], targets, decoded)
@@ -304,7 +304,7 @@ class FinerBlocks(KVBlocks):
         super().write_blocks(blocks, arrays)
 
     def write_finer(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
-        """Write blocks with arrays of finer ones. Those that are not finer have these coded again."""
+        """Write blocks with arrays of finer ones. Those that are not finer have these requantized."""
         for caches, numbers, indices in self._by_kind(blocks):
             for layer, cache in caches.items():
                 layer_arrays = {name: array[list(indices)] for name, array in of_layer(arrays, layer).items()}
@@ -331,7 +331,7 @@ class FinerBlocks(KVBlocks):
         return super().bytes(table) + finer * self._more_bytes
 
 
-class CodingAgain:
+class Requantizer:
     """Makes room in a store with two kinds of blocks, layer by layer, between units of work."""
 
     def __init__(self, blocks: FinerBlocks | None) -> None:
@@ -341,23 +341,23 @@ class CodingAgain:
         self._awaited: int | None = None  # tokens of a prompt that waits for room
 
     def must_wait(self, tokens: int) -> bool:
-        """Return whether a prompt of `tokens` must wait for `between_units`: else its unit would code many blocks."""
+        """Return whether a prompt of `tokens` must wait for `run`: else its unit would code many blocks."""
         is_short = self._blocks is not None and self._blocks.lacks_room(tokens)
         self._awaited = tokens if is_short else None
         return is_short
 
-    def between_units(self, step: float | None) -> int:
+    def run(self, step: float | None) -> int:
         """Code all blocks that are too old for their bits, and then others if the store should have more room; return
         how many layers of the latter. step: the seconds of a step, which this exceeds only if a single layer does; None
         if no request takes steps."""
         blocks, seconds, coded = self._blocks, _ALONE if step is None else step, 0
         if blocks is None:
             return 0
-        blocks.code_aged()  # at once, so that what a step reads does not depend on how long others take
+        blocks.requantize_aged()  # at once, so that what a step reads does not depend on how long others take
         awaited, self._awaited = self._awaited, None
         started = before = time.perf_counter()
         while not coded or before - started + max(self._seconds) <= seconds:
-            if not (blocks.lacks_room() or blocks.lacks_room(awaited)) or not blocks.code_layer():
+            if not (blocks.lacks_room() or blocks.lacks_room(awaited)) or not blocks.requantize_layer():
                 break
             now = time.perf_counter()
             self._seconds.append(now - before)

@@ -61,9 +61,9 @@ class Places:
         assert self._finer_bytes >= self._bytes
         self._kinds = {True: _Kind(), False: _Kind()}
         self._of: dict[int, Place] = {}
-        # The blocks that are being coded again → their places of the other kind, which change when blocks are moved.
+        # The blocks that are being requantized → their places of the other kind, which change when blocks are moved.
         self.coding: dict[int, Place] = {}
-        self.done: dict[int, int] = {}  # how many layers of each of them have been coded again
+        self.done: dict[int, int] = {}  # how many layers of each of them have been requantized
         self.free = size * self._bytes  # bytes that no block has
         self.changes = 0  # how many times a block has got another place
 
@@ -97,14 +97,14 @@ class Places:
         self.coding[block], self.done[block] = self._take(block, is_finer=False), 0
 
     def finish(self, block: int) -> None:
-        """Let a block that is being coded again have the place of the other kind alone."""
+        """Let a block that is being requantized have the place of the other kind alone."""
         self._free_place(self._of[block])
         self._of[block] = self.coding.pop(block)
         del self.done[block]
         self.changes += 1
 
     def give_up(self, block: int) -> None:
-        """Free the place of the other kind of a block that is being coded again, if it is."""
+        """Free the place of the other kind of a block that is being requantized, if it is."""
         if block in self.coding:
             self._free_place(self.coding.pop(block))
             del self.done[block]
