@@ -30,9 +30,9 @@ from polarlm.engine.model.rope import RopeTables
 from polarlm.engine.model.towers import ImageReader
 from polarlm.engine.model.towers._rows import ImagePart, PlacedImage, read_images
 from polarlm.engine.sampling.sample import NOT_FINITE, Fetch, Sampled, SamplerInput
+from polarlm.engine.state.image_positions import IMAGE_IDS
 from polarlm.engine.state.kv_blocks import KVBlocks
 from polarlm.engine.state.layer_state import Steady
-from polarlm.engine.state.places import IMAGE_IDS
 from polarlm.engine.state.positions import positions, rope_positions
 from polarlm.engine.state.store import KVStore, Span
 from polarlm.engine.weight_formats import Linear, Matrix

@@ -34,10 +34,10 @@ from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric
 from polarlm.engine.state.blocks import NeedsRequantize, OutOfBlocks
 from polarlm.engine.state.finer.blocks import FinerBlocks
+from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
 from polarlm.engine.state.layer_shapes import LayerShape, OwnShape
 from polarlm.engine.state.layer_state import Buffers, LayerState, Steady, in_words, steady_after
-from polarlm.engine.state.places import Places
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.tables import BlockTable, Growth
 
@@ -59,7 +59,7 @@ class SequenceKV:
 
     hashes: the chained hashes of its complete blocks in the prefix cache. root: the hash that the chain starts from,
     for a sequence with a cache salt; see `engine.state.prefix`. adapter: the one that its tokens are computed with.
-    places: where its images are.
+    image_positions: where its images are.
     """
 
     length: int
@@ -68,7 +68,7 @@ class SequenceKV:
     root: bytes = b""
     adapter: RowAdapter | None = None
     steady: Steady | None = None  # None: the next step may change a table
-    places: Places | None = None  # None: a sequence without images
+    image_positions: ImagePositions | None = None  # None: a sequence without images
     hidden: Array | None = None  # (E,) float32: of the last token, for `MtpLayer`; None: unknown
 
 
@@ -171,7 +171,7 @@ class KVStore:
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
         sequence.length, sequence.tables, sequence.hashes = 0, self.new_sequence().tables, []
-        sequence.adapter = sequence.steady = sequence.places = sequence.hidden = None
+        sequence.adapter = sequence.steady = sequence.image_positions = sequence.hidden = None
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 
@@ -260,7 +260,11 @@ class KVStore:
                 cuts.append((span, slice(first - rows.start, last - rows.start), span.start + first - begin))
         parts = []
         if self.sees_whole_images:
-            parts = [(span, *part) for span, *cut in cuts for part in (span.sequence.places or Places(())).cut(*cut)]
+            parts = [
+                (span, *part)
+                for span, *cut in cuts
+                for part in (span.sequence.image_positions or ImagePositions(())).cut(*cut)
+            ]
         return [
             group.spans([self.view(group.layers[0], *cut) for cut in (parts if whole else cuts)])
             for group, whole in zip(self.groups, self._images_whole, strict=True)

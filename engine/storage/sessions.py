@@ -28,7 +28,7 @@ import numpy as np
 
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.state.blocks import OutOfBlocks
-from polarlm.engine.state.places import IMAGE_IDS
+from polarlm.engine.state.image_positions import IMAGE_IDS
 from polarlm.engine.state.prefix import PrefixCache, adapter_of, joined_salt
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV

@@ -430,7 +430,7 @@ def test_coding_again_without_memory_fails_no_request(
         failed.append(step)
         raise MemoryError
 
-    monkeypatch.setattr(engine._runner._coding, "run", code)
+    monkeypatch.setattr(engine._runner._requantizer, "run", code)
     assert answers(ask(engine, TOKENS[:2])) == wanted
     assert failed
 

@@ -24,7 +24,7 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.towers._rows import PlacedImage
 from polarlm.engine.model.weights import load_tower, load_weights
 from polarlm.engine.sampling.sample import greedy
-from polarlm.engine.state.places import IMAGE_IDS, Places
+from polarlm.engine.state.image_positions import IMAGE_IDS, ImagePositions
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders import load_tower as open_tower
 from polarlm.model_loaders import load_weights as open_weights
@@ -44,7 +44,7 @@ class Prompt(NamedTuple):
 
     ids: list[int]
     images: list[PlacedImage]
-    places: Places
+    positions: ImagePositions
     logits: np.ndarray
     greedy: list[int]
 
@@ -66,15 +66,15 @@ def opened(name: str, ops: Any) -> tuple[Transformer, Prompt]:
             ids[first:at] = range(IMAGE_IDS + first, IMAGE_IDS + at)
             images.append(PlacedImage(first, shape, pixels))
         ranges = [range(one.first, one.first + one.shape.rows) for one in images]
-        places = Places.of(ranges, [one.shape.grid for one in images], sections=config.has_sections)
-        prompt = Prompt(ids, images, places, said["logits"], said["greedy"].tolist())
+        positions = ImagePositions.from_grids(ranges, [one.shape.grid for one in images], sections=config.has_sections)
+        prompt = Prompt(ids, images, positions, said["logits"], said["greedy"].tolist())
     return bare_model(config, weights, ops=ops), prompt
 
 
 def fed(model: Transformer, prompt: Prompt, *cuts: int) -> tuple[SequenceKV, np.ndarray]:
     """The sequence of a prompt that is fed in spans, cut at these positions, and its logits (T, V)."""
     kv, logits = model.store.new_sequence(), []
-    kv.places = prompt.places
+    kv.image_positions = prompt.positions
     edges = [0, *cuts, len(prompt.ids)]
     for first, end in pairwise(edges):
         span = model.store.open(kv, end - first)
