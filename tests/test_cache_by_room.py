@@ -15,8 +15,8 @@ from polarlm.engine import Engine, EngineError, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.outputs import Completion
 from polarlm.engine.state.cache_types import TWO_KINDS, by_layer
-from polarlm.engine.state.finer import blocks as finer_blocks
-from polarlm.engine.state.finer.blocks import FinerBlocks, Requantizer
+from polarlm.engine.state.requantize import blocks as finer_blocks
+from polarlm.engine.state.requantize.blocks import FinerBlocks, Requantizer
 from tests.patience import SECONDS
 from tests.state.test_finer_blocks import BY_ROOM, COMPACT, Unchecked, make_store
 from tests.tiny import assert_idle, by_count, make_model
@@ -128,8 +128,8 @@ def test_a_prompt_goes_on_where_its_blocks_have_moved(tiny_path: Path) -> None:
             span = store.open(kv, len(new))
             units = engine._model.forward_units([span], new, outputs=1, by_layer=True)
             next(units)
-            before = [finer.blocks.places[block] for block in blocks]
-            while is_disturbed and [finer.blocks.places[block] for block in blocks] == before:
+            before = [finer.blocks.placement[block] for block in blocks]
+            while is_disturbed and [finer.blocks.placement[block] for block in blocks] == before:
                 assert finer.blocks.begin_next() not in blocks  # but blocks of the other prompt
                 finer.requantize()
                 finer.blocks.allocate(not finer.lacks_room(2))

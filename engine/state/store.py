@@ -33,12 +33,12 @@ from polarlm.engine.errors import EngineError
 from polarlm.engine.quantization.conditioning import Conditioning
 from polarlm.engine.quantization.metric import Metric
 from polarlm.engine.state.blocks import NeedsRequantize, OutOfBlocks
-from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
 from polarlm.engine.state.layer_shapes import LayerShape, OwnShape
 from polarlm.engine.state.layer_state import Buffers, LayerState, Steady, in_words, steady_after
 from polarlm.engine.state.plan import StorePlan
+from polarlm.engine.state.requantize.blocks import FinerBlocks
 from polarlm.engine.state.tables import BlockTable, Growth
 
 T = TypeVar("T")
@@ -397,7 +397,7 @@ class KVStore:
     @property
     def changes(self) -> int:
         """Generation counter of block moves: spans and views from an earlier generation are invalid."""
-        return 0 if self.finer is None else self.finer.blocks.places.changes
+        return 0 if self.finer is None else self.finer.blocks.placement.changes
 
     def bytes_held(self, sequence: SequenceKV) -> int:
         """Return the bytes of the blocks and slots that a sequence holds, shared ones included."""

@@ -10,8 +10,8 @@ from itertools import groupby
 import numpy as np
 
 from polarlm.engine.state.blocks import Blocks
-from polarlm.engine.state.finer.blocks import FinerBlocks
 from polarlm.engine.state.layer_state import LayerState
+from polarlm.engine.state.requantize.blocks import FinerBlocks
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads

@@ -54,10 +54,10 @@ def sequences(ops: Ops) -> list[Plain]:
     kept = [Plain(store, seed) for seed in range(4)]
     for fed, tokens in zip(kept, (5, 4 * N, 9 * N + 3, 6 * N), strict=True):
         fed.feed(tokens)
-    places = store.finer.blocks.places
+    placement = store.finer.blocks.placement
     wanted = [*kept[2].kv.tables[0].quantized[::2], *kept[3].kv.tables[0].quantized]
     for block in wanted:  # whatever their age
-        places.begin(block)
+        placement.begin(block)
         store.finer.requantize()
     kinds = [{store.finer.is_finer(block) for block in fed.kv.tables[0].quantized} for fed in kept]
     assert kinds == [set(), {True}, {True, False}, {False}]
@@ -124,13 +124,13 @@ def test_codes_are_those_of_numpy() -> None:
     for name, array in stored.items():
         np.testing.assert_array_equal(array, again[name], err_msg=name)
     cache = device.cache(1)
-    raw = device.ops.read_blocks(cache, [device.finer.blocks.places[first].number])
+    raw = device.ops.read_blocks(cache, [device.finer.blocks.placement[first].number])
     for name, layout in zip(("keys", "values"), cache.layouts, strict=True):
         np.testing.assert_array_equal(raw[name], layout.pack(*layout.unpack(raw[name])))
 
 
 def fields_of(store: KVStore, block: int) -> dict[str, np.ndarray]:
-    place = store.finer.blocks.places[block]
+    place = store.finer.blocks.placement[block]
     cache = store.cache(1).finer if place.is_finer else store.cache(1)
     return converted(cache.format, 1, store.ops.read_blocks(cache, [place.number]), FIELDS)
 
@@ -150,7 +150,7 @@ def talk(model: Transformer) -> list[np.ndarray]:
             finer.requantize_aged()
         elif len(seen) % 4 == 0:
             finer.requantize()
-        seen.append(finer.blocks.places.counts())
+        seen.append(finer.blocks.placement.counts())
 
     dialogue.prompt(ids[:97])
     then()
@@ -189,18 +189,18 @@ def test_an_engine_answers_alike_after_a_session(tmp_path: Path) -> None:
     prompt, ids, turns = [5 + 7 * i % 90 for i in range(7 * N + 3)], list[int](), list[Completion]()
     for is_first in (True, False):
         with load_tiny(path, ops=ops, **settings) as engine:
-            places, counts = engine._store.finer.blocks.places, set()
+            placement, counts = engine._store.finer.blocks.placement, set()
             if is_first:
                 for chunk in engine.stream(prompt, GREEDY):
                     ids += chunk.token_ids
-                    counts.add(places.counts())
+                    counts.add(placement.counts())
                 assert len(counts) > 1
-                saved = places.counts()
+                saved = placement.counts()
                 assert min(saved) > 0
                 engine.save_session(tmp_path / "session")
             else:
                 engine.load_session(tmp_path / "session")
-            assert places.counts() == saved
+            assert placement.counts() == saved
             turns.append(engine.generate([*prompt, *ids, 9, 8, 7, 6], GREEDY))
             assert turns[-1].usage.cached_tokens > len(prompt)
             assert_idle(engine)

@@ -49,7 +49,7 @@ def make_store(ops: Ops, tokens: int, codec=COMPACT, finer=None) -> KVStore:
 
 def contents(store: KVStore, layer: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     """What a block decodes to: k, v (N, K, D)."""
-    place, cache = store.finer.blocks.places[block], store.cache(layer)
+    place, cache = store.finer.blocks.placement[block], store.cache(layer)
     own = cache.finer if place.is_finer else cache
     stored = converted(own.format, 1, store.ops.read_blocks(own, [place.number]), FIELDS)
     sides = [{name.removeprefix(side): x for name, x in stored.items() if name.startswith(side)} for side in _SIDES]
@@ -61,7 +61,7 @@ def contents(store: KVStore, layer: int, block: int) -> tuple[np.ndarray, np.nda
 def decode(store: KVStore, layer: int, block: int) -> list[np.ndarray]:
     """What coding a finer block again begins with: k, v (K, N, D) float32."""
     cache, ops = store.cache(layer).finer, store.ops
-    buffer = ops.decode_blocks(cache, [store.finer.blocks.places[block].number])
+    buffer = ops.decode_blocks(cache, [store.finer.blocks.placement[block].number])
     if not isinstance(ops, CudaOps):
         return [side.copy() for side in buffer]
     sides = zip(cache.full_layouts, map(ops._device.to_host, cache.pools(buffer)), strict=True)
@@ -91,7 +91,7 @@ def test_with_room_the_store_is_one_of_more_bits(ops: Ops) -> None:
     for count, chunk, step in [(40, None, False), (1, None, True), (100, 7, False), (5, None, True), (50, None, False)]:
         both = [fed.feed(count, chunk, step=step) for fed in (by_room, quality)]
         np.testing.assert_array_equal(*both)
-    assert by_room.store.finer.blocks.places.counts() == (196 // N - 1, 0)
+    assert by_room.store.finer.blocks.placement.counts() == (196 // N - 1, 0)
     assert by_room.store.bytes_held(by_room.kv) == quality.store.bytes_held(quality.kv)
 
 
@@ -106,7 +106,7 @@ def test_attention_reads_each_block_as_it_was_coded_last(ops: Ops) -> None:
             fed.feed(1, step=True)
         for _ in range(rng.integers(4) if store.finer.lacks_room() else 0):
             store.finer.requantize()
-        finer, others = store.finer.blocks.places.counts()
+        finer, others = store.finer.blocks.placement.counts()
         seen.add((finer > 0, others > 0))
         assert finer + others == sum(len(fed.kv.tables[0].quantized) for fed in sequences)
     assert {(True, False), (True, True)} <= seen
@@ -115,7 +115,7 @@ def test_attention_reads_each_block_as_it_was_coded_last(ops: Ops) -> None:
     for fed in sequences:
         fed.feed(3, step=True)
         store.release(fed.kv)
-    assert store.finer.blocks.places.counts() == (0, 0)
+    assert store.finer.blocks.placement.counts() == (0, 0)
     assert held(store) == [(0, 0)]
 
 
@@ -126,7 +126,7 @@ def test_a_block_is_coded_again_from_what_it_decodes_to(ops: Ops) -> None:
     before = [[contents(fed.store, layer, block) for block in (first, *others)] for layer in range(LAYERS)]
     decoded = [decode(fed.store, layer, first) for layer in range(LAYERS)]
     assert fed.store.finer.requantize()  # the oldest
-    assert not fed.store.finer.blocks.places[first].is_finer
+    assert not fed.store.finer.blocks.placement[first].is_finer
     for layer in range(LAYERS):
         for own, given in zip(decoded[layer], before[layer][0], strict=True):
             np.testing.assert_allclose(own, given.swapaxes(0, 1), rtol=1e-6, atol=1e-6)
@@ -149,13 +149,13 @@ def test_by_age_the_newest_blocks_alone_are_finer(ops: Ops) -> None:
         fed = sequences[rng.integers(2)]
         fed.feed(int(rng.integers(1, 90)))
         fed.feed(int(rng.integers(1, 4)), step=True)
-        assert store.finer.lacks_room() == (store.finer.blocks.places.counts()[0] > newest(store, sequences))
+        assert store.finer.lacks_room() == (store.finer.blocks.placement.counts()[0] > newest(store, sequences))
         store.finer.requantize_aged()
         assert not store.finer.lacks_room()
-        assert store.finer.blocks.places.counts()[0] == newest(store, sequences)
+        assert store.finer.blocks.placement.counts()[0] == newest(store, sequences)
     kept, released = sequences
     store.release(released.kv)
-    assert store.finer.blocks.places.counts()[0] == newest(store, [kept])
+    assert store.finer.blocks.placement.counts()[0] == newest(store, [kept])
 
 
 def test_blocks_of_several_sequences_age_together(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_blocks_of_several_sequences_age_together(ops: Ops, monkeypatch: pytest.
     )
     store.finer.requantize_aged()
     assert calls == [[len(sequences) * 2] * LAYERS, [len(sequences)]]
-    assert store.finer.blocks.places.counts()[0] == newest(store, sequences)
+    assert store.finer.blocks.placement.counts()[0] == newest(store, sequences)
     calls.clear()
     for _ in range(N):
         for fed in sequences:
@@ -180,7 +180,7 @@ def test_blocks_of_several_sequences_age_together(ops: Ops, monkeypatch: pytest.
         written = len(calls)
         store.finer.requantize_aged()
         assert calls[written:] in ([], [[len(sequences)]])
-        assert store.finer.blocks.places.counts()[0] == newest(store, sequences)
+        assert store.finer.blocks.placement.counts()[0] == newest(store, sequences)
     aged = [calls[number] for number in range(len(calls)) if calls[number] == [len(sequences)]]
     assert len(aged) == LAYERS  # of one block the rest, and of the next one the first
 
@@ -207,7 +207,7 @@ def test_fewer_blocks_and_layers_are_coded_together_without_memory(
 
     monkeypatch.setattr(ops, "decode_blocks", limited)
     stores[1].finer.requantize_aged()
-    assert stores[1].finer.blocks.places.counts() == stores[0].finer.blocks.places.counts()
+    assert stores[1].finer.blocks.placement.counts() == stores[0].finer.blocks.placement.counts()
     monkeypatch.setattr(ops, "decode_blocks", decode_blocks)
     for one, other in zip(*sequences, strict=True):
         for a, b in zip(one.kv.tables[0].quantized, other.kv.tables[0].quantized, strict=True):
@@ -232,25 +232,25 @@ def test_by_age_the_room_for_the_newest_blocks_is_planned(ops: Ops) -> None:
         for fed in sequences:
             fed.feed(N)
             store.finer.requantize_aged()
-    assert store.finer.blocks.places.counts() == (4 * NEWEST, 4 * (9 - NEWEST))
+    assert store.finer.blocks.placement.counts() == (4 * NEWEST, 4 * (9 - NEWEST))
     newest(store, sequences)
 
 
 def test_an_error_while_a_block_is_coded_again_leaves_it_as_it_was(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     fed = Unchecked(make_store(ops, 800, COMPACT, BY_ROOM))
     fed.feed((NEWEST + 4) * N)
-    blocks, places = fed.kv.tables[0].quantized, fed.store.finer.blocks.places
+    blocks, placement = fed.kv.tables[0].quantized, fed.store.finer.blocks.placement
     before = [contents(fed.store, LAYERS - 1, block) for block in blocks]
     with monkeypatch.context() as patched:
         patched.setattr(ops, "encode_blocks", lambda filled: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             fed.store.finer.requantize()
-    assert all(places[block].is_finer for block in blocks)
+    assert all(placement[block].is_finer for block in blocks)
     for block, given in zip(blocks, before, strict=True):
         np.testing.assert_array_equal(contents(fed.store, LAYERS - 1, block), given)
     assert fed.store.finer.requantize()  # it goes on
-    assert places.counts() == (len(blocks) - 1, 1)
-    assert not places.coding
+    assert placement.counts() == (len(blocks) - 1, 1)
+    assert not placement.coding
 
 
 def test_a_block_is_written_to_the_kind_that_there_is_room_for(ops: Ops) -> None:
@@ -274,5 +274,5 @@ def test_a_block_is_written_to_the_kind_that_there_is_room_for(ops: Ops) -> None
         for own, expected in zip(contents(fed.store, 0, target), again, strict=True):
             np.testing.assert_array_equal(own, expected)
         fed.store.release(fed.kv)
-        assert finer.blocks.places.counts() == (0, 0)
+        assert finer.blocks.placement.counts() == (0, 0)
         assert held(fed.store) == [(0, 0)]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from polarlm.engine.state.blocks import NeedsRequantize, OutOfBlocks
-from polarlm.engine.state.finer.blocks import FinerAllocator
-from polarlm.engine.state.finer.places import Place, Places
+from polarlm.engine.state.requantize.blocks import FinerAllocator
+from polarlm.engine.state.requantize.placement import BlockPlace, BlockPlacement
 
 
 class Memory(RuleBasedStateMachine):
@@ -24,23 +24,23 @@ class Memory(RuleBasedStateMachine):
     def make(self, size: int, bytes_each: tuple[int, int], newest: int, is_by_age: bool) -> None:
         self.each = {True: max(bytes_each), False: min(bytes_each)}
         self.memory = bytearray((size + 1) * self.each[False])
-        places = Places(size + 1, (self.each[True], self.each[False]), self.move)
+        placement = BlockPlacement(size + 1, (self.each[True], self.each[False]), self.move)
         each = self.each[True], self.each[False]
-        self.blocks, self.is_by_age = FinerAllocator(places, size, each, newest, is_by_age=is_by_age), is_by_age
+        self.blocks, self.is_by_age = FinerAllocator(placement, size, each, newest, is_by_age=is_by_age), is_by_age
         self.held: dict[int, bytes] = {}  # block → its contents
         self.kept: dict[int, bytes] = {}  # released blocks that can be found
         self.coded: set[int] = set()  # the blocks whose place of the other kind has contents
         self.count = 0
 
-    def bytes_of(self, place: Place) -> slice:
+    def bytes_of(self, place: BlockPlace) -> slice:
         each = self.each[place.is_finer]
         assert 0 <= place.number * each <= len(self.memory) - each
         return slice(place.number * each, (place.number + 1) * each)
 
-    def move(self, target: Place, source: Place) -> None:
+    def move(self, target: BlockPlace, source: BlockPlace) -> None:
         self.memory[self.bytes_of(target)] = self.memory[self.bytes_of(source)]
 
-    def fill(self, block: int, place: Place, content: int) -> bytes:
+    def fill(self, block: int, place: BlockPlace, content: int) -> bytes:
         own = self.bytes_of(place)
         self.memory[own] = bytes([content]) * (own.stop - own.start)
         return bytes([content])
@@ -59,12 +59,12 @@ class Memory(RuleBasedStateMachine):
         except OutOfBlocks:
             assert count > free
             return
-        kinds = [self.blocks.places[block].is_finer for block in taken]
+        kinds = [self.blocks.placement[block].is_finer for block in taken]
         assert kinds == sorted(kinds)  # the last ones are finer
         assert not self.is_by_age or sum(kinds) <= self.blocks.newest
         for block in taken:
             self.count = (self.count + 1) % 256
-            self.held[block] = self.fill(block, self.blocks.places[block], self.count)
+            self.held[block] = self.fill(block, self.blocks.placement[block], self.count)
             self.blocks.complete(block)
 
     @precondition(lambda self: self.held)
@@ -97,13 +97,13 @@ class Memory(RuleBasedStateMachine):
 
     @rule()
     def requantize(self) -> None:
-        begun, could_be = next(iter(self.blocks.places.coding), None), set(self.kept) & set(self.blocks._settled)
+        begun, could_be = next(iter(self.blocks.placement.coding), None), set(self.kept) & set(self.blocks._settled)
         block = self.blocks.begin_next()
         if block is None:
             return
         assert block == begun or block in self.kept or not could_be  # blocks of the prefix cache come first
         if block not in self.coded:  # it may be moved until it is finished
-            self.fill(block, self.blocks.places.coding[block], {**self.held, **self.kept}[block][0])
+            self.fill(block, self.blocks.placement.coding[block], {**self.held, **self.kept}[block][0])
             self.coded.add(block)
             return
         self.blocks.finish(block)
@@ -113,7 +113,7 @@ class Memory(RuleBasedStateMachine):
         due, others = self.blocks.begin_with_settled()
         assert due or others or not self.blocks._settled
         for block in (*due, *others):
-            self.fill(block, self.blocks.places.coding[block], {**self.held, **self.kept}[block][0])
+            self.fill(block, self.blocks.placement.coding[block], {**self.held, **self.kept}[block][0])
         self.coded |= {*others}
         for block in due:
             self.blocks.finish(block)
@@ -124,21 +124,21 @@ class Memory(RuleBasedStateMachine):
         known = {**self.held, **self.kept}
         used = bytearray(len(self.memory))
         for block, content in known.items():
-            own = self.bytes_of(self.blocks.places[block])
+            own = self.bytes_of(self.blocks.placement[block])
             assert self.memory[own] == content * (own.stop - own.start)
             used[own] = b"\1" * (own.stop - own.start)
-        each = [self.each[self.blocks.places[block].is_finer] for block in known]
-        coding = self.blocks.places.coding
+        each = [self.each[self.blocks.placement[block].is_finer] for block in known]
+        coding = self.blocks.placement.coding
         self.coded &= coding.keys()
         for block in self.coded:
             assert self.memory[self.bytes_of(coding[block])] == known[block] * self.each[False]
         for place in coding.values():
             used[self.bytes_of(place)] = b"\1" * self.each[False]
         each_coded = len(coding) * self.each[False]
-        assert sum(used) == sum(each) + each_coded == len(self.memory) - self.blocks.places.free  # none overlap
+        assert sum(used) == sum(each) + each_coded == len(self.memory) - self.blocks.placement.free  # none overlap
         assert sum(each) <= self.blocks.size * self.each[False]
-        kinds = [self.blocks.places[block].is_finer for block in known]
-        finer, others = self.blocks.places.counts()
+        kinds = [self.blocks.placement[block].is_finer for block in known]
+        finer, others = self.blocks.placement.counts()
         assert (finer, others) == (sum(kinds), len(kinds) - sum(kinds))
 
 
@@ -149,8 +149,8 @@ TestMemory = Memory.TestCase
 @given(st.integers(1, 40), st.booleans())
 @settings(max_examples=40)
 def test_as_many_blocks_fit_as_if_none_were_finer(size: int, is_by_age: bool) -> None:
-    places = Places(size + 1, (7, 5), lambda target, source: None)
-    blocks = FinerAllocator(places, size, (7, 5), 3, is_by_age=is_by_age)
+    placement = BlockPlacement(size + 1, (7, 5), lambda target, source: None)
+    blocks = FinerAllocator(placement, size, (7, 5), 3, is_by_age=is_by_age)
     for count in range(size):
         while True:
             try:

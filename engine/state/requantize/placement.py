@@ -1,4 +1,4 @@
-"""Places of blocks of two sizes in one memory. Integers only: the contents of blocks are the store's.
+"""BlockPlacement of blocks of two sizes in one memory. Integers only: the contents of blocks are the store's.
 
 Finer blocks, which have more bits, lie from the beginning of the memory on, the others before its end. A block of size
 s with number i begins at byte i · s, so both kinds are arrays over the whole memory, and each uses a part of it.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where a block is: its number in the array of its kind."""
 
     is_finer: bool
@@ -51,23 +51,23 @@ class _Kind:
             self.owners.pop()
 
 
-class Places:
+class BlockPlacement:
     """The places of blocks, by the blocks' ids, in memory for `size` blocks of the smaller kind."""
 
-    def __init__(self, size: int, bytes_each: tuple[int, int], move: Callable[[Place, Place], None]) -> None:
+    def __init__(self, size: int, bytes_each: tuple[int, int], move: Callable[[BlockPlace, BlockPlace], None]) -> None:
         """bytes_each: of a finer block, and of another one. move(target, source): copies a block's contents."""
         self._size, self._move = size, move
         self._finer_bytes, self._bytes = bytes_each
         assert self._finer_bytes >= self._bytes
         self._kinds = {True: _Kind(), False: _Kind()}
-        self._of: dict[int, Place] = {}
+        self._of: dict[int, BlockPlace] = {}
         # The blocks that are being requantized → their places of the other kind, which change when blocks are moved.
-        self.coding: dict[int, Place] = {}
+        self.coding: dict[int, BlockPlace] = {}
         self.done: dict[int, int] = {}  # how many layers of each of them have been requantized
         self.free = size * self._bytes  # bytes that no block has
         self.changes = 0  # how many times a block has got another place
 
-    def __getitem__(self, block: int) -> Place:
+    def __getitem__(self, block: int) -> BlockPlace:
         return self._of[block]
 
     def numbers(self, blocks: Iterable[int]) -> tuple[list[int], list[int]]:
@@ -109,7 +109,7 @@ class Places:
             self._free_place(self.coding.pop(block))
             del self.done[block]
 
-    def _take(self, block: int, *, is_finer: bool) -> Place:
+    def _take(self, block: int, *, is_finer: bool) -> BlockPlace:
         each = self._each(is_finer)
         assert each <= self.free
         kind, other = self._kinds[is_finer], self._kinds[not is_finer]
@@ -124,7 +124,7 @@ class Places:
         self.give_up(block)
         self._free_place(self._of.pop(block))
 
-    def _free_place(self, place: Place) -> None:
+    def _free_place(self, place: BlockPlace) -> None:
         self._kinds[place.is_finer].free(self._from_side(place))
         self.free += self._each(place.is_finer)
 
@@ -146,8 +146,8 @@ class Places:
     def _each(self, is_finer: bool) -> int:
         return self._finer_bytes if is_finer else self._bytes
 
-    def _at(self, is_finer: bool, from_side: int) -> Place:
-        return Place(is_finer, from_side if is_finer else self._size - 1 - from_side)
+    def _at(self, is_finer: bool, from_side: int) -> BlockPlace:
+        return BlockPlace(is_finer, from_side if is_finer else self._size - 1 - from_side)
 
-    def _from_side(self, place: Place) -> int:
+    def _from_side(self, place: BlockPlace) -> int:
         return place.number if place.is_finer else self._size - 1 - place.number

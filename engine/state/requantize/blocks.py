@@ -20,9 +20,9 @@ import numpy as np
 from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, layers_together
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.state.blocks import BlockAllocator, NeedsRequantize, OutOfBlocks
-from polarlm.engine.state.finer.places import Place, Places
 from polarlm.engine.state.kv_blocks import KVBlocks, OneKind, encode, of_layer
 from polarlm.engine.state.layer_state import BlockArrays
+from polarlm.engine.state.requantize.placement import BlockPlace, BlockPlacement
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.tables import BlockTable, Growth
 
@@ -41,11 +41,13 @@ class FinerAllocator(BlockAllocator):
     it keeps the newest ones of a sequence, and gives up blocks before blocks of running sequences are requantized.
     """
 
-    def __init__(self, places: Places, size: int, bytes_each: tuple[int, int], newest: int, *, is_by_age: bool) -> None:
-        """size: the blocks that fit if none is finer; beside them, `places` has room for the one that is being coded.
-        bytes_each: of a finer block, and of another one. newest: of a sequence's blocks, see `FinerKind`."""
+    def __init__(
+        self, placement: BlockPlacement, size: int, bytes_each: tuple[int, int], newest: int, *, is_by_age: bool
+    ) -> None:
+        """size: the blocks that fit if none is finer; beside them, `placement` has room for the one that is being
+        coded. bytes_each: of a finer block, and of another one. newest: of a sequence's blocks, see `FinerKind`."""
         super().__init__(size)
-        self.places, (self._finer_bytes, self._bytes), self.is_by_age = places, bytes_each, is_by_age
+        self.placement, (self._finer_bytes, self._bytes), self.is_by_age = placement, bytes_each, is_by_age
         self.newest = newest
         self._newest: dict[int, None] = {}  # the finer blocks that are the newest ones of a sequence, oldest first
         self._settled: dict[int, None] = {}  # the other finer blocks whose contents are complete, oldest first
@@ -53,7 +55,7 @@ class FinerAllocator(BlockAllocator):
 
     @property
     def _room(self) -> int:
-        return self.places.free - self._bytes * (not self.places.coding)
+        return self.placement.free - self._bytes * (not self.placement.coding)
 
     def lacks_room(self, more: int | None = None) -> bool:
         """Whether blocks should be requantized before `more` are allocated; None: before anything is."""
@@ -74,8 +76,8 @@ class FinerAllocator(BlockAllocator):
         while self._room < count * self._bytes + newest * more:
             if self._due or ((self._settled or self._newest) and not self.is_by_age):
                 raise NeedsRequantize(f"{count} blocks wanted, and others can be requantized")
-            if self.places.coding and self.is_by_age:  # of blocks that a step may read as they are
-                self.places.give_up(next(iter(self.places.coding)))
+            if self.placement.coding and self.is_by_age:  # of blocks that a step may read as they are
+                self.placement.give_up(next(iter(self.placement.coding)))
                 continue
             kept = next((block for block in self._free if block in self._kept), None)
             if kept is not None:
@@ -91,7 +93,7 @@ class FinerAllocator(BlockAllocator):
         finer = min(newest if self.is_by_age else count, max(0, left // more))
         for number, block in enumerate(taken):
             is_finer = number >= count - finer
-            self.places.place(block, is_finer=is_finer)
+            self.placement.place(block, is_finer=is_finer)
         return taken
 
     def _evict(self, block: int) -> None:
@@ -116,16 +118,16 @@ class FinerAllocator(BlockAllocator):
         elif block in self._settled and block not in self._due:  # its sequence may go on
             del self._settled[block]
             self._newest[block] = None
-            self.places.give_up(block)
+            self.placement.give_up(block)
 
     def _free_place(self, block: int) -> None:
         for blocks in (self._newest, self._settled, self._due):
             blocks.pop(block, None)
-        self.places.release(block)
+        self.placement.release(block)
 
     def complete(self, block: int) -> None:
         """Note that a block is complete, one of a sequence's newest; a finer one can be requantized later."""
-        if self.places[block].is_finer and block not in self._settled:
+        if self.placement[block].is_finer and block not in self._settled:
             self._newest.setdefault(block)
 
     def settle(self, block: int) -> None:
@@ -141,25 +143,25 @@ class FinerAllocator(BlockAllocator):
 
     def begin_next(self) -> int | None:
         """Return the block that is being requantized, or else begin with the next one; None if there is none."""
-        if not self.places.coding and (finer := self._settled or self._newest):
+        if not self.placement.coding and (finer := self._settled or self._newest):
             first = next(iter(finer))
-            self.places.begin(next((block for block in self._free if block in finer), first))
-        return next(iter(self.places.coding), None)
+            self.placement.begin(next((block for block in self._free if block in finer), first))
+        return next(iter(self.placement.coding), None)
 
     def begin_with_settled(self) -> tuple[list[int], list[int]]:
         """Return the blocks that are being requantized, those that are due and others, and begin with as many as have
         room beside these, but not with the newest ones."""
         for block in (*self._due, *self._settled):
-            if block not in self.places.coding and self.places.free >= self._bytes:
-                self.places.begin(block)
-        due = [block for block in self.places.coding if block in self._due]
-        return due, [block for block in self.places.coding if block not in self._due]
+            if block not in self.placement.coding and self.placement.free >= self._bytes:
+                self.placement.begin(block)
+        due = [block for block in self.placement.coding if block in self._due]
+        return due, [block for block in self.placement.coding if block not in self._due]
 
     def finish(self, block: int) -> None:
         """Let a block that is being requantized be one of fewer bits."""
         for blocks in (self._newest, self._settled, self._due):
             blocks.pop(block, None)
-        self.places.finish(block)
+        self.placement.finish(block)
 
 
 class FinerBlocks(KVBlocks):
@@ -174,10 +176,10 @@ class FinerBlocks(KVBlocks):
         super().__init__(ops, shape, layers, caches, blocks)
         assert self.window is None
         ((finer, other),) = {(cache.finer.code_bytes, cache.code_bytes) for cache in caches}
-        places, kind = Places(blocks[0], (finer, other), self._move), shape.finer
+        placement, kind = BlockPlacement(blocks[0], (finer, other), self._move), shape.finer
         assert kind is not None
         self.quantized = self.blocks = FinerAllocator(
-            places, blocks[0] - 1, (finer, other), kind.newest, is_by_age=kind.is_by_age
+            placement, blocks[0] - 1, (finer, other), kind.newest, is_by_age=kind.is_by_age
         )
         self._of_kinds = self._caches, {layer: cache.finer for layer, cache in self._caches.items()}  # others, finer
         self._heads = [shape.kv_layers[layer].kv_heads for layer in layers]
@@ -187,12 +189,12 @@ class FinerBlocks(KVBlocks):
         return self._of_kinds[is_finer][layer]
 
     def _by_kind(self, blocks: Sequence[int]) -> Iterator[OneKind]:
-        places = [self.blocks.places[block] for block in blocks]
+        places = [self.blocks.placement[block] for block in blocks]
         for is_finer in (False, True):
             if indices := [index for index, place in enumerate(places) if place.is_finer is is_finer]:
                 yield OneKind(self._of_kinds[is_finer], [places[index].number for index in indices], indices)
 
-    def _move(self, target: Place, source: Place) -> None:
+    def _move(self, target: BlockPlace, source: BlockPlace) -> None:
         for layer in self.layers:
             self._of_kind(layer, is_finer=source.is_finer).move(target.number, source.number)
 
@@ -236,20 +238,20 @@ class FinerBlocks(KVBlocks):
     def _finish(self, blocks: Sequence[int]) -> None:
         """Let blocks have fewer bits whose layers have all been requantized."""
         for block in blocks:
-            if self.blocks.places.done[block] == len(self.layers):
+            if self.blocks.placement.done[block] == len(self.layers):
                 self.blocks.finish(block)
 
     def _code(self, blocks: Sequence[int], most: int) -> None:
         """Code the next layers of blocks that are being requantized, at most `most` of each."""
-        places = self.blocks.places
-        for first, alike in groupby(sorted(blocks, key=places.done.__getitem__), places.done.__getitem__):
+        placement = self.blocks.placement
+        for first, alike in groupby(sorted(blocks, key=placement.done.__getitem__), placement.done.__getitem__):
             group = [*alike]
-            sources, targets = ([of[block].number for block in group] for of in (places, places.coding))
+            sources, targets = ([of[block].number for block in group] for of in (placement, placement.coding))
             layers = self.layers[first : first + most]
             together = layers_together(max(self._ops.encoded_at_once, _SHARED), self._heads, len(group))
             for start in range(0, len(layers), together):
                 self._code_together(layers[start : start + together], sources, targets)
-            places.done.update(dict.fromkeys(group, first + len(layers)))
+            placement.done.update(dict.fromkeys(group, first + len(layers)))
 
     def _code_together(self, layers: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
         """Code some layers of blocks again, by their numbers: half of the layers, or of the blocks, after the other as
@@ -274,7 +276,7 @@ class FinerBlocks(KVBlocks):
         return FilledBlocks([self._caches[layer]], targets, decoded)
 
     def _by_place(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        return self.blocks.places.numbers(blocks)
+        return self.blocks.placement.numbers(blocks)
 
     def _cache_of_newest(self, layer: int) -> Cache:
         return self._of_kind(layer, is_finer=True)
@@ -294,13 +296,13 @@ class FinerBlocks(KVBlocks):
 
     def is_finer(self, block: int) -> bool:
         """Whether a block is of the finer kind."""
-        return self.blocks.places[block].is_finer
+        return self.blocks.placement[block].is_finer
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
         """As `KVBlocks.write_blocks`, with arrays of blocks that are not finer, which these become."""
         for block in blocks:
             if self.is_finer(block):
-                self.blocks.places.lower(block)
+                self.blocks.placement.lower(block)
         super().write_blocks(blocks, arrays)
 
     def write_finer(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
