@@ -36,10 +36,10 @@ from polarlm.engine.state.blocks import NeedsRequantize, OutOfBlocks
 from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
 from polarlm.engine.state.layer_shapes import LayerShape, OwnShape
-from polarlm.engine.state.layer_state import Buffers, LayerState, Steady, in_words, steady_after
+from polarlm.engine.state.layer_state import Buffers, LayerState, TableVersion, in_words, table_version_after
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.requantize.blocks import FinerBlocks
-from polarlm.engine.state.tables import BlockTable, Growth
+from polarlm.engine.state.tables import BlockTable, Reservation
 
 T = TypeVar("T")
 # The error metrics of a layer's keys and of its values; None rounds to the nearest code.
@@ -67,21 +67,21 @@ class SequenceKV:
     hashes: list[bytes] = field(default_factory=list)
     root: bytes = b""
     adapter: RowAdapter | None = None
-    steady: Steady | None = None  # None: the next step may change a table
+    table_version: TableVersion | None = None  # None: the next step may change a table
     image_positions: ImagePositions | None = None  # None: a sequence without images
     hidden: Array | None = None  # (E,) float32: of the last token, for `MtpLayer`; None: unknown
 
 
 @dataclass
 class Span:
-    """`count` new tokens of a sequence, from position `start`, or rows of a step. growth: the reserved blocks, for each
-    group; empty after commit or abort, and in a step that changes no table. before: rows of the open span before these,
-    see `part`. round_trip: whether attention reads the K/V encoded and decoded."""
+    """`count` new tokens of a sequence, from position `start`, or rows of a step. reservations: the reserved blocks,
+    for each group; empty after commit or abort, and in a step that changes no table. before: rows of the open span
+    before these, see `part`. round_trip: whether attention reads the K/V encoded and decoded."""
 
     sequence: SequenceKV
     start: int
     count: int
-    growth: list[Growth]
+    reservations: list[Reservation]
     is_step: bool = False
     before: int = 0
     round_trip: bool = False
@@ -171,7 +171,7 @@ class KVStore:
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
         sequence.length, sequence.tables, sequence.hashes = 0, self.new_sequence().tables, []
-        sequence.adapter = sequence.steady = sequence.image_positions = sequence.hidden = None
+        sequence.adapter = sequence.table_version = sequence.image_positions = sequence.hidden = None
 
     # -- growing a sequence ------------------------------------------------------------------------------------
 
@@ -209,20 +209,20 @@ class KVStore:
 
     def _open(self, sequence: SequenceKV, count: int, buffers: Buffers, *, as_steps: bool = False, **more: Any) -> Span:
         start, n = sequence.length, self.shape.block_size
-        growth = self._reserve(
+        reservation = self._reserve(
             sequence, lambda group, table: group.open(table, start, count, buffers, as_steps=as_steps)
         )
         buffers.first += -(-(start % n + count) // n)
-        return Span(sequence, start, count, growth, together=buffers.together, **more)
+        return Span(sequence, start, count, reservation, together=buffers.together, **more)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
         """Open a span of `count` ≤ STEP_ROWS rows of a step, or `rows_of_block` if a group is sparse. If it raises
         OutOfBlocks, nothing has changed."""
         assert 1 <= count <= STEP_ROWS
-        if sequence.steady is not None and sequence.length + count <= sequence.steady.end:
+        if sequence.table_version is not None and sequence.length + count <= sequence.table_version.end:
             return Span(sequence, sequence.length, count, [], is_step=True)
-        growth = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
-        return Span(sequence, sequence.length, count, growth, is_step=True)
+        reservation = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
+        return Span(sequence, sequence.length, count, reservation, is_step=True)
 
     def rows_of_block(self, sequence: SequenceKV) -> int:
         """Return the most rows of a step that fit into the current block: later rows must attend to its codes."""
@@ -237,18 +237,20 @@ class KVStore:
         """Discard the tokens from position `length` on, which must be in the current block. Blocks that have left a
         window are not restored: the next token attends to fewer tokens, by at most the number of discarded ones."""
         assert self.first_of_block(sequence) <= length <= sequence.length
-        sequence.length, sequence.steady, sequence.hidden = length, None, None
+        sequence.length, sequence.table_version, sequence.hidden = length, None, None
 
-    def _reserve(self, sequence: SequenceKV, grow: Callable[[LayerState, BlockTable], Growth]) -> list[Growth]:
-        growth: list[Growth] = []
+    def _reserve(
+        self, sequence: SequenceKV, grow: Callable[[LayerState, BlockTable], Reservation]
+    ) -> list[Reservation]:
+        reservations: list[Reservation] = []
         try:
             for group, table in zip(self.groups, sequence.tables, strict=True):
-                growth.append(self.with_room(partial(grow, group, table)))
+                reservations.append(self.with_room(partial(grow, group, table)))
         except BaseException:  # OutOfBlocks, or no memory for a buffer
-            for group, grown in zip(self.groups, growth, strict=False):
-                group.abort(grown)
+            for group, reservation in zip(self.groups, reservations, strict=False):
+                group.abort(reservation)
             raise
-        return growth
+        return reservations
 
     def spans(self, spans: Sequence[Span], rows: slice) -> list[Spans]:
         """Return the parts of `spans` that are in `rows` of all their rows, for the ops: one value for each group."""
@@ -272,8 +274,8 @@ class KVStore:
 
     def view(self, layer: int, span: Span, rows: slice, position: int, sees: int = 0) -> SpanView:
         """Return a view of `rows` of `span`, which start at `position`. It serves all layers in the layer's group."""
-        group, table, growth = self._of(layer, span)
-        view = group.view(layer, table, growth, span.start - span.before, rows, position)
+        group, table, reservation = self._of(layer, span)
+        view = group.view(layer, table, reservation, span.start - span.before, rows, position)
         return replace(view, sees=sees) if sees else view
 
     def begin_layer(self, layer: int, span: Span) -> None:
@@ -281,8 +283,8 @@ class KVStore:
         with_kv, layers = self.shape.kv_layers, [layer]
         if layer in with_kv:
             layers = [] if span.unsealed else [number for number in with_kv if number >= layer][: span.together]
-        for group, table, growth, in_group in self._parts(span, layers):
-            group.begin(in_group, table, growth, span.start)
+        for group, table, reservation, in_group in self._parts(span, layers):
+            group.begin(in_group, table, reservation, span.start)
 
     def seal(self, layer: int, *spans: Span) -> None:
         """Keep the K/V of a layer of a prompt, or of all prompts of a pass, whose rows have all been appended:
@@ -299,29 +301,31 @@ class KVStore:
     def _seal(self, spans: Sequence[Span], layers: list[int]) -> None:
         filled: list[FilledBlocks] = []
         for span in spans:
-            for group, _, growth, in_group in self._parts(span, layers):
-                filled += group.seal(in_group, growth, span.start, span.count)
+            for group, _, reservation, in_group in self._parts(span, layers):
+                filled += group.seal(in_group, reservation, span.start, span.count)
         if filled:
             encode(self.ops, filled)
         layers.clear()
 
-    def _parts(self, span: Span, layers: Sequence[int]) -> Iterator[tuple[LayerState, BlockTable, Growth, list[int]]]:
+    def _parts(
+        self, span: Span, layers: Sequence[int]
+    ) -> Iterator[tuple[LayerState, BlockTable, Reservation, list[int]]]:
         """Yield each group that has a state of `layers`, with the span's part of it and these layers."""
-        for group, table, growth in zip(self.groups, span.sequence.tables, span.growth, strict=False):
+        for group, table, reservation in zip(self.groups, span.sequence.tables, span.reservations, strict=False):
             if in_group := [layer for layer in layers if layer in group.layers]:
-                yield group, table, growth, in_group
+                yield group, table, reservation, in_group
 
     def round_trip(self, layer: int, span: Span) -> None:
         """Encode and decode, in place, the K/V that a sealed span attends to. Raises EngineError as `seal` does."""
-        group, _, growth = self._of(layer, span)
+        group, _, reservation = self._of(layer, span)
         if self._source[layer] == layer:
-            group.round_trip(layer, growth, span.start, span.count)
+            group.round_trip(layer, reservation, span.start, span.count)
 
-    def _of(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Growth]:
+    def _of(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Reservation]:
         index = self.group_of(layer)
         table, first = span.sequence.tables[index], span.start // self.shape.block_size
         slots = {} if table.current is None else {first: table.current}  # of a step that changes no table
-        return self.groups[index], table, span.growth[index] if span.growth else Growth(slots, {}, [])
+        return self.groups[index], table, span.reservations[index] if span.reservations else Reservation(slots, {}, [])
 
     def commit(self, span: Span, kept: int | None = None) -> None:
         """Keep the first `kept` tokens of `span` (None: all, as for every prompt) and discard the others.
@@ -339,24 +343,26 @@ class KVStore:
         lengths = [span.start + (span.count if count is None else count) for span, count in both]
         if unsealed := [span for span in spans if span.unsealed]:
             self._seal(unsealed, unsealed[0].unsealed)
-        growing = [step for step in zip(range(len(spans)), spans, lengths, strict=True) if step[1].growth]
+        growing = [step for step in zip(range(len(spans)), spans, lengths, strict=True) if step[1].reservations]
         damaged = self._encode_filled([step for step in growing if step[1].is_step])
         for span, length in zip(spans, lengths, strict=True):
             span.sequence.length = length
             if span.hidden is not None and length > span.start:
                 span.sequence.hidden = span.hidden[length - span.start - span.count - 1]
         for _, span, length in growing:
-            growth, span.growth = span.growth, []
-            for group, table, grown in zip(self.groups, span.sequence.tables, growth, strict=True):
-                group.commit(table, grown, length)
-            span.sequence.steady = steady_after(self.groups, self.shape.block_size, length) if span.is_step else None
+            reservations, span.reservations = span.reservations, []
+            for group, table, reservation in zip(self.groups, span.sequence.tables, reservations, strict=True):
+                group.commit(table, reservation, length)
+            span.sequence.table_version = (
+                table_version_after(self.groups, self.shape.block_size, length) if span.is_step else None
+            )
         return damaged
 
     def _encode_filled(self, steps: Sequence[_Step]) -> dict[int, EngineError]:
         """Encode the blocks that steps have filled, all at once, and return errors as `commit_steps` does."""
         filled: list[FilledBlocks] = []
         for index, group in enumerate(self.groups):
-            filled += group.filled_blocks([(span.growth[index], length) for _, span, length in steps])
+            filled += group.filled_blocks([(span.reservations[index], length) for _, span, length in steps])
         if not filled:
             return {}
         try:
@@ -369,9 +375,9 @@ class KVStore:
 
     def abort(self, span: Span) -> None:
         """Discard an open span; its sequence is as it was before. Does nothing after `commit`."""
-        growth, span.growth = span.growth, []
-        for group, grown in zip(self.groups, growth, strict=False):
-            group.abort(grown)
+        reservations, span.reservations = span.reservations, []
+        for group, reservation in zip(self.groups, reservations, strict=False):
+            group.abort(reservation)
 
     @contextmanager
     def aborting(self, spans: Iterable[Span]) -> Iterator[None]:

@@ -16,7 +16,7 @@ from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.recurrent.slots import F32, RecurrentState, RowsOp
-from polarlm.engine.state.tables import BlockTable, Growth
+from polarlm.engine.state.tables import BlockTable, Reservation
 
 
 @dataclass(frozen=True)
@@ -85,23 +85,23 @@ class ConvInputs(RecurrentState):
 
     # -- growing -----------------------------------------------------------------------------------------------
 
-    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
+    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Reservation:
         prompts = {ops: _Prompt(self.block_size, ops.empty(none.shape)) for ops, none in self._nothing.items()}
-        growth = self.grow(table, start, count)
-        growth.buffer = prompts
-        return growth
+        reservation = self.grow(table, start, count)
+        reservation.buffer = prompts
+        return reservation
 
-    def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
+    def open_step(self, table: BlockTable, start: int, count: int) -> Reservation:
         """Reserve slots, and copy to new ones what their first rows see of the block before."""
-        growth, before = super().open_step(table, start, count), None
-        for number, slot in growth.slots.items():
+        reservation, before = super().open_step(table, start, count), None
+        for number, slot in reservation.slots.items():
             if slot != table.current:
                 for layer in self.layers:
                     slots = self.cache(layer)
                     last = self._end(layer, table, number) if before is None else slots[before][self.block_size :]
                     self._ops.of_layer(layer).assign(slots[slot][: self._before], last)
             before = slot
-        return growth
+        return reservation
 
     def _end(self, layer: int, table: BlockTable, number: int) -> Array:
         """Return the inputs that the first token of block `number` sees, where the block before it is complete."""
@@ -114,10 +114,10 @@ class ConvInputs(RecurrentState):
         assert block is not None
         return self._ends[layer][block]
 
-    def _view_of_step(self, growth: Growth, start: int, rows: slice, position: int) -> np.ndarray:
+    def _view_of_step(self, reservation: Reservation, start: int, rows: slice, position: int) -> np.ndarray:
         count, n = rows.stop - rows.start, self.block_size
         places = np.arange(position, position + count)
-        slots = np.array([growth.slots.get(number, -1) for number in range(start // n, places[-1] // n + 2)])
+        slots = np.array([reservation.slots.get(number, -1) for number in range(start // n, places[-1] // n + 2)])
         block = places // n - start // n
         index = np.empty((count, 4), np.int32)
         index[:, 0], index[:, 1] = 1 + slots[block], places % n
@@ -127,8 +127,8 @@ class ConvInputs(RecurrentState):
     def _of_step(self, views: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate([np.empty((0, 4), np.int32), *views])
 
-    def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
-        if growth.buffer is None:
+    def begin(self, layers: Sequence[int], table: BlockTable, reservation: Reservation, start: int) -> None:
+        if reservation.buffer is None:
             return
         (layer,) = layers
         (number, filled), slots = divmod(start, self.block_size), self.cache(layer)
@@ -137,23 +137,23 @@ class ConvInputs(RecurrentState):
             last = slots[table.current][filled : filled + self._before]
         else:
             last = self._end(layer, table, number)
-        targets = {number + 1: [self._ends[layer][block]] for number, block in growth.quantized.items()}
-        for number, slot in growth.slots.items():
+        targets = {number + 1: [self._ends[layer][block]] for number, block in reservation.quantized.items()}
+        for number, slot in reservation.slots.items():
             targets.setdefault(number, []).append(slots[slot])
         ops = self._ops.of_layer(layer)
-        ops.assign(growth.buffer[ops].last, last)
-        growth.buffer[ops].targets = targets
+        ops.assign(reservation.buffer[ops].last, last)
+        reservation.buffer[ops].targets = targets
 
-    def seal(self, layers: Sequence[int], growth: Growth, start: int, count: int) -> tuple[()]:
+    def seal(self, layers: Sequence[int], reservation: Reservation, start: int, count: int) -> tuple[()]:
         """Nothing: what blocks keep is written as it is computed."""
         return ()
 
-    def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
-        if growth.buffer is None:
-            for block, slot in self.filled(growth, length):
+    def commit(self, table: BlockTable, reservation: Reservation, length: int) -> None:
+        if reservation.buffer is None:
+            for block, slot in self.filled(reservation, length):
                 for layer, ends in self._ends.items():
                     self._ops.of_layer(layer).assign(ends[block], self.cache(layer)[slot][self.block_size :])
-        super().commit(table, growth, length)
+        super().commit(table, reservation, length)
 
     # -- blocks on the host ------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
 from polarlm.engine.state.layer_state import BlockArrays, Buffers
 from polarlm.engine.state.recurrent.slots import F32, RecurrentState, RowsOp, Slot, assign_each, first_tokens
-from polarlm.engine.state.tables import BlockTable, Growth
+from polarlm.engine.state.tables import BlockTable, Reservation
 from polarlm.model_loaders.config import Recurrent
 
 _SNAPSHOTS = 2  # for each slot
@@ -80,7 +80,7 @@ class DeltaShape(OwnShape):
 @dataclass
 class DeltaTable(BlockTable):
     """The state of one sequence. `current` is its slot, from its first token on, unless it begins with a snapshot.
-    snapshots: number of a block → the snapshot of its end; only the newest growth's snapshots."""
+    snapshots: number of a block → the snapshot of its end; only the newest reservation's snapshots."""
 
     snapshots: dict[int, int] = field(default_factory=dict)
 
@@ -141,22 +141,22 @@ class DeltaState(RecurrentState):
 
     # -- growing -----------------------------------------------------------------------------------------------
 
-    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Growth:
+    def open(self, table: BlockTable, start: int, count: int, buffers: Buffers, *, as_steps: bool) -> Reservation:
         """Reserve a slot, and snapshots where there is room for them; as in steps, none in an answer."""
         assert isinstance(table, DeltaTable)
         n, end = self.block_size, start + count
         current = table.current if end // n == start // n else None
         new = [] if current is not None else self.full.allocate()
-        growth = Growth({end // n: new[0] if current is None else current}, {}, new)
+        reservation = Reservation({end // n: new[0] if current is None else current}, {}, new)
         try:
             numbers = [] if as_steps else ends_to_keep(start // n, end // n, table.branch)
             numbers = numbers[max(0, len(numbers) - self.quantized.free) :]
-            growth.quantized = dict(zip(numbers, self.quantized.allocate(len(numbers)), strict=True))
-            growth.buffer = self._prompts(numbers)
+            reservation.quantized = dict(zip(numbers, self.quantized.allocate(len(numbers)), strict=True))
+            reservation.buffer = self._prompts(numbers)
         except BaseException:  # there is no memory for the buffer
-            self.abort(growth)
+            self.abort(reservation)
             raise
-        return growth
+        return reservation
 
     def _prompts(self, numbers: Sequence[int]) -> dict[Ops, _Prompt]:
         """Return the buffers of a prompt on each card, which keeps the states at the ends of blocks `numbers`."""
@@ -172,15 +172,15 @@ class DeltaState(RecurrentState):
             for ops in self._of_cards
         }
 
-    def open_step(self, table: BlockTable, start: int, count: int) -> Growth:
+    def open_step(self, table: BlockTable, start: int, count: int) -> Reservation:
         """Reserve a slot, if the sequence has none yet; it then begins with the snapshot that the sequence has."""
         assert start % self.block_size + count <= self.block_size
         if table.current is not None:
-            return Growth({start // self.block_size: table.current}, {}, [])
+            return Reservation({start // self.block_size: table.current}, {}, [])
         new = self.full.allocate()
         for layer in self.layers:
             self._begin(layer, table, start, self._slot(layer, new[0], 0))
-        return Growth({start // self.block_size: new[0]}, {}, new)
+        return Reservation({start // self.block_size: new[0]}, {}, new)
 
     def _begin(self, layer: int, table: BlockTable, start: int, slot: Slot) -> None:
         """Write what a sequence without a slot begins with to a slot without tokens: zeros, or its snapshot."""
@@ -195,35 +195,35 @@ class DeltaState(RecurrentState):
         ops.assign(matrices, ops.restore_states(kept, self._shape.codes))
         ops.assign(inputs, ops.to_device(kept["inputs"]))
 
-    def _view_of_step(self, growth: Growth, start: int, rows: slice, position: int) -> DeltaSpan:
-        slot = next(iter(growth.slots.values()))
+    def _view_of_step(self, reservation: Reservation, start: int, rows: slice, position: int) -> DeltaSpan:
+        slot = next(iter(reservation.slots.values()))
         return DeltaSpan(slot, rows.start, rows.stop - rows.start, position % self.block_size)
 
     def _of_step(self, views: Sequence[DeltaSpan]) -> np.ndarray:
         return np.array(views, np.int32).reshape(-1, len(DeltaSpan._fields))
 
-    def begin(self, layers: Sequence[int], table: BlockTable, growth: Growth, start: int) -> None:
-        if growth.buffer is None:
+    def begin(self, layers: Sequence[int], table: BlockTable, reservation: Reservation, start: int) -> None:
+        if reservation.buffer is None:
             return
         (layer,) = layers
         ops, place = self._ops.of_layer(layer), start % self.block_size
-        slot = first_tokens(growth.buffer[ops].slot, 0, self._specs(place))
+        slot = first_tokens(reservation.buffer[ops].slot, 0, self._specs(place))
         if table.current is None:
             self._begin(layer, table, start, slot)
         else:
             assign_each(ops, slot, self._slot(layer, table.current, place))
 
-    def seal(self, layers: Sequence[int], growth: Growth, start: int, count: int) -> tuple[()]:
-        """Copy the state after a prompt to the growth's slot, and begin to copy its snapshots to the host."""
-        if growth.buffer is None:
+    def seal(self, layers: Sequence[int], reservation: Reservation, start: int, count: int) -> tuple[()]:
+        """Copy the state after a prompt to the reservation's slot, and begin to copy its snapshots to the host."""
+        if reservation.buffer is None:
             return ()
         (layer,) = layers
         ops, place = self._ops.of_layer(layer), (start + count) % self.block_size
-        prompt: _Prompt = growth.buffer[ops]
-        (target,) = growth.slots.values()
+        prompt: _Prompt = reservation.buffer[ops]
+        (target,) = reservation.slots.values()
         computed = first_tokens(prompt.slot, 0, self._specs(place))
         assign_each(ops, self._slot(layer, target, place), computed)
-        if growth.quantized:
+        if reservation.quantized:
             prompt.kept[layer] = ops.keep_states(prompt.ends, self._shape.codes)
         return ()
 
@@ -234,12 +234,12 @@ class DeltaState(RecurrentState):
             for name, snapshots in self._snapshots[layer].items():
                 snapshots[list(blocks)] = arrays[name]
 
-    def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
-        """Take the growth's slot, which advances if a step has completed its block, and its snapshots."""
+    def commit(self, table: BlockTable, reservation: Reservation, length: int) -> None:
+        """Take the reservation's slot, which advances if a step has completed its block, and its snapshots."""
         assert isinstance(table, DeltaTable)
-        ((number, slot),) = growth.slots.items()
-        if growth.buffer is not None:
-            self._write(next(iter(growth.buffer.values())).kept, growth.quantized.values())
+        ((number, slot),) = reservation.slots.items()
+        if reservation.buffer is not None:
+            self._write(next(iter(reservation.buffer.values())).kept, reservation.quantized.values())
         elif length // self.block_size > number:
             for ops, layers in self._of_cards.items():
                 ops.advance_delta(layers, [slot], tiled=self._shape.mixer.tiled)
@@ -248,7 +248,7 @@ class DeltaState(RecurrentState):
         table.current = slot
         if table.snapshots:
             self._release(table.newest_first, ())
-        table.snapshots = growth.quantized
+        table.snapshots = reservation.quantized
 
     def release(self, table: BlockTable) -> None:
         assert isinstance(table, DeltaTable)

@@ -14,7 +14,7 @@ import numpy as np
 from polarlm.engine.backends.ops import Array, Ops
 from polarlm.engine.state.layer_shapes import ArraySpec, OwnShape
 from polarlm.engine.state.layer_state import BlockArrays
-from polarlm.engine.state.tables import BlockTable, Growth, TableGroup
+from polarlm.engine.state.tables import BlockTable, Reservation, TableGroup
 
 F32 = np.dtype(np.float32)
 Slot = Sequence[Array]  # the arrays of one slot, as in `OwnShape.full_arrays`
@@ -22,8 +22,8 @@ RowsOp = Callable[..., Array]  # `short_conv`, `gated_delta` or `mamba2` of a la
 
 
 class PromptRows(NamedTuple):
-    """Rows of a prompt from `position` on. prompts: by the ops of each card, the buffer of the prompt's growth, for the
-    layer that is being computed; its `add(ops, op, inputs, weights, position)` returns what the op returns."""
+    """Rows of a prompt from `position` on. prompts: by the ops of each card, the buffer of the prompt's reservation,
+    for the layer that is being computed; its `add(ops, op, inputs, weights, position)` returns what the op returns."""
 
     prompts: Mapping[Ops, Any]
     position: int
@@ -74,12 +74,14 @@ class RecurrentState(TableGroup):
         """Return what a slot has of the first `tokens` tokens of its block, as views."""
         return first_tokens(self._slots[layer], slot, self._specs(tokens))
 
-    def view(self, layer: int, table: BlockTable, growth: Growth, start: int, rows: slice, position: int) -> Any:
-        if growth.buffer is not None:
-            return PromptRows(growth.buffer, position)
-        return self._view_of_step(growth, start, rows, position)
+    def view(
+        self, layer: int, table: BlockTable, reservation: Reservation, start: int, rows: slice, position: int
+    ) -> Any:
+        if reservation.buffer is not None:
+            return PromptRows(reservation.buffer, position)
+        return self._view_of_step(reservation, start, rows, position)
 
-    def _view_of_step(self, growth: Growth, start: int, rows: slice, position: int) -> Any:
+    def _view_of_step(self, reservation: Reservation, start: int, rows: slice, position: int) -> Any:
         raise NotImplementedError
 
     def spans(self, views: Sequence[Any]) -> np.ndarray | PromptRows:
@@ -92,10 +94,10 @@ class RecurrentState(TableGroup):
     def _of_step(self, views: Sequence[Any]) -> np.ndarray:
         raise NotImplementedError
 
-    def round_trip(self, layer: int, growth: Growth, start: int, count: int) -> None:
+    def round_trip(self, layer: int, reservation: Reservation, start: int, count: int) -> None:
         """Nothing: what the next tokens read is exact."""
 
-    def filled_blocks(self, growths: Sequence[tuple[Growth, int]]) -> tuple[()]:
+    def filled_blocks(self, reservations: Sequence[tuple[Reservation, int]]) -> tuple[()]:
         return ()
 
     def copy_full(self, target: int, source: int, tokens: int) -> None:

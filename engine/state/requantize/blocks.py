@@ -24,7 +24,7 @@ from polarlm.engine.state.kv_blocks import KVBlocks, OneKind, encode, of_layer
 from polarlm.engine.state.layer_state import BlockArrays
 from polarlm.engine.state.requantize.placement import BlockPlace, BlockPlacement
 from polarlm.engine.state.shapes import CacheShape
-from polarlm.engine.state.tables import BlockTable, Growth
+from polarlm.engine.state.tables import BlockTable, Reservation
 
 _LOW = 16  # the part of the store that new finer blocks leave free: running sequences take their next blocks from it
 _HIGH = 8  # the part that requantizing makes free
@@ -281,9 +281,9 @@ class FinerBlocks(KVBlocks):
     def _cache_of_newest(self, layer: int) -> Cache:
         return self._of_kind(layer, is_finer=True)
 
-    def commit(self, table: BlockTable, growth: Growth, length: int) -> None:
+    def commit(self, table: BlockTable, reservation: Reservation, length: int) -> None:
         before = len(table.quantized)
-        super().commit(table, growth, length)
+        super().commit(table, reservation, length)
         if len(table.quantized) == before:
             return
         for block in table.quantized[before:]:
