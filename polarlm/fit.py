@@ -189,25 +189,25 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
     if device.device != "cpu" and (snapshots := max(cache.snapshot_bytes for cache in usable)):
         lines.append(f"Snapshots of recurrent layers take {format_bytes(snapshots)} of the computer's memory.")
     lines += [cache.problem for cache in chosen.caches if cache.problem]
-    lines += _card_lines(next((one for one in usable if one.cache_type == DEFAULT_CACHE_TYPE), usable[0]))
+    lines += _device_lines(next((one for one in usable if one.cache_type == DEFAULT_CACHE_TYPE), usable[0]))
     if max(contexts) > model.max_context:
         lines.append(f"The model was trained on {model.max_context:,} tokens; answers beyond may make no sense.")
     return [*lines, "", *_weight_lines(device, [cache.cache_type for cache in usable])]
 
 
-def _card_lines(cache: CacheFit) -> list[str]:
+def _device_lines(cache: CacheFit) -> list[str]:
     """A table of the GPUs that share the layers, and what each has, with one cache type."""
     if not cache.cards:
         return []
-    least = min(card.left for card in cache.cards)
+    least = min(device.left for device in cache.cards)
     rows = [
         [
-            card.name,
-            " to ".join(dict.fromkeys(map(str, card.layers))),
-            *map(format_bytes, (card.weights, card.store, card.work, card.left)),
-            "the fullest" if card.left == least else "",
+            device.name,
+            " to ".join(dict.fromkeys(map(str, device.layers))),
+            *map(format_bytes, (device.weights, device.store, device.work, device.left)),
+            "the fullest" if device.left == least else "",
         ]
-        for card in cache.cards
+        for device in cache.cards
     ]
     header = ["GPU", "layers", "weights", f"KV cache ({cache.cache_type})", "work", "left", ""]
     return ["", "The GPUs share the layers:", *columns([header, *rows])]

@@ -41,7 +41,7 @@ class Routing(NamedTuple):
 
 
 class FromCard(NamedTuple):
-    """An array of another card's ops, instead of a host array."""
+    """An array of another GPU's ops, instead of a host array."""
 
     array: Array
     ops: Ops
@@ -152,7 +152,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
         """The ops that only encoders need; None if the backend has none."""
 
     def of_layer(self, layer: int) -> Ops:
-        """The ops of the card that has this layer; these ops themselves on a single device."""
+        """The ops of the GPU that has this layer; these ops themselves on a single device."""
 
     def run_graph(self, key: Hashable, work: Callable[..., Result], inputs: Sequence[Any]) -> Result:
         """work(*inputs), after the inputs (host arrays, `Spans` or `SamplerInputs`) have been copied to the device.

@@ -102,7 +102,7 @@ def _assemble(config: EngineConfig, ops: Ops, verbose: Say | None) -> Parts:
 def _draft(parts: Parts, verbose: Say | None) -> Parts:
     """Load the draft model; of several GPUs on the last one. Raises EngineError if its vocabulary is another one."""
     say = None if verbose is None else lambda sentence: verbose(f"draft model: {sentence}")
-    ops = parts.model.ops if (split := parts.placement.split) is None else split.shares[-1].card
+    ops = parts.model.ops if (split := parts.placement.split) is None else split.shares[-1].device
     draft, model = _assemble(draft_config(parts.config, parts.plan.tokens), ops, say), parts.source
     ours, theirs = model.tokenizer, draft.source.tokenizer
     if model.vocabulary == draft.source.vocabulary and all(

@@ -12,7 +12,7 @@ from polarlm.engine.backends.select import gpu_numbers
 from polarlm.engine.config import AUTO, EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.limits import DRAFT_MODEL, MOST_DRAFTED
-from polarlm.engine.loading.placement.cards import shares_of
+from polarlm.engine.loading.placement.devices import shares_of
 from polarlm.engine.loading.sizes import weight_format
 from polarlm.engine.model.adapters import parsed
 from polarlm.engine.state import cache_types

@@ -17,7 +17,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.backends.select import select, with_host
 from polarlm.engine.config import AS_STORED, AUTO, DEFAULT_CACHE_TYPE, EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.loading.placement.cards import CardFit
+from polarlm.engine.loading.placement.devices import ShareFit
 from polarlm.engine.loading.placement.experts import LEAST_CONTEXT, CpuExperts, ExpertPlan
 from polarlm.engine.loading.placement.place import Placement, place
 from polarlm.engine.loading.placement.wanted import More, Wanted, nothing, wanted_of_bytes, wanted_of_source
@@ -55,7 +55,7 @@ class CacheFit:
     store_bytes: int = 0  # bytes of the KV store for that context, in the device's memory
     snapshot_bytes: int = 0  # bytes of snapshots of recurrent layers, in the computer's memory; see StorePlan
     contexts: tuple[ContextFit, ...] = ()
-    cards: tuple[CardFit, ...] = ()  # what each of several GPUs has
+    cards: tuple[ShareFit, ...] = ()  # what each of several GPUs has; the name is a key of `polarlm fit --json`
     experts: ExpertPlan | None = None  # experts in memory at a time, if not all fit
     cpu_experts: CpuExperts | None = None  # experts in the computer's memory, if not all fit on the GPU
 
@@ -191,7 +191,7 @@ def _fit_cache(cache_type: str, placement: Placement | EngineError, contexts: Se
         store_bytes=plan.bytes if plan else 0,
         snapshot_bytes=plan.snapshot_bytes if plan else 0,
         contexts=tuple(_fit_context(placement, tokens) for tokens in contexts),
-        cards=placement.cards(),
+        cards=placement.devices(),
         experts=placement.experts,
         cpu_experts=placement.on_host,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from polarlm import model_loaders
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.backends.select import cards_of, select, with_host
+from polarlm.engine.backends.select import ops_per_device, select, with_host
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.placement.place import Placement, place
@@ -57,7 +57,7 @@ def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, most: 
     ops, _ = select(config.device, config.threads)
     if config.cpu_moe is not None:
         ops, _ = with_host(ops, config.threads)
-    names = [ops.name] if ops.name == "cpu" else [card.name for card in cards_of(ops, beside=False)]
+    names = [ops.name] if ops.name == "cpu" else [device.name for device in ops_per_device(ops, with_others=False)]
     beside = sum(size for device, size in (reserved or {}).items() if any(name in device for name in names))
     process = PROCESS_BYTES if ops.name == "cpu" else 0
     placement = _placed(config, ops, beside, None if most is None else most - process)
@@ -67,7 +67,7 @@ def need(config: EngineConfig, reserved: Mapping[str, int] | None = None, most: 
         store = plan.bytes + wanted.more(plan.tokens)
         if most is None or weights + store <= most:
             return Need(device, weights + store, plan.bytes, plan.tokens, True, free)
-    # How much of each of several cards others will take is not known.
+    # How much of each of several GPUs others will take is not known.
     least = weights + plan_for_tokens(placement.shape, wanted.context, 1).bytes + wanted.more(wanted.context)
     return Need(device, least, 0, 0, False, free)
 

@@ -9,7 +9,7 @@ from polarlm.engine.backends.ops import Ops
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.loading.placement.cards import CardFit, Split, split_model
+from polarlm.engine.loading.placement.devices import ShareFit, Split, split_model
 from polarlm.engine.loading.placement.experts import CpuExperts, ExpertPlan, cpu_experts, expert_plan
 from polarlm.engine.loading.placement.wanted import Wanted, nothing
 from polarlm.engine.state.plan import StorePlan, plan_for_tokens
@@ -21,7 +21,7 @@ class Placement:
     """Where a model's weights go, and the KV store that fits beside them; or what is lacking for that."""
 
     wanted: Wanted
-    ops: Ops  # the device's, or all cards together
+    ops: Ops  # the device's, or all GPUs together
     shape: CacheShape
     weights: int  # bytes in the device's memory
     room: int = 0  # bytes beside them for the KV store and activations; 0 if the weights alone do not fit
@@ -64,12 +64,12 @@ class Placement:
         wanted = self.wanted.changed(parallel=parallel)
         plan = plan_for_tokens(self.shape, tokens, parallel + wanted.config.kept_sequences)
         if self.split is not None:
-            return sum(max(0, -card.left) for card in self.split.cards(wanted, plan))
+            return sum(max(0, -device.left) for device in self.split.devices(wanted, plan))
         return self.lacking + plan.bytes + wanted.work(self.ops, self.shape, tokens) - self.room
 
-    def cards(self) -> tuple[CardFit, ...]:
+    def devices(self) -> tuple[ShareFit, ...]:
         """Return what each of several GPUs has; nothing of one device."""
-        return () if self.split is None or self.plan is None else self.split.cards(self.wanted, self.plan)
+        return () if self.split is None or self.plan is None else self.split.devices(self.wanted, self.plan)
 
     def loaded(
         self, config: EngineConfig, planned: Callable[[CacheShape], StorePlan] | None = None, encoding: Encoding = WHOLE

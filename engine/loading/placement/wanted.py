@@ -58,7 +58,7 @@ class Sizes:
 
 
 class LayerSizes(NamedTuple):
-    """Bytes of weights by their place in the model; every card has room for all adapters."""
+    """Bytes of weights by their place in the model; every GPU has room for all adapters."""
 
     before: int
     layers: list[int]

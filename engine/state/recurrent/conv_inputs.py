@@ -77,7 +77,7 @@ class ConvInputs(RecurrentState):
         nothing = np.zeros((self._before, shape.channels), np.float32)
         ends = blocks[0], *nothing.shape
         self._ends = {layer: ops.of_layer(layer).to_device(np.zeros(ends, np.float32)) for layer in layers}
-        self._nothing = {card: card.to_device(nothing) for card in dict.fromkeys(map(ops.of_layer, layers))}
+        self._nothing = {device: device.to_device(nothing) for device in dict.fromkeys(map(ops.of_layer, layers))}
 
     def cache(self, layer: int) -> Array:
         """The slots of one layer, float32 (slots, before + block size, channels)."""

@@ -99,7 +99,7 @@ class DeltaTable(BlockTable):
 
 class _Prompt(NamedTuple):
     """See `PromptRows`. ends: the states to keep, with the numbers of their blocks in the sequence. kept: the snapshots
-    of the layers before it, of all cards."""
+    of the layers before it, of all GPUs."""
 
     block_size: int
     slot: DeltaSlots  # one
@@ -123,9 +123,9 @@ class DeltaState(RecurrentState):
     ) -> None:
         super().__init__(ops, shape, block_size, layers, blocks)
         self._shape = shape
-        self._of_cards: dict[Ops, list[DeltaSlots]] = {}
+        self._caches_by_ops: dict[Ops, list[DeltaSlots]] = {}
         for layer in layers:
-            self._of_cards.setdefault(ops.of_layer(layer), []).append(self.cache(layer))
+            self._caches_by_ops.setdefault(ops.of_layer(layer), []).append(self.cache(layer))
         self._snapshots = {
             layer: {
                 name: np.zeros((blocks[0], *shape), dtype) for name, shape, dtype in shape.block_arrays(block_size, "")
@@ -159,7 +159,7 @@ class DeltaState(RecurrentState):
         return reservation
 
     def _prompts(self, numbers: Sequence[int]) -> dict[Ops, _Prompt]:
-        """Return the buffers of a prompt on each card, which keeps the states at the ends of blocks `numbers`."""
+        """Return the buffers of a prompt on each GPU, which keeps the states at the ends of blocks `numbers`."""
         kept: dict[int, FetchStates] = {}
         ends = {spec.name: (len(numbers), *spec.shape) for spec in self._specs(0)}
         return {
@@ -169,7 +169,7 @@ class DeltaState(RecurrentState):
                 DeltaEnds(numbers, ops.empty(ends["matrices"]), ops.empty(ends["inputs"])),
                 kept,
             )
-            for ops in self._of_cards
+            for ops in self._caches_by_ops
         }
 
     def open_step(self, table: BlockTable, start: int, count: int) -> Reservation:
@@ -241,7 +241,7 @@ class DeltaState(RecurrentState):
         if reservation.buffer is not None:
             self._write(next(iter(reservation.buffer.values())).kept, reservation.quantized.values())
         elif length // self.block_size > number:
-            for ops, layers in self._of_cards.items():
+            for ops, layers in self._caches_by_ops.items():
                 ops.advance_delta(layers, [slot], tiled=self._shape.mixer.tiled)
         if table.current not in (None, slot):
             self.full.release(table.current)

@@ -22,7 +22,7 @@ RowsOp = Callable[..., Array]  # `short_conv`, `gated_delta` or `mamba2` of a la
 
 
 class PromptRows(NamedTuple):
-    """Rows of a prompt from `position` on. prompts: by the ops of each card, the buffer of the prompt's reservation,
+    """Rows of a prompt from `position` on. prompts: by the ops of each GPU, the buffer of the prompt's reservation,
     for the layer that is being computed; its `add(ops, op, inputs, weights, position)` returns what the op returns."""
 
     prompts: Mapping[Ops, Any]

@@ -47,7 +47,7 @@ class Buffer(NamedTuple):
 
 
 PromptBuffer = Sequence[Buffer]  # for each of the layers that are sealed together
-CardBuffers = dict[Device, PromptBuffer]  # on each of several cards, for layers that are on all of them
+DeviceBuffers = dict[Device, PromptBuffer]  # on each of several GPUs, for layers that are on all of them
 
 
 class SideArrays(NamedTuple):
@@ -103,12 +103,12 @@ class LayerCache:
         """DP, which is D rounded up to a multiple of 16."""
         return self.layouts[0].record.geometry.padded
 
-    def pools(self, buffer: PromptBuffer | CardBuffers | None) -> Buffer:
+    def pools(self, buffer: PromptBuffer | DeviceBuffers | None) -> Buffer:
         """The layer's part of `buffer`, or the full-precision slots if it is None."""
         if buffer is None:
             return self.full
-        on_card = buffer[self.device] if isinstance(buffer, dict) else buffer
-        return on_card[self.number % len(on_card)]
+        on_device = buffer[self.device] if isinstance(buffer, dict) else buffer
+        return on_device[self.number % len(on_device)]
 
 
 @dataclass
@@ -142,7 +142,7 @@ class SpanTable(HostTable):
     """
 
     most_rows: int
-    buffer: PromptBuffer | CardBuffers | None
+    buffer: PromptBuffer | DeviceBuffers | None
     rows: Sequence[np.ndarray] = ()
     _kinds: list[bool] = field(default_factory=list, kw_only=True)
     _tiles: dict[tuple[Device, bool, int, int], Array] = field(default_factory=dict, kw_only=True)
@@ -222,7 +222,7 @@ def next_spans(
     return spans
 
 
-def _table(rows: Sequence[np.ndarray], buffer: PromptBuffer | CardBuffers | None) -> SpanTable:
+def _table(rows: Sequence[np.ndarray], buffer: PromptBuffer | DeviceBuffers | None) -> SpanTable:
     lengths = [*map(len, rows)]
     table = np.zeros((len(rows), HEADER + table_width(max(lengths) - HEADER)), np.int32)
     for whole, row, length in zip(table, rows, lengths, strict=True):

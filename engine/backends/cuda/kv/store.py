@@ -42,15 +42,15 @@ class CacheOps(HeadOps):
         return format.kv_heads * (keys.nbytes + values.nbytes), format.kv_heads * full
 
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
-        layouts, on_card = _layouts(format), [other for other in beside if other.device is self._device]
+        layouts, on_device = _layouts(format), [other for other in beside if other.device is self._device]
         try:
             if format.finer is not None:
-                return self._two_kinds(format, format.finer, quantized, full, on_card)
+                return self._two_kinds(format, format.finer, quantized, full, on_device)
             # Kernels write only the fields of a record; the padding stays zero, also in session files.
             shapes = [(quantized, format.kv_heads, layout.nbytes) for layout in layouts]
             pools = [self._device.zeros(shape, np.uint8) for shape in shapes]
-            keys, values = self._sides(layouts, format, pools, on_card)
-            slots, number = self._pools(format, full), len(on_card)
+            keys, values = self._sides(layouts, format, pools, on_device)
+            slots, number = self._pools(format, full), len(on_device)
             return LayerCache(self._device, format, layouts, keys, values, slots, _full_layouts(format), number=number)
         except MemoryError:
             left = self._device.memory()[0] / 2**30
@@ -62,7 +62,7 @@ class CacheOps(HeadOps):
             ) from None
 
     def _two_kinds(
-        self, format: CacheFormat, finer: CacheFormat, quantized: int, full: int, on_card: Sequence[LayerCache]
+        self, format: CacheFormat, finer: CacheFormat, quantized: int, full: int, on_device: Sequence[LayerCache]
     ) -> LayerCache:
         """A cache for `quantized` blocks, with one of finer blocks in the same memory."""
         size = format.kv_heads * sum(layout.nbytes for layout in _layouts(format))
@@ -74,9 +74,9 @@ class CacheOps(HeadOps):
             count = quantized * size // each
             blocks = memory[: count * each].reshape(count, kind.kv_heads, layouts[0].stride)
             pools = blocks[..., :of_keys], blocks[..., of_keys:]
-            keys, values = self._sides(layouts, kind, pools, on_card)
+            keys, values = self._sides(layouts, kind, pools, on_device)
             of_both = slots, _full_layouts(kind), blocks, functools.partial(self._move, blocks)
-            return LayerCache(self._device, kind, layouts, keys, values, *of_both, finer, len(on_card))
+            return LayerCache(self._device, kind, layouts, keys, values, *of_both, finer, len(on_device))
 
         return in_memory(format, in_memory(finer, None))
 
@@ -84,7 +84,7 @@ class CacheOps(HeadOps):
         self._copy_records(blocks, blocks, np.array([source]), np.array([target]))
 
     def buffer(self, format: CacheFormat, rows: int, *, as_slots: bool = False, layers: int = 1) -> Any:
-        """A `PromptBuffer`; of several cards, on each of them."""
+        """A `PromptBuffer`; of several GPUs, on each of them."""
         count = -(-rows // format.block_size)
         k, v = self._pools(format, layers * count)
         parts = (slice(first, first + count) for first in range(0, layers * count, count))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from polarlm.engine.backends.ops import Ops
-from polarlm.engine.backends.select import cards_of, on_cards
+from polarlm.engine.backends.select import multi_device_ops, ops_per_device
 from polarlm.engine.config import AUTO, EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.placement.wanted import LayerSizes, Wanted, nothing
@@ -20,19 +20,23 @@ from polarlm.model_loaders.config import ModelConfig
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a model that a card has."""
+    """The part of a model that a GPU has."""
 
-    card: Ops
+    device: Ops
     layers: range
     weights: int  # bytes
 
     def __str__(self) -> str:
         first, last = self.layers[0], self.layers[-1]
-        return f"layers {first} to {last} on {self.card.name}" if last > first else f"layer {first} on {self.card.name}"
+        return (
+            f"layers {first} to {last} on {self.device.name}"
+            if last > first
+            else f"layer {first} on {self.device.name}"
+        )
 
 
 @dataclass(frozen=True)
-class CardFit:
+class ShareFit:
     name: str
     free: int  # bytes of its memory before the model is loaded
     layers: tuple[int, int]  # the first one and the last one
@@ -44,7 +48,7 @@ class CardFit:
 
 @dataclass(frozen=True)
 class Split:
-    """A model whose layers are shared among several cards. ops: the ops of all cards together."""
+    """A model whose layers are shared among several devices. ops: the ops of all devices together."""
 
     ops: Ops
     shares: Sequence[Share]
@@ -57,39 +61,39 @@ class Split:
         return sum(share.weights for share in self.shares)
 
     def loaded(self) -> Split:
-        """Return the same for cards that have the weights already."""
+        """Return the same for devices that have the weights already."""
         return replace(self, shares=[replace(share, weights=0) for share in self.shares])
 
     def rooms(self) -> list[int]:
-        """Return the bytes that remain on each card beside the weights. Raises EngineError if these do not fit."""
-        return [share.card.room_beside(share.weights) for share in self.shares]
+        """Return the bytes that remain on each GPU beside the weights. Raises EngineError if these do not fit."""
+        return [share.device.room_beside(share.weights) for share in self.shares]
 
     def plan(self, wanted: Wanted, shape: CacheShape) -> StorePlan:
-        """Return the plan of a KV store that fits on every card, with `wanted.more` left on the last one. Raises
-        EngineError ("out_of_memory"), which names the card that is full."""
+        """Return the plan of a KV store that fits on every GPU, with `wanted.more` left on the last one. Raises
+        EngineError ("out_of_memory"), which names the GPU that is full."""
         rooms = self.rooms()
-        if wanted.config.kv_memory is not None:  # it is for all cards together
+        if wanted.config.kv_memory is not None:  # it is for all devices together
             return wanted.plan(self.ops, shape, sum(rooms))
         plans = []
         for share, room in zip(self.shares, rooms, strict=True):
             part = wanted if share is self.shares[-1] else replace(wanted, more=nothing)
             try:
-                plans.append(part.plan(share.card, _of_layers(shape, share.layers), room))
+                plans.append(part.plan(share.device, _of_layers(shape, share.layers), room))
             except EngineError as error:
                 error.args = (f"{share}: {error}",)
                 raise
         return smallest(shape, plans)
 
-    def cards(self, wanted: Wanted, plan: StorePlan) -> tuple[CardFit, ...]:
-        """Return what every card has, with a store of `plan`."""
+    def devices(self, wanted: Wanted, plan: StorePlan) -> tuple[ShareFit, ...]:
+        """Return what every GPU has, with a store of `plan`."""
         fits = []
         for share in self.shares:
-            room = share.card.room_beside(0) - share.weights
+            room = share.device.room_beside(0) - share.weights
             store = plan.bytes_of(share.layers)
-            work = wanted.work(share.card, plan.shape, plan.tokens)
+            work = wanted.work(share.device, plan.shape, plan.tokens)
             ends = share.layers[0], share.layers[-1]
-            free, name = share.card.free_memory(), share.card.name
-            fits.append(CardFit(name, free, ends, share.weights, store, work, room - store - work))
+            free, name = share.device.free_memory(), share.device.name
+            fits.append(ShareFit(name, free, ends, share.weights, store, work, room - store - work))
         return tuple(fits)
 
 
@@ -104,35 +108,35 @@ def split_model(wanted: Wanted, ops: Ops, shape: CacheShape, say: Callable[[str]
         return None
     if wanted.layer_sizes is None:
         return None
-    is_asked = len(cards_of(ops, beside=False)) > 1 or config.tensor_split is not None
+    is_asked = len(ops_per_device(ops, with_others=False)) > 1 or config.tensor_split is not None
     alone = replace(wanted, reserved=0, most=None)
     if not is_asked and alone.fits(ops, shape, wanted.sizes.weights, wanted.context):
         return None
-    cards = cards_of(ops, beside=True)
-    if config.tensor_split not in (None, AUTO) and len(cards) != len(shares := shares_of(config)):
-        raise _wrong(config, f"there are {len(shares)} shares for {_in_words(cards)}")
-    if len(cards) == 1:
+    devices = ops_per_device(ops, with_others=True)
+    if config.tensor_split not in (None, AUTO) and len(devices) != len(shares := shares_of(config)):
+        raise _wrong(config, f"there are {len(shares)} shares for {_in_words(devices)}")
+    if len(devices) == 1:
         return None
     if (what := _unsupported(config, wanted.model)) is not None:
         if not is_asked:
             return None  # the GPU says what it lacks
         raise _wrong(config, f"{what} on one GPU alone: name one, as in device=cuda:0, and leave tensor_split out")
-    if len(cards) > (layers := len(shape.kv_layers)):
-        raise _wrong(config, f"the model has {layers} layers with attention for {_in_words(cards)}: name fewer GPUs")
-    split = _shared(wanted, cards, shape, wanted.layer_sizes(ops))
+    if len(devices) > (layers := len(shape.kv_layers)):
+        raise _wrong(config, f"the model has {layers} layers with attention for {_in_words(devices)}: name fewer GPUs")
+    split = _shared(wanted, devices, shape, wanted.layer_sizes(ops))
     say(f"{'Several GPUs' if is_asked else 'One GPU has too little memory'}: {split}.")
     return split
 
 
-def _shared(wanted: Wanted, cards: Sequence[Ops], shape: CacheShape, sizes: LayerSizes) -> Split:
-    """Return the split among these cards. Raises EngineError for shares that leave one without attention."""
+def _shared(wanted: Wanted, devices: Sequence[Ops], shape: CacheShape, sizes: LayerSizes) -> Split:
+    """Return the split among these devices. Raises EngineError for shares that leave one without attention."""
     if wanted.config.tensor_split in (None, AUTO):
-        counts = _by_memory(wanted, cards, shape, sizes)
+        counts = _by_memory(wanted, devices, shape, sizes)
     else:
         counts = _by_shares(wanted.config, shape)
     ranges = [range(end - count, end) for count, end in zip(counts, itertools.accumulate(counts), strict=True)]
-    shares = [Share(card, layers, sizes.of(layers)) for card, layers in zip(cards, ranges, strict=True)]
-    return Split(on_cards(cards, counts), shares)
+    shares = [Share(device, layers, sizes.of(layers)) for device, layers in zip(devices, ranges, strict=True)]
+    return Split(multi_device_ops(devices, counts), shares)
 
 
 def shares_of(config: EngineConfig) -> list[float]:
@@ -147,7 +151,7 @@ def shares_of(config: EngineConfig) -> list[float]:
 
 
 def _by_shares(config: EngineConfig, shape: CacheShape) -> list[int]:
-    """Return the number of layers of each card. Raises EngineError if one gets none, or none with attention."""
+    """Return the number of layers of each GPU. Raises EngineError if one gets none, or none with attention."""
     layers = len(shape.layers)
     shares = np.array(shares_of(config))
     ends = np.rint(layers * np.cumsum(shares) / shares.sum()).astype(int)
@@ -160,21 +164,21 @@ def _by_shares(config: EngineConfig, shape: CacheShape) -> list[int]:
     return counts
 
 
-def _by_memory(wanted: Wanted, cards: Sequence[Ops], shape: CacheShape, sizes: LayerSizes) -> list[int]:
-    """Return the number of layers of each card, such that the largest part of a card's memory that weights and the KV
+def _by_memory(wanted: Wanted, devices: Sequence[Ops], shape: CacheShape, sizes: LayerSizes) -> list[int]:
+    """Return the number of layers of each GPU, such that the largest part of a GPU's memory that weights and the KV
     store of the requested context take is smallest."""
     config, tokens, count = wanted.config, wanted.context, len(wanted.model.layers)
     plan = plan_for_tokens(shape, tokens, config.kept_sequences + config.parallel)
     needed = np.cumsum([0, *(size + plan.bytes_of((layer,)) for layer, size in enumerate(sizes.layers))])
     attentions = np.cumsum([0, *(layer in shape.kv_layers for layer in range(count))])
-    # best[n]: the least of the largest parts, if the cards until now have the first n layers.
+    # best[n]: the least of the largest parts, if the devices until now have the first n layers.
     best, cuts = np.full(count + 1, np.inf), []
     best[0] = 0.0
-    for number, card in enumerate(cards):
-        room = max(1, card.room_beside(0) - wanted.work(card, shape, tokens))
-        more = sizes.adapters + sizes.before * (number == 0) + sizes.head * (number == len(cards) - 1)
+    for number, device in enumerate(devices):
+        room = max(1, device.room_beside(0) - wanted.work(device, shape, tokens))
+        more = sizes.adapters + sizes.before * (number == 0) + sizes.head * (number == len(devices) - 1)
         parts = np.maximum(best[None, :], (needed[:, None] - needed[None, :] + more) / room)
-        parts[attentions[:, None] <= attentions[None, :]] = np.inf  # every card has a layer with attention
+        parts[attentions[:, None] <= attentions[None, :]] = np.inf  # every GPU has a layer with attention
         cuts.append(parts.argmin(axis=1))
         best = parts.min(axis=1)
     ends = [count]
@@ -184,7 +188,7 @@ def _by_memory(wanted: Wanted, cards: Sequence[Ops], shape: CacheShape, sizes: L
 
 
 def _unsupported(config: EngineConfig, model: ModelConfig) -> str | None:
-    """Return the beginning of a sentence about what runs on one card alone."""
+    """Return the beginning of a sentence about what runs on one GPU alone."""
     if config.cpu_moe is not None:
         return "Experts in the computer's memory (cpu_moe) run"
     if model.layer_embedding:
@@ -199,8 +203,8 @@ def _of_layers(shape: CacheShape, layers: range) -> CacheShape:
     return replace(shape, layers=shape.layers[layers.start : layers.stop], stored=stored)
 
 
-def _in_words(cards: Sequence[Ops]) -> str:
-    return f"{len(cards)} GPU{'s' * (len(cards) > 1)} ({', '.join(card.name for card in cards)})"
+def _in_words(devices: Sequence[Ops]) -> str:
+    return f"{len(devices)} GPU{'s' * (len(devices) > 1)} ({', '.join(device.name for device in devices)})"
 
 
 def _wrong(config: EngineConfig, why: str) -> EngineError:
