@@ -189,13 +189,13 @@ def _device_lines(device: DeviceFit, model: ModelConfig) -> list[str]:
     if device.device != "cpu" and (snapshots := max(cache.snapshot_bytes for cache in usable)):
         lines.append(f"Snapshots of recurrent layers take {format_bytes(snapshots)} of the computer's memory.")
     lines += [cache.problem for cache in chosen.caches if cache.problem]
-    lines += _device_lines(next((one for one in usable if one.cache_type == DEFAULT_CACHE_TYPE), usable[0]))
+    lines += _share_lines(next((one for one in usable if one.cache_type == DEFAULT_CACHE_TYPE), usable[0]))
     if max(contexts) > model.max_context:
         lines.append(f"The model was trained on {model.max_context:,} tokens; answers beyond may make no sense.")
     return [*lines, "", *_weight_lines(device, [cache.cache_type for cache in usable])]
 
 
-def _device_lines(cache: CacheFit) -> list[str]:
+def _share_lines(cache: CacheFit) -> list[str]:
     """A table of the GPUs that share the layers, and what each has, with one cache type."""
     if not cache.cards:
         return []
