@@ -67,7 +67,7 @@ class CacheType:
         """The type of the older blocks alone, where blocks are of two kinds."""
         if self.key not in TWO_KINDS:
             return self
-        key, value = TWO_KINDS[self.key].coarser
+        key, value = TWO_KINDS[self.key].low_precision
         return replace(self, key=key, value=value)
 
     @property
@@ -76,7 +76,7 @@ class CacheType:
         if self.key not in TWO_KINDS:
             return None
         kinds = TWO_KINDS[self.key]
-        return replace(self, key=kinds.finer[0], value=kinds.finer[1]), kinds.newest
+        return replace(self, key=kinds.high_precision[0], value=kinds.high_precision[1]), kinds.newest
 
     def check(self, head_dim: int) -> None:
         """Raises FlagError if a codec does not support this head dim."""
@@ -90,7 +90,7 @@ class CacheType:
         """The names of the codecs of keys and of values in any layer."""
         if self.key in TWO_KINDS:
             kinds = TWO_KINDS[self.key]
-            return [*kinds.finer, *kinds.coarser]
+            return [*kinds.high_precision, *kinds.low_precision]
         return [part.partition("@")[0] for part in f"{self.key},{self.value}".split(",")]
 
     def settings(self) -> dict[str, Any]:

@@ -231,8 +231,8 @@ def _long_bits(name: str, bits: float) -> float:
     if name not in TWO_KINDS:
         return bits
     kinds = TWO_KINDS[name]
-    keys, values = map(codecs.get, kinds.coarser)
-    layer = LayerShape(keys, values, 1, _HEAD, _MEAN_BITS, finer=kinds.finer_kind)
+    keys, values = map(codecs.get, kinds.low_precision)
+    layer = LayerShape(keys, values, 1, _HEAD, _MEAN_BITS, high_precision=kinds.high_precision_kind)
     return CacheShape(_BLOCK, (layer,)).bits_of_text(_LONG)
 
 

@@ -16,7 +16,7 @@ from tests.conftest import TRAINED_HYBRID
 from tests.test_cache_by_room import GREEDY, MODELS, N, continued, known, load, load_finest, prompt
 from tests.tiny import assert_idle, make_model
 
-OLDER, NEWEST = "/".join(dict.fromkeys(TWO_KINDS["by-age"].coarser)), TWO_KINDS["by-age"].newest
+OLDER, NEWEST = "/".join(dict.fromkeys(TWO_KINDS["by-age"].low_precision)), TWO_KINDS["by-age"].newest
 
 
 def types(engine: Engine) -> tuple[int, int]:
@@ -32,10 +32,12 @@ def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def test_texts_of_the_newest_blocks_alone_have_the_answers_of_their_type(path: Path) -> None:
-    with load(path, "by-age") as by_age, load_finest(path, "by-age") as finest:
+    with load(path, "by-age") as by_age, load_finest(path, "by-age") as high_precision_shape:
         ids = prompt(0, 2 * N)
         for _ in range(2):  # 32 + 20 tokens, and 20 more: the sink, three blocks and the current one
-            own, expected = (engine.generate(ids, replace(GREEDY, max_tokens=20)) for engine in (by_age, finest))
+            own, expected = (
+                engine.generate(ids, replace(GREEDY, max_tokens=20)) for engine in (by_age, high_precision_shape)
+            )
             assert (own.token_ids, own.logprobs) == (expected.token_ids, expected.logprobs)
             ids = [*ids, *own.token_ids]
         assert types(by_age)[1] == 0
@@ -102,5 +104,5 @@ def test_the_bits_of_a_text_are_those_of_its_blocks(tiny_path: Path) -> None:
     assert own.bits_of_text(32 * N) == pytest.approx(((NEWEST + 1) * newest + (30 - NEWEST) * older) / 31)
     assert shapes[OLDER].bits_of_text(32 * N) == older
     assert own.sequence_bytes(33 * N) == shapes[OLDER].sequence_bytes(33 * N) + NEWEST * (
-        own.finest.quantized_bytes(range(len(own.layers))) - own.quantized_bytes(range(len(own.layers)))
+        own.high_precision_shape.quantized_bytes(range(len(own.layers))) - own.quantized_bytes(range(len(own.layers)))
     )

@@ -39,7 +39,7 @@ def _statistics_in_float32(statistics: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_run_is_in_the_file_and_every_family_of_codecs_in_a_run() -> None:
     assert [(model, cache_type) for model, runs in GOLDEN.items() for cache_type in runs["types"]] == RUNS
-    mixed = [(*kinds.finer, *kinds.coarser) for _, name in RUNS if (kinds := TWO_KINDS.get(name))]
+    mixed = [(*kinds.high_precision, *kinds.low_precision) for _, name in RUNS if (kinds := TWO_KINDS.get(name))]
     names = {name for _, cache_type in RUNS if cache_type not in TWO_KINDS for name in cache_type.split("/")}.union(
         *mixed
     )

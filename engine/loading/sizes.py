@@ -94,7 +94,11 @@ def _of_two_kinds(kinds: TwoKinds, layers: Sequence[StateShape]) -> list[StateSh
         if not isinstance(layer, LayerShape):
             return layer
         is_mixed = layer.group == mixed
-        return replace(layer, finer=kinds.finer_kind) if is_mixed else replace(layer, codec_k=k, codec_v=v)
+        return (
+            replace(layer, high_precision=kinds.high_precision_kind)
+            if is_mixed
+            else replace(layer, codec_k=k, codec_v=v)
+        )
 
     return [*map(with_types, layers)]
 

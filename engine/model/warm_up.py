@@ -46,8 +46,8 @@ def warm_up_codes(model: Transformer, sequence: SequenceKV) -> None:
     layers, also a step that completes a block."""
     _prompt(model, sequence, _many_rows(model.store.shape))
     _prompt(model, sequence, _ROWS)
-    if model.store.finer is not None:
-        model.store.finer.requantize()
+    if model.store.mixed_precision is not None:
+        model.store.mixed_precision.requantize()
         _prompt(model, sequence, _ROWS)
     if not any(group.is_sparse for group in model.store.groups):
         return

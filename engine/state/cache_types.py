@@ -10,24 +10,24 @@ from typing import NamedTuple
 from polarlm.engine import codecs
 from polarlm.engine.config import EngineConfig
 from polarlm.engine.errors import EngineError
-from polarlm.engine.state.layer_shapes import FinerKind
+from polarlm.engine.state.layer_shapes import HighPrecisionKind
 from polarlm.engine.state.shapes import CacheShape
 
 
 class TwoKinds(NamedTuple):
     """Types of keys and of values: of blocks with more bits, of those that are requantized, and of layers whose blocks
-    are all alike. is_by_age, newest: see `FinerKind`."""
+    are all alike. is_by_age, newest: see `HighPrecisionKind`."""
 
-    finer: tuple[str, str]
-    coarser: tuple[str, str]
+    high_precision: tuple[str, str]
+    low_precision: tuple[str, str]
     alike: tuple[str, str]
     is_by_age: bool
     newest: int = 3
 
     @property
-    def finer_kind(self) -> FinerKind:
-        k, v = map(codecs.get, self.finer)
-        return FinerKind(k, v, self.is_by_age, self.newest)
+    def high_precision_kind(self) -> HighPrecisionKind:
+        k, v = map(codecs.get, self.high_precision)
+        return HighPrecisionKind(k, v, self.is_by_age, self.newest)
 
 
 _NEWEST = ("linear8", "linear8")
@@ -56,7 +56,7 @@ def chosen(config: EngineConfig) -> tuple[tuple[str, str], tuple[str, str]]:
     """Return (setting, types) for keys and for values: cache_type_k and cache_type_v if set, else cache_type. Raises
     EngineError for a cache_type that is neither one type nor two."""
     if kinds := TWO_KINDS.get(config.cache_type):
-        k, v = kinds.coarser if two_kinds(config) else kinds.alike
+        k, v = kinds.low_precision if two_kinds(config) else kinds.alike
     else:
         k, v = _both(config.cache_type)
     return (
@@ -119,13 +119,13 @@ def in_words(config: EngineConfig, shape: CacheShape) -> str:
     kinds, layers = two_kinds(config), shape.kv_layers.values()
     if kinds is None:
         return "/".join(dict.fromkeys(stored(config)))
-    finer, coarser, alike = ("/".join(dict.fromkeys(types)) for types in kinds[:3])
-    others = sum(layer.finer is None for layer in layers)
+    high_precision, low_precision, alike = ("/".join(dict.fromkeys(types)) for types in kinds[:3])
+    others = sum(layer.high_precision is None for layer in layers)
     if others == len(layers):
         return f"{config.cache_type}: {alike}"
-    rest = f"{coarser} for older tokens" if kinds.is_by_age else f"and {coarser} as the store fills"
+    rest = f"{low_precision} for older tokens" if kinds.is_by_age else f"and {low_precision} as the store fills"
     where = f"; {alike} in {others} of {len(layers)} layers" if others else ""
-    return f"{config.cache_type}: {finer}, {rest}{where}"
+    return f"{config.cache_type}: {high_precision}, {rest}{where}"
 
 
 def _names(setting: str, types: str, layers: int) -> list[str]:

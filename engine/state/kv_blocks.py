@@ -76,7 +76,7 @@ class KVBlocks(TableGroup):
             current = KVLocation(None, slot)
         else:
             current, following = KVLocation(reservation.buffer, reservation.first), []
-        ids, finer = self._by_place(table.quantized)
+        ids, high_precision = self._by_place(table.quantized)
         return SpanView(
             rows=rows,
             position=position,
@@ -86,11 +86,12 @@ class KVBlocks(TableGroup):
             table=ids,
             table_start=(1 + table.dropped) * n,
             following=following,
-            finer=finer,
+            high_precision=high_precision,
         )
 
     def _by_place(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
-        """Return the numbers of blocks in the cache: of all, or of those that are not finer, and of the finer ones."""
+        """Return the numbers of blocks in the cache: of all, or of those that are not high-precision, and of the
+        high-precision ones."""
         return blocks, None
 
     def spans(self, views: Sequence[SpanView]) -> Spans:

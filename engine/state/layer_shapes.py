@@ -101,7 +101,7 @@ class OwnShape(StateShape):
         raise NotImplementedError
 
 
-class FinerKind(NamedTuple):
+class HighPrecisionKind(NamedTuple):
     """The blocks of a layer that have more bits than others. newest: complete blocks at the end of a sequence that have
     them last, since their errors cost more than the errors of all older blocks together (docs/quality.md, "Deeper in a
     text")."""
@@ -122,40 +122,45 @@ class LayerShape(StateShape):
     head_dim: int  # D
     mean_bits: int = 0  # bits per channel of the block mean that is subtracted from keys: 8, 16, or 0 for none
     window: int | None = None
-    finer: FinerKind | None = None
+    high_precision: HighPrecisionKind | None = None
     images_whole: bool = False
 
     @property
     def types(self) -> str:
-        """The types of keys and of values, one name if they are equal. With two kinds of blocks, of the coarser."""
+        """The types of keys and of values, one name if they are equal. With two kinds of blocks, of the
+        low-precision."""
         return "/".join(dict.fromkeys((self.codec_k.name, self.codec_v.name)))
 
     @property
-    def finest(self) -> LayerShape:
+    def high_precision_shape(self) -> LayerShape:
         """The shape if all blocks have the most bits that they can have."""
-        if self.finer is None:
+        if self.high_precision is None:
             return self
-        return replace(self, codec_k=self.finer.codec_k, codec_v=self.finer.codec_v, finer=None)
+        return replace(
+            self, codec_k=self.high_precision.codec_k, codec_v=self.high_precision.codec_v, high_precision=None
+        )
 
     def needed_blocks(self, tokens: int, block_size: int) -> int:
         complete = super().needed_blocks(tokens, block_size)
-        return complete + self._room_of_finer(min(complete, self._most_finer), block_size)
+        return complete + self._high_precision_room(min(complete, self._most_high_precision), block_size)
 
     def more_blocks(self, full_slots: int, more: int, tokens: int, block_size: int) -> int:
-        shared = max(0, super().needed_blocks(tokens, block_size) - self._most_finer)
-        of_others = min(shared, (full_slots // 2 - 1) * self._most_finer)
-        return self._room_of_finer(of_others, block_size) + (self.finer is not None)  # for one that is requantized
+        shared = max(0, super().needed_blocks(tokens, block_size) - self._most_high_precision)
+        of_others = min(shared, (full_slots // 2 - 1) * self._most_high_precision)
+        return self._high_precision_room(of_others, block_size) + (
+            self.high_precision is not None
+        )  # for one that is requantized
 
     @property
-    def _most_finer(self) -> int:
+    def _most_high_precision(self) -> int:
         """Blocks of a sequence with more bits by age, until the oldest one has been requantized."""
-        return 0 if self.finer is None else (self.finer.newest + 1) * self.finer.is_by_age
+        return 0 if self.high_precision is None else (self.high_precision.newest + 1) * self.high_precision.is_by_age
 
-    def _room_of_finer(self, blocks: int, block_size: int) -> int:
+    def _high_precision_room(self, blocks: int, block_size: int) -> int:
         """Return how many other blocks have the room that `blocks` of the newest blocks of sequences need beyond
         theirs."""
-        finer, other = (shape.quantized_bytes(block_size) for shape in (self.finest, self))
-        return -(-blocks * (finer - other) // other)
+        high_precision, other = (shape.quantized_bytes(block_size) for shape in (self.high_precision_shape, self))
+        return -(-blocks * (high_precision - other) // other)
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         arrays = transfer.block_arrays(self.format(block_size), stored_as)
@@ -166,7 +171,9 @@ class LayerShape(StateShape):
 
     def format(self, block_size: int, metric_k: Metric | None = None, metric_v: Metric | None = None) -> CacheFormat:
         """Return the format of this layer's cache, for the ops."""
-        finer = None if self.finer is None else self.finest.format(block_size, metric_k, metric_v)
+        high_precision = (
+            None if self.high_precision is None else self.high_precision_shape.format(block_size, metric_k, metric_v)
+        )
         return CacheFormat(
             codec_k=self.codec_k,
             codec_v=self.codec_v,
@@ -176,7 +183,7 @@ class LayerShape(StateShape):
             block_size=block_size,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            finer=finer,
+            high_precision=high_precision,
         )
 
     @property

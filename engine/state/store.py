@@ -38,7 +38,7 @@ from polarlm.engine.state.kv_blocks import KVBlocks, encode
 from polarlm.engine.state.layer_shapes import LayerShape, OwnShape
 from polarlm.engine.state.layer_state import Buffers, LayerState, TableVersion, in_words, table_version_after
 from polarlm.engine.state.plan import StorePlan
-from polarlm.engine.state.requantize.blocks import FinerBlocks
+from polarlm.engine.state.requantize.blocks import MixedPrecisionBlocks
 from polarlm.engine.state.tables import BlockTable, Reservation
 
 T = TypeVar("T")
@@ -125,13 +125,13 @@ class KVStore:
         for (_, layers), shape, blocks in zip(plan.shape.groups, firsts, sizes, strict=True):
             layers = tuple(layer for layer in layers if self._source[layer] == layer)
             if isinstance(shape, LayerShape):
-                kind = KVBlocks if shape.finer is None else FinerBlocks
+                kind = KVBlocks if shape.high_precision is None else MixedPrecisionBlocks
                 self.groups.append(kind(ops, plan.shape, layers, [caches[layer] for layer in layers], blocks))
             else:
                 assert isinstance(shape, OwnShape)
                 self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))
         # The group with two kinds of blocks, if there is one.
-        self.finer = next((group for group in self.groups if isinstance(group, FinerBlocks)), None)
+        self.mixed_precision = next((group for group in self.groups if isinstance(group, MixedPrecisionBlocks)), None)
 
     def cache(self, layer: int) -> Cache:
         """Return the cache of one layer, for the ops."""
@@ -395,7 +395,7 @@ class KVStore:
             try:
                 return allocate()
             except NeedsRequantize:
-                if self.finer is None or not self.finer.requantize():
+                if self.mixed_precision is None or not self.mixed_precision.requantize():
                     raise
 
     # -- memory ------------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ class KVStore:
     @property
     def changes(self) -> int:
         """Generation counter of block moves: spans and views from an earlier generation are invalid."""
-        return 0 if self.finer is None else self.finer.blocks.placement.changes
+        return 0 if self.mixed_precision is None else self.mixed_precision.blocks.placement.changes
 
     def bytes_held(self, sequence: SequenceKV) -> int:
         """Return the bytes of the blocks and slots that a sequence holds, shared ones included."""

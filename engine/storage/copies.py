@@ -11,7 +11,7 @@ import numpy as np
 
 from polarlm.engine.state.blocks import Blocks
 from polarlm.engine.state.layer_state import LayerState
-from polarlm.engine.state.requantize.blocks import FinerBlocks
+from polarlm.engine.state.requantize.blocks import MixedPrecisionBlocks
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage.objects import Object
 from polarlm.engine.storage.payloads import Payloads
@@ -30,19 +30,19 @@ def within(blocks: Blocks, groups: int) -> Blocks:
 def take_blocks(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks]) -> list[Object]:
     """Return copies of quantized blocks, which must all be in the same groups."""
     taken: list[Object] = []
-    for are_finer, run in groupby(blocks, partial(_is_finer, store)):
-        taken += _take_alike(store, payloads, list(run), are_finer)
+    for are_high_precision, run in groupby(blocks, partial(_is_high_precision, store)):
+        taken += _take_alike(store, payloads, list(run), are_high_precision)
     return taken
 
 
-def _is_finer(store: KVStore, blocks: Blocks) -> bool:
-    finer = store.finer
-    block = None if finer is None else blocks[store.groups.index(finer)]
-    return finer is not None and block is not None and finer.is_finer(block)
+def _is_high_precision(store: KVStore, blocks: Blocks) -> bool:
+    high_precision = store.mixed_precision
+    block = None if high_precision is None else blocks[store.groups.index(high_precision)]
+    return high_precision is not None and block is not None and high_precision.is_high_precision(block)
 
 
-def _take_alike(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], are_finer: bool) -> list[Object]:
-    kind, of_kind = ("finer", payloads.finer) if are_finer else ("block", payloads)
+def _take_alike(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], are_high_precision: bool) -> list[Object]:
+    kind, of_kind = ("finer", payloads.high_precision) if are_high_precision else ("block", payloads)
     header = {"kind": kind, "stored_as": store.ops.stored_as, "groups": groups_of(blocks[0])}
     parts, size = of_kind.of_blocks(store.ops.stored_as, groups_of(blocks[0]))
     rows = np.zeros((len(blocks), size), np.uint8)
@@ -75,8 +75,8 @@ def put(store: KVStore, payloads: Payloads, blocks: Sequence[Blocks], objects: S
         if objects[0].is_full:
             (slot,) = ids
             group.write_full(slot, {key: array[0] for key, array in arrays.items()})
-        elif objects[0].is_finer and isinstance(group, FinerBlocks):
-            group.write_finer(ids, arrays)
+        elif objects[0].is_high_precision and isinstance(group, MixedPrecisionBlocks):
+            group.write_high_precision(ids, arrays)
         else:
             group.write_blocks(ids, arrays)
 

@@ -48,7 +48,7 @@ class Object:
         return self.header.get("kind") == "full"
 
     @property
-    def is_finer(self) -> bool:
+    def is_high_precision(self) -> bool:
         """Whether it is a quantized block with more bits than others have."""
         return self.header.get("kind") == "finer"
 

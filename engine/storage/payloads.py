@@ -62,9 +62,9 @@ class Payloads:
         return (1 << len(self.shape.groups)) - 1
 
     @cached_property
-    def finer(self) -> Payloads:
+    def high_precision(self) -> Payloads:
         """The payloads of blocks that have the most bits that they can have; `self` if all blocks are alike."""
-        return self if not self.shape.has_two_kinds else Payloads(self.shape.finest)
+        return self if not self.shape.has_two_kinds else Payloads(self.shape.high_precision_shape)
 
     def of_blocks(self, stored_as: str, groups: int) -> tuple[list[Part], int]:
         """Return the parts of a quantized block's payload, and its bytes. Raises ValueError if a layer lacks them."""
@@ -78,7 +78,7 @@ class Payloads:
         """Return the parts of the payload of a block that has been checked."""
         if block.is_full:
             return self.of_full(len(block.ids), block.groups)[0]
-        of_kind = self.finer if block.is_finer else self
+        of_kind = self.high_precision if block.is_high_precision else self
         return of_kind.of_blocks(block.header["stored_as"], block.groups)[0]
 
     def _placed(
@@ -120,7 +120,7 @@ class Payloads:
         sizes = [self.of_full(self.shape.block_size, self.every_group)[1]]
         for stored_as in transfer.REPRESENTATIONS:
             with suppress(ValueError):  # the layers do not have it
-                sizes.append(self.finer.of_blocks(stored_as, self.every_group)[1])
+                sizes.append(self.high_precision.of_blocks(stored_as, self.every_group)[1])
         return max(sizes)
 
     @property
@@ -132,8 +132,8 @@ class Payloads:
 
     def check_block(self, block: Object) -> None:
         """Raises DamagedObject unless `block` is a quantized block of this shape whose numbers are all finite."""
-        if block.is_finer and self.finer is not self:
-            self.finer.check_block(Object({**block.header, "kind": "block"}, block.payload))
+        if block.is_high_precision and self.high_precision is not self:
+            self.high_precision.check_block(Object({**block.header, "kind": "block"}, block.payload))
             return
         groups, stored_as = self._groups_of(block, "block"), str(block.header.get("stored_as"))
         try:

@@ -24,7 +24,7 @@ from tests.cuda.emulated import EmulatedDevice, open_device, program_of
 from tests.cuda.test_model_emulated import Rounded, SameWeights, Talk, close, model_of
 from tests.state.fed import HEADS, KV_HEADS, D, Fed
 from tests.state.reference import attention
-from tests.state.test_finer_blocks import BY_ROOM, COMPACT, LAYERS, N, contents, decode, make_store
+from tests.state.test_mixed_precision import BY_ROOM, COMPACT, LAYERS, N, contents, decode, make_store
 from tests.tiny import assert_idle, load_tiny, make_model
 
 
@@ -49,17 +49,17 @@ class Plain(Fed):
 
 
 def sequences(ops: Ops) -> list[Plain]:
-    """Sequences without quantized blocks, of finer ones alone, of both kinds, and of the others alone."""
+    """Sequences without quantized blocks, of high-precision ones alone, of both kinds, and of the others alone."""
     store = make_store(ops, 800, COMPACT, BY_ROOM)
     kept = [Plain(store, seed) for seed in range(4)]
     for fed, tokens in zip(kept, (5, 4 * N, 9 * N + 3, 6 * N), strict=True):
         fed.feed(tokens)
-    placement = store.finer.blocks.placement
+    placement = store.mixed_precision.blocks.placement
     wanted = [*kept[2].kv.tables[0].quantized[::2], *kept[3].kv.tables[0].quantized]
     for block in wanted:  # whatever their age
         placement.begin(block)
-        store.finer.requantize()
-    kinds = [{store.finer.is_finer(block) for block in fed.kv.tables[0].quantized} for fed in kept]
+        store.mixed_precision.requantize()
+    kinds = [{store.mixed_precision.is_high_precision(block) for block in fed.kv.tables[0].quantized} for fed in kept]
     assert kinds == [set(), {True}, {True, False}, {False}]
     return kept
 
@@ -100,8 +100,8 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
 
 
 def test_codes_are_those_of_numpy() -> None:
-    """Codes of finer blocks, and of one that is requantized from what it decodes to; what is between fields reads as
-    zeros, whatever the memory was before."""
+    """Codes of high-precision blocks, and of one that is requantized from what it decodes to; what is between fields
+    reads as zeros, whatever the memory was before."""
     stores = [make_store(ops, 800, COMPACT, BY_ROOM) for ops in (CudaOps(open_device()), NumpyOps())]
     for layer in range(LAYERS):
         stores[0].cache(layer).blocks[...] = 0xFF
@@ -112,7 +112,7 @@ def test_codes_are_those_of_numpy() -> None:
     device, host = stores
     k, v = (x[:, None] for x in decode(device, 1, first))
     for store in stores:
-        assert store.finer.requantize()
+        assert store.mixed_precision.requantize()
     for block in others:
         for name, array in fields_of(device, block).items():
             np.testing.assert_array_equal(array, fields_of(host, block)[name], err_msg=name)
@@ -124,14 +124,14 @@ def test_codes_are_those_of_numpy() -> None:
     for name, array in stored.items():
         np.testing.assert_array_equal(array, again[name], err_msg=name)
     cache = device.cache(1)
-    raw = device.ops.read_blocks(cache, [device.finer.blocks.placement[first].number])
+    raw = device.ops.read_blocks(cache, [device.mixed_precision.blocks.placement[first].number])
     for name, layout in zip(("keys", "values"), cache.layouts, strict=True):
         np.testing.assert_array_equal(raw[name], layout.pack(*layout.unpack(raw[name])))
 
 
 def fields_of(store: KVStore, block: int) -> dict[str, np.ndarray]:
-    place = store.finer.blocks.placement[block]
-    cache = store.cache(1).finer if place.is_finer else store.cache(1)
+    place = store.mixed_precision.blocks.placement[block]
+    cache = store.cache(1).high_precision if place.is_high_precision else store.cache(1)
     return converted(cache.format, 1, store.ops.read_blocks(cache, [place.number]), FIELDS)
 
 
@@ -142,15 +142,15 @@ def talk(model: Transformer) -> list[np.ndarray]:
     """A prompt, a second turn, steps over a block's end, and steps in company, some with several rows. In between,
     blocks are requantized: those that are old, or the next one at times."""
     ids = np.random.default_rng(4).integers(5, 96, 180).tolist()
-    dialogue, finer = Talk(model, 2), model.store.finer
+    dialogue, high_precision = Talk(model, 2), model.store.mixed_precision
     seen: list[tuple[int, int]] = []
 
     def then() -> None:
-        if finer.blocks.is_by_age:
-            finer.requantize_aged()
+        if high_precision.blocks.is_by_age:
+            high_precision.requantize_aged()
         elif len(seen) % 4 == 0:
-            finer.requantize()
-        seen.append(finer.blocks.placement.counts())
+            high_precision.requantize()
+        seen.append(high_precision.blocks.placement.counts())
 
     dialogue.prompt(ids[:97])
     then()
@@ -175,7 +175,12 @@ def test_logits_equal_those_of_numpy(name: str) -> None:
     device = CudaOps(open_device(checked=False))
     kinds = TWO_KINDS[name]
     backends = device, SameWeights(device), Rounded(device)
-    close(*(talk(model_of(ops, FIXTURE, kinds.coarser, finer=kinds.finer_kind)) for ops in backends))
+    close(
+        *(
+            talk(model_of(ops, FIXTURE, kinds.low_precision, high_precision=kinds.high_precision_kind))
+            for ops in backends
+        )
+    )
 
 
 GREEDY = SamplingParams(max_tokens=N + 5, temperature=0.0, ignore_eos=True, logprobs=2)
@@ -189,7 +194,7 @@ def test_an_engine_answers_alike_after_a_session(tmp_path: Path) -> None:
     prompt, ids, turns = [5 + 7 * i % 90 for i in range(7 * N + 3)], list[int](), list[Completion]()
     for is_first in (True, False):
         with load_tiny(path, ops=ops, **settings) as engine:
-            placement, counts = engine._store.finer.blocks.placement, set()
+            placement, counts = engine._store.mixed_precision.blocks.placement, set()
             if is_first:
                 for chunk in engine.stream(prompt, GREEDY):
                     ids += chunk.token_ids

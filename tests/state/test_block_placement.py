@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from polarlm.engine.state.blocks import NeedsRequantize, OutOfBlocks
-from polarlm.engine.state.requantize.blocks import FinerAllocator
+from polarlm.engine.state.requantize.blocks import MixedPrecisionAllocator
 from polarlm.engine.state.requantize.placement import BlockPlace, BlockPlacement
 
 
@@ -26,14 +26,17 @@ class Memory(RuleBasedStateMachine):
         self.memory = bytearray((size + 1) * self.each[False])
         placement = BlockPlacement(size + 1, (self.each[True], self.each[False]), self.move)
         each = self.each[True], self.each[False]
-        self.blocks, self.is_by_age = FinerAllocator(placement, size, each, newest, is_by_age=is_by_age), is_by_age
+        self.blocks, self.is_by_age = (
+            MixedPrecisionAllocator(placement, size, each, newest, is_by_age=is_by_age),
+            is_by_age,
+        )
         self.held: dict[int, bytes] = {}  # block → its contents
         self.kept: dict[int, bytes] = {}  # released blocks that can be found
         self.coded: set[int] = set()  # the blocks whose place of the other kind has contents
         self.count = 0
 
     def bytes_of(self, place: BlockPlace) -> slice:
-        each = self.each[place.is_finer]
+        each = self.each[place.is_high_precision]
         assert 0 <= place.number * each <= len(self.memory) - each
         return slice(place.number * each, (place.number + 1) * each)
 
@@ -50,17 +53,17 @@ class Memory(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 6))
     def allocate(self, count: int) -> None:
-        free, finer = self.blocks.free, {*self.blocks._settled, *self.blocks._newest}
+        free, high_precision = self.blocks.free, {*self.blocks._settled, *self.blocks._newest}
         try:
             taken = self.blocks.allocate(count)
         except NeedsRequantize:
-            assert finer
+            assert high_precision
             return
         except OutOfBlocks:
             assert count > free
             return
-        kinds = [self.blocks.placement[block].is_finer for block in taken]
-        assert kinds == sorted(kinds)  # the last ones are finer
+        kinds = [self.blocks.placement[block].is_high_precision for block in taken]
+        assert kinds == sorted(kinds)  # the last ones are high-precision
         assert not self.is_by_age or sum(kinds) <= self.blocks.newest
         for block in taken:
             self.count = (self.count + 1) % 256
@@ -127,7 +130,7 @@ class Memory(RuleBasedStateMachine):
             own = self.bytes_of(self.blocks.placement[block])
             assert self.memory[own] == content * (own.stop - own.start)
             used[own] = b"\1" * (own.stop - own.start)
-        each = [self.each[self.blocks.placement[block].is_finer] for block in known]
+        each = [self.each[self.blocks.placement[block].is_high_precision] for block in known]
         coding = self.blocks.placement.coding
         self.coded &= coding.keys()
         for block in self.coded:
@@ -137,9 +140,9 @@ class Memory(RuleBasedStateMachine):
         each_coded = len(coding) * self.each[False]
         assert sum(used) == sum(each) + each_coded == len(self.memory) - self.blocks.placement.free  # none overlap
         assert sum(each) <= self.blocks.size * self.each[False]
-        kinds = [self.blocks.placement[block].is_finer for block in known]
-        finer, others = self.blocks.placement.counts()
-        assert (finer, others) == (sum(kinds), len(kinds) - sum(kinds))
+        kinds = [self.blocks.placement[block].is_high_precision for block in known]
+        high_precision, others = self.blocks.placement.counts()
+        assert (high_precision, others) == (sum(kinds), len(kinds) - sum(kinds))
 
 
 Memory.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
@@ -148,9 +151,9 @@ TestMemory = Memory.TestCase
 
 @given(st.integers(1, 40), st.booleans())
 @settings(max_examples=40)
-def test_as_many_blocks_fit_as_if_none_were_finer(size: int, is_by_age: bool) -> None:
+def test_as_many_blocks_fit_as_if_none_were_in_high_precision(size: int, is_by_age: bool) -> None:
     placement = BlockPlacement(size + 1, (7, 5), lambda target, source: None)
-    blocks = FinerAllocator(placement, size, (7, 5), 3, is_by_age=is_by_age)
+    blocks = MixedPrecisionAllocator(placement, size, (7, 5), 3, is_by_age=is_by_age)
     for count in range(size):
         while True:
             try:

@@ -32,7 +32,7 @@ def test_one_type_serves_keys_and_values() -> None:
 
 def test_presets_name_types_that_exist() -> None:
     for preset in PRESETS:
-        assert names(cache_type=preset) == [PRESETS[preset].coarser] * LAYERS
+        assert names(cache_type=preset) == [PRESETS[preset].low_precision] * LAYERS
 
 
 def test_cache_type_k_and_cache_type_v_override_cache_type() -> None:

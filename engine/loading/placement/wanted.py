@@ -138,7 +138,7 @@ class Wanted:
         if config.kept_sequences:
             plan = with_kept(plan, min(plan.bytes + plan.bytes // _SHARE_OF_KEPT, room - other), 0)
         if shape.has_two_kinds and not shape.is_by_age:  # the memory of a store whose blocks have the most bits
-            plan = with_more_tokens(plan, self.plan(ops, shape.finest, room).bytes)
+            plan = with_more_tokens(plan, self.plan(ops, shape.high_precision_shape, room).bytes)
         return plan
 
     def is_met(self, ops: Ops, plan: StorePlan, weights: int, room: int) -> bool:

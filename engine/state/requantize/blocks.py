@@ -1,4 +1,5 @@
-"""The state of attention with two kinds of blocks: finer ones, which are requantized for want of room, or by age.
+"""The state of attention with two kinds of blocks: high-precision ones, which are requantized for want of room, or by
+age.
 
 The newest blocks of sequences are requantized last: errors in these cost most. By age, the oldest of these is coded
 again while the next block of its sequence fills, some layers at every step, so that no step waits for it.
@@ -26,15 +27,15 @@ from polarlm.engine.state.requantize.placement import BlockPlace, BlockPlacement
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.tables import BlockTable, Reservation
 
-_LOW = 16  # the part of the store that new finer blocks leave free: running sequences take their next blocks from it
+_LOW = 16  # the part of the store that new high-precision blocks leave free, for running sequences
 _HIGH = 8  # the part that requantizing makes free
 _RECENT = 8  # latest layers: the next one is expected to take as long as the slowest of them
 _SHARED = 256  # blocks of a KV head that the threads of a CPU share
 _ALONE = 0.05  # seconds between two units while no request takes steps
 
 
-class FinerAllocator(BlockAllocator):
-    """Allocates blocks, with a place for each that is held or kept: finer ones while there is room, or by age.
+class MixedPrecisionAllocator(BlockAllocator):
+    """Allocates blocks, with a place for each that is held or kept: high-precision ones while there is room, or by age.
 
     Blocks that the prefix cache alone knows are requantized first, as they would be allocated, then blocks of
     sequences, oldest first, their newest ones last. By room, all are requantized before the cache gives one up. By age,
@@ -44,13 +45,16 @@ class FinerAllocator(BlockAllocator):
     def __init__(
         self, placement: BlockPlacement, size: int, bytes_each: tuple[int, int], newest: int, *, is_by_age: bool
     ) -> None:
-        """size: the blocks that fit if none is finer; beside them, `placement` has room for the one that is being
-        coded. bytes_each: of a finer block, and of another one. newest: of a sequence's blocks, see `FinerKind`."""
+        """size: the blocks that fit if none is high-precision; beside them, `placement` has room for the one that is
+        being coded. bytes_each: of a high-precision block, and of another one. newest: of a sequence's blocks, see
+        `HighPrecisionKind`."""
         super().__init__(size)
-        self.placement, (self._finer_bytes, self._bytes), self.is_by_age = placement, bytes_each, is_by_age
+        self.placement, (self._high_precision_bytes, self._bytes), self.is_by_age = placement, bytes_each, is_by_age
         self.newest = newest
-        self._newest: dict[int, None] = {}  # the finer blocks that are the newest ones of a sequence, oldest first
-        self._settled: dict[int, None] = {}  # the other finer blocks whose contents are complete, oldest first
+        self._newest: dict[
+            int, None
+        ] = {}  # the high-precision blocks that are the newest ones of a sequence, oldest first
+        self._settled: dict[int, None] = {}  # the other high-precision blocks whose contents are complete, oldest first
         self._due: dict[int, None] = {}  # by age: the settled ones that no step may read any more
 
     @property
@@ -65,14 +69,14 @@ class FinerAllocator(BlockAllocator):
         return bool(self._settled or self._newest) and self._room < wanted * self._bytes
 
     def allocate(self, count: int = 1) -> list[int]:
-        """As `BlockAllocator.allocate`; of several blocks, the last ones are finer.
+        """As `BlockAllocator.allocate`; of several blocks, the last ones are high-precision.
 
         Raises NeedsRequantize if there is no room until blocks are requantized.
         """
         if count > self.free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free} of {self.size} free")
-        more = max(1, self._finer_bytes - self._bytes)  # additional bytes of a finer block
-        newest = min(count, self.newest) if self.is_by_age else 0  # for as many finer blocks room is made
+        more = max(1, self._high_precision_bytes - self._bytes)  # additional bytes of a high-precision block
+        newest = min(count, self.newest) if self.is_by_age else 0  # for as many high-precision blocks room is made
         while self._room < count * self._bytes + newest * more:
             if self._due or ((self._settled or self._newest) and not self.is_by_age):
                 raise NeedsRequantize(f"{count} blocks wanted, and others can be requantized")
@@ -86,14 +90,14 @@ class FinerAllocator(BlockAllocator):
                 break
             elif self._settled or self._newest:
                 raise NeedsRequantize(f"{count} blocks wanted, and the newest of sequences can be requantized")
-            else:  # the blocks of open spans are finer
+            else:  # the blocks of open spans are high-precision
                 raise OutOfBlocks(f"{count} blocks wanted, and there is no room")
         taken = super().allocate(count)
         left = self._room - count * self._bytes - (0 if self.is_by_age else self.size * self._bytes // _LOW)
-        finer = min(newest if self.is_by_age else count, max(0, left // more))
+        high_precision = min(newest if self.is_by_age else count, max(0, left // more))
         for number, block in enumerate(taken):
-            is_finer = number >= count - finer
-            self.placement.place(block, is_finer=is_finer)
+            is_high_precision = number >= count - high_precision
+            self.placement.place(block, is_high_precision=is_high_precision)
         return taken
 
     def _evict(self, block: int) -> None:
@@ -126,12 +130,12 @@ class FinerAllocator(BlockAllocator):
         self.placement.release(block)
 
     def complete(self, block: int) -> None:
-        """Note that a block is complete, one of a sequence's newest; a finer one can be requantized later."""
-        if self.placement[block].is_finer and block not in self._settled:
+        """Note that a block is complete, one of a sequence's newest; a high-precision one can be requantized later."""
+        if self.placement[block].is_high_precision and block not in self._settled:
             self._newest.setdefault(block)
 
     def settle(self, block: int) -> None:
-        """Let a complete block be requantized if it is finer: it is no longer one of the newest."""
+        """Let a complete block be requantized if it is high_precision: it is no longer one of the newest."""
         if block in self._newest:
             del self._newest[block]
             self._settled[block] = None
@@ -143,9 +147,9 @@ class FinerAllocator(BlockAllocator):
 
     def begin_next(self) -> int | None:
         """Return the block that is being requantized, or else begin with the next one; None if there is none."""
-        if not self.placement.coding and (finer := self._settled or self._newest):
-            first = next(iter(finer))
-            self.placement.begin(next((block for block in self._free if block in finer), first))
+        if not self.placement.coding and (high_precision := self._settled or self._newest):
+            first = next(iter(high_precision))
+            self.placement.begin(next((block for block in self._free if block in high_precision), first))
         return next(iter(self.placement.coding), None)
 
     def begin_with_settled(self) -> tuple[list[int], list[int]]:
@@ -164,10 +168,10 @@ class FinerAllocator(BlockAllocator):
         self.placement.finish(block)
 
 
-class FinerBlocks(KVBlocks):
+class MixedPrecisionBlocks(KVBlocks):
     """The `LayerState` of layers without a window, with two kinds of blocks in one memory."""
 
-    blocks: FinerAllocator
+    blocks: MixedPrecisionAllocator
 
     def __init__(
         self, ops: Ops, shape: CacheShape, layers: tuple[int, ...], caches: Sequence[Cache], blocks: tuple[int, int]
@@ -175,28 +179,33 @@ class FinerBlocks(KVBlocks):
         """As `KVBlocks`. One of the quantized blocks is for requantizing."""
         super().__init__(ops, shape, layers, caches, blocks)
         assert self.window is None
-        ((finer, other),) = {(cache.finer.code_bytes, cache.code_bytes) for cache in caches}
-        placement, kind = BlockPlacement(blocks[0], (finer, other), self._move), shape.finer
+        ((high_precision, other),) = {(cache.high_precision.code_bytes, cache.code_bytes) for cache in caches}
+        placement, kind = BlockPlacement(blocks[0], (high_precision, other), self._move), shape.high_precision
         assert kind is not None
-        self.quantized = self.blocks = FinerAllocator(
-            placement, blocks[0] - 1, (finer, other), kind.newest, is_by_age=kind.is_by_age
+        self.quantized = self.blocks = MixedPrecisionAllocator(
+            placement, blocks[0] - 1, (high_precision, other), kind.newest, is_by_age=kind.is_by_age
         )
-        self._of_kinds = self._caches, {layer: cache.finer for layer, cache in self._caches.items()}  # others, finer
+        self._of_kinds = (
+            self._caches,
+            {layer: cache.high_precision for layer, cache in self._caches.items()},
+        )  # others, high-precision
         self._heads = [shape.kv_layers[layer].kv_heads for layer in layers]
-        self._more_bytes = sum(self._heads) * (finer - other)  # additional bytes of a finer block, in all layers
+        self._more_bytes = sum(self._heads) * (
+            high_precision - other
+        )  # additional bytes of a high-precision block, in all layers
 
-    def _of_kind(self, layer: int, *, is_finer: bool) -> Cache:
-        return self._of_kinds[is_finer][layer]
+    def _of_kind(self, layer: int, *, is_high_precision: bool) -> Cache:
+        return self._of_kinds[is_high_precision][layer]
 
     def _by_kind(self, blocks: Sequence[int]) -> Iterator[OneKind]:
         places = [self.blocks.placement[block] for block in blocks]
-        for is_finer in (False, True):
-            if indices := [index for index, place in enumerate(places) if place.is_finer is is_finer]:
-                yield OneKind(self._of_kinds[is_finer], [places[index].number for index in indices], indices)
+        for is_high_precision in (False, True):
+            if indices := [index for index, place in enumerate(places) if place.is_high_precision is is_high_precision]:
+                yield OneKind(self._of_kinds[is_high_precision], [places[index].number for index in indices], indices)
 
     def _move(self, target: BlockPlace, source: BlockPlace) -> None:
         for layer in self.layers:
-            self._of_kind(layer, is_finer=source.is_finer).move(target.number, source.number)
+            self._of_kind(layer, is_high_precision=source.is_high_precision).move(target.number, source.number)
 
     def lacks_room(self, tokens: int | None = None) -> bool:
         """Whether blocks should be requantized before a span of a prompt's `tokens`; None: before anything."""
@@ -270,8 +279,8 @@ class FinerBlocks(KVBlocks):
             raise MemoryError("no memory for a block that is requantized")
 
     def _decoded(self, layer: int, sources: Sequence[int], targets: Sequence[int]) -> FilledBlocks:
-        """Return what finer blocks of a layer decode to, to be requantized."""
-        buffer = self._ops.decode_blocks(self._of_kind(layer, is_finer=True), sources)
+        """Return what high-precision blocks of a layer decode to, to be requantized."""
+        buffer = self._ops.decode_blocks(self._of_kind(layer, is_high_precision=True), sources)
         decoded = [KVLocation(buffer, number) for number in range(len(sources))]
         return FilledBlocks([self._caches[layer]], targets, decoded)
 
@@ -279,7 +288,7 @@ class FinerBlocks(KVBlocks):
         return self.blocks.placement.numbers(blocks)
 
     def _cache_of_newest(self, layer: int) -> Cache:
-        return self._of_kind(layer, is_finer=True)
+        return self._of_kind(layer, is_high_precision=True)
 
     def commit(self, table: BlockTable, reservation: Reservation, length: int) -> None:
         before = len(table.quantized)
@@ -294,19 +303,19 @@ class FinerBlocks(KVBlocks):
         for block in settled[:-1]:
             self.blocks.require(block)
 
-    def is_finer(self, block: int) -> bool:
-        """Whether a block is of the finer kind."""
-        return self.blocks.placement[block].is_finer
+    def is_high_precision(self, block: int) -> bool:
+        """Whether a block is of the high-precision kind."""
+        return self.blocks.placement[block].is_high_precision
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
-        """As `KVBlocks.write_blocks`, with arrays of blocks that are not finer, which these become."""
+        """As `KVBlocks.write_blocks`, with arrays of blocks that are not high-precision, which these become."""
         for block in blocks:
-            if self.is_finer(block):
+            if self.is_high_precision(block):
                 self.blocks.placement.lower(block)
         super().write_blocks(blocks, arrays)
 
-    def write_finer(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
-        """Write blocks with arrays of finer ones. Those that are not finer have these requantized."""
+    def write_high_precision(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
+        """Write blocks with arrays of high-precision ones. Those that are not high-precision have these requantized."""
         for caches, numbers, indices in self._by_kind(blocks):
             for layer, cache in caches.items():
                 layer_arrays = {name: array[list(indices)] for name, array in of_layer(arrays, layer).items()}
@@ -320,23 +329,23 @@ class FinerBlocks(KVBlocks):
                 self.blocks.settle(block)
 
     def _code_arrays(self, layer: int, places: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        """Code a layer of blocks that are not finer from arrays of finer ones."""
-        ops, format = self._ops, self._caches[layer].finer.format
-        aside = ops.of_layer(layer).cache(format, len(places), 0, [self._caches[layer].finer])
+        """Code a layer of blocks that are not high-precision from arrays of high-precision ones."""
+        ops, format = self._ops, self._caches[layer].high_precision.format
+        aside = ops.of_layer(layer).cache(format, len(places), 0, [self._caches[layer].high_precision])
         ops.write_blocks(aside, range(len(places)), arrays)
         buffer = ops.decode_blocks(aside, range(len(places)))
         sources = [KVLocation(buffer, number) for number in range(len(places))]
         encode(ops, [FilledBlocks([self._caches[layer]], places, sources)])
 
     def bytes(self, table: BlockTable) -> int:
-        finer = sum(map(self.is_finer, table.quantized))
-        return super().bytes(table) + finer * self._more_bytes
+        high_precision = sum(map(self.is_high_precision, table.quantized))
+        return super().bytes(table) + high_precision * self._more_bytes
 
 
 class Requantizer:
     """Makes room in a store with two kinds of blocks, layer by layer, between units of work."""
 
-    def __init__(self, blocks: FinerBlocks | None) -> None:
+    def __init__(self, blocks: MixedPrecisionBlocks | None) -> None:
         """blocks: None for a store whose blocks are all alike."""
         self._blocks = blocks
         self._seconds: deque[float] = deque(maxlen=_RECENT)  # time of each recent layer

@@ -1,7 +1,8 @@
 """BlockPlacement of blocks of two sizes in one memory. Integers only: the contents of blocks are the store's.
 
-Finer blocks, which have more bits, lie from the beginning of the memory on, the others before its end. A block of size
-s with number i begins at byte i · s, so both kinds are arrays over the whole memory, and each uses a part of it.
+High-precision blocks, which have more bits, lie from the beginning of the memory on, the others before its end. A block
+of size s with number i begins at byte i · s, so both kinds are arrays over the whole memory, and each uses a part of
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 class BlockPlace(NamedTuple):
     """Where a block is: its number in the array of its kind."""
 
-    is_finer: bool
+    is_high_precision: bool
     number: int
 
 
@@ -55,10 +56,11 @@ class BlockPlacement:
     """The places of blocks, by the blocks' ids, in memory for `size` blocks of the smaller kind."""
 
     def __init__(self, size: int, bytes_each: tuple[int, int], move: Callable[[BlockPlace, BlockPlace], None]) -> None:
-        """bytes_each: of a finer block, and of another one. move(target, source): copies a block's contents."""
+        """bytes_each: of a high-precision block, and of another one. move(target, source): copies a block's
+        contents."""
         self._size, self._move = size, move
-        self._finer_bytes, self._bytes = bytes_each
-        assert self._finer_bytes >= self._bytes
+        self._high_precision_bytes, self._bytes = bytes_each
+        assert self._high_precision_bytes >= self._bytes
         self._kinds = {True: _Kind(), False: _Kind()}
         self._of: dict[int, BlockPlace] = {}
         # The blocks that are being requantized → their places of the other kind, which change when blocks are moved.
@@ -71,30 +73,33 @@ class BlockPlacement:
         return self._of[block]
 
     def numbers(self, blocks: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Return the numbers of those blocks that are not finer, and of the finer ones, in order."""
+        """Return the numbers of those blocks that are not high-precision, and of the high-precision ones, in order."""
         numbers: tuple[list[int], list[int]] = [], []
-        for is_finer, number in map(self._of.__getitem__, blocks):
-            numbers[is_finer].append(number)
+        for is_high_precision, number in map(self._of.__getitem__, blocks):
+            numbers[is_high_precision].append(number)
         return numbers
 
     def counts(self) -> tuple[int, int]:
-        """Return how many finer blocks there are, and how many others."""
-        finer, others = (sum(owner is not None for owner in self._kinds[kind].owners) for kind in (True, False))
-        return finer, others - len(self.coding)
+        """Return how many high-precision blocks there are, and how many others."""
+        high_precision, others = (
+            sum(owner is not None for owner in self._kinds[kind].owners) for kind in (True, False)
+        )
+        return high_precision, others - len(self.coding)
 
-    def place(self, block: int, *, is_finer: bool) -> None:
+    def place(self, block: int, *, is_high_precision: bool) -> None:
         """Give a block without a place one of this kind, for which others may be moved. There must be enough bytes."""
-        self._of[block] = self._take(block, is_finer=is_finer)
+        self._of[block] = self._take(block, is_high_precision=is_high_precision)
 
     def lower(self, block: int) -> None:
-        """Move a finer block to the coarse side; its contents are lost."""
+        """Move a high-precision block to the coarse side; its contents are lost."""
         self._free_place(self._of[block])
-        self.place(block, is_finer=False)
+        self.place(block, is_high_precision=False)
         self.changes += 1
 
     def begin(self, block: int) -> None:
-        """Give a finer block a place of the other kind, too, until `finish` or `release`. There must be room."""
-        self.coding[block], self.done[block] = self._take(block, is_finer=False), 0
+        """Give a high-precision block a place of the other kind, too, until `finish` or `release`. There must be
+        room."""
+        self.coding[block], self.done[block] = self._take(block, is_high_precision=False), 0
 
     def finish(self, block: int) -> None:
         """Let a block that is being requantized have the place of the other kind alone."""
@@ -109,15 +114,15 @@ class BlockPlacement:
             self._free_place(self.coding.pop(block))
             del self.done[block]
 
-    def _take(self, block: int, *, is_finer: bool) -> BlockPlace:
-        each = self._each(is_finer)
+    def _take(self, block: int, *, is_high_precision: bool) -> BlockPlace:
+        each = self._each(is_high_precision)
         assert each <= self.free
-        kind, other = self._kinds[is_finer], self._kinds[not is_finer]
+        kind, other = self._kinds[is_high_precision], self._kinds[not is_high_precision]
         if kind.hole() is None:
-            while each * (kind.end + 1) + self._each(not is_finer) * other.end > self._size * self._bytes:
-                self._lower(not is_finer)
+            while each * (kind.end + 1) + self._each(not is_high_precision) * other.end > self._size * self._bytes:
+                self._lower(not is_high_precision)
         self.free -= each
-        return self._at(is_finer, kind.take(block))
+        return self._at(is_high_precision, kind.take(block))
 
     def release(self, block: int) -> None:
         """Free a block's places."""
@@ -125,16 +130,16 @@ class BlockPlacement:
         self._free_place(self._of.pop(block))
 
     def _free_place(self, place: BlockPlace) -> None:
-        self._kinds[place.is_finer].free(self._from_side(place))
-        self.free += self._each(place.is_finer)
+        self._kinds[place.is_high_precision].free(self._from_side(place))
+        self.free += self._each(place.is_high_precision)
 
-    def _lower(self, is_finer: bool) -> None:
+    def _lower(self, is_high_precision: bool) -> None:
         """Move the last block of a kind to a hole of its kind."""
-        kind = self._kinds[is_finer]
+        kind = self._kinds[is_high_precision]
         block = kind.owners[-1]
         assert block is not None
         assert kind.hole() is not None
-        source, target = self._at(is_finer, kind.end - 1), self._at(is_finer, kind.take(block))
+        source, target = self._at(is_high_precision, kind.end - 1), self._at(is_high_precision, kind.take(block))
         self._move(target, source)
         if self._of[block] == source:
             self._of[block] = target
@@ -143,11 +148,11 @@ class BlockPlacement:
         self.changes += 1
         kind.free(kind.end - 1)
 
-    def _each(self, is_finer: bool) -> int:
-        return self._finer_bytes if is_finer else self._bytes
+    def _each(self, is_high_precision: bool) -> int:
+        return self._high_precision_bytes if is_high_precision else self._bytes
 
-    def _at(self, is_finer: bool, from_side: int) -> BlockPlace:
-        return BlockPlace(is_finer, from_side if is_finer else self._size - 1 - from_side)
+    def _at(self, is_high_precision: bool, from_side: int) -> BlockPlace:
+        return BlockPlace(is_high_precision, from_side if is_high_precision else self._size - 1 - from_side)
 
     def _from_side(self, place: BlockPlace) -> int:
-        return place.number if place.is_finer else self._size - 1 - place.number
+        return place.number if place.is_high_precision else self._size - 1 - place.number

@@ -26,11 +26,11 @@ def asked_tokens(query: Mapping[str, str]) -> int | None:
     return int(written)
 
 
-def _mean_over_blocks(now: Status, finer: float, other: float) -> float:
-    """Return the mean of a number that is `finer` for blocks with more bits and `other` for others: these alone unless
-    blocks have two types. An empty store's next blocks have more bits."""
+def _mean_over_blocks(now: Status, high_precision: float, other: float) -> float:
+    """Return the mean of a number that is `high_precision` for blocks with more bits and `other` for others: these
+    alone unless blocks have two types. An empty store's next blocks have more bits."""
     counts = (0, 1) if now.types is None else tuple(now.types.values()) if any(now.types.values()) else (1, 0)
-    return (counts[0] * finer + counts[1] * other) / sum(counts)
+    return (counts[0] * high_precision + counts[1] * other) / sum(counts)
 
 
 def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict
         "cache_type_v": type_v,
         "block_size": cache.block_size,
         "window": max(windows, default=None) if len(windows) == len(cache.layers) else None,  # None: all tokens
-        "bits_per_value": _mean_over_blocks(now, cache.finest.bits_per_value, cache.bits_per_value),
-        "bytes_per_token": _mean_over_blocks(now, cache.finest.bytes_per_token, cache.bytes_per_token),
+        "bits_per_value": _mean_over_blocks(now, cache.high_precision_shape.bits_per_value, cache.bits_per_value),
+        "bytes_per_token": _mean_over_blocks(now, cache.high_precision_shape.bytes_per_token, cache.bytes_per_token),
         "f16_bytes_per_token": cache.f16_bytes_per_token,
         **{name: getattr(now, name) for name in _OF_STATUS},
         "blocks_by_type": now.types,

@@ -89,7 +89,7 @@ def converse(path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 20, **set
         watch.needed.clear()
         answer = engine.generate(PROMPT, replace(SOME, max_tokens=count))
         assert len(answer.token_ids) == count
-        assert engine._store.finer is None or engine._store.finer.requantize()
+        assert engine._store.mixed_precision is None or engine._store.mixed_precision.requantize()
         engine.generate([*PROMPT, *answer.token_ids, *PROMPT], SOME)
         assert engine.generate([*PROMPT[:66], *PROMPT], SOME).usage.cached_tokens >= 64
     assert watch.needed

@@ -153,7 +153,7 @@ def test_the_numbers_of_an_idle_server(server: Serving) -> None:
 def test_a_preset_is_named_by_its_types(tiny_path: Path) -> None:
     with Engine.load(tiny_path, device="cpu", calibration=False) as engine, serving(engine) as server:
         stats = server.http.get("/stats").json()
-        assert (stats["cache_type_k"], stats["cache_type_v"]) == TWO_KINDS["balanced"].coarser
+        assert (stats["cache_type_k"], stats["cache_type_v"]) == TWO_KINDS["balanced"].low_precision
 
 
 def test_the_memory_of_a_sequence_is_what_the_engine_holds_for_it(server: Serving) -> None:

@@ -345,7 +345,7 @@ def test_blocks_are_counted_by_type_where_there_are_two(tiny_path: Path) -> None
     with Engine.load(tiny_path, device="cpu", block_size=16, cache_type="auto") as engine, serving(engine) as server:
         server.post("/v1/completions", {"prompt": "the rain " * 8, "ignore_eos": True, "max_tokens": 40})
         now, shape = server.http.get("/stats").json(), engine.cache_shape
-        assert now["bits_per_value"] == shape.finest.bits_per_value > shape.bits_per_value
+        assert now["bits_per_value"] == shape.high_precision_shape.bits_per_value > shape.bits_per_value
         counts = now["blocks_by_type"]
         assert counts == {"linear8": engine.status().blocks_kept, shape.kinds[1]: 0}
         assert counts["linear8"] > 0

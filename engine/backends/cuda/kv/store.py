@@ -32,7 +32,7 @@ class CacheOps(HeadOps):
 
     def cache_bytes(self, format: CacheFormat) -> tuple[int, int]:
         keys, values = _layouts(format)
-        for kind in (format, format.finer):
+        for kind in (format, format.high_precision):
             if kind is not None:
                 launch_configs.encode_blocks(*_layouts(kind))
                 launch_configs.encode_keys(_layouts(kind)[0])
@@ -44,8 +44,8 @@ class CacheOps(HeadOps):
     def cache(self, format: CacheFormat, quantized: int, full: int, beside: Sequence[LayerCache] = ()) -> LayerCache:
         layouts, on_device = _layouts(format), [other for other in beside if other.device is self._device]
         try:
-            if format.finer is not None:
-                return self._two_kinds(format, format.finer, quantized, full, on_device)
+            if format.high_precision is not None:
+                return self._two_kinds(format, format.high_precision, quantized, full, on_device)
             # Kernels write only the fields of a record; the padding stays zero, also in session files.
             shapes = [(quantized, format.kv_heads, layout.nbytes) for layout in layouts]
             pools = [self._device.zeros(shape, np.uint8) for shape in shapes]
@@ -62,13 +62,18 @@ class CacheOps(HeadOps):
             ) from None
 
     def _two_kinds(
-        self, format: CacheFormat, finer: CacheFormat, quantized: int, full: int, on_device: Sequence[LayerCache]
+        self,
+        format: CacheFormat,
+        high_precision: CacheFormat,
+        quantized: int,
+        full: int,
+        on_device: Sequence[LayerCache],
     ) -> LayerCache:
-        """A cache for `quantized` blocks, with one of finer blocks in the same memory."""
+        """A cache for `quantized` blocks, with one of high-precision blocks in the same memory."""
         size = format.kv_heads * sum(layout.nbytes for layout in _layouts(format))
         memory, slots = self._device.zeros((quantized * size,), np.uint8), self._pools(format, full)
 
-        def in_memory(kind: CacheFormat, finer: LayerCache | None) -> LayerCache:
+        def in_memory(kind: CacheFormat, high_precision: LayerCache | None) -> LayerCache:
             layouts = records.together(*_layouts(kind))
             each, of_keys = kind.kv_heads * layouts[0].stride, layouts[0].nbytes
             count = quantized * size // each
@@ -76,9 +81,9 @@ class CacheOps(HeadOps):
             pools = blocks[..., :of_keys], blocks[..., of_keys:]
             keys, values = self._sides(layouts, kind, pools, on_device)
             of_both = slots, _full_layouts(kind), blocks, functools.partial(self._move, blocks)
-            return LayerCache(self._device, kind, layouts, keys, values, *of_both, finer, len(on_device))
+            return LayerCache(self._device, kind, layouts, keys, values, *of_both, high_precision, len(on_device))
 
-        return in_memory(format, in_memory(finer, None))
+        return in_memory(format, in_memory(high_precision, None))
 
     def _move(self, blocks: Array, target: int, source: int) -> None:
         self._copy_records(blocks, blocks, np.array([source]), np.array([target]))
@@ -99,7 +104,7 @@ class CacheOps(HeadOps):
         self, layouts: Layouts, format: CacheFormat, pools: Sequence[Array], beside: Sequence[LayerCache]
     ) -> list[SideArrays]:
         """Keys and values, with pools of their records. beside: caches whose codecs' tables they may have."""
-        kinds = [*beside, *(other.finer for other in beside if other.finer is not None)]
+        kinds = [*beside, *(other.high_precision for other in beside if other.high_precision is not None)]
         known = {
             layout: side for kind in kinds for layout, side in zip(kind.layouts, (kind.keys, kind.values), strict=True)
         }

@@ -32,8 +32,8 @@ class LayerCache:
     k, v: field name → (K, quantized blocks, *field shape), in the codec's dtypes.
     mean: the fields of the keys' block means (K, quantized blocks, …); empty when keys are not centred.
     full_k, full_v: (slots, K, N, D) float16: sink blocks and current blocks.
-    finer: the cache of blocks with more bits, if there are two kinds; it has the same slots, and its blocks are in the
-    same memory.
+    high_precision: the cache of blocks with more bits, if there are two kinds; it has the same slots, and its blocks
+    are in the same memory.
     """
 
     stored_as: ClassVar[str] = transfer.FIELDS
@@ -44,7 +44,7 @@ class LayerCache:
     mean: Mapping[str, np.ndarray]
     full_k: np.ndarray
     full_v: np.ndarray
-    finer: LayerCache | None = field(default=None, kw_only=True)
+    high_precision: LayerCache | None = field(default=None, kw_only=True)
 
     @property
     def code_bytes(self) -> int:
@@ -107,7 +107,7 @@ Cached = TypeVar("Cached", bound=LayerCache)  # one type for both kinds of block
 
 
 def _taken(array: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """array[:, blocks], contiguous. `np.take` would copy a whole array even where a finer kind has a part."""
+    """array[:, blocks], contiguous. `np.take` would copy a whole array even where a high-precision kind has a part."""
     return array.take(blocks, axis=1) if array.flags.c_contiguous else np.ascontiguousarray(array[:, blocks])
 
 

@@ -17,21 +17,28 @@ SideFields = dict[str, dict[str, Field]]  # the arrays of a block of one KV head
 
 
 def stored_blocks(format: CacheFormat, count: int, stored_as: str) -> tuple[Sides, Sides | None]:
-    """Return the arrays of `count` quantized blocks in the representation `stored_as`, and the finer kind's arrays if
-    the format has one: as many as fit into the same memory."""
+    """Return the arrays of `count` quantized blocks in the representation `stored_as`, and the high-precision kind's
+    arrays if the format has one: as many as fit into the same memory."""
     sides = _sides(format, stored_as)
     means = {name: zeros((format.kv_heads, count, *field.shape), field.dtype) for name, field in sides["mean"].items()}
-    if format.finer is None:
+    if format.high_precision is None:
         k, v = (
             {name: _memory((format.kv_heads, count, *field.shape), field.dtype) for name, field in sides[side].items()}
             for side in "kv"
         )
         return Sides(k, v, means), None
-    nbytes, finer_nbytes = _nbytes(sides), _nbytes(finer_sides := _sides(format.finer, stored_as))
+    nbytes, high_precision_nbytes = (
+        _nbytes(sides),
+        _nbytes(high_precision_sides := _sides(format.high_precision, stored_as)),
+    )
     whole = _memory((format.kv_heads, count * nbytes), np.uint8)
-    # The means of a block have the block's id. Finer blocks have small ids and others large ones, so they never meet.
-    blocks, finer = _views(whole, sides, count), _views(whole, finer_sides, count * nbytes // finer_nbytes)
-    return Sides(*blocks, means), Sides(*finer, means)
+    # The means of a block have the block's id. High-precision blocks have small ids and others large ones, so they
+    # never meet.
+    blocks, high_precision = (
+        _views(whole, sides, count),
+        _views(whole, high_precision_sides, count * nbytes // high_precision_nbytes),
+    )
+    return Sides(*blocks, means), Sides(*high_precision, means)
 
 
 def full_slots(format: CacheFormat, count: int) -> Buffer:
