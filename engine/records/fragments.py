@@ -143,7 +143,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, eq=False)
-class Words:
+class LaneWords:
     """Sections whose vectors are words of 32 lanes. The words of all sections in a part are stored together, in chunks
     of four words per lane; the last chunk may have fewer."""
 
@@ -151,7 +151,7 @@ class Words:
 
     @property
     def count(self) -> int:
-        """Words per lane and part."""
+        """LaneWords per lane and part."""
         return sum(section.vectors for section in self.sections)
 
     @property

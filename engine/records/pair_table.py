@@ -14,7 +14,7 @@ from polarlm.engine import codecs
 from polarlm.engine.codecs.parts.norms import ByteNorm
 from polarlm.engine.codecs.parts.pair_codec import PairCodec, PairStore, pair_points
 from polarlm.engine.codecs.schema.sections import Section, numbered
-from polarlm.engine.records.fragments import Geometry, Record, Words
+from polarlm.engine.records.fragments import Geometry, LaneWords, Record
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,15 +61,15 @@ class PairRecord(Record):
         return np.concatenate([table.view(np.uint8) for table in self._tables.values()])
 
     @property
-    def sections(self) -> tuple[Words, Section]:
+    def sections(self) -> tuple[LaneWords, Section]:
         norm = self.store.schema(self.geometry.block_size, self.geometry.head_dim)["norm"]
         order = self.geometry.tokens(numbered(*norm.shape))
         return self._words, Section("norm", norm, order.reshape(1, 1, -1))
 
     @cached_property
-    def _words(self) -> Words:
+    def _words(self) -> LaneWords:
         codes = self.store.schema(self.geometry.block_size, self.geometry.head_dim)["codes"]
-        return Words((self.geometry.pair_codes(codes, self.store.bits),))
+        return LaneWords((self.geometry.pair_codes(codes, self.store.bits),))
 
     @cached_property
     def _tables(self) -> dict[str, np.ndarray]:

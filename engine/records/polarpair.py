@@ -10,7 +10,7 @@ import numpy as np
 from polarlm.engine.codecs.polarpair import COSINES, SINES, TANGENTS, PolarPair
 from polarlm.engine.codecs.schema.arrays import SATURATION
 from polarlm.engine.codecs.schema.sections import Section, Stored
-from polarlm.engine.records.fragments import Geometry, Record, Words
+from polarlm.engine.records.fragments import Geometry, LaneWords, Record
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +64,9 @@ class PolarPairRecord(Record):
         return self._words, *(Section.numbers(name, schema[name], cuts, (0, 3, 1, 2)) for name in names)
 
     @cached_property
-    def _words(self) -> Words:
+    def _words(self) -> LaneWords:
         schema = self.quantizer.schema(self.geometry.block_size, self.geometry.head_dim)
-        return Words((self.geometry.pair_codes(schema["codes"], self.quantizer.bits),))
+        return LaneWords((self.geometry.pair_codes(schema["codes"], self.quantizer.bits),))
 
     @property
     def _width(self) -> int:

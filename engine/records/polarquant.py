@@ -24,7 +24,7 @@ from polarlm.engine.codecs.schema.joined import join, split
 from polarlm.engine.codecs.schema.planes import Planes
 from polarlm.engine.codecs.schema.sections import Section, numbered
 from polarlm.engine.codecs.schema.streams import codes, numbers
-from polarlm.engine.records.fragments import LANES, Geometry, Record, Words
+from polarlm.engine.records.fragments import LANES, Geometry, LaneWords, Record
 
 _POINT_BYTES = 4 * 256 * 4  # bytes of the points: two float16 for each pair of a half and each byte
 
@@ -69,7 +69,7 @@ class PolarRecord(Record):
         return _tables()
 
     @property
-    def sections(self) -> tuple[Words]:
+    def sections(self) -> tuple[LaneWords]:
         return (self._words,)
 
     def from_streams(self, streams: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -82,7 +82,7 @@ class PolarRecord(Record):
         return {"radius": stored["radius"], "level1": join(stored["level1"], 4), **upper}
 
     @cached_property
-    def _words(self) -> Words:
+    def _words(self) -> LaneWords:
         geometry, levels = self.geometry, self._levels
         parts, tokens, dim = geometry.parts, geometry.block_size, geometry.head_dim
         level1, rows = codes(4, tokens, dim // 2), codes(8, tokens, dim // 8)
@@ -100,7 +100,7 @@ class PolarRecord(Record):
             radius_sharing.share(radius_words.reshape(parts, -1, LANES, 2)),
         )
         angles, upper, radii = (order.reshape(*order.shape[:2], -1) for order in orders)
-        return Words(
+        return LaneWords(
             (
                 Section("level1", level1, angles, Planes(4)),
                 Section("rows", rows, upper),
