@@ -250,10 +250,10 @@ class Engine(Completions):
             self._runner.run_unit()
             return is_busy
 
-    def rehearse(self) -> bool:
+    def warm_up(self) -> bool:
         """Record a part of what requests will compute, unless there are any; False once nothing is left to record."""
         with self._exclusive():
-            return self._runner.rehearse(is_compiled=self._parts.is_compiled)
+            return self._runner.warm_up(is_compiled=self._parts.is_compiled)
 
     def status(self) -> Status:
         """Counts of requests, blocks and threads."""

@@ -26,7 +26,7 @@ BEHIND_THE_ENGINE = {
     "loading.encoding",
     "loading.fitting",
     "loading.placement",
-    "loading.rehearsal",
+    "loading.warm_up",
     "loading.tile_cache",
     "model",
     "quantization",
@@ -121,7 +121,7 @@ ROOMS["loading.checks"] = {
 } | TOLD
 ROOMS["loading.fit"] = ROOMS["loading.placement"] | {"loading.placement"}
 ROOMS["loading.need"] = ROOMS["loading.placement"] | {"loading.placement"}
-ROOMS["loading.rehearsal"] = ROOMS["loading.sizes"] | {"loading.sizes"}
+ROOMS["loading.warm_up"] = ROOMS["loading.sizes"] | {"loading.sizes"}
 ROOMS["loading.tile_cache"] = ROOMS["model"] | {
     "loading.kept_arrays",
     "model",
@@ -136,7 +136,7 @@ ROOMS["loading.assembly"] = ROOMS["loading.sizes"] | {
     "loading.placement",
     "loading.fitting",
     "cli.progress",
-    "loading.rehearsal",
+    "loading.warm_up",
     "loading.sizes",
     "loading.tile_cache",
     "storage.tiers",

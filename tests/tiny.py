@@ -67,7 +67,9 @@ def load_tiny(path: Path, encoding: Encoding = WHOLE, ops: Ops | None = None, **
     parts = assembly.assemble(settle(path, None, settings), None, ops)
     if encoding != WHOLE:
         other = assembly.with_cache(parts, parts.config, encoding=encoding)
-        parts = replace(other, adapters=parts.adapters, tiers=parts.tiers, draft=parts.draft, rehearsal=parts.rehearsal)
+        parts = replace(
+            other, adapters=parts.adapters, tiers=parts.tiers, draft=parts.draft, warm_up_timer=parts.warm_up_timer
+        )
     return Engine(parts)
 
 

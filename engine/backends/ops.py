@@ -141,7 +141,7 @@ class Ops(KVOps, RecurrentOps, Protocol):
     prefill_rows: int
     pass_rows: int  # most rows of prompts that are computed together; 0 where prompts are computed one by one
     # Rows of passes, and of steps, that are recorded before requests come; none where that takes no time.
-    rehearsed: tuple[Sequence[int], Sequence[int]]
+    warm_up_rows: tuple[Sequence[int], Sequence[int]]
 
     @property
     def host(self) -> Ops | None:

@@ -22,7 +22,6 @@ from polarlm.engine.loading.fitting import load_or_fit
 from polarlm.engine.loading.parts import Parts, fit_line, start_line
 from polarlm.engine.loading.placement.place import Placement, place
 from polarlm.engine.loading.placement.wanted import bytes_beside, draft_config, fits_beside, wanted_of_source
-from polarlm.engine.loading.rehearsal import rehearse, warm_up_first
 from polarlm.engine.loading.sizes import (
     check_layers,
     give_back_freed_memory,
@@ -33,6 +32,7 @@ from polarlm.engine.loading.sizes import (
     within_table,
 )
 from polarlm.engine.loading.tile_cache import MappedTiles, asked_tile_cache
+from polarlm.engine.loading.warm_up import warm_up_first, warm_up_later
 from polarlm.engine.model.adapters import Adapters, read_adapters
 from polarlm.engine.model.encoder import Encoder
 from polarlm.engine.model.forward import ModelWeights, Transformer
@@ -210,9 +210,9 @@ class _Loading:
             with progress_bar(self._verbose is not None, desc=what, bar_format=SHARE) as compiling:
                 warm.wait(amounts(compiling))
         model = (Encoder if source.config.is_encoder else Transformer)(ops, source.config, weights, store)
-        rehearsal = None if warm is None else rehearse(later, partial(warm.wait, lambda done, count: None))
+        timer = None if warm is None else warm_up_later(later, partial(warm.wait, lambda done, count: None))
         is_mapped = self._mapped is not None
-        return Parts(config, source, placement, model, self._adapters, tiers, None, is_mapped, rehearsal)
+        return Parts(config, source, placement, model, self._adapters, tiers, None, is_mapped, timer)
 
     def _tiles(self) -> MappedTiles | None:
         """Map the packed weights, if there is a tile cache; what it lacks is packed and written first."""

@@ -32,7 +32,7 @@ class Parts:
     tiers: Sequence[TierStore] = ()
     draft: Parts | None = None  # the parts of the draft model
     is_mapped: bool = False  # whether the weights are mapped from the tile cache
-    rehearsal: threading.Timer | None = None  # warms up for later turns and for several requests
+    warm_up_timer: threading.Timer | None = None  # warms up for later turns and for several requests
 
     @property
     def plan(self) -> StorePlan:
@@ -46,7 +46,7 @@ class Parts:
     @property
     def is_compiled(self) -> bool:
         """Whether all kernels have been compiled that later turns and several requests need."""
-        return self.rehearsal is None or not self.rehearsal.is_alive()
+        return self.warm_up_timer is None or not self.warm_up_timer.is_alive()
 
     @property
     def draft_model(self) -> Transformer | None:
@@ -59,9 +59,9 @@ class Parts:
         return next((folder for folder in folders if folder.label == "disk"), None)
 
     def close(self) -> None:
-        """Close the weights' files, drop what is recorded, and begin no rehearsal."""
-        if self.rehearsal is not None:
-            self.rehearsal.cancel()
+        """Close the weights' files, drop what is recorded, and begin no warm-up."""
+        if self.warm_up_timer is not None:
+            self.warm_up_timer.cancel()
         self.model.ops.forget()
         self.source.close()
         if self.draft is not None:

@@ -101,16 +101,16 @@ def warm_up_drafts(model: Transformer, rows: int) -> None:
     model.store.release(sequence)
 
 
-def rehearsals(model: Transformer, parallel: int) -> list[Callable[[], None]]:
+def recording_warm_ups(model: Transformer, parallel: int) -> list[Callable[[], None]]:
     """Return calls that compute passes and steps as those of requests, and leave the store as it was. The first call
     for a number of rows lets a device allocate, the second one record. parallel: the most sequences that run."""
-    passes, steps = model.ops.rehearsed
+    passes, steps = model.ops.warm_up_rows
     prompts = [((rows,), False) for rows in passes if rows <= min(model.pass_rows, model.recorded_rows)]
     tokens = [((1,) * rows, True) for rows in steps if rows <= parallel]
-    return [partial(_rehearse, model, *counts) for counts in (*prompts, *tokens) for _ in range(2)]
+    return [partial(_warm_up_new, model, *counts) for counts in (*prompts, *tokens) for _ in range(2)]
 
 
-def _rehearse(model: Transformer, counts: Sequence[int], is_step: bool) -> None:
+def _warm_up_new(model: Transformer, counts: Sequence[int], is_step: bool) -> None:
     """Compute so many tokens of new sequences in a step or a pass, if blocks are free that the prefix cache does not
     know."""
     store, rows = model.store, sum(counts)

@@ -28,7 +28,7 @@ from polarlm.engine.backends.cuda.multi_device.ops import MultiDeviceOps
 from polarlm.engine.backends.cuda.ops import _UNCOUNTED_BYTES, CudaOps
 from polarlm.engine.backends.kv import KVLocation, ScoreRule, SpanView
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.model.warm_up import rehearsals
+from polarlm.engine.model.warm_up import recording_warm_ups
 from polarlm.engine.sampling.sample import SamplerInput, Sampling
 from polarlm.engine.state.store import SequenceKV
 from polarlm.model_loaders import demo
@@ -192,7 +192,7 @@ def test_the_memory_of_graphs_fits_into_what_is_not_counted() -> None:
     config = replace(config, layers=config.layers[:1] * 32)
     ops = CudaOps(open_device())
     model = model_from(ops, config, RandomWeights.of_kind(config, "q4_k"), ("f16", "f16"), room=(1024, 16))
-    calls = rehearsals(model, 8)
+    calls = recording_warm_ups(model, 8)
     assert len(calls) == 2 * (4 + 4)  # passes, then steps, each of four numbers of rows
 
     def taken(calls: Sequence[Callable[[], None]]) -> int:

@@ -347,18 +347,18 @@ def test_an_error_that_lasts_ends_all_requests_with_a_sentence(
 
 
 @pytest.mark.parametrize(("types", "most"), [("f16", 128), pytest.param("balanced", 256, marks=pytest.mark.slow)])
-def test_what_is_rehearsed_changes_no_answer_and_leaves_nothing(tiny_path: Path, types: str, most: int) -> None:
+def test_what_is_warmed_up_changes_no_answer_and_leaves_nothing(tiny_path: Path, types: str, most: int) -> None:
     """Each number of rows twice, in passes and in steps of at most as many requests as run: nothing while one waits,
     and nothing for which the prefix cache would forget what it knows, of which a store of f16 has no more beside."""
     settings = {"block_size": N, "ctx_size": 256, "cache_type": types, "calibration": False, "parallel": 3}
     wanted: list[Any] = []
-    for rehearses in (False, True):
+    for warms_up in (False, True):
         with load_tiny(tiny_path, ops=CudaOps(EmulatedDevice(checked=False)), **settings) as engine:
-            if rehearses:
-                assert engine._parts.rehearsal is not None
-                assert engine.rehearse()  # and waits for kernels that are compiled
-                engine._parts.rehearsal.cancel()
-                engine._parts.rehearsal.join()
+            if warms_up:
+                assert engine._parts.warm_up_timer is not None
+                assert engine.warm_up()  # and waits for kernels that are compiled
+                engine._parts.warm_up_timer.cancel()
+                engine._parts.warm_up_timer.join()
                 seen, runs = [], engine._model.ops.run_graph
 
                 def noted(key: Any, work: Any, inputs: Any, seen: Any = seen, runs: Any = runs) -> Any:
@@ -368,13 +368,13 @@ def test_what_is_rehearsed_changes_no_answer_and_leaves_nothing(tiny_path: Path,
                 engine._model.ops.run_graph = noted
                 box: list[Any] = []
                 engine.submit(TOKENS[0], GREEDY, into=box)
-                assert engine.rehearse()
+                assert engine.warm_up()
                 assert not seen
                 while engine.work():
                     pass
                 seen.clear()
                 before = engine.status()
-                while engine.rehearse():
+                while engine.warm_up():
                     pass
                 parts = [("pass", rows) for rows in (16, 64, 128, 256) if rows <= most] + [("step", 1), ("step", 2)]
                 assert seen == [part for part in parts for _ in range(2)]

@@ -51,7 +51,7 @@ class CudaOps(ExpertOps, CacheOps, AttentionOps, RecurrentOps, EncoderOps):
     keeps_tiles = False
     cache_experts = None
     stored_as = transfer.RECORDS
-    rehearsed: tuple[Sequence[int], Sequence[int]] = ((16, 64, 128, 256), (1, 2, 4, 8))
+    warm_up_rows: tuple[Sequence[int], Sequence[int]] = ((16, 64, 128, 256), (1, 2, 4, 8))
 
     def __init__(self, device: Device, host: Ops | None = None):
         super().__init__(device, host)

@@ -103,7 +103,7 @@ def _warm_up_encoder(
     return []
 
 
-def rehearse(later: Sequence[Callable[[], None]], wait: Callable[[], None]) -> threading.Timer | None:
+def warm_up_later(later: Sequence[Callable[[], None]], wait: Callable[[], None]) -> threading.Timer | None:
     """Make these calls in a thread, a moment from now, and then `wait` for the kernels that they need; return its
     timer, or None if the system refuses the thread."""
     left = [*later, wait]
