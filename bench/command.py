@@ -14,7 +14,7 @@ from polarlm.engine.cli.flags import Check, FlagError
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.loading.encoding import WHOLE, Encoding
 from polarlm.engine.loading.placement.wanted import fits_beside
-from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.demo import demo_model
 
@@ -46,7 +46,7 @@ class CacheType:
         CacheType(label='f16/polarquant:plain', key='f16', value='polarquant', key_conditioning=False)
         """
         names = text.removesuffix(_PLAIN)
-        if names in TWO_KINDS:
+        if names in PRESETS_BY_NAME:
             return cls(text, names, names, key_conditioning=not text.endswith(_PLAIN))
         key, _, value = names.partition("/")
         parsed = cls(text, key, value or key, key_conditioning=not text.endswith(_PLAIN))
@@ -65,17 +65,17 @@ class CacheType:
     @property
     def older(self) -> CacheType:
         """The type of the older blocks alone, where blocks are of two kinds."""
-        if self.key not in TWO_KINDS:
+        if self.key not in PRESETS_BY_NAME:
             return self
-        key, value = TWO_KINDS[self.key].low_precision
+        key, value = PRESETS_BY_NAME[self.key].low_precision
         return replace(self, key=key, value=value)
 
     @property
     def newest(self) -> tuple[CacheType, int] | None:
         """The type of the newest blocks of a sequence, and how many these are; None where all blocks are alike."""
-        if self.key not in TWO_KINDS:
+        if self.key not in PRESETS_BY_NAME:
             return None
-        kinds = TWO_KINDS[self.key]
+        kinds = PRESETS_BY_NAME[self.key]
         return replace(self, key=kinds.high_precision[0], value=kinds.high_precision[1]), kinds.newest
 
     def check(self, head_dim: int) -> None:
@@ -88,14 +88,14 @@ class CacheType:
 
     def names(self) -> list[str]:
         """The names of the codecs of keys and of values in any layer."""
-        if self.key in TWO_KINDS:
-            kinds = TWO_KINDS[self.key]
+        if self.key in PRESETS_BY_NAME:
+            kinds = PRESETS_BY_NAME[self.key]
             return [*kinds.high_precision, *kinds.low_precision]
         return [part.partition("@")[0] for part in f"{self.key},{self.value}".split(",")]
 
     def settings(self) -> dict[str, Any]:
         """The fields of EngineConfig that set this cache type."""
-        if self.key in TWO_KINDS:
+        if self.key in PRESETS_BY_NAME:
             return {"cache_type": self.key, "key_conditioning": self.key_conditioning}
         return {"cache_type_k": self.key, "cache_type_v": self.value, "key_conditioning": self.key_conditioning}
 

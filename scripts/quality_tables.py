@@ -12,7 +12,7 @@ from polarlm.bench.quality import tables as quality
 from polarlm.bench.quality.scores import CODED, SERVED
 from polarlm.bench.quality.tables import Table, small, two_digits, with_error
 from polarlm.engine.errors import counted
-from polarlm.engine.state.cache_types import PRESETS, TWO_KINDS
+from polarlm.engine.state.cache_types import PRESETS, PRESETS_BY_NAME
 from polarlm.engine.state.plan import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +38,7 @@ def _read(file: Path) -> Measured:
     if measured["date"] < _BY_AGE_SINCE:
         for row in measured.get("rows", ()):
             if row.get("type") in PRESETS:
-                row["type"] = "/".join(PRESETS[row["type"]].alike)
+                row["type"] = "/".join(PRESETS[row["type"]].uniform)
     return measured
 
 
@@ -187,8 +187,11 @@ def _by_type(measured: Measured) -> dict[str, dict[str, dict]]:
 def _label(name: str) -> str:
     """A type for a table, with its preset, and "as published" if it is."""
     preset = ""
-    if name in TWO_KINDS:
-        preset, name = f" = **{name}**", " → ".join("/".join(dict.fromkeys(types)) for types in TWO_KINDS[name][:2])
+    if name in PRESETS_BY_NAME:
+        preset, name = (
+            f" = **{name}**",
+            " → ".join("/".join(dict.fromkeys(types)) for types in PRESETS_BY_NAME[name][:2]),
+        )
     published = name.removesuffix(PLAIN)
     return f"`{published}`{preset}" + (", as published" if published != name else "")
 

@@ -74,7 +74,7 @@ def start_line(parts: Parts) -> str:
     if model.config.is_encoder:
         return fit_line(parts)
     smaller = shape.f16_bytes(plan.tokens) / max(1, shape.sequence_bytes(plan.tokens))
-    cache = f"{smaller:.1f}× smaller than f16" if smaller > 1.05 else cache_types.in_words(parts.config, shape)
+    cache = f"{smaller:.1f}× smaller than f16" if smaller > 1.05 else cache_types.describe_types(parts.config, shape)
     return " · ".join(
         [
             model.name,
@@ -88,7 +88,7 @@ def start_line(parts: Parts) -> str:
 def fit_line(parts: Parts) -> str:
     """Return a line for users: the model, how its weights are kept, the memory of weights and KV store, its context."""
     plan, shape, model, ops = parts.plan, parts.plan.shape, parts.source, parts.model.ops
-    types = cache_types.in_words(parts.config, shape)
+    types = cache_types.describe_types(parts.config, shape)
     weights = in_words(kept(ops, model.weights, weight_format(parts.config)))
     name = f"{model.name} ({model.config.family}, {model.config.depth} layers)"
     where = f", {ops.inputs}" if ops.inputs else ""

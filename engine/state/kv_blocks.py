@@ -19,7 +19,7 @@ from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.tables import BlockTable, Reservation, TableGroup
 
 
-class OneKind(NamedTuple):
+class BlocksOfKind(NamedTuple):
     """Blocks that are coded alike: by layer the caches that they are in, their numbers there, and their places among
     the blocks that were asked for."""
 
@@ -47,9 +47,9 @@ class KVBlocks(TableGroup):
     def cache(self, layer: int) -> Cache:
         return self._caches[layer]
 
-    def _by_kind(self, blocks: Sequence[int]) -> Iterable[OneKind]:
+    def _split_by_kind(self, blocks: Sequence[int]) -> Iterable[BlocksOfKind]:
         """Yield quantized blocks that are coded alike together."""
-        yield OneKind(self._caches, blocks, range(len(blocks)))
+        yield BlocksOfKind(self._caches, blocks, range(len(blocks)))
 
     # -- growing -----------------------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class KVBlocks(TableGroup):
             current = KVLocation(None, slot)
         else:
             current, following = KVLocation(reservation.buffer, reservation.first), []
-        ids, high_precision = self._by_place(table.quantized)
+        ids, high_precision = self._numbers(table.quantized)
         return SpanView(
             rows=rows,
             position=position,
@@ -89,7 +89,7 @@ class KVBlocks(TableGroup):
             high_precision=high_precision,
         )
 
-    def _by_place(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
+    def _numbers(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
         """Return the numbers of blocks in the cache: of all, or of those that are not high-precision, and of the
         high-precision ones."""
         return blocks, None
@@ -142,7 +142,7 @@ class KVBlocks(TableGroup):
         """Return the blocks to encode in `layers`. pairs: quantized blocks, and where their tokens are."""
         return [
             FilledBlocks([kind.caches[layer] for layer in layers], kind.numbers, [pairs[i][1] for i in kind.indices])
-            for kind in self._by_kind([block for block, _ in pairs])
+            for kind in self._split_by_kind([block for block, _ in pairs])
             if kind.numbers
         ]
 
@@ -153,7 +153,7 @@ class KVBlocks(TableGroup):
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
         """As in `LayerState`, for blocks that are coded alike."""
-        (kind,) = self._by_kind(blocks)
+        (kind,) = self._split_by_kind(blocks)
         return {
             (layer, name): array
             for layer, cache in kind.caches.items()
@@ -161,7 +161,7 @@ class KVBlocks(TableGroup):
         }
 
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
-        (kind,) = self._by_kind(blocks)
+        (kind,) = self._split_by_kind(blocks)
         for layer, cache in kind.caches.items():
             self._ops.write_blocks(cache, kind.numbers, of_layer(arrays, layer))
 

@@ -102,13 +102,12 @@ class OwnShape(StateShape):
 
 
 class HighPrecisionKind(NamedTuple):
-    """The blocks of a layer that have more bits than others. newest: complete blocks at the end of a sequence that have
-    them last, since their errors cost more than the errors of all older blocks together (docs/quality.md, "Deeper in a
-    text")."""
+    """The blocks of a layer that have more bits than others: the newest of each sequence. newest: how many complete
+    blocks at its end always have them, since their errors cost more than those of all older blocks together
+    (docs/quality.md, "Deeper in a text")."""
 
     codec_k: Codec
     codec_v: Codec
-    is_by_age: bool  # whether only the newest ones have them, and not as many as there is room for
     newest: int = 3
 
 
@@ -127,18 +126,16 @@ class LayerShape(StateShape):
 
     @property
     def types(self) -> str:
-        """The types of keys and of values, one name if they are equal. With two kinds of blocks, of the
-        low-precision."""
+        """The types of keys and of values, one name if they are equal; with two kinds of blocks, of low-precision
+        ones."""
         return "/".join(dict.fromkeys((self.codec_k.name, self.codec_v.name)))
 
     @property
     def high_precision_shape(self) -> LayerShape:
-        """The shape if all blocks have the most bits that they can have."""
-        if self.high_precision is None:
+        """The shape if all blocks were high-precision."""
+        if (kind := self.high_precision) is None:
             return self
-        return replace(
-            self, codec_k=self.high_precision.codec_k, codec_v=self.high_precision.codec_v, high_precision=None
-        )
+        return replace(self, codec_k=kind.codec_k, codec_v=kind.codec_v, high_precision=None)
 
     def needed_blocks(self, tokens: int, block_size: int) -> int:
         complete = super().needed_blocks(tokens, block_size)
@@ -146,21 +143,19 @@ class LayerShape(StateShape):
 
     def more_blocks(self, full_slots: int, more: int, tokens: int, block_size: int) -> int:
         shared = max(0, super().needed_blocks(tokens, block_size) - self._most_high_precision)
-        of_others = min(shared, (full_slots // 2 - 1) * self._most_high_precision)
-        return self._high_precision_room(of_others, block_size) + (
-            self.high_precision is not None
-        )  # for one that is requantized
+        newest = min(shared, (full_slots // 2 - 1) * self._most_high_precision)  # of the other sequences
+        requantized = int(self.high_precision is not None)  # the one that has places of both kinds
+        return self._high_precision_room(newest, block_size) + requantized
 
     @property
     def _most_high_precision(self) -> int:
-        """Blocks of a sequence with more bits by age, until the oldest one has been requantized."""
-        return 0 if self.high_precision is None else (self.high_precision.newest + 1) * self.high_precision.is_by_age
+        """High-precision blocks of a sequence, until the oldest one has been requantized."""
+        return 0 if self.high_precision is None else self.high_precision.newest + 1
 
     def _high_precision_room(self, blocks: int, block_size: int) -> int:
-        """Return how many other blocks have the room that `blocks` of the newest blocks of sequences need beyond
-        theirs."""
-        high_precision, other = (shape.quantized_bytes(block_size) for shape in (self.high_precision_shape, self))
-        return -(-blocks * (high_precision - other) // other)
+        """Return how many low-precision blocks have the room by which `blocks` high-precision ones are larger."""
+        high, low = (shape.quantized_bytes(block_size) for shape in (self.high_precision_shape, self))
+        return -(-blocks * (high - low) // low)
 
     def block_arrays(self, block_size: int, stored_as: str) -> list[ArraySpec]:
         arrays = transfer.block_arrays(self.format(block_size), stored_as)

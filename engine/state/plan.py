@@ -150,10 +150,10 @@ def with_kept(plan: StorePlan, memory: int, tokens_each: int) -> StorePlan:
     if not tokens_each or plan.bytes > memory:
         return whole
     shorter = plan.larger(2 * (kept + 1), tokens + tokens_each // 2)
-    return with_more_tokens(shorter if shorter.bytes <= memory else whole, memory)
+    return _with_more_tokens(shorter if shorter.bytes <= memory else whole, memory)
 
 
-def with_more_tokens(plan: StorePlan, memory: int) -> StorePlan:
+def _with_more_tokens(plan: StorePlan, memory: int) -> StorePlan:
     """Return `plan` with quantized blocks for more tokens, as many as fit into `memory` bytes; `plan` itself if these
     take none."""
     larger = partial(plan.larger, plan.more_slots)

@@ -37,14 +37,9 @@ class CacheShape:
         return next((layer.high_precision for layer in self.kv_layers.values() if layer.high_precision), None)
 
     @property
-    def is_by_age(self) -> bool:
-        """Whether these are the newest blocks of sequences."""
-        return self.high_precision is not None and self.high_precision.is_by_age
-
-    @property
     def _newest(self) -> int:
-        """How many of a sequence's newest complete blocks have more bits, by age."""
-        return self.high_precision.newest if self.high_precision is not None and self.high_precision.is_by_age else 0
+        """How many of a sequence's newest complete blocks always have more bits."""
+        return 0 if self.high_precision is None else self.high_precision.newest
 
     @property
     def kinds(self) -> tuple[str, str]:
@@ -116,8 +111,8 @@ class CacheShape:
         return self.quantized_bytes(every_token) / self.block_size
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Return the bytes of a sequence of `tokens`: its quantized blocks, with the fewest bits that depend on room,
-        its sink and its current block. Blocks outside a layer's window do not count."""
+        """Return the bytes of a sequence of `tokens`: its quantized blocks, its sink and its current block. Blocks
+        outside a layer's window do not count."""
         total = 0
         for layers, quantized, full in self._blocks(tokens):
             newest = min(quantized, self._newest)
@@ -145,10 +140,9 @@ class CacheShape:
         """Return `bits_per_value` of a text of `tokens` without its first block, if the current block is coded, too: it
         is one more of the newest."""
         blocks = max(1, -(-tokens // self.block_size) - 1)
-        high_precision = min(blocks, self._newest + self.is_by_age)
-        return (
-            high_precision * self.high_precision_shape.bits_per_value + (blocks - high_precision) * self.bits_per_value
-        ) / blocks
+        newest = min(blocks, self._newest + self.has_two_kinds)
+        bits = newest * self.high_precision_shape.bits_per_value + (blocks - newest) * self.bits_per_value
+        return bits / blocks
 
     def quantized_blocks(self, tokens: int) -> tuple[int, ...]:
         """Return how many quantized blocks a sequence needs until it has `tokens`, per group."""

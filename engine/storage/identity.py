@@ -11,7 +11,7 @@ import numpy as np
 
 from polarlm.engine.model.fingerprint import fingerprint
 from polarlm.engine.model.forward import Transformer
-from polarlm.engine.state.cache_types import by_layer
+from polarlm.engine.state.cache_types import setting_by_layer
 
 # What determines codes, in the order in which it is checked → what to say if it differs.
 _DIFFERENCES = {
@@ -44,7 +44,7 @@ def settings(model: Transformer, name: str) -> dict[str, str]:
         "block_size": str(shape.block_size),
         "cache_types": " ".join(f"{layer.codec_k.name}/{layer.codec_v.name}" for layer in shape.kv_layers.values())
         + "".join(f" state:{name}" for name in _state_types(shape.layers) if name != _UNNAMED_STATE)
-        + (f" {'by-age' if shape.is_by_age else 'auto'}:{shape.kinds[0]}" if shape.has_two_kinds else ""),
+        + (f" by-age:{shape.kinds[0]}" if shape.has_two_kinds else ""),
         "conditioning": conditioned.hexdigest(),
     }
 
@@ -73,4 +73,4 @@ def difference(there: Mapping[str, Any], here: Mapping[str, str]) -> str | None:
 def _by_layer(types: str) -> str:
     """Return the types of keys and of values, each by the number among layers with K/V."""
     pairs = [pair.split("/") for pair in types.split(" ") if "/" in pair]
-    return f"{by_layer([k for k, _ in pairs])}/{by_layer([v for _, v in pairs])}"
+    return f"{setting_by_layer([k for k, _ in pairs])}/{setting_by_layer([v for _, v in pairs])}"

@@ -1,7 +1,7 @@
 """Blocks of K/V as objects: the positions of all layers' arrays in a payload, and checks of payloads.
 
     "block"    a quantized block. "stored_as" is the representation of its arrays, see `engine.backends.transfer`
-    "finer"    likewise, with the codes of more bits that blocks have while there is room
+    "finer"    likewise, of a high-precision block
     "full"     a block in full precision with 1 to N tokens, whose ids are "ids"
 
 "groups" says, as bits, which groups of layers have arrays: in other groups, the block has left the window.

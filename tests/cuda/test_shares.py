@@ -154,7 +154,7 @@ def test_two_kinds_of_blocks_are_shared_out_by_their_bytes(lengths: list[int], n
     """The busiest of 132 CTAs has a high-precision block's bytes more than the mean, and a rounding, whatever is
     high-precision."""
     ctas, kv_heads = 132, 8
-    program, coarser_bytes, high_precision_bytes = probe_of_two_kinds("balanced")
+    program, low_precision_bytes, high_precision_bytes = probe_of_two_kinds("balanced")
     headers = [span(length, 1) for length in lengths]
     spans = np.zeros((len(lengths), HEADER + 1), np.int32)
     spans[:, :HEADER] = headers
@@ -169,14 +169,14 @@ def test_two_kinds_of_blocks_are_shared_out_by_their_bytes(lengths: list[int], n
         units[high_precision[0] :].sum()
         >= kv_heads * sum(header.quantized for header in headers) - units[: high_precision[0]].sum()
     )
-    of_cta = units * np.where(np.arange(ctas) < high_precision[0], high_precision_bytes, coarser_bytes)
+    of_cta = units * np.where(np.arange(ctas) < high_precision[0], high_precision_bytes, low_precision_bytes)
     print(f"{of_cta.max():,} bytes, {of_cta.mean():,.0f} in the mean")
     assert of_cta.max() <= 1.02 * of_cta.mean() + high_precision_bytes
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_mixed_precision_leave_the_coarser_ones_all_their_warps(preset: str, dim: int) -> None:
+def test_high_precision_blocks_leave_the_others_all_their_warps(preset: str, dim: int) -> None:
     """Nearly all bytes are those of low-precision blocks."""
     layouts, high_precision = layouts_of(preset, dim)
     assert launch_configs.decode_two_kinds(layouts, high_precision, GROUP).threads == 12 * 32

@@ -18,7 +18,7 @@ from polarlm.engine.state.layer_shapes import HighPrecisionKind
 from polarlm.engine.state.store import KVStore, SequenceKV
 from tests.cuda.test_model_emulated import N, model_of
 
-BY_AGE = HighPrecisionKind(codecs.get("ring4"), codecs.get("ring4"), is_by_age=True)
+BY_AGE = HighPrecisionKind(codecs.get("ring4"), codecs.get("ring4"))
 MODELS = [
     ("llama_gqa_linear", ("ring4", "ring3.5"), None),
     ("llama_gqa_linear", ("ring3.5", "ring3.5"), BY_AGE),

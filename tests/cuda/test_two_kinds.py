@@ -18,13 +18,13 @@ from polarlm.engine.backends.transfer import FIELDS, converted
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import Completion
 from polarlm.engine.quantization.encode import encode_centred
-from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.engine.state.cache_types import PRESETS
 from polarlm.engine.state.store import KVStore
 from tests.cuda.emulated import EmulatedDevice, open_device, program_of
 from tests.cuda.test_model_emulated import Rounded, SameWeights, Talk, close, model_of
 from tests.state.fed import HEADS, KV_HEADS, D, Fed
 from tests.state.reference import attention
-from tests.state.test_mixed_precision import BY_ROOM, COMPACT, LAYERS, N, contents, decode, make_store
+from tests.state.test_mixed_precision import ALL_NEWEST, COMPACT, LAYERS, N, contents, decode, make_store
 from tests.tiny import assert_idle, load_tiny, make_model
 
 
@@ -50,7 +50,7 @@ class Plain(Fed):
 
 def sequences(ops: Ops) -> list[Plain]:
     """Sequences without quantized blocks, of high-precision ones alone, of both kinds, and of the others alone."""
-    store = make_store(ops, 800, COMPACT, BY_ROOM)
+    store = make_store(ops, 800, COMPACT, ALL_NEWEST)
     kept = [Plain(store, seed) for seed in range(4)]
     for fed, tokens in zip(kept, (5, 4 * N, 9 * N + 3, 6 * N), strict=True):
         fed.feed(tokens)
@@ -102,7 +102,7 @@ def test_a_step_attends_to_blocks_of_both_kinds(processors: int, rows: int) -> N
 def test_codes_are_those_of_numpy() -> None:
     """Codes of high-precision blocks, and of one that is requantized from what it decodes to; what is between fields
     reads as zeros, whatever the memory was before."""
-    stores = [make_store(ops, 800, COMPACT, BY_ROOM) for ops in (CudaOps(open_device()), NumpyOps())]
+    stores = [make_store(ops, 800, COMPACT, ALL_NEWEST) for ops in (CudaOps(open_device()), NumpyOps())]
     for layer in range(LAYERS):
         stores[0].cache(layer).blocks[...] = 0xFF
     for store in stores:
@@ -140,16 +140,13 @@ FIXTURE = "qwen3_qk_norm_tied"
 
 def talk(model: Transformer) -> list[np.ndarray]:
     """A prompt, a second turn, steps over a block's end, and steps in company, some with several rows. In between,
-    blocks are requantized: those that are old, or the next one at times."""
+    blocks are requantized that have become old."""
     ids = np.random.default_rng(4).integers(5, 96, 180).tolist()
     dialogue, high_precision = Talk(model, 2), model.store.mixed_precision
     seen: list[tuple[int, int]] = []
 
     def then() -> None:
-        if high_precision.blocks.is_by_age:
-            high_precision.requantize_aged()
-        elif len(seen) % 4 == 0:
-            high_precision.requantize()
+        high_precision.requantize_aged()
         seen.append(high_precision.blocks.placement.counts())
 
     dialogue.prompt(ids[:97])
@@ -170,17 +167,12 @@ def talk(model: Transformer) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["quality", "auto"])
+@pytest.mark.parametrize("name", ["quality", "compact"])
 def test_logits_equal_those_of_numpy(name: str) -> None:
-    device = CudaOps(open_device(checked=False))
-    kinds = TWO_KINDS[name]
+    device, preset = CudaOps(open_device(checked=False)), PRESETS[name]
+    types, newest = preset.low_precision, preset.high_precision_kind
     backends = device, SameWeights(device), Rounded(device)
-    close(
-        *(
-            talk(model_of(ops, FIXTURE, kinds.low_precision, high_precision=kinds.high_precision_kind))
-            for ops in backends
-        )
-    )
+    close(*(talk(model_of(ops, FIXTURE, types, high_precision=newest)) for ops in backends))
 
 
 GREEDY = SamplingParams(max_tokens=N + 5, temperature=0.0, ignore_eos=True, logprobs=2)

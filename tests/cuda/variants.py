@@ -17,7 +17,7 @@ from polarlm.engine.backends.cuda.sampling.sampler import SAMPLE
 from polarlm.engine.backends.ops import STEP_ROWS
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
-from polarlm.engine.state.cache_types import TWO_KINDS
+from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from tests.cuda.formats import BESIDE
 from tests.cuda.nvrtc import SHARED_LIMIT
 
@@ -167,7 +167,7 @@ def _decode(kernel: str, caches: list[Cache]) -> list[Variant]:
 
 
 # The types of blocks of two kinds in one memory: of the others, and of those with more bits.
-_TWO_KINDS = [(kinds.low_precision, kinds.high_precision) for kinds in TWO_KINDS.values()]
+_TWO_KINDS = [(kinds.low_precision, kinds.high_precision) for kinds in PRESETS_BY_NAME.values()]
 
 
 def _decode_two_kinds() -> list[Variant]:

@@ -26,7 +26,7 @@ from tests.state.reference import attention
 
 N, LAYERS = 16, 2
 QUALITY = codecs.get("ring5"), codecs.get("ring4")
-BY_ROOM, BY_AGE = HighPrecisionKind(*QUALITY, is_by_age=False), HighPrecisionKind(*QUALITY, is_by_age=True)
+BY_AGE, ALL_NEWEST = HighPrecisionKind(*QUALITY), HighPrecisionKind(*QUALITY, newest=999)
 NEWEST = BY_AGE.newest
 COMPACT = codecs.get("ring3"), codecs.get("ring3.5")
 _SIDES = "k.", "mean.", "v."
@@ -86,17 +86,18 @@ class Checked(Fed):
         np.testing.assert_allclose(out, attention(q, k, v, position, 0.3, None), atol=tolerance)
 
 
-def test_with_room_the_store_is_one_of_more_bits(ops: Ops) -> None:
-    by_room, quality = (Unchecked(make_store(ops, *given)) for given in ((2048, COMPACT, BY_ROOM), (2048, QUALITY)))
+def test_the_newest_blocks_alone_are_a_store_of_more_bits(ops: Ops) -> None:
+    kinds = (2048, COMPACT, ALL_NEWEST), (2048, QUALITY)
+    newest, quality = (Unchecked(make_store(ops, *given)) for given in kinds)
     for count, chunk, step in [(40, None, False), (1, None, True), (100, 7, False), (5, None, True), (50, None, False)]:
-        both = [fed.feed(count, chunk, step=step) for fed in (by_room, quality)]
+        both = [fed.feed(count, chunk, step=step) for fed in (newest, quality)]
         np.testing.assert_array_equal(*both)
-    assert by_room.store.mixed_precision.blocks.placement.counts() == (196 // N - 1, 0)
-    assert by_room.store.bytes_held(by_room.kv) == quality.store.bytes_held(quality.kv)
+    assert newest.store.mixed_precision.blocks.placement.counts() == (196 // N - 1, 0)
+    assert newest.store.bytes_held(newest.kv) == quality.store.bytes_held(quality.kv)
 
 
 def test_attention_reads_each_block_as_it_was_coded_last(ops: Ops) -> None:
-    store = make_store(ops, 800, COMPACT, BY_ROOM)
+    store = make_store(ops, 800, COMPACT, ALL_NEWEST)
     sequences = [Checked(store, seed) for seed in range(2)]
     rng, seen = np.random.default_rng(0), set()
     while sum(fed.kv.length for fed in sequences) < 640:
@@ -104,7 +105,7 @@ def test_attention_reads_each_block_as_it_was_coded_last(ops: Ops) -> None:
         fed.feed(int(rng.integers(30, 90)))
         for _ in range(1):
             fed.feed(1, step=True)
-        for _ in range(rng.integers(4) if store.mixed_precision.lacks_room() else 0):
+        for _ in range(rng.integers(4) if fed.kv.length > 10 * N else 0):
             store.mixed_precision.requantize()
         high_precision, others = store.mixed_precision.blocks.placement.counts()
         seen.add((high_precision > 0, others > 0))
@@ -119,8 +120,8 @@ def test_attention_reads_each_block_as_it_was_coded_last(ops: Ops) -> None:
     assert held(store) == [(0, 0)]
 
 
-def test_a_block_is_coded_again_from_what_it_decodes_to(ops: Ops) -> None:
-    fed = Unchecked(make_store(ops, 800, COMPACT, BY_ROOM))
+def test_a_block_is_requantized_from_what_it_decodes_to(ops: Ops) -> None:
+    fed = Unchecked(make_store(ops, 800, COMPACT, ALL_NEWEST))
     fed.feed((NEWEST + 4) * N)
     first, *others = fed.kv.tables[0].quantized
     before = [[contents(fed.store, layer, block) for block in (first, *others)] for layer in range(LAYERS)]
@@ -149,11 +150,11 @@ def test_by_age_the_newest_blocks_alone_are_high_precision(ops: Ops) -> None:
         fed = sequences[rng.integers(2)]
         fed.feed(int(rng.integers(1, 90)))
         fed.feed(int(rng.integers(1, 4)), step=True)
-        assert store.mixed_precision.lacks_room() == (
+        assert store.mixed_precision.blocks.has_due == (
             store.mixed_precision.blocks.placement.counts()[0] > newest(store, sequences)
         )
         store.mixed_precision.requantize_aged()
-        assert not store.mixed_precision.lacks_room()
+        assert not store.mixed_precision.blocks.has_due
         assert store.mixed_precision.blocks.placement.counts()[0] == newest(store, sequences)
     kept, released = sequences
     store.release(released.kv)
@@ -238,8 +239,8 @@ def test_by_age_the_room_for_the_newest_blocks_is_planned(ops: Ops) -> None:
     newest(store, sequences)
 
 
-def test_an_error_while_a_block_is_coded_again_leaves_it_as_it_was(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    fed = Unchecked(make_store(ops, 800, COMPACT, BY_ROOM))
+def test_an_error_while_a_block_is_requantized_leaves_it_as_it_was(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = Unchecked(make_store(ops, 800, COMPACT, ALL_NEWEST))
     fed.feed((NEWEST + 4) * N)
     blocks, placement = fed.kv.tables[0].quantized, fed.store.mixed_precision.blocks.placement
     before = [contents(fed.store, LAYERS - 1, block) for block in blocks]
@@ -252,14 +253,14 @@ def test_an_error_while_a_block_is_coded_again_leaves_it_as_it_was(ops: Ops, mon
         np.testing.assert_array_equal(contents(fed.store, LAYERS - 1, block), given)
     assert fed.store.mixed_precision.requantize()  # it goes on
     assert placement.counts() == (len(blocks) - 1, 1)
-    assert not placement.coding
+    assert not placement.targets
 
 
 def test_a_block_is_written_to_the_kind_that_there_is_room_for(ops: Ops) -> None:
     """A high-precision block stays one where its place is one, and else is requantized; another one is never
     high-precision."""
     for held_high_precision in (True, False):
-        fed = Unchecked(make_store(ops, 800, COMPACT, BY_ROOM))
+        fed = Unchecked(make_store(ops, 800, COMPACT, ALL_NEWEST))
         fed.feed((NEWEST + 4) * N)
         high_precision, blocks = fed.store.mixed_precision, fed.kv.tables[0].quantized
         copied, target = blocks[0], blocks[2]

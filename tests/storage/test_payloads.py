@@ -83,7 +83,7 @@ def test_a_block_is_checked_for_its_shape(groups: int) -> None:
 def test_a_high_precision_block_is_checked_for_the_shape_of_its_kind() -> None:
     ring3, ring5 = codecs.get("ring3"), codecs.get("ring5")
     layer = LayerShape(ring3, ring3, 2, 64, 8)
-    both = Payloads(CacheShape(8, (replace(layer, high_precision=HighPrecisionKind(ring5, ring5, is_by_age=False)),)))
+    both = Payloads(CacheShape(8, (replace(layer, high_precision=HighPrecisionKind(ring5, ring5)),)))
     alike, high_precision_shape = Payloads(CacheShape(8, (layer,))), both.high_precision
     blocks = [unpack(NAME, block(of, groups=1)) for of in (alike, high_precision_shape)]
     for kind, read in zip(("block", "finer"), blocks, strict=True):

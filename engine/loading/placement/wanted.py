@@ -24,7 +24,6 @@ from polarlm.engine.state.plan import (
     plan_for_memory,
     plan_for_tokens,
     with_kept,
-    with_more_tokens,
 )
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
@@ -137,8 +136,6 @@ class Wanted:
             return plan_for_memory(shape, room, tokens, sequences, other_bytes)
         if config.kept_sequences:
             plan = with_kept(plan, min(plan.bytes + plan.bytes // _SHARE_OF_KEPT, room - other), 0)
-        if shape.has_two_kinds and not shape.is_by_age:  # the memory of a store whose blocks have the most bits
-            plan = with_more_tokens(plan, self.plan(ops, shape.high_precision_shape, room).bytes)
         return plan
 
     def is_met(self, ops: Ops, plan: StorePlan, weights: int, room: int) -> bool:

@@ -1,1 +1,1 @@
-"""Blocks with more bits while there is room for them: their places, and when they are requantized."""
+"""Two kinds of blocks in one memory: where they lie, and when the old ones of a sequence are requantized."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from polarlm.engine import Engine
 from polarlm.engine.outputs import Status
-from polarlm.engine.state.cache_types import in_words, stored
+from polarlm.engine.state.cache_types import describe_types, type_pair
 from polarlm.server.reading.values import BadRequest
 from polarlm.server.running.counters import Totals
 
@@ -36,12 +36,12 @@ def _mean_over_blocks(now: Status, high_precision: float, other: float) -> float
 def stats(engine: Engine, done: Totals, now: Status, tokens: int | None) -> dict[str, Any]:
     """A JSON object; with `tokens`, it has the memory of such a sequence, as stored and if all were half precision."""
     cache = engine.cache_shape
-    type_k, type_v = stored(engine.config)
+    type_k, type_v = type_pair(engine.config)
     windows = [layer.window for layer in cache.layers if layer.window is not None]
     numbers: dict[str, Any] = {
         "model": engine.model.name,
         "context": engine.context,
-        "cache_types": in_words(engine.config, cache),
+        "cache_types": describe_types(engine.config, cache),
         "cache_type_k": type_k,
         "cache_type_v": type_v,
         "block_size": cache.block_size,
