@@ -12,8 +12,8 @@ from polarlm.engine.backends.select import select
 from polarlm.engine.cli.commands import note
 from polarlm.engine.cli.flags import Check, FlagError
 from polarlm.engine.loading.checks import settle
-from polarlm.engine.loading.encoding import WHOLE, Encoding
-from polarlm.engine.loading.placement.wanted import fits_beside
+from polarlm.engine.loading.encoding import FULL_ENCODING, Encoding
+from polarlm.engine.loading.placement.request import fit_check
 from polarlm.engine.state.cache_types import PRESETS_BY_NAME
 from polarlm.model_loaders import hub
 from polarlm.model_loaders.demo import demo_model
@@ -35,7 +35,7 @@ class CacheType:
     key: str
     value: str
     key_conditioning: bool
-    encoding: Encoding = field(default=WHOLE, repr=False)
+    encoding: Encoding = field(default=FULL_ENCODING, repr=False)
 
     @classmethod
     def read(cls, text: str) -> CacheType:
@@ -112,7 +112,7 @@ def model_files(path: str | None) -> tuple[str, str]:
     where = Path(path)
     if (name := hub.named(path)) is not None:
         ops = select("auto", 0)[0]
-        where = hub.fetch(name, fits_beside(EngineConfig(), ops), note)
+        where = hub.fetch(name, fit_check(EngineConfig(), ops), note)
         return str(where), name.short if where.is_dir() else where.stem
     return path, where.resolve().name if where.is_dir() else where.stem
 

@@ -30,12 +30,12 @@ from polarlm.engine.loading.fit import (
     DeviceFit,
     WeightFit,
     advise,
+    context_steps,
     devices,
     fit_device,
     fit_files,
-    steps_to,
 )
-from polarlm.engine.loading.placement.wanted import bytes_beside
+from polarlm.engine.loading.placement.request import companion_bytes
 from polarlm.engine.model.weights import in_words
 from polarlm.engine.state.plan import format_bytes
 from polarlm.model_loaders import ModelConfig, hub
@@ -109,11 +109,11 @@ def _report(argv: Sequence[str]) -> str:
     else:
         model, source, dtype = model_loaders.load_weights(path, mtp=config.mtp)
         try:
-            asked = numbers or steps_to(model.max_context)
+            asked = numbers or context_steps(model.max_context)
             fits = []
             for name, ops in devices(options.device):
-                more = bytes_beside(config, ops, model, Path(path))
-                fits.append(fit_device(config, name, ops, model, source, contexts=asked, more=more))
+                more = companion_bytes(config, ops, model, Path(path))
+                fits.append(fit_device(config, name, ops, model, source, contexts=asked, other_bytes=more))
         finally:
             source.close()
     advice = advise(fits, config, model)
@@ -137,7 +137,7 @@ def _fit_hub(
 ) -> tuple[ModelConfig, str, list[DeviceFit]]:
     """(configuration, format of the files, what fits) of a model on the hub, whose weights are not fetched."""
     model, files = hub.sizes(name)
-    asked = numbers or steps_to(model.max_context)
+    asked = numbers or context_steps(model.max_context)
     plain = str(replace(name, quantization=None))
     sizes = {f"{plain}:{label}" if label else "": size for label, size in files}
     fits = [fit_files(config, device, ops, model, sizes, contexts=asked) for device, ops in devices(config.device)]

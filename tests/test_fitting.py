@@ -12,7 +12,7 @@ import pytest
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.loading import assembly, fitting, kept_arrays
 from polarlm.engine.loading.encoding import Stored
-from polarlm.engine.loading.kept_arrays import key_of, read, write
+from polarlm.engine.loading.kept_arrays import digest_key, read, write
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 
 PROMPT = list(range(5, 25))
@@ -52,7 +52,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return count
 
-    for name in ("load_or_calibrate", "variances", "stored_layers"):
+    for name in ("load_or_calibrate", "variances", "encode_layers"):
         monkeypatch.setattr(fitting, name, counted(name))
     return calls
 
@@ -85,7 +85,7 @@ def test_later_starts_read_what_the_first_of_the_same_settings_has_computed(
     """Otherwise codes would be made with the scales and metrics of another cache type."""
     settings: list[dict] = [{}, {"cache_type": "compact"}, {"block_size": 4}]
     firsts = [start(tiny_path, **one) for one in settings]
-    assert computed.count("stored_layers") == len(settings)
+    assert computed.count("encode_layers") == len(settings)
     computed.clear()
     for one, (stored, answer) in zip(settings, firsts, strict=True):
         again, ids = start(tiny_path, **one)
@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(tiny_path: Path, cache: Pa
 
 def test_the_files_used_least_recently_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_arrays, "_MOST_BYTES", 500)  # of three files
-    keys = [key_of(number) for number in range(4)]
+    keys = [digest_key(number) for number in range(4)]
     said: list[str] = []
     for age, key in enumerate(keys[:3]):
         write("some", key, {"a": np.ones((2, 3), np.float32)}, said.append)

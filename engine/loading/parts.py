@@ -101,10 +101,10 @@ def fit_line(parts: Parts) -> str:
             what = f"reranker: queries and documents of up to {plan.tokens:,} tokens together"
         return f"{name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; {what}"
     snapshots = plan.snapshot_bytes if shape.has_host else 0
-    beside = f" and {format_bytes(snapshots)} of snapshots in the computer's memory" if snapshots else ""
+    snapshot_clause = f" and {format_bytes(snapshots)} of snapshots in the computer's memory" if snapshots else ""
     line = (
         f"{name}: {weights}, {format_bytes(parts.model.weights.bytes)} on the {ops.name}{where}; "
-        f"KV store {format_bytes(plan.bytes)}{beside}, "
+        f"KV store {format_bytes(plan.bytes)}{snapshot_clause}, "
         f"{shape.blocks_of_kv(plan.quantized_blocks)} blocks of {shape.block_size} as {types} "
         f"({shape.bits_of_text(plan.tokens):.2f} bits/value): {plan.capacity:,} tokens fit"
     )

@@ -72,15 +72,15 @@ def cache_shape(config: EngineConfig, encoding: Encoding, ops: Ops, model: Model
         sizes = mixer.kv_heads, mixer.head_dim, means, mixer.window
         layers.append(LayerShape(codec_k, codec_v, *sizes, images_whole=mixer.images_whole))
     if (preset := cache_types.preset(config)) is not None:
-        layers = _with_preset(preset, layers)
-    shape = _with_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
+        layers = _apply_preset(preset, layers)
+    shape = _set_snapshots(config, CacheShape(config.block_size, tuple(layers), has_host=ops.name != "cpu"))
     try:
         return replace(shape, stored={layer: ops.cache_bytes(shape.format(layer)) for layer in shape.kv_layers})
     except ValueError as error:
         raise EngineError(str(error)) from None
 
 
-def _with_preset(preset: Preset, layers: Sequence[StateShape]) -> list[StateShape]:
+def _apply_preset(preset: Preset, layers: Sequence[StateShape]) -> list[StateShape]:
     """Return the layers with the types of a preset: two kinds of blocks in the group that keeps the most of a whole
     text, and one kind in all others, whose windows have no more blocks, however long the text."""
     values: Counter[Hashable] = Counter()
@@ -100,7 +100,7 @@ def _with_preset(preset: Preset, layers: Sequence[StateShape]) -> list[StateShap
     return [*map(layer_shape, layers)]
 
 
-def _with_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:
+def _set_snapshots(config: EngineConfig, shape: CacheShape) -> CacheShape:
     """Return the shape with the snapshots of recurrent layers that `config` asks for. Raises EngineError."""
     codes = snapshot_codes.ALL[config.state_type]
     layers = [replace(one, codes=codes) if isinstance(one, DeltaShape) else one for one in shape.layers]
@@ -119,7 +119,7 @@ def is_calibrated(config: EngineConfig, shape: CacheShape) -> bool:
     return config.calibration and config.key_conditioning and quantized
 
 
-def within_table(config: EngineConfig, model: ModelConfig, say: Callable[[str], None]) -> EngineConfig:
+def limit_context(config: EngineConfig, model: ModelConfig, say: Callable[[str], None]) -> EngineConfig:
     """Return `config` with a context of at most the rows of the model's table of positions, if it has one."""
     most = model.positions - model.first_position
     if model.positions == 0 or config.ctx_size <= most:

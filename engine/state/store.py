@@ -137,7 +137,7 @@ class KVStore:
         """Return the cache of one layer, for the ops."""
         return self.groups[self.group_of(layer)].cache(self._source[layer])
 
-    def in_numpy(self) -> list[str]:
+    def numpy_fallbacks(self) -> list[str]:
         """Return what NumPy computes where kernels are missing: a clause for each reason, with its layers."""
         layers: dict[tuple[str, str], list[int]] = {}
         for layer in self.shape.kv_layers:

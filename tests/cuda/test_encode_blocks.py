@@ -20,7 +20,7 @@ from polarlm.engine.codecs.parts.nearest import NearestPoint
 from polarlm.engine.codecs.ring import RINGS, points_of
 from polarlm.engine.quantization.conditioning import centre
 from polarlm.engine.quantization.encode import encode_with_metric
-from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_tilt
+from polarlm.engine.quantization.metric import Metric, key_metric, remove_tilt, value_metric
 from polarlm.engine.quantization.statistics import output_second
 from polarlm.engine.records import Layout
 from polarlm.engine.records.fragments import Geometry
@@ -228,7 +228,7 @@ def metric_of(side: Side, heads: int, *, tilt: bool | None = None, tokens: bool 
     queries = rng.standard_normal((heads, 4 * dim, dim)) * spread @ rotation + 0.2
     second = queries.swapaxes(1, 2) @ queries / (4 * dim)
     metric = key_metric(second, queries.mean(1), np.ones((heads, dim)), None, rounding)
-    return metric if (isinstance(rounding, PathRounding) if tilt is None else tilt) else without_tilt(metric)
+    return metric if (isinstance(rounding, PathRounding) if tilt is None else tilt) else remove_tilt(metric)
 
 
 def codes_of(side: Side, fields: dict[str, np.ndarray]) -> np.ndarray:

@@ -17,7 +17,7 @@ from polarlm.engine.backends.cuda.device.kernel_source import source
 from polarlm.engine.backends.cuda.kv.store import feedback_tiles
 from polarlm.engine.backends.cuda.launch import LaunchConfig
 from polarlm.engine.quantization.conditioning import centre
-from polarlm.engine.quantization.metric import Metric, residue_costs, without_feedback
+from polarlm.engine.quantization.metric import Metric, remove_feedback, residue_costs
 from polarlm.engine.records import Layout
 from tests.cuda.programs import Program, on_gpu
 from tests.cuda.test_encode_blocks import BlockShape, Side, arrays, codes_of, edges, halves, metric_of
@@ -124,8 +124,8 @@ def test_codes_without_either_feedback_equal_those_of_numpy(rng: np.random.Gener
     side, keys = Side(True, "ring3.5", BlockShape(32, 32)), Side(False, "ring4", BlockShape(16, 16, mean_bits=8))
     x = halves(rng, 2, 1, 32, 32, bias=0.5)
     assert_as_good(TILES, side, x, metric_of(side, 2, tokens=False))
-    assert_as_good(TILES, side, x, without_feedback(metric_of(side, 2)))
-    assert_as_good(KEYS, keys, halves(rng, 2, 2, 16, 16, bias=0.5), without_feedback(metric_of(keys, 2, tilt=True)))
+    assert_as_good(TILES, side, x, remove_feedback(metric_of(side, 2)))
+    assert_as_good(KEYS, keys, halves(rng, 2, 2, 16, 16, bias=0.5), remove_feedback(metric_of(keys, 2, tilt=True)))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from polarlm.engine import Engine, EngineConfig, EngineError, SamplingParams
 from polarlm.engine.backends.cuda.ops import CudaOps
 from polarlm.engine.backends.native.ops import NativeOps
 from polarlm.engine.backends.numpy.ops import NumpyOps
-from polarlm.engine.loading.placement.wanted import bytes_beside
+from polarlm.engine.loading.placement.request import companion_bytes
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.towers._rows import PlacedImage
 from polarlm.engine.model.weights import load_tower, load_weights
@@ -193,8 +193,8 @@ def test_no_turn_reads_text_or_images_again(path: Path, tmp_path: Path) -> None:
 
 def test_memory_counts_the_tower_unless_it_is_left_out(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, model = EngineConfig(weights=str(path)), open_weights(path)[0]
-    assert bytes_beside(config, NumpyOps(), model, path)(64) > 10_000
-    assert bytes_beside(replace(config, mmproj="none"), NumpyOps(), model, path)(64) == 0
+    assert companion_bytes(config, NumpyOps(), model, path)(64) > 10_000
+    assert companion_bytes(replace(config, mmproj="none"), NumpyOps(), model, path)(64) == 0
     with Engine.load(path, mmproj="none", **SETTINGS) as engine:
         assert not engine.reads_images
         with pytest.raises(EngineError, match="takes text alone"):

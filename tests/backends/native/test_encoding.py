@@ -20,7 +20,7 @@ from polarlm.engine.codecs import NotFinite
 from polarlm.engine.jit.compile.target import levels
 from polarlm.engine.jit.lang import Level
 from polarlm.engine.quantization.conditioning import read_mean
-from polarlm.engine.quantization.metric import Metric, key_metric, value_metric, without_feedback
+from polarlm.engine.quantization.metric import Metric, key_metric, remove_feedback, value_metric
 from polarlm.engine.quantization.statistics import output_second
 from tests.backends.native.launching import launcher
 from tests.pairs import each, in_turn
@@ -171,7 +171,7 @@ def test_without_feedback_codes_are_equal(name: str, level: Level) -> None:
     (format,) = formats(1, name, name, 40, 48, 16, along=False)
     assert format.metric_k is not None
     assert format.metric_v is not None
-    format = replace(format, metric_k=without_feedback(format.metric_k), metric_v=without_feedback(format.metric_v))
+    format = replace(format, metric_k=remove_feedback(format.metric_k), metric_v=remove_feedback(format.metric_v))
     compiled, plain = both(format, level)
     for side in (0, 1):
         assert share_of_equal_blocks(compiled, plain, side) == 1
