@@ -278,9 +278,9 @@ def test_the_least_that_a_model_needs_is_the_least_that_it_fits_into(tiny_path: 
     config = settle(tiny_path, None, {"device": "cpu"})
     least = need(config, {"cpu": 1 << 60})
     assert (least.fits, least.store, least.tokens) == (False, 0, 0)
-    assert need(config, most=least.bytes).fits
-    assert not need(config, most=least.bytes - 1).fits
-    tight = need(config, most=least.bytes)
+    assert need(config, limit=least.bytes).fits
+    assert not need(config, limit=least.bytes - 1).fits
+    tight = need(config, limit=least.bytes)
     assert (tight.bytes, tight.tokens) == (least.bytes, 256)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from polarlm.engine import Engine, SamplingParams
 from polarlm.engine.loading import assembly, fitting, kept_arrays
-from polarlm.engine.loading.encoding import Stored
+from polarlm.engine.loading.encoding import LayerEncodings
 from polarlm.engine.loading.kept_arrays import digest_key, read, write
 from polarlm.model_loaders.user_dirs import CACHE_VARIABLE
 
@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-FITTED: list[Stored] = []
+FITTED: list[LayerEncodings] = []
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def start(path: Path, said: list[str] | None = None, **settings) -> tuple[Stored, tuple[int, ...]]:
+def start(path: Path, said: list[str] | None = None, **settings) -> tuple[LayerEncodings, tuple[int, ...]]:
     """Conditioning and metrics of an engine, and the ids of an answer."""
     verbose = None if said is None else said.append
     settings = {"device": "cpu", "block_size": 8, "ctx_size": 64, **settings}
@@ -66,7 +66,7 @@ def start(path: Path, said: list[str] | None = None, **settings) -> tuple[Stored
         return FITTED[-1], tuple(answer.token_ids)
 
 
-def assert_same(a: Stored, b: Stored) -> None:
+def assert_same(a: LayerEncodings, b: LayerEncodings) -> None:
     for one, other in zip(a[0], b[0], strict=True):
         for name in ("keys", "values"):
             np.testing.assert_array_equal(getattr(one.scale, name), getattr(other.scale, name), strict=True)
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(tiny_path: Path, cache: Pa
 
 
 def test_the_files_used_least_recently_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_arrays, "_MOST_BYTES", 500)  # of three files
+    monkeypatch.setattr(kept_arrays, "_LIMIT_BYTES", 500)  # of three files
     keys = [digest_key(number) for number in range(4)]
     said: list[str] = []
     for age, key in enumerate(keys[:3]):
