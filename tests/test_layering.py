@@ -55,9 +55,8 @@ ROOMS: dict[str, set[str]] = {
     "backends": {"codecs", "jit", "quantization", "records", "sampling", "weight_formats"} | TOLD,
     "storage.payloads": {"backends.transfer", "state", "storage.objects"},
     "storage.copies": {"state", "storage.objects", "storage.payloads"},
-    "storage.waiting": {"state", "storage.copies", "storage.objects", "storage.payloads"},
     "storage.tiers": {"codecs", "state"}
-    | {f"storage.{name}" for name in ("copies", "files", "objects", "payloads", "waiting")}
+    | {f"storage.{name}" for name in ("copies", "files", "objects", "payloads")}
     | TOLD,
     "state": {
         "backends.delta",

@@ -30,7 +30,7 @@ from polarlm.engine.sampling.sample import Sampled, Sampling, most_tokens, resol
 from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.store import RowAdapter, SequenceKV, Span
 from polarlm.engine.storage.copies import Snapshot
-from polarlm.engine.storage.tiers.tier_hit import TierHit, cached_from
+from polarlm.engine.storage.tiers.search import TierHit, cached_from
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())

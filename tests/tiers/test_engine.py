@@ -16,7 +16,6 @@ import pytest
 from polarlm.engine import Completion, Engine, EngineError, PromptOptions, SamplingParams
 from polarlm.engine.backends.numpy.ops import NumpyOps
 from polarlm.engine.backends.transfer import FIELDS
-from polarlm.engine.storage import waiting
 from polarlm.engine.storage.tiers import tiers, writing
 from polarlm.engine.storage.tiers.tier_store import Folder, Memory
 from tests.server.lines import PATIENCE
@@ -120,7 +119,7 @@ def test_blocks_that_are_reused_before_they_are_written_are_copied(
     plain_model: Path, tmp_path: Path, may_write: threading.Event, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
     if not room:
-        monkeypatch.setattr(waiting, "_COPIED_BYTES", 0)
+        monkeypatch.setattr(writing, "_COPIED_BYTES", 0)
     with load(plain_model, None) as engine:
         first = engine.generate(PROMPT, PARAMS)
         expected = next_turn(engine, first)

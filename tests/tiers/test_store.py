@@ -14,11 +14,9 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker, Trip
 from polarlm.engine.storage.tiers.names import Names
-from polarlm.engine.storage.tiers.search import Search
-from polarlm.engine.storage.tiers.tier_hit import Budget, Stored, TierHit
+from polarlm.engine.storage.tiers.search import Budget, Search, Stored, TierHit
 from polarlm.engine.storage.tiers.tier_store import Memory
-from polarlm.engine.storage.tiers.writing import Writer
-from polarlm.engine.storage.waiting import WaitingBlocks
+from polarlm.engine.storage.tiers.writing import WaitingBlocks, Writer
 from tests.state import test_prefix
 from tests.state.fed import N, overwrite
 from tests.state.test_prefix import CachedSequence, CachedStore, words

@@ -2,7 +2,7 @@
 
 Blocks of a released sequence are written in the background (`writing.py`). The blocks of a new prompt are looked up and
 read outside of the engine's lock, while the thread that submits it waits (`search.py`), and copied to the store when
-its turn has come (`tier_hit.py`). A tier that does not answer in time is not queried again before it has answered;
+its turn has come (`search.py`). A tier that does not answer in time is not queried again before it has answered;
 until then, prompts are computed without it.
 """
 
@@ -21,11 +21,9 @@ from polarlm.engine.storage.payloads import Payloads
 from polarlm.engine.storage.tiers.circuit_breaker import CircuitBreaker, Trip
 from polarlm.engine.storage.tiers.names import Names, digest, known_digest
 from polarlm.engine.storage.tiers.opening import remembering
-from polarlm.engine.storage.tiers.search import Search
-from polarlm.engine.storage.tiers.tier_hit import Budget, Stored, TierHit
+from polarlm.engine.storage.tiers.search import Budget, Search, Stored, TierHit
 from polarlm.engine.storage.tiers.tier_store import TierStore
-from polarlm.engine.storage.tiers.writing import Lock, Writer
-from polarlm.engine.storage.waiting import WaitingBlocks
+from polarlm.engine.storage.tiers.writing import Lock, WaitingBlocks, Writer
 from polarlm.model_loaders.forks import renew_in_children
 
 _LOG = logging.getLogger(__name__)

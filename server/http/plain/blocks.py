@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from polarlm.engine.storage.objects import DamagedObject, unpack
-from polarlm.engine.storage.tiers.tier_hit import Budget
+from polarlm.engine.storage.tiers.search import Budget
 from polarlm.engine.storage.tiers.tier_store import Folder
 from polarlm.server.http.bodies import announced_bytes, read_bytes, too_large
 from polarlm.server.http.errors import CLOSE, ApiError
