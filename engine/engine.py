@@ -37,7 +37,7 @@ from polarlm.engine.sampling.detokenizer import text_of
 from polarlm.engine.sampling.grammars import Grammars
 from polarlm.engine.state.prefix import PrefixCache
 from polarlm.engine.storage import identity, sessions
-from polarlm.engine.storage.sessions import Known, Progress, Session, SessionPath
+from polarlm.engine.storage.sessions import KnownAnswers, Progress, Session, SessionPath
 from polarlm.engine.storage.tiers.tiers import Tiers
 
 Chunks = Generator[Chunk, None, None]
@@ -69,7 +69,7 @@ class Engine(Completions):
         self._identity = identity.settings(parts.model, parts.source.name)
         keeps = parts.config.kept_sequences > 0
         more = {} if (bits := parts.config.input_bits) == EngineConfig.input_bits else {"input_bits": str(bits)}
-        self._prefixes = PrefixCache(self._store, identity.of_blocks(self._identity, more), enabled=keeps)
+        self._prefixes = PrefixCache(self._store, identity.hash_root(self._identity, more), enabled=keeps)
         self._scheduler = Scheduler(parts.config.parallel, parts.plan.shape.block_size)
         self._drafting = Drafting(parts.config, parts.source.vocabulary.stop, parts.draft_model, parts.model.mtp)
         self._lock = FairLock(forkable=parts.model.ops.forkable)
@@ -184,7 +184,7 @@ class Engine(Completions):
         options = options or PromptOptions()
         salt = self.adapters.salt(options)
         wanted: Sequence[int] | None = None
-        answers: Known = ()
+        answers: KnownAnswers = ()
         if prompt is not None:
             conversation = self._answers.conversation(prompt, options.cache_salt)
             read, answers = conversation.read, conversation.known()
@@ -193,7 +193,7 @@ class Engine(Completions):
         with self._exclusive():
             newest = self._runner.newest
             ids, salt = (newest.ids, newest.salt) if wanted is None else (wanted, salt)
-            saved = sessions.take_out(self._store, self._prefixes, ids, salt)
+            saved = sessions.take_snapshot(self._store, self._prefixes, ids, salt)
         session = Session(tuple(ids[: saved.length]), note, answers)
         sessions.write(path, self._identity, session, saved, salt, progress)
         return saved.length
@@ -212,7 +212,7 @@ class Engine(Completions):
             with self._exclusive():
                 if self._runner.makes_room(saved.length):  # others take steps until there is some
                     continue
-                kv = sessions.put_back(self._store, saved, path)
+                kv = sessions.restore_snapshot(self._store, saved, path)
                 self._runner.release(session.token_ids, self._prefixes.salted(kv, session.salt), session.salt)
             self._answers.restore(session.answers)
             return session

@@ -17,7 +17,7 @@ from polarlm.engine.model.forward import Transformer
 from polarlm.engine.model.weights import in_words, kept
 from polarlm.engine.state import cache_types
 from polarlm.engine.state.plan import StorePlan, f16_tokens, format_bytes
-from polarlm.engine.storage.tiers.tier_store import Folder, TierStore
+from polarlm.engine.storage.tiers.tier_store import FolderTier, TierStore
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Parts:
         return None if self.draft is None else self.draft.model
 
     @property
-    def disk(self) -> Folder | None:
+    def disk(self) -> FolderTier | None:
         """The tier on the disk; None if there is none."""
-        folders = (tier for tier in self.tiers if isinstance(tier, Folder))
+        folders = (tier for tier in self.tiers if isinstance(tier, FolderTier))
         return next((folder for folder in folders if folder.label == "disk"), None)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from polarlm.engine.sampling.sample import Sampled, Sampling, most_tokens, resol
 from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.store import RowAdapter, SequenceKV, Span
 from polarlm.engine.storage.copies import Snapshot
-from polarlm.engine.storage.tiers.search import TierHit, cached_from
+from polarlm.engine.storage.tiers.search import TierHit, count_sources
 from polarlm.model_loaders.tokenizers import Tokenizer
 
 _EMPTY = Chunk("", ())
@@ -344,5 +344,5 @@ class Request:
             generation_seconds=self.clock.generation,
             drafted_tokens=0 if self.drafts is None else self.drafts.drafted,
             accepted_tokens=0 if self.drafts is None else self.drafts.accepted,
-            cached_from=cached_from(self.hit, self.cached or 0),
+            cached_from=count_sources(self.hit, self.cached or 0),
         )

@@ -259,7 +259,7 @@ class Runner:
         length, root, hashes = kv.length, kv.root, kv.hashes
         self._prefixes.release(kv, ids)
         if self._tiers is not None:
-            self._tiers.released(root, hashes, ids[:length])
+            self._tiers.keep_sequence(root, hashes, ids[:length])
 
 
 def _counts(allocators: Sequence[BlockAllocator]) -> tuple[int, int, int]:

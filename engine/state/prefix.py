@@ -38,13 +38,13 @@ class _Full:
     slots: Blocks
 
 
-class LastReader(Protocol):
+class ReuseObserver(Protocol):
     """Reads blocks that can be found for the last time. Its methods must not raise."""
 
-    def before_reuse(self, key: bytes, group: int) -> None:
+    def copy_before_reuse(self, key: bytes, group: int) -> None:
         """The quantized block of `group` that is stored under the hash `key` is about to be allocated again."""
 
-    def before_full_reuse(self, before: bytes, ids: Sequence[int]) -> None:
+    def copy_full_before_reuse(self, before: bytes, ids: Sequence[int]) -> None:
         """A slot of the full-precision block with `ids` after the hash `before` is about to be allocated again."""
 
 
@@ -58,11 +58,11 @@ class PrefixCache:
         self._enabled = enabled
         self._quantized: dict[bytes, Blocks] = {}  # by the hash at the block's end
         self._full: dict[bytes, list[_Full]] = {}  # by the hash before the block
-        self._reader: LastReader | None = None
+        self._observer: ReuseObserver | None = None
 
-    def read_before_reuse(self, reader: LastReader | None) -> None:
+    def observe_reuse(self, observer: ReuseObserver | None) -> None:
         """Let `reader` read blocks before they are allocated again. It is called under the engine's lock."""
-        self._reader = reader
+        self._observer = observer
 
     def salted(self, kv: SequenceKV, salt: str) -> SequenceKV:
         """Set the root for `salt` on `kv`, none of whose blocks is in the cache yet, and return `kv`."""
@@ -153,16 +153,16 @@ class PrefixCache:
         self._remove_if_empty(known)
 
     def _forget_quantized(self, key: bytes, index: int) -> None:
-        if self._reader is not None:
-            self._reader.before_reuse(key, index)
+        if self._observer is not None:
+            self._observer.copy_before_reuse(key, index)
         blocks = self._quantized[key]
         blocks[index] = None
         if blocks == [None] * len(blocks):
             del self._quantized[key]
 
     def _forget_full(self, entry: _Full, index: int) -> None:
-        if self._reader is not None:
-            self._reader.before_full_reuse(entry.before, entry.ids)
+        if self._observer is not None:
+            self._observer.copy_full_before_reuse(entry.before, entry.ids)
         entry.slots[index] = None
         self._remove_if_empty(entry)
 
