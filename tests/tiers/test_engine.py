@@ -216,11 +216,11 @@ def test_a_disk_that_hangs_delays_one_request_and_no_other(
             while not asked:  # its thread may begin too late
                 assert engine.generate(PROMPT, PARAMS).token_ids == written[1].token_ids
                 forget(engine)
-            late = engine._tiers._late
+            late = engine._tiers._late_thread
             for _ in range(2):
                 assert engine.generate(PROMPT, PARAMS).token_ids == written[1].token_ids
                 forget(engine)
-                assert engine._tiers._late is late  # no other one has begun
+                assert engine._tiers._late_thread is late  # no other one has begun
             hangs.set()
             late.join(PATIENCE)
         assert engine.generate(PROMPT, PARAMS).usage.cached_tokens == HIT  # it is asked again

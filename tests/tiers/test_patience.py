@@ -21,7 +21,7 @@ ONE = SamplingParams(temperature=0, max_tokens=1)
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "_LEAST_SECONDS", 0.1)
-    monkeypatch.setattr(tiers, "_MOST", 30.0)
+    monkeypatch.setattr(tiers, "_MOST_SECONDS", 30.0)
 
 
 def test_waiting_takes_half_as_long_as_computing() -> None:
@@ -66,9 +66,9 @@ def test_an_engine_measures_its_prefills_and_waits_for_what_the_store_lacks(
     monkeypatch.setattr(request, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     with load(make_model(tmp_path), tmp_path / "blocks") as engine:
         waits: list[float] = []
-        in_time = engine._tiers._in_time
+        run_within = engine._tiers._run_within
         monkeypatch.setattr(
-            engine._tiers, "_in_time", lambda seconds, work: waits.append(seconds) or in_time(seconds, work)
+            engine._tiers, "_run_within", lambda seconds, work: waits.append(seconds) or run_within(seconds, work)
         )
         usage = engine.generate(ids(1, 80), ONE).usage
         per_token = (usage.prefill_seconds - 1) / 80  # in the last second the token is taken

@@ -34,7 +34,7 @@ class NoLock:
 class AtOnce(Writer):
     """Writes without a thread."""
 
-    def _put(self, work) -> None:
+    def _queue(self, work) -> None:
         names = self._names()
         assert names is not None
         self._write_all([work], names)

@@ -34,7 +34,7 @@ class Busy:
         self.now, self.held, self.due = 0.0, 0.0, deque(times)
         self.kept: dict[bytes, float] = {}
         self.writer = Writer(self, [self], lambda: ObjectNames(b"root", b"weights"), self)  # type: ignore[arg-type,list-item]
-        self.writer._changed = self  # type: ignore[assignment]
+        self.writer._condition = self  # type: ignore[assignment]
         self.writer._readers, self.writer._thread = 1, threading.current_thread()
         self.count = 0
 
@@ -69,7 +69,7 @@ class Busy:
             self.now = max(self.now, self.due[0])
             self.__enter__()
         elif not is_done():
-            self.writer._closing = True
+            self.writer._is_closing = True
 
     def notify_all(self) -> None:
         pass
@@ -87,11 +87,11 @@ class Busy:
     def has_state(self, key: bytes) -> bool:
         return key.endswith(b" %d" % (BLOCKS - 1))
 
-    def quantized(self, hashes: Sequence[bytes], groups: int) -> list[tuple[bytes, Object]]:
+    def read_quantized(self, hashes: Sequence[bytes], groups: int) -> list[tuple[bytes, Object]]:
         self.now += COPY
         return [(key, Object({})) for key in hashes]
 
-    def full(self, before: bytes, ids: Sequence[int]) -> Object:
+    def read_full(self, before: bytes, ids: Sequence[int]) -> Object:
         self.now += COPY
         return Object({})
 
@@ -127,13 +127,13 @@ def test_no_more_memory_is_held_than_is_counted(monkeypatch: pytest.MonkeyPatch)
             kept.end(kept.begin(words(seed, 44)).prompt())
             overwrite(kept.store)
         filled = tracemalloc.get_traced_memory()[0]
-        blocks, queued = kept.writer._blocks, kept.writer._queued
+        blocks, queued = kept.writer._blocks, kept.writer._queued_bytes
         counted = blocks._bytes + queued
         assert 0 < len(kept.writer._work) < 12  # the oldest have been dropped, and their copies
         assert len(blocks._copies) == 6 * len(kept.writer._work)
         while kept.writer._work:
             kept.writer._forget(kept.writer._work.popleft())
-        assert (blocks._waiting, blocks._copies, blocks._bytes, kept.writer._queued) == (set(), {}, 0, 0)
+        assert (blocks._waiting, blocks._copies, blocks._bytes, kept.writer._queued_bytes) == (set(), {}, 0, 0)
         assert filled - tracemalloc.get_traced_memory()[0] <= counted
     finally:
         tracemalloc.stop()
