@@ -213,7 +213,7 @@ class Engine(Completions):
                 if self._runner.makes_room(saved.length):  # others take steps until there is some
                     continue
                 kv = sessions.restore_snapshot(self._store, saved, path)
-                self._runner.release(session.token_ids, self._prefixes.salted(kv, session.salt), session.salt)
+                self._runner.release(session.token_ids, self._prefixes.set_salt(kv, session.salt), session.salt)
             self._answers.restore(session.answers)
             return session
 

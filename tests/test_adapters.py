@@ -17,7 +17,7 @@ from polarlm.engine.chat.session import ChatSession
 from polarlm.engine.loading import need
 from polarlm.engine.loading.checks import settle
 from polarlm.engine.outputs import Completion
-from polarlm.engine.state.prefix import adapter_of, joined_salt
+from polarlm.engine.state.prefix import join_salt, salt_adapter
 from tests.adapters import ALL, changed_model, random_changes, write_peft
 from tests.tiny import assert_idle, load_tiny, make_model
 
@@ -191,9 +191,9 @@ def test_wrong_names_are_sentences(engine: Engine, base: Path, adapters: dict[st
 def test_salts_of_different_pairs_are_different() -> None:
     texts = ["", "a", "\0", "\0a\0", "a\0b", "b"]
     pairs = [(salt, adapter) for salt in texts for adapter in ("", "a", "b 1.0")]
-    assert len({joined_salt(*pair) for pair in pairs}) == len(pairs)
-    assert all(adapter_of(joined_salt(salt, adapter)) == adapter for salt, adapter in pairs)
-    assert joined_salt("mine", "") == "mine"
+    assert len({join_salt(*pair) for pair in pairs}) == len(pairs)
+    assert all(salt_adapter(join_salt(salt, adapter)) == adapter for salt, adapter in pairs)
+    assert join_salt("mine", "") == "mine"
 
 
 def test_the_memory_of_adapters_is_counted(base: Path, adapters: dict[str, Path]) -> None:

@@ -20,8 +20,8 @@ from polarlm.engine.state.tables import BlockTable, Reservation, TableGroup
 
 
 class BlocksOfKind(NamedTuple):
-    """Blocks that are coded alike: by layer the caches that they are in, their numbers there, and their places among
-    the blocks that were asked for."""
+    """Blocks of one kind: by layer the caches that they are in, their numbers there, and their indices among the blocks
+    that were given."""
 
     caches: Mapping[int, Cache]
     numbers: Sequence[int]
@@ -48,7 +48,7 @@ class KVBlocks(TableGroup):
         return self._caches[layer]
 
     def _split_by_kind(self, blocks: Sequence[int]) -> Iterable[BlocksOfKind]:
-        """Yield quantized blocks that are coded alike together."""
+        """Yield the quantized blocks of each kind."""
         yield BlocksOfKind(self._caches, blocks, range(len(blocks)))
 
     # -- growing -----------------------------------------------------------------------------------------------
@@ -59,8 +59,8 @@ class KVBlocks(TableGroup):
             format = self._shape.format(self.layers[0])
             key = format.kv_heads, format.head_dim, self.layers if self._is_shared else ()
             if key not in buffers.by_shape:
-                made = self._ops.buffer(format, buffers.rows, as_slots=as_steps, layers=buffers.together)
-                buffers.by_shape[key] = made
+                buffer = self._ops.buffer(format, buffers.rows, as_slots=as_steps, layers=buffers.together)
+                buffers.by_shape[key] = buffer
             reservation.buffer, reservation.first = buffers.by_shape[key], buffers.first
         except BaseException:  # there is no memory for the buffer
             self.abort(reservation)
@@ -90,8 +90,7 @@ class KVBlocks(TableGroup):
         )
 
     def _numbers(self, blocks: Sequence[int]) -> tuple[Sequence[int], Sequence[int] | None]:
-        """Return the numbers of blocks in the cache: of all, or of those that are not high-precision, and of the
-        high-precision ones."""
+        """Return the numbers of blocks in the cache: of all, or of low-precision and of high-precision ones."""
         return blocks, None
 
     def spans(self, views: Sequence[SpanView]) -> Spans:
@@ -116,7 +115,7 @@ class KVBlocks(TableGroup):
             moves.append(Move(KVLocation(None, slot), KVLocation(buffer, number - before), tokens))
         self._copy(layers, moves)
         pairs = [(block, KVLocation(buffer, number - before)) for number, block in reservation.quantized.items()]
-        return self._filled(layers, pairs)
+        return self._to_encode(layers, pairs)
 
     def _copy(self, layers: Iterable[int], moves: Sequence[Move]) -> None:
         if moves:
@@ -135,10 +134,10 @@ class KVBlocks(TableGroup):
         return self._caches[layer]
 
     def filled_blocks(self, reservations: Sequence[tuple[Reservation, int]]) -> list[FilledBlocks]:
-        slots = [pair for reservation, length in reservations for pair in self.filled(reservation, length)]
-        return self._filled(self.layers, [(block, KVLocation(None, slot)) for block, slot in slots])
+        slots = [pair for reservation, length in reservations for pair in self.filled_slots(reservation, length)]
+        return self._to_encode(self.layers, [(block, KVLocation(None, slot)) for block, slot in slots])
 
-    def _filled(self, layers: Sequence[int], pairs: Sequence[tuple[int, KVLocation]]) -> list[FilledBlocks]:
+    def _to_encode(self, layers: Sequence[int], pairs: Sequence[tuple[int, KVLocation]]) -> list[FilledBlocks]:
         """Return the blocks to encode in `layers`. pairs: quantized blocks, and where their tokens are."""
         return [
             FilledBlocks([kind.caches[layer] for layer in layers], kind.numbers, [pairs[i][1] for i in kind.indices])
@@ -152,7 +151,7 @@ class KVBlocks(TableGroup):
     # -- blocks on the host ------------------------------------------------------------------------------------
 
     def read_blocks(self, blocks: Sequence[int]) -> BlockArrays:
-        """As in `LayerState`, for blocks that are coded alike."""
+        """As in `LayerState`, for blocks of one kind."""
         (kind,) = self._split_by_kind(blocks)
         return {
             (layer, name): array
@@ -163,7 +162,7 @@ class KVBlocks(TableGroup):
     def write_blocks(self, blocks: Sequence[int], arrays: BlockArrays) -> None:
         (kind,) = self._split_by_kind(blocks)
         for layer, cache in kind.caches.items():
-            self._ops.write_blocks(cache, kind.numbers, of_layer(arrays, layer))
+            self._ops.write_blocks(cache, kind.numbers, layer_arrays(arrays, layer))
 
     def read_full(self, slot: int, tokens: int) -> BlockArrays:
         return {
@@ -177,11 +176,11 @@ class KVBlocks(TableGroup):
             self._ops.write_full(cache, slot, arrays[layer, "k"], arrays[layer, "v"])
 
     def bytes(self, table: BlockTable) -> int:
-        quantized, full = table.held
+        quantized, full = table.counts
         return quantized * self._shape.quantized_bytes(self.layers) + full * self._shape.full_bytes(self.layers)
 
 
-def of_layer(arrays: BlockArrays, layer: int) -> dict[str, np.ndarray]:
+def layer_arrays(arrays: BlockArrays, layer: int) -> dict[str, np.ndarray]:
     """Return the arrays of one layer by their names."""
     return {name: array for (number, name), array in arrays.items() if number == layer}
 

@@ -93,8 +93,8 @@ def _bytes(arrays: Sequence[ArraySpec]) -> int:
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
-class OwnShape(StateShape):
-    """The shape of a state that is not K/V. It makes the state itself; for K/V, which need codecs, the store does."""
+class RecurrentShape(StateShape):
+    """The shape of a recurrent state. It makes the state itself; for K/V, which need codecs, the store does."""
 
     def state(self, ops: Ops, block_size: int, layers: tuple[int, ...], blocks: tuple[int, int]) -> LayerState:
         """Return the state of `layers`. blocks: the numbers of quantized blocks and of full-precision slots."""

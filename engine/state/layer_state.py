@@ -35,10 +35,9 @@ class LayerState(Protocol):
     A block of N tokens has a number in its sequence and an id in one of two allocators: `full` for blocks as they were
     computed, `quantized` for complete blocks as they are stored. New tokens are added by a reservation:
 
-        reservation = state.open(table, start, count, …)      or open_step: reserves blocks, or raises OutOfBlocks
-        state.begin, …, state.seal                       for all layers of a prompt, one by one or some together
-        state.commit(table, reservation, length)              or state.abort(reservation), which leaves the table as it
-        was
+        reservation = state.open(table, start, count, …)   or open_step: reserves blocks, or raises OutOfBlocks
+        state.begin, …, state.seal                         for all layers of a prompt, one by one or some together
+        state.commit(table, reservation, length)           or state.abort(reservation): the table is as before
     """
 
     layers: tuple[int, ...]
@@ -133,20 +132,23 @@ class LayerState(Protocol):
 
 @dataclass(eq=False)
 class TableVersion:
-    """Stands for the block tables of a sequence as long as steps do not change them: until it has `end` tokens."""
+    """A version of a sequence's block tables, which steps do not change until it has `end` tokens. Equal only to
+    itself."""
 
     end: int
 
 
 def table_version_after(groups: Sequence[LayerState], n: int, length: int) -> TableVersion:
-    """Return what stands for the tables after a step that has changed them, of a sequence that has `length` tokens now.
+    """Return the version of the tables after a step that has changed them, of a sequence that has `length` tokens now.
     A step changes them again that fills a block of `n` tokens, or with which a block leaves a window."""
-    seen = [group.first_visible(length) for group in groups]
+    visible = [group.first_visible(length) for group in groups]
     ends = range((length // n + 1) * n - 1, length, -1) if length % n else ()
-    return TableVersion(next((end for end in ends if [group.first_visible(end) for group in groups] == seen), length))
+    return TableVersion(
+        next((end for end in ends if [group.first_visible(end) for group in groups] == visible), length)
+    )
 
 
-def copies_of_full(groups: Sequence[LayerState], slots: Sequence[int], count: int) -> list[int] | None:
+def copy_slots(groups: Sequence[LayerState], slots: Sequence[int], count: int) -> list[int] | None:
     """Return copies of `slots`, one per group, with their first `count` tokens; None if no slot is free."""
     copies: list[int] = []
     try:
@@ -163,7 +165,7 @@ def copies_of_full(groups: Sequence[LayerState], slots: Sequence[int], count: in
     return copies
 
 
-def in_words(layers: Sequence[int], count: int) -> str:
+def describe_layers(layers: Sequence[int], count: int) -> str:
     """Return the name of `layers`, in ascending order, of a model with `count` layers, such as "layers 0 to 3, 7"."""
     if len(layers) == count:
         return "all layers"

@@ -35,8 +35,8 @@ from polarlm.engine.quantization.metric import Metric
 from polarlm.engine.state.blocks import NeedsRequantize, OutOfBlocks
 from polarlm.engine.state.image_positions import ImagePositions
 from polarlm.engine.state.kv_blocks import KVBlocks, encode
-from polarlm.engine.state.layer_shapes import LayerShape, OwnShape
-from polarlm.engine.state.layer_state import Buffers, LayerState, TableVersion, in_words, table_version_after
+from polarlm.engine.state.layer_shapes import LayerShape, RecurrentShape
+from polarlm.engine.state.layer_state import Buffers, LayerState, TableVersion, describe_layers, table_version_after
 from polarlm.engine.state.plan import StorePlan
 from polarlm.engine.state.requantize.blocks import MixedPrecisionBlocks
 from polarlm.engine.state.tables import BlockTable, Reservation
@@ -128,7 +128,7 @@ class KVStore:
                 kind = KVBlocks if shape.high_precision is None else MixedPrecisionBlocks
                 self.groups.append(kind(ops, plan.shape, layers, [caches[layer] for layer in layers], blocks))
             else:
-                assert isinstance(shape, OwnShape)
+                assert isinstance(shape, RecurrentShape)
                 self.groups.append(shape.state(ops, plan.shape.block_size, layers, blocks))
         # The group with two kinds of blocks, if there is one.
         self.mixed_precision = next((group for group in self.groups if isinstance(group, MixedPrecisionBlocks)), None)
@@ -145,7 +145,7 @@ class KVStore:
                 layers.setdefault(reason, []).append(layer)
         all_layers = len(self.shape.layers)
         return [
-            f"NumPy computes {what} in {in_words(numbers, all_layers)}, more slowly: {why}"
+            f"NumPy computes {what} in {describe_layers(numbers, all_layers)}, more slowly: {why}"
             for (what, why), numbers in layers.items()
         ]
 
@@ -209,11 +209,11 @@ class KVStore:
 
     def _open(self, sequence: SequenceKV, count: int, buffers: Buffers, *, as_steps: bool = False, **more: Any) -> Span:
         start, n = sequence.length, self.shape.block_size
-        reservation = self._reserve(
+        reservations = self._reserve(
             sequence, lambda group, table: group.open(table, start, count, buffers, as_steps=as_steps)
         )
         buffers.first += -(-(start % n + count) // n)
-        return Span(sequence, start, count, reservation, together=buffers.together, **more)
+        return Span(sequence, start, count, reservations, together=buffers.together, **more)
 
     def open_step(self, sequence: SequenceKV, count: int = 1) -> Span:
         """Open a span of `count` ≤ STEP_ROWS rows of a step, or `rows_of_block` if a group is sparse. If it raises
@@ -221,8 +221,8 @@ class KVStore:
         assert 1 <= count <= STEP_ROWS
         if sequence.table_version is not None and sequence.length + count <= sequence.table_version.end:
             return Span(sequence, sequence.length, count, [], is_step=True)
-        reservation = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
-        return Span(sequence, sequence.length, count, reservation, is_step=True)
+        reservations = self._reserve(sequence, lambda group, table: group.open_step(table, sequence.length, count))
+        return Span(sequence, sequence.length, count, reservations, is_step=True)
 
     def rows_of_block(self, sequence: SequenceKV) -> int:
         """Return the most rows of a step that fit into the current block: later rows must attend to its codes."""
@@ -274,15 +274,15 @@ class KVStore:
 
     def view(self, layer: int, span: Span, rows: slice, position: int, sees: int = 0) -> SpanView:
         """Return a view of `rows` of `span`, which start at `position`. It serves all layers in the layer's group."""
-        group, table, reservation = self._of(layer, span)
+        group, table, reservation = self._group_of_span(layer, span)
         view = group.view(layer, table, reservation, span.start - span.before, rows, position)
         return replace(view, sees=sees) if sees else view
 
     def begin_layer(self, layer: int, span: Span) -> None:
         """Prepare the span of a prompt for a layer's rows, and for the layers that are sealed with it."""
-        with_kv, layers = self.shape.kv_layers, [layer]
-        if layer in with_kv:
-            layers = [] if span.unsealed else [number for number in with_kv if number >= layer][: span.together]
+        kv_layers, layers = self.shape.kv_layers, [layer]
+        if layer in kv_layers:
+            layers = [] if span.unsealed else [number for number in kv_layers if number >= layer][: span.together]
         for group, table, reservation, in_group in self._parts(span, layers):
             group.begin(in_group, table, reservation, span.start)
 
@@ -317,11 +317,11 @@ class KVStore:
 
     def round_trip(self, layer: int, span: Span) -> None:
         """Encode and decode, in place, the K/V that a sealed span attends to. Raises EngineError as `seal` does."""
-        group, _, reservation = self._of(layer, span)
+        group, _, reservation = self._group_of_span(layer, span)
         if self._source[layer] == layer:
             group.round_trip(layer, reservation, span.start, span.count)
 
-    def _of(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Reservation]:
+    def _group_of_span(self, layer: int, span: Span) -> tuple[LayerState, BlockTable, Reservation]:
         index = self.group_of(layer)
         table, first = span.sequence.tables[index], span.start // self.shape.block_size
         slots = {} if table.current is None else {first: table.current}  # of a step that changes no table
@@ -353,9 +353,8 @@ class KVStore:
             reservations, span.reservations = span.reservations, []
             for group, table, reservation in zip(self.groups, span.sequence.tables, reservations, strict=True):
                 group.commit(table, reservation, length)
-            span.sequence.table_version = (
-                table_version_after(self.groups, self.shape.block_size, length) if span.is_step else None
-            )
+            version = table_version_after(self.groups, self.shape.block_size, length) if span.is_step else None
+            span.sequence.table_version = version
         return damaged
 
     def _encode_filled(self, steps: Sequence[_Step]) -> dict[int, EngineError]:

@@ -30,7 +30,7 @@ class BlockTable:
         return self.quantized[index] if index >= 0 else None
 
     @property
-    def held(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, int]:
         """The numbers of quantized blocks and of slots."""
         return len(self.quantized), (self.sink is not None) + (self.current is not None)
 
@@ -105,28 +105,26 @@ class TableGroup:
     def abort(self, reservation: Reservation) -> None:
         self._release(reservation.quantized.values(), reservation.new_slots)
 
-    def filled(self, reservation: Reservation, length: int) -> list[tuple[int, int]]:
+    def filled_slots(self, reservation: Reservation, length: int) -> list[tuple[int, int]]:
         """Return (quantized block, slot to encode) of each block that a step fills if its sequence gets this length."""
         visible = range(self.first_visible(length), length // self.block_size)
-        return [
-            (block, reservation.slots[number]) for number, block in reservation.quantized.items() if number in visible
-        ]
+        blocks = reservation.quantized.items()
+        return [(block, reservation.slots[number]) for number, block in blocks if number in visible]
 
     def commit(self, table: BlockTable, reservation: Reservation, length: int) -> None:
         complete, rest = divmod(length, self.block_size)
-        if (
-            rest and not reservation.quantized and not reservation.new_slots
-        ):  # most steps only append to the current slot
+        # Most steps only append to the current slot.
+        if rest and not reservation.quantized and not reservation.new_slots:
             self.leave_window(table, length)
             return
-        held = {slot for slot in (table.current, *reservation.slots.values()) if slot is not None}
+        slots = {slot for slot in (table.current, *reservation.slots.values()) if slot is not None}
         table.current = reservation.slots[complete] if rest else None
         if complete and 0 in reservation.slots:
             table.sink = reservation.slots[0]
         table.quantized += [block for number, block in reservation.quantized.items() if number < complete]
         table.dropped = max(0, complete - 1) - len(table.quantized)
         unused = [block for number, block in reservation.quantized.items() if number >= complete]
-        self._release(unused, sorted(held - {table.current, table.sink}))
+        self._release(unused, sorted(slots - {table.current, table.sink}))
         self.leave_window(table, length)
 
     def leave_window(self, table: BlockTable, length: int) -> None:
@@ -137,10 +135,10 @@ class TableGroup:
         if table.sink is not None and first > 0:
             self.full.release(table.sink)
             table.sink = None
-        gone = min(len(table.quantized), max(0, first - 1 - table.dropped))
-        self._release(table.quantized[:gone], ())
-        table.quantized = table.quantized[gone:]
-        table.dropped += gone
+        count = min(len(table.quantized), max(0, first - 1 - table.dropped))
+        self._release(table.quantized[:count], ())
+        table.quantized = table.quantized[count:]
+        table.dropped += count
 
     def first_visible(self, length: int) -> int:
         return self.oldest_visible(length) // self.block_size

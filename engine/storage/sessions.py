@@ -29,7 +29,7 @@ import numpy as np
 from polarlm.engine.errors import EngineError, counted
 from polarlm.engine.state.blocks import OutOfBlocks
 from polarlm.engine.state.image_positions import IMAGE_IDS
-from polarlm.engine.state.prefix import PrefixCache, adapter_of, joined_salt
+from polarlm.engine.state.prefix import PrefixCache, join_salt, salt_adapter
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.engine.state.store import KVStore, SequenceKV
 from polarlm.engine.storage import files, identity, objects
@@ -78,7 +78,7 @@ def write(
         "version": _VERSION,
         **settings,
         **({"salt": _salt_hash(salt, session.token_ids)} if salt else {}),
-        **({"adapter": adapter} if (adapter := adapter_of(salt)) else {}),
+        **({"adapter": adapter} if (adapter := salt_adapter(salt)) else {}),
         "ids": session.token_ids,
         "first": min(snapshot.blocks, default=snapshot.length),
         "note": session.note,
@@ -135,7 +135,7 @@ def read(
             session = _parse(path, header, settings, vocabulary)
             if (adapter := str(header.get("adapter", ""))) and not knows(adapter):
                 raise _error(f"The session {path} was saved with an adapter that this engine lacks: load it with lora")
-            session = replace(session, salt=joined_salt(cache_salt, adapter))
+            session = replace(session, salt=join_salt(cache_salt, adapter))
             _check_salt(path, str(header.get("salt", "")), session.salt, session)
             if (length := len(session.token_ids)) > context:
                 raise _error(

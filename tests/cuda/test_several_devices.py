@@ -115,7 +115,7 @@ def test_layers_are_shared_as_asked(tmp_path: Path, asked: str | None, counts: l
     assert "on the emulated GPU (cuda:0) and emulated GPU (cuda:1);" in assembly.fit_line(parts)
     for share in parts.placement.split.shares:  # what was planned is what is there
         free, total = share.device._device.memory()
-        planned = share.weights + parts.plan.bytes_of(share.layers)
+        planned = share.weights + parts.plan.layer_bytes(share.layers)
         assert planned <= total - free <= planned + 2048
     parts.close()
 
@@ -233,7 +233,7 @@ def test_fit_says_what_every_gpu_has(tmp_path: Path, monkeypatch: pytest.MonkeyP
     devices = fit.weights[0].cache("f16").cards
     assert [device.layers for device in devices] == [(0, 1), (2, 2)]
     assert [device.weights for device in devices] == [share.weights for share in split.shares]
-    assert [device.store for device in devices] == [plan.bytes_of(share.layers) for share in split.shares]
+    assert [device.store for device in devices] == [plan.layer_bytes(share.layers) for share in split.shares]
     assert fit.weights[0].cache("f16").tokens == plan.tokens
     assert sum(device.weights for device in devices) == fit.weights[0].bytes == parts.model.weights.bytes
     parts.close()

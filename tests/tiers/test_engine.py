@@ -332,7 +332,7 @@ def test_a_forked_child_does_not_wait_for_the_digest_of_its_parent(
     plain_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed = threading.Event()
-    monkeypatch.setattr(tiers, "known_digest", lambda *_: None)
+    monkeypatch.setattr(tiers, "stored_digest", lambda *_: None)
     monkeypatch.setattr(tiers, "digest", lambda *_: bytes(hashed.wait(PATIENCE)))
     with load(plain_model, tmp_path) as engine:
         child = os.fork()

@@ -13,7 +13,7 @@ from polarlm.engine.backends.select import multi_device_ops, ops_per_device
 from polarlm.engine.config import AUTO, EngineConfig
 from polarlm.engine.errors import EngineError
 from polarlm.engine.loading.placement.request import LayerSizes, PlacementRequest, no_bytes
-from polarlm.engine.state.plan import StorePlan, plan_for_tokens, smallest
+from polarlm.engine.state.plan import StorePlan, common_plan, plan_for_tokens
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
 
@@ -82,14 +82,14 @@ class Split:
             except EngineError as error:
                 error.args = (f"{share}: {error}",)
                 raise
-        return smallest(shape, plans)
+        return common_plan(shape, plans)
 
     def devices(self, request: PlacementRequest, plan: StorePlan) -> tuple[ShareFit, ...]:
         """Return what every GPU has, with a store of `plan`."""
         fits = []
         for share in self.shares:
             room = share.device.room_beside(0) - share.weights
-            store = plan.bytes_of(share.layers)
+            store = plan.layer_bytes(share.layers)
             work = request.work(share.device, plan.shape, plan.tokens)
             ends = share.layers[0], share.layers[-1]
             free, name = share.device.free_memory(), share.device.name
@@ -171,7 +171,7 @@ def _layers_by_memory(
     store of the requested context take is smallest."""
     config, tokens, count = request.config, request.context, len(request.model.layers)
     plan = plan_for_tokens(shape, tokens, config.kept_sequences + config.parallel)
-    needed = np.cumsum([0, *(size + plan.bytes_of((layer,)) for layer, size in enumerate(sizes.layers))])
+    needed = np.cumsum([0, *(size + plan.layer_bytes((layer,)) for layer, size in enumerate(sizes.layers))])
     attentions = np.cumsum([0, *(layer in shape.kv_layers for layer in range(count))])
     # best[n]: the least of the largest parts, if the devices until now have the first n layers.
     best, cuts = np.full(count + 1, np.inf), []

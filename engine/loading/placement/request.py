@@ -20,10 +20,10 @@ from polarlm.engine.model.adapters import Loaded, delta_bytes
 from polarlm.engine.model.weights import EXPERT_SLOTS, bytes_of_layers, expert_bytes, weight_bytes
 from polarlm.engine.state.plan import (
     StorePlan,
+    add_kept,
     parse_size,
     plan_for_memory,
     plan_for_tokens,
-    with_kept,
 )
 from polarlm.engine.state.shapes import CacheShape
 from polarlm.model_loaders.config import ModelConfig
@@ -132,13 +132,13 @@ class PlacementRequest:
             memory = parse_size(config.kv_memory)
             plan = plan_for_memory(shape, memory, tokens, sequences)
             if config.kept_sequences and plan.tokens == tokens:
-                plan = with_kept(plan, min(memory, room - other_bytes(tokens)), _KEPT_TOKENS)
+                plan = add_kept(plan, min(memory, room - other_bytes(tokens)), _KEPT_TOKENS)
             return plan
         plan, other = plan_for_tokens(shape, tokens, sequences), other_bytes(tokens)
         if plan.bytes + other > room:
             return plan_for_memory(shape, room, tokens, sequences, other_bytes)
         if config.kept_sequences:
-            plan = with_kept(plan, min(plan.bytes + plan.bytes // _KEPT_SHARE, room - other), 0)
+            plan = add_kept(plan, min(plan.bytes + plan.bytes // _KEPT_SHARE, room - other), 0)
         return plan
 
     def is_met(self, ops: Ops, plan: StorePlan, weights: int, room: int) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from polarlm.engine.backends.kv import Cache, FilledBlocks, KVLocation, layers_together
 from polarlm.engine.backends.ops import Ops
 from polarlm.engine.state.blocks import BlockAllocator, NeedsRequantize, OutOfBlocks
-from polarlm.engine.state.kv_blocks import BlocksOfKind, KVBlocks, encode, of_layer
+from polarlm.engine.state.kv_blocks import BlocksOfKind, KVBlocks, encode, layer_arrays
 from polarlm.engine.state.layer_state import BlockArrays
 from polarlm.engine.state.requantize.placement import BlockPlace, BlockPlacement
 from polarlm.engine.state.shapes import CacheShape
@@ -301,11 +301,11 @@ class MixedPrecisionBlocks(KVBlocks):
         """Write blocks with arrays of high-precision ones, which are requantized for low-precision blocks."""
         for caches, numbers, indices in self._split_by_kind(blocks):
             for layer, cache in caches.items():
-                layer_arrays = {name: array[list(indices)] for name, array in of_layer(arrays, layer).items()}
+                selected = {name: array[list(indices)] for name, array in layer_arrays(arrays, layer).items()}
                 if cache is self._caches[layer]:
-                    self._write_requantized(layer, numbers, layer_arrays)
+                    self._write_requantized(layer, numbers, selected)
                 else:
-                    self._ops.write_blocks(cache, numbers, layer_arrays)
+                    self._ops.write_blocks(cache, numbers, selected)
         for block in blocks:
             self.blocks.add_newest(block)
 

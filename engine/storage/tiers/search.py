@@ -16,7 +16,7 @@ from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 from polarlm.engine.state.blocks import Blocks, OutOfBlocks
-from polarlm.engine.state.prefix import PrefixCache, common
+from polarlm.engine.state.prefix import PrefixCache, common_prefix
 from polarlm.engine.state.store import KVStore
 from polarlm.engine.storage.copies import write_objects
 from polarlm.engine.storage.objects import DamagedObject, Object
@@ -137,7 +137,7 @@ class TierHit:
     def _keep(self) -> None:
         """Let the store reuse the prompt's blocks that it has later than all other free blocks."""
         for key in reversed(self._hashes):
-            for group, block in zip(self._access.store.groups, self._access.prefixes.quantized(key), strict=True):
+            for group, block in zip(self._access.store.groups, self._access.prefixes.find_quantized(key), strict=True):
                 if block is not None:
                     group.quantized.retain(block)
                     group.quantized.release(block)
@@ -149,9 +149,9 @@ class TierHit:
         missing = []
         for candidate in run.blocks:
             if is_full or candidate.key is None:
-                known = prefixes.full(candidate.before, candidate.ids)
+                known = prefixes.find_full(candidate.before, candidate.ids)
             else:
-                known = prefixes.quantized(candidate.key)
+                known = prefixes.find_quantized(candidate.key)
             if any(block is None and run.needed_groups >> index & 1 for index, block in enumerate(known)):
                 missing.append(candidate)
         allocators = [group.full if is_full else group.quantized for group in store.groups]
@@ -211,7 +211,7 @@ class Search:
         """Return how many tokens of the prompt are in no block that the store has."""
         stored = self._n * sum(self._has_dense(self._store_blocks(number)) for number in range(len(self._hashes)))
         rest = self._ids[len(self._hashes) * self._n :]
-        known = self._prefixes.common(self._hashes[-1], rest) if self._hashes and rest else 0
+        known = self._prefixes.common_length(self._hashes[-1], rest) if self._hashes and rest else 0
         return len(self._ids) - stored - known
 
     def run(self, query: TierQuery) -> TierHit | None:
@@ -304,8 +304,8 @@ class Search:
     def _store_blocks(self, number: int) -> Blocks:
         """Return the store's blocks of complete block `number`: for each group of layers its id, or None."""
         if number:
-            return self._prefixes.quantized(self._hashes[number])
-        return self._prefixes.full(self._root, self._ids[: self._n])
+            return self._prefixes.find_quantized(self._hashes[number])
+        return self._prefixes.find_full(self._root, self._ids[: self._n])
 
     def _store_lacks(self, number: int, needed: int) -> bool:
         return any(block is None and needed >> index & 1 for index, block in enumerate(self._store_blocks(number)))
@@ -382,12 +382,12 @@ class Search:
         if not count or not rest:
             return None, 0
         before = self._hashes[count - 1]
-        if known := self._prefixes.common(before, rest):
+        if known := self._prefixes.common_length(before, rest):
             return None, known
         read = self._query.read(self._names.tail(before), self._payloads.check_full)
         if read is None or read.block.groups != self._payloads.every_group:
             return None, 0
-        shared = common(read.block.ids, rest)
+        shared = common_prefix(read.block.ids, rest)
         return (read, shared) if shared else (None, 0)
 
     # -- parts -------------------------------------------------------------------------------------------------

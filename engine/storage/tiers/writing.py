@@ -81,7 +81,7 @@ class WaitingBlocks:
             blocks = [(key, copy) for key in hashes if (copy := self._copies.get((key, groups))) is not None]
         copied = {key for key, _ in blocks}
         candidates = (
-            (key, select_groups(self._prefixes.quantized(key), groups)) for key in hashes if key not in copied
+            (key, select_groups(self._prefixes.find_quantized(key), groups)) for key in hashes if key not in copied
         )
         stored = [(key, ids) for key, ids in candidates if group_bits(ids)]
         for _, members in groupby(stored, lambda one: group_bits(one[1])):
@@ -94,7 +94,7 @@ class WaitingBlocks:
         with self._lock:
             if (copy := self._copies.get((before, tuple(ids)))) is not None:
                 return copy
-        slots = self._prefixes.full(before, ids)
+        slots = self._prefixes.find_full(before, ids)
         return take_full(self._store, self._payloads, slots, ids) if group_bits(slots) else None
 
     def has_state(self, key: bytes) -> bool:
@@ -102,7 +102,7 @@ class WaitingBlocks:
         with self._lock:
             if (key, self.sparse_groups) in self._copies:
                 return True
-        return bool(group_bits(self._prefixes.quantized(key)) & self.sparse_groups)
+        return bool(group_bits(self._prefixes.find_quantized(key)) & self.sparse_groups)
 
     # -- called by the prefix cache ------------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ def test_a_dying_disk_does_not_fill_the_log(
 ) -> None:
     place = circuit_breaker.CircuitBreaker(FolderTier(tmp_path, 1000))
     for number in range(damaged):
-        place.is_damaged(bytes([*number.to_bytes(15, "big"), 0]), ValueError("its checksum is wrong"))
+        place.report_damaged(bytes([*number.to_bytes(15, "big"), 0]), ValueError("its checksum is wrong"))
     assert len(caplog.records) == lines
     assert place.status().damaged == damaged
 
