@@ -19,7 +19,7 @@ from polarlm.engine.errors import DeviceLost
 from polarlm.engine.model.forward import Transformer
 from polarlm.engine.outputs import fold
 from polarlm.engine.requests import batches, prefills
-from polarlm.engine.state.layer_shapes import FinerKind
+from polarlm.engine.state.layer_shapes import HighPrecisionKind
 from polarlm.engine.state.store import KVStore, SequenceKV
 from tests.cuda import test_model_emulated
 from tests.cuda.emulated import EmulatedDevice, open_device
@@ -64,7 +64,7 @@ def blocks(store: KVStore, sequence: SequenceKV) -> list[np.ndarray]:
     return stored
 
 
-BY_AGE = FinerKind(*map(codecs.get, ("ring5", "ring5")), is_by_age=True)
+BY_AGE = HighPrecisionKind(*map(codecs.get, ("ring5", "ring5")))
 CASES = [
     ("qwen2_mixed_windows", ("ring4", "ring3.5"), None, N),
     *(
@@ -80,15 +80,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("fixture", "types", "finer", "n"), CASES)
+@pytest.mark.parametrize(("fixture", "types", "high_precision", "n"), CASES)
 def test_prompts_and_steps_of_a_pass_are_computed_as_one_by_one(
-    fixture: str, types: tuple[str, str], finer: FinerKind | None, n: int, monkeypatch: pytest.MonkeyPatch
+    fixture: str,
+    types: tuple[str, str],
+    high_precision: HighPrecisionKind | None,
+    n: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(test_model_emulated, "N", n)
     prompts, running, results = prompts_of(n), steps_of(n), []
     for together in (True, False):
         ops = CudaOps(open_device(checked=False))
-        model = model_of(ops, fixture, types, room=(16 * n, 13), more=13 * 16 * n, finer=finer)
+        model = model_of(ops, fixture, types, room=(16 * n, 13), more=13 * 16 * n, high_precision=high_precision)
         rng, first = np.random.default_rng(3), len(prompts)
         sequences = begun(model, rng, [have for have, _ in [*prompts, *running]])
         ids = [rng.integers(5, 96, count).tolist() for _, count in [*prompts, *running]]
