@@ -242,7 +242,7 @@ class CacheOps(HeadOps):
             arrays = {"keys": both[..., :of_keys], "values": both[..., of_keys:]}
             # What lies in the memory between the fields may have been a block of the other kind.
             sides = zip(arrays.items(), cache.layouts, strict=True)
-            return {name: layout.without_padding(array) for (name, array), layout in sides}
+            return {name: layout.zero_padding(array) for (name, array), layout in sides}
         pools = ("keys", cache.keys.quantized), ("values", cache.values.quantized)
         return {name: self._gathered(pool, blocks) for name, pool in pools}
 
