@@ -32,7 +32,7 @@ from polarlm.children import Parent
 from polarlm.engine import EngineError
 from polarlm.engine.cli.flags import in_flags
 from polarlm.engine.config import EngineConfig
-from polarlm.engine.loading.need import fetched, need
+from polarlm.engine.loading.need import fetch_model, need
 from polarlm.server.config import ServerConfig
 from polarlm.server.running import journal
 from polarlm.server.running.journal import note
@@ -97,7 +97,7 @@ def main() -> int:
 
 def _run(parent: _Server) -> None:
     first = parent.hear()
-    model = fetched(EngineConfig(**first["engine"]), note, parent.fetching)
+    model = fetch_model(EngineConfig(**first["engine"]), note, parent.fetching)
     parent.tell({"fetched": {"path": model.weights}})
     if first["server"] is None:
         return

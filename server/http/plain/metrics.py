@@ -17,7 +17,7 @@ from starlette.responses import Response
 from polarlm.engine import Engine
 from polarlm.engine.cli.flags import release
 from polarlm.engine.outputs import CompilationCounts, ExpertStatus, SnapshotStatus, Status, TierStatus
-from polarlm.engine.state.cache_types import stored
+from polarlm.engine.state.cache_types import type_pair
 from polarlm.server.running.counters import Totals
 
 # The text format that all scrapers read, also those that ask for OpenMetrics first. prometheus_client's OpenMetrics has
@@ -143,7 +143,7 @@ def _experts(experts: ExpertStatus) -> Iterator[Metric]:
 
 
 def _build(engine: Engine, status: Status) -> Iterator[Metric]:
-    type_k, type_v = stored(engine.config)
+    type_k, type_v = type_pair(engine.config)
     labels = {"version": release(), "backend": status.backend, "model": engine.model.name}
     labels |= {"cache_type_k": type_k, "cache_type_v": type_v}
     yield InfoMetricFamily("polarlm_build", "This program and what it serves", value=labels)
