@@ -114,8 +114,8 @@ def _run(parent: _Server) -> None:
 def _receive_settings(parent: _Server, model: EngineConfig) -> EngineConfig:
     """The settings to load the model with, once the parent says so. Raises EngineError.
 
-    Beside other models the KV store may get less than `kv_memory`. On a CPU it gets exactly what the parent was told,
-    since another model may take memory first. That is 0 for an encoder, and for a model that does not fit.
+    With other models in memory, the KV store may get less than `kv_memory`. On a CPU it gets exactly what the parent
+    was told, since another model may take memory first. That is 0 for an encoder, and for a model that does not fit.
     """
     settings = model
     while not (message := parent.hear())["load"]:

@@ -1,6 +1,6 @@
 """/metrics: counters, times and the load of the server, in Prometheus' text format. docs/server.md lists them all.
-Beside our own names there are names of vLLM that routers read (the model server protocol of the Gateway API's inference
-extension): queued and running requests, the used part of the KV store, and the size of its blocks."""
+Besides our own names, there are names of vLLM that routers read (the model server protocol of the Gateway API's
+inference extension): queued and running requests, the used part of the KV store, and the size of its blocks."""
 
 from __future__ import annotations
 
